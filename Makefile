@@ -1,0 +1,80 @@
+# What there is to do with this project: `make help`. Everything is built by cargo; this file knows the order, what the
+# system must have, and where things are installed.
+
+CARGO ?= cargo
+# What demo uses: dev or release.
+PROFILE ?= dev
+
+TARGET = $(or $(CARGO_TARGET_DIR),target)
+BUILT = $(TARGET)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
+SIMULATED = $(BUILT)/simulated
+
+# Where install puts things, below $(DESTDIR).
+prefix ?= /usr
+bindir ?= $(prefix)/bin
+# Debian has a directory for each architecture, which the loader searches; others have lib64 or lib.
+multiarch = $(shell $(CC) -print-multiarch 2>/dev/null)
+libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib64/libc.so*),64))
+unitdir ?= $(prefix)/lib/systemd/system
+sysconfdir ?= /etc
+
+.PHONY: help build artifacts demo check bench install clean
+
+help:
+	@echo 'make build     optimised programs and libnvshare.so, in $(TARGET)/release'
+	@echo 'make demo      two programs share a GPU that is too small for both; on a simulated GPU, or:'
+	@echo '                 GPU=real                the first GPU of this machine'
+	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
+	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
+	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
+	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus policy'
+	@echo 'make clean     removes what was built'
+	@echo
+	@echo 'While you change something:'
+	@echo '  cargo nextest run -p nvshare-wire             one crate'
+	@echo '  cargo nextest run --test scheduler_rules      one file of tests'
+	@echo '  cargo build --workspace && cargo nextest run  what tests start is built first'
+	@echo '`cargo test` does as well where there is no nextest.'
+
+build:
+	@tests/needs.sh cargo cc
+	$(CARGO) build --release --locked -p nvshare -p nvshare-preload
+
+# What the tests and the demo start: the scheduler, the library, the simulated GPU, the programs.
+artifacts:
+	@tests/needs.sh cargo cc
+	$(CARGO) build --workspace --locked --profile $(PROFILE)
+
+demo: artifacts
+ifeq ($(GPU),real)
+	@$(BUILT)/nvshare-demo --real
+else
+	@tests/cuda-sim/install.sh $(SIMULATED) $(BUILT)
+	@$(BUILT)/nvshare-demo --simulated $(SIMULATED)
+endif
+
+check:
+	@CARGO='$(CARGO)' tests/check.sh
+
+bench:
+	@tests/needs.sh cargo cc
+	$(CARGO) bench --locked --bench handover
+
+# Needs no cargo, so that root need not have it: `make build` comes before.
+install:
+	@[ -e $(TARGET)/release/libnvshare.so ] || { echo 'Nothing is built yet: make build' >&2; exit 1; }
+	install -d $(addprefix $(DESTDIR),$(bindir) $(libdir) $(unitdir) $(sysconfdir)/nvshare)
+	install -m 755 $(TARGET)/release/nvshare-scheduler $(TARGET)/release/nvsharectl $(DESTDIR)$(bindir)
+	install -m 644 $(TARGET)/release/libnvshare.so $(DESTDIR)$(libdir)
+	@# Settings that somebody has changed stay.
+	[ -e $(DESTDIR)$(sysconfdir)/nvshare/nvshare.toml ] || install -m 644 etc/nvshare.toml $(DESTDIR)$(sysconfdir)/nvshare
+	install -m 644 $(wildcard systemd/*.service systemd/*.socket) $(DESTDIR)$(unitdir)
+	sed -i 's|/usr/bin/|$(bindir)/|' $(DESTDIR)$(unitdir)/nvshare.service
+	install -Dm 644 systemd/nvshare.sysusers $(DESTDIR)$(prefix)/lib/sysusers.d/nvshare.conf
+	install -Dm 644 systemd/nvshare.tmpfiles $(DESTDIR)$(prefix)/lib/tmpfiles.d/nvshare.conf
+	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system.d dbus/org.nvshare.Scheduler1.conf
+	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system-services dbus/org.nvshare.Scheduler1.service
+	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/interfaces dbus/org.nvshare.Scheduler1.xml
+
+clean:
+	$(CARGO) clean

@@ -1,0 +1,154 @@
+//! What the scheduler costs: how long the lock is nobody's at a hand-over, and the CPU time of a daemon whose clients do
+//! nothing. Everything is real but the clients' work: the daemon as a process, sockets, threads that block in recv.
+//!
+//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
+
+#[path = "../tests/daemon_support/mod.rs"]
+mod daemon_support;
+mod results;
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use daemon_support::{Client, Daemon, GPU};
+use nvshare_wire::{ClientMessage, SchedulerMessage};
+use results::{Figure, Results};
+
+const HAND_OVERS: usize = 20_000;
+const IDLE_CLIENTS: usize = 1_000;
+const IDLE_TIME: Duration = Duration::from_secs(10);
+
+fn main() {
+    let mut results = Results::from_arguments();
+    println!("{:>34}  {:>10}  {:>10}  {:>10}  {:>10}", "hand-over", "median", "90 %", "99 %", "longest");
+    row("limit: a thread that passes it on", &limit());
+    for others in [0, 200] {
+        let times = measure(others);
+        row(&format!("the daemon, {others} other clients"), &times);
+        if others == 0 {
+            let note = format!("{HAND_OVERS} hand-overs between two clients, anti-thrash on");
+            let us = |share| at(&times, share).as_secs_f64() * 1e6;
+            results.add(Figure { name: "handover-daemon-p50", value: us(0.5), unit: "us", note: note.clone() });
+            results.add(Figure { name: "handover-daemon-p99", value: us(0.99), unit: "us", note });
+        }
+    }
+    let percent = idle();
+    println!("CPU of a daemon with {IDLE_CLIENTS} clients that do nothing: {percent:.4} % of one core");
+    let note = format!("all threads, over {} s", IDLE_TIME.as_secs());
+    results.add(Figure { name: "idle-1000-clients-cpu", value: percent, unit: "percent", note });
+    results.write();
+}
+
+fn at(sorted: &[Duration], share: f64) -> Duration {
+    sorted[((sorted.len() - 1) as f64 * share) as usize]
+}
+
+fn row(what: &str, sorted: &[Duration]) {
+    let [median, most, nearly_all, all] = [0.5, 0.9, 0.99, 1.0].map(|share| at(sorted, share));
+    println!("{what:>34}  {median:>10.1?}  {most:>10.1?}  {nearly_all:>10.1?}  {all:>10.1?}");
+}
+
+/// Two clients pass the lock to and fro while others are attached and idle.
+fn measure(others: usize) -> Vec<Duration> {
+    let daemon = quiet();
+    assert_eq!(daemon.ctl(&["set", "anti-thrash", "on"]).code, Some(0));
+    let _others = crowd(&daemon, others);
+    let [a, b] = [daemon.client(), daemon.client()];
+    attach(&a);
+    a.request();
+    a.until_granted();
+    attach(&b);
+    b.request();
+    let mut pair = [&a, &b];
+    let times = (0..HAND_OVERS).map(|_| {
+        let [holder, next] = pair;
+        // The next one already blocks in recv, in a thread of its own, as the library's does.
+        let time = between(|| holder.release(), || next.until_granted());
+        holder.request();
+        pair = [next, holder];
+        time
+    });
+    sorted(times)
+}
+
+/// The same packets without a scheduler: one process wakes another thread, which wakes the next. Less is not possible.
+fn limit() -> Vec<Duration> {
+    let ([from, relay_in], [relay_out, to]) = (pair(), pair());
+    std::thread::spawn(move || {
+        let mut packet = [0u8; 64];
+        loop {
+            let n = unsafe { libc::recv(relay_in.as_raw_fd(), packet.as_mut_ptr().cast(), packet.len(), 0) };
+            if n <= 0 || unsafe { libc::send(relay_out.as_raw_fd(), packet.as_ptr().cast(), n as usize, 0) } < 0 {
+                return;
+            }
+        }
+    });
+    let receive = || {
+        let mut packet = [0u8; 64];
+        unsafe { libc::recv(to.as_raw_fd(), packet.as_mut_ptr().cast(), packet.len(), 0) };
+    };
+    let send = || {
+        unsafe { libc::send(from.as_raw_fd(), [0u8; 24].as_ptr().cast(), 24, 0) };
+    };
+    sorted((0..HAND_OVERS).map(|_| between(send, receive)))
+}
+
+fn pair() -> [OwnedFd; 2] {
+    let mut fds = [0; 2];
+    // SAFETY: a valid place; the descriptors are new and ours.
+    unsafe {
+        assert_eq!(libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, fds.as_mut_ptr()), 0);
+        fds.map(|fd| OwnedFd::from_raw_fd(fd))
+    }
+}
+
+/// From the call of `give` to the return of `wait`, which has been waiting in a thread of its own.
+fn between(give: impl FnOnce(), wait: impl FnOnce() + Send) -> Duration {
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            wait();
+            Instant::now()
+        });
+        std::thread::sleep(Duration::from_micros(200)); // until it waits
+        let given = Instant::now();
+        give();
+        waiter.join().expect("no panic") - given
+    })
+}
+
+fn sorted(times: impl Iterator<Item = Duration>) -> Vec<Duration> {
+    let mut times: Vec<_> = times.collect();
+    times.sort();
+    times
+}
+
+/// CPU time of the daemon while its clients do nothing, in percent of one core.
+fn idle() -> f64 {
+    let daemon = quiet();
+    let _clients = crowd(&daemon, IDLE_CLIENTS);
+    std::thread::sleep(Duration::from_secs(3)); // until what attaching has left to do is done
+    let before = daemon.cpu();
+    std::thread::sleep(IDLE_TIME);
+    (daemon.cpu() - before).as_secs_f64() / IDLE_TIME.as_secs_f64() * 100.0
+}
+
+/// Attaches a GPU that has room for everybody's context.
+fn attach(client: &Client) {
+    let ClientMessage::Attach { slot, uuid, kind, engine, name, .. } = daemon_support::attach(0, GPU) else { return };
+    client.send(ClientMessage::Attach { slot, uuid, kind, engine, total: 1 << 40, name });
+    client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+}
+
+fn quiet() -> Daemon {
+    Daemon::start_with(|command, _| {
+        command.args(["--log-level", "info"]);
+    })
+}
+
+fn crowd(daemon: &Daemon, clients: usize) -> Vec<Client> {
+    let clients: Vec<Client> = (0..clients).map(|_| daemon.client()).collect();
+    for client in &clients {
+        attach(client);
+    }
+    clients
+}

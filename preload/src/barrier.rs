@@ -1,0 +1,45 @@
+//! The asymmetric fence between a thread that passes a gate and the one that closes it.
+//!
+//! Passing is done a million times a second, closing a few times: `membarrier(2)` lets the closer pay for both, and a
+//! passing thread needs no fence of its own. Where the kernel lacks it, both use an ordinary fence.
+
+use core::sync::atomic::{AtomicBool, Ordering, compiler_fence, fence};
+
+static HEAVY: AtomicBool = AtomicBool::new(true);
+
+const CMD_PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
+const CMD_REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
+
+fn membarrier(command: libc::c_int) -> bool {
+    // SAFETY: takes no pointers.
+    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+}
+
+/// Once, before the first gate is closed.
+pub fn init() {
+    if membarrier(CMD_REGISTER_PRIVATE_EXPEDITED) {
+        HEAVY.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Between "I am inside" and "is it open?".
+#[inline]
+pub fn light() {
+    if HEAVY.load(Ordering::Relaxed) {
+        fence(Ordering::SeqCst);
+    } else {
+        compiler_fence(Ordering::SeqCst);
+    }
+}
+
+/// Between "it is closed" and "who is inside?".
+pub fn heavy() {
+    fence(Ordering::SeqCst);
+    if !HEAVY.load(Ordering::Relaxed) && !membarrier(CMD_PRIVATE_EXPEDITED) {
+        // Registered, and yet refused (a seccomp filter set since): fall back, and wait until every thread that might
+        // have passed with the light fence has long seen the store.
+        HEAVY.store(true, Ordering::SeqCst);
+        // SAFETY: only sleeps.
+        unsafe { libc::usleep(10_000) };
+    }
+}

@@ -1,0 +1,104 @@
+//! The CUDA driver API's types and constants, as far as this library uses them. Names are NVIDIA's.
+#![allow(non_camel_case_types, non_upper_case_globals)]
+
+use core::ffi::c_void;
+
+pub type CUresult = i32;
+pub type CUdevice = i32;
+pub type CUdeviceptr = u64;
+pub type CUcontext = *mut c_void;
+pub type CUstream = *mut c_void;
+pub type CUevent = *mut c_void;
+pub type CUfunction = *mut c_void;
+pub type CUgraph = *mut c_void;
+pub type CUgraphExec = *mut c_void;
+pub type CUarray = *mut c_void;
+/// `CUmemGenericAllocationHandle`.
+pub type Handle = u64;
+/// A `size_t`, spelled like the rest.
+pub type Size = usize;
+
+pub const SUCCESS: CUresult = 0;
+pub const ERROR_INVALID_VALUE: CUresult = 1;
+pub const ERROR_OUT_OF_MEMORY: CUresult = 2;
+pub const ERROR_DEINITIALIZED: CUresult = 4;
+pub const ERROR_INVALID_CONTEXT: CUresult = 201;
+pub const ERROR_ECC_UNCORRECTABLE: CUresult = 214;
+/// From `CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`: the context is broken for good, or destroyed.
+pub const ERRORS_OF_A_BROKEN_CONTEXT: core::ops::RangeInclusive<CUresult> = 700..=720;
+pub const ERROR_NOT_FOUND: CUresult = 500;
+pub const ERROR_NOT_READY: CUresult = 600;
+
+pub const CTX_DEFAULT_STREAM: CUstream = core::ptr::null_mut();
+/// `CU_STREAM_PER_THREAD`.
+pub const STREAM_PER_THREAD: CUstream = core::ptr::without_provenance_mut(2);
+pub const STREAM_NON_BLOCKING: u32 = 1;
+pub const EVENT_DISABLE_TIMING: u32 = 2;
+pub const STREAM_CAPTURE_MODE_RELAXED: i32 = 2;
+pub const STREAM_CAPTURE_STATUS_NONE: i32 = 0;
+
+pub const MEM_ATTACH_GLOBAL: u32 = 1;
+pub const MEM_LOCATION_TYPE_DEVICE: i32 = 1;
+pub const MEM_ALLOCATION_TYPE_PINNED: i32 = 1;
+pub const MEM_ACCESS_FLAGS_PROT_READWRITE: i32 = 3;
+/// `CU_DEVICE_CPU`: the host, as the destination of a prefetch.
+pub const DEVICE_CPU: CUdevice = -1;
+
+pub const DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: i32 = 102;
+pub const DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: i32 = 89;
+
+/// `CUmemLocation`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Location {
+    pub kind: i32,
+    pub id: i32,
+}
+
+/// `CUmemAllocationProp`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct AllocationProp {
+    pub kind: i32,
+    pub requested_handle_types: i32,
+    pub location: Location,
+    pub win32_handle_meta_data: *mut c_void,
+    pub compression_type: u8,
+    pub gpu_direct_rdma_capable: u8,
+    pub usage: u16,
+    pub reserved: [u8; 4],
+}
+
+/// `CUmemAccessDesc`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct AccessDesc {
+    pub location: Location,
+    pub flags: i32,
+}
+
+/// `CUpointer_attribute`, those that an allocation of ours answers itself.
+pub mod pointer_attribute {
+    pub const CONTEXT: i32 = 1;
+    pub const MEMORY_TYPE: i32 = 2;
+    pub const DEVICE_POINTER: i32 = 3;
+    pub const HOST_POINTER: i32 = 4;
+    pub const SYNC_MEMOPS: i32 = 6;
+    pub const BUFFER_ID: i32 = 7;
+    pub const IS_MANAGED: i32 = 8;
+    pub const DEVICE_ORDINAL: i32 = 9;
+    pub const IS_LEGACY_CUDA_IPC_CAPABLE: i32 = 10;
+    pub const RANGE_START_ADDR: i32 = 11;
+    pub const RANGE_SIZE: i32 = 12;
+    pub const MAPPED: i32 = 13;
+    pub const ALLOWED_HANDLE_TYPES: i32 = 14;
+    pub const IS_GPU_DIRECT_RDMA_CAPABLE: i32 = 15;
+    pub const ACCESS_FLAGS: i32 = 16;
+    pub const MEMPOOL_HANDLE: i32 = 17;
+    pub const MAPPING_SIZE: i32 = 18;
+    pub const MAPPING_BASE_ADDR: i32 = 19;
+    pub const MEMORY_BLOCK_ID: i32 = 20;
+    pub const IS_HW_DECOMPRESS_CAPABLE: i32 = 21;
+}
+/// `CU_MEMORYTYPE_DEVICE`.
+pub const MEMORYTYPE_DEVICE: u32 = 2;

@@ -1,0 +1,144 @@
+//! The real driver, `libcuda.so.1`: found when a program first asks for it, never before.
+//!
+//! A [`Function`] is the real one of a name, looked up on first use. A name that this driver lacks gives
+//! `CUDA_ERROR_NOT_FOUND`, as the driver's own look-up does.
+
+use crate::{cuda::*, loader};
+use core::{
+    ffi::{CStr, c_char, c_int, c_void},
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+/// Looked up, and not there. No function has this address.
+const MISSING: usize = 1;
+
+/// The handle of `libcuda.so.1`, if it is in this process or can be brought in; 0 while unknown.
+static LIBRARY: AtomicUsize = AtomicUsize::new(0);
+
+/// The driver if the program has loaded it already; never loads it.
+pub fn loaded() -> Option<*mut c_void> {
+    open(libc::RTLD_LAZY | libc::RTLD_NOLOAD)
+}
+
+fn open(flags: c_int) -> Option<*mut c_void> {
+    let known = LIBRARY.load(Ordering::Acquire);
+    if known != 0 {
+        return Some(known as *mut c_void);
+    }
+    // SAFETY: a NUL-terminated name and valid flags.
+    let handle = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), flags) };
+    if handle.is_null() {
+        return None;
+    }
+    LIBRARY.store(handle as usize, Ordering::Release);
+    Some(handle)
+}
+
+/// A function of the real driver, by its exported name.
+#[derive(Debug)]
+pub struct Function {
+    name: &'static CStr,
+    address: AtomicUsize,
+}
+
+impl Function {
+    pub const fn new(name: &'static CStr) -> Self {
+        Self { name, address: AtomicUsize::new(0) }
+    }
+
+    /// The real function's address, or `None` where this driver has none of that name.
+    #[inline]
+    pub fn address(&self) -> Option<usize> {
+        match self.address.load(Ordering::Relaxed) {
+            0 => self.look_up(),
+            MISSING => None,
+            address => Some(address),
+        }
+    }
+
+    #[cold]
+    fn look_up(&self) -> Option<usize> {
+        let library = open(libc::RTLD_LAZY)?;
+        let address = loader::real_dlsym(library, self.name.as_ptr()) as usize;
+        self.address.store(if address == 0 { MISSING } else { address }, Ordering::Relaxed);
+        (address != 0).then_some(address)
+    }
+}
+
+/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a module-level
+/// function of that name which calls the real one.
+macro_rules! functions {
+    ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
+        /// Looks all of them up, so that no later call has to.
+        pub fn resolve_all() {
+            $( address::$name.address(); )*
+        }
+
+        /// Where the real functions are.
+        #[allow(non_upper_case_globals)]
+        pub mod address {
+            use super::Function;
+            use core::ffi::CStr;
+            const fn name(bytes: &'static [u8]) -> &'static CStr {
+                match CStr::from_bytes_with_nul(bytes) { Ok(name) => name, Err(_) => c"" }
+            }
+            $( pub static $name: Function = Function::new(name(concat!(stringify!($name), "\0").as_bytes())); )*
+        }
+        $(
+            /// The real function of this name. Pointers are passed on as they are: what the driver demands of them, it
+            /// demands of the caller.
+            #[allow(non_snake_case, clippy::missing_safety_doc)]
+            #[inline]
+            pub unsafe fn $name($($arg: $type),*) -> CUresult {
+                match address::$name.address() {
+                    // SAFETY: the driver's export of this name has this signature.
+                    Some(address) => unsafe {
+                        core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> CUresult>(address)($($arg),*)
+                    },
+                    None => ERROR_NOT_FOUND,
+                }
+            }
+        )*
+    };
+}
+
+functions! {
+    cuDeviceGetAttribute(value: *mut i32, attribute: i32, device: CUdevice);
+    cuDeviceGetName(name: *mut c_char, len: i32, device: CUdevice);
+    cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice);
+    cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice);
+    cuDeviceTotalMem_v2(bytes: *mut Size, device: CUdevice);
+    cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut u32, active: *mut i32);
+    cuCtxGetCurrent(context: *mut CUcontext);
+    cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxPushCurrent_v2(context: CUcontext);
+    cuCtxPopCurrent_v2(context: *mut CUcontext);
+    cuCtxRecordEvent(context: CUcontext, event: CUevent);
+    cuEventCreate(event: *mut CUevent, flags: u32);
+    cuEventDestroy_v2(event: CUevent);
+    cuEventQuery(event: CUevent);
+    cuEventRecord(event: CUevent, stream: CUstream);
+    cuStreamCreate(stream: *mut CUstream, flags: u32);
+    cuStreamDestroy_v2(stream: CUstream);
+    cuStreamQuery(stream: CUstream);
+    cuStreamSynchronize(stream: CUstream);
+    cuStreamIsCapturing(stream: CUstream, status: *mut i32);
+    cuThreadExchangeStreamCaptureMode(mode: *mut i32);
+    cuMemGetInfo_v2(free: *mut Size, total: *mut Size);
+    cuMemAddressReserve(address: *mut CUdeviceptr, size: Size, alignment: Size, at: CUdeviceptr, flags: u64);
+    cuMemAddressFree(address: CUdeviceptr, size: Size);
+    cuMemCreate(handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64);
+    cuMemRelease(handle: Handle);
+    cuMemMap(address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64);
+    cuMemUnmap(address: CUdeviceptr, size: Size);
+    cuMemSetAccess(address: CUdeviceptr, size: Size, desc: *const AccessDesc, count: Size);
+    cuMemAllocManaged(address: *mut CUdeviceptr, size: Size, flags: u32);
+    cuMemFree_v2(address: CUdeviceptr);
+    cuMemPrefetchAsync(address: CUdeviceptr, size: Size, to: CUdevice, stream: CUstream);
+    cuArrayGetMemoryRequirements(requirements: *mut [u64; 4], array: CUarray, device: CUdevice);
+    cuMipmappedArrayGetMemoryRequirements(requirements: *mut [u64; 4], array: CUarray, device: CUdevice);
+    cuMemHostRegister_v2(host: *mut c_void, size: Size, flags: u32);
+    cuMemHostUnregister(host: *mut c_void);
+    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, size: Size, stream: CUstream);
+    cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, size: Size, stream: CUstream);
+}

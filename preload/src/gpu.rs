@@ -1,0 +1,382 @@
+//! One GPU as this client uses it: its gate, its work, its memory. The table of all of them, by the driver's ordinal.
+
+use crate::{
+    capture, client,
+    cuda::*,
+    driver,
+    gate::{Gate, closed},
+    link,
+    lock::lock,
+    memory::{
+        engine,
+        space::{Account, Space},
+    },
+    threads,
+    trace::trace,
+    work::{Work, with_current},
+};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use nvshare_wire::{ClientMessage, MAX_SLOTS, Text, Uuid, client as wire};
+use std::{
+    sync::{Condvar, Mutex, OnceLock},
+    time::{Duration, Instant},
+};
+
+/// How long a program waits for room to be made before it creates a context.
+const ROOM_PATIENCE: Duration = Duration::from_secs(3);
+/// How long a waiting thread sleeps before it looks around again, whatever happens.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+pub struct Gpu {
+    /// The driver's ordinal in this process, and the slot the scheduler knows it by.
+    pub index: u32,
+    pub gate: Gate,
+    pub work: Work,
+    /// Made when the program first creates a context here.
+    info: OnceLock<Info>,
+    space: OnceLock<Mutex<Space>>,
+    /// Held while memory moves; a context that copies must not go meanwhile.
+    pub moving: Mutex<()>,
+    primary: AtomicUsize,
+    /// The scheduler of this connection knows this GPU.
+    introduced: AtomicBool,
+    introducing: Mutex<()>,
+    /// A request is with the scheduler.
+    requested: AtomicBool,
+    /// The scheduler has made room for a context (see [`Gpu::attach`]).
+    room: Mutex<bool>,
+    room_made: Condvar,
+    /// Nothing of this client runs: the gate has been closed and everything has drained since.
+    drained: AtomicBool,
+    unreported: AtomicBool,
+    /// When this client last gave the lock of this GPU back after using it, in milliseconds; 0 before.
+    used_until: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Info {
+    uuid: Uuid,
+    name: Text<64>,
+    total: u64,
+    engine: wire::Engine,
+}
+
+const NONE: i32 = -1;
+const SEVERAL: i32 = -2;
+/// The only GPU this process uses, if there is just one: then a launch need not ask the driver where it goes.
+static ONLY: AtomicI32 = AtomicI32::new(NONE);
+
+static GPUS: [Gpu; MAX_SLOTS as usize] = {
+    let mut gpus = [const { Gpu::new() }; MAX_SLOTS as usize];
+    let mut i = 0;
+    while i < gpus.len() {
+        gpus[i].index = i as u32;
+        i += 1;
+    }
+    gpus
+};
+
+/// The GPU of that ordinal, once a context was created there.
+pub fn by_ordinal(device: CUdevice) -> Option<&'static Gpu> {
+    GPUS.get(usize::try_from(device).ok()?).filter(|g| g.is_attached())
+}
+
+/// Those that this process uses.
+pub fn attached() -> impl Iterator<Item = &'static Gpu> {
+    GPUS.iter().filter(|g| g.is_attached())
+}
+
+/// The GPU of the calling thread's current context.
+#[inline]
+pub fn current() -> Option<&'static Gpu> {
+    match ONLY.load(Ordering::Relaxed) {
+        NONE => None,
+        SEVERAL => {
+            let mut device = 0;
+            // SAFETY: a valid place.
+            (unsafe { driver::cuCtxGetDevice(&mut device) } == SUCCESS).then(|| by_ordinal(device)).flatten()
+        }
+        only => GPUS.get(only as usize),
+    }
+}
+
+impl Gpu {
+    const fn new() -> Self {
+        Self {
+            index: 0,
+            gate: Gate::new(),
+            work: Work::new(),
+            info: OnceLock::new(),
+            space: OnceLock::new(),
+            moving: Mutex::new(()),
+            primary: AtomicUsize::new(0),
+            introduced: AtomicBool::new(false),
+            introducing: Mutex::new(()),
+            requested: AtomicBool::new(false),
+            room: Mutex::new(false),
+            room_made: Condvar::new(),
+            drained: AtomicBool::new(true),
+            unreported: AtomicBool::new(false),
+            used_until: AtomicU64::new(0),
+        }
+    }
+
+    pub fn is_attached(&self) -> bool {
+        self.info.get().is_some()
+    }
+
+    /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits a little for room.
+    pub fn attach(device: CUdevice) {
+        let Some(gpu) = usize::try_from(device).ok().and_then(|i| GPUS.get(i)) else { return };
+        let mut first = false;
+        gpu.info.get_or_init(|| {
+            first = true;
+            gpu.learn(device)
+        });
+        if !first {
+            return;
+        }
+        let _ = ONLY.compare_exchange(NONE, gpu.index as i32, Ordering::AcqRel, Ordering::Acquire).map_err(|_| {
+            ONLY.store(SEVERAL, Ordering::Release);
+        });
+        if !client::is_connected() {
+            return;
+        }
+        // From here on the lock and the allowance are the scheduler's to give.
+        gpu.gate.close(closed::LOCK);
+        gpu.introduce();
+        let begin = Instant::now();
+        let mut room = lock(&gpu.room);
+        while !*room && client::is_connected() && begin.elapsed() < ROOM_PATIENCE {
+            room = match gpu.room_made.wait_timeout(room, Duration::from_millis(100)) {
+                Ok((room, _)) => room,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
+    fn learn(&'static self, device: CUdevice) -> Info {
+        let (mut uuid, mut name, mut total) = ([0; 16], [0u8; 64], 0);
+        // SAFETY: valid places of these sizes.
+        unsafe {
+            if driver::cuDeviceGetUuid_v2(&mut uuid, device) != SUCCESS {
+                driver::cuDeviceGetUuid(&mut uuid, device);
+            }
+            driver::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32 - 1, device);
+            driver::cuDeviceTotalMem_v2(&mut total, device);
+        }
+        let engine = engine::choose(device, crate::settings::get().engine);
+        if let Some(engine) = engine {
+            let _ = self.space.set(Mutex::new(Space::new(device, engine, total as u64)));
+        }
+        let end = name.iter().position(|b| *b == 0).unwrap_or(0);
+        let info = Info {
+            uuid: Uuid(uuid),
+            name: Text::new(core::str::from_utf8(name.get(..end).unwrap_or(&[])).unwrap_or("")),
+            total: total as u64,
+            engine: engine.map_or(wire::Engine::None, |e| e.kind()),
+        };
+        trace!("GPU {device} is {} with {total} bytes, engine {:?}", info.uuid, info.engine);
+        info
+    }
+
+    /// Tells the scheduler of this GPU and of the memory this client has there.
+    pub fn introduce(&self) {
+        let Some(info) = self.info.get() else { return };
+        let _one = lock(&self.introducing);
+        if self.introduced.load(Ordering::SeqCst) {
+            return;
+        }
+        if let Some(space) = self.space.get() {
+            lock(space).meet_scheduler();
+        }
+        let sent = client::send(&ClientMessage::Attach {
+            slot: self.index,
+            uuid: info.uuid,
+            kind: wire::GpuKind::Gpu,
+            engine: info.engine,
+            total: info.total,
+            name: info.name,
+        });
+        // Where it did not go, the link tries again.
+        self.introduced.store(sent, Ordering::SeqCst);
+        if let Some(space) = self.space.get() {
+            self.report(&lock(space).account);
+        }
+    }
+
+    /// The connection it was introduced on is gone.
+    pub fn forget_introduction(&self) {
+        self.introduced.store(false, Ordering::SeqCst);
+        self.request_is_over();
+        self.make_room();
+    }
+
+    pub fn total(&self) -> u64 {
+        self.info.get().map_or(0, |i| i.total)
+    }
+
+    /// The memory of this GPU, where an engine can move it.
+    pub fn space(&self) -> Option<&Mutex<Space>> {
+        self.space.get()
+    }
+
+    /// The primary context, if the program has retained it.
+    pub fn primary(&self) -> Option<CUcontext> {
+        match self.primary.load(Ordering::Acquire) {
+            0 => None,
+            context => Some(context as CUcontext),
+        }
+    }
+
+    pub fn set_primary(&self, context: CUcontext) {
+        self.primary.store(context as usize, Ordering::Release);
+    }
+
+    /// Says that there is room for a context.
+    pub fn make_room(&self) {
+        *lock(&self.room) = true;
+        self.room_made.notify_all();
+    }
+
+    /// A thread found the gate closed: asks for the lock and waits for a while.
+    #[cold]
+    pub fn wait(&self) {
+        crate::errno::preserved(|| {
+            self.gate.wait(LOOK_AGAIN, || {
+                if self.gate.is_closed_for(closed::LOCK) {
+                    self.request();
+                }
+            });
+        });
+    }
+
+    /// Asks the scheduler for the lock, unless that has been done.
+    pub fn request(&self) {
+        // One after the other: a request replaces the one before it, so the newest must be the one that knows most.
+        static ONE: Mutex<()> = Mutex::new(());
+        let _one = lock(&ONE);
+        if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        if !client::send(&ClientMessage::Request { gpus: wanted_with(self) }) {
+            self.requested.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// The turn is over; `used`: something was submitted during it.
+    pub fn turn_is_over(&self, used: bool) {
+        if used {
+            self.used_until.store(clock(), Ordering::Relaxed);
+        }
+    }
+
+    pub fn request_is_over(&self) {
+        self.requested.store(false, Ordering::SeqCst);
+    }
+
+    pub fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::SeqCst)
+    }
+
+    /// Submissions of all threads to this GPU so far.
+    pub fn submitted(&self) -> u64 {
+        threads::submitted(self.index)
+    }
+
+    pub fn set_drained(&self, drained: bool) {
+        self.drained.store(drained, Ordering::SeqCst);
+    }
+
+    /// Whether this client has nothing running here and cannot start anything.
+    pub fn is_drained(&self) -> bool {
+        self.drained.load(Ordering::SeqCst) && !self.gate.is_open() && Gate::is_quiet(self.index) && !capture::any()
+    }
+
+    /// Tells the scheduler how the account of bytes stands. Called with the space locked where it just changed, so that
+    /// the newest report is the last.
+    pub fn report(&self, account: &Account) {
+        self.send_report(account, u64::MAX);
+    }
+
+    /// The same with what is free on the whole GPU just now: where the scheduler has no NVML, it learns from this what
+    /// others use.
+    pub fn report_measured(&self, account: &Account, context: CUcontext) {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: valid places.
+        let result = with_current(context as usize, || unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) });
+        self.send_report(account, if result == Some(SUCCESS) { free as u64 } else { u64::MAX });
+    }
+
+    fn send_report(&self, account: &Account, device_free: u64) {
+        let sent = client::send(&ClientMessage::Memory {
+            slot: self.index,
+            ack: account.ack,
+            demand: account.demand + account.pinned,
+            mapped: account.mapped + account.pinned,
+            swapped: account.swapped,
+            pinned: account.pinned,
+            device_free,
+        });
+        self.unreported.store(!sent, Ordering::SeqCst);
+    }
+
+    /// Whether the newest state of the account has yet to reach the scheduler.
+    pub fn is_unreported(&self) -> bool {
+        self.unreported.load(Ordering::SeqCst)
+    }
+
+    /// The program has more or less memory that cannot move.
+    pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
+        let Some(space) = self.space() else { return };
+        let mut guard = lock(space);
+        let before = guard.account;
+        guard.account.pinned = change(before.pinned);
+        let after = guard.account;
+        self.account_changed(&before, &after);
+    }
+
+    /// Before the lock's part of the gate opens: the memory's part must be as the account is.
+    pub fn close_if_lacking(&self) {
+        if let Some(space) = self.space()
+            && !lock(space).account.can_run()
+        {
+            self.gate.close(closed::MEMORY);
+        }
+    }
+
+    /// After the account changed by an allocation or a free: closes the gate if memory is lacking, and reports. Only the
+    /// link's thread opens it again, which knows of the copies under way.
+    pub fn account_changed(&self, before: &Account, after: &Account) {
+        if !after.can_run() {
+            self.gate.close(closed::MEMORY);
+        } else if self.gate.is_closed_for(closed::MEMORY) {
+            link::wake();
+        }
+        if before != after {
+            self.report(after);
+            if self.is_unreported() && client::is_connected() {
+                link::wake();
+            }
+        }
+    }
+}
+
+/// How long after its last turn on a GPU a program still counts as using it.
+const LATELY: Duration = Duration::from_secs(2);
+
+/// The GPUs whose locks this client needs at once: this one, those where threads wait, and those it used lately.
+fn wanted_with(gpu: &Gpu) -> u64 {
+    let wanted = attached().filter(|g| {
+        let used_until = g.used_until.load(Ordering::Relaxed);
+        g.gate.waiting() > 0 || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
+    });
+    wanted.fold(1 << gpu.index, |set, g| set | 1 << g.index)
+}
+
+/// Milliseconds since some time before the first call, never 0.
+fn clock() -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_millis() as u64 + 1
+}

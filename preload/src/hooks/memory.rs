@@ -1,0 +1,210 @@
+//! Allocations, frees and questions about memory. None of them waits for the GPU lock: an allocation for which there is
+//! no room now only reserves its addresses.
+
+use crate::{
+    capture, client,
+    cuda::*,
+    driver,
+    gpu::{self, Gpu},
+    hooks::{hooks, pinned},
+    link,
+    lock::lock,
+    memory::{
+        pinned::Kind,
+        space::{Allocation, current_context},
+    },
+    settings,
+    trace::trace,
+};
+use core::ffi::c_void;
+use std::time::{Duration, Instant};
+
+type P = *mut c_void;
+
+/// What the driver gives `cuMemAllocPitch` as pitch: a multiple of this.
+const PITCH: usize = 512;
+/// Between looks whether freed memory that an allocation needs is there.
+const FREE_LOOK: Duration = Duration::from_micros(100);
+
+/// How long an allocation that finds no memory waits for freed memory that work may still use.
+const FREED_PATIENCE: Duration = Duration::from_secs(10);
+
+fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
+    let gpu = if client::is_on() && !place.is_null() && size > 0 { gpu::current() } else { None };
+    let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
+    crate::errno::preserved(|| {
+        let context = match current_context() {
+            Ok(context) if context.is_null() => return real(),
+            Ok(context) => context as usize,
+            Err(error) => return error,
+        };
+        let begin = Instant::now();
+        let result = loop {
+            let mut guard = lock(space);
+            let before = guard.account;
+            let result = guard.allocate(size as u64, context, settings::get().oversubscribe, &gpu.work);
+            let after = guard.account;
+            gpu.account_changed(&before, &after);
+            // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
+            let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
+            if result != Err(ERROR_OUT_OF_MEMORY) || !comes {
+                break result;
+            }
+            drop(guard);
+            std::thread::sleep(FREE_LOOK);
+        };
+        trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
+        match result {
+            Ok(allocated) => {
+                // SAFETY: the program's own place, not NULL.
+                unsafe { *place = allocated.address };
+                SUCCESS
+            }
+            Err(error) => error,
+        }
+    })
+}
+
+/// Frees it if it is an allocation of ours, on whichever GPU.
+pub(super) fn free(address: CUdeviceptr) -> bool {
+    let free = |gpu: &Gpu| {
+        let Some(space) = gpu.space() else { return false };
+        let idle = gpu.is_drained();
+        let mut guard = lock(space);
+        let before = guard.account;
+        let found = guard.free(address, idle, &gpu.work);
+        let after = guard.account;
+        if found {
+            gpu.account_changed(&before, &after);
+            if guard.has_freed() {
+                link::wake();
+            }
+        }
+        found
+    };
+    client::is_on() && crate::errno::preserved(|| gpu::attached().any(free))
+}
+
+/// The allocation of ours that holds this address, and its GPU.
+fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
+    if !client::is_on() {
+        return None;
+    }
+    gpu::attached().find_map(|gpu| Some((gpu, lock(gpu.space()?).find(address)?)))
+}
+
+/// Writes through a pointer of the program, which may be NULL where the driver allows that.
+///
+/// # Safety
+/// NULL or valid for a `T`.
+unsafe fn put<T>(place: *mut T, value: T) {
+    if !place.is_null() {
+        // SAFETY: the caller's promise. The driver's attributes need not be aligned for us.
+        unsafe { place.write_unaligned(value) };
+    }
+}
+
+/// An attribute of one of our allocations; `None` for those the driver is to answer. Flags are 4 bytes (driver 580).
+///
+/// # Safety
+/// `data` is valid for that attribute.
+unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a: &Allocation) -> Option<CUresult> {
+    use crate::cuda::pointer_attribute::*;
+    // SAFETY: the caller's promise; each attribute's type is the driver's.
+    unsafe {
+        match attribute {
+            CONTEXT => put(data.cast(), a.context),
+            MEMORY_TYPE => put(data.cast(), MEMORYTYPE_DEVICE),
+            DEVICE_POINTER => put(data.cast(), address),
+            HOST_POINTER => {
+                put(data.cast(), 0u64);
+                return Some(ERROR_INVALID_VALUE);
+            }
+            SYNC_MEMOPS
+            | IS_MANAGED
+            | IS_LEGACY_CUDA_IPC_CAPABLE
+            | IS_GPU_DIRECT_RDMA_CAPABLE
+            | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
+            BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), a.id),
+            DEVICE_ORDINAL => put(data.cast(), gpu.index as i32),
+            RANGE_START_ADDR | MAPPING_BASE_ADDR => put(data.cast(), a.base),
+            RANGE_SIZE | MAPPING_SIZE => put(data.cast(), a.size),
+            MAPPED => put(data.cast(), 1u32),
+            ALLOWED_HANDLE_TYPES | MEMPOOL_HANDLE => put(data.cast(), 0u64),
+            _ => return None,
+        }
+    }
+    Some(SUCCESS)
+}
+
+hooks! { real, flavour;
+    [cuMemAlloc_v2] (place: *mut CUdeviceptr, size: Size) { allocate(place, size, real) }
+    [cuMemAllocPitch_v2] (place: *mut CUdeviceptr, pitch: *mut Size, width: Size, height: Size, element: u32) {
+        let row = width.checked_next_multiple_of(PITCH);
+        let size = row.and_then(|row| row.checked_mul(height)).filter(|_| matches!(element, 4 | 8 | 16));
+        let (Some(row), Some(size), false) = (row, size, pitch.is_null()) else { return real() };
+        // Where the memory is the driver's own, so is the pitch.
+        let mut ours = true;
+        let result = allocate(place, size, || { ours = false; real() });
+        if ours && result == SUCCESS {
+            // SAFETY: the program's own place.
+            unsafe { put(pitch, row) };
+        }
+        result
+    }
+    [cuMemFree_v2] (address: CUdeviceptr) {
+        if free(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
+    }
+
+    [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
+        let gpu = if client::is_on() { gpu::current() } else { None };
+        let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
+        if current_context().is_ok_and(|context| context.is_null()) {
+            return real();
+        }
+        let mut left = lock(space).account.free().min(gpu.total());
+        if !client::is_connected() {
+            // Nobody makes room: what others use is lacking.
+            let (mut now, mut total) = (0, 0);
+            // SAFETY: valid places.
+            if unsafe { driver::cuMemGetInfo_v2(&mut now, &mut total) } == SUCCESS {
+                left = left.min(now as u64);
+            }
+        }
+        // SAFETY: the program's own places; the driver allows NULL.
+        unsafe {
+            put(free, left as usize);
+            put(total, gpu.total() as usize);
+        }
+        SUCCESS
+    }
+    [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
+        let Some((_, allocation)) = find(address) else { return real() };
+        // SAFETY: the program's own places; the driver allows NULL.
+        unsafe {
+            put(base, allocation.base);
+            put(size, allocation.size as usize);
+        }
+        SUCCESS
+    }
+    [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
+        let Some((gpu, allocation)) = find(address).filter(|_| !data.is_null()) else { return real() };
+        // SAFETY: the program's own place for that attribute.
+        unsafe { attribute(data, which, address, gpu, &allocation) }.unwrap_or_else(real)
+    }
+    [cuPointerGetAttributes] (n: u32, which: *const i32, data: *mut P, address: CUdeviceptr) {
+        let Some((gpu, allocation)) = find(address).filter(|_| !which.is_null() && !data.is_null()) else { return real() };
+        // The driver answers first what only it knows; of an address that is not mapped now it knows nothing. Like the
+        // driver, this gives no error for an attribute that an address does not have.
+        let _ = real();
+        for i in 0..n as usize {
+            // SAFETY: the program's own arrays of that length.
+            unsafe {
+                let (which, data) = (*which.add(i), *data.add(i));
+                attribute(data, which, address, gpu, &allocation);
+            }
+        }
+        SUCCESS
+    }
+}

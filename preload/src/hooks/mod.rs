@@ -1,0 +1,108 @@
+//! What is interposed, all of it: each hook is declared once, with the driver's name and signature, and read from here by
+//! direct linking (the exported symbol), `dlsym` and `cuGetProcAddress` (see [`crate::loader`]).
+//!
+//! - [`gated`]: launches, copies and memsets: they wait at the gate.
+//! - [`memory`]: allocations, frees, and questions about memory: they never wait for the GPU lock.
+//! - [`pinned`]: allocations that stay the driver's: counted.
+//! - [`context`]: initialisation, contexts, captures, look-ups.
+//!
+//! What is not here passes through untouched.
+
+pub mod context;
+pub mod gated;
+pub mod memory;
+pub mod pinned;
+
+use crate::{
+    cuda::{CUstream, STREAM_PER_THREAD},
+    driver::Function,
+};
+use core::ffi::CStr;
+
+/// One interposed function.
+#[derive(Debug)]
+pub struct Hook {
+    pub hook: *const (),
+    pub real: &'static Function,
+}
+
+// SAFETY: the pointer is a function's address.
+unsafe impl Sync for Hook {}
+
+pub fn all() -> impl Iterator<Item = &'static Hook> {
+    gated::HOOKS.iter().chain(memory::HOOKS).chain(pinned::HOOKS).chain(context::HOOKS)
+}
+
+/// Whether this is the address of a hook.
+pub fn is_hook(address: usize) -> bool {
+    all().any(|hook| hook.hook as usize == address)
+}
+
+/// Which stream a NULL stream means: the legacy one, or the calling thread's own in functions with a suffix that says so.
+#[derive(Debug, Clone, Copy)]
+pub struct Flavour {
+    per_thread: bool,
+}
+
+impl Flavour {
+    pub const fn of(name: &str) -> Self {
+        let name = name.as_bytes();
+        let per_thread = matches!(name, [.., b'_', b'p', b't', b's' | b'd', b'z' | b's']);
+        Self { per_thread }
+    }
+
+    /// The stream by a name that means the same everywhere.
+    #[inline]
+    pub fn stream(self, stream: CUstream) -> CUstream {
+        if self.per_thread && stream.is_null() { STREAM_PER_THREAD } else { stream }
+    }
+}
+
+/// The name of a driver function as the loader wants it.
+pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
+    match CStr::from_bytes_with_nul(bytes) {
+        Ok(name) => name,
+        Err(_) => c"",
+    }
+}
+
+/// Declares hooks: the driver's names that share a signature and a behaviour, the parameters, and what to do, where
+/// `real()` makes the call the program asked for and `flavour` says which default stream the name means.
+macro_rules! hooks {
+    ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
+        $( $( $crate::hooks::hook! { $real $flavour $name $args $body } )+ )*
+
+        pub static HOOKS: &[$crate::hooks::Hook] = &[
+            $( $( $crate::hooks::Hook { hook: $name as *const (), real: &$name::REAL } ),+ ),*
+        ];
+    };
+}
+
+macro_rules! hook {
+    ($real:ident $flavour:ident $name:ident ( $($arg:ident : $type:ty),* $(,)? ) $body:block) => {
+        #[allow(non_snake_case)]
+        pub mod $name {
+            pub static REAL: $crate::driver::Function =
+                $crate::driver::Function::new($crate::hooks::c_name(concat!(stringify!($name), "\0").as_bytes()));
+        }
+
+        // The parameters are the driver's; what they must satisfy, the driver says.
+        #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::cuda::CUresult {
+            #[allow(unused_variables)]
+            let $flavour = const { $crate::hooks::Flavour::of(stringify!($name)) };
+            #[allow(unused_variables)]
+            let $real = || match $name::REAL.address() {
+                // SAFETY: the driver's export of this name has this signature, and the arguments are the program's own.
+                Some(address) => unsafe {
+                    core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> $crate::cuda::CUresult>(address)($($arg),*)
+                },
+                None => $crate::cuda::ERROR_NOT_FOUND,
+            };
+            $body
+        }
+    };
+}
+
+pub(crate) use {hook, hooks};

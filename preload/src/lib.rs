@@ -1,0 +1,40 @@
+//! `libnvshare.so`: preloaded into a program, it makes it share the GPU.
+//!
+//! It is a guest: it does nothing until the program initialises CUDA, and whatever it meets, it must not crash, exit,
+//! hang, print or change results. So nothing here panics, and what it does not know passes through.
+//!
+//! A call's way, from the program to the driver:
+//! - [`loader`] answers look-ups of driver functions with the [`hooks`], which pass on to the real [`driver`] ([`cuda`]
+//!   has its types). [`client`] says whether this process takes part at all.
+//! - [`gate`] is where work waits for the GPU lock; [`threads`] and [`barrier`] make passing it cheap, [`futex`] waiting.
+//! - [`work`] bounds what is submitted and knows when it is done; [`capture`] keeps all of that out of stream captures.
+//! - [`memory`] is where the program's allocations are; [`gpu`] ties gate, work and memory of one GPU together.
+//!
+//! The scheduler's way:
+//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release.
+//!
+//! [`settings`] reads the environment, [`trace`] writes for the user, [`lock`] and [`errno`] are small helpers.
+
+// Hooks are exported, and so used, only outside of tests.
+#![cfg_attr(test, allow(dead_code))]
+
+mod barrier;
+mod capture;
+mod client;
+mod cuda;
+mod driver;
+mod errno;
+mod futex;
+mod gate;
+mod gpu;
+mod hooks;
+mod link;
+mod loader;
+mod lock;
+mod memory;
+mod settings;
+mod socket;
+mod threads;
+mod trace;
+mod turn;
+mod work;

@@ -1,0 +1,94 @@
+//! Memory of the program that no engine can move: its own VMM allocations, arrays, pools and managed memory. It is allowed,
+//! counted against the limit, and reported, so that the scheduler does not count on getting it back.
+
+use crate::{
+    cuda::*,
+    gpu::{self, Gpu},
+    lock::lock,
+};
+use std::{collections::BTreeMap, sync::Mutex};
+
+/// What a number of the driver's names: handles and addresses may coincide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// `cuMemCreate`. Lives as long as the handle or a mapping of it.
+    Chunk,
+    Array,
+    /// An address: managed memory, or memory of a pool.
+    Address,
+}
+
+#[derive(Debug)]
+struct Pinned {
+    gpu: &'static Gpu,
+    bytes: u64,
+    /// Handles and mappings that keep it.
+    references: u32,
+}
+
+#[derive(Debug)]
+struct Table {
+    pinned: BTreeMap<(Kind, u64), Pinned>,
+    /// Which chunk is mapped at an address.
+    mappings: BTreeMap<u64, u64>,
+}
+
+static TABLE: Mutex<Table> = Mutex::new(Table { pinned: BTreeMap::new(), mappings: BTreeMap::new() });
+
+/// The program has allocated that.
+pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
+    let Some(gpu) = gpu.filter(|_| bytes > 0) else { return };
+    lock(&TABLE).pinned.insert((kind, name), Pinned { gpu, bytes, references: 1 });
+    gpu.pin(|pinned| pinned.saturating_add(bytes));
+}
+
+/// Another handle for the same chunk.
+pub fn retain(chunk: Handle) {
+    if let Some(pinned) = lock(&TABLE).pinned.get_mut(&(Kind::Chunk, chunk)) {
+        pinned.references = pinned.references.saturating_add(1);
+    }
+}
+
+/// One reference less, and with the last the memory is free.
+pub fn remove(kind: Kind, name: u64) {
+    let mut table = lock(&TABLE);
+    let Some(pinned) = table.pinned.get_mut(&(kind, name)) else { return };
+    pinned.references = pinned.references.saturating_sub(1);
+    if pinned.references == 0
+        && let Some(Pinned { gpu, bytes, .. }) = table.pinned.remove(&(kind, name))
+    {
+        drop(table);
+        gpu.pin(|pinned| pinned.saturating_sub(bytes));
+    }
+}
+
+pub fn map(at: CUdeviceptr, chunk: Handle) {
+    let mut table = lock(&TABLE);
+    if let Some(pinned) = table.pinned.get_mut(&(Kind::Chunk, chunk)) {
+        pinned.references = pinned.references.saturating_add(1);
+        table.mappings.insert(at, chunk);
+    }
+}
+
+pub fn unmap(at: CUdeviceptr, size: Size) {
+    loop {
+        let mut table = lock(&TABLE);
+        let mapping = table.mappings.range(at..at.saturating_add(size as u64)).next().map(|(at, chunk)| (*at, *chunk));
+        let Some((at, chunk)) = mapping else { return };
+        table.mappings.remove(&at);
+        drop(table);
+        remove(Kind::Chunk, chunk);
+    }
+}
+
+/// Whether the program may have so many more bytes on that GPU.
+pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
+    gpu.and_then(Gpu::space).is_none_or(|space| bytes <= lock(space).account.free())
+}
+
+/// The GPU of a VMM allocation; none for one in host memory.
+pub fn gpu_of(prop: *const AllocationProp) -> Option<&'static Gpu> {
+    // SAFETY: the driver reads it too; NULL is its error to give.
+    let location = unsafe { prop.as_ref() }?.location;
+    (location.kind == MEM_LOCATION_TYPE_DEVICE).then(|| gpu::by_ordinal(location.id)).flatten()
+}

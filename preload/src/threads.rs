@@ -1,0 +1,110 @@
+//! The program's threads, as the gate sees them: one [`Slot`] each, written by its thread alone.
+//!
+//! A slot says which GPU's gate its thread is inside of, and how much it has submitted. Slots are never freed, only
+//! handed to another thread, so that whoever reads the list never meets a dangling one.
+
+use core::{
+    cell::Cell,
+    ptr,
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering},
+};
+use nvshare_wire::MAX_SLOTS;
+
+/// `inside` when the thread is inside no gate.
+pub const OUTSIDE: u32 = 0;
+
+#[derive(Debug)]
+pub struct Slot {
+    /// 1 + the index of the GPU whose gate this thread is inside of, or [`OUTSIDE`].
+    pub inside: AtomicU32,
+    /// How many submissions this thread has made to each GPU.
+    pub submitted: [AtomicU64; MAX_SLOTS as usize],
+    /// Submissions since this thread last took a mark.
+    pub unmarked: AtomicU32,
+    taken: AtomicBool,
+    next: *const Slot,
+}
+
+// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never freed.
+unsafe impl Sync for Slot {}
+
+static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
+
+thread_local! {
+    // No destructor, so that reading it is cheap and allowed at any time of a thread's life.
+    static MINE: Cell<*const Slot> = const { Cell::new(ptr::null()) };
+    static RETURN: Return = const { Return(Cell::new(ptr::null())) };
+}
+
+/// Gives the slot back when its thread ends.
+struct Return(Cell<*const Slot>);
+
+impl Drop for Return {
+    fn drop(&mut self) {
+        MINE.set(ptr::null());
+        // SAFETY: slots are never freed.
+        if let Some(slot) = unsafe { self.0.get().as_ref() } {
+            slot.inside.store(OUTSIDE, Ordering::Release);
+            slot.taken.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// This thread's slot.
+#[inline]
+pub fn mine() -> &'static Slot {
+    // SAFETY: slots are never freed.
+    match unsafe { MINE.get().as_ref() } {
+        Some(slot) => slot,
+        None => take(),
+    }
+}
+
+#[cold]
+fn take() -> &'static Slot {
+    let free = all().find(|s| s.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok());
+    let slot = free.unwrap_or_else(publish);
+    slot.unmarked.store(0, Ordering::Relaxed);
+    MINE.set(slot);
+    // A thread that calls the driver while its thread-locals are being destroyed keeps the slot for good.
+    let _ = RETURN.try_with(|r| r.0.set(slot));
+    slot
+}
+
+fn publish() -> &'static Slot {
+    let slot = Box::into_raw(Box::new(Slot {
+        inside: AtomicU32::new(OUTSIDE),
+        submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
+        unmarked: AtomicU32::new(0),
+        taken: AtomicBool::new(true),
+        next: ptr::null(),
+    }));
+    let mut head = SLOTS.load(Ordering::Acquire);
+    loop {
+        // SAFETY: nobody else sees the slot yet.
+        unsafe { (*slot).next = head };
+        match SLOTS.compare_exchange_weak(head, slot, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: from here on it is shared and never freed.
+            Ok(_) => return unsafe { &*slot },
+            Err(now) => head = now,
+        }
+    }
+}
+
+/// Every slot there is, of living threads and of those that ended.
+pub fn all() -> impl Iterator<Item = &'static Slot> {
+    // SAFETY: slots are never freed.
+    let mut next = unsafe { SLOTS.load(Ordering::Acquire).as_ref() };
+    core::iter::from_fn(move || {
+        let slot = next?;
+        // SAFETY: as above.
+        next = unsafe { slot.next.as_ref() };
+        Some(slot)
+    })
+}
+
+/// How many submissions all threads have made to that GPU so far.
+pub fn submitted(gpu: u32) -> u64 {
+    let counts = all().filter_map(|slot| slot.submitted.get(gpu as usize));
+    counts.fold(0, |sum, count| sum.wrapping_add(count.load(Ordering::Acquire)))
+}

@@ -1,0 +1,83 @@
+//! `nvshare-scheduler`: the command line of the daemon.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use nvshare::daemon::config::{self, Config, LogLevel};
+use nvshare::daemon::{self, Options};
+
+/// Decides which CUDA program may use which GPU, and tells programs when to move their memory.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// Where programs connect [default: /run/nvshare/scheduler.sock, or the socket that systemd passes]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+
+    /// Where nvsharectl connects on hosts without a system bus [default: /run/nvshare-control/control.sock, or beside
+    /// the directory of --socket]
+    #[arg(long, value_name = "PATH")]
+    control_socket: Option<PathBuf>,
+
+    /// The configuration file [default: /etc/nvshare/nvshare.toml, which may be missing]
+    #[arg(long, value_name = "PATH")]
+    config: Option<PathBuf>,
+
+    /// Only say whether the configuration file is right
+    #[arg(long)]
+    check_config: bool,
+
+    /// How much is logged, whatever the configuration file says
+    #[arg(long, value_name = "LEVEL")]
+    log_level: Option<LogLevel>,
+
+    /// Write one line of JSON for every move of a lock or of memory
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+
+    /// The D-Bus to be on [default: the system bus]
+    #[arg(long, value_name = "ADDRESS")]
+    bus_address: Option<String>,
+
+    /// Be on no bus; the control socket still answers
+    #[arg(long, conflicts_with = "bus_address")]
+    no_bus: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    if arguments.check_config {
+        return check_config(&arguments);
+    }
+    let options = Options {
+        socket: arguments.socket,
+        control_socket: arguments.control_socket,
+        config: arguments.config,
+        log_level: arguments.log_level,
+        trace: arguments.trace,
+        bus_address: arguments.bus_address,
+        no_bus: arguments.no_bus,
+    };
+    match daemon::run(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("nvshare-scheduler: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn check_config(arguments: &Arguments) -> ExitCode {
+    match Config::load(arguments.config.as_deref()) {
+        Ok(_) => {
+            let path = arguments.config.as_deref().unwrap_or(config::DEFAULT_PATH.as_ref());
+            println!("{}: the configuration is right", path.display());
+            ExitCode::SUCCESS
+        }
+        Err(e) => {
+            eprintln!("nvshare-scheduler: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! What can go wrong, as sentences, and the exit code of each.
+
+use std::fmt;
+
+#[derive(Debug)]
+pub enum CtlError {
+    /// It was asked, and it could not be done: exit code 1.
+    Failed(String),
+    /// There is no scheduler to ask: exit code 3.
+    NotRunning(String),
+    /// A command was to be run and cannot be: exit code 127 where there is none of that name, else 126.
+    CannotRun { command: String, error: std::io::Error },
+}
+
+impl CtlError {
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Failed(_) => 1,
+            Self::NotRunning(_) => 3,
+            Self::CannotRun { error, .. } if error.kind() == std::io::ErrorKind::NotFound => 127,
+            Self::CannotRun { .. } => 126,
+        }
+    }
+
+    pub(super) fn not_running(why: impl fmt::Display) -> Self {
+        Self::NotRunning(format!(
+            "the scheduler is not running ({why}): start it with `systemctl start nvshare.socket nvshare.service`"
+        ))
+    }
+}
+
+impl fmt::Display for CtlError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(text) | Self::NotRunning(text) => f.write_str(text),
+            Self::CannotRun { command, error } => write!(f, "cannot run {command}: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for CtlError {}
+
+/// Errors of a bus that mean that nobody has the scheduler's name and nobody could be started for it.
+const NOBODY: [&str; 5] = [
+    "org.freedesktop.DBus.Error.ServiceUnknown",
+    "org.freedesktop.DBus.Error.NameHasNoOwner",
+    "org.freedesktop.DBus.Error.NoReply",
+    "org.freedesktop.DBus.Error.Spawn.ChildExited",
+    "org.freedesktop.systemd1.NoSuchUnit",
+];
+
+impl From<zbus::Error> for CtlError {
+    fn from(error: zbus::Error) -> Self {
+        use zbus::DBusError;
+        let (name, text) = match &error {
+            zbus::Error::MethodError(name, text, _) => (name.to_string(), text.clone()),
+            zbus::Error::FDO(fdo) => match &**fdo {
+                zbus::fdo::Error::ZBus(inner) => return inner.clone().into(),
+                other => (other.name().to_string(), other.description().map(str::to_owned)),
+            },
+            zbus::Error::InputOutput(e) => return Self::not_running(e),
+            _ => return Self::Failed(error.to_string()),
+        };
+        let text = text.unwrap_or_else(|| name.clone());
+        if NOBODY.contains(&name.as_str()) { Self::not_running(text) } else { Self::Failed(text) }
+    }
+}
+
+impl From<zbus::fdo::Error> for CtlError {
+    fn from(error: zbus::fdo::Error) -> Self {
+        zbus::Error::from(error).into()
+    }
+}

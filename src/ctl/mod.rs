@@ -1,0 +1,22 @@
+//! What `nvsharectl` does, a file a command.
+//!
+//! - [`status`]: who uses which GPU, as a table or as JSON.
+//! - [`settings`]: reading and changing settings, reloading the configuration file.
+//! - [`run`]: running one command under nvshare.
+//! - `connect`: finding the scheduler. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
+
+mod connect;
+mod errors;
+pub mod run;
+pub mod settings;
+pub mod status;
+mod table;
+
+pub use connect::Target;
+pub use errors::CtlError;
+
+/// Runs what talks to the scheduler.
+pub fn block_on<T>(work: impl Future<Output = Result<T, CtlError>>) -> Result<T, CtlError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    runtime.map_err(|e| CtlError::Failed(format!("cannot start: {e}")))?.block_on(work)
+}

@@ -1,0 +1,83 @@
+//! `nvsharectl run`: one command with the library loaded into it. It takes this process's place, so its exit code and
+//! its signals are the command's own.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::CtlError;
+
+const LIBRARY: &str = "libnvshare.so";
+const PRELOAD: &str = "LD_PRELOAD";
+
+/// Never returns where the command can be started.
+pub fn run(library: Option<&Path>, command: &[OsString]) -> CtlError {
+    let Some((program, arguments)) = command.split_first() else {
+        return CtlError::Failed("there is no command to run".into());
+    };
+    let library = match find(library) {
+        Ok(library) => library,
+        Err(e) => return e,
+    };
+    let preload = preload(std::env::var_os(PRELOAD).as_deref(), &library);
+    let error = Command::new(program).args(arguments).env(PRELOAD, preload).exec();
+    CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error }
+}
+
+/// The library: the one that was asked for, or the one beside this program, or the one that the loader finds.
+fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
+    if let Some(path) = asked {
+        let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        if !whole.is_file() {
+            return Err(CtlError::Failed(format!("there is no library {}", path.display())));
+        }
+        // The loader splits its list there, and knows no quotes.
+        if whole.as_os_str().as_bytes().iter().any(|b| b.is_ascii_whitespace() || *b == b':') {
+            let path = whole.display();
+            return Err(CtlError::Failed(format!(
+                "{path} has a blank or a colon in its path, which the loader cannot read: move the library elsewhere"
+            )));
+        }
+        return Ok(whole);
+    }
+    let beside = std::env::current_exe().ok().and_then(|exe| exe.parent().map(Path::to_owned));
+    let places = beside.iter().flat_map(|bin| [bin.join(LIBRARY), bin.join("../lib").join(LIBRARY)]);
+    let mut found = places.filter_map(|path| path.canonicalize().ok()).filter_map(|path| find(Some(&path)).ok());
+    Ok(found.next().unwrap_or_else(|| LIBRARY.into()))
+}
+
+/// The list with the library in it: before what is there already, and only once.
+fn preload(before: Option<&OsStr>, library: &Path) -> OsString {
+    let before = before.filter(|list| !list.is_empty());
+    let Some(list) = before else { return library.into() };
+    let separator = |b: &u8| b.is_ascii_whitespace() || *b == b':';
+    let mut entries = list.as_bytes().split(separator);
+    if entries.any(|entry| Path::new(OsStr::from_bytes(entry)).file_name() == Some(OsStr::new(LIBRARY))) {
+        return list.into();
+    }
+    let mut joined = library.as_os_str().to_owned();
+    joined.push(":");
+    joined.push(list);
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_preloaded_already_stays() {
+        let cases = [
+            (None, "/lib/libnvshare.so"),
+            (Some(""), "/lib/libnvshare.so"),
+            (Some("libjemalloc.so:/x/y.so"), "/lib/libnvshare.so:libjemalloc.so:/x/y.so"),
+            (Some("a.so libnvshare.so"), "a.so libnvshare.so"),
+            (Some("/other/libnvshare.so:b.so"), "/other/libnvshare.so:b.so"),
+        ];
+        for (before, expected) in cases {
+            assert_eq!(preload(before.map(OsStr::new), Path::new("/lib/libnvshare.so")), OsString::from(expected));
+        }
+    }
+}

@@ -1,0 +1,357 @@
+//! `nvsharectl status`: who uses which GPU, who holds it and who waits, as a table for people or as JSON.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::table::{Align, Table};
+use super::{CtlError, Target, block_on};
+use crate::bus::{Client, Gpu, GpuUse};
+use crate::units;
+
+/// What the scheduler says of itself, its GPUs and its clients.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Status {
+    pub version: String,
+    pub time_quantum: u32,
+    pub anti_thrash: String,
+    pub gpus: Vec<Gpu>,
+    pub clients: Vec<Client>,
+}
+
+/// How it is shown.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Style {
+    pub colour: bool,
+    /// Lines are cut at this many characters.
+    pub width: Option<usize>,
+}
+
+impl Style {
+    /// What suits standard output: colour on a terminal only, and not if `NO_COLOR` says so.
+    pub fn of_stdout() -> Self {
+        use std::io::IsTerminal;
+        if !std::io::stdout().is_terminal() {
+            return Self::default();
+        }
+        let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Self { colour: !plain, width: terminal_width() }
+    }
+}
+
+fn terminal_width() -> Option<usize> {
+    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: the kernel fills in the struct.
+    let rc = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &raw mut size) };
+    (rc == 0 && size.ws_col > 0).then_some(size.ws_col.into())
+}
+
+/// Asks the scheduler.
+pub fn ask(target: &Target) -> Result<Status, CtlError> {
+    block_on(async {
+        let scheduler = target.connect().await?;
+        Ok(Status {
+            version: scheduler.version().await?,
+            time_quantum: scheduler.time_quantum().await?,
+            anti_thrash: scheduler.anti_thrash().await?,
+            gpus: scheduler.list_gpus().await?,
+            clients: scheduler.list_clients().await?,
+        })
+    })
+}
+
+/// For people.
+pub fn text(status: &Status, style: Style) -> String {
+    let mut out = String::new();
+    let _ = writeln!(
+        out,
+        "nvshare {}: time quantum {}s, anti-thrash {}",
+        status.version, status.time_quantum, status.anti_thrash
+    );
+    if status.gpus.is_empty() {
+        out.push_str("\nNo GPU is known yet: GPUs appear here when the driver is loaded or a program uses one.\n");
+    }
+    for gpu in &status.gpus {
+        out.push('\n');
+        gpu_text(&mut out, gpu, &status.clients, style);
+    }
+    let elsewhere: Vec<&Client> = status.clients.iter().filter(|client| client.gpus.is_empty()).collect();
+    if !elsewhere.is_empty() {
+        let _ = writeln!(out, "\nOn no GPU");
+        let mut table = Table::new(&[
+            ("CLIENT", Align::Right),
+            ("PID", Align::Right),
+            ("USER", Align::Left),
+            ("COMMAND", Align::Left),
+        ]);
+        for client in elsewhere {
+            table.row(vec![client.id.to_string(), pid(client), user(client.uid), command(client)]);
+        }
+        write_table(&mut out, &table, &[], style);
+    }
+    out
+}
+
+fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
+    let number = gpu.index.map_or(String::new(), |index| format!(" {index}"));
+    let kind = if gpu.kind == "mig" { "MIG slice of GPU" } else { "GPU" };
+    let heading = format!("{kind}{number}  {}  {}", gpu.name, gpu.uuid);
+    let _ = writeln!(out, "{}", paint(style, BOLD, &heading));
+    let mut parts = vec![format!("{} resident", units::size(gpu.resident))];
+    if gpu.swapped > 0 {
+        parts.push(format!("{} swapped", units::size(gpu.swapped)));
+    }
+    if let Some(overhead) = gpu.overhead {
+        parts.push(format!("{} contexts and others", units::size(overhead)));
+    }
+    let (capacity, total) = (units::size(gpu.capacity), units::size(gpu.total));
+    let _ = writeln!(out, "  memory   {capacity} of {total} for programs: {}", parts.join(", "));
+    let _ = writeln!(out, "  demand   {}", units::size(gpu.demand));
+    let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
+        .iter()
+        .flat_map(|client| client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid).map(move |usage| (client, usage)))
+        .map(|(client, usage)| {
+            let queued = gpu.queue.iter().position(|id| *id == client.id);
+            let place = match queued {
+                _ if gpu.holders.contains(&client.id) => 0,
+                Some(place) => 1 + place,
+                None => usize::MAX,
+            };
+            (place, client, usage)
+        })
+        .collect();
+    if rows.is_empty() {
+        out.push_str("  no programs\n");
+        return;
+    }
+    rows.sort_by_key(|(place, client, _)| (*place, client.id));
+    let mut table = Table::new(&[
+        ("CLIENT", Align::Right),
+        ("PID", Align::Right),
+        ("USER", Align::Left),
+        ("STATE", Align::Left),
+        ("FOR", Align::Right),
+        ("DEMAND", Align::Right),
+        ("ON GPU", Align::Right),
+        ("SWAPPED", Align::Right),
+        ("HELD", Align::Right),
+        ("WAITED", Align::Right),
+        ("UNIT", Align::Left),
+        ("COMMAND", Align::Left),
+    ]);
+    let mut colours = Vec::new();
+    for (place, client, usage) in rows {
+        let state = match (usage.state.as_str(), place) {
+            ("waiting", 1..usize::MAX) => format!("waiting #{place}"),
+            (state, _) if client.stopped => format!("{state}, stopped"),
+            (state, _) => state.to_owned(),
+        };
+        colours.push(match usage.state.as_str() {
+            "holding" | "revoking" => GREEN,
+            "waiting" | "attaching" => YELLOW,
+            "stuck" | "suspended" => RED,
+            _ => "",
+        });
+        let seconds = |seconds: f64| units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default());
+        let place = if client.container.is_empty() { &client.unit } else { &client.container };
+        table.row(vec![
+            client.id.to_string(),
+            pid(client),
+            user(client.uid),
+            state,
+            seconds(usage.since),
+            units::size(usage.demand),
+            units::size(usage.resident),
+            units::size(usage.swapped),
+            seconds(usage.lock_time),
+            seconds(usage.wait_time),
+            if place.is_empty() { "-".into() } else { place.clone() },
+            command(client),
+        ]);
+    }
+    write_table(out, &table, &colours, style);
+}
+
+const BOLD: &str = "1";
+const RED: &str = "31";
+const GREEN: &str = "32";
+const YELLOW: &str = "33";
+
+fn paint(style: Style, colour: &str, text: &str) -> String {
+    if style.colour && !colour.is_empty() { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }
+}
+
+fn write_table(out: &mut String, table: &Table, colours: &[&str], style: Style) {
+    for (number, line) in table.lines().iter().enumerate() {
+        let line = format!("  {line}");
+        let cut: String = line.chars().take(style.width.unwrap_or(usize::MAX)).collect();
+        let colour = number.checked_sub(1).and_then(|row| colours.get(row)).unwrap_or(&"");
+        let _ = writeln!(out, "{}", paint(style, colour, &cut));
+    }
+}
+
+fn pid(client: &Client) -> String {
+    if client.pid == 0 { "?".into() } else { client.pid.to_string() }
+}
+
+fn command(client: &Client) -> String {
+    match &client.command {
+        Some(command) if !command.is_empty() => command.clone(),
+        _ if client.name.is_empty() => "?".into(),
+        _ => client.name.clone(),
+    }
+}
+
+/// The name of a user of this host, or the number.
+fn user(uid: u32) -> String {
+    let accounts = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let named = accounts.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
+    });
+    named.unwrap_or_else(|| uid.to_string())
+}
+
+/// For programs: the dictionaries of the D-Bus interface, with the same keys.
+pub fn json(status: &Status) -> Value {
+    json!({
+        "version": status.version,
+        "time-quantum": status.time_quantum,
+        "anti-thrash": status.anti_thrash,
+        "gpus": status.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
+        "clients": status.clients.iter().map(client_json).collect::<Vec<_>>(),
+    })
+}
+
+fn gpu_json(gpu: &Gpu) -> Value {
+    json!({
+        "uuid": gpu.uuid,
+        "kind": gpu.kind,
+        "name": gpu.name,
+        "index": gpu.index,
+        "total": gpu.total,
+        "capacity": gpu.capacity,
+        "overhead": gpu.overhead,
+        "demand": gpu.demand,
+        "resident": gpu.resident,
+        "swapped": gpu.swapped,
+        "clients": gpu.clients,
+        "holders": gpu.holders,
+        "queue": gpu.queue,
+    })
+}
+
+fn client_json(client: &Client) -> Value {
+    json!({
+        "id": client.id,
+        "pid": client.pid,
+        "uid": client.uid,
+        "name": client.name,
+        "command": client.command,
+        "unit": client.unit,
+        "slice": client.slice,
+        "container": client.container,
+        "library": client.library,
+        "connected-since": client.connected_since,
+        "stopped": client.stopped,
+        "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),
+    })
+}
+
+fn use_json(usage: &GpuUse) -> Value {
+    json!({
+        "uuid": usage.uuid,
+        "state": usage.state,
+        "since": usage.since,
+        "engine": usage.engine,
+        "demand": usage.demand,
+        "resident": usage.resident,
+        "swapped": usage.swapped,
+        "pinned": usage.pinned,
+        "allowance": usage.allowance,
+        "limit": usage.limit,
+        "lock-time": usage.lock_time,
+        "wait-time": usage.wait_time,
+        "grants": usage.grants,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn usage(state: &str, since: f64, demand: u64) -> GpuUse {
+        GpuUse {
+            uuid: "GPU-1".into(),
+            state: state.into(),
+            since,
+            engine: "swap".into(),
+            demand,
+            resident: demand,
+            lock_time: 61.0,
+            ..GpuUse::default()
+        }
+    }
+
+    fn client(id: u64, command: &str, usage: GpuUse) -> Client {
+        let unit = "session-2.scope".into();
+        Client {
+            id,
+            pid: 100 + id as u32,
+            name: "python3".into(),
+            command: Some(command.into()),
+            unit,
+            gpus: vec![usage],
+            ..Client::default()
+        }
+    }
+
+    #[test]
+    fn the_holder_comes_first_and_then_the_queue() {
+        let status = Status {
+            version: "1.2.3".into(),
+            time_quantum: 30,
+            anti_thrash: "auto".into(),
+            gpus: vec![Gpu {
+                uuid: "GPU-1".into(),
+                kind: "gpu".into(),
+                name: "NVIDIA H200".into(),
+                index: Some(0),
+                total: 140 << 30,
+                capacity: 138 << 30,
+                demand: 30 << 30,
+                resident: 20 << 30,
+                holders: vec![2],
+                queue: vec![3, 1],
+                clients: 3,
+                ..Gpu::default()
+            }],
+            clients: vec![
+                client(1, "python3 a.py", usage("waiting", 1.0, 1 << 30)),
+                client(2, "python3 b.py", usage("holding", 4.25, 10 << 30)),
+                client(3, "python3 c.py", usage("waiting", 70.0, 1 << 30)),
+            ],
+        };
+        let expected = "\
+nvshare 1.2.3: time quantum 30s, anti-thrash auto
+
+GPU 0  NVIDIA H200  GPU-1
+  memory   138 GiB of 140 GiB for programs: 20 GiB resident
+  demand   30 GiB
+  CLIENT  PID  USER  STATE               FOR  DEMAND  ON GPU  SWAPPED        HELD  WAITED  UNIT             COMMAND
+       2  102  root  holding            4.2s  10 GiB  10 GiB      0 B  1min 01s    0.0s  session-2.scope  python3 b.py
+       3  103  root  waiting #1     1min 10s   1 GiB   1 GiB      0 B  1min 01s    0.0s  session-2.scope  python3 c.py
+       1  101  root  waiting #2         1.0s   1 GiB   1 GiB      0 B  1min 01s    0.0s  session-2.scope  python3 a.py
+";
+        let squeeze =
+            |text: &str| text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>();
+        let shown = text(&status, Style::default());
+        assert_eq!(squeeze(&shown), squeeze(expected));
+        assert!(!shown.contains('\x1b'));
+        let coloured = text(&status, Style { colour: true, width: Some(40) });
+        assert!(coloured.contains("\x1b[32m"), "{coloured}");
+        assert!(!coloured.contains("c.py"), "lines are cut: {coloured}");
+    }
+}

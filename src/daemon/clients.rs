@@ -1,0 +1,325 @@
+//! The clients' connections: accepting them, the handshake, reading packets one by one and sending without ever
+//! waiting. What a packet means is `session`'s, what it leads to is `hub`'s.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvshare_wire::scheduler::Refusal;
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, version};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::Notify;
+use tracing::{debug, error, warn};
+
+use super::complaints::Complaints;
+use super::hub::Hub;
+use super::outbox::Outbox;
+use super::peer::{self, Identity};
+use super::session::Violation;
+use super::socket::{self, Spare};
+
+/// A connection that says nothing for this long is closed. A client that was stopped meanwhile connects again.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// How many packets of one client are read before others have their turn.
+const BURST: usize = 16;
+/// Connections beyond the limit of a user are still accepted, to be refused in words, but only so many at a time.
+const REFUSALS_AT_ONCE: u32 = 32;
+/// How long to wait before accepting again when that failed for a reason which waiting may cure.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// The sending side of a connection.
+#[derive(Debug)]
+pub struct Link {
+    socket: AsyncFd<OwnedFd>,
+    outbox: RefCell<Outbox>,
+    /// There is something in the outbox.
+    wake: Notify,
+    /// The outbox is full: the connection is to be closed.
+    overflow: Notify,
+    version: Cell<u16>,
+}
+
+impl Link {
+    fn new(socket: OwnedFd) -> io::Result<Self> {
+        Ok(Self {
+            socket: socket::watch(socket)?,
+            outbox: RefCell::default(),
+            wake: Notify::new(),
+            overflow: Notify::new(),
+            version: Cell::new(0),
+        })
+    }
+
+    /// Sends at once, or when the client reads again.
+    pub fn send(&self, message: SchedulerMessage) {
+        let mut outbox = self.outbox.borrow_mut();
+        if outbox.is_empty() {
+            match socket::send(self.socket.as_fd(), message.encode(self.version.get()).as_bytes()) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                // On other errors the client is gone, which its task notices by itself.
+                _ => return,
+            }
+        }
+        if outbox.push(message).is_err() {
+            self.overflow.notify_one();
+        }
+        self.wake.notify_one();
+    }
+
+    /// Hangs up: both sides read the end.
+    pub fn close(&self) {
+        // SAFETY: a plain call on a descriptor that lives.
+        unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
+    }
+
+    /// Sends what waits, until no more can be sent: that is over by the reading side's end.
+    async fn flush(&self) {
+        loop {
+            if self.outbox.borrow().is_empty() {
+                self.wake.notified().await;
+                continue;
+            }
+            let Ok(mut ready) = self.socket.writable().await else { return };
+            let mut outbox = self.outbox.borrow_mut();
+            let Some(packet) = outbox.front().map(|message| message.encode(self.version.get())) else { continue };
+            match ready.try_io(|fd| socket::send(fd.as_fd(), packet.as_bytes())) {
+                Ok(Ok(())) => outbox.pop(),
+                Ok(Err(_)) => return,
+                Err(_would_block) => {}
+            }
+        }
+    }
+}
+
+/// Accepts connections for as long as the daemon runs.
+pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd) -> io::Result<()> {
+    let listener = socket::watch(listener)?;
+    let mut spare = Spare::new();
+    let complaints = Rc::new(RefCell::new(Complaints::default()));
+    let connections = hub.borrow().connections();
+    loop {
+        let mut ready = listener.readable().await?;
+        let accepted = match ready.try_io(|l| socket::accept(l.as_fd())) {
+            Ok(accepted) => accepted,
+            Err(_would_block) => continue,
+        };
+        match accepted {
+            Ok(socket) => {
+                tokio::task::spawn_local(serve(hub.clone(), socket, connections.clone(), complaints.clone()));
+            }
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                if complaints.borrow_mut().may("descriptors", 0) {
+                    error!("no file descriptors are left ({e}): new programs are refused until others end");
+                }
+                match spare.accept(listener.as_fd()) {
+                    Ok(socket) => refuse(&socket, Refusal::TooMany, "the scheduler has no file descriptors left"),
+                    Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
+                }
+                spare.refill();
+            }
+            // The client gave up before it was accepted.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNABORTED | libc::EINTR)) => {}
+            Err(e) => {
+                if complaints.borrow_mut().may("accept", 0) {
+                    error!("cannot accept a connection: {e}");
+                }
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Tells a client why it is not served. What it sent is read first: a socket that is closed with something unread
+/// takes its last words with it.
+fn refuse(socket: &OwnedFd, reason: Refusal, text: &str) {
+    let mut buffer = [0; MAX_LEN];
+    while socket::receive(socket.as_fd(), &mut buffer).is_ok_and(|n| n > 0) {}
+    let message = SchedulerMessage::Refused { reason, text: Text::new(text) };
+    let _ = socket::send(socket.as_fd(), message.encode(0).as_bytes());
+}
+
+/// Counts a connection for its user while it lives.
+struct Counted {
+    connections: Rc<RefCell<HashMap<u32, u32>>>,
+    uid: u32,
+}
+
+impl Counted {
+    /// Counts one more, and says how many that makes.
+    fn new(connections: Rc<RefCell<HashMap<u32, u32>>>, uid: u32) -> (Self, u32) {
+        let count = {
+            let mut counts = connections.borrow_mut();
+            let count = counts.entry(uid).or_default();
+            *count += 1;
+            *count
+        };
+        (Self { connections, uid }, count)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let mut counts = self.connections.borrow_mut();
+        if let Some(count) = counts.get_mut(&self.uid) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.uid);
+            }
+        }
+    }
+}
+
+/// One connection from beginning to end.
+async fn serve(
+    hub: Rc<RefCell<Hub>>,
+    socket: OwnedFd,
+    connections: Rc<RefCell<HashMap<u32, u32>>>,
+    complaints: Rc<RefCell<Complaints>>,
+) {
+    let complain = |identity: &Identity, what: std::fmt::Arguments<'_>| {
+        if complaints.borrow_mut().may("client", identity.uid) {
+            warn!(pid = identity.pid, uid = identity.uid, "{} {what}", identity.name);
+        }
+    };
+    let (identity, pidfd) = match peer::identify(socket.as_fd()) {
+        Ok(known) => known,
+        Err(e) => {
+            if complaints.borrow_mut().may("identify", 0) {
+                error!("a program is refused: cannot tell who it is: {e}");
+            }
+            return refuse(&socket, Refusal::Identity, &format!("the scheduler cannot tell who this is: {e}"));
+        }
+    };
+    let identity = Arc::new(identity);
+    let most = hub.borrow().config.max_clients_per_user;
+    let (_counted, count) = Counted::new(connections, identity.uid);
+    let too_many = identity.uid != 0 && count > most;
+    if too_many && count > most + REFUSALS_AT_ONCE {
+        return;
+    }
+    let links = Link::new(socket).and_then(|link| pidfd.map(socket::watch).transpose().map(|pidfd| (link, pidfd)));
+    let (link, pidfd) = match links {
+        Ok((link, pidfd)) => (Rc::new(link), pidfd),
+        Err(e) => return error!("cannot watch a connection: {e}"),
+    };
+
+    let hello = match tokio::time::timeout(HELLO_TIMEOUT, hello(&link)).await {
+        Ok(Ok(Some(hello))) => hello,
+        Ok(Ok(None)) => return,
+        Ok(Err(violation)) => return complain(&identity, format_args!("is hung up on: {violation}")),
+        Err(_) => return debug!(pid = identity.pid, "said no Hello within {HELLO_TIMEOUT:?}"),
+    };
+    let Hello { min, max, gang, library } = hello;
+    let Some(version) = version::negotiate(min, max) else {
+        let (oldest, newest) = (version::MIN, version::MAX);
+        complain(
+            &identity,
+            format_args!("is refused: its library speaks protocol {min} to {max}, this scheduler {oldest} to {newest}"),
+        );
+        let text = format!(
+            "no common protocol: library {min} to {max}, scheduler {oldest} to {newest}; install the same nvshare on both sides"
+        );
+        return refuse(link.socket.get_ref(), Refusal::Version, &text);
+    };
+    if too_many {
+        complain(&identity, format_args!("is refused: user {} has {most} programs connected", identity.uid));
+        let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
+        return refuse(link.socket.get_ref(), Refusal::TooMany, &text);
+    }
+
+    link.version.set(version);
+    let client = hub.borrow_mut().connect(link.clone(), identity.clone(), version, gang, library.as_str());
+    let end = tokio::select! {
+        end = read(&hub, client, &link) => end,
+        () = link.overflow.notified() => End::Broke(Violation::Unread),
+        // Never the first to end.
+        () = async { link.flush().await; std::future::pending().await } => End::HungUp,
+        () = died(pidfd) => End::Died,
+    };
+    let why = match end {
+        End::HungUp => "disconnected",
+        End::Died => "has ended",
+        End::Broke(violation) => {
+            complain(&identity, format_args!("is hung up on: {violation}"));
+            "was hung up on"
+        }
+    };
+    hub.borrow_mut().disconnect(client, why);
+    link.close();
+}
+
+/// How a connection ends.
+enum End {
+    HungUp,
+    /// The process is gone, although somebody (a child of it) may still have the socket.
+    Died,
+    Broke(Violation),
+}
+
+async fn died(pidfd: Option<AsyncFd<OwnedFd>>) {
+    match &pidfd {
+        Some(pidfd) if pidfd.readable().await.is_ok() => {}
+        _ => std::future::pending().await,
+    }
+}
+
+struct Hello {
+    min: u16,
+    max: u16,
+    gang: u64,
+    library: Text<32>,
+}
+
+/// The first packet; `None` where the connection ends without one.
+async fn hello(link: &Link) -> Result<Option<Hello>, Violation> {
+    let mut buffer = [0; MAX_LEN];
+    let Some(packet) = packet(link, &mut buffer).await? else { return Ok(None) };
+    match ClientMessage::decode(packet, 0) {
+        Ok(ClientMessage::Hello { min_version, max_version, flags: _, resume: _, gang, library }) => {
+            Ok(Some(Hello { min: min_version, max: max_version, gang, library }))
+        }
+        Ok(_) | Err(nvshare_wire::WireError::Version { .. }) => Err(Violation::NotHello),
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn read(hub: &RefCell<Hub>, client: crate::scheduler::ClientId, link: &Link) -> End {
+    let mut buffer = [0; MAX_LEN];
+    loop {
+        for _ in 0..BURST {
+            match packet(link, &mut buffer).await {
+                Ok(Some(packet)) => {
+                    if let Err(violation) = hub.borrow_mut().receive(client, packet) {
+                        return End::Broke(violation);
+                    }
+                }
+                Ok(None) => return End::HungUp,
+                Err(violation) => return End::Broke(violation),
+            }
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Waits for the next packet. `None` is the end of the connection.
+async fn packet<'a>(link: &Link, buffer: &'a mut [u8; MAX_LEN]) -> Result<Option<&'a [u8]>, Violation> {
+    let length = loop {
+        let Ok(mut ready) = link.socket.readable().await else { return Ok(None) };
+        match ready.try_io(|fd| socket::receive(fd.as_fd(), buffer)) {
+            Ok(Ok(length)) => break length,
+            Ok(Err(e)) if e.kind() == io::ErrorKind::Interrupted => {}
+            Ok(Err(_)) => return Ok(None),
+            Err(_would_block) => {}
+        }
+    };
+    if length == 0 {
+        return Ok(None);
+    }
+    // A packet that was cut off is longer than any message.
+    let oversized = Violation::Wire(nvshare_wire::WireError::Oversized { have: length });
+    buffer.get(..length).map(Some).ok_or(oversized)
+}

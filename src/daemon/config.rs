@@ -1,0 +1,344 @@
+//! The configuration file: what can be set, what each setting is when nobody sets it, and errors that say where the
+//! mistake is and what is allowed. Reading it again at run time is `hub`'s business.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::de::{self, Deserializer, Visitor};
+use serde::{Deserialize, Serialize};
+
+use crate::scheduler::{AntiThrash, Settings};
+use crate::units;
+
+pub const DEFAULT_PATH: &str = "/etc/nvshare/nvshare.toml";
+
+/// What a time quantum may be, in whole seconds. The original's default is 30 s too.
+pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
+
+/// The whole configuration, with the default of everything in one place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    pub settings: Settings,
+    /// How many connections one user may have; root has no limit.
+    pub max_clients_per_user: u32,
+    pub log_level: LogLevel,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            settings: Settings {
+                time_quantum: Duration::from_secs(30),
+                anti_thrash: AntiThrash::Auto,
+                reserve: 512 << 20,
+                // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
+                context: 600 << 20,
+            },
+            max_clients_per_user: 512,
+            log_level: LogLevel::Info,
+        }
+    }
+}
+
+/// How much is logged; each level has those before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogLevel {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+/// What is wrong with a configuration file. The text is whole: it names the file and, where it is known, the place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ConfigError {
+    Unreadable { path: PathBuf, reason: String },
+    Invalid { path: PathBuf, line: usize, column: usize, reason: String },
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreadable { path, reason } => write!(f, "cannot read {}: {reason}", path.display()),
+            Self::Invalid { path, line, column, reason } => write!(f, "{}:{line}:{column}: {reason}", path.display()),
+        }
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl Config {
+    /// Reads `explicit`, or the default file, which may be missing.
+    pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
+        let path = explicit.unwrap_or(Path::new(DEFAULT_PATH));
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::parse(&text, path),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound && explicit.is_none() => Ok(Self::default()),
+            Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
+        }
+    }
+
+    /// Reads the text of a file; `path` is for messages only.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let file: File = toml::from_str(text).map_err(|e| {
+            let (line, column) = position(text, e.span().map_or(0, |span| span.start));
+            ConfigError::Invalid { path: path.into(), line, column, reason: e.message().to_owned() }
+        })?;
+        let default = Self::default();
+        Ok(Self {
+            settings: Settings {
+                time_quantum: file.time_quantum.unwrap_or(default.settings.time_quantum),
+                anti_thrash: file.anti_thrash.unwrap_or(default.settings.anti_thrash),
+                reserve: file.memory.reserve.unwrap_or(default.settings.reserve),
+                context: file.memory.context.unwrap_or(default.settings.context),
+            },
+            max_clients_per_user: file.max_clients_per_user.unwrap_or(default.max_clients_per_user),
+            log_level: file.log_level.unwrap_or(default.log_level),
+        })
+    }
+}
+
+/// Line and column of a byte, both from 1, columns in characters.
+fn position(text: &str, at: usize) -> (usize, usize) {
+    let before = text.get(..at).unwrap_or(text);
+    let line = before.matches('\n').count() + 1;
+    let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;
+    (line, column)
+}
+
+/// The time quantum, or a sentence about what it may be.
+pub fn time_quantum(value: Duration) -> Result<Duration, String> {
+    let seconds = value.as_secs();
+    if value.subsec_nanos() == 0 && TIME_QUANTUM_SECONDS.contains(&seconds) {
+        return Ok(value);
+    }
+    let (min, max) = (TIME_QUANTUM_SECONDS.start(), TIME_QUANTUM_SECONDS.end());
+    let given = if value.subsec_nanos() == 0 { seconds.to_string() } else { value.as_secs_f64().to_string() };
+    Err(format!("the time quantum cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
+}
+
+/// The file as it is written. Every key can be left out.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct File {
+    #[serde(default, deserialize_with = "read_time_quantum")]
+    time_quantum: Option<Duration>,
+    #[serde(default, deserialize_with = "read_anti_thrash")]
+    anti_thrash: Option<AntiThrash>,
+    #[serde(default, deserialize_with = "read_max_clients")]
+    max_clients_per_user: Option<u32>,
+    #[serde(default, deserialize_with = "read_log_level")]
+    log_level: Option<LogLevel>,
+    #[serde(default)]
+    memory: MemorySection,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct MemorySection {
+    #[serde(default, deserialize_with = "read_reserve")]
+    reserve: Option<u64>,
+    #[serde(default, deserialize_with = "read_context")]
+    context: Option<u64>,
+}
+
+fn read_time_quantum<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    let scalar = Scalar::read(from, "time-quantum", "a duration in whole seconds, like \"30s\"")?;
+    let parsed = match scalar {
+        Scalar::Number(seconds) => Ok(Duration::from_secs(seconds)),
+        Scalar::Text(text) => units::parse_duration(&text),
+    };
+    parsed.and_then(time_quantum).map(Some).map_err(|e| de::Error::custom(format!("time-quantum: {e}")))
+}
+
+fn read_anti_thrash<'de, D: Deserializer<'de>>(from: D) -> Result<Option<AntiThrash>, D::Error> {
+    match Scalar::read(from, "anti-thrash", "\"auto\", \"on\" or \"off\"")? {
+        Scalar::Text(text) => crate::bus::parse_anti_thrash(&text).map(Some),
+        Scalar::Number(number) => {
+            Err(format!("anti-thrash cannot be {number}: \"auto\", \"on\" or \"off\" are allowed"))
+        }
+    }
+    .map_err(de::Error::custom)
+}
+
+fn read_max_clients<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
+    match Scalar::read(from, "max-clients-per-user", "a number from 1 to 65535")? {
+        Scalar::Number(number @ 1..=65535) => Ok(Some(number as u32)),
+        Scalar::Number(other) => Err(other.to_string()),
+        Scalar::Text(text) => Err(format!("{text:?}")),
+    }
+    .map_err(|given| de::Error::custom(format!("max-clients-per-user cannot be {given}: 1 to 65535 are allowed")))
+}
+
+fn read_log_level<'de, D: Deserializer<'de>>(from: D) -> Result<Option<LogLevel>, D::Error> {
+    let allowed = "\"error\", \"warn\", \"info\", \"debug\" or \"trace\"";
+    let given = match Scalar::read(from, "log-level", allowed)? {
+        Scalar::Text(text) => match clap::ValueEnum::from_str(&text, false) {
+            Ok(level) => return Ok(Some(level)),
+            Err(_) => format!("{text:?}"),
+        },
+        Scalar::Number(number) => number.to_string(),
+    };
+    Err(de::Error::custom(format!("log-level cannot be {given}: {allowed} are allowed")))
+}
+
+fn read_reserve<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    read_size(from, "memory.reserve")
+}
+
+fn read_context<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    read_size(from, "memory.context")
+}
+
+/// More than any GPU has; a larger number is a slip of the unit.
+const MAX_MEMORY: u64 = 1 << 40;
+
+fn read_size<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Option<u64>, D::Error> {
+    let bytes = match Scalar::read(from, key, "a size, like \"512M\"")? {
+        Scalar::Number(bytes) => Ok(bytes),
+        Scalar::Text(text) => units::parse_size(&text),
+    };
+    match bytes {
+        Ok(bytes) if bytes <= MAX_MEMORY => Ok(Some(bytes)),
+        Ok(_) => Err(de::Error::custom(format!("{key} is too large: at most 1T is allowed"))),
+        Err(e) => Err(de::Error::custom(format!("{key}: {e}"))),
+    }
+}
+
+/// A value that may be written as a number or as a text.
+enum Scalar {
+    Number(u64),
+    Text(String),
+}
+
+impl Scalar {
+    fn read<'de, D: Deserializer<'de>>(from: D, key: &'static str, allowed: &'static str) -> Result<Self, D::Error> {
+        from.deserialize_any(ScalarVisitor { key, allowed })
+    }
+}
+
+struct ScalarVisitor {
+    key: &'static str,
+    allowed: &'static str,
+}
+
+impl Visitor<'_> for ScalarVisitor {
+    type Value = Scalar;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} for {}", self.allowed, self.key)
+    }
+
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Scalar, E> {
+        Ok(Scalar::Number(value))
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Scalar, E> {
+        let positive = u64::try_from(value);
+        positive
+            .map(Scalar::Number)
+            .map_err(|_| E::custom(format!("{} cannot be {value}: {} is allowed", self.key, self.allowed)))
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<Scalar, E> {
+        Ok(Scalar::Text(value.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        Config::parse(text, Path::new("nvshare.toml")).expect_err(text).to_string()
+    }
+
+    #[test]
+    fn an_empty_file_is_the_default() {
+        assert_eq!(Config::parse("", Path::new("x")), Ok(Config::default()));
+    }
+
+    #[test]
+    fn the_installed_file_says_the_defaults() {
+        let text = include_str!("../../etc/nvshare.toml");
+        assert_eq!(Config::parse(text, Path::new("etc/nvshare.toml")), Ok(Config::default()));
+        // Its commented settings are the defaults as well, so that uncommenting one changes nothing.
+        let uncommented: String = text
+            .lines()
+            .map(|line| match line.strip_prefix('#') {
+                Some(setting) if !setting.starts_with(' ') && !setting.is_empty() => setting,
+                _ => line,
+            })
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        assert_ne!(uncommented, text);
+        assert_eq!(Config::parse(&uncommented, Path::new("etc/nvshare.toml")), Ok(Config::default()));
+    }
+
+    #[test]
+    fn every_setting_is_read() {
+        let text = "time-quantum = \"2min\"\nanti-thrash = \"on\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
+                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n";
+        let expected = Config {
+            settings: Settings {
+                time_quantum: Duration::from_secs(120),
+                anti_thrash: AntiThrash::On,
+                reserve: 1 << 30,
+                context: 1 << 20,
+            },
+            max_clients_per_user: 9,
+            log_level: LogLevel::Debug,
+        };
+        assert_eq!(Config::parse(text, Path::new("x")), Ok(expected));
+        let number = Config::parse("time-quantum = 45", Path::new("x")).expect("a plain number");
+        assert_eq!(number.settings.time_quantum, Duration::from_secs(45));
+    }
+
+    #[test]
+    fn errors_say_where_and_what_is_allowed() {
+        let cases = [
+            (
+                "time-quantum = 0",
+                "nvshare.toml:1:16: time-quantum: the time quantum cannot be 0 seconds: whole seconds from 1 to 3600 are allowed",
+            ),
+            (
+                "\n  time-quantum = \"500ms\"",
+                "nvshare.toml:2:18: time-quantum: the time quantum cannot be 0.5 seconds: whole seconds from 1 to 3600 are allowed",
+            ),
+            (
+                "time-quantum = \"soon\"",
+                "nvshare.toml:1:16: time-quantum: \"soon\" is not a duration: write a number and ms, s, min or h, like \"30s\"",
+            ),
+            (
+                "time-quantum = true",
+                "nvshare.toml:1:16: invalid type: boolean `true`, expected a duration in whole seconds, like \"30s\" for time-quantum",
+            ),
+            (
+                "anti-thrash = \"maybe\"",
+                "nvshare.toml:1:15: anti-thrash cannot be \"maybe\": \"auto\", \"on\" or \"off\" are allowed",
+            ),
+            (
+                "[memory]\nreserve = \"lots\"",
+                "nvshare.toml:2:11: memory.reserve: \"lots\" is not a size: write a number and K, M, G or T, like \"512M\"",
+            ),
+            ("[memory]\ncontext = \"2T\"", "nvshare.toml:2:11: memory.context is too large: at most 1T is allowed"),
+            ("max-clients-per-user = 0", "nvshare.toml:1:24: max-clients-per-user cannot be 0: 1 to 65535 are allowed"),
+            (
+                "log-level = \"loud\"",
+                "nvshare.toml:1:13: log-level cannot be \"loud\": \"error\", \"warn\", \"info\", \"debug\" or \"trace\" are allowed",
+            ),
+            (
+                "quantum = 3",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `anti-thrash`, `max-clients-per-user`, `log-level`, `memory`",
+            ),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(error(text), expected);
+        }
+        assert!(error("time-quantum 3").starts_with("nvshare.toml:1:14: "), "{}", error("time-quantum 3"));
+    }
+}

@@ -1,0 +1,160 @@
+//! NVML, in a thread of its own because its calls can take long: which GPUs and MIG slices there are, and how much of
+//! their memory is in use. A host without NVML works too; then GPUs are known from the clients that use them.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc;
+use std::thread;
+
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::{Device, Nvml};
+use nvshare_wire::Uuid;
+use nvshare_wire::client::GpuKind;
+use tokio::sync::mpsc::UnboundedSender;
+use tracing::{debug, info};
+
+use super::socket;
+use crate::scheduler::{GpuId, Time};
+
+/// What the loop wants to know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ask {
+    /// Which GPUs there are.
+    Scan,
+    /// How much memory is in use.
+    Sample,
+}
+
+/// What NVML says.
+#[derive(Debug)]
+pub enum Report {
+    Gpus(Vec<GpuDescription>),
+    Used(Vec<Sample>),
+}
+
+/// What is in use on a GPU, at a moment when that did not change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    pub gpu: GpuId,
+    /// When it was begun to be taken.
+    pub begun: Time,
+    /// Bytes in use by anybody, the driver's own part included.
+    pub used: u64,
+    /// Bytes in use by each process that NVML knows of, by PID.
+    pub processes: BTreeMap<u32, u64>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuDescription {
+    pub gpu: GpuId,
+    pub kind: GpuKind,
+    pub name: String,
+    pub total: u64,
+    /// NVML's number of the GPU; a slice has its GPU's.
+    pub index: u32,
+}
+
+/// Starts the thread, or says why there is no NVML. The GPUs that exist now are the first report.
+pub fn start(reports: UnboundedSender<Report>) -> Option<mpsc::Sender<Ask>> {
+    let nvml = match Nvml::init() {
+        Ok(nvml) => nvml,
+        Err(e) => {
+            info!("GPUs are known from their clients only: NVML cannot be used: {e}");
+            return None;
+        }
+    };
+    let (ask, asked) = mpsc::channel();
+    let _ = ask.send(Ask::Scan);
+    let thread = thread::Builder::new().name("nvml".into()).spawn(move || {
+        while let Ok(first) = asked.recv() {
+            // Requests that piled up while a call took long are one request.
+            let mut scan = first == Ask::Scan;
+            while let Ok(next) = asked.try_recv() {
+                scan |= next == Ask::Scan;
+            }
+            let devices = devices(&nvml);
+            if scan {
+                let found = devices.iter().filter_map(describe).collect();
+                if reports.send(Report::Gpus(found)).is_err() {
+                    return;
+                }
+            }
+            if reports.send(Report::Used(devices.iter().filter_map(sample).collect())).is_err() {
+                return;
+            }
+        }
+    });
+    thread.map(|_| ask).map_err(|e| info!("GPUs are known from their clients only: no thread for NVML: {e}")).ok()
+}
+
+/// Every GPU that work can run on: a GPU that is cut into slices is its slices.
+fn devices(nvml: &Nvml) -> Vec<(Device<'_>, GpuKind, u32)> {
+    let mut devices = Vec::new();
+    for index in 0..nvml.device_count().unwrap_or(0) {
+        let Ok(device) = nvml.device_by_index(index) else { continue };
+        let places = device.mig_device_count().unwrap_or(0);
+        let slices: Vec<_> = (0..places).filter_map(|i| device.mig_device_by_index(i).ok()).collect();
+        if slices.is_empty() {
+            devices.push((device, GpuKind::Gpu, index));
+        } else {
+            devices.extend(slices.into_iter().map(|slice| (slice, GpuKind::Mig, index)));
+        }
+    }
+    devices
+}
+
+fn describe((device, kind, index): &(Device<'_>, GpuKind, u32)) -> Option<GpuDescription> {
+    let text = device.uuid().ok()?;
+    let Some(uuid) = parse_uuid(&text) else {
+        debug!("NVML names a GPU {text:?}, which is no UUID");
+        return None;
+    };
+    let total = device.memory_info().ok()?.total;
+    let name = device.name().unwrap_or_default();
+    Some(GpuDescription { gpu: GpuId(uuid), kind: *kind, name, total, index: *index })
+}
+
+/// How often a sample is tried again that something changed under.
+const TRIES: usize = 3;
+
+/// The figures of a GPU are several calls, so they are taken again if the first has changed by the last.
+fn sample((device, ..): &(Device<'_>, GpuKind, u32)) -> Option<Sample> {
+    let gpu = GpuId(parse_uuid(&device.uuid().ok()?)?);
+    let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
+    (0..TRIES).find_map(|_| {
+        let begun = socket::now();
+        let before = used()?;
+        let mut processes = BTreeMap::new();
+        for process in device.running_compute_processes().unwrap_or_default() {
+            if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
+                *processes.entry(process.pid).or_default() += bytes;
+            }
+        }
+        (used()? == before).then_some(Sample { gpu, begun, used: before, processes })
+    })
+}
+
+/// Reads `GPU-8a6c…` and `MIG-8a6c…`.
+fn parse_uuid(text: &str) -> Option<Uuid> {
+    let hex = text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-"))?;
+    let digits: Vec<u8> =
+        hex.chars().filter(|c| *c != '-').map(|c| c.to_digit(16).map(|d| d as u8)).collect::<Option<_>>()?;
+    let bytes: Vec<u8> =
+        digits.chunks_exact(2).map(|pair| pair.iter().fold(0, |byte, digit| byte << 4 | digit)).collect();
+    (digits.len() == 32).then(|| bytes.try_into().ok().map(Uuid)).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuids_are_read_as_nvidia_smi_writes_them() {
+        let text = "GPU-00112233-4455-6677-8899-aabbccddeeff";
+        let uuid = parse_uuid(text).expect("a UUID");
+        assert_eq!(format!("GPU-{uuid}"), text);
+        assert_eq!(parse_uuid(&text.replace("GPU", "MIG")), Some(uuid));
+        for wrong in ["", "GPU-", "GPU-0011", "MIG-GPU-00112233-4455-6677-8899-aabbccddeeff/1/0", &text[4..]] {
+            assert_eq!(parse_uuid(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Where log lines go: to the journal with their fields where systemd started us, else to stderr.
+
+use std::os::unix::fs::MetadataExt;
+
+use tracing::Level;
+use tracing::level_filters::LevelFilter;
+use tracing_journald::{Priority, PriorityMappings};
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::reload::{self, Handle};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, Registry};
+
+use super::config::LogLevel;
+
+/// Changes the level while the daemon runs.
+#[derive(Debug, Clone)]
+pub struct Control(Handle<Targets, Registry>);
+
+impl Control {
+    pub fn set(&self, level: LogLevel) {
+        let _ = self.0.reload(filter(level));
+    }
+}
+
+/// Starts logging. Call it once.
+pub fn start(level: LogLevel) -> Control {
+    let (filter, handle) = reload::Layer::new(filter(level));
+    let journal = if stderr_is_journal() { tracing_journald::layer().ok() } else { None };
+    let sink: Box<dyn Layer<_> + Send + Sync> = match journal {
+        Some(journal) => Box::new(
+            journal
+                .with_syslog_identifier("nvshare-scheduler".into())
+                .with_priority_mappings(PriorityMappings { info: Priority::Informational, ..PriorityMappings::new() })
+                .with_field_prefix(Some("NVSHARE".into())),
+        ),
+        None => Box::new(
+            tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false).compact(),
+        ),
+    };
+    // The filter is under the sink, so that it can be changed whatever the sink is.
+    tracing_subscriber::registry().with(filter).with(sink).init();
+    Control(handle)
+}
+
+/// Our own lines at the level that was asked for, those of libraries only from warnings on.
+fn filter(level: LogLevel) -> Targets {
+    let own = match level {
+        LogLevel::Error => Level::ERROR,
+        LogLevel::Warn => Level::WARN,
+        LogLevel::Info => Level::INFO,
+        LogLevel::Debug => Level::DEBUG,
+        LogLevel::Trace => Level::TRACE,
+    };
+    let others = LevelFilter::from_level(own).min(LevelFilter::WARN);
+    Targets::new().with_target("nvshare", own).with_target("nvshare_scheduler", own).with_default(others)
+}
+
+/// Whether stderr is the journal's, as systemd says in `JOURNAL_STREAM` (device and inode of the stream).
+fn stderr_is_journal() -> bool {
+    let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
+    let Ok(stderr) = std::fs::metadata("/proc/self/fd/2") else { return false };
+    stream == format!("{}:{}", stderr.dev(), stderr.ino())
+}

@@ -1,0 +1,175 @@
+//! One connection's protocol state: what it may say next, and what its slots mean. Turns a client's messages into the
+//! machine's events, and says what is wrong with those that break the protocol. No I/O.
+
+use std::fmt;
+use std::time::Duration;
+
+use nvshare_wire::client::GpuKind;
+use nvshare_wire::{ClientMessage, MAX_SLOTS, SlotSet, WireError};
+
+use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
+
+/// A number of bytes beyond this is no memory that exists, and would overflow sums.
+const MAX_BYTES: u64 = 1 << 50;
+
+/// What a client did that the protocol does not allow. Its connection is closed; nobody else is affected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Violation {
+    Wire(WireError),
+    NotHello,
+    SecondHello,
+    Slot { slot: u32 },
+    SlotTaken { slot: u32 },
+    GpuTaken { slot: u32, gpu: GpuId },
+    NotAttached { slot: u32 },
+    NoGpu { message: &'static str },
+    Bytes { field: &'static str, bytes: u64 },
+    TooManyGpus,
+    Unread,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Wire(error) => error.fmt(f),
+            Self::NotHello => f.write_str("the first message is not Hello"),
+            Self::SecondHello => f.write_str("a second Hello"),
+            Self::Slot { slot } => write!(f, "slot {slot}: there are slots 0 to {}", MAX_SLOTS - 1),
+            Self::SlotTaken { slot } => write!(f, "slot {slot} is attached already"),
+            Self::GpuTaken { slot, gpu } => write!(f, "GPU {} is attached already, as slot {slot}", gpu.0),
+            Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
+            Self::NoGpu { message } => write!(f, "{message} of no GPU"),
+            Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
+            Self::TooManyGpus => f.write_str("one more GPU that only clients know: there are too many"),
+            Self::Unread => f.write_str("it does not read what it is sent"),
+        }
+    }
+}
+
+impl From<WireError> for Violation {
+    fn from(error: WireError) -> Self {
+        Self::Wire(error)
+    }
+}
+
+/// What a message means to the daemon.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Meaning {
+    /// The machine has to know, and nobody else.
+    Event(Event),
+    Attach {
+        event: Event,
+        slot: u32,
+        gpu: GpuId,
+        kind: GpuKind,
+        total: u64,
+        name: String,
+    },
+    Memory {
+        gpu: GpuId,
+        report: MemoryReport,
+        device_free: Option<u64>,
+    },
+}
+
+/// The slots of one client that has been welcomed.
+#[derive(Debug)]
+pub struct Session {
+    client: ClientId,
+    pub version: u16,
+    slots: Vec<Option<GpuId>>,
+}
+
+impl Session {
+    pub fn new(client: ClientId, version: u16) -> Self {
+        Self { client, version, slots: Vec::new() }
+    }
+
+    /// What one packet means.
+    pub fn receive(&mut self, packet: &[u8]) -> Result<Meaning, Violation> {
+        let client = self.client;
+        Ok(match ClientMessage::decode(packet, self.version)? {
+            ClientMessage::Hello { .. } => return Err(Violation::SecondHello),
+            ClientMessage::Attach { slot, uuid, kind, engine, total, name } => {
+                let gpu = GpuId(uuid);
+                if total == 0 || total > MAX_BYTES {
+                    return Err(Violation::Bytes { field: "total", bytes: total });
+                }
+                self.attach(slot, gpu)?;
+                let event = Event::Attached { client, gpu, engine };
+                Meaning::Attach { event, slot, gpu, kind, total, name: name.as_str().to_owned() }
+            }
+            ClientMessage::Detach { slot } => {
+                let gpu = self.gpu(slot)?;
+                if let Some(place) = self.slots.get_mut(slot as usize) {
+                    *place = None;
+                }
+                Meaning::Event(Event::Detached { client, gpu })
+            }
+            ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free } => {
+                let gpu = self.gpu(slot)?;
+                for (field, bytes) in [("demand", demand), ("mapped", mapped), ("swapped", swapped), ("pinned", pinned)]
+                {
+                    if bytes > MAX_BYTES {
+                        return Err(Violation::Bytes { field, bytes });
+                    }
+                }
+                // Pinned bytes are a part of the mapped ones.
+                let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped) };
+                Meaning::Memory { gpu, report, device_free: (device_free != u64::MAX).then_some(device_free) }
+            }
+            ClientMessage::Request { gpus } => {
+                Meaning::Event(Event::Requested { client, gpus: self.gpus(gpus, "Request")? })
+            }
+            ClientMessage::Cancel { gpus } => {
+                Meaning::Event(Event::Cancelled { client, gpus: self.gpus(gpus, "Cancel")? })
+            }
+            ClientMessage::Release { gpus, reason, busy_us } => {
+                let gpus = self.gpus(gpus, "Release")?;
+                Meaning::Event(Event::Released { client, gpus, reason, busy: Duration::from_micros(busy_us) })
+            }
+            ClientMessage::Stuck { gpus, reason } => {
+                Meaning::Event(Event::Stuck { client, gpus: self.gpus(gpus, "Stuck")?, reason })
+            }
+        })
+    }
+
+    /// The slot that a GPU has, for a message to the client.
+    pub fn slot(&self, gpu: GpuId) -> Option<u32> {
+        self.slots.iter().position(|slot| *slot == Some(gpu)).map(|slot| slot as u32)
+    }
+
+    /// The slots of those GPUs; one that was detached meanwhile is left out.
+    pub fn slots(&self, gpus: &GpuSet) -> SlotSet {
+        gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
+    }
+
+    fn attach(&mut self, slot: u32, gpu: GpuId) -> Result<(), Violation> {
+        if slot >= MAX_SLOTS {
+            return Err(Violation::Slot { slot });
+        }
+        if let Some(slot) = self.slot(gpu) {
+            return Err(Violation::GpuTaken { slot, gpu });
+        }
+        let index = slot as usize;
+        if self.slots.len() <= index {
+            self.slots.resize(index + 1, None);
+        }
+        match self.slots.get_mut(index) {
+            Some(place @ None) => *place = Some(gpu),
+            _ => return Err(Violation::SlotTaken { slot }),
+        }
+        Ok(())
+    }
+
+    fn gpu(&self, slot: u32) -> Result<GpuId, Violation> {
+        self.slots.get(slot as usize).copied().flatten().ok_or(Violation::NotAttached { slot })
+    }
+
+    fn gpus(&self, set: SlotSet, message: &'static str) -> Result<GpuSet, Violation> {
+        if set == 0 {
+            return Err(Violation::NoGpu { message });
+        }
+        (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).map(|slot| self.gpu(slot)).collect()
+    }
+}

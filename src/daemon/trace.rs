@@ -1,0 +1,34 @@
+//! The event trace (`--trace FILE`): one JSON object a line for every move of a lock or of memory, for timelines and
+//! tests. Not a log: it has a fixed form and no words for people.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::scheduler::{ClientId, GpuId, Time};
+
+#[derive(Debug)]
+pub struct Trace(File);
+
+impl Trace {
+    pub fn create(path: &Path) -> io::Result<Self> {
+        File::create(path).map(Self)
+    }
+
+    /// `ms` is `CLOCK_MONOTONIC`, so that it can be laid beside what programs measured themselves.
+    pub fn write(&mut self, now: Time, client: ClientId, pid: i32, gpu: Option<GpuId>, what: &str, bytes: Option<u64>) {
+        let mut line = json!({ "ms": now.as_micros() as f64 / 1000.0, "client": client.0, "pid": pid, "what": what });
+        if let Value::Object(fields) = &mut line {
+            if let Some(gpu) = gpu {
+                fields.insert("gpu".into(), gpu.0.to_string().into());
+            }
+            if let Some(bytes) = bytes {
+                fields.insert("bytes".into(), bytes.into());
+            }
+        }
+        // One write a line, so that a reader who follows the file sees whole lines. A full disk must not stop anybody.
+        let _ = self.0.write_all(format!("{line}\n").as_bytes());
+    }
+}

@@ -1,0 +1,176 @@
+//! The vocabulary of the machine: ids and time, what happens ([`Event`]), what is to be done ([`Command`]), and the
+//! settings an administrator changes ([`Settings`]).
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+pub use nvshare_wire::Uuid;
+pub use nvshare_wire::client::{Engine, ReleaseReason, StuckReason};
+pub use nvshare_wire::scheduler::WaitReason;
+
+/// Time since an arbitrary start; the daemon passes `CLOCK_MONOTONIC`.
+pub type Time = Duration;
+
+/// A GPU or a MIG slice, by its UUID. Never by an index: indexes differ between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GpuId(pub Uuid);
+
+/// A client, for as long as its process lives. Never used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ClientId(pub u64);
+
+/// A set of GPUs. Ordered, so that the machine is deterministic.
+pub type GpuSet = BTreeSet<GpuId>;
+
+/// Whether holders of one GPU exclude each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AntiThrash {
+    /// One holder at a time, each for the full time quantum.
+    On,
+    /// Turns are short while nothing must move, and last the time quantum when memory must.
+    #[default]
+    Auto,
+    /// Holders exclude each other only where their bytes do not fit together.
+    Off,
+}
+
+/// What an administrator can change while everything runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// How long a holder keeps the GPU lock while somebody waits who cannot be admitted beside it.
+    pub time_quantum: Duration,
+    pub anti_thrash: AntiThrash,
+    /// Bytes of each GPU that are never promised to anybody.
+    pub reserve: u64,
+    /// Bytes put aside for a context until its size has been measured.
+    pub context: u64,
+}
+
+/// A client's report of its memory on one GPU, in bytes; see `nvshare_wire::ClientMessage::Memory`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryReport {
+    pub ack: u32,
+    pub demand: u64,
+    pub mapped: u64,
+    pub swapped: u64,
+    pub pinned: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// Time has passed; see `Machine::deadline`.
+    Tick,
+    Configure(Settings),
+
+    /// A GPU exists (from NVML, or from the first client that attaches to it). Repeating it changes `total` only.
+    GpuFound {
+        gpu: GpuId,
+        total: u64,
+    },
+    /// Bytes in use on a GPU by anything that is not a client's mapped memory, as measured: strangers, and contexts of
+    /// clients. Until the first such event, `Settings::context` is put aside for each attached client.
+    GpuOverhead {
+        gpu: GpuId,
+        bytes: u64,
+    },
+
+    /// `gang`: clients with the same key that is not 0 are granted and revoked together.
+    Connected {
+        client: ClientId,
+        gang: u64,
+    },
+    /// The client is gone (its connection closed or its process died): nothing of it is left on any GPU.
+    Disconnected {
+        client: ClientId,
+    },
+    /// The client wants to create a context on a GPU. The GPU is known: `GpuFound` came before.
+    Attached {
+        client: ClientId,
+        gpu: GpuId,
+        engine: Engine,
+    },
+    Detached {
+        client: ClientId,
+        gpu: GpuId,
+    },
+
+    Memory {
+        client: ClientId,
+        gpu: GpuId,
+        report: MemoryReport,
+    },
+    /// Wants the lock of all of `gpus`, which it has attached, at once.
+    Requested {
+        client: ClientId,
+        gpus: GpuSet,
+    },
+    Cancelled {
+        client: ClientId,
+        gpus: GpuSet,
+    },
+    Released {
+        client: ClientId,
+        gpus: GpuSet,
+        reason: ReleaseReason,
+        busy: Duration,
+    },
+    /// Was asked to release and cannot now.
+    Stuck {
+        client: ClientId,
+        gpus: GpuSet,
+        reason: StuckReason,
+    },
+    /// The client's process was stopped (SIGSTOP, a debugger) or runs again, as the kernel says.
+    Stopped {
+        client: ClientId,
+        stopped: bool,
+    },
+}
+
+/// What the daemon is to tell a client, or others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Command {
+    /// Room for the client's context is made.
+    Attached {
+        client: ClientId,
+        gpu: GpuId,
+    },
+    /// The most this client's demand can be.
+    Limit {
+        client: ClientId,
+        gpu: GpuId,
+        bytes: u64,
+    },
+    /// How many bytes the client may have mapped; less than before means evict. `seq` counts up from 1 for each client and GPU.
+    Allowance {
+        client: ClientId,
+        gpu: GpuId,
+        seq: u32,
+        bytes: u64,
+    },
+    Grant {
+        client: ClientId,
+        gpus: GpuSet,
+    },
+    Revoke {
+        client: ClientId,
+        gpus: GpuSet,
+    },
+    /// To a holder: that many wait; release when idle for `grace`. With 0 waiters: nobody waits any more.
+    Contended {
+        client: ClientId,
+        gpus: GpuSet,
+        waiters: u32,
+        grace: Duration,
+    },
+    Waiting {
+        client: ClientId,
+        gpus: GpuSet,
+        why: WaitReason,
+    },
+    /// A holder has not answered a Revoke (or an Evict) in time: see whether its process is stopped (answer with
+    /// `Event::Stopped`).
+    Probe {
+        client: ClientId,
+    },
+}

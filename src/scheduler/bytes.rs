@@ -1,0 +1,296 @@
+//! Giving bytes to clients and taking them back: attaching, reports, credit, eviction, limits. What adds up is in `bank`.
+
+use super::{
+    api::*,
+    bank::Account,
+    locks::Parked,
+    machine::{Gpu, Machine, Seat},
+    policy::Bursts,
+};
+use std::time::Duration;
+
+/// A program that attaches is not kept longer than this: where strangers leave no room, it gets the driver's own answer.
+pub(super) const ATTACH_PATIENCE: Duration = Duration::from_secs(2);
+/// A context that was allowed less than this ago may not exist yet, so a measurement may have missed it.
+const CONTEXT_APPEARS: Duration = Duration::from_millis(500);
+/// Clients are told of a new limit when it differs by more: the driver's own granularity.
+const LIMIT_STEP: u64 = 2 << 20;
+/// What is put aside after a mapping failed is at least and at most this.
+const MARGIN: (u64, u64) = (64 << 20, 1 << 30);
+/// A credit that completes nothing and is smaller is not worth a message.
+const CREDIT_STEP: u64 = 2 << 20;
+/// The rate of evictions stays between these, whatever was measured: 64 MiB/s and 1 TiB/s.
+const RATES: (u64, u64) = (64 << 20, 1 << 40);
+
+/// Of a small GPU, reserve and contexts take no larger part than one in so many: contexts are smaller there, too.
+const SMALLEST_PART: u64 = 16;
+
+impl Gpu {
+    /// Never promised to anybody.
+    fn reserve(&self, settings: &Settings) -> u64 {
+        settings.reserve.min(self.total / SMALLEST_PART)
+    }
+
+    /// Put aside for so many contexts that were not measured.
+    fn contexts(&self, settings: &Settings, count: usize) -> u64 {
+        settings.context.min(self.total / SMALLEST_PART).saturating_mul(count as u64)
+    }
+
+    /// What may be charged to clients.
+    pub(super) fn capacity(&self, settings: &Settings) -> u64 {
+        let contexts = self.contexts(settings, self.unmeasured.len());
+        self.total
+            .saturating_sub(self.reserve(settings))
+            .saturating_sub(self.measured.unwrap_or(0))
+            .saturating_sub(contexts)
+            .saturating_sub(self.margin)
+    }
+
+    pub(super) fn overhead(&self, settings: &Settings) -> u64 {
+        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.capacity(settings))
+    }
+
+    pub(super) fn free(&self, settings: &Settings) -> u64 {
+        self.capacity(settings).saturating_sub(self.bank.charged)
+    }
+
+    /// How long evicting that much takes.
+    pub(super) fn moving(&self, bytes: u64) -> Duration {
+        Duration::from_micros(((u128::from(bytes) * 1_000_000) / u128::from(self.rate.max(1))).min(1 << 50) as u64)
+    }
+}
+
+impl Machine {
+    pub(super) fn overhead(&mut self, id: GpuId, bytes: u64) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.measured = Some(bytes);
+        gpu.margin = match gpu.margin / 2 {
+            small if small < MARGIN.0 / 4 => 0,
+            half => half,
+        };
+        let (now, clients) = (self.now, &self.clients);
+        gpu.unmeasured.retain(|client| {
+            let seat = clients.get(client).and_then(|c| c.seats.get(&id));
+            seat.is_some_and(|s| s.attached.is_none_or(|at| now.saturating_sub(at) < CONTEXT_APPEARS))
+        });
+        self.touch(id);
+    }
+
+    pub(super) fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
+        let now = self.now;
+        let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
+        if let Some(seat) = state.seats.get_mut(&id) {
+            seat.engine = engine; // asked again: answered again, unless the answer is still to come
+            if seat.attached.is_some() {
+                let bytes = gpu.capacity(&self.settings);
+                self.out.push(Command::Attached { client, gpu: id });
+                self.out.push(Command::Limit { client, gpu: id, bytes });
+            }
+            return;
+        }
+        state.seats.insert(
+            id,
+            Seat {
+                engine,
+                account: Account::default(),
+                hold: None,
+                attached: None,
+                last_run: now,
+                bursts: Bursts::default(),
+                grants: 0,
+                lock_time: Duration::ZERO,
+                wait_time: Duration::ZERO,
+            },
+        );
+        gpu.seats.insert(client);
+        gpu.unmeasured.insert(client);
+        gpu.attaching.push_back((client, now));
+        self.touch(id);
+    }
+
+    /// Everything of that client is gone from that GPU: its bytes, its lock and its place in line.
+    pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
+        if self.seat(client, id).is_none() {
+            return;
+        }
+        self.cancel(client, &GpuSet::from([id]));
+        self.end_hold(client, id, Duration::ZERO, false);
+        let seat = self.clients.get_mut(&client).and_then(|c| c.seats.remove(&id));
+        if let (Some(seat), Some(gpu)) = (seat, self.gpus.get_mut(&id)) {
+            gpu.bank.leave(client, &seat.account);
+            gpu.seats.remove(&client);
+            gpu.unmeasured.remove(&client);
+            gpu.attaching.retain(|(c, _)| *c != client);
+        }
+        self.touch(id);
+    }
+
+    pub(super) fn memory(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
+        let now = self.now;
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        let measured = seat.account.reported(now, report);
+        let report = seat.account.report;
+        // A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is
+        // allowed. Neither raises the charge.
+        let least = if seat.account.is_new() { report.mapped } else { report.pinned };
+        if seat.account.allowance < least {
+            self.allow(client, id, least);
+        }
+        self.enter(client, id);
+        if let (Some((bytes, time)), Some(gpu)) = (measured, self.gpus.get_mut(&id)) {
+            let rate = u128::from(bytes) * 1_000_000_000 / time.as_nanos().max(1);
+            let rate = rate.clamp(RATES.0.into(), RATES.1.into()) as u64;
+            gpu.rate = gpu.rate / 4 * 3 + rate / 4;
+        }
+        self.check(client); // its answer may have been due
+        // What it needs may have changed, and with it whether it can be served at all.
+        let waiting = self.clients.get(&client).and_then(|c| c.waiting);
+        if let Some(unit) = waiting
+            && self.requests.get(&unit).is_some_and(|r| r.parked == Some(Parked::Pinned(id)))
+        {
+            self.join(unit);
+        }
+        // Holders and the first in line go first; what is free after that is nobody's.
+        self.dirty.remove(&id);
+        self.settle(id);
+        if self.gpus.get(&id).is_some_and(|g| !g.lacking) {
+            self.credit(client, id, self.overdrawn(id));
+        }
+    }
+
+    /// What a mapping that failed tells: there is less than was thought. The next measurements take it back.
+    pub(super) fn failed_to_map(&mut self, client: ClientId, id: GpuId) {
+        let Some(seat) = self.seat(client, id) else { return };
+        let short = seat.account.report.demand.saturating_sub(seat.account.report.mapped).clamp(MARGIN.0, MARGIN.1);
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.margin = (gpu.margin + short).min(gpu.total / 4);
+        }
+        self.touch(id);
+    }
+
+    /// The bytes without which this client cannot run there.
+    pub(super) fn need(&self, client: ClientId, id: GpuId) -> u64 {
+        let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return 0 };
+        if seat.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
+            return 0; // pages fault in and out as they may
+        }
+        seat.account.report.demand.min(gpu.capacity(&self.settings))
+    }
+
+    /// Raises an allowance towards the need as far as bytes are free, evicting nobody. Says what is still lacking. `owed`:
+    /// bytes on their way out that are spoken for.
+    pub(super) fn credit(&mut self, client: ClientId, id: GpuId, owed: u64) -> u64 {
+        let need = self.need(client, id);
+        let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return 0 };
+        let account = &seat.account;
+        // Bytes that were asked back and have not left yet are still charged: they can be left where they are, unless
+        // somebody else counts on them.
+        let leaving = account.charge.saturating_sub(account.allowance).min(gpu.bank.coming.saturating_sub(owed));
+        let reach = account.allowance.saturating_add(leaving).saturating_add(gpu.free(&self.settings)).min(need);
+        if reach > account.allowance && (reach == need || reach - account.allowance >= CREDIT_STEP) {
+            self.allow(client, id, reach);
+        }
+        need.saturating_sub(self.seat(client, id).map_or(0, |s| s.account.allowance))
+    }
+
+    /// Bytes by which more is charged than there is.
+    pub(super) fn overdrawn(&self, id: GpuId) -> u64 {
+        self.gpus.get(&id).map_or(0, |g| g.bank.charged.saturating_sub(g.capacity(&self.settings)))
+    }
+
+    /// Asks for that many bytes back from clients that do not hold the lock, least recently run first; from those of
+    /// `last` only if nobody else has any.
+    pub(super) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
+        let Some(gpu) = self.gpus.get(&id) else { return };
+        let mut lacking = bytes;
+        let mut victims = Vec::new();
+        for pass in [false, true] {
+            for (_, client) in &gpu.bank.lru {
+                if lacking == 0 {
+                    break;
+                }
+                if spare.contains(client) || last.contains(client) != pass {
+                    continue;
+                }
+                let Some(account) = self.seat(*client, id).map(|s| &s.account) else { continue };
+                let take = account.movable().min(lacking);
+                lacking -= take;
+                victims.push((*client, account.allowance - take));
+            }
+        }
+        for (victim, allowance) in victims {
+            self.allow(victim, id, allowance);
+            self.check(victim);
+        }
+    }
+
+    /// Sets an allowance and tells its client.
+    fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+        let now = self.now;
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        for (seq, bytes) in seat.account.set(now, bytes) {
+            self.out.push(Command::Allowance { client, gpu: id, seq, bytes });
+        }
+        self.enter(client, id);
+    }
+
+    /// Brings the bank up to date with one client.
+    pub(super) fn enter(&mut self, client: ClientId, id: GpuId) {
+        let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
+        let Some(seat) = state.seats.get_mut(&id) else { return };
+        let idle_since = seat.hold.is_none().then_some(seat.last_run);
+        gpu.bank.enter(client, &mut seat.account, state.stopped, idle_since);
+        if gpu.bank.loosened {
+            self.dirty.insert(id);
+        }
+    }
+
+    /// Tells the clients of a GPU its limit, where it has changed.
+    pub(super) fn tell_limit(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let bytes = gpu.capacity(&self.settings);
+        if gpu.limit.is_some_and(|told| told.abs_diff(bytes) <= LIMIT_STEP) {
+            return;
+        }
+        gpu.limit = Some(bytes);
+        for client in &gpu.seats {
+            let seat = self.clients.get(client).and_then(|c| c.seats.get(&id));
+            if seat.is_some_and(|s| s.attached.is_some()) {
+                self.out.push(Command::Limit { client: *client, gpu: id, bytes });
+            }
+        }
+    }
+
+    /// Answers those who attach and for whom room is made, or who waited long enough.
+    pub(super) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
+        loop {
+            let gpu = self.gpus.get_mut(&id)?;
+            let (client, since) = *gpu.attaching.front()?;
+            let patience = since + ATTACH_PATIENCE;
+            // Capacity leaves out the contexts of all who wait; those behind this one may still be without.
+            let behind = gpu.contexts(&self.settings, gpu.attaching.len() - 1);
+            let room = gpu.capacity(&self.settings).saturating_add(behind) >= gpu.bank.charged;
+            let squeezed = gpu.total.saturating_sub(gpu.reserve(&self.settings))
+                < gpu.overhead_wanted(&self.settings).saturating_sub(behind);
+            if (!room || squeezed) && self.now < patience {
+                return Some(patience);
+            }
+            gpu.attaching.pop_front();
+            let bytes = gpu.limit.unwrap_or(0);
+            let now = self.now;
+            if let Some(seat) = self.seat_mut(client, id) {
+                seat.attached = Some(now);
+            }
+            self.out.push(Command::Attached { client, gpu: id });
+            self.out.push(Command::Limit { client, gpu: id, bytes });
+        }
+    }
+}
+
+impl Gpu {
+    /// Overhead as it would be if the GPU were large enough: `capacity` cannot fall below 0 and hides the rest.
+    fn overhead_wanted(&self, settings: &Settings) -> u64 {
+        let contexts = self.contexts(settings, self.unmeasured.len());
+        self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.margin)
+    }
+}

@@ -1,0 +1,450 @@
+//! The GPU lock: requests and the line they stand in, grants, revokes, releases.
+//!
+//! What waits and is granted as one is a [`Unit`]: a client, or the waiting members of a gang. A unit is granted all
+//! the GPUs that it wants or none. It stands in the line of each under the same [`Place`], so two units can never
+//! each stand before the other, and the first of all always makes progress: nobody holds one thing and waits for another.
+
+use super::{
+    api::*,
+    machine::{Machine, Place},
+    policy::{Policy, Waiter},
+    timers::Wake,
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// How long a gang's request waits for the members that have not asked yet, so that they run together.
+const GANG_GATHERS: Duration = Duration::from_millis(5);
+/// How long a client's request is delayed after a mapping failed: the first time, and at most.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+
+/// What is granted together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Unit {
+    Solo(ClientId),
+    Gang(u64),
+}
+
+/// A unit that waits.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub place: Place,
+    pub since: BTreeMap<ClientId, Time>,
+    pub wants: BTreeMap<ClientId, GpuSet>,
+    /// Whether it stands in line, and if not, why.
+    pub parked: Option<Parked>,
+    /// What it was last told about why it waits.
+    pub told: Option<WaitReason>,
+}
+
+/// Why a request is not in line. It then reserves nothing, and holds up nobody.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Parked {
+    Until(Time),
+    Stopped,
+    /// What is pinned on that GPU leaves too little.
+    Pinned(GpuId),
+}
+
+/// A client's lock of one GPU.
+#[derive(Debug)]
+pub(super) struct Hold {
+    pub unit: Unit,
+    /// Orders the holders of a GPU.
+    pub number: u64,
+    /// What was granted with it is revoked with it.
+    pub group: u64,
+    pub since: Time,
+    /// How long somebody has been waiting for it: the turn's clock, which runs only then.
+    pub waited: Duration,
+    pub waited_since: Option<Time>,
+    /// The waiters and the grace that the holder was last told.
+    pub told: Option<(u32, Duration)>,
+    pub revoked: Option<Revoked>,
+    /// Its process is stopped, so it is counted as no holder until it runs again.
+    pub suspended: bool,
+}
+
+/// A revoke that was not answered by a release yet.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Revoked {
+    pub since: Time,
+    /// It said that it is stuck, and is asked again then.
+    pub again: Option<Time>,
+    /// How long after the next time it says so.
+    pub backoff: Duration,
+    pub stuck: bool,
+}
+
+impl Hold {
+    pub fn waited(&self, now: Time) -> Duration {
+        self.waited + self.waited_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
+    }
+}
+
+impl Machine {
+    pub(super) fn request(&mut self, client: ClientId, gpus: GpuSet) {
+        let Some(state) = self.clients.get(&client) else { return };
+        // What it holds it need not wait for; a lock that was asked back has to be released first.
+        let wants: GpuSet = gpus
+            .into_iter()
+            .filter(|gpu| {
+                let seat = state.seats.get(gpu);
+                seat.is_some_and(|s| s.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
+            })
+            .collect();
+        let (gang, not_before, stopped) = (state.gang, state.not_before, state.stopped);
+        // A request that replaces another keeps its place.
+        let old = state.waiting.and_then(|unit| self.requests.get(&unit)?.since.get(&client).copied());
+        let since = old.unwrap_or(self.now);
+        let place = state.waiting.and_then(|unit| self.requests.get(&unit)).map(|r| r.place);
+        self.withdraw(client);
+        if wants.is_empty() {
+            return;
+        }
+        let unit = if gang == 0 { Unit::Solo(client) } else { Unit::Gang(gang) };
+        self.leave_line(unit);
+        if !self.requests.contains_key(&unit) {
+            let place = match place {
+                Some(place) => place,
+                None => self.place(client, &wants),
+            };
+            let request = Request { place, since: BTreeMap::new(), wants: BTreeMap::new(), parked: None, told: None };
+            self.requests.insert(unit, request);
+        }
+        if let Some(request) = self.requests.get_mut(&unit) {
+            request.since.insert(client, since);
+            request.wants.insert(client, wants);
+        }
+        if let Some(state) = self.clients.get_mut(&client) {
+            state.waiting = Some(unit);
+        }
+        let not_before = match unit {
+            Unit::Gang(gang) if !self.gathered(gang) => not_before.max(self.now + GANG_GATHERS),
+            _ => not_before,
+        };
+        if stopped {
+            self.park(unit, Parked::Stopped);
+        } else if not_before > self.now {
+            self.park(unit, Parked::Until(not_before));
+        } else {
+            self.join(unit);
+        }
+    }
+
+    /// Whether every member of a gang that has attached a GPU holds or wants one.
+    fn gathered(&self, gang: u64) -> bool {
+        let members = self.gangs.get(&gang).into_iter().flatten();
+        members.filter_map(|id| self.clients.get(id)).all(|client| {
+            client.waiting.is_some() || client.seats.is_empty() || client.seats.values().any(|s| s.hold.is_some())
+        })
+    }
+
+    /// Where a new request stands.
+    fn place(&mut self, client: ClientId, wants: &GpuSet) -> Place {
+        let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
+        let waiter = waiters.reduce(|a, b| Waiter {
+            burst: a.burst.max(b.burst),
+            moving: a.moving.max(b.moving),
+            evicts: a.evicts || b.evicts,
+        });
+        let Some(waiter) = waiter else { return (self.now, 0) };
+        let at = self.policy.place(&self.settings, self.now, &waiter);
+        (at, self.count())
+    }
+
+    fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
+        let none = Waiter { burst: Duration::ZERO, moving: Duration::ZERO, evicts: false };
+        let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return none };
+        let lacking = self.need(client, id).saturating_sub(seat.account.allowance);
+        Waiter {
+            burst: seat.bursts.expected(),
+            moving: gpu.moving(lacking).saturating_mul(2),
+            evicts: lacking > gpu.free(&self.settings),
+        }
+    }
+
+    /// Puts a request into the lines of its GPUs.
+    pub(super) fn join(&mut self, unit: Unit) {
+        let Some(request) = self.requests.get(&unit) else { return };
+        if request.parked == Some(Parked::Stopped) {
+            return; // it is put back when all of its members run
+        }
+        // One that would only take bytes elsewhere, and could not use them, stays out.
+        let ids: BTreeSet<GpuId> = request.wants.values().flatten().copied().collect();
+        let full = ids.iter().find(|id| {
+            let members = self.members(unit, **id);
+            members.len() == 1 && !self.has_room(unit, **id, &members)
+        });
+        if let Some(full) = full {
+            return self.park(unit, Parked::Pinned(*full));
+        }
+        let Some(request) = self.requests.get_mut(&unit) else { return };
+        request.parked = None;
+        for id in request.wants.values().flatten() {
+            if let Some(gpu) = self.gpus.get_mut(id) {
+                gpu.line.insert((request.place, unit));
+                gpu.shut_out.remove(&unit);
+                self.dirty.insert(*id);
+            }
+        }
+        self.timers.set(Wake::Unit(unit), None);
+        self.admit_if_needless(unit);
+    }
+
+    pub(super) fn leave_line(&mut self, unit: Unit) {
+        let Some(request) = self.requests.get(&unit) else { return };
+        for id in request.wants.values().flatten() {
+            if let Some(gpu) = self.gpus.get_mut(id) {
+                gpu.shut_out.remove(&unit);
+                if gpu.line.remove(&(request.place, unit)) {
+                    self.dirty.insert(*id);
+                }
+            }
+        }
+        self.timers.set(Wake::Unit(unit), None);
+    }
+
+    pub(super) fn park(&mut self, unit: Unit, why: Parked) {
+        self.leave_line(unit);
+        let Some(request) = self.requests.get_mut(&unit) else { return };
+        request.parked = Some(why);
+        match why {
+            Parked::Until(at) => self.timers.set(Wake::Unit(unit), Some(at)),
+            Parked::Pinned(id) => {
+                if let Some(gpu) = self.gpus.get_mut(&id) {
+                    gpu.shut_out.insert(unit);
+                }
+                self.tell(unit, WaitReason::Pinned);
+            }
+            Parked::Stopped => {}
+        }
+    }
+
+    /// Takes a client out of the request that it is part of.
+    pub(super) fn withdraw(&mut self, client: ClientId) {
+        let Some(unit) = self.clients.get_mut(&client).and_then(|c| c.waiting.take()) else { return };
+        self.leave_line(unit);
+        let Some(request) = self.requests.get_mut(&unit) else { return };
+        request.wants.remove(&client);
+        request.since.remove(&client);
+        let parked = request.parked;
+        if request.wants.is_empty() {
+            self.requests.remove(&unit);
+        } else {
+            match parked {
+                Some(Parked::Until(at)) => self.park(unit, Parked::Until(at)),
+                Some(Parked::Stopped) if self.any_stopped(unit) => {}
+                _ => {
+                    if let Some(request) = self.requests.get_mut(&unit) {
+                        request.parked = None;
+                    }
+                    self.join(unit);
+                }
+            }
+        }
+    }
+
+    pub(super) fn any_stopped(&self, unit: Unit) -> bool {
+        let wants = self.requests.get(&unit).into_iter().flat_map(|r| r.wants.keys());
+        wants.filter_map(|c| self.clients.get(c)).any(|c| c.stopped)
+    }
+
+    pub(super) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
+        let unit = self.clients.get(&client).and_then(|c| c.waiting);
+        let wants = unit.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));
+        let Some(wants) = wants.filter(|w| !w.is_disjoint(gpus)) else { return };
+        let rest: GpuSet = wants.difference(gpus).copied().collect();
+        if rest.is_empty() {
+            self.withdraw(client);
+        } else {
+            self.request(client, rest);
+        }
+    }
+
+    /// Why a unit waits, told when it changes.
+    pub(super) fn tell(&mut self, unit: Unit, why: WaitReason) {
+        let Some(request) = self.requests.get_mut(&unit).filter(|r| r.told != Some(why)) else { return };
+        request.told = Some(why);
+        for (client, gpus) in &request.wants {
+            self.out.push(Command::Waiting { client: *client, gpus: gpus.clone(), why });
+        }
+    }
+
+    /// With anti-thrash off, one who needs neither bytes nor turns need not stand in line.
+    fn admit_if_needless(&mut self, unit: Unit) {
+        if self.settings.anti_thrash != AntiThrash::Off {
+            return;
+        }
+        let Some(request) = self.requests.get(&unit) else { return };
+        let needless = request.wants.iter().all(|(client, gpus)| {
+            gpus.iter()
+                .all(|gpu| self.seat(*client, *gpu).is_some_and(|s| s.engine == Engine::Managed && s.hold.is_none()))
+        });
+        if needless {
+            self.grant(unit);
+        }
+    }
+
+    pub(super) fn admit_needless(&mut self) {
+        for unit in self.requests.keys().copied().collect::<Vec<_>>() {
+            if self.requests.get(&unit).is_some_and(|r| r.parked.is_none()) {
+                self.admit_if_needless(unit);
+            }
+        }
+    }
+
+    /// Whether, as far as the lock of this GPU goes, that unit can be admitted now.
+    pub(super) fn admissible(&self, unit: Unit, id: GpuId) -> bool {
+        let (Some(gpu), Some(request)) = (self.gpus.get(&id), self.requests.get(&unit)) else { return false };
+        gpu.holders.values().all(|holder| {
+            let Some(hold) = self.seat(*holder, id).and_then(|s| s.hold.as_ref()) else { return true };
+            let own = request.wants.get(holder).is_some_and(|gpus| gpus.contains(&id));
+            let beside = self.settings.anti_thrash == AntiThrash::Off || hold.suspended || hold.unit == unit;
+            beside && !own
+        })
+    }
+
+    /// Whether all that it needs on this GPU is allowed to it.
+    pub(super) fn provided(&self, unit: Unit, id: GpuId) -> bool {
+        let Some(request) = self.requests.get(&unit) else { return false };
+        let mut here = request.wants.iter().filter(|(_, gpus)| gpus.contains(&id));
+        here.all(|(client, _)| self.seat(*client, id).is_some_and(|s| s.account.allowance >= self.need(*client, id)))
+    }
+
+    /// Whether it is first in line for all that it wants, and can have it.
+    pub(super) fn complete(&self, unit: Unit) -> bool {
+        let Some(request) = self.requests.get(&unit) else { return false };
+        let ids: BTreeSet<GpuId> = request.wants.values().flatten().copied().collect();
+        ids.iter().all(|id| {
+            let first = self.gpus.get(id).and_then(|g| g.line.first()).map(|(_, unit)| *unit);
+            first == Some(unit) && self.admissible(unit, *id) && self.provided(unit, *id)
+        })
+    }
+
+    pub(super) fn grant(&mut self, unit: Unit) {
+        self.leave_line(unit);
+        let Some(request) = self.requests.remove(&unit) else { return };
+        let (now, group) = (self.now, self.count());
+        for (client, gpus) in request.wants {
+            let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
+            if let Some(state) = self.clients.get_mut(&client) {
+                state.waiting = None;
+                // What it holds already becomes part of the set.
+                for hold in state.seats.values_mut().filter_map(|s| s.hold.as_mut()) {
+                    if hold.revoked.is_none() {
+                        hold.group = group;
+                    }
+                }
+            }
+            for id in &gpus {
+                let number = self.count();
+                let Some(seat) = self.seat_mut(client, *id) else { continue };
+                seat.grants += 1;
+                seat.wait_time += waited;
+                seat.hold = Some(Hold {
+                    unit,
+                    number,
+                    group,
+                    since: now,
+                    waited: Duration::ZERO,
+                    waited_since: None,
+                    told: None,
+                    revoked: None,
+                    suspended: false,
+                });
+                if let Some(gpu) = self.gpus.get_mut(id) {
+                    gpu.holders.insert(number, client);
+                }
+                self.enter(client, *id);
+                self.touch(*id);
+            }
+            self.out.push(Command::Grant { client, gpus });
+        }
+    }
+
+    /// Asks for the lock back, and for all that was granted with it: a program that is to run on several GPUs together
+    /// gains nothing from some of them.
+    pub(super) fn revoke(&mut self, client: ClientId, id: GpuId) {
+        let Some(hold) = self.seat(client, id).and_then(|s| s.hold.as_ref()) else { return };
+        let (unit, group) = (hold.unit, hold.group);
+        let members = match unit {
+            Unit::Solo(client) => vec![client],
+            Unit::Gang(gang) => self.gangs.get(&gang).into_iter().flatten().copied().collect(),
+        };
+        for member in members {
+            let Some(state) = self.clients.get(&member) else { continue };
+            let gpus: GpuSet = state
+                .seats
+                .iter()
+                .filter(|(_, seat)| {
+                    let hold = seat.hold.as_ref().filter(|h| h.revoked.is_none());
+                    hold.is_some_and(|h| h.unit == unit && (h.group == group || unit != Unit::Solo(member)))
+                })
+                .map(|(gpu, _)| *gpu)
+                .collect();
+            self.revoke_now(member, gpus, None);
+        }
+    }
+
+    /// Sends a revoke, the first or again.
+    pub(super) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
+        let now = self.now;
+        for id in &gpus {
+            if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
+                hold.revoked = Some(Revoked {
+                    since: now,
+                    again: None,
+                    backoff: again.unwrap_or(super::patience::STUCK.0),
+                    stuck: again.is_some(),
+                });
+            }
+            self.touch(*id);
+        }
+        if !gpus.is_empty() {
+            self.out.push(Command::Revoke { client, gpus });
+            self.check(client);
+        }
+    }
+
+    pub(super) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
+        let held: Vec<GpuId> =
+            gpus.iter().filter(|id| self.seat(client, **id).is_some_and(|s| s.hold.is_some())).copied().collect();
+        for id in &held {
+            self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
+            if reason == ReleaseReason::NoMemory {
+                self.failed_to_map(client, *id);
+            }
+        }
+        let now = self.now;
+        let Some(state) = self.clients.get_mut(&client).filter(|_| !held.is_empty()) else { return };
+        if reason == ReleaseReason::NoMemory {
+            state.backoff = (state.backoff * 2).clamp(BACKOFF.0, BACKOFF.1);
+            state.not_before = now + state.backoff;
+            if let Some(unit) = state.waiting {
+                let until = state.not_before;
+                self.park(unit, Parked::Until(until));
+            }
+        } else {
+            state.backoff = Duration::ZERO;
+        }
+        self.check(client);
+    }
+
+    /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
+    pub(super) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
+        let now = self.now;
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        let Some(hold) = seat.hold.take() else { return };
+        let held = now.saturating_sub(hold.since);
+        let waited = hold.waited(now).min(held);
+        seat.bursts.ran(waited, held - waited, busy, idle);
+        seat.lock_time += held;
+        seat.last_run = now;
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.holders.remove(&hold.number);
+        }
+        self.enter(client, id);
+        self.touch(id);
+    }
+}

@@ -1,0 +1,270 @@
+//! The machine's state, and which part of it an event goes to. Every event first changes what it is about and marks the
+//! GPUs that it touches; then each marked GPU is settled.
+
+use super::{
+    api::*,
+    bank::{Account, Bank},
+    locks::{Hold, Request, Unit},
+    policy::{Bursts, FIRST_RATE, Fcfs},
+    timers::{Timers, Wake},
+};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+/// Later times are taken for this one (34 years), so that no sum of times overflows.
+const END_OF_TIME: Time = Duration::from_secs(1 << 30);
+
+/// Decides who may run on which GPU, and whose memory is there. See the [module](super).
+#[derive(Debug)]
+pub struct Machine {
+    pub(super) now: Time,
+    pub(super) settings: Settings,
+    pub(super) policy: Fcfs,
+    pub(super) gpus: BTreeMap<GpuId, Gpu>,
+    pub(super) clients: BTreeMap<ClientId, Client>,
+    /// Requests that wait, in line or parked.
+    pub(super) requests: BTreeMap<Unit, Request>,
+    /// Gangs with their members; a client without a gang is in none.
+    pub(super) gangs: BTreeMap<u64, BTreeSet<ClientId>>,
+    pub(super) timers: Timers,
+    pub(super) dirty: BTreeSet<GpuId>,
+    pub(super) out: Vec<Command>,
+    /// Numbers arrivals and grants.
+    pub(super) counter: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Gpu {
+    pub total: u64,
+    /// The newest measured overhead.
+    pub measured: Option<u64>,
+    /// Put aside on top, because a mapping failed that should have succeeded.
+    pub margin: u64,
+    /// Clients whose context the newest measurement cannot have seen.
+    pub unmeasured: BTreeSet<ClientId>,
+    pub seats: BTreeSet<ClientId>,
+    pub bank: Bank,
+    /// Requests that want this GPU, in the order in which they are served.
+    pub line: BTreeSet<(Place, Unit)>,
+    /// In the order of their grants.
+    pub holders: BTreeMap<u64, ClientId>,
+    /// Waiting for room for a context.
+    pub attaching: VecDeque<(ClientId, Time)>,
+    /// The limit that clients were last told.
+    pub limit: Option<u64>,
+    /// The capacity when it was last settled.
+    pub capacity: u64,
+    /// Whether a holder or the first in line lacks bytes: what becomes free is theirs.
+    pub lacking: bool,
+    /// Bytes per second of evictions, smoothed.
+    pub rate: u64,
+    /// Requests that cannot be served while what is pinned here stays.
+    pub shut_out: BTreeSet<Unit>,
+}
+
+/// Where a request stands in line: its time, and its number among equals.
+pub(super) type Place = (Time, u64);
+
+#[derive(Debug)]
+pub(super) struct Client {
+    pub gang: u64,
+    pub stopped: bool,
+    /// The waiting request that it is part of.
+    pub waiting: Option<Unit>,
+    pub seats: BTreeMap<GpuId, Seat>,
+    /// When it was last asked about, and how long not to ask again.
+    pub probed: Option<(Time, Duration)>,
+    /// How long a request is delayed after its next failure to map.
+    pub backoff: Duration,
+    /// Its next request is delayed until then.
+    pub not_before: Time,
+}
+
+/// A client on a GPU that it attached.
+#[derive(Debug)]
+pub(super) struct Seat {
+    pub engine: Engine,
+    pub account: Account,
+    pub hold: Option<Hold>,
+    pub attached: Option<Time>,
+    pub last_run: Time,
+    pub bursts: Bursts,
+    pub grants: u64,
+    pub lock_time: Duration,
+    pub wait_time: Duration,
+}
+
+impl Machine {
+    pub fn new(mut settings: Settings) -> Self {
+        settings.time_quantum = settings.time_quantum.min(END_OF_TIME);
+        Self {
+            now: Time::ZERO,
+            settings,
+            policy: Fcfs,
+            gpus: BTreeMap::new(),
+            clients: BTreeMap::new(),
+            requests: BTreeMap::new(),
+            gangs: BTreeMap::new(),
+            timers: Timers::default(),
+            dirty: BTreeSet::new(),
+            out: Vec::new(),
+            counter: 0,
+        }
+    }
+
+    /// When it wants the next [`Event::Tick`], unless another event comes first.
+    pub fn deadline(&self) -> Option<Time> {
+        self.timers.next()
+    }
+
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Takes in what happened, and says what is to be done, in this order. Events that make no sense change nothing.
+    pub fn handle(&mut self, now: Time, event: Event) -> Vec<Command> {
+        self.now = self.now.max(now.min(END_OF_TIME));
+        // What happened goes before what is due: an answer that came just in time is an answer, and the dead are not asked.
+        self.dispatch(event);
+        while let Some(wake) = self.timers.pop(self.now) {
+            match wake {
+                Wake::Gpu(gpu) => self.touch(gpu),
+                Wake::Client(client) => self.check(client),
+                Wake::Unit(unit) => self.join(unit),
+            }
+        }
+        while let Some(gpu) = self.dirty.pop_first() {
+            self.settle(gpu);
+        }
+        std::mem::take(&mut self.out)
+    }
+
+    fn dispatch(&mut self, event: Event) {
+        match event {
+            Event::Tick => {}
+            Event::Configure(settings) => self.configure(settings),
+            Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
+            Event::GpuOverhead { gpu, bytes } => self.overhead(gpu, bytes),
+            Event::Connected { client, gang } => self.connected(client, gang),
+            Event::Disconnected { client } => self.disconnected(client),
+            Event::Attached { client, gpu, engine } => {
+                self.alive(client);
+                self.attach(client, gpu, engine);
+            }
+            Event::Detached { client, gpu } => {
+                self.alive(client);
+                self.detach(client, gpu);
+            }
+            Event::Memory { client, gpu, report } => {
+                self.alive(client);
+                self.memory(client, gpu, report);
+            }
+            Event::Requested { client, gpus } => {
+                self.alive(client);
+                self.request(client, gpus);
+            }
+            Event::Cancelled { client, gpus } => {
+                self.alive(client);
+                self.cancel(client, &gpus);
+            }
+            Event::Released { client, gpus, reason, busy } => {
+                self.alive(client);
+                self.released(client, &gpus, reason, busy);
+            }
+            Event::Stuck { client, gpus, reason: _ } => {
+                self.alive(client);
+                self.stuck(client, &gpus);
+            }
+            Event::Stopped { client, stopped } => self.stopped(client, stopped),
+        }
+    }
+
+    fn configure(&mut self, mut settings: Settings) {
+        settings.time_quantum = settings.time_quantum.min(END_OF_TIME);
+        self.settings = settings;
+        self.dirty.extend(self.gpus.keys().copied());
+        self.admit_needless();
+    }
+
+    fn gpu_found(&mut self, id: GpuId, total: u64) {
+        self.gpus
+            .entry(id)
+            .or_insert_with(|| Gpu {
+                total,
+                measured: None,
+                margin: 0,
+                unmeasured: BTreeSet::new(),
+                seats: BTreeSet::new(),
+                bank: Bank::default(),
+                line: BTreeSet::new(),
+                holders: BTreeMap::new(),
+                attaching: VecDeque::new(),
+                limit: None,
+                capacity: 0,
+                lacking: false,
+                rate: FIRST_RATE,
+                shut_out: BTreeSet::new(),
+            })
+            .total = total;
+        self.touch(id);
+    }
+
+    fn connected(&mut self, id: ClientId, gang: u64) {
+        if self.clients.contains_key(&id) {
+            return;
+        }
+        self.clients.insert(
+            id,
+            Client {
+                gang,
+                stopped: false,
+                waiting: None,
+                seats: BTreeMap::new(),
+                probed: None,
+                backoff: Duration::ZERO,
+                not_before: Time::ZERO,
+            },
+        );
+        if gang != 0 {
+            self.gangs.entry(gang).or_default().insert(id);
+        }
+    }
+
+    fn disconnected(&mut self, id: ClientId) {
+        let Some(client) = self.clients.get(&id) else { return };
+        let gang = client.gang;
+        let gpus: Vec<GpuId> = client.seats.keys().copied().collect();
+        self.withdraw(id);
+        for gpu in gpus {
+            self.detach(id, gpu);
+        }
+        self.clients.remove(&id);
+        self.timers.set(Wake::Client(id), None);
+        if let Some(members) = self.gangs.get_mut(&gang) {
+            members.remove(&id);
+            if members.is_empty() {
+                self.gangs.remove(&gang);
+            }
+        }
+    }
+
+    /// That GPU is to be settled.
+    pub(super) fn touch(&mut self, gpu: GpuId) {
+        if self.gpus.contains_key(&gpu) {
+            self.dirty.insert(gpu);
+        }
+    }
+
+    pub(super) fn seat(&self, client: ClientId, gpu: GpuId) -> Option<&Seat> {
+        self.clients.get(&client)?.seats.get(&gpu)
+    }
+
+    pub(super) fn seat_mut(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Seat> {
+        self.clients.get_mut(&client)?.seats.get_mut(&gpu)
+    }
+
+    pub(super) fn count(&mut self) -> u64 {
+        self.counter += 1;
+        self.counter
+    }
+}

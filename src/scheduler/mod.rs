@@ -1,0 +1,30 @@
+//! Who may run, and whose memory is on the GPU: a pure state machine.
+//!
+//! `Machine::handle(now, Event) -> Vec<Command>`; `Machine::deadline()` says when it wants the next [`Event::Tick`].
+//! No I/O, no clock, no async: the daemon feeds it real events, tests and simulations feed it made-up ones in virtual
+//! time. The same events give the same commands.
+//!
+//! - [`api`]: the vocabulary: ids, [`Event`], [`Command`], [`Settings`].
+//! - `machine`: the state, and which part of it an event goes to.
+//! - `settle`: brings one GPU to rest after something changed there: bytes first, then the lock.
+//! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
+//! - `locks`: requests, the line, grants, revokes, releases.
+//! - `patience`: those who do not answer: stuck, stopped, slow.
+//! - `policy`: all judgement: how long a turn lasts, who stands before whom.
+//! - `timers`: when to look at what again.
+//! - [`view`]: what status shows.
+
+pub mod api;
+mod bank;
+mod bytes;
+mod locks;
+mod machine;
+mod patience;
+mod policy;
+mod settle;
+mod timers;
+pub mod view;
+
+pub use api::*;
+pub use machine::Machine;
+pub use view::{ClientView, GpuView, HolderView, LockState, SeatView, WaiterView};

@@ -1,0 +1,140 @@
+//! Those who do not answer: a holder that cannot drain, a process that is stopped, a victim that is slow to evict. They
+//! are waited for, asked again, or routed around; never punished, since they may be waiting for somebody themselves.
+
+use super::{api::*, locks::Parked, machine::Machine, timers::Wake};
+use std::time::Duration;
+
+/// A stuck holder is asked again after the first, then twice that, at most the second.
+pub(super) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// How long the answer to a revoke may take before somebody looks at the process.
+const REVOKE_ANSWER: Duration = Duration::from_secs(1);
+/// The same for an eviction, which moves bytes.
+const EVICTION_ANSWER: Duration = Duration::from_secs(2);
+/// How often somebody looks: at first, and after it went on for long.
+const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
+
+impl Machine {
+    pub(super) fn stuck(&mut self, client: ClientId, gpus: &GpuSet) {
+        let now = self.now;
+        for id in gpus {
+            let hold = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut());
+            let Some(revoked) = hold.and_then(|h| h.revoked.as_mut()) else { continue };
+            revoked.stuck = true;
+            revoked.again = Some(now + revoked.backoff);
+            revoked.backoff = (revoked.backoff * 2).min(STUCK.1);
+            self.touch(*id);
+            let line = self.gpus.get(id).map(|g| g.line.iter().map(|(_, unit)| *unit).collect::<Vec<_>>());
+            for unit in line.unwrap_or_default() {
+                self.tell(unit, WaitReason::HolderStuck);
+            }
+        }
+        self.check(client);
+    }
+
+    pub(super) fn stopped(&mut self, client: ClientId, stopped: bool) {
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        let changed = state.stopped != stopped;
+        state.stopped = stopped;
+        let waiting = state.waiting;
+        let now = self.now;
+        let mut seats = Vec::new();
+        for (id, seat) in &mut state.seats {
+            seats.push(*id);
+            let Some(hold) = seat.hold.as_mut() else { continue };
+            let Some(revoked) = hold.revoked.as_mut() else { continue };
+            if stopped {
+                hold.suspended |= revoked.again.is_none();
+            } else if hold.suspended {
+                // It has the revoke still to read, and time to answer.
+                hold.suspended = false;
+                revoked.since = now;
+            }
+        }
+        for id in seats {
+            self.enter(client, id);
+            self.touch(id);
+        }
+        if changed && let Some(unit) = waiting {
+            if stopped {
+                self.park(unit, Parked::Stopped);
+            } else if !self.any_stopped(unit) {
+                if let Some(request) = self.requests.get_mut(&unit) {
+                    request.parked = None;
+                }
+                self.join(unit);
+            }
+        }
+        self.check(client);
+    }
+
+    /// Whoever says something runs.
+    pub(super) fn alive(&mut self, client: ClientId) {
+        if self.clients.get(&client).is_some_and(|c| c.stopped) {
+            self.stopped(client, false);
+        }
+    }
+
+    /// Looks at what a client has to answer, asks again where it is time, and sets the time to look again.
+    pub(super) fn check(&mut self, client: ClientId) {
+        let now = self.now;
+        let Some(state) = self.clients.get(&client) else { return };
+        let mut again: (GpuSet, Duration) = (GpuSet::new(), STUCK.0);
+        let mut next: Option<Time> = None;
+        let mut overdue: Option<Time> = None;
+        let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
+        for (id, seat) in &state.seats {
+            if let Some(eviction) = &seat.account.eviction {
+                sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
+            }
+            let Some(revoked) = seat.hold.as_ref().and_then(|h| h.revoked) else { continue };
+            match revoked.again {
+                Some(at) if at <= now => {
+                    again.0.insert(*id);
+                    again.1 = again.1.max(revoked.backoff);
+                }
+                Some(at) => sooner(&mut next, at),
+                None => sooner(&mut overdue, revoked.since + REVOKE_ANSWER),
+            }
+        }
+        // What was asked back together is asked back again together, or not at all.
+        let calm =
+            if again.0.iter().any(|id| self.anybody_wants(*id)) { GpuSet::new() } else { std::mem::take(&mut again.0) };
+        for id in &calm {
+            if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
+                hold.revoked = None; // nobody waits any more: it is a holder like before
+            }
+            self.touch(*id);
+        }
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        match overdue {
+            None => state.probed = None,
+            Some(due) => {
+                let (due, interval) = match state.probed {
+                    Some((at, interval)) => (due.max(at + interval), interval),
+                    None => (due, PROBE.0 / 2),
+                };
+                if due <= now {
+                    let interval = (interval * 2).min(PROBE.1);
+                    state.probed = Some((now, interval));
+                    self.out.push(Command::Probe { client });
+                    sooner(&mut next, now + interval);
+                } else {
+                    sooner(&mut next, due);
+                }
+            }
+        }
+        self.timers.set(Wake::Client(client), next);
+        if !again.0.is_empty() {
+            self.revoke_now(client, again.0, Some(again.1));
+        }
+    }
+
+    /// Whether there is a reason to ask the holders of a GPU for the lock.
+    fn anybody_wants(&self, id: GpuId) -> bool {
+        // Another may have been admitted while this one was stopped.
+        let exclusive = self.settings.anti_thrash != AntiThrash::Off;
+        self.gpus.get(&id).is_some_and(|g| {
+            !g.line.is_empty() || g.bank.charged > g.capacity(&self.settings) || (exclusive && g.holders.len() > 1)
+        })
+    }
+}

@@ -1,0 +1,258 @@
+//! Brings one GPU to rest after something changed there: first the bytes, then the lock, then what holders are told.
+//! Settling a GPU where nothing changed does nothing.
+
+use super::{
+    api::*,
+    locks::{Parked, Unit},
+    machine::Machine,
+    policy::{Policy, Waiter},
+    timers::Wake,
+};
+use std::time::Duration;
+
+/// Why holders of a GPU are to give its lock back.
+#[derive(Debug, Clone, Copy, Default)]
+struct Pressure {
+    /// Bytes that only holders can give.
+    short: u64,
+    /// A holder that is not to give them, since it is the one that lacks them.
+    grower: Option<ClientId>,
+    /// The first in line, where the lock itself is in its way.
+    locked_out: Option<Unit>,
+    /// What the turn depends on.
+    waiter: Option<Waiter>,
+}
+
+impl Machine {
+    pub(super) fn settle(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let capacity = gpu.capacity(&self.settings);
+        if std::mem::take(&mut gpu.bank.loosened) || capacity > gpu.capacity {
+            for unit in std::mem::take(&mut gpu.shut_out) {
+                self.join(unit);
+            }
+        }
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.capacity = capacity;
+        }
+        self.tell_limit(id);
+
+        let mut pressure = Pressure::default();
+        let owed = self.make_room(id, &mut pressure);
+        let lacking = self.serve_line(id, owed, &mut pressure);
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.lacking = owed > 0 || lacking > 0;
+        }
+        let attaching = self.answer_attaching(id);
+        let turn = self.press(id, &pressure);
+        let next = [attaching, turn].into_iter().flatten().min();
+        self.timers.set(Wake::Gpu(id), next);
+    }
+
+    /// Bytes for those who come before any waiter: contexts and strangers first, then holders that grow. Returns the
+    /// bytes that are on their way out but spoken for.
+    fn make_room(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
+        let mut owed = self.overdrawn(id);
+        let next = self.members_of_first(id);
+        if owed > 0 {
+            pressure.short = self.collect(id, owed, &[], &next);
+        }
+        let holders: Vec<ClientId> =
+            self.gpus.get(&id).map(|g| g.holders.values().copied().collect()).unwrap_or_default();
+        for holder in holders {
+            let running = self.seat(holder, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| h.revoked.is_none());
+            if !running {
+                continue;
+            }
+            let lacking = self.credit(holder, id, owed);
+            if lacking > 0 {
+                owed = owed.saturating_add(lacking);
+                let short = self.collect(id, owed, &[holder], &next);
+                if short > 0 {
+                    // It waits for its fellows' bytes. Only the first one granted does: two that wait for each other
+                    // would wait for ever, so the others are asked to go, whatever they want themselves.
+                    pressure.short = pressure.short.max(short);
+                    pressure.grower = Some(holder);
+                }
+                break;
+            }
+        }
+        owed
+    }
+
+    /// Sees to it that `owed` bytes are on their way out, from clients without the lock. Says how many are not.
+    fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
+        let coming = self.gpus.get(&id).map_or(0, |g| g.bank.coming);
+        if owed > coming {
+            self.evict(id, owed - coming, spare, last);
+        }
+        owed.saturating_sub(self.gpus.get(&id).map_or(0, |g| g.bank.coming))
+    }
+
+    fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
+        let first = self.gpus.get(&id).and_then(|g| g.line.first());
+        first.map(|(_, unit)| self.members(*unit, id)).unwrap_or_default()
+    }
+
+    /// The clients of a request that want that GPU.
+    pub(super) fn members(&self, unit: Unit, id: GpuId) -> Vec<ClientId> {
+        let request = self.requests.get(&unit);
+        let wants = request.into_iter().flat_map(|r| &r.wants);
+        wants.filter(|(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client).collect()
+    }
+
+    /// Prepares the first in line, grants what can be granted, and goes on with the next, until one has to wait.
+    /// Returns the bytes that this one lacks.
+    fn serve_line(&mut self, id: GpuId, owed: u64, pressure: &mut Pressure) -> u64 {
+        loop {
+            let Some((_, unit)) = self.gpus.get(&id).and_then(|g| g.line.first()).copied() else { return 0 };
+            let members = self.members(unit, id);
+            if !self.fits(unit, id, &members) {
+                continue; // it left the line
+            }
+            let mut lacking = 0u64;
+            if pressure.short == 0 {
+                for member in &members {
+                    lacking = lacking.saturating_add(self.credit(*member, id, owed));
+                }
+            } else {
+                // Nothing is free, and what comes is owed to others.
+                for member in &members {
+                    let allowed = self.seat(*member, id).map_or(0, |s| s.account.allowance);
+                    lacking = lacking.saturating_add(self.need(*member, id).saturating_sub(allowed));
+                }
+            }
+            let short = if lacking > 0 { self.collect(id, owed.saturating_add(lacking), &members, &[]) } else { 0 };
+            if self.complete(unit) {
+                self.grant(unit);
+                continue;
+            }
+            let locked = !self.admissible(unit, id);
+            if lacking > 0 && !locked {
+                self.tell(unit, WaitReason::Eviction);
+            }
+            let burst = members.iter().filter_map(|m| self.seat(*m, id)).map(|s| s.bursts.expected()).max();
+            let moving = self.gpus.get(&id).map_or(Duration::ZERO, |g| g.moving(short).saturating_mul(2));
+            pressure.short = pressure.short.max(short);
+            pressure.locked_out = locked.then_some(unit);
+            pressure.waiter = Some(Waiter { burst: burst.unwrap_or_default(), moving, evicts: lacking > 0 });
+            return lacking;
+        }
+    }
+
+    /// Lets a request that cannot be served leave the line, so that it does not hold up others, until something that is
+    /// pinned goes; a gang that is too large together falls apart.
+    fn fits(&mut self, unit: Unit, id: GpuId, members: &[ClientId]) -> bool {
+        if self.has_room(unit, id, members) {
+            return true;
+        }
+        if members.len() > 1 {
+            self.split(unit);
+        } else {
+            self.park(unit, Parked::Pinned(id));
+        }
+        false
+    }
+
+    /// Whether a request could be served there if everybody who can give bytes did.
+    pub(super) fn has_room(&self, unit: Unit, id: GpuId, members: &[ClientId]) -> bool {
+        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.requests.get(&unit)) else { return true };
+        let mut own = 0u64;
+        let mut need = 0u64;
+        for member in members {
+            own = own.saturating_add(self.seat(*member, id).map_or(0, |s| s.account.fixed()));
+            need = need.saturating_add(self.need(*member, id));
+        }
+        let room = gpu.capacity(&self.settings).saturating_sub(gpu.bank.fixed.saturating_sub(own));
+        need <= room || self.provided(unit, id)
+    }
+
+    /// Lets the members of a gang's request wait each for itself.
+    fn split(&mut self, unit: Unit) {
+        self.leave_line(unit);
+        let Some(request) = self.requests.remove(&unit) else { return };
+        for (client, gpus) in request.wants {
+            let solo = Unit::Solo(client);
+            let number = self.count();
+            let since = request.since.get(&client).copied().unwrap_or(self.now);
+            self.requests.insert(
+                solo,
+                super::locks::Request {
+                    place: (request.place.0, number),
+                    since: [(client, since)].into(),
+                    wants: [(client, gpus)].into(),
+                    parked: None,
+                    told: None,
+                },
+            );
+            if let Some(state) = self.clients.get_mut(&client) {
+                state.waiting = Some(solo);
+            }
+            self.join(solo);
+        }
+    }
+
+    /// Runs the clocks of those holders that are in somebody's way, tells them, and revokes those whose turn is over.
+    /// Returns when the next turn will be.
+    fn press(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
+        let now = self.now;
+        let gpu = self.gpus.get(&id)?;
+        let waiters = (gpu.line.len() as u32).max(1);
+        let grace = self.policy.grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |w| w.moving));
+        let exclusive = self.settings.anti_thrash != AntiThrash::Off;
+        let turn = match &pressure.waiter {
+            Some(waiter) if exclusive || pressure.grower.is_none() => self.policy.turn(&self.settings, waiter),
+            _ => self.settings.time_quantum,
+        };
+        let first = gpu.holders.values().filter_map(|c| self.seat(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
+        let first = first.map(|h| h.unit);
+        let mut short = pressure.short;
+        let mut next: Option<Time> = None;
+        let holders: Vec<ClientId> = gpu.holders.values().copied().collect();
+        for client in holders {
+            let Some(seat) = self.seat(client, id) else { continue };
+            let Some(hold) = seat.hold.as_ref() else { continue };
+            let movable = seat.account.movable();
+            let own = pressure.locked_out.is_some_and(|unit| hold.unit == unit);
+            let gives = short > 0 && movable > 0 && pressure.grower != Some(client);
+            let wanted = !own && (gives || (exclusive && pressure.locked_out.is_some()));
+            if gives {
+                short = short.saturating_sub(movable);
+            }
+            if hold.revoked.is_some() {
+                continue;
+            }
+            // Anti-thrash was off when they were admitted together.
+            let surplus = exclusive && first.is_some_and(|unit| hold.unit != unit);
+            let gpus = GpuSet::from([id]);
+            let Some(hold) = self.seat_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
+            if wanted {
+                hold.waited_since.get_or_insert(now);
+            } else if let Some(since) = hold.waited_since.take() {
+                hold.waited += now.saturating_sub(since);
+            }
+            let told = hold.told.unwrap_or((0, grace));
+            let tell = match (told.0 > 0, wanted) {
+                (false, true) => Some((waiters, grace)),
+                (true, false) => Some((0, grace)),
+                (true, true) if grace > told.1 * 2 || told.1 > grace * 2 => Some((waiters, grace)),
+                _ => None,
+            };
+            let over = hold.waited(now) >= turn;
+            if let Some(tell) = tell {
+                hold.told = Some(tell);
+                if !(wanted && over) {
+                    self.out.push(Command::Contended { client, gpus, waiters: tell.0, grace: tell.1 });
+                }
+            }
+            if surplus || (wanted && over) {
+                self.revoke(client, id);
+            } else if wanted {
+                let waited = self.seat(client, id).and_then(|s| s.hold.as_ref()).map_or(turn, |h| h.waited(now));
+                let at = now.saturating_add(turn.saturating_sub(waited));
+                next = Some(next.map_or(at, |old| old.min(at)));
+            }
+        }
+        next
+    }
+}

@@ -1,0 +1,53 @@
+//! When to look at what again. A wake-up that finds nothing to do is harmless, so it never needs to be taken back exactly.
+
+use super::{api::*, locks::Unit};
+use std::collections::{BTreeMap, BTreeSet};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Wake {
+    /// A turn may be over, or an attaching client has waited long enough.
+    Gpu(GpuId),
+    /// An answer of that client is due.
+    Client(ClientId),
+    /// That request may join the line.
+    Unit(Unit),
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Timers {
+    at: BTreeMap<Wake, Time>,
+    order: BTreeSet<(Time, Wake)>,
+}
+
+impl Timers {
+    /// One time for each; setting replaces.
+    pub fn set(&mut self, wake: Wake, at: Option<Time>) {
+        let old = match at {
+            Some(at) => self.at.insert(wake, at),
+            None => self.at.remove(&wake),
+        };
+        if old == at {
+            return;
+        }
+        if let Some(old) = old {
+            self.order.remove(&(old, wake));
+        }
+        if let Some(at) = at {
+            self.order.insert((at, wake));
+        }
+    }
+
+    pub fn get(&self, wake: Wake) -> Option<Time> {
+        self.at.get(&wake).copied()
+    }
+
+    pub fn next(&self) -> Option<Time> {
+        self.order.first().map(|(at, _)| *at)
+    }
+
+    pub fn pop(&mut self, now: Time) -> Option<Wake> {
+        let (_, wake) = *self.order.first().filter(|(at, _)| *at <= now)?;
+        self.set(wake, None);
+        Some(wake)
+    }
+}

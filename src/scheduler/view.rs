@@ -1,0 +1,166 @@
+//! What status shows: a copy of the machine's state, for people. Nothing is decided from it.
+
+use super::{api::*, locks::Parked, machine::Machine};
+use std::time::Duration;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuView {
+    pub gpu: GpuId,
+    pub total: u64,
+    /// Bytes that can be promised to clients.
+    pub capacity: u64,
+    /// Bytes that are put aside: contexts, strangers, margin; without the reserve.
+    pub overhead: u64,
+    /// Bytes that are promised to clients.
+    pub charged: u64,
+    /// In the order of their grants.
+    pub holders: Vec<HolderView>,
+    /// In the order in which they will be served; those that are put off come last.
+    pub waiters: Vec<WaiterView>,
+    /// When the turn of a holder ends, if somebody waits for it.
+    pub next: Option<Time>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HolderView {
+    pub client: ClientId,
+    pub since: Time,
+    pub state: LockState,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WaiterView {
+    pub client: ClientId,
+    pub since: Time,
+    /// Why it is not in line, where that is so.
+    pub off: Option<WaitReason>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientView {
+    pub client: ClientId,
+    pub gang: u64,
+    pub stopped: bool,
+    pub seats: Vec<SeatView>,
+}
+
+/// A client on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeatView {
+    pub gpu: GpuId,
+    pub engine: Engine,
+    /// Whether it was told that it may create its context.
+    pub attached: bool,
+    pub state: LockState,
+    pub demand: u64,
+    /// Bytes that it may have mapped.
+    pub allowance: u64,
+    /// The most that it can have mapped now, messages under way included.
+    pub charge: u64,
+    pub mapped: u64,
+    pub swapped: u64,
+    pub pinned: u64,
+    /// How often it was granted the lock, how long it held it and waited for it in all, the present included.
+    pub grants: u64,
+    pub lock_time: Duration,
+    pub wait_time: Duration,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LockState {
+    Idle,
+    Waiting,
+    Holding,
+    /// Was asked for the lock and has not released it yet.
+    Revoking,
+    /// The same, and it said that it cannot.
+    Stuck,
+    /// The same, and its process is stopped: it is counted as no holder.
+    Suspended,
+}
+
+impl Machine {
+    pub fn gpus(&self) -> Vec<GpuView> {
+        self.gpus.keys().filter_map(|id| self.gpu(*id)).collect()
+    }
+
+    pub fn clients(&self) -> Vec<ClientView> {
+        self.clients.keys().filter_map(|id| self.client(*id)).collect()
+    }
+
+    pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
+        let gpu = self.gpus.get(&id)?;
+        let holders = gpu.holders.values().filter_map(|client| {
+            let hold = self.seat(*client, id)?.hold.as_ref()?;
+            Some(HolderView { client: *client, since: hold.since, state: self.state(*client, id) })
+        });
+        let parked = self.requests.iter().filter(|(_, r)| r.parked.is_some()).map(|(unit, _)| *unit);
+        let units = gpu.line.iter().map(|(_, unit)| *unit).chain(parked);
+        let mut waiters = Vec::new();
+        for request in units.filter_map(|unit| self.requests.get(&unit)) {
+            let off = request.parked.map(|why| match why {
+                Parked::Pinned(_) => WaitReason::Pinned,
+                Parked::Until(_) | Parked::Stopped => WaitReason::Queue,
+            });
+            for (client, _) in request.wants.iter().filter(|(_, gpus)| gpus.contains(&id)) {
+                let since = request.since.get(client).copied().unwrap_or_default();
+                waiters.push(WaiterView { client: *client, since, off });
+            }
+        }
+        Some(GpuView {
+            gpu: id,
+            total: gpu.total,
+            capacity: gpu.capacity(&self.settings),
+            overhead: gpu.overhead(&self.settings),
+            charged: gpu.bank.charged,
+            holders: holders.collect(),
+            waiters,
+            next: self.timers.get(super::timers::Wake::Gpu(id)),
+        })
+    }
+
+    pub fn client(&self, id: ClientId) -> Option<ClientView> {
+        let client = self.clients.get(&id)?;
+        let waiting = client.waiting.and_then(|unit| self.requests.get(&unit));
+        let seats = client.seats.iter().map(|(gpu, seat)| {
+            let account = &seat.account;
+            let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(gpu));
+            let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
+            let waits = if wants { self.now.saturating_sub(since) } else { Duration::ZERO };
+            let holds = seat.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
+            SeatView {
+                gpu: *gpu,
+                engine: seat.engine,
+                attached: seat.attached.is_some(),
+                state: self.state(id, *gpu),
+                demand: account.report.demand,
+                allowance: account.allowance,
+                charge: account.charge,
+                mapped: account.report.mapped,
+                swapped: account.report.swapped,
+                pinned: account.report.pinned,
+                grants: seat.grants,
+                lock_time: seat.lock_time + holds,
+                wait_time: seat.wait_time + waits,
+            }
+        });
+        Some(ClientView { client: id, gang: client.gang, stopped: client.stopped, seats: seats.collect() })
+    }
+
+    fn state(&self, client: ClientId, id: GpuId) -> LockState {
+        let Some(seat) = self.seat(client, id) else { return LockState::Idle };
+        match &seat.hold {
+            Some(hold) if hold.suspended => LockState::Suspended,
+            Some(hold) => match hold.revoked {
+                Some(revoked) if revoked.stuck => LockState::Stuck,
+                Some(_) => LockState::Revoking,
+                None => LockState::Holding,
+            },
+            None => {
+                let unit = self.clients.get(&client).and_then(|c| c.waiting);
+                let wants = unit.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));
+                if wants.is_some_and(|gpus| gpus.contains(&id)) { LockState::Waiting } else { LockState::Idle }
+            }
+        }
+    }
+}

@@ -1,0 +1,424 @@
+//! `org.nvshare.Scheduler1` on a private bus and on the control socket: what everybody can read, what root can change,
+//! and what is said of it.
+
+mod daemon_support;
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use daemon_support::*;
+use nvshare::bus::{NAME, PATH, SchedulerProxy};
+use zbus::connection::Builder;
+use zbus::proxy::CacheProperties;
+use zbus::{Connection, MessageStream};
+
+/// A bus that treats the scheduler as the system bus does: with the policy that is installed.
+struct Bus {
+    child: Child,
+    address: String,
+    _directory: Directory,
+}
+
+impl Bus {
+    fn start() -> Self {
+        let directory = Directory::new();
+        Self::start_at(directory)
+    }
+
+    fn start_at(directory: Directory) -> Self {
+        let policy = std::fs::canonicalize("dbus/org.nvshare.Scheduler1.conf").expect("the policy");
+        let config = format!(
+            r#"<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"
+                "http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">
+            <busconfig>
+              <listen>unix:path={}</listen>
+              <auth>EXTERNAL</auth>
+              <policy context="default">
+                <allow user="*"/>
+                <deny own="*"/>
+                <deny send_type="method_call"/>
+                <allow send_type="signal"/>
+                <allow send_requested_reply="true" send_type="method_return"/>
+                <allow send_requested_reply="true" send_type="error"/>
+                <allow receive_type="method_call"/>
+                <allow receive_type="method_return"/>
+                <allow receive_type="error"/>
+                <allow receive_type="signal"/>
+                <allow send_destination="org.freedesktop.DBus"/>
+              </policy>
+              <include>{}</include>
+            </busconfig>"#,
+            directory.0.join("bus").display(),
+            policy.display()
+        );
+        let file = directory.0.join("bus.conf");
+        std::fs::write(&file, config).expect("a file");
+        let mut child = Command::new("dbus-daemon")
+            .arg(format!("--config-file={}", file.display()))
+            .args(["--nofork", "--print-address=1"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("dbus-daemon is installed");
+        let mut address = String::new();
+        let stdout = child.stdout.take().expect("its stdout");
+        BufReader::new(stdout).read_line(&mut address).expect("an address");
+        Self { child, address: address.trim().to_owned(), _directory: directory }
+    }
+
+    fn daemon(&self) -> Daemon {
+        let daemon = Daemon::start_with(|command, _| {
+            command.arg("--bus-address").arg(&self.address);
+        });
+        daemon.log.wait("on the bus as");
+        daemon
+    }
+}
+
+impl Drop for Bus {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs a test on a runtime of its own.
+fn block_on<T>(work: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, work).await.expect("in time") })
+}
+
+async fn on_bus(bus: &Bus) -> Connection {
+    Builder::address(bus.address.as_str()).build().await.expect("the bus")
+}
+
+async fn on_control(path: &Path) -> Connection {
+    let stream = UnixStream::connect(path).expect("the control socket");
+    Builder::unix_stream(stream).p2p().build().await.expect("the handshake")
+}
+
+async fn scheduler(connection: &Connection) -> SchedulerProxy<'static> {
+    let builder = SchedulerProxy::builder(connection).cache_properties(CacheProperties::No);
+    builder.build().await.expect("a proxy")
+}
+
+/// The name of a D-Bus error and what it says.
+fn refusal<T: std::fmt::Debug>(result: zbus::Result<T>) -> (String, String) {
+    use zbus::DBusError;
+    match result.expect_err("it is refused") {
+        zbus::Error::MethodError(name, text, _) => (name.to_string(), text.unwrap_or_default()),
+        zbus::Error::FDO(error) => match *error {
+            zbus::fdo::Error::ZBus(zbus::Error::MethodError(name, text, _)) => {
+                (name.to_string(), text.unwrap_or_default())
+            }
+            other => (other.name().to_string(), other.description().unwrap_or_default().to_owned()),
+        },
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Runs the same test on the bus and on the control socket.
+fn both_ways(test: impl AsyncFn(&Daemon, &Connection)) {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    block_on(async {
+        test(&daemon, &on_bus(&bus).await).await;
+    });
+    let daemon = Daemon::start();
+    block_on(async {
+        test(&daemon, &on_control(&daemon.control()).await).await;
+    });
+}
+
+#[test]
+fn settings_are_read_and_changed() {
+    both_ways(async |_, connection| {
+        let scheduler = scheduler(connection).await;
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 30);
+        assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
+        assert_eq!(scheduler.version().await.expect("a value"), env!("CARGO_PKG_VERSION"));
+        for quantum in [1, 3600, 45] {
+            scheduler.set_time_quantum(quantum).await.expect("allowed");
+            assert_eq!(scheduler.time_quantum().await.expect("a value"), quantum);
+        }
+        for mode in ["on", "off", "auto"] {
+            scheduler.set_anti_thrash(mode).await.expect("allowed");
+            assert_eq!(scheduler.anti_thrash().await.expect("a value"), mode);
+        }
+    });
+}
+
+#[test]
+fn a_value_that_is_not_allowed_changes_nothing() {
+    both_ways(async |_, connection| {
+        let scheduler = scheduler(connection).await;
+        for quantum in [0, 3601, u32::MAX] {
+            let expected =
+                format!("the time quantum cannot be {quantum} seconds: whole seconds from 1 to 3600 are allowed");
+            let error = refusal(scheduler.set_time_quantum(quantum).await);
+            assert_eq!(error, ("org.nvshare.Scheduler1.Error.InvalidArgument".to_owned(), expected));
+        }
+        let error = refusal(scheduler.set_anti_thrash("maybe").await);
+        assert_eq!(error.0, "org.nvshare.Scheduler1.Error.InvalidArgument");
+        assert!(error.1.contains("\"auto\", \"on\" or \"off\" are allowed"), "{}", error.1);
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 30);
+        assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
+    });
+}
+
+/// The next PropertiesChanged: what changed, as text.
+async fn next_change(stream: &mut MessageStream) -> Vec<(String, String)> {
+    use zbus::export::futures_core::Stream;
+    loop {
+        let message = std::future::poll_fn(|cx| std::pin::Pin::new(&mut *stream).poll_next(cx)).await;
+        let message = message.expect("the connection lives").expect("a message");
+        if message.header().member().is_some_and(|member| member == "PropertiesChanged") {
+            let body = message.body();
+            let (interface, changed, invalidated): (String, HashMap<String, zbus::OwnedVariant>, Vec<String>) =
+                body.deserialize().expect("the signal's types");
+            assert_eq!((interface.as_str(), invalidated.len()), (NAME, 0));
+            let mut changes: Vec<_> = changed.into_iter().map(|(name, value)| (name, value.to_string())).collect();
+            changes.sort();
+            return changes;
+        }
+    }
+}
+
+#[test]
+fn a_change_is_announced_once_to_everybody_and_no_change_is_not() {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    block_on(async {
+        let (here, there) = (on_bus(&bus).await, on_control(&daemon.control()).await);
+        let rule = format!("type='signal',sender='{NAME}',path='{PATH}'");
+        let mut on_bus = MessageStream::for_match_rule(rule.as_str(), &here, None).await.expect("a match");
+        let mut on_control = MessageStream::from(&there);
+        let (bus, control) = (scheduler(&here).await, scheduler(&there).await);
+        // Changed on the bus, changed on the control socket, and "changed" to what it was.
+        bus.set_time_quantum(45).await.expect("allowed");
+        bus.set_time_quantum(45).await.expect("allowed");
+        refusal(bus.set_time_quantum(0).await);
+        control.set_anti_thrash("on").await.expect("allowed");
+        control.set_anti_thrash("on").await.expect("allowed");
+        bus.set_time_quantum(46).await.expect("allowed");
+        let expected = [("TimeQuantum", "uint32 45"), ("AntiThrash", "\"on\""), ("TimeQuantum", "uint32 46")];
+        for (name, value) in expected {
+            for stream in [&mut on_bus, &mut on_control] {
+                let changes = next_change(stream).await;
+                assert_eq!(changes, [(name.to_owned(), value.to_owned())]);
+            }
+        }
+    });
+}
+
+#[test]
+fn it_says_of_itself_what_the_file_says() {
+    both_ways(async |_, connection| {
+        let interface = "org.freedesktop.DBus.Introspectable";
+        let reply = connection.call_method(Some(NAME), PATH, Some(interface), "Introspect", &()).await;
+        let xml: String = reply.expect("an answer").body().deserialize().expect("a text");
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+        let file = std::fs::read_to_string("dbus/org.nvshare.Scheduler1.xml").expect("the file");
+        let start = file.find("<interface ").expect("an interface");
+        let end = file.find("</interface>").expect("its end");
+        assert!(words(&xml).contains(&words(&file[start..end])), "{xml}");
+    });
+}
+
+#[test]
+fn the_busctl_command_of_the_manual_works() {
+    let bus = Bus::start();
+    let _daemon = bus.daemon();
+    let busctl = |arguments: &[&str]| {
+        Output::of(Command::new("busctl").arg(format!("--address={}", bus.address)).args(arguments))
+    };
+    let set = busctl(&["set-property", NAME, PATH, NAME, "TimeQuantum", "u", "45"]);
+    assert_eq!((set.code, set.stderr.as_str()), (Some(0), ""));
+    let get = busctl(&["get-property", NAME, PATH, NAME, "TimeQuantum"]);
+    assert_eq!(get.stdout, "u 45\n");
+    let wrong = busctl(&["set-property", NAME, PATH, NAME, "TimeQuantum", "u", "0"]);
+    assert_eq!(wrong.code, Some(1));
+    assert!(wrong.stderr.contains("whole seconds from 1 to 3600 are allowed"), "{}", wrong.stderr);
+    let wrong = busctl(&["set-property", NAME, PATH, NAME, "TimeQuantum", "s", "soon"]);
+    assert_eq!(wrong.code, Some(1));
+}
+
+#[test]
+fn clients_and_gpus_are_listed() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let [holder, waiter] = [daemon.client(), daemon.client()];
+        for client in [&holder, &waiter] {
+            client.attach();
+            client.report(12 * GIB, 0);
+        }
+        holder.request();
+        holder.until_granted();
+        holder.report(12 * GIB, 12 * GIB);
+        waiter.request();
+        daemon.log.wait("contended");
+
+        let gpus = scheduler.list_gpus().await.expect("an answer");
+        let [gpu] = gpus.as_slice() else { panic!("{gpus:?}") };
+        assert_eq!((gpu.uuid.as_str(), gpu.kind.as_str(), gpu.name.as_str()), (GPU_NAME, "gpu", "Test GPU"));
+        assert_eq!((gpu.total, gpu.demand, gpu.resident), (16 * GIB, 24 * GIB, 12 * GIB));
+        assert_eq!((&gpu.holders, &gpu.queue, gpu.clients), (&vec![holder.id], &vec![waiter.id], 2));
+        assert!(gpu.capacity < gpu.total && gpu.capacity > 13 * GIB, "{gpu:?}");
+
+        let clients = scheduler.list_clients().await.expect("an answer");
+        let ids: Vec<u64> = clients.iter().map(|client| client.id).collect();
+        assert_eq!(ids, [holder.id, waiter.id]);
+        let first = &clients[0];
+        assert_eq!((first.pid, first.library.as_str()), (std::process::id(), "test"));
+        assert!(first.command.as_ref().is_some_and(|line| line.contains("bus")), "{first:?}");
+        let [usage] = first.gpus.as_slice() else { panic!("{first:?}") };
+        assert_eq!((usage.uuid.as_str(), usage.state.as_str(), usage.engine.as_str()), (GPU_NAME, "holding", "swap"));
+        assert_eq!((usage.demand, usage.resident, usage.grants), (12 * GIB, 12 * GIB, 1));
+        assert_eq!(clients[1].gpus[0].state, "waiting");
+    });
+}
+
+#[test]
+#[ignore = "a helper: what a user who is not root sees and may do"]
+fn helper_stranger() {
+    let address = std::env::var("NVSHARE_TEST_BUS").expect("run by a test, not by hand");
+    block_on(async {
+        let connection = Builder::address(address.as_str()).build().await.expect("the bus");
+        let scheduler = scheduler(&connection).await;
+        assert_eq!(scheduler.time_quantum().await.expect("everybody may read"), 30);
+        let denied = [
+            refusal(scheduler.set_time_quantum(45).await),
+            refusal(scheduler.set_anti_thrash("on").await),
+            refusal(scheduler.reload().await),
+        ];
+        for (name, text) in denied {
+            assert_eq!(name, "org.nvshare.Scheduler1.Error.NotAuthorized");
+            assert!(text.starts_with("user 65534 may not ") && text.ends_with("only root may"), "{text}");
+        }
+        assert_eq!(scheduler.time_quantum().await.expect("everybody may read"), 30);
+        let clients = scheduler.list_clients().await.expect("everybody may read");
+        let [client] = clients.as_slice() else { panic!("{clients:?}") };
+        assert_eq!((client.uid, &client.command), (0, &None), "the command lines of others are not shown");
+        assert!(!client.name.is_empty());
+    });
+}
+
+#[test]
+fn others_than_root_read_and_change_nothing() {
+    if !is_root() {
+        eprintln!("skipped: needs root to be somebody else");
+        return;
+    }
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    let _client = daemon.client();
+    let mut stranger = helper("helper_stranger", &daemon.socket());
+    stranger.env("NVSHARE_TEST_BUS", &bus.address).uid(65534).gid(65534).stderr(Stdio::piped());
+    let output = stranger.output().expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
+    let bus = Bus::start();
+    let daemon = Daemon::start_with(|command, directory| {
+        let config = directory.join("nvshare.toml");
+        std::fs::write(&config, "time-quantum = 10\n").expect("a file");
+        command.arg("--config").arg(config).arg("--bus-address").arg(&bus.address);
+    });
+    daemon.log.wait("on the bus as");
+    let config = daemon.directory.0.join("nvshare.toml");
+    block_on(async {
+        let connection = on_bus(&bus).await;
+        let scheduler = scheduler(&connection).await;
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 10);
+        std::fs::write(&config, "time-quantum = 20\n").expect("a file");
+        scheduler.reload().await.expect("it is right");
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
+
+        std::fs::write(&config, "time-quantum = 0\nanti-thrash = \"on\"\n").expect("a file");
+        let (name, text) = refusal(scheduler.reload().await);
+        assert_eq!(name, "org.nvshare.Scheduler1.Error.InvalidConfiguration");
+        assert!(text.contains("nvshare.toml:1:16: time-quantum"), "{text}");
+        // SIGHUP is the same, and reports to the log.
+        daemon.signal(libc::SIGHUP);
+        daemon.log.wait("the configuration stays as it was");
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
+        assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
+
+        std::fs::write(&config, "").expect("a file");
+        let before = daemon.log.count("the configuration was read again");
+        daemon.signal(libc::SIGHUP);
+        while daemon.log.count("the configuration was read again") == before {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 30, "what is not in the file is its default");
+    });
+}
+
+#[test]
+fn a_bus_that_comes_later_is_joined() {
+    let directory = Directory::new();
+    let address = format!("unix:path={}", directory.0.join("bus").display());
+    let daemon = Daemon::start_with(|command, _| {
+        command.arg("--bus-address").arg(&address);
+    });
+    daemon.log.wait("not on the bus, will try again");
+    daemon.client().attach();
+    let bus = Bus::start_at(directory);
+    daemon.log.wait("on the bus as");
+    block_on(async {
+        assert_eq!(scheduler(&on_bus(&bus).await).await.time_quantum().await.expect("a value"), 30);
+    });
+}
+
+#[test]
+fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    let crowd: Vec<Client> = (0..50).map(|_| daemon.client()).collect();
+    let (stop, stopped) = mpsc::channel::<()>();
+    let control = daemon.control();
+    let flood = std::thread::spawn(move || {
+        block_on(async {
+            let connection = on_control(&control).await;
+            let scheduler = scheduler(&connection).await;
+            let mut calls = 0;
+            while stopped.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                scheduler.list_clients().await.expect("an answer");
+                calls += 1;
+            }
+            calls
+        })
+    });
+    assert_eq!(daemon.ctl(&["set", "anti-thrash", "on"]).code, Some(0));
+    let [a, b] = [daemon.client(), daemon.client()];
+    for client in [&a, &b] {
+        client.attach();
+        client.request();
+    }
+    a.until_granted();
+    daemon.log.wait("contended");
+    let mut times = Vec::new();
+    for _ in 0..500 {
+        for (holder, next) in [(&a, &b), (&b, &a)] {
+            let released = std::time::Instant::now();
+            holder.release();
+            next.until_granted();
+            times.push(released.elapsed());
+            holder.request();
+        }
+    }
+    times.sort();
+    // A listing of so many clients takes longer than this, so a hand-over that waited for one would show.
+    assert!(times[times.len() / 2] < Duration::from_millis(2), "{:?}", times[times.len() / 2]);
+    drop(stop);
+    assert!(flood.join().expect("no panic") > 0);
+    drop(crowd);
+}

@@ -1,0 +1,74 @@
+#!/bin/sh
+# `make check`: everything that can be checked without a GPU. Goes on after a failure, and ends with a summary. What this
+# machine lacks is named; on CI ($CI is set) it counts as a failure.
+set -u
+
+cd "$(dirname "$0")/.."
+cargo=${CARGO:-cargo}
+built=${CARGO_TARGET_DIR:-target}/debug
+failed=0
+summary=
+
+line() { # verdict, what, seconds or a remark
+    summary="$summary$(printf '  %-8s %-44s %s' "$1" "$2" "$3")
+"
+}
+
+step() { # name, command…
+    name=$1
+    shift
+    printf '\n--- %s\n' "$name"
+    began=$(date +%s)
+    if "$@"; then verdict=passed; else
+        verdict=FAILED
+        failed=1
+    fi
+    line $verdict "$name" "$(($(date +%s) - began)) s"
+    [ $verdict = passed ]
+}
+
+lacking() { # name, what would provide it
+    if [ -n "${CI:-}" ]; then
+        failed=1
+        line FAILED "$1" "missing: $2"
+    else
+        line skipped "$1" "missing: $2"
+    fi
+}
+
+finish() {
+    printf '\n%s' "$summary"
+    if [ $failed = 0 ]; then echo "make check: all right"; else echo "make check: NOT all right"; fi
+    exit $failed
+}
+
+end_to_end() {
+    tests/cuda-sim/install.sh "$built/simulated" "$built" && "$built/nvshare-demo" --simulated "$built/simulated"
+}
+
+step "what is needed" tests/needs.sh cargo cc dbus-daemon || finish
+
+if $cargo fmt --version >/dev/null 2>&1; then
+    step "formatting" "$cargo" fmt --all --check
+else
+    lacking "formatting" "rustup component add rustfmt"
+fi
+
+# First, because tests start what is built here.
+step "build" "$cargo" build --workspace --locked || finish
+
+if $cargo nextest --version >/dev/null 2>&1; then
+    step "tests" "$cargo" nextest run --workspace --locked --no-fail-fast ${CI:+--profile ci}
+else
+    step "tests" "$cargo" test --workspace --locked --no-fail-fast --lib --bins --tests
+fi
+step "examples in the documentation" "$cargo" test --workspace --locked --doc
+
+if $cargo clippy --version >/dev/null 2>&1; then
+    step "lints" "$cargo" clippy --workspace --locked --all-targets --quiet -- -D warnings
+else
+    lacking "lints" "rustup component add clippy"
+fi
+
+step "demo on a simulated GPU" end_to_end
+finish

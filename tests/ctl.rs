@@ -1,0 +1,154 @@
+//! `nvsharectl` as people and scripts use it: what it prints, what it changes, and its exit codes.
+
+mod daemon_support;
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::Stdio;
+
+use daemon_support::*;
+
+#[test]
+fn status_shows_who_holds_and_who_waits() {
+    let daemon = Daemon::start();
+    let empty = daemon.ctl(&[]);
+    assert_eq!((empty.code, empty.stderr.as_str()), (Some(0), ""));
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(
+        empty.stdout.starts_with(&format!("nvshare {version}: time quantum 30s, anti-thrash auto\n")),
+        "{}",
+        empty.stdout
+    );
+    assert!(empty.stdout.contains("No GPU is known yet"), "{}", empty.stdout);
+
+    let [holder, waiter, idle] = [daemon.client(), daemon.client(), daemon.client()];
+    for client in [&holder, &waiter] {
+        client.attach();
+        client.report(12 * GIB, 0);
+    }
+    holder.request();
+    holder.until_granted();
+    holder.report(12 * GIB, 12 * GIB);
+    waiter.request();
+    daemon.log.wait("contended");
+    let status = daemon.ctl(&["status"]);
+    assert_eq!(status.code, Some(0));
+    let lines: Vec<&str> = status.stdout.lines().collect();
+    let line = |start: &str| {
+        let found = lines.iter().find(|line| line.trim_start().starts_with(start));
+        found.unwrap_or_else(|| panic!("no line {start:?} in\n{}", status.stdout))
+    };
+    line(&format!("GPU  Test GPU  {GPU_NAME}"));
+    assert!(line(&holder.id.to_string()).contains("holding"), "{}", status.stdout);
+    assert!(line(&holder.id.to_string()).contains("12 GiB  12 GiB"), "{}", status.stdout);
+    assert!(line(&waiter.id.to_string()).contains("waiting #1"), "{}", status.stdout);
+    line("On no GPU");
+    line(&idle.id.to_string());
+    assert!(!status.stdout.contains('\x1b'), "no colour but on a terminal");
+
+    let json = daemon.ctl(&["--json"]);
+    assert_eq!(json.stdout.lines().count(), daemon.ctl(&["status", "--json"]).stdout.lines().count());
+    let json: serde_json::Value = serde_json::from_str(&json.stdout).expect("JSON");
+    assert_eq!(json["time-quantum"], 30);
+    assert_eq!(json["gpus"][0]["holders"][0], holder.id);
+    assert_eq!(json["gpus"][0]["queue"][0], waiter.id);
+    assert_eq!(json["clients"][0]["gpus"][0]["state"], "holding");
+    assert_eq!(json["clients"][0]["pid"], std::process::id());
+}
+
+#[test]
+fn settings_change_by_new_words_and_by_the_original_ones() {
+    let daemon = Daemon::start();
+    let cases: [(&[&str], &str); 9] = [
+        (&["set", "time-quantum", "45"], "time-quantum = \"45s\"\nanti-thrash = \"auto\"\n"),
+        (&["set", "time-quantum", "2min"], "time-quantum = \"120s\"\nanti-thrash = \"auto\"\n"),
+        (&["set", "anti-thrash", "on"], "time-quantum = \"120s\"\nanti-thrash = \"on\"\n"),
+        (&["-T", "7"], "time-quantum = \"7s\"\nanti-thrash = \"on\"\n"),
+        (&["--set-tq=8"], "time-quantum = \"8s\"\nanti-thrash = \"on\"\n"),
+        (&["-S", "off"], "time-quantum = \"8s\"\nanti-thrash = \"off\"\n"),
+        (&["--anti-thrash", "auto"], "time-quantum = \"8s\"\nanti-thrash = \"auto\"\n"),
+        (&["-T", "9", "-S", "on"], "time-quantum = \"9s\"\nanti-thrash = \"on\"\n"),
+        (&["reload"], "time-quantum = \"30s\"\nanti-thrash = \"auto\"\n"),
+    ];
+    for (arguments, expected) in cases {
+        let output = daemon.ctl(arguments);
+        assert_eq!((output.code, output.stdout.as_str(), output.stderr.as_str()), (Some(0), "", ""), "{arguments:?}");
+        assert_eq!(daemon.ctl(&["get"]).stdout, expected, "{arguments:?}");
+    }
+}
+
+#[test]
+fn mistakes_have_their_exit_codes_and_sentences() {
+    let daemon = Daemon::start();
+    let refused = daemon.ctl(&["set", "time-quantum", "3601"]);
+    assert_eq!(refused.code, Some(1));
+    assert_eq!(
+        refused.stderr,
+        "nvsharectl: the time quantum cannot be 3601 seconds: whole seconds from 1 to 3600 are allowed\n"
+    );
+    assert_eq!(daemon.ctl(&["set", "time-quantum", "500ms"]).code, Some(1));
+    let usage: [&[&str]; 8] = [
+        &["set", "time-quantum", "soon"],
+        &["set", "anti-thrash", "maybe"],
+        &["-S", "maybe"],
+        &["-T"],
+        &["dance"],
+        &["run"],
+        &["set"],
+        &["-T", "9", "status"],
+    ];
+    for arguments in usage {
+        assert_eq!(daemon.ctl(arguments).code, Some(2), "{arguments:?}");
+    }
+    assert!(daemon.ctl(&["-S", "maybe"]).stderr.contains("\"auto\", \"on\" or \"off\" are allowed"));
+    assert_eq!(daemon.ctl(&["get"]).stdout, "time-quantum = \"30s\"\nanti-thrash = \"auto\"\n");
+}
+
+#[test]
+fn without_a_scheduler_the_exit_code_is_3() {
+    let directory = Directory::new();
+    let missing = directory.0.join("control.sock");
+    let output = Output::of(ctl().arg("--control").arg(&missing));
+    assert_eq!(output.code, Some(3));
+    assert!(output.stderr.starts_with("nvsharectl: the scheduler is not running ("), "{}", output.stderr);
+    assert!(output.stderr.contains("systemctl start"), "{}", output.stderr);
+    let output = Output::of(ctl().arg("status").env("NVSHARE_CONTROL", &missing));
+    assert_eq!(output.code, Some(3));
+    // No system bus, and nothing at the usual place.
+    let output = Output::of(ctl().env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", missing.display())));
+    if !exists(nvshare::bus::CONTROL_SOCKET) {
+        assert_eq!(output.code, Some(3), "{}", output.stderr);
+    }
+}
+
+#[test]
+fn run_becomes_its_command() {
+    let directory = Directory::new();
+    let library = directory.0.join("libnvshare.so");
+    std::fs::write(&library, "").expect("a file");
+    let run = || {
+        let mut command = ctl();
+        command.arg("run").arg("--library").arg(&library);
+        command
+    };
+    let code = Output::of(run().args(["sh", "-c", "exit 42"]));
+    assert_eq!(code.code, Some(42));
+    let killed = run().args(["--", "sh", "-c", "kill -TERM $$"]).stderr(Stdio::null()).status().expect("it starts");
+    assert_eq!(killed.signal(), Some(libc::SIGTERM));
+
+    // The library is an empty file, which the loader only complains about; what counts is the list it was given.
+    let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]));
+    assert_eq!(list.stdout, format!("{}\n", library.display()));
+    let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]).env("LD_PRELOAD", "libm.so.6"));
+    assert_eq!(list.stdout, format!("{}:libm.so.6\n", library.display()));
+    let list = Output::of(ctl().args(["run", "sh", "-c", "echo $LD_PRELOAD"]).env("NVSHARE_LIBRARY", &library));
+    assert_eq!(list.stdout, format!("{}\n", library.display()));
+
+    let missing = Output::of(run().arg("no-such-command-anywhere"));
+    assert_eq!(missing.code, Some(127));
+    assert!(missing.stderr.contains("cannot run no-such-command-anywhere: No such file"), "{}", missing.stderr);
+    let not_executable = Output::of(run().arg(&library));
+    assert_eq!(not_executable.code, Some(126), "{}", not_executable.stderr);
+    let no_library = Output::of(ctl().args(["run", "--library", "/nowhere/libnvshare.so", "true"]));
+    assert_eq!(no_library.code, Some(1));
+    assert!(no_library.stderr.contains("there is no library /nowhere/libnvshare.so"), "{}", no_library.stderr);
+}

@@ -1,0 +1,229 @@
+//! Who has how many bytes of which GPU. One small file a process; its bytes count as long as the process lives.
+
+use crate::{
+    Config, MAX_GPUS,
+    fork::close_in_child,
+    lock::{LockFile, flock, open_shared},
+};
+use std::{
+    fs::{self, File},
+    io,
+    os::{fd::AsRawFd, unix::fs::FileExt},
+    path::{Path, PathBuf},
+    process,
+    sync::{
+        Mutex, MutexGuard, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+/// What one process has on each GPU, as it stands in the process' file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes that stay until they are freed: contexts, allocations, physical chunks.
+    pub plain: u64,
+    /// Resident bytes of managed memory, which anybody who needs the room may take away.
+    pub managed: u64,
+}
+
+/// One living process.
+#[derive(Clone, Debug)]
+pub struct Process {
+    pub pid: u32,
+    pub gpus: [Usage; MAX_GPUS],
+    path: PathBuf,
+}
+
+/// The file of a process: its pid, then `plain` and `managed` for each GPU.
+const WORDS: usize = 1 + 2 * MAX_GPUS;
+
+fn plain_word(gpu: usize) -> usize {
+    1 + 2 * gpu
+}
+
+fn managed_word(gpu: usize) -> usize {
+    2 + 2 * gpu
+}
+
+/// This process' own account.
+#[derive(Debug)]
+pub struct Account {
+    words: &'static [AtomicU64; WORDS],
+    path: PathBuf,
+    _lock: File,
+}
+
+impl Account {
+    /// The account of this process, opened on first use.
+    ///
+    /// # Panics
+    /// If the simulator's directory cannot be used: a simulated machine without it has no memory.
+    pub fn get() -> &'static Account {
+        static ACCOUNT: OnceLock<Account> = OnceLock::new();
+        ACCOUNT.get_or_init(|| {
+            Account::open()
+                .unwrap_or_else(|e| panic!("cuda-sim: cannot use CUDA_SIM_DIR {}: {e}", Config::get().dir.display()))
+        })
+    }
+
+    fn open() -> io::Result<Account> {
+        let _all = Everybody::lock()?;
+        let born = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos());
+        let path = processes_dir().join(format!("{}-{born}", process::id()));
+        let file = open_shared(&path)?;
+        file.set_len(WORDS as u64 * 8)?;
+        file.write_all_at(&u64::from(process::id()).to_ne_bytes(), 0)?;
+        close_in_child(file.as_raw_fd());
+        if !flock(&file, libc::LOCK_EX | libc::LOCK_NB) {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a fresh shared mapping of a file that is long enough and never shrinks; it is never unmapped.
+        let words = unsafe {
+            let at = libc::mmap(
+                std::ptr::null_mut(),
+                WORDS * 8,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            );
+            if at == libc::MAP_FAILED {
+                return Err(io::Error::last_os_error());
+            }
+            &*at.cast::<[AtomicU64; WORDS]>()
+        };
+        Ok(Account { words, path, _lock: file })
+    }
+
+    /// Takes `bytes` of a GPU, or nothing if they are not there. Managed memory makes room, its owner's or another's.
+    #[must_use]
+    pub fn take(&self, gpu: usize, bytes: u64) -> bool {
+        let Ok(_all) = Everybody::lock() else { return false };
+        if !self.make_room(gpu, bytes) {
+            return false;
+        }
+        self.words[plain_word(gpu)].fetch_add(bytes, Ordering::Relaxed);
+        true
+    }
+
+    /// Gives `bytes` back.
+    pub fn give(&self, gpu: usize, bytes: u64) {
+        let before = self.words[plain_word(gpu)].fetch_sub(bytes, Ordering::Relaxed);
+        debug_assert!(before >= bytes, "gave back more than was taken");
+    }
+
+    /// Makes `bytes` of managed memory resident, evicting other managed memory; returns false if even that does not help.
+    #[must_use]
+    pub fn take_managed(&self, gpu: usize, bytes: u64) -> bool {
+        let Ok(_all) = Everybody::lock() else { return false };
+        if !self.make_room(gpu, bytes) {
+            return false;
+        }
+        self.words[managed_word(gpu)].fetch_add(bytes, Ordering::Relaxed);
+        true
+    }
+
+    /// Managed memory left the GPU on its own account.
+    pub fn give_managed(&self, gpu: usize, bytes: u64) {
+        let Ok(_all) = Everybody::lock() else { return };
+        let have = self.words[managed_word(gpu)].load(Ordering::Relaxed);
+        self.words[managed_word(gpu)].store(have.saturating_sub(bytes), Ordering::Relaxed);
+    }
+
+    /// How much managed memory is resident now: others may have taken some away since this process made it so.
+    pub fn managed(&self, gpu: usize) -> u64 {
+        self.words[managed_word(gpu)].load(Ordering::Relaxed)
+    }
+
+    /// With everybody locked: frees managed memory until `bytes` fit.
+    fn make_room(&self, gpu: usize, bytes: u64) -> bool {
+        let others = living(Some(&self.path));
+        let used = |u: Usage| u.plain + u.managed;
+        let own =
+            self.words[plain_word(gpu)].load(Ordering::Relaxed) + self.words[managed_word(gpu)].load(Ordering::Relaxed);
+        let total: u64 = own + others.iter().map(|p| used(p.gpus[gpu])).sum::<u64>();
+        let Some(mut missing) = total.checked_add(bytes).map(|want| want.saturating_sub(Config::get().memory)) else {
+            return false;
+        };
+        let managed = self.managed(gpu) + others.iter().map(|p| p.gpus[gpu].managed).sum::<u64>();
+        if missing > managed {
+            return false;
+        }
+        for other in &others {
+            let loss = missing.min(other.gpus[gpu].managed);
+            if loss > 0 && set_managed(&other.path, gpu, other.gpus[gpu].managed - loss).is_ok() {
+                missing -= loss;
+            }
+        }
+        let loss = missing.min(self.managed(gpu));
+        self.words[managed_word(gpu)].fetch_sub(loss, Ordering::Relaxed);
+        missing == loss
+    }
+}
+
+/// Bytes of a GPU that somebody has.
+pub fn used(gpu: usize) -> u64 {
+    processes().iter().map(|p| p.gpus[gpu].plain + p.gpus[gpu].managed).sum()
+}
+
+/// Every living process that has an account.
+pub fn processes() -> Vec<Process> {
+    match Everybody::lock() {
+        Ok(_all) => living(None),
+        Err(_) => Vec::new(),
+    }
+}
+
+fn processes_dir() -> PathBuf {
+    Config::get().dir.join("processes")
+}
+
+/// With everybody locked: reads the accounts of the living, and removes the files of the dead.
+fn living(except: Option<&Path>) -> Vec<Process> {
+    let Ok(entries) = fs::read_dir(processes_dir()) else { return Vec::new() };
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| Some(path.as_path()) != except);
+    paths.filter_map(read).collect()
+}
+
+fn read(path: PathBuf) -> Option<Process> {
+    let file = File::options().read(true).write(true).open(&path).ok()?;
+    if flock(&file, libc::LOCK_EX | libc::LOCK_NB) {
+        let _ = fs::remove_file(&path);
+        return None;
+    }
+    let mut bytes = [0; WORDS * 8];
+    file.read_exact_at(&mut bytes, 0).ok()?;
+    let word = |at: usize| bytes[at * 8..at * 8 + 8].try_into().map_or(0, u64::from_ne_bytes);
+    let gpus = std::array::from_fn(|gpu| Usage { plain: word(plain_word(gpu)), managed: word(managed_word(gpu)) });
+    Some(Process { pid: word(0) as u32, gpus, path })
+}
+
+fn set_managed(path: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
+    File::options().write(true).open(path)?.write_all_at(&bytes.to_ne_bytes(), managed_word(gpu) as u64 * 8)
+}
+
+/// The lock of all accounts: "does it fit?" and "take it" are one step for everybody.
+struct Everybody(MutexGuard<'static, Option<LockFile>>);
+
+impl Everybody {
+    fn lock() -> io::Result<Everybody> {
+        static LOCK: Mutex<Option<LockFile>> = Mutex::new(None);
+        let mut file = LOCK.lock().unwrap_or_else(|e| e.into_inner());
+        if file.is_none() {
+            *file = Some(LockFile::open("accounts.lock")?);
+        }
+        if let Some(file) = &*file {
+            file.lock();
+        }
+        Ok(Everybody(file))
+    }
+}
+
+impl Drop for Everybody {
+    fn drop(&mut self) {
+        if let Some(file) = &*self.0 {
+            file.unlock();
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! What the simulated machine looks like, read once from the environment.
+
+use crate::MAX_GPUS;
+use std::{collections::HashMap, env, fmt::Write as _, path::PathBuf, sync::OnceLock};
+
+/// The simulated machine. Sizes are in bytes, bandwidths in bytes a second.
+#[derive(Debug)]
+pub struct Config {
+    /// `CUDA_SIM_GPUS`: how many GPUs, 1 unless told.
+    pub gpus: usize,
+    /// `CUDA_SIM_MEMORY`: memory of one GPU.
+    pub memory: u64,
+    /// `CUDA_SIM_CONTEXT`: what one context takes of it.
+    pub context: u64,
+    /// `CUDA_SIM_DIR`: where the processes of one simulated machine meet.
+    pub dir: PathBuf,
+    /// `CUDA_SIM_GPU_BANDWIDTH`: how fast kernels touch memory.
+    pub gpu_bandwidth: u64,
+    /// `CUDA_SIM_LINK_BANDWIDTH`: copies to and from pinned memory, in each direction.
+    pub link_bandwidth: u64,
+    /// `CUDA_SIM_PAGEABLE_BANDWIDTH`: copies to and from any other host memory.
+    pub pageable_bandwidth: u64,
+    /// `CUDA_SIM_FAULT_BANDWIDTH`: managed memory that a kernel faults in.
+    pub fault_bandwidth: u64,
+    /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
+    pub vmm: bool,
+    /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
+    pub driver: i32,
+    /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails with out of memory.
+    pub fail: HashMap<String, u64>,
+}
+
+impl Config {
+    /// The configuration of this process; the environment is read on the first call.
+    pub fn get() -> &'static Config {
+        static CONFIG: OnceLock<Config> = OnceLock::new();
+        CONFIG.get_or_init(Config::from_env)
+    }
+
+    fn from_env() -> Config {
+        let link_bandwidth = size("CUDA_SIM_LINK_BANDWIDTH", 1 << 30);
+        Config {
+            gpus: (size("CUDA_SIM_GPUS", 1) as usize).min(MAX_GPUS),
+            memory: size("CUDA_SIM_MEMORY", 1 << 30),
+            context: size("CUDA_SIM_CONTEXT", 16 << 20),
+            dir: dir(),
+            gpu_bandwidth: size("CUDA_SIM_GPU_BANDWIDTH", 4 << 30).max(1),
+            link_bandwidth: link_bandwidth.max(1),
+            pageable_bandwidth: size("CUDA_SIM_PAGEABLE_BANDWIDTH", link_bandwidth / 3).max(1),
+            fault_bandwidth: size("CUDA_SIM_FAULT_BANDWIDTH", link_bandwidth / 4).max(1),
+            vmm: size("CUDA_SIM_VMM", 1) != 0,
+            driver: size("CUDA_SIM_DRIVER", 13000) as i32,
+            fail: env::var("CUDA_SIM_FAIL").map(|text| failures(&text)).unwrap_or_default(),
+        }
+    }
+
+    /// The UUID of a GPU: the same in every process that uses the same directory.
+    pub fn uuid(&self, gpu: usize) -> [u8; 16] {
+        let name = format!("{}#{gpu}", self.dir.display());
+        let mut uuid = [0; 16];
+        for (half, seed) in [0xcbf2_9ce4_8422_2325_u64, 0x9ae1_6a3b_2f90_404f].into_iter().enumerate() {
+            let hash = name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+            uuid[half * 8..half * 8 + 8].copy_from_slice(&(hash ^ (hash >> 29)).to_be_bytes());
+        }
+        uuid
+    }
+
+    /// The UUID as `nvidia-smi` writes it.
+    pub fn uuid_text(&self, gpu: usize) -> String {
+        let mut text = String::from("GPU-");
+        for (i, byte) in self.uuid(gpu).iter().enumerate() {
+            if matches!(i, 4 | 6 | 8 | 10) {
+                text.push('-');
+            }
+            let _ = write!(text, "{byte:02x}");
+        }
+        text
+    }
+
+    /// The PCI bus of a GPU; device and function are 0.
+    pub fn pci_bus(gpu: usize) -> u32 {
+        0x10 + gpu as u32
+    }
+
+    /// The marketing name of every GPU here.
+    pub const NAME: &str = "Simulated GPU";
+}
+
+fn dir() -> PathBuf {
+    // SAFETY: getuid has no preconditions.
+    let uid = unsafe { libc::getuid() };
+    env::var_os("CUDA_SIM_DIR").map_or_else(|| PathBuf::from(format!("/dev/shm/cuda-sim-{uid}")), PathBuf::from)
+}
+
+fn size(name: &str, default: u64) -> u64 {
+    match env::var(name) {
+        Ok(text) => parse_size(&text).unwrap_or_else(|| panic!("{name}={text}: want a number with K, M, G or T")),
+        Err(_) => default,
+    }
+}
+
+/// `512M` → bytes; K, M, G and T are powers of 1024.
+pub fn parse_size(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let (digits, shift) = match text.char_indices().next_back()? {
+        (at, 'K' | 'k') => (&text[..at], 10),
+        (at, 'M' | 'm') => (&text[..at], 20),
+        (at, 'G' | 'g') => (&text[..at], 30),
+        (at, 'T' | 't') => (&text[..at], 40),
+        _ => (text, 0),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+fn failures(text: &str) -> HashMap<String, u64> {
+    text.split(',')
+        .filter_map(|part| part.split_once(':'))
+        .filter_map(|(symbol, n)| Some((symbol.trim().to_owned(), n.trim().parse().ok()?)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        assert_eq!(parse_size("12"), Some(12));
+        assert_eq!(parse_size("3M"), Some(3 << 20));
+        assert_eq!(parse_size("2g"), Some(2 << 30));
+        assert_eq!(parse_size("M"), None);
+        assert_eq!(parse_size("-1"), None);
+        assert_eq!(parse_size("99999999999T"), None);
+    }
+
+    #[test]
+    fn failures_name_the_call() {
+        assert_eq!(
+            failures("cuMemCreate:3, cuMemAlloc_v2:1"),
+            HashMap::from([("cuMemCreate".into(), 3), ("cuMemAlloc_v2".into(), 1)])
+        );
+    }
+}

@@ -1,0 +1,108 @@
+//! The engines of a GPU: one that computes, one that copies in, one that copies out. Each does one piece of work at a
+//! time, whichever process it comes from, and takes the time that the work takes.
+
+use crate::{MAX_GPUS, lock::LockFile};
+use std::{
+    sync::{Condvar, Mutex, MutexGuard, OnceLock},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Which engine of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EngineKind {
+    Compute,
+    /// Host to device.
+    In,
+    /// Device to host.
+    Out,
+}
+
+/// Work shorter than this is not waited for at once, but together with what follows: sleeping is not that precise.
+const NEGLIGIBLE: i64 = 200_000;
+/// Sleeping too long is made up for by later work, up to this many nanoseconds.
+const CREDIT: i64 = 2_000_000;
+
+/// One engine of one GPU.
+#[derive(Debug)]
+pub struct Engine {
+    queue: Mutex<Queue>,
+    turn: Condvar,
+    /// Who waits to be next takes this lock, so that processes alternate: a bare `flock` goes to whoever asks first.
+    next: Option<LockFile>,
+    busy: Option<LockFile>,
+}
+
+/// Threads of this process take turns by ticket.
+#[derive(Debug, Default)]
+struct Queue {
+    tickets: u64,
+    serving: u64,
+    /// Nanoseconds of work done and not yet waited for.
+    debt: i64,
+}
+
+impl Engine {
+    /// The engine of a GPU, shared by all threads of this process.
+    pub fn get(gpu: usize, kind: EngineKind) -> &'static Engine {
+        static ENGINES: [OnceLock<Engine>; MAX_GPUS * 3] = [const { OnceLock::new() }; MAX_GPUS * 3];
+        ENGINES[gpu * 3 + kind as usize].get_or_init(|| {
+            let name = ["compute", "in", "out"][kind as usize];
+            let open = |what| LockFile::open(&format!("gpu{gpu}-{name}.{what}")).ok();
+            Engine { queue: Mutex::default(), turn: Condvar::new(), next: open("next"), busy: open("busy") }
+        })
+    }
+
+    /// Does `work`, and lets it take `cost` in all. Pieces of some milliseconds let others in between.
+    pub fn run<R>(&self, cost: Duration, work: impl FnOnce() -> R) -> R {
+        let cost = cost.as_nanos() as i64;
+        let mut queue = self.lock();
+        if queue.debt + cost < NEGLIGIBLE {
+            queue.debt += cost;
+            drop(queue);
+            return work();
+        }
+        let ticket = queue.tickets;
+        queue.tickets += 1;
+        while queue.serving != ticket {
+            queue = self.turn.wait(queue).unwrap_or_else(|e| e.into_inner());
+        }
+        let debt = queue.debt + cost;
+        queue.debt = 0;
+        drop(queue);
+
+        self.enter();
+        let start = Instant::now();
+        let result = work();
+        let left = debt - start.elapsed().as_nanos() as i64;
+        if left > 0 {
+            thread::sleep(Duration::from_nanos(left as u64));
+        }
+        let late = start.elapsed().as_nanos() as i64 - debt;
+        self.leave();
+
+        let mut queue = self.lock();
+        queue.debt -= late.clamp(0, CREDIT);
+        queue.serving += 1;
+        self.turn.notify_all();
+        result
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn enter(&self) {
+        if let (Some(next), Some(busy)) = (&self.next, &self.busy) {
+            next.lock();
+            busy.lock();
+            next.unlock();
+        }
+    }
+
+    fn leave(&self) {
+        if let Some(busy) = &self.busy {
+            busy.unlock();
+        }
+    }
+}

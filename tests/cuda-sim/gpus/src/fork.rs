@@ -1,0 +1,56 @@
+//! What a forked child must not keep: descriptors that hold its parent's locks.
+
+use std::{
+    cell::RefCell,
+    os::fd::RawFd,
+    sync::{
+        Mutex, MutexGuard, Once,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+static FORKED: AtomicBool = AtomicBool::new(false);
+static HELD: Mutex<Vec<RawFd>> = Mutex::new(Vec::new());
+
+thread_local! {
+    /// The list's lock while this thread forks, so that the child finds a whole list.
+    static FORKING: RefCell<Option<MutexGuard<'static, Vec<RawFd>>>> = const { RefCell::new(None) };
+}
+
+/// True in a child that was forked after the simulator came to life; like the driver, it is of no use there.
+pub fn after_fork() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
+/// Has `fd` closed in every forked child: a lock belongs to the open file, and a child that kept it open would keep
+/// its dead parent's lock.
+pub(crate) fn close_in_child(fd: RawFd) {
+    static HOOK: Once = Once::new();
+    // SAFETY: the handlers are plain functions of this library, and glibc drops them if it is ever unloaded.
+    HOOK.call_once(|| unsafe {
+        libc::pthread_atfork(Some(before), Some(parent), Some(child));
+    });
+    held().push(fd);
+}
+
+fn held() -> MutexGuard<'static, Vec<RawFd>> {
+    HELD.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+extern "C" fn before() {
+    FORKING.with(|forking| *forking.borrow_mut() = Some(held()));
+}
+
+extern "C" fn parent() {
+    FORKING.with(|forking| drop(forking.borrow_mut().take()));
+}
+
+extern "C" fn child() {
+    FORKED.store(true, Ordering::Relaxed);
+    if let Some(mut held) = FORKING.with(|forking| forking.borrow_mut().take()) {
+        for fd in held.drain(..) {
+            // SAFETY: these are this library's own descriptors, and nothing uses them in a forked child.
+            unsafe { libc::close(fd) };
+        }
+    }
+}

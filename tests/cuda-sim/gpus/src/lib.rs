@@ -1,0 +1,19 @@
+//! The simulated GPUs as all processes see them: what they are ([`config`]), who has how much of their memory
+//! ([`account`]) and whose work they execute at this moment ([`engine`]).
+//!
+//! Processes share nothing but files in one directory. Whatever a process holds is held by a `flock`, so that the
+//! kernel gives it back when the process is killed. The simulated driver and the simulated NVML both build on this.
+
+pub mod account;
+pub mod config;
+pub mod engine;
+mod fork;
+mod lock;
+
+pub use account::Account;
+pub use config::Config;
+pub use engine::{Engine, EngineKind};
+pub use fork::after_fork;
+
+/// How many GPUs a simulated machine can have.
+pub const MAX_GPUS: usize = 16;

@@ -1,0 +1,29 @@
+#!/bin/sh
+# Puts the simulated libraries into a directory under the names that programs load them by.
+#
+#   install.sh DIR [TARGET_DIR]
+#
+# TARGET_DIR is where cargo built cuda-sim and nvml-sim: ./target/debug unless told. Then run programs with
+# LD_LIBRARY_PATH=DIR. WITHOUT="cuCtxRecordEvent cuGetProcAddress_v2" in the environment leaves symbols out, as an older
+# driver would; set CUDA_SIM_DRIVER as well, so that cuGetProcAddress does not know them either.
+set -eu
+
+dir=${1:?usage: install.sh DIR [TARGET_DIR]}
+from=${2:-target/debug}
+mkdir -p "$dir"
+# Beside and renamed, so that a program that has the old one loaded keeps it.
+put() {
+    cp "$1" "$2.new"
+    for symbol in ${WITHOUT:-}; do
+        # The dynamic linker compares names: one that is spelt differently is never found.
+        changed=$(printf '%s' "$symbol" | sed 's/^./_/')
+        LC_ALL=C sed -i "s/\x00$symbol\x00/\x00$changed\x00/g" "$2.new"
+    done
+    mv "$2.new" "$2"
+}
+put "$from/libcuda.so" "$dir/libcuda.so.1"
+ln -sf libcuda.so.1 "$dir/libcuda.so"
+if [ -e "$from/libnvidia_ml.so" ]; then
+    put "$from/libnvidia_ml.so" "$dir/libnvidia-ml.so.1"
+    ln -sf libnvidia-ml.so.1 "$dir/libnvidia-ml.so"
+fi

@@ -1,0 +1,284 @@
+//! A simulated `libnvidia-ml.so.1`: the GPUs of `cuda-sim-gpus`, with the memory and the processes that their accounts
+//! say. It knows what a monitor asks; utilisation is always 0, and there are no events.
+
+// The symbols are called from C, and checked pointers are the API's contract; tests call them from Rust as well.
+#![allow(clippy::not_unsafe_ptr_arg_deref)]
+
+use cuda_sim_gpus::{Config, account};
+use std::ffi::{CStr, c_char};
+
+/// A `nvmlReturn_t` that is not success.
+#[derive(Clone, Copy, Debug)]
+struct Error(u32);
+
+const INVALID_ARGUMENT: Error = Error(2);
+const NOT_SUPPORTED: Error = Error(3);
+const NOT_FOUND: Error = Error(6);
+const INSUFFICIENT_SIZE: Error = Error(7);
+
+const ERRORS: &[(u32, &CStr)] = &[
+    (0, c"The operation was successful"),
+    (1, c"NVML was not first initialized with nvmlInit()"),
+    (2, c"A supplied argument is invalid"),
+    (3, c"The requested operation is not available on the target device"),
+    (6, c"A query to find an object was unsuccessful"),
+    (7, c"An input argument is not large enough"),
+    (999, c"An internal driver error occurred"),
+];
+
+/// `nvmlMemory_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Memory {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `nvmlMemory_v2_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Memory2 {
+    version: u32,
+    total: u64,
+    reserved: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `nvmlProcessInfo_v1_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Process1 {
+    pid: u32,
+    bytes: u64,
+}
+
+/// `nvmlProcessInfo_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Process {
+    pid: u32,
+    bytes: u64,
+    gpu_instance: u32,
+    compute_instance: u32,
+}
+
+/// `nvmlUtilization_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Utilization {
+    gpu: u32,
+    memory: u32,
+}
+
+/// `nvmlPciInfo_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Pci {
+    legacy_id: [u8; 16],
+    domain: u32,
+    bus: u32,
+    device: u32,
+    device_id: u32,
+    subsystem_id: u32,
+    id: [u8; 32],
+}
+
+fn out<T>(to: *mut T, value: T) -> Result<(), Error> {
+    if to.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    // SAFETY: the API's contract: the program passes null or a place for a `T`.
+    unsafe { to.write(value) };
+    Ok(())
+}
+
+/// Writes a text and its NUL where there is room for `len` bytes.
+fn text(to: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
+    if to.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    if text.len() >= len as usize {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    // SAFETY: the program says that there is room for `len` bytes, and the text with its NUL is no longer.
+    unsafe {
+        to.copy_from_nonoverlapping(text.as_ptr().cast(), text.len());
+        to.add(text.len()).write(0);
+    }
+    Ok(())
+}
+
+/// A handle is the GPU's index and one.
+fn gpu(handle: usize) -> Result<usize, Error> {
+    handle.checked_sub(1).filter(|gpu| *gpu < Config::get().gpus).ok_or(INVALID_ARGUMENT)
+}
+
+fn code(done: Result<(), Error>) -> u32 {
+    done.map_or_else(|e| e.0, |()| 0)
+}
+
+fn used(gpu: usize) -> u64 {
+    account::used(gpu)
+}
+
+/// The processes that have memory of a GPU, into the program's list.
+fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, u64) -> T) -> Result<(), Error> {
+    let gpu = gpu(handle)?;
+    if count.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    let bytes = |p: &account::Process| p.gpus[gpu].plain + p.gpus[gpu].managed;
+    let all: Vec<_> = account::processes().into_iter().filter(|p| bytes(p) > 0).collect();
+    // SAFETY: the program passes a valid count, checked above.
+    let room = unsafe { count.read() } as usize;
+    out(count, all.len() as u32)?;
+    if room < all.len() {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    for (i, process) in all.iter().enumerate() {
+        // SAFETY: the program says that there is room for `room` entries, and there are no more.
+        out(unsafe { to.add(i) }, entry(process.pid, bytes(process)))?;
+    }
+    Ok(())
+}
+
+fn pci(handle: usize) -> Result<Pci, Error> {
+    let gpu = gpu(handle)?;
+    let bus = Config::pci_bus(gpu);
+    let mut info =
+        Pci { legacy_id: [0; 16], domain: 0, bus, device: 0, device_id: 0x0000_10de, subsystem_id: 0, id: [0; 32] };
+    let (short, long) = (format!("0000:{bus:02X}:00.0"), format!("00000000:{bus:02X}:00.0"));
+    info.legacy_id[..short.len()].copy_from_slice(short.as_bytes());
+    info.id[..long.len()].copy_from_slice(long.as_bytes());
+    Ok(info)
+}
+
+fn driver_version() -> &'static str {
+    // The first of the branch that speaks this CUDA version, as far as it matters here.
+    match Config::get().driver {
+        ..12000 => "470.57.02",
+        12000..13000 => "525.60.13",
+        _ => "580.65.06",
+    }
+}
+
+macro_rules! exports {
+    ($($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) $body:block)*) => {
+        $($(#[$doc])*
+        #[unsafe(no_mangle)]
+        #[allow(non_snake_case)]
+        pub extern "C" fn $name($($arg: $type),*) -> u32 {
+            let call = || -> Result<(), Error> { $body };
+            code(call())
+        })*
+    };
+}
+
+exports! {
+    nvmlInit() { Ok(()) }
+    nvmlInit_v2() { Ok(()) }
+    nvmlInitWithFlags(_flags: u32) { Ok(()) }
+    nvmlShutdown() { Ok(()) }
+    nvmlSystemGetDriverVersion(to: *mut c_char, len: u32) { text(to, len, driver_version()) }
+    nvmlSystemGetNVMLVersion(to: *mut c_char, len: u32) { text(to, len, &format!("13.{}", driver_version())) }
+    nvmlSystemGetCudaDriverVersion(version: *mut i32) { out(version, Config::get().driver) }
+    nvmlSystemGetCudaDriverVersion_v2(version: *mut i32) { out(version, Config::get().driver) }
+    nvmlDeviceGetCount(count: *mut u32) { out(count, Config::get().gpus as u32) }
+    nvmlDeviceGetCount_v2(count: *mut u32) { out(count, Config::get().gpus as u32) }
+    nvmlDeviceGetHandleByIndex(index: u32, handle: *mut usize) {
+        gpu(index as usize + 1)?;
+        out(handle, index as usize + 1)
+    }
+    nvmlDeviceGetHandleByIndex_v2(index: u32, handle: *mut usize) {
+        gpu(index as usize + 1)?;
+        out(handle, index as usize + 1)
+    }
+    nvmlDeviceGetHandleByUUID(uuid: *const c_char, handle: *mut usize) {
+        if uuid.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        // SAFETY: the program passes a C string.
+        let uuid = unsafe { CStr::from_ptr(uuid) }.to_str().map_err(|_| INVALID_ARGUMENT)?;
+        let config = Config::get();
+        let gpu = (0..config.gpus).find(|gpu| config.uuid_text(*gpu) == uuid).ok_or(NOT_FOUND)?;
+        out(handle, gpu + 1)
+    }
+    nvmlDeviceGetHandleByPciBusId_v2(id: *const c_char, handle: *mut usize) {
+        if id.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        // SAFETY: the program passes a C string.
+        let id = unsafe { CStr::from_ptr(id) }.to_string_lossy().to_ascii_uppercase();
+        let gpu = (0..Config::get().gpus).find(|gpu| id.ends_with(&format!(":{:02X}:00.0", Config::pci_bus(*gpu)))).ok_or(NOT_FOUND)?;
+        out(handle, gpu + 1)
+    }
+    nvmlDeviceGetUUID(handle: usize, to: *mut c_char, len: u32) { text(to, len, &Config::get().uuid_text(gpu(handle)?)) }
+    nvmlDeviceGetName(handle: usize, to: *mut c_char, len: u32) {
+        gpu(handle)?;
+        text(to, len, Config::NAME)
+    }
+    nvmlDeviceGetIndex(handle: usize, index: *mut u32) { out(index, gpu(handle)? as u32) }
+    nvmlDeviceGetMinorNumber(handle: usize, minor: *mut u32) { out(minor, gpu(handle)? as u32) }
+    nvmlDeviceGetPciInfo_v3(handle: usize, info: *mut Pci) { out(info, pci(handle)?) }
+    nvmlDeviceGetPciInfo_v2(handle: usize, info: *mut Pci) { out(info, pci(handle)?) }
+    nvmlDeviceGetMemoryInfo(handle: usize, memory: *mut Memory) {
+        let (total, used) = (Config::get().memory, used(gpu(handle)?));
+        out(memory, Memory { total, free: total.saturating_sub(used), used })
+    }
+    nvmlDeviceGetMemoryInfo_v2(handle: usize, memory: *mut Memory2) {
+        if memory.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        let (total, used) = (Config::get().memory, used(gpu(handle)?));
+        // SAFETY: not null, and the program passes a whole structure with its version set.
+        let version = unsafe { (*memory).version };
+        out(memory, Memory2 { version, total, reserved: 0, free: total.saturating_sub(used), used })
+    }
+    nvmlDeviceGetUtilizationRates(handle: usize, rates: *mut Utilization) {
+        gpu(handle)?;
+        out(rates, Utilization { gpu: 0, memory: 0 })
+    }
+    nvmlDeviceGetComputeRunningProcesses(handle: usize, count: *mut u32, to: *mut Process1) {
+        processes(handle, count, to, |pid, bytes| Process1 { pid, bytes })
+    }
+    nvmlDeviceGetComputeRunningProcesses_v2(handle: usize, count: *mut u32, to: *mut Process) {
+        processes(handle, count, to, |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX })
+    }
+    nvmlDeviceGetComputeRunningProcesses_v3(handle: usize, count: *mut u32, to: *mut Process) {
+        processes(handle, count, to, |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX })
+    }
+    nvmlDeviceGetGraphicsRunningProcesses_v2(handle: usize, count: *mut u32, _to: *mut Process) {
+        gpu(handle)?;
+        out(count, 0)
+    }
+    nvmlDeviceGetGraphicsRunningProcesses_v3(handle: usize, count: *mut u32, _to: *mut Process) {
+        gpu(handle)?;
+        out(count, 0)
+    }
+    nvmlDeviceGetMigMode(handle: usize, _current: *mut u32, _pending: *mut u32) {
+        gpu(handle)?;
+        Err(NOT_SUPPORTED)
+    }
+    nvmlDeviceGetCudaComputeCapability(handle: usize, major: *mut i32, minor: *mut i32) {
+        gpu(handle)?;
+        out(major, 9)?;
+        out(minor, 0)
+    }
+    nvmlEventSetCreate(_set: *mut usize) { Err(NOT_SUPPORTED) }
+    nvmlDeviceGetSupportedEventTypes(handle: usize, types: *mut u64) {
+        gpu(handle)?;
+        out(types, 0)
+    }
+    nvmlDeviceRegisterEvents(_handle: usize, _types: u64, _set: usize) { Err(NOT_SUPPORTED) }
+    nvmlEventSetWait_v2(_set: usize, _data: *mut u8, _timeout: u32) { Err(NOT_SUPPORTED) }
+    nvmlEventSetFree(_set: usize) { Ok(()) }
+}
+
+/// `nvmlErrorString`
+#[unsafe(no_mangle)]
+#[allow(non_snake_case)]
+pub extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
+    ERRORS.iter().find(|e| e.0 == code).map_or(c"Unknown error", |e| e.1).as_ptr()
+}

@@ -1,0 +1,414 @@
+//! Stream capture: which streams capture into which graph, and which calls a capture does not survive.
+
+use crate::{
+    context::Context,
+    error::{Done, Error},
+    graph::{self, Graph},
+    out,
+    registry::handle_of,
+    stream::{self, Flavour, Kind, Stream},
+    work::Work,
+};
+use std::{
+    cell::Cell,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread::{self, ThreadId},
+};
+
+const GLOBAL: u32 = 0;
+const THREAD_LOCAL: u32 = 1;
+const RELAXED: u32 = 2;
+
+/// One capture, from begin to end.
+#[derive(Debug)]
+pub struct Capture {
+    id: u64,
+    mode: u32,
+    thread: ThreadId,
+    /// The stream that it began in.
+    origin: usize,
+    context: Arc<Context>,
+    graph: Arc<Graph>,
+    invalid: AtomicBool,
+    streams: Mutex<Vec<Arc<Stream>>>,
+}
+
+/// Where a stream (or an event) stands in a capture: the nodes that its next work comes after.
+#[derive(Clone, Debug)]
+pub struct Place {
+    capture: Arc<Capture>,
+    tail: Vec<usize>,
+}
+
+static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
+/// How many there are: nothing here costs anything while it is 0.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Captures that have not ended, those that are invalid already among them.
+fn active() -> Vec<Arc<Capture>> {
+    if COUNT.load(Ordering::Acquire) == 0 { Vec::new() } else { lock(&ACTIVE).clone() }
+}
+
+impl Capture {
+    fn valid(&self) -> bool {
+        !self.invalid.load(Ordering::Acquire)
+    }
+
+    fn invalidate(&self) {
+        self.invalid.store(true, Ordering::Release);
+    }
+
+    fn end(self: &Arc<Self>) {
+        for stream in lock(&self.streams).drain(..) {
+            *lock(&stream.capture) = None;
+        }
+        let mut active = lock(&ACTIVE);
+        active.retain(|c| !Arc::ptr_eq(c, self));
+        COUNT.store(active.len(), Ordering::Release);
+    }
+}
+
+/// True while the stream captures.
+pub fn capturing(stream: &Stream) -> bool {
+    COUNT.load(Ordering::Acquire) != 0 && lock(&stream.capture).is_some()
+}
+
+/// The legacy stream would come after whatever blocking streams capture: no capture survives that.
+fn implicit(stream: &Stream) -> Done {
+    if stream.kind != Kind::Null || COUNT.load(Ordering::Acquire) == 0 {
+        return Ok(());
+    }
+    let blocking = stream.context.streams().into_iter().filter(|s| s.blocking());
+    let captures: Vec<_> = blocking.filter_map(|s| lock(&s.capture).as_ref().map(|p| p.capture.clone())).collect();
+    captures.iter().for_each(|c| c.invalidate());
+    if captures.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_IMPLICIT) }
+}
+
+/// Takes work for the graph if the stream captures; gives it back if not.
+pub fn add(stream: &Arc<Stream>, work: Work) -> Result<Option<Work>, Error> {
+    if COUNT.load(Ordering::Acquire) == 0 {
+        return Ok(Some(work));
+    }
+    implicit(stream)?;
+    let mut place = lock(&stream.capture);
+    let Some(place) = place.as_mut() else { return Ok(Some(work)) };
+    if !place.capture.valid() {
+        return Err(Error::STREAM_CAPTURE_INVALIDATED);
+    }
+    let node = place.capture.graph.add(work, &place.tail)?;
+    place.tail = vec![node];
+    Ok(None)
+}
+
+/// Where the stream stands in its capture, if it captures.
+pub fn place(stream: &Arc<Stream>) -> Result<Option<Place>, Error> {
+    if COUNT.load(Ordering::Acquire) == 0 {
+        return Ok(None);
+    }
+    match &*lock(&stream.capture) {
+        Some(place) if !place.capture.valid() => Err(Error::STREAM_CAPTURE_INVALIDATED),
+        place => Ok(place.clone()),
+    }
+}
+
+/// A stream waits for a captured event: it joins that capture.
+pub fn join(stream: &Arc<Stream>, event: Place) -> Done {
+    if !event.capture.valid() {
+        return Err(Error::STREAM_CAPTURE_INVALIDATED);
+    }
+    if !lock(&ACTIVE).iter().any(|c| Arc::ptr_eq(c, &event.capture)) {
+        return Err(Error::INVALID_VALUE);
+    }
+    if stream.kind == Kind::Null {
+        event.capture.invalidate();
+        return Err(Error::STREAM_CAPTURE_IMPLICIT);
+    }
+    let mut own = lock(&stream.capture);
+    match own.as_mut() {
+        Some(own) if Arc::ptr_eq(&own.capture, &event.capture) => {
+            own.tail.extend(event.tail);
+            own.tail.sort_unstable();
+            own.tail.dedup();
+        }
+        Some(own) => {
+            own.capture.invalidate();
+            event.capture.invalidate();
+            return Err(Error::STREAM_CAPTURE_MERGE);
+        }
+        None => {
+            lock(&event.capture.streams).push(stream.clone());
+            *own = Some(event);
+        }
+    }
+    Ok(())
+}
+
+/// A capturing stream waits for an event of work that is not captured.
+pub fn isolated(stream: &Stream, never_recorded: bool) -> Done {
+    match &*lock(&stream.capture) {
+        Some(place) if !never_recorded => {
+            place.capture.invalidate();
+            Err(Error::STREAM_CAPTURE_ISOLATION)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// For calls on an event that stands in a graph: no capture survives them, and once it has ended there is nothing to ask.
+pub fn forbid_at(event: &Place) -> Error {
+    let active = event.capture.valid() && lock(&ACTIVE).iter().any(|c| Arc::ptr_eq(c, &event.capture));
+    event.capture.invalidate();
+    if active { Error::CAPTURED_EVENT } else { Error::INVALID_VALUE }
+}
+
+/// For calls that a capture may not survive, by its mode and by who calls.
+pub fn forbid() -> Done {
+    let own_mode = MODE.get();
+    let here = thread::current().id();
+    let mut forbidden = false;
+    for capture in active().iter().filter(|c| c.mode != RELAXED) {
+        let same = capture.thread == here;
+        let hit = match own_mode {
+            GLOBAL => same || capture.mode == GLOBAL,
+            THREAD_LOCAL => same,
+            _ => false,
+        };
+        if hit {
+            capture.invalidate();
+            forbidden = true;
+        }
+    }
+    if forbidden { Err(Error::STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+}
+
+/// For calls that no capture in the context survives.
+pub fn forbid_in(context: &Arc<Context>) -> Done {
+    let hit: Vec<_> = active().into_iter().filter(|c| Arc::ptr_eq(&c.context, context)).collect();
+    hit.iter().for_each(|c| c.invalidate());
+    if hit.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_UNSUPPORTED) }
+}
+
+/// For calls that the capture of this stream does not survive.
+pub fn forbid_on(stream: &Stream) -> Done {
+    implicit(stream)?;
+    match &*lock(&stream.capture) {
+        Some(place) => {
+            place.capture.invalidate();
+            Err(Error::STREAM_CAPTURE_UNSUPPORTED)
+        }
+        None => Ok(()),
+    }
+}
+
+/// A stream is destroyed.
+pub fn abandon(stream: &Stream) {
+    let place = lock(&stream.capture).clone();
+    if let Some(place) = place {
+        place.capture.invalidate();
+    }
+}
+
+/// A context is destroyed.
+pub fn forget(context: &Arc<Context>) {
+    for capture in active().iter().filter(|c| Arc::ptr_eq(&c.context, context)) {
+        capture.invalidate();
+        capture.end();
+    }
+}
+
+/// `cuStreamBeginCapture`
+pub fn begin_global(flavour: Flavour, stream: usize) -> Done {
+    begin(flavour, stream, GLOBAL)
+}
+
+/// `cuStreamBeginCapture_v2`
+pub fn begin(flavour: Flavour, stream: usize, mode: u32) -> Done {
+    start(flavour, stream, mode, None, Vec::new())
+}
+
+/// `cuStreamBeginCaptureToGraph`
+pub fn begin_to_graph(
+    flavour: Flavour,
+    stream: usize,
+    graph: usize,
+    nodes: *const usize,
+    _edges: *const u8,
+    count: usize,
+    mode: u32,
+) -> Done {
+    start(flavour, stream, mode, Some(graph::of(graph)?), graph::list(nodes, count)?)
+}
+
+fn start(flavour: Flavour, stream: usize, mode: u32, graph: Option<Arc<Graph>>, tail: Vec<usize>) -> Done {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let stream = stream::of(stream, flavour)?;
+    stream.context.error()?;
+    if mode > RELAXED {
+        return Err(Error::INVALID_VALUE);
+    }
+    if stream.kind == Kind::Null {
+        return Err(Error::STREAM_CAPTURE_UNSUPPORTED);
+    }
+    let mut place = lock(&stream.capture);
+    if place.is_some() {
+        return Err(Error::ILLEGAL_STATE);
+    }
+    let capture = Arc::new(Capture {
+        id: NEXT.fetch_add(1, Ordering::Relaxed),
+        mode,
+        thread: thread::current().id(),
+        origin: handle_of(&stream),
+        context: stream.context.clone(),
+        graph: graph.unwrap_or_else(Graph::new),
+        invalid: AtomicBool::new(false),
+        streams: Mutex::new(vec![stream.clone()]),
+    });
+    *place = Some(Place { capture: capture.clone(), tail });
+    let mut active = lock(&ACTIVE);
+    active.push(capture);
+    COUNT.store(active.len(), Ordering::Release);
+    Ok(())
+}
+
+/// `cuStreamEndCapture`
+pub fn end(flavour: Flavour, stream: usize, graph: *mut usize) -> Done {
+    let stream = stream::of(stream, flavour)?;
+    let place = lock(&stream.capture).clone().ok_or(Error::ILLEGAL_STATE)?;
+    let capture = &place.capture;
+    if capture.origin != handle_of(&stream) {
+        capture.invalidate();
+        return Err(Error::STREAM_CAPTURE_UNMATCHED);
+    }
+    if capture.mode != RELAXED && capture.thread != thread::current().id() {
+        return Err(Error::STREAM_CAPTURE_WRONG_THREAD);
+    }
+    let tails: Vec<usize> =
+        lock(&capture.streams).iter().filter_map(|s| Some(lock(&s.capture).as_ref()?.tail.clone())).flatten().collect();
+    let joined = capture.graph.ancestors(&place.tail);
+    let result = match (capture.valid(), tails.iter().all(|node| joined.contains(node))) {
+        (false, _) => Err(Error::STREAM_CAPTURE_INVALIDATED),
+        (true, false) => Err(Error::STREAM_CAPTURE_UNJOINED),
+        (true, true) => Ok(graph::keep(&capture.graph)),
+    };
+    capture.end();
+    crate::out_if(graph, *result.as_ref().unwrap_or(&0));
+    result.map(drop)
+}
+
+/// `cuStreamIsCapturing`
+pub fn is_capturing(flavour: Flavour, stream: usize, status: *mut u32) -> Done {
+    let stream = stream::of(stream, flavour)?;
+    implicit_query(&stream)?;
+    out(status, state(&stream))
+}
+
+/// Asking about the legacy stream fails while a blocking stream captures, but harms nothing.
+fn implicit_query(stream: &Stream) -> Done {
+    let capturing = stream.kind == Kind::Null
+        && COUNT.load(Ordering::Acquire) != 0
+        && stream.context.streams().iter().any(|s| s.blocking() && lock(&s.capture).is_some());
+    if capturing { Err(Error::STREAM_CAPTURE_IMPLICIT) } else { Ok(()) }
+}
+
+fn state(stream: &Stream) -> u32 {
+    match &*lock(&stream.capture) {
+        None => 0,
+        Some(place) if place.capture.valid() => 1,
+        Some(_) => 2,
+    }
+}
+
+/// `cuStreamGetCaptureInfo`
+pub fn info(flavour: Flavour, stream: usize, status: *mut u32, id: *mut u64) -> Done {
+    info_v2(flavour, stream, status, id, std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut())
+}
+
+/// `cuStreamGetCaptureInfo_v2`
+pub fn info_v2(
+    flavour: Flavour,
+    stream: usize,
+    status: *mut u32,
+    id: *mut u64,
+    graph: *mut usize,
+    nodes: *mut *const usize,
+    count: *mut usize,
+) -> Done {
+    thread_local! {
+        /// What `nodes` points to until the next call.
+        static NODES: std::cell::RefCell<Vec<usize>> = const { std::cell::RefCell::new(Vec::new()) };
+    }
+    let stream = stream::of(stream, flavour)?;
+    implicit_query(&stream)?;
+    out(status, state(&stream))?;
+    if let Some(place) = &*lock(&stream.capture) {
+        crate::out_if(id, place.capture.id);
+        crate::out_if(graph, graph::keep(&place.capture.graph));
+        crate::out_if(count, place.tail.len());
+        NODES.with(|list| {
+            *list.borrow_mut() = place.tail.clone();
+            crate::out_if(nodes, list.borrow().as_ptr());
+        });
+    }
+    Ok(())
+}
+
+/// `cuStreamGetCaptureInfo_v3`: edges carry no data.
+#[allow(clippy::too_many_arguments)]
+pub fn info_v3(
+    flavour: Flavour,
+    stream: usize,
+    status: *mut u32,
+    id: *mut u64,
+    graph: *mut usize,
+    nodes: *mut *const usize,
+    edges: *mut *const u8,
+    count: *mut usize,
+) -> Done {
+    crate::out_if(edges, std::ptr::null());
+    info_v2(flavour, stream, status, id, graph, nodes, count)
+}
+
+/// `cuStreamUpdateCaptureDependencies`
+pub fn update(flavour: Flavour, stream: usize, nodes: *const usize, count: usize, flags: u32) -> Done {
+    let stream = stream::of(stream, flavour)?;
+    let nodes = graph::list(nodes, count)?;
+    let mut place = lock(&stream.capture);
+    let place = place.as_mut().ok_or(Error::ILLEGAL_STATE)?;
+    if flags == 1 {
+        place.tail.clear();
+    }
+    place.tail.extend(nodes);
+    Ok(())
+}
+
+/// `cuStreamUpdateCaptureDependencies_v2`
+pub fn update_v2(
+    flavour: Flavour,
+    stream: usize,
+    nodes: *const usize,
+    _edges: *const u8,
+    count: usize,
+    flags: u32,
+) -> Done {
+    update(flavour, stream, nodes, count, flags)
+}
+
+/// `cuThreadExchangeStreamCaptureMode`
+pub fn exchange_mode(mode: *mut u32) -> Done {
+    let new = crate::arg(mode.cast_const())?;
+    if new > RELAXED {
+        return Err(Error::INVALID_VALUE);
+    }
+    out(mode, MODE.replace(new))
+}

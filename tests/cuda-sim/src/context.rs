@@ -1,0 +1,430 @@
+//! Contexts: memory that each takes, the error that kills one, and which one is current in a thread.
+
+use crate::{
+    device,
+    error::{Done, Error},
+    memory, module, out,
+    registry::{Registry, handle_of},
+    stream::{Point, Stream},
+};
+use cuda_sim_gpus::{Account, Config, MAX_GPUS};
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    thread::{self, ThreadId},
+};
+
+/// A context of one GPU.
+#[derive(Debug)]
+pub struct Context {
+    pub id: u64,
+    pub gpu: usize,
+    flags: AtomicU32,
+    version: u32,
+    primary: bool,
+    /// The error that killed it, 0 while it is well.
+    error: AtomicU32,
+    destroyed: AtomicBool,
+    /// Held while work is put into a stream, so that streams agree what was submitted first.
+    pub order: Mutex<()>,
+    null: OnceLock<Arc<Stream>>,
+    streams: Mutex<Vec<Arc<Stream>>>,
+    of_threads: Mutex<HashMap<ThreadId, Arc<Stream>>>,
+    /// What streams made later wait for (`cuCtxWaitEvent`).
+    pub gate: Mutex<Vec<Point>>,
+    limits: Mutex<HashMap<u32, usize>>,
+}
+
+static CONTEXTS: Registry<Context> = Registry::new();
+
+#[derive(Debug)]
+struct Primary {
+    context: Option<Arc<Context>>,
+    references: u32,
+    flags: u32,
+}
+
+static PRIMARIES: [Mutex<Primary>; MAX_GPUS] =
+    [const { Mutex::new(Primary { context: None, references: 0, flags: 0 }) }; MAX_GPUS];
+
+thread_local! {
+    static STACK: RefCell<Vec<Arc<Context>>> = const { RefCell::new(Vec::new()) };
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Context {
+    fn new(gpu: usize, flags: u32, version: u32, primary: bool) -> Result<Arc<Context>, Error> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if !Account::get().take(gpu, Config::get().context) {
+            return Err(Error::OUT_OF_MEMORY);
+        }
+        let context = Arc::new(Context {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            gpu,
+            flags: AtomicU32::new(flags),
+            version,
+            primary,
+            error: AtomicU32::new(0),
+            destroyed: AtomicBool::new(false),
+            order: Mutex::new(()),
+            null: OnceLock::new(),
+            streams: Mutex::default(),
+            of_threads: Mutex::default(),
+            gate: Mutex::default(),
+            limits: Mutex::default(),
+        });
+        CONTEXTS.add(context.clone());
+        Ok(context)
+    }
+
+    pub fn handle(self: &Arc<Self>) -> usize {
+        handle_of(self)
+    }
+
+    /// The error that killed this context.
+    pub fn error(&self) -> Done {
+        match self.error.load(Ordering::Acquire) {
+            0 => Ok(()),
+            code => Err(Error(code)),
+        }
+    }
+
+    /// Kills the context: whatever is submitted is skipped, and calls return this error from now on.
+    pub fn fail(&self, error: Error) {
+        let _ = self.error.compare_exchange(0, error.0, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// The legacy default stream.
+    pub fn null(self: &Arc<Self>) -> Arc<Stream> {
+        self.null.get_or_init(|| Stream::null(self.clone())).clone()
+    }
+
+    /// The legacy default stream, if anything has ever used it.
+    pub fn null_if_used(&self) -> Option<&Arc<Stream>> {
+        self.null.get()
+    }
+
+    /// The calling thread's own default stream.
+    pub fn of_thread(self: &Arc<Self>) -> Arc<Stream> {
+        let mut of_threads = lock(&self.of_threads);
+        let stream = of_threads.entry(thread::current().id()).or_insert_with(|| {
+            let stream = Stream::of_thread(self.clone());
+            self.join(&stream);
+            stream
+        });
+        stream.clone()
+    }
+
+    /// Makes a stream part of this context.
+    pub fn join(&self, stream: &Arc<Stream>) {
+        let mut streams = lock(&self.streams);
+        streams.retain(|s| !s.over());
+        streams.push(stream.clone());
+    }
+
+    /// Every stream but the legacy default one.
+    pub fn streams(&self) -> Vec<Arc<Stream>> {
+        lock(&self.streams).clone()
+    }
+
+    /// Where every stream stands: done when all that has been submitted is.
+    pub fn points(&self) -> Vec<Point> {
+        let streams = self.streams();
+        self.null.get().into_iter().chain(&streams).filter(|s| s.pending()).map(|s| s.point()).collect()
+    }
+
+    /// Waits for all work.
+    pub fn synchronise(&self) -> Done {
+        for point in self.points() {
+            point.wait();
+        }
+        self.error()
+    }
+
+    /// Ends the context: its work is given up, its memory is free.
+    fn destroy(self: &Arc<Self>) {
+        if self.destroyed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.fail(Error::CONTEXT_IS_DESTROYED);
+        for point in self.points() {
+            point.wait();
+        }
+        crate::capture::forget(self);
+        let streams = std::mem::take(&mut *lock(&self.streams));
+        lock(&self.of_threads).clear();
+        crate::stream::forget(&streams);
+        if let Some(null) = self.null.get() {
+            null.close();
+        }
+        memory::space_mut().forget_context(self.handle());
+        crate::alloc::forget_context(self.handle());
+        module::forget_context(self);
+        let _ = CONTEXTS.remove(self.handle());
+        Account::get().give(self.gpu, Config::get().context);
+    }
+}
+
+/// The context behind a handle.
+pub fn of(handle: usize) -> Result<Arc<Context>, Error> {
+    CONTEXTS.find(handle).ok_or(Error::INVALID_CONTEXT)
+}
+
+/// The calling thread's context.
+pub fn current() -> Result<Arc<Context>, Error> {
+    let context = STACK.with(|stack| stack.borrow().last().cloned()).ok_or(Error::INVALID_CONTEXT)?;
+    if context.destroyed.load(Ordering::Acquire) { Err(Error::CONTEXT_IS_DESTROYED) } else { Ok(context) }
+}
+
+/// The calling thread's context, unless an error has killed it.
+pub fn healthy() -> Result<Arc<Context>, Error> {
+    let context = current()?;
+    context.error()?;
+    Ok(context)
+}
+
+fn push_current(context: Arc<Context>) {
+    STACK.with(|stack| stack.borrow_mut().push(context));
+}
+
+fn pop_current() -> Option<Arc<Context>> {
+    STACK.with(|stack| stack.borrow_mut().pop())
+}
+
+/// `cuCtxCreate`, `_v2`
+pub fn create(context: *mut usize, flags: u32, device: i32) -> Done {
+    if context.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    let new = Context::new(device::gpu(device)?, flags, 3020, false)?;
+    push_current(new.clone());
+    out(context, new.handle())
+}
+
+/// `cuCtxCreate_v3`
+pub fn create_v3(context: *mut usize, _affinity: *mut u8, affinities: i32, flags: u32, device: i32) -> Done {
+    if affinities != 0 { Err(Error::NOT_SUPPORTED) } else { create(context, flags, device) }
+}
+
+/// `cuCtxCreate_v4`
+pub fn create_v4(context: *mut usize, _params: *mut u8, flags: u32, device: i32) -> Done {
+    create(context, flags, device)
+}
+
+/// `cuCtxDestroy`
+pub fn destroy(context: usize) -> Done {
+    let context = of(context)?;
+    if context.primary {
+        return Err(Error::INVALID_CONTEXT);
+    }
+    STACK.with(|stack| {
+        let mut stack = stack.borrow_mut();
+        if stack.last().is_some_and(|top| Arc::ptr_eq(top, &context)) {
+            stack.pop();
+        }
+    });
+    context.destroy();
+    Ok(())
+}
+
+/// `cuCtxAttach`, `cuCtxDetach`
+pub fn attach(context: *mut usize, _flags: u32) -> Done {
+    out(context, current()?.handle())
+}
+
+/// `cuCtxPushCurrent`
+pub fn push(context: usize) -> Done {
+    push_current(of(context)?);
+    Ok(())
+}
+
+/// `cuCtxPopCurrent`
+pub fn pop(context: *mut usize) -> Done {
+    let popped = pop_current().ok_or(Error::INVALID_CONTEXT)?;
+    if !context.is_null() {
+        out(context, popped.handle())?;
+    }
+    Ok(())
+}
+
+/// `cuCtxSetCurrent`
+pub fn set(context: usize) -> Done {
+    let new = if context == 0 { None } else { Some(of(context)?) };
+    pop_current();
+    new.into_iter().for_each(push_current);
+    Ok(())
+}
+
+/// `cuCtxGetCurrent`
+pub fn get(context: *mut usize) -> Done {
+    let top = STACK.with(|stack| stack.borrow().last().map_or(0, |c| c.handle()));
+    out(context, top)
+}
+
+/// `cuCtxGetDevice`
+pub fn get_device(device: *mut i32) -> Done {
+    out(device, device::ordinal(current()?.gpu))
+}
+
+/// `cuCtxGetDevice_v2`
+pub fn get_device_v2(device: *mut i32, context: usize) -> Done {
+    let context = if context == 0 { current()? } else { of(context)? };
+    out(device, device::ordinal(context.gpu))
+}
+
+/// `cuCtxGetFlags`
+pub fn get_flags(flags: *mut u32) -> Done {
+    out(flags, current()?.flags.load(Ordering::Relaxed))
+}
+
+/// `cuCtxSetFlags`
+pub fn set_flags(flags: u32) -> Done {
+    current()?.flags.store(flags, Ordering::Relaxed);
+    Ok(())
+}
+
+/// `cuCtxGetId`
+pub fn get_id(context: usize, id: *mut u64) -> Done {
+    let context = if context == 0 { current()? } else { of(context)? };
+    out(id, context.id)
+}
+
+/// `cuCtxGetApiVersion`
+pub fn api_version(context: usize, version: *mut u32) -> Done {
+    let context = if context == 0 { current()? } else { of(context)? };
+    out(version, context.version)
+}
+
+/// `cuCtxSynchronize`
+pub fn synchronise() -> Done {
+    let context = healthy()?;
+    crate::capture::forbid_in(&context)?;
+    context.synchronise()
+}
+
+/// `cuCtxSynchronize_v2`
+pub fn synchronise_v2(context: usize) -> Done {
+    let context = if context == 0 { current()? } else { of(context)? };
+    context.error()?;
+    crate::capture::forbid_in(&context)?;
+    context.synchronise()
+}
+
+/// `cuCtxGetLimit`
+pub fn get_limit(value: *mut usize, limit: u32) -> Done {
+    let default = match limit {
+        0 => 1024,
+        1 => 1 << 20,
+        2 => 8 << 20,
+        3 => 2,
+        4 => 2048,
+        5 => 64,
+        6 => 0,
+        _ => return Err(Error::UNSUPPORTED_LIMIT),
+    };
+    let context = current()?;
+    let set = lock(&context.limits).get(&limit).copied();
+    out(value, set.unwrap_or(default))
+}
+
+/// `cuCtxSetLimit`
+pub fn set_limit(limit: u32, value: usize) -> Done {
+    if limit > 6 {
+        return Err(Error::UNSUPPORTED_LIMIT);
+    }
+    lock(&current()?.limits).insert(limit, value);
+    Ok(())
+}
+
+/// `cuCtxGetCacheConfig`, `cuCtxGetSharedMemConfig`
+pub fn get_config(config: *mut u32) -> Done {
+    current()?;
+    out(config, 0)
+}
+
+/// `cuCtxSetCacheConfig`, `cuCtxSetSharedMemConfig`
+pub fn set_config(_config: u32) -> Done {
+    current().map(drop)
+}
+
+/// `cuCtxResetPersistingL2Cache`
+pub fn reset_l2() -> Done {
+    current().map(drop)
+}
+
+/// `cuCtxGetStreamPriorityRange`
+pub fn priority_range(least: *mut i32, greatest: *mut i32) -> Done {
+    current()?;
+    crate::out_if(least, 0);
+    crate::out_if(greatest, crate::stream::GREATEST_PRIORITY);
+    Ok(())
+}
+
+fn primary(device: i32) -> Result<(usize, MutexGuard<'static, Primary>), Error> {
+    let gpu = device::gpu(device)?;
+    Ok((gpu, lock(&PRIMARIES[gpu])))
+}
+
+/// `cuDevicePrimaryCtxRetain`
+pub fn retain_primary(context: *mut usize, device: i32) -> Done {
+    if context.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    let (gpu, mut primary) = primary(device)?;
+    if primary.context.is_none() {
+        primary.context = Some(Context::new(gpu, primary.flags, 3020, true)?);
+    }
+    let handle = primary.context.as_ref().map_or(0, Context::handle);
+    primary.references += 1;
+    out(context, handle)
+}
+
+/// `cuDevicePrimaryCtxRelease`
+pub fn release_primary(device: i32) -> Done {
+    let (_, mut primary) = primary(device)?;
+    if primary.references == 0 {
+        return Err(Error::INVALID_CONTEXT);
+    }
+    primary.references -= 1;
+    if primary.references == 0
+        && let Some(context) = primary.context.take()
+    {
+        context.destroy();
+    }
+    Ok(())
+}
+
+/// `cuDevicePrimaryCtxReset`
+pub fn reset_primary(device: i32) -> Done {
+    let (_, mut primary) = primary(device)?;
+    primary.references = 0;
+    if let Some(context) = primary.context.take() {
+        context.destroy();
+    }
+    Ok(())
+}
+
+/// `cuDevicePrimaryCtxSetFlags`
+pub fn set_primary_flags(device: i32, flags: u32) -> Done {
+    let (_, mut primary) = primary(device)?;
+    primary.flags = flags;
+    if let Some(context) = &primary.context {
+        context.flags.store(flags, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+/// `cuDevicePrimaryCtxGetState`
+pub fn primary_state(device: i32, flags: *mut u32, active: *mut i32) -> Done {
+    let (_, primary) = primary(device)?;
+    crate::out_if(flags, primary.flags);
+    crate::out_if(active, i32::from(primary.context.is_some()));
+    Ok(())
+}

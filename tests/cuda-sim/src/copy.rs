@@ -1,0 +1,506 @@
+//! Copies: every `cuMemcpy*` becomes one box of bytes that moves from one place to another.
+
+use crate::{
+    array,
+    context::{self, Context},
+    error::{Done, Error},
+    managed,
+    memory::{self, Backing, PIECE, Space, Touch, space},
+    stream::{self, Flavour, Stream},
+    work::Work,
+};
+use cuda_sim_gpus::{Config, Engine, EngineKind};
+use std::{ptr, sync::Arc, time::Duration};
+
+/// Copies from pageable memory up to this size are taken at once; larger ones make the caller wait.
+const STAGED: u64 = 64 << 10;
+
+/// What kind of memory one side of a copy is.
+#[derive(Clone, Debug)]
+enum Side {
+    /// Reached through the table: device and managed memory.
+    Device,
+    /// Host memory that the GPU reaches by itself.
+    Pinned,
+    Pageable,
+    /// Bytes that were taken when the copy was asked for.
+    Staged(Arc<[u8]>),
+}
+
+/// One side of a copy: where its first byte is, and how far apart rows and slices are.
+#[derive(Clone, Debug)]
+struct End {
+    side: Side,
+    at: u64,
+    pitch: u64,
+    slice: u64,
+}
+
+/// A box of bytes to copy.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    to: End,
+    from: End,
+    width: u64,
+    height: u64,
+    depth: u64,
+    /// The GPUs of both sides differ.
+    peer: bool,
+}
+
+/// Raw pointers and lengths of one contiguous stretch.
+type Runs = Vec<(*mut u8, u64)>;
+
+impl End {
+    fn linear(side: Side, at: u64, len: u64) -> End {
+        End { side, at, pitch: len, slice: len }
+    }
+
+    fn device(&self) -> bool {
+        matches!(self.side, Side::Device)
+    }
+
+    fn runs(&self, space: &Space, at: u64, len: u64, gpu: usize, write: bool) -> Result<Runs, Error> {
+        match &self.side {
+            Side::Device => space.runs(at, len, Touch { gpu, write, copy: true }),
+            Side::Pinned if !space.covers(at, len) => Err(Error::ILLEGAL_ADDRESS),
+            Side::Pinned | Side::Pageable => Ok(vec![(at as *mut u8, len)]),
+            Side::Staged(bytes) => Ok(vec![(bytes.as_ptr().cast_mut().wrapping_add(at as usize), len)]),
+        }
+    }
+}
+
+impl Copy {
+    /// Does it, a piece at a time.
+    pub fn run(&self, context: &Context) -> Done {
+        let contiguous =
+            (self.height <= 1 || (self.to.pitch == self.width && self.from.pitch == self.width)) && self.depth <= 1;
+        let (width, height) = if contiguous { (self.width * self.height, 1) } else { (self.width, self.height) };
+        for z in 0..self.depth {
+            for y in 0..height {
+                let to = self.to.at + z * self.to.slice + y * self.to.pitch;
+                let from = self.from.at + z * self.from.slice + y * self.from.pitch;
+                self.line(context, to, from, width)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn line(&self, context: &Context, to: u64, from: u64, len: u64) -> Done {
+        let (engine, bandwidth) = self.route();
+        let step = (bandwidth / 500).clamp(64 << 10, PIECE) & !4095;
+        let mut done = 0;
+        while done < len {
+            context.error()?;
+            let piece = step.min(len - done);
+            for (end, at) in [(&self.to, to), (&self.from, from)] {
+                if end.device() {
+                    managed::fault(at + done, piece, context.gpu)?;
+                }
+            }
+            let cost = Duration::from_nanos((u128::from(piece) * 1_000_000_000 / u128::from(bandwidth)) as u64);
+            Engine::get(context.gpu, engine).run(cost, || self.piece(context.gpu, to + done, from + done, piece))?;
+            done += piece;
+        }
+        Ok(())
+    }
+
+    fn piece(&self, gpu: usize, to: u64, from: u64, len: u64) -> Done {
+        let space = space();
+        let mut to = self.to.runs(&space, to, len, gpu, true)?.into_iter();
+        let mut from = self.from.runs(&space, from, len, gpu, false)?.into_iter();
+        let (mut target, mut source) = (to.next(), from.next());
+        while let (Some((to_at, to_len)), Some((from_at, from_len))) = (target, source) {
+            let n = to_len.min(from_len);
+            // SAFETY: device runs are valid as long as `space` is held; host runs are what the program promised. The
+            // sides may overlap, hence `copy`.
+            unsafe { ptr::copy(from_at, to_at, n as usize) };
+            target = if n < to_len { Some((to_at.wrapping_add(n as usize), to_len - n)) } else { to.next() };
+            source = if n < from_len { Some((from_at.wrapping_add(n as usize), from_len - n)) } else { from.next() };
+        }
+        Ok(())
+    }
+
+    /// Which engine does it, and how fast.
+    fn route(&self) -> (EngineKind, u64) {
+        let config = Config::get();
+        let host = |side: &Side| {
+            if matches!(side, Side::Pageable | Side::Staged(_)) {
+                config.pageable_bandwidth
+            } else {
+                config.link_bandwidth
+            }
+        };
+        match (self.to.device(), self.from.device()) {
+            (true, true) if self.peer => (EngineKind::Out, config.link_bandwidth),
+            (true, true) => (EngineKind::Compute, (config.gpu_bandwidth / 2).max(1)),
+            (true, false) => (EngineKind::In, host(&self.from.side)),
+            (false, _) => (EngineKind::Out, host(&self.to.side)),
+        }
+    }
+
+    fn pageable(&self) -> bool {
+        matches!(self.to.side, Side::Pageable) || matches!(self.from.side, Side::Pageable)
+    }
+
+    /// Takes the bytes of a small pageable source now.
+    fn stage(&mut self) {
+        let len = self.width * self.height * self.depth;
+        if matches!(self.from.side, Side::Pageable) && self.height == 1 && self.depth == 1 && len <= STAGED {
+            // SAFETY: the program says that so many bytes are at its source.
+            let bytes = unsafe { std::slice::from_raw_parts(self.from.at as *const u8, len as usize) };
+            self.from = End::linear(Side::Staged(bytes.into()), 0, len);
+        }
+    }
+
+    fn check(&mut self, context: &Context) -> Done {
+        let space = space();
+        let mut gpus = [None, None];
+        for (i, (end, write)) in [(&self.to, true), (&self.from, false)].into_iter().enumerate() {
+            if end.device() {
+                let last = (self.depth - 1) * end.slice + (self.height - 1) * end.pitch + self.width;
+                space
+                    .runs(end.at, last, Touch { gpu: context.gpu, write, copy: true })
+                    .map_err(|_| Error::INVALID_VALUE)?;
+                gpus[i] = space.at(end.at).and_then(memory::Mapping::gpu);
+            }
+        }
+        self.peer = matches!(gpus, [Some(a), Some(b)] if a != b);
+        Ok(())
+    }
+}
+
+/// Puts a copy into a stream. `wait`: the caller wants it done; pageable memory makes it wait anyway.
+fn submit(stream: &Arc<Stream>, mut copy: Copy, wait: bool) -> Done {
+    stream.context.error()?;
+    if copy.width == 0 || copy.height == 0 || copy.depth == 0 {
+        return Ok(());
+    }
+    copy.check(&stream.context)?;
+    if !wait && !crate::capture::capturing(stream) {
+        copy.stage();
+    }
+    let wait = wait || copy.pageable();
+    match stream.submit(Work::Copy(Arc::new(copy)))? {
+        Some(point) if wait => {
+            point.wait();
+            stream.context.error()
+        }
+        _ => Ok(()),
+    }
+}
+
+fn host(at: u64) -> Result<Side, Error> {
+    if at == 0 {
+        return Err(Error::INVALID_VALUE);
+    }
+    Ok(match space().at(at).map(|m| &m.backing) {
+        Some(Backing::Chunk { .. } | Backing::Managed(_)) => Side::Device,
+        Some(Backing::Host { .. }) => Side::Pinned,
+        None => Side::Pageable,
+    })
+}
+
+fn device(at: u64) -> Result<Side, Error> {
+    match space().at(at).map(|m| &m.backing) {
+        Some(Backing::Host { .. }) => Ok(Side::Pinned),
+        Some(_) => Ok(Side::Device),
+        None => Err(Error::INVALID_VALUE),
+    }
+}
+
+fn linear(flavour: Flavour, to: (Side, u64), from: (Side, u64), len: usize, stream: usize, wait: bool) -> Done {
+    let len = len as u64;
+    let stream = stream::of(stream, flavour)?;
+    let copy = Copy {
+        to: End::linear(to.0, to.1, len),
+        from: End::linear(from.0, from.1, len),
+        width: len,
+        height: 1,
+        depth: 1,
+        peer: false,
+    };
+    submit(&stream, copy, wait)
+}
+
+/// What a zero-byte copy, which touches nothing, comes to.
+fn nothing(flavour: Flavour, stream: usize) -> Done {
+    stream::of(stream, flavour)?.context.error()
+}
+
+/// `cuMemcpy`
+pub fn any(flavour: Flavour, to: u64, from: u64, len: usize) -> Done {
+    if len == 0 {
+        return nothing(flavour, 0);
+    }
+    context::healthy()?;
+    linear(flavour, (host(to)?, to), (host(from)?, from), len, 0, true)
+}
+
+/// `cuMemcpyAsync`
+pub fn any_async(flavour: Flavour, to: u64, from: u64, len: usize, stream: usize) -> Done {
+    if len == 0 {
+        return nothing(flavour, stream);
+    }
+    context::healthy()?;
+    linear(flavour, (host(to)?, to), (host(from)?, from), len, stream, false)
+}
+
+/// `cuMemcpyHtoD`
+pub fn to_device(flavour: Flavour, to: u64, from: u64, len: usize) -> Done {
+    if len == 0 {
+        return nothing(flavour, 0);
+    }
+    context::healthy()?;
+    linear(flavour, (device(to)?, to), (host(from)?, from), len, 0, true)
+}
+
+/// `cuMemcpyHtoDAsync`
+pub fn to_device_async(flavour: Flavour, to: u64, from: u64, len: usize, stream: usize) -> Done {
+    if len == 0 {
+        return nothing(flavour, stream);
+    }
+    context::healthy()?;
+    linear(flavour, (device(to)?, to), (host(from)?, from), len, stream, false)
+}
+
+/// `cuMemcpyDtoH`
+pub fn to_host(flavour: Flavour, to: u64, from: u64, len: usize) -> Done {
+    if len == 0 {
+        return nothing(flavour, 0);
+    }
+    context::healthy()?;
+    linear(flavour, (host(to)?, to), (device(from)?, from), len, 0, true)
+}
+
+/// `cuMemcpyDtoHAsync`
+pub fn to_host_async(flavour: Flavour, to: u64, from: u64, len: usize, stream: usize) -> Done {
+    if len == 0 {
+        return nothing(flavour, stream);
+    }
+    context::healthy()?;
+    linear(flavour, (host(to)?, to), (device(from)?, from), len, stream, false)
+}
+
+/// `cuMemcpyDtoD`: ordered like any copy, but nobody waits for it.
+pub fn on_device(flavour: Flavour, to: u64, from: u64, len: usize) -> Done {
+    on_device_async(flavour, to, from, len, 0)
+}
+
+/// `cuMemcpyDtoDAsync`
+pub fn on_device_async(flavour: Flavour, to: u64, from: u64, len: usize, stream: usize) -> Done {
+    if len == 0 {
+        return nothing(flavour, stream);
+    }
+    context::healthy()?;
+    linear(flavour, (device(to)?, to), (device(from)?, from), len, stream, false)
+}
+
+/// `cuMemcpyPeer`
+pub fn peer(flavour: Flavour, to: u64, to_context: usize, from: u64, from_context: usize, len: usize) -> Done {
+    peer_async(flavour, to, to_context, from, from_context, len, 0)
+}
+
+/// `cuMemcpyPeerAsync`
+pub fn peer_async(
+    flavour: Flavour,
+    to: u64,
+    to_context: usize,
+    from: u64,
+    from_context: usize,
+    len: usize,
+    stream: usize,
+) -> Done {
+    context::of(to_context)?;
+    context::of(from_context)?;
+    on_device_async(flavour, to, from, len, stream)
+}
+
+/// One side of a 2D or 3D copy as the program describes it.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Operand2D {
+    x: usize,
+    y: usize,
+    kind: u32,
+    host: u64,
+    device: u64,
+    array: usize,
+    pitch: usize,
+}
+
+/// `CUDA_MEMCPY2D`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Copy2D {
+    from: Operand2D,
+    to: Operand2D,
+    width: usize,
+    height: usize,
+}
+
+/// One side of a 3D copy; `context` is the reserved word of the plain form.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Operand3D {
+    pub x: usize,
+    pub y: usize,
+    pub z: usize,
+    pub lod: usize,
+    pub kind: u32,
+    pub host: u64,
+    pub device: u64,
+    pub array: usize,
+    pub context: usize,
+    pub pitch: usize,
+    pub height: usize,
+}
+
+/// `CUDA_MEMCPY3D`, `CUDA_MEMCPY3D_PEER`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Copy3D {
+    pub from: Operand3D,
+    pub to: Operand3D,
+    pub width: usize,
+    pub height: usize,
+    pub depth: usize,
+}
+
+impl From<Operand2D> for Operand3D {
+    fn from(o: Operand2D) -> Self {
+        Operand3D {
+            x: o.x,
+            y: o.y,
+            kind: o.kind,
+            host: o.host,
+            device: o.device,
+            array: o.array,
+            pitch: o.pitch,
+            ..Operand3D::default()
+        }
+    }
+}
+
+impl From<Copy2D> for Copy3D {
+    fn from(c: Copy2D) -> Self {
+        Copy3D { from: c.from.into(), to: c.to.into(), width: c.width, height: c.height, depth: 1 }
+    }
+}
+
+impl Operand3D {
+    fn end(&self, width: usize, height: usize) -> Result<End, Error> {
+        let (side, base, pitch, rows) = match self.kind {
+            1 => (host(self.host)?, self.host, self.pitch, self.height),
+            2 => (device(self.device)?, self.device, self.pitch, self.height),
+            3 => {
+                let array = array::of(self.array)?;
+                (Side::Device, array.at, array.pitch as usize, array.rows as usize)
+            }
+            4 => (host(self.device)?, self.device, self.pitch, self.height),
+            _ => return Err(Error::INVALID_VALUE),
+        };
+        let pitch = if pitch == 0 { width } else { pitch };
+        let rows = if rows == 0 { height } else { rows };
+        if pitch < width {
+            return Err(Error::INVALID_VALUE);
+        }
+        let (pitch, slice) = (pitch as u64, (pitch * rows) as u64);
+        Ok(End { side, at: base + self.z as u64 * slice + self.y as u64 * pitch + self.x as u64, pitch, slice })
+    }
+}
+
+impl Copy3D {
+    /// The copy, checked against what is mapped now.
+    pub fn decode(&self) -> Result<Copy, Error> {
+        Ok(Copy {
+            to: self.to.end(self.width, self.height)?,
+            from: self.from.end(self.width, self.height)?,
+            width: self.width as u64,
+            height: self.height as u64,
+            depth: self.depth as u64,
+            peer: false,
+        })
+    }
+}
+
+fn boxed(flavour: Flavour, copy: Copy3D, stream: usize, wait: bool) -> Done {
+    let stream = stream::of(stream, flavour)?;
+    stream.context.error()?;
+    if copy.width == 0 || copy.height == 0 || copy.depth == 0 {
+        return Ok(());
+    }
+    submit(&stream, copy.decode()?, wait)
+}
+
+/// `cuMemcpy2D`, `cuMemcpy2DUnaligned`
+pub fn rect(flavour: Flavour, copy: *const Copy2D) -> Done {
+    boxed(flavour, crate::arg(copy)?.into(), 0, true)
+}
+
+/// `cuMemcpy2DAsync`
+pub fn rect_async(flavour: Flavour, copy: *const Copy2D, stream: usize) -> Done {
+    boxed(flavour, crate::arg(copy)?.into(), stream, false)
+}
+
+/// `cuMemcpy3D`, `cuMemcpy3DPeer`
+pub fn cuboid(flavour: Flavour, copy: *const Copy3D) -> Done {
+    boxed(flavour, crate::arg(copy)?, 0, true)
+}
+
+/// `cuMemcpy3DAsync`, `cuMemcpy3DPeerAsync`
+pub fn cuboid_async(flavour: Flavour, copy: *const Copy3D, stream: usize) -> Done {
+    boxed(flavour, crate::arg(copy)?, stream, false)
+}
+
+/// Copies one after the other.
+fn batch(flavour: Flavour, to: *const u64, from: *const u64, sizes: *const usize, count: usize, stream: usize) -> Done {
+    if to.is_null() || from.is_null() || sizes.is_null() || stream == 0 {
+        return Err(Error::INVALID_VALUE);
+    }
+    for i in 0..count {
+        // SAFETY: the program passes `count` entries in each list.
+        let (to, from, size) = unsafe { (*to.add(i), *from.add(i), *sizes.add(i)) };
+        any_async(flavour, to, from, size, stream)?;
+    }
+    Ok(())
+}
+
+/// A copy between two places of device memory, for arrays.
+pub fn between(flavour: Flavour, to: u64, from: u64, len: usize, stream: usize, wait: bool) -> Done {
+    context::healthy()?;
+    linear(flavour, (host(to)?, to), (host(from)?, from), len, stream, wait)
+}
+
+/// `cuMemcpyBatchAsync`
+#[allow(clippy::too_many_arguments)]
+pub fn batch_12080(
+    flavour: Flavour,
+    to: *const u64,
+    from: *const u64,
+    sizes: *const usize,
+    count: usize,
+    _attributes: *const u8,
+    _indices: *const usize,
+    _attribute_count: usize,
+    _failed: *mut usize,
+    stream: usize,
+) -> Done {
+    batch(flavour, to, from, sizes, count, stream)
+}
+
+/// `cuMemcpyBatchAsync_v2`
+#[allow(clippy::too_many_arguments)]
+pub fn batch_13000(
+    flavour: Flavour,
+    to: *const u64,
+    from: *const u64,
+    sizes: *const usize,
+    count: usize,
+    _attributes: *const u8,
+    _indices: *const usize,
+    _attribute_count: usize,
+    stream: usize,
+) -> Done {
+    batch(flavour, to, from, sizes, count, stream)
+}

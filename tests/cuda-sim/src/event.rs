@@ -1,0 +1,224 @@
+//! Events: marks in streams, to wait for and to measure time with.
+
+use crate::{
+    capture::{self, Place},
+    context::{self, Context},
+    error::{Done, Error},
+    out,
+    registry::Registry,
+    stream::{self, Flavour, Point, Stream},
+    work::Work,
+};
+use std::{
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
+    time::Instant,
+};
+
+const DISABLE_TIMING: u32 = 2;
+const INTERPROCESS: u32 = 4;
+const EXTERNAL: u32 = 1;
+
+/// An event, and what was last recorded into it.
+#[derive(Debug)]
+pub struct Event {
+    flags: u32,
+    context: Arc<Context>,
+    last: Mutex<Last>,
+}
+
+#[derive(Clone, Debug, Default)]
+enum Last {
+    /// Counts as reached.
+    #[default]
+    Never,
+    Record(Arc<Record>),
+    /// Recorded in a capturing stream: a place in a graph.
+    Captured(Place),
+}
+
+/// One recording of an event.
+#[derive(Debug, Default)]
+pub struct Record {
+    points: OnceLock<Vec<Point>>,
+    time: OnceLock<Instant>,
+}
+
+impl Record {
+    /// The stream is there.
+    pub fn happen(&self) {
+        let _ = self.time.set(Instant::now());
+    }
+
+    fn points(&self) -> &[Point] {
+        self.points.get().map_or(&[], Vec::as_slice)
+    }
+}
+
+static EVENTS: Registry<Event> = Registry::new();
+
+impl Event {
+    fn last(&self) -> MutexGuard<'_, Last> {
+        self.last.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn points(&self) -> Vec<Point> {
+        match &*self.last() {
+            Last::Record(record) => record.points().to_vec(),
+            Last::Never | Last::Captured(_) => Vec::new(),
+        }
+    }
+
+    /// Waits until what was last recorded is done.
+    pub fn wait(&self) {
+        self.points().iter().for_each(Point::wait);
+    }
+
+    /// Records the event at a place that is known already.
+    pub fn mark(&self, point: Point) {
+        let record = Record::default();
+        let _ = record.points.set(vec![point]);
+        *self.last() = Last::Record(Arc::new(record));
+    }
+
+    fn not_captured(&self) -> Done {
+        if let Last::Captured(place) = &*self.last() { Err(capture::forbid_at(place)) } else { Ok(()) }
+    }
+
+    fn record(&self, stream: &Arc<Stream>) -> Done {
+        stream.context.error()?;
+        if let Some(place) = capture::place(stream)? {
+            *self.last() = Last::Captured(place);
+            return Ok(());
+        }
+        let record = Arc::new(Record::default());
+        if let Some(point) = stream.submit(Work::Record(record.clone()))? {
+            let _ = record.points.set(vec![point]);
+        }
+        *self.last() = Last::Record(record);
+        Ok(())
+    }
+}
+
+/// The event behind a handle.
+pub fn of(handle: usize) -> Result<Arc<Event>, Error> {
+    EVENTS.get(handle)
+}
+
+/// `cuEventCreate`
+pub fn create(event: *mut usize, flags: u32) -> Done {
+    let interprocess_with_timing = flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0;
+    if event.is_null() || flags > 7 || interprocess_with_timing {
+        return Err(Error::INVALID_VALUE);
+    }
+    let context = context::healthy()?;
+    out(event, EVENTS.add(Arc::new(Event { flags, context, last: Mutex::default() })))
+}
+
+/// `cuEventDestroy`
+pub fn destroy(event: usize) -> Done {
+    of(event)?.context.error()?;
+    EVENTS.remove(event).map(drop)
+}
+
+/// `cuEventRecord`
+pub fn record(flavour: Flavour, event: usize, stream: usize) -> Done {
+    record_with_flags(flavour, event, stream, 0)
+}
+
+/// `cuEventRecordWithFlags`
+pub fn record_with_flags(flavour: Flavour, event: usize, stream: usize, flags: u32) -> Done {
+    let (stream, event) = (stream::of(stream, flavour)?, of(event)?);
+    if !Arc::ptr_eq(&stream.context, &event.context) {
+        return Err(Error::INVALID_HANDLE);
+    }
+    if flags == EXTERNAL && capture::capturing(&stream) {
+        return stream.submit(Work::RecordEvent(event)).map(drop);
+    }
+    event.record(&stream)
+}
+
+/// `cuEventQuery`
+pub fn query(event: usize) -> Done {
+    let event = of(event)?;
+    event.context.error()?;
+    event.not_captured()?;
+    capture::forbid()?;
+    let reached = event.points().iter().all(Point::reached);
+    event.context.error()?;
+    if reached { Ok(()) } else { Err(Error::NOT_READY) }
+}
+
+/// `cuEventSynchronize`
+pub fn synchronise(event: usize) -> Done {
+    let event = of(event)?;
+    event.context.error()?;
+    event.not_captured()?;
+    capture::forbid()?;
+    event.wait();
+    event.context.error()
+}
+
+/// `cuEventElapsedTime`
+pub fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Done {
+    let (start, end) = (of(start)?, of(end)?);
+    start.context.error()?;
+    if (start.flags | end.flags) & DISABLE_TIMING != 0 {
+        return Err(Error::INVALID_HANDLE);
+    }
+    let time = |event: &Event| match &*event.last() {
+        Last::Record(record) => record.time.get().copied().ok_or(Error::NOT_READY),
+        Last::Never => Err(Error::INVALID_HANDLE),
+        Last::Captured(place) => Err(capture::forbid_at(place)),
+    };
+    let (start, end) = (time(&start)?, time(&end)?);
+    let forward = end.saturating_duration_since(start).as_secs_f64();
+    out(milliseconds, ((forward - start.saturating_duration_since(end).as_secs_f64()) * 1e3) as f32)
+}
+
+/// `cuStreamWaitEvent`
+pub fn stream_wait(flavour: Flavour, stream: usize, event: usize, _flags: u32) -> Done {
+    let (stream, event) = (stream::of(stream, flavour)?, of(event)?);
+    stream.context.error()?;
+    let last = event.last().clone();
+    match last {
+        Last::Captured(place) => capture::join(&stream, place),
+        Last::Record(_) | Last::Never if capture::capturing(&stream) => {
+            capture::isolated(&stream, matches!(last, Last::Never))
+        }
+        Last::Never => Ok(()),
+        Last::Record(record) => {
+            stream.enqueue(Work::Nothing, record.points().to_vec());
+            Ok(())
+        }
+    }
+}
+
+/// `cuCtxRecordEvent`: everything that the context has been given.
+pub fn context_record(context: usize, event: usize) -> Done {
+    let (context, event) = (context::of(context)?, of(event)?);
+    context.error()?;
+    capture::forbid_in(&context)?;
+    if !Arc::ptr_eq(&context, &event.context) {
+        return Err(Error::INVALID_HANDLE);
+    }
+    let record = Record::default();
+    let _ = record.points.set(context.points());
+    *event.last() = Last::Record(Arc::new(record));
+    Ok(())
+}
+
+/// `cuCtxWaitEvent`: everything that the context will be given waits.
+pub fn context_wait(context: usize, event: usize) -> Done {
+    let (context, event) = (context::of(context)?, of(event)?);
+    context.error()?;
+    capture::forbid_in(&context)?;
+    event.not_captured()?;
+    let points: Vec<Point> = event.points().into_iter().filter(|p| !p.reached()).collect();
+    for stream in context.streams().iter().chain([&context.null()]) {
+        stream.enqueue(Work::Nothing, points.clone());
+    }
+    let mut gate = context.gate.lock().unwrap_or_else(|e| e.into_inner());
+    gate.retain(|p| !p.reached());
+    gate.extend(points);
+    Ok(())
+}

@@ -1,0 +1,236 @@
+//! The kernels that the simulator knows, by name. What a real GPU gets from their PTX is written out here in Rust.
+
+use crate::{
+    context::Context,
+    error::{Done, Error},
+    managed,
+    memory::{self, PIECE, Touch},
+};
+use cuda_sim_gpus::{Config, Engine, EngineKind};
+use std::{
+    ptr,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// At most this many parameters, each of at most 8 bytes.
+const MAX_PARAMS: usize = 4;
+/// How long an engine is kept at a time.
+const SLICE: Duration = Duration::from_millis(1);
+
+/// A kernel: its name in the PTX, the sizes of its parameters, and what it does.
+#[derive(Debug)]
+pub struct Kernel {
+    pub name: &'static str,
+    pub params: &'static [usize],
+    run: fn(&Context, &[u64; MAX_PARAMS]) -> Done,
+}
+
+static KERNELS: &[Kernel] = &[
+    Kernel { name: "empty", params: &[], run: |_, _| Ok(()) },
+    Kernel {
+        name: "fill_u32",
+        params: &[8, 8, 4],
+        run: |c, &[at, count, value, _]| each(c, at, count, Pass::Write, |_, _| value as u32),
+    },
+    Kernel {
+        name: "add_u32",
+        params: &[8, 8, 4],
+        run: |c, &[at, count, value, _]| each(c, at, count, Pass::Update, |_, x| x.wrapping_add(value as u32)),
+    },
+    Kernel {
+        name: "mix_u32",
+        params: &[8, 8, 4],
+        run: |c, &[at, count, seed, _]| each(c, at, count, Pass::Update, |i, x| mix(i, x, seed as u32)),
+    },
+    Kernel {
+        name: "unmix_u32",
+        params: &[8, 8, 4],
+        run: |c, &[at, count, seed, _]| each(c, at, count, Pass::Update, |i, x| unmix(i, x, seed as u32)),
+    },
+    Kernel { name: "sum_u32", params: &[8, 8, 8], run: sum },
+    Kernel { name: "spin_ns", params: &[8], run: |c, &[ns, ..]| spin_ns(c, ns) },
+    Kernel { name: "spin_until", params: &[8], run: |c, &[flag, ..]| spin_until(c, flag) },
+];
+
+/// The kernel of this name.
+pub fn find(name: &str) -> Option<&'static Kernel> {
+    KERNELS.iter().find(|k| k.name == name)
+}
+
+/// What is launched, and in how many threads; the simulated kernels do the same whatever the number.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    pub function: usize,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+}
+
+/// A kernel with its arguments.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    pub kernel: &'static Kernel,
+    pub shape: Shape,
+    pub args: [u64; MAX_PARAMS],
+}
+
+impl Launch {
+    /// Copies the arguments as `kernelParams` has them: a pointer to each.
+    ///
+    /// # Safety
+    /// `params` must have as many pointers as the kernel has parameters, each to a value of that parameter's size.
+    pub unsafe fn from_params(
+        kernel: &'static Kernel,
+        shape: Shape,
+        params: *const *const u8,
+    ) -> Result<Launch, Error> {
+        let mut args = [0; MAX_PARAMS];
+        if params.is_null() && !kernel.params.is_empty() {
+            return Err(Error::INVALID_VALUE);
+        }
+        for (i, size) in kernel.params.iter().enumerate() {
+            // SAFETY: the caller's promise; `size` is at most 8.
+            unsafe { ptr::copy_nonoverlapping(*params.add(i), ptr::from_mut(&mut args[i]).cast(), *size) };
+        }
+        Ok(Launch { kernel, shape, args })
+    }
+
+    /// Copies the arguments from one buffer, where each is aligned to its size.
+    pub fn from_buffer(kernel: &'static Kernel, shape: Shape, buffer: &[u8]) -> Result<Launch, Error> {
+        let mut args = [0; MAX_PARAMS];
+        for (i, (offset, size)) in kernel.layout().enumerate() {
+            let bytes = buffer.get(offset..offset + size).ok_or(Error::INVALID_VALUE)?;
+            let mut word = [0; 8];
+            word[..size].copy_from_slice(bytes);
+            args[i] = u64::from_le_bytes(word);
+        }
+        Ok(Launch { kernel, shape, args })
+    }
+
+    pub fn instant(&self) -> bool {
+        self.kernel.params.is_empty()
+    }
+
+    pub fn run(&self, context: &Context) -> Done {
+        (self.kernel.run)(context, &self.args)
+    }
+}
+
+impl Kernel {
+    /// Offset and size of each parameter.
+    pub fn layout(&self) -> impl Iterator<Item = (usize, usize)> {
+        let mut end = 0_usize;
+        self.params.iter().map(move |size| {
+            let offset = end.next_multiple_of(*size);
+            end = offset + size;
+            (offset, *size)
+        })
+    }
+}
+
+/// One step of `mix_u32`: order matters, and no value stays as it was.
+fn mix(index: u64, x: u32, seed: u32) -> u32 {
+    let y = (x ^ seed.wrapping_add(index as u32)).wrapping_mul(0x9e37_79b1);
+    y ^ (y >> 15)
+}
+
+/// Undoes [`mix`].
+fn unmix(index: u64, x: u32, seed: u32) -> u32 {
+    let y = (x ^ (x >> 15) ^ (x >> 30)).wrapping_mul(0xe8b2f51);
+    y ^ seed.wrapping_add(index as u32)
+}
+
+/// What a kernel does with the memory that it sweeps.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    Read,
+    Write,
+    Update,
+}
+
+/// `count` elements at `at`, each replaced by `f(index, old)`.
+fn each(context: &Context, at: u64, count: u64, pass: Pass, f: impl Fn(u64, u32) -> u32) -> Done {
+    sweep(context, at, count, pass, |first, elements, n| {
+        for i in 0..n {
+            // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
+            unsafe {
+                let element = elements.add(i as usize);
+                let old = if pass == Pass::Write { 0 } else { element.read() };
+                element.write(f(first + i, old));
+            }
+        }
+    })
+}
+
+fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
+    let mut sum = 0_u64;
+    sweep(context, at, count, Pass::Read, |_, elements, n| {
+        // SAFETY: as above.
+        sum = (0..n).fold(sum, |sum, i| sum.wrapping_add(u64::from(unsafe { elements.add(i as usize).read() })));
+    })?;
+    if result % 8 != 0 {
+        return Err(Error::MISALIGNED_ADDRESS);
+    }
+    managed::fault(result, 8, context.gpu)?;
+    memory::touch(result, 8, Touch { gpu: context.gpu, write: true, copy: false }, |at, len| {
+        if len == 8 {
+            // SAFETY: eight writable, aligned bytes.
+            unsafe { AtomicU64::from_ptr(at.cast()) }.fetch_add(sum, Ordering::Relaxed);
+        }
+    })
+}
+
+/// Goes over memory piece by piece and takes the time that the GPU would.
+fn sweep(context: &Context, at: u64, count: u64, pass: Pass, mut f: impl FnMut(u64, *mut u32, u64)) -> Done {
+    let bytes = count.checked_mul(4).ok_or(Error::ILLEGAL_ADDRESS)?;
+    if !at.is_multiple_of(4) {
+        return Err(Error::MISALIGNED_ADDRESS);
+    }
+    let bandwidth = Config::get().gpu_bandwidth;
+    let step = (bandwidth / 500).clamp(64 << 10, PIECE) & !4095;
+    let touch = Touch { gpu: context.gpu, write: pass != Pass::Read, copy: false };
+    let mut done = 0;
+    while done < bytes {
+        context.error()?;
+        let len = step.min(bytes - done);
+        managed::fault(at + done, len, context.gpu)?;
+        let traffic = if pass == Pass::Update { 2 * len } else { len };
+        let cost = Duration::from_nanos((u128::from(traffic) * 1_000_000_000 / u128::from(bandwidth)) as u64);
+        Engine::get(context.gpu, EngineKind::Compute).run(cost, || {
+            let mut first = done / 4;
+            memory::touch(at + done, len, touch, |run, len| {
+                f(first, run.cast(), len / 4);
+                first += len / 4;
+            })
+        })?;
+        done += len;
+    }
+    Ok(())
+}
+
+/// Keeps the GPU busy until that much time is over, other processes' turns included, as a clock on the GPU would have it.
+fn spin_ns(context: &Context, ns: u64) -> Done {
+    let end = Instant::now() + Duration::from_nanos(ns);
+    loop {
+        context.error()?;
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(());
+        }
+        Engine::get(context.gpu, EngineKind::Compute).run(left.min(SLICE), || {});
+    }
+}
+
+/// Keeps the GPU busy until somebody writes to `flag`.
+fn spin_until(context: &Context, flag: u64) -> Done {
+    loop {
+        context.error()?;
+        if memory::read::<u32>(flag, context.gpu)? != 0 {
+            return Ok(());
+        }
+        Engine::get(context.gpu, EngineKind::Compute).run(SLICE, || {});
+        thread::yield_now();
+    }
+}

@@ -1,0 +1,85 @@
+//! A simulated `libcuda.so.1`. README.md says how to use it, and where it is simpler than the driver.
+//!
+//! [`exports`] has every symbol in one table, and which function does it; [`lookup`] finds them by name and version.
+//! [`device`], [`context`] and [`peer`] are about GPUs; [`memory`] is the table of addresses, and [`alloc`], [`vmm`],
+//! [`managed`], [`host`], [`pool`] and [`array`] are the ways into it; [`stream`] queues [`work`], which is done by
+//! [`kernels`], [`copy`], [`fill`] and [`value`]; [`event`], [`capture`] and [`graph`] are what is built on streams;
+//! [`module`] and [`launch`] lead to kernels. What processes share is in the crate `cuda-sim-gpus`.
+
+mod alloc;
+mod array;
+mod capture;
+mod context;
+mod copy;
+mod device;
+mod error;
+mod event;
+mod exports;
+mod fill;
+mod graph;
+mod host;
+mod kernels;
+mod launch;
+mod lookup;
+mod managed;
+mod memory;
+mod module;
+mod peer;
+mod pointer;
+mod pool;
+mod registry;
+mod stream;
+mod value;
+mod vmm;
+mod work;
+
+use error::{Done, Error};
+use std::{collections::HashMap, sync::Mutex};
+
+/// Writes an answer to where the program wants it.
+fn out<T>(to: *mut T, value: T) -> Done {
+    if to.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    // SAFETY: the API's contract: the program passes null or a place for a `T`.
+    unsafe { to.write_unaligned(value) };
+    Ok(())
+}
+
+/// Writes an answer that the program need not want.
+fn out_if<T>(to: *mut T, value: T) {
+    let _ = out(to, value);
+}
+
+/// Reads what the program passes by pointer.
+fn arg<T: Copy>(from: *const T) -> Result<T, Error> {
+    if from.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    // SAFETY: the API's contract: the program passes null or a valid `T`.
+    Ok(unsafe { from.read_unaligned() })
+}
+
+/// Every call comes through here: is the driver of use in this process, and is this call meant to fail?
+fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
+    let call = || {
+        if !early && (!device::initialised() || cuda_sim_gpus::after_fork()) {
+            return Err(Error::NOT_INITIALIZED);
+        }
+        if meant_to_fail(symbol) {
+            return Err(Error::OUT_OF_MEMORY);
+        }
+        call()
+    };
+    call().map_or_else(|e| e.0, |()| 0)
+}
+
+/// `CUDA_SIM_FAIL`: counts the calls that it names.
+fn meant_to_fail(symbol: &str) -> bool {
+    static CALLS: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
+    let Some(nth) = cuda_sim_gpus::Config::get().fail.get(symbol) else { return false };
+    let mut calls = CALLS.lock().unwrap_or_else(|e| e.into_inner());
+    let count = calls.get_or_insert_default().entry(symbol.to_owned()).or_insert(0);
+    *count += 1;
+    count == nth
+}

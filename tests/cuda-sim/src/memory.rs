@@ -1,0 +1,347 @@
+//! A process' device addresses: what is mapped where, who may touch it, and the only door through which work does.
+//!
+//! Device addresses are real, reserved, inaccessible addresses of the process; the bytes live elsewhere in it (the
+//! *alias* of a chunk). So a program that dereferences a device pointer on the host crashes as it should, remapping is
+//! a change in a table, and work that touches what is not mapped gets an error instead of a signal.
+
+use crate::{
+    error::{Done, Error},
+    managed::Managed,
+};
+use cuda_sim_gpus::Account;
+use std::{
+    collections::BTreeMap,
+    ops::Bound,
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    ptr,
+    sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64, atomic::Ordering},
+};
+
+/// Granularity of physical memory and of mappings.
+pub const GRANULARITY: u64 = 2 << 20;
+/// Work touches memory in pieces of this size, so that nothing else waits long for the table.
+pub const PIECE: u64 = 4 << 20;
+
+/// Physical memory of one GPU.
+#[derive(Debug)]
+pub struct Chunk {
+    pub gpu: usize,
+    pub len: u64,
+    alias: *mut u8,
+    pub fd: Option<OwnedFd>,
+    /// Imported chunks are on their exporter's account.
+    accounted: bool,
+}
+
+// SAFETY: `alias` is a mapping that this object owns; what happens inside it is the simulated program's own business,
+// like any memory that several kernels write to.
+unsafe impl Send for Chunk {}
+// SAFETY: as above.
+unsafe impl Sync for Chunk {}
+
+impl Chunk {
+    /// Takes memory of a GPU; out of memory if it is not there. `shareable` chunks can be exported.
+    pub fn new(gpu: usize, len: u64, shareable: bool) -> Result<Arc<Chunk>, Error> {
+        if !Account::get().take(gpu, len) {
+            return Err(Error::OUT_OF_MEMORY);
+        }
+        let chunk = if shareable { Self::memfd(gpu, len) } else { Self::anonymous(gpu, len) };
+        chunk.inspect_err(|_| Account::get().give(gpu, len)).map(Arc::new)
+    }
+
+    fn anonymous(gpu: usize, len: u64) -> Result<Chunk, Error> {
+        let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
+        // SAFETY: a hint about a mapping of this size that was just made. A forked child has no use for it.
+        unsafe {
+            libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
+            libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
+        }
+        Ok(Chunk { gpu, len, alias, fd: None, accounted: true })
+    }
+
+    fn memfd(gpu: usize, len: u64) -> Result<Chunk, Error> {
+        let name = std::ffi::CString::new(format!("cuda-sim-gpu{gpu}")).map_err(|_| Error::UNKNOWN)?;
+        // SAFETY: a valid name; the descriptor is new and ours.
+        let fd = unsafe {
+            let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
+            if fd < 0 || libc::ftruncate(fd, len as i64) != 0 {
+                return Err(Error::OPERATING_SYSTEM);
+            }
+            OwnedFd::from_raw_fd(fd)
+        };
+        Self::of_fd(gpu, len, fd, true)
+    }
+
+    /// The chunk behind a descriptor that another process exported.
+    pub fn import(gpu: usize, len: u64, fd: OwnedFd) -> Result<Arc<Chunk>, Error> {
+        Self::of_fd(gpu, len, fd, false).map(Arc::new)
+    }
+
+    fn of_fd(gpu: usize, len: u64, fd: OwnedFd, accounted: bool) -> Result<Chunk, Error> {
+        let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd.as_raw_fd())?;
+        Ok(Chunk { gpu, len, alias, fd: Some(fd), accounted })
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made with this length, and no work can reach it: work holds the table's lock and goes
+        // through mappings that keep their chunk alive.
+        unsafe { libc::munmap(self.alias.cast(), self.len as usize) };
+        if self.accounted {
+            Account::get().give(self.gpu, self.len);
+        }
+    }
+}
+
+fn map(len: u64, prot: i32, flags: i32, fd: i32) -> Result<*mut u8, Error> {
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let at = unsafe { libc::mmap(ptr::null_mut(), len as usize, prot, flags | libc::MAP_NORESERVE, fd, 0) };
+    if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(at.cast()) }
+}
+
+/// Takes addresses that nothing else in the process will get. At `hint` if that is free; aligned to `align`.
+pub fn reserve(len: u64, align: u64, hint: u64) -> Result<u64, Error> {
+    let align = align.max(GRANULARITY);
+    if hint != 0 && hint.is_multiple_of(align) {
+        // SAFETY: without MAP_FIXED the hint never replaces a mapping.
+        let at = unsafe {
+            libc::mmap(
+                hint as *mut _,
+                len as usize,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE,
+                -1,
+                0,
+            )
+        };
+        if at as u64 == hint {
+            return Ok(hint);
+        }
+        if at != libc::MAP_FAILED {
+            unreserve(at as u64, len);
+        }
+    }
+    let span = len.checked_add(align).ok_or(Error::OUT_OF_MEMORY)?;
+    let start = map(span, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)? as u64;
+    let at = start.next_multiple_of(align);
+    if at > start {
+        unreserve(start, at - start);
+    }
+    if start + span > at + len {
+        unreserve(at + len, start + span - at - len);
+    }
+    Ok(at)
+}
+
+/// Gives addresses back.
+pub fn unreserve(at: u64, len: u64) {
+    // SAFETY: the caller owns these addresses: `reserve` gave them out and the table no longer mentions them.
+    unsafe { libc::munmap(at as *mut _, len as usize) };
+}
+
+/// Where a mapping's bytes are.
+#[derive(Clone, Debug)]
+pub enum Backing {
+    /// A whole chunk or a part of it, from an offset. `legacy`: made by `cuMemAlloc` and its kin, which follows peer
+    /// access between contexts; otherwise made by `cuMemMap`, which follows `cuMemSetAccess`.
+    Chunk { chunk: Arc<Chunk>, offset: u64, legacy: bool },
+    /// Host memory that the GPU can reach, at its own address.
+    Host { flags: u32, owned: bool },
+    /// Managed memory, at its own address.
+    Managed(Arc<Managed>),
+}
+
+/// One entry of the table.
+#[derive(Clone, Debug)]
+pub struct Mapping {
+    pub at: u64,
+    pub len: u64,
+    pub backing: Backing,
+    /// Bit *n*: GPU *n* may read, write.
+    pub read: u64,
+    pub write: u64,
+    /// Distinguishes this mapping from others at the same address at other times.
+    pub id: u64,
+    /// The context it was made in, 0 if in none.
+    pub context: usize,
+}
+
+impl Mapping {
+    /// A mapping that no GPU may touch yet.
+    pub fn new(at: u64, len: u64, backing: Backing, context: usize) -> Mapping {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Mapping { at, len, backing, read: 0, write: 0, id: NEXT.fetch_add(1, Ordering::Relaxed), context }
+    }
+
+    pub fn for_gpus(mut self, gpus: u64) -> Mapping {
+        (self.read, self.write) = (gpus, gpus);
+        self
+    }
+
+    pub fn end(&self) -> u64 {
+        self.at + self.len
+    }
+
+    /// The GPU that has the bytes; none for host and managed memory.
+    pub fn gpu(&self) -> Option<usize> {
+        match &self.backing {
+            Backing::Chunk { chunk, .. } => Some(chunk.gpu),
+            _ => None,
+        }
+    }
+
+    fn bytes(&self, addr: u64) -> *mut u8 {
+        match &self.backing {
+            Backing::Chunk { chunk, offset, .. } => chunk.alias.wrapping_add((offset + addr - self.at) as usize),
+            _ => addr as *mut u8,
+        }
+    }
+
+    fn permits(&self, touch: Touch) -> bool {
+        let bit = 1 << touch.gpu;
+        let granted = if touch.write { self.write } else { self.read };
+        match &self.backing {
+            Backing::Chunk { chunk, legacy: true, .. } => {
+                granted & bit != 0 || touch.copy || crate::peer::enabled(touch.gpu, chunk.gpu)
+            }
+            _ => granted & bit != 0,
+        }
+    }
+}
+
+/// Who touches memory, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Touch {
+    pub gpu: usize,
+    pub write: bool,
+    /// A copy reaches memory of other GPUs that a kernel does not.
+    pub copy: bool,
+}
+
+/// The table of one process.
+#[derive(Debug, Default)]
+pub struct Space {
+    pub reserved: BTreeMap<u64, u64>,
+    mappings: BTreeMap<u64, Mapping>,
+}
+
+static SPACE: RwLock<Space> = RwLock::new(Space { reserved: BTreeMap::new(), mappings: BTreeMap::new() });
+
+/// The table, to read. Never sleep with it.
+pub fn space() -> RwLockReadGuard<'static, Space> {
+    SPACE.read().unwrap_or_else(|e| e.into_inner())
+}
+
+/// The table, to change.
+pub fn space_mut() -> RwLockWriteGuard<'static, Space> {
+    SPACE.write().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Space {
+    pub fn insert(&mut self, mapping: Mapping) {
+        self.mappings.insert(mapping.at, mapping);
+    }
+
+    pub fn remove(&mut self, at: u64) -> Option<Mapping> {
+        self.mappings.remove(&at)
+    }
+
+    pub fn exact(&self, at: u64) -> Option<&Mapping> {
+        self.mappings.get(&at)
+    }
+
+    pub fn exact_mut(&mut self, at: u64) -> Option<&mut Mapping> {
+        self.mappings.get_mut(&at)
+    }
+
+    /// The mapping that has `addr`.
+    pub fn at(&self, addr: u64) -> Option<&Mapping> {
+        let (_, mapping) = self.mappings.range(..=addr).next_back()?;
+        (addr < mapping.end()).then_some(mapping)
+    }
+
+    /// The reservation that has `addr`.
+    pub fn reservation(&self, addr: u64) -> Option<(u64, u64)> {
+        let (at, len) = self.reserved.range(..=addr).next_back()?;
+        (addr < at + len).then_some((*at, *len))
+    }
+
+    /// The mappings that overlap a range, in order.
+    pub fn overlapping(&self, at: u64, len: u64) -> Vec<u64> {
+        let first = self.at(at).map(|m| m.at);
+        let rest =
+            self.mappings.range((Bound::Excluded(at), Bound::Excluded(at.saturating_add(len)))).map(|(at, _)| *at);
+        first.into_iter().chain(rest.filter(|at| Some(*at) != first)).collect()
+    }
+
+    /// True if every byte of the range is in some mapping.
+    pub fn covers(&self, at: u64, len: u64) -> bool {
+        let mut from = at;
+        while from < at.saturating_add(len) {
+            match self.at(from) {
+                Some(mapping) => from = mapping.end(),
+                None => return false,
+            }
+        }
+        true
+    }
+
+    /// The bytes of a range, in as many runs as mappings have them. Valid as long as the table is held.
+    pub fn runs(&self, at: u64, len: u64, touch: Touch) -> Result<Vec<(*mut u8, u64)>, Error> {
+        let end = at.checked_add(len).ok_or(Error::ILLEGAL_ADDRESS)?;
+        let mut runs = Vec::with_capacity(2);
+        let mut from = at;
+        while from < end {
+            let mapping = self.at(from).filter(|m| m.permits(touch)).ok_or(Error::ILLEGAL_ADDRESS)?;
+            let run = mapping.end().min(end) - from;
+            runs.push((mapping.bytes(from), run));
+            from += run;
+        }
+        Ok(runs)
+    }
+
+    /// Frees what a context leaves behind: its plain allocations, host and managed memory.
+    pub fn forget_context(&mut self, context: usize) {
+        let ours: Vec<u64> =
+            self.mappings.values().filter(|m| m.context == context && context != 0).map(|m| m.at).collect();
+        for mapping in ours.into_iter().filter_map(|at| self.mappings.remove(&at)) {
+            match &mapping.backing {
+                Backing::Chunk { .. } => unreserve(mapping.at, mapping.len),
+                Backing::Host { owned: true, .. } => unreserve(mapping.at, mapping.len),
+                Backing::Host { owned: false, .. } => {}
+                Backing::Managed(managed) => crate::managed::free(&mapping, managed),
+            }
+        }
+    }
+}
+
+/// Touches a range that is at most one [`PIECE`] long: `each` gets its runs of bytes. Illegal address if a part of the
+/// range is not there or not permitted.
+pub fn touch(at: u64, len: u64, touch: Touch, mut each: impl FnMut(*mut u8, u64)) -> Done {
+    let space = space();
+    space.runs(at, len, touch)?.into_iter().for_each(|(at, len)| each(at, len));
+    Ok(())
+}
+
+/// Reads one value.
+pub fn read<T: Copy + Default>(at: u64, gpu: usize) -> Result<T, Error> {
+    let mut value = T::default();
+    let mut done = 0;
+    touch(at, size_of::<T>() as u64, Touch { gpu, write: false, copy: false }, |from, len| {
+        // SAFETY: `from` has `len` readable bytes while the table is held, and `value` has that many left.
+        unsafe { ptr::copy_nonoverlapping(from, ptr::from_mut(&mut value).cast::<u8>().add(done), len as usize) };
+        done += len as usize;
+    })?;
+    Ok(value)
+}
+
+/// Writes one value.
+pub fn write<T: Copy>(at: u64, gpu: usize, value: T) -> Done {
+    let mut done = 0;
+    touch(at, size_of::<T>() as u64, Touch { gpu, write: true, copy: false }, |to, len| {
+        // SAFETY: `to` has `len` writable bytes while the table is held, and `value` has that many left.
+        unsafe { ptr::copy_nonoverlapping(ptr::from_ref(&value).cast::<u8>().add(done), to, len as usize) };
+        done += len as usize;
+    })
+}

@@ -1,0 +1,82 @@
+//! What the driver knows about an address.
+
+use crate::{
+    alloc, context, device,
+    error::{Done, Error},
+    memory::{Backing, Mapping, space},
+    out,
+};
+
+const HOST: u32 = 1;
+const DEVICE: u32 = 2;
+
+/// `cuPointerGetAttribute`
+pub fn attribute(data: *mut u64, attribute: u32, at: u64) -> Done {
+    context::current()?;
+    let mapping = space().at(at).cloned().ok_or(Error::INVALID_VALUE)?;
+    answer(data, attribute, at, &mapping)
+}
+
+fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
+    let host = matches!(mapping.backing, Backing::Host { .. });
+    let managed = matches!(mapping.backing, Backing::Managed(_));
+    let vmm = matches!(mapping.backing, Backing::Chunk { legacy: false, .. });
+    let (base, len) = alloc::range(at).unwrap_or((mapping.at, mapping.len));
+    let (as_u32, as_i32, as_bool) = (data.cast::<u32>(), data.cast::<i32>(), data.cast::<u8>());
+    match attribute {
+        1 if mapping.context == 0 => Err(Error::INVALID_VALUE),
+        1 => out(data, mapping.context as u64),
+        2 => out(as_u32, if host { HOST } else { DEVICE }),
+        3 => out(data, at),
+        4 if host || managed => out(data, at),
+        4 => Err(Error::INVALID_VALUE),
+        6 | 10 | 15 | 21 => out(as_bool, 0),
+        7 | 20 => out(data, mapping.id),
+        8 => out(as_bool, u8::from(managed)),
+        9 => {
+            let gpu = match mapping.gpu() {
+                Some(gpu) => gpu,
+                None => context::of(mapping.context)?.gpu,
+            };
+            out(as_i32, device::ordinal(gpu))
+        }
+        11 => out(data, base),
+        12 => out(data, len),
+        13 => out(as_bool, 1),
+        14 => out(data, u64::from(vmm)),
+        16 => out(as_u32, 3),
+        17 => out(data, crate::pool::owner(mapping.at).unwrap_or(0) as u64),
+        18 => out(data, mapping.len),
+        19 => out(data, mapping.at),
+        _ => Err(Error::INVALID_VALUE),
+    }
+}
+
+/// `cuPointerGetAttributes`: an unknown address has zeros.
+pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at: u64) -> Done {
+    context::current()?;
+    if attributes.is_null() || data.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    let mapping = space().at(at).cloned();
+    for i in 0..count as usize {
+        // SAFETY: the program passes `count` entries in both lists.
+        let (attribute, to) = unsafe { (*attributes.add(i), *data.add(i)) };
+        let known = mapping.as_ref().is_some_and(|m| answer(to, attribute, at, m).is_ok());
+        if !known {
+            match attribute {
+                2 | 16 => out(to.cast::<u32>(), 0)?,
+                9 => out(to.cast::<i32>(), -2)?,
+                6 | 8 | 10 | 13 | 15 | 21 => out(to.cast::<u8>(), 0)?,
+                _ => out(to, 0)?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `cuPointerSetAttribute`: only synchronous memory operations can be set, which they all are.
+pub fn set_attribute(_value: *const u8, attribute: u32, at: u64) -> Done {
+    let known = space().at(at).is_some();
+    if known && attribute == 6 { Ok(()) } else { Err(Error::INVALID_VALUE) }
+}

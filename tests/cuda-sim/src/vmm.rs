@@ -1,0 +1,262 @@
+//! Virtual memory management: addresses, physical chunks, and mappings between them, each on its own.
+
+use crate::{
+    device,
+    error::{Done, Error},
+    managed::Location,
+    memory::{self, Backing, Chunk, GRANULARITY, Mapping, space, space_mut},
+    out,
+};
+use cuda_sim_gpus::Config;
+use std::{
+    collections::HashMap,
+    ffi::CString,
+    fs,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd},
+    sync::{Arc, LazyLock, Mutex, MutexGuard},
+};
+
+const PINNED: u32 = 1;
+const FILE_DESCRIPTOR: u32 = 1;
+
+/// `CUmemAllocationProp`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Properties {
+    kind: u32,
+    handle_types: u32,
+    location: Location,
+    windows: usize,
+    compression: u8,
+    rdma: u8,
+    usage: u16,
+    reserved: [u8; 4],
+}
+
+/// `CUmemAccessDesc`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Access {
+    pub location: Location,
+    pub flags: u32,
+}
+
+type Handles = HashMap<u64, (Arc<Chunk>, u32)>;
+
+/// Chunks that the program holds, with how many references it has.
+static HANDLES: LazyLock<Mutex<Handles>> = LazyLock::new(Mutex::default);
+
+fn handles() -> MutexGuard<'static, Handles> {
+    HANDLES.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn hold(chunk: Arc<Chunk>) -> u64 {
+    let handle = Arc::as_ptr(&chunk) as u64;
+    handles().entry(handle).or_insert((chunk, 0)).1 += 1;
+    handle
+}
+
+fn chunk(handle: u64) -> Result<Arc<Chunk>, Error> {
+    handles().get(&handle).map(|(chunk, _)| chunk.clone()).ok_or(Error::INVALID_VALUE)
+}
+
+fn supported() -> Done {
+    if Config::get().vmm { Ok(()) } else { Err(Error::NOT_SUPPORTED) }
+}
+
+fn whole(n: u64) -> Done {
+    if n != 0 && n.is_multiple_of(GRANULARITY) { Ok(()) } else { Err(Error::INVALID_VALUE) }
+}
+
+impl Properties {
+    fn gpu(&self) -> Result<usize, Error> {
+        match (self.kind, self.location.kind) {
+            (PINNED, Location::DEVICE) => device::gpu(self.location.id),
+            (PINNED, 2..=4) => Err(Error::NOT_SUPPORTED),
+            _ => Err(Error::INVALID_VALUE),
+        }
+    }
+}
+
+/// `cuMemGetAllocationGranularity`
+pub fn granularity(granularity: *mut usize, properties: *const Properties, _option: u32) -> Done {
+    supported()?;
+    crate::arg(properties)?.gpu()?;
+    out(granularity, GRANULARITY as usize)
+}
+
+/// `cuMemCreate`
+pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flags: u64) -> Done {
+    supported()?;
+    let properties = crate::arg(properties)?;
+    if handle.is_null() || flags != 0 || properties.handle_types & !FILE_DESCRIPTOR != 0 {
+        return Err(Error::INVALID_VALUE);
+    }
+    whole(size as u64)?;
+    let chunk = Chunk::new(properties.gpu()?, size as u64, properties.handle_types == FILE_DESCRIPTOR)?;
+    out(handle, hold(chunk))
+}
+
+/// `cuMemRelease`: the memory stays as long as it is mapped.
+pub fn release(handle: u64) -> Done {
+    let mut handles = handles();
+    let (_, references) = handles.get_mut(&handle).ok_or(Error::INVALID_VALUE)?;
+    *references -= 1;
+    let last = if *references == 0 { handles.remove(&handle) } else { None };
+    drop(handles);
+    drop(last);
+    Ok(())
+}
+
+/// `cuMemRetainAllocationHandle`
+pub fn retain(handle: *mut u64, at: u64) -> Done {
+    let chunk = match space().at(at).map(|m| &m.backing) {
+        Some(Backing::Chunk { chunk, legacy: false, .. }) => chunk.clone(),
+        _ => return Err(Error::INVALID_VALUE),
+    };
+    out(handle, hold(chunk))
+}
+
+/// `cuMemGetAllocationPropertiesFromHandle`
+pub fn properties(properties: *mut Properties, handle: u64) -> Done {
+    let chunk = chunk(handle)?;
+    let location = Location { kind: Location::DEVICE, id: device::ordinal(chunk.gpu) };
+    let handle_types = if chunk.fd.is_some() { FILE_DESCRIPTOR } else { 0 };
+    out(properties, Properties { kind: PINNED, handle_types, location, ..Properties::default() })
+}
+
+/// `cuMemAddressReserve`
+pub fn reserve(at: *mut u64, size: usize, align: usize, hint: u64, flags: u64) -> Done {
+    supported()?;
+    let (size, align) = (size as u64, align as u64);
+    if at.is_null() || flags != 0 || !(align == 0 || align.is_power_of_two()) {
+        return Err(Error::INVALID_VALUE);
+    }
+    whole(size)?;
+    let place = memory::reserve(size, align, hint)?;
+    space_mut().reserved.insert(place, size);
+    out(at, place)
+}
+
+/// `cuMemAddressFree`
+pub fn free(at: u64, size: usize) -> Done {
+    let mut space = space_mut();
+    if space.reserved.get(&at) != Some(&(size as u64)) || !space.overlapping(at, size as u64).is_empty() {
+        return Err(Error::INVALID_VALUE);
+    }
+    space.reserved.remove(&at);
+    memory::unreserve(at, size as u64);
+    Ok(())
+}
+
+/// `cuMemMap`
+pub fn map(at: u64, size: usize, offset: usize, handle: u64, flags: u64) -> Done {
+    let (size, offset) = (size as u64, offset as u64);
+    let chunk = chunk(handle)?;
+    whole(size)?;
+    if flags != 0 || !at.is_multiple_of(GRANULARITY) {
+        return Err(Error::INVALID_VALUE);
+    }
+    // The driver maps a chunk whole or not at all.
+    if offset != 0 || size != chunk.len {
+        return Err(Error::NOT_SUPPORTED);
+    }
+    let mut space = space_mut();
+    let reserved = space.reservation(at).is_some_and(|(start, len)| at + size <= start + len);
+    if !reserved || !space.overlapping(at, size).is_empty() {
+        return Err(Error::INVALID_VALUE);
+    }
+    space.insert(Mapping::new(at, size, Backing::Chunk { chunk, offset, legacy: false }, 0));
+    Ok(())
+}
+
+/// The mappings that make up a range, all of each of them; invalid if the range cuts one or has a hole.
+fn mappings(space: &memory::Space, at: u64, size: u64) -> Result<Vec<u64>, Error> {
+    let found = space.overlapping(at, size);
+    let mut next = at;
+    for start in &found {
+        match space.exact(*start) {
+            Some(m) if m.at == next && matches!(m.backing, Backing::Chunk { legacy: false, .. }) => next = m.end(),
+            _ => return Err(Error::INVALID_VALUE),
+        }
+    }
+    if found.is_empty() || next != at + size { Err(Error::INVALID_VALUE) } else { Ok(found) }
+}
+
+/// `cuMemUnmap`: returns at once, whatever runs. Where nothing is mapped there is nothing to do.
+pub fn unmap(at: u64, size: usize) -> Done {
+    let mut space = space_mut();
+    whole(size as u64)?;
+    let reserved = space.reservation(at).is_some_and(|(start, len)| at + size as u64 <= start + len);
+    if reserved && space.overlapping(at, size as u64).is_empty() {
+        return Ok(());
+    }
+    let removed: Vec<_> =
+        mappings(&space, at, size as u64)?.into_iter().filter_map(|start| space.remove(start)).collect();
+    drop(space);
+    drop(removed);
+    Ok(())
+}
+
+/// `cuMemSetAccess`
+pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> Done {
+    if access.is_null() || count == 0 {
+        return Err(Error::INVALID_VALUE);
+    }
+    let mut space = space_mut();
+    let starts = mappings(&space, at, size as u64)?;
+    for i in 0..count {
+        // SAFETY: the program passes `count` entries.
+        let access = unsafe { *access.add(i) };
+        if access.location.kind != Location::DEVICE || !matches!(access.flags, 0 | 1 | 3) {
+            return Err(Error::INVALID_VALUE);
+        }
+        let bit = 1 << device::gpu(access.location.id)?;
+        for start in &starts {
+            if let Some(mapping) = space.exact_mut(*start) {
+                mapping.read = mapping.read & !bit | if access.flags & 1 != 0 { bit } else { 0 };
+                mapping.write = mapping.write & !bit | if access.flags & 2 != 0 { bit } else { 0 };
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `cuMemGetAccess`
+pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
+    let location = crate::arg(location)?;
+    if location.kind != Location::DEVICE {
+        return Err(Error::INVALID_VALUE);
+    }
+    let bit = 1 << device::gpu(location.id)?;
+    let space = space();
+    let mapping = space.at(at).ok_or(Error::INVALID_VALUE)?;
+    out(flags, u64::from(mapping.read & bit != 0) | if mapping.write & bit != 0 { 2 } else { 0 })
+}
+
+/// `cuMemExportToShareableHandle`: the descriptor is the program's.
+pub fn export(shared: *mut i32, handle: u64, kind: u32, flags: u64) -> Done {
+    let chunk = chunk(handle)?;
+    let fd = chunk.fd.as_ref().filter(|_| kind == FILE_DESCRIPTOR && flags == 0).ok_or(Error::INVALID_VALUE)?;
+    let copy = fd.as_fd().try_clone_to_owned().map_err(|_| Error::OPERATING_SYSTEM)?;
+    out(shared, copy.into_raw_fd())
+}
+
+/// `cuMemImportFromShareableHandle`: the descriptor travels in the pointer's place.
+pub fn import(handle: *mut u64, shared: usize, kind: u32) -> Done {
+    let fd = i32::try_from(shared).map_err(|_| Error::INVALID_VALUE)?;
+    if kind != FILE_DESCRIPTOR {
+        return Err(Error::INVALID_VALUE);
+    }
+    let name = fs::read_link(format!("/proc/self/fd/{fd}")).map_err(|_| Error::INVALID_VALUE)?;
+    let name = name.to_string_lossy().into_owned();
+    let gpu = name
+        .strip_prefix("/memfd:cuda-sim-gpu")
+        .and_then(|rest| rest.split(' ').next()?.parse().ok())
+        .ok_or(Error::INVALID_VALUE)?;
+    // SAFETY: the descriptor is open: its name was just read.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned().map_err(|_| Error::OPERATING_SYSTEM)?;
+    let path = CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(|_| Error::UNKNOWN)?;
+    let len = fs::metadata(path.to_string_lossy().as_ref()).map_err(|_| Error::OPERATING_SYSTEM)?.len();
+    out(handle, hold(Chunk::import(gpu, len, fd)?))
+}

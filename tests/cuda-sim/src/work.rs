@@ -1,0 +1,122 @@
+//! What a stream does: one variant a kind of work, and what becomes of it when it is its turn.
+
+use crate::{
+    context::Context,
+    copy::Copy,
+    error::Done,
+    event::{Event, Record},
+    fill::Fill,
+    kernels::Launch,
+    managed,
+    memory::Mapping,
+    value::Value,
+};
+use std::{ffi::c_void, sync::Arc};
+
+/// A function of the program, called in stream order.
+pub type HostFn = unsafe extern "C" fn(*mut c_void);
+/// The older kind, which is told how the stream fares.
+pub type Callback = unsafe extern "C" fn(usize, u32, *mut c_void);
+
+/// One piece of work in a stream or a graph.
+#[derive(Clone, Debug)]
+pub enum Work {
+    /// Only takes its place: waits for what it comes after.
+    Nothing,
+    Kernel(Launch),
+    Copy(Arc<Copy>),
+    Fill(Fill),
+    Host {
+        call: HostFn,
+        data: usize,
+    },
+    Callback {
+        call: Callback,
+        stream: usize,
+        data: usize,
+    },
+    Record(Arc<Record>),
+    /// In graphs: records an event when the graph is launched.
+    RecordEvent(Arc<Event>),
+    /// In graphs: waits for what the event has when the graph is launched.
+    WaitEvent(Arc<Event>),
+    Value(Value),
+    Prefetch {
+        at: u64,
+        len: u64,
+        gpu: Option<usize>,
+    },
+    /// Lets go of memory that was freed in stream order.
+    Free(Arc<Mapping>),
+    /// In graphs: the memory was taken when the node was made, and stays until the context ends.
+    AllocNode,
+    FreeNode,
+    /// A launched graph, in an order that its edges allow.
+    Graph(Arc<[Work]>),
+}
+
+impl Work {
+    /// True for what counts against the depth of a stream.
+    pub fn heavy(&self) -> bool {
+        matches!(self, Work::Kernel(_) | Work::Copy(_) | Work::Fill(_) | Work::Graph(_))
+    }
+
+    /// True for what takes no time, so that an idle stream need not wake its thread for it.
+    pub fn instant(&self) -> bool {
+        match self {
+            Work::Nothing | Work::Record(_) => true,
+            Work::Kernel(launch) => launch.instant(),
+            _ => false,
+        }
+    }
+
+    /// Does it. In a dead context only what others wait for still happens. An error kills the context.
+    pub fn run(&self, context: &Context) {
+        match self {
+            Work::Record(record) => record.happen(),
+            Work::Callback { call, stream, data } => {
+                let status = context.error().map_or_else(|e| e.0, |()| 0);
+                // SAFETY: the program handed over this function with this argument.
+                unsafe { call(*stream, status, *data as *mut c_void) }
+            }
+            Work::Free(mapping) => crate::pool::freed(mapping),
+            _ => {
+                if let Err(error) = context.error().and_then(|()| self.execute(context)) {
+                    context.fail(error);
+                }
+            }
+        }
+    }
+
+    fn execute(&self, context: &Context) -> Done {
+        match self {
+            Work::Kernel(launch) => launch.run(context),
+            Work::Copy(copy) => copy.run(context),
+            Work::Fill(fill) => fill.run(context),
+            Work::Host { call, data } => {
+                // SAFETY: the program handed over this function with this argument.
+                unsafe { call(*data as *mut c_void) };
+                Ok(())
+            }
+            Work::Value(value) => value.run(context),
+            Work::Prefetch { at, len, gpu } => managed::prefetch(*at, *len, *gpu),
+            Work::Graph(nodes) => {
+                for node in nodes.iter() {
+                    node.run(context);
+                }
+                context.error()
+            }
+            Work::WaitEvent(event) => {
+                event.wait();
+                Ok(())
+            }
+            Work::Nothing
+            | Work::AllocNode
+            | Work::FreeNode
+            | Work::Record(_)
+            | Work::RecordEvent(_)
+            | Work::Callback { .. }
+            | Work::Free(_) => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! Tests of the simulated driver: each loads the library as a program would.
+
+mod lookup;
+mod memory;
+mod streams;
+mod support;

@@ -1,0 +1,195 @@
+//! Memory: who has it, what is in it, and what happens where there is none.
+
+use crate::support::*;
+use std::{io::BufRead, io::BufReader, thread, time::Duration};
+
+const M: usize = 1 << 20;
+const OUT_OF_MEMORY: u32 = 2;
+const ILLEGAL_ADDRESS: u32 = 700;
+
+#[test]
+fn memory_of_a_killed_process_is_free() {
+    isolated(
+        "memory::memory_of_a_killed_process_is_free",
+        &[("CUDA_SIM_MEMORY", "512M"), ("CUDA_SIM_CONTEXT", "16M")],
+        || {
+            let _gpu = Gpu::open();
+            if role().is_some() {
+                alloc(300 * M);
+                println!("\nholding");
+                thread::sleep(Duration::from_secs(60));
+                return;
+            }
+            assert_eq!(free_memory(), 496 * M);
+            let mut holder = companion("memory::memory_of_a_killed_process_is_free", "holder");
+            let lines = BufReader::new(holder.stdout.take().expect("piped")).lines();
+            assert!(lines.map_while(Result::ok).any(|line| line == "holding"));
+            assert_eq!(free_memory(), 180 * M, "300M and a context are the other process'");
+            let mut at = 0_u64;
+            assert_eq!(cu("cuMemAlloc_v2", &[&raw mut at as usize, 200 * M]), OUT_OF_MEMORY);
+            holder.kill().expect("kill");
+            holder.wait().expect("wait");
+            assert_eq!(free_memory(), 496 * M);
+            alloc(400 * M);
+        },
+    );
+}
+
+#[test]
+fn contexts_take_memory() {
+    isolated("memory::contexts_take_memory", &[("CUDA_SIM_MEMORY", "100M"), ("CUDA_SIM_CONTEXT", "40M")], || {
+        assert_eq!(cu("cuInit", &[0]), 0);
+        let first = get("cuCtxCreate_v2", &[0, 0]);
+        get("cuCtxCreate_v2", &[0, 0]);
+        assert_eq!(free_memory(), 20 * M);
+        let mut third = 0_usize;
+        assert_eq!(cu("cuCtxCreate_v2", &[&raw mut third as usize, 0, 0]), OUT_OF_MEMORY);
+        assert_eq!(cu("cuCtxDestroy_v2", &[first]), 0);
+        assert_eq!(free_memory(), 60 * M);
+    });
+}
+
+#[test]
+fn small_allocations_share_blocks() {
+    isolated("memory::small_allocations_share_blocks", &[], || {
+        let _gpu = Gpu::open();
+        let before = free_memory();
+        let all: Vec<u64> = (0..20).map(|_| alloc(1000)).collect();
+        assert_eq!(before - free_memory(), 2 * M);
+        assert!(all.windows(2).all(|w| w[0] != w[1]));
+        all.iter().for_each(|at| assert_eq!(cu("cuMemFree_v2", &[*at as usize]), 0));
+        assert_eq!(free_memory(), before);
+        assert_eq!(cu("cuMemFree_v2", &[all[0] as usize]), 1, "freed twice");
+    });
+}
+
+#[test]
+fn chunks_come_back_at_the_same_address() {
+    isolated("memory::chunks_come_back_at_the_same_address", &[], || {
+        let gpu = Gpu::open();
+        let len = 4 * M;
+        let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
+        let first = chunk(len).expect("a chunk");
+        map(at, len, first);
+        let count = (len / 4) as u64;
+        assert_eq!(gpu.launch("fill_u32", 0, &[at as u64, count, 7]), 0);
+        assert_eq!(gpu.launch("mix_u32", 0, &[at as u64, count, 3]), 0);
+        let mut saved = vec![0_u8; len];
+        assert_eq!(cu("cuMemcpyDtoH_v2", &[saved.as_mut_ptr() as usize, at, len]), 0);
+
+        let used = free_memory();
+        assert_eq!(cu("cuMemRelease", &[first]), 0);
+        assert_eq!(free_memory(), used, "mapped memory stays");
+        assert_eq!(cu("cuMemUnmap", &[at, len]), 0);
+        assert_eq!(free_memory(), used + len);
+
+        let second = chunk(len).expect("a chunk");
+        map(at, len, second);
+        assert_eq!(read(at as u64), 0, "other memory");
+        assert_eq!(cu("cuMemcpyHtoD_v2", &[at, saved.as_ptr() as usize, len]), 0);
+        assert_eq!(gpu.launch("unmix_u32", 0, &[at as u64, count, 3]), 0);
+        assert_eq!((read(at as u64), read((at + len - 4) as u64)), (7, 7));
+    });
+}
+
+#[test]
+fn unmapping_waits_for_nothing_and_kills_the_kernel() {
+    isolated("memory::unmapping_waits_for_nothing_and_kills_the_kernel", &[("CUDA_SIM_GPU_BANDWIDTH", "16M")], || {
+        let gpu = Gpu::open();
+        let len = 8 * M;
+        let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
+        let handle = chunk(len).expect("a chunk");
+        map(at, len, handle);
+        assert_eq!(gpu.launch("fill_u32", 0, &[at as u64, (len / 4) as u64, 1]), 0);
+        thread::sleep(Duration::from_millis(30));
+        assert_eq!(cu("cuStreamQuery", &[0]), 600, "half a second of work");
+        assert_eq!(cu("cuMemUnmap", &[at, len]), 0);
+        assert_eq!(cu("cuCtxSynchronize", &[]), ILLEGAL_ADDRESS);
+        let mut answer = 0_usize;
+        for (call, args) in [
+            ("cuMemAlloc_v2", vec![&raw mut answer as usize, 4]),
+            ("cuStreamQuery", vec![0]),
+            ("cuCtxSynchronize", vec![]),
+        ] {
+            assert_eq!(cu(call, &args), ILLEGAL_ADDRESS, "{call} in a dead context");
+        }
+        assert_eq!(cu("cuMemRelease", &[handle]), 0, "memory management goes on");
+    });
+}
+
+#[test]
+fn no_access_means_none() {
+    isolated("memory::no_access_means_none", &[], || {
+        let gpu = Gpu::open();
+        let len = 2 * M;
+        let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
+        assert_eq!(cu("cuMemMap", &[at, len, 0, chunk(len).expect("a chunk"), 0]), 0);
+        let mut value = 0_u32;
+        assert_eq!(cu("cuMemcpyDtoH_v2", &[&raw mut value as usize, at, 4]), 1);
+        assert_eq!(gpu.launch("fill_u32", 0, &[at as u64, 1, 1]), 0);
+        assert_eq!(cu("cuCtxSynchronize", &[]), ILLEGAL_ADDRESS);
+    });
+}
+
+#[test]
+fn managed_memory_may_exceed_the_gpu() {
+    isolated(
+        "memory::managed_memory_may_exceed_the_gpu",
+        &[("CUDA_SIM_MEMORY", "64M"), ("CUDA_SIM_CONTEXT", "16M"), ("CUDA_SIM_FAULT_BANDWIDTH", "100G")],
+        || {
+            let gpu = Gpu::open();
+            let len = 96 * M;
+            let at = get("cuMemAllocManaged", &[len, 1]) as u64;
+            assert_eq!(free_memory(), 48 * M, "nothing is resident yet");
+            assert_eq!(gpu.launch("fill_u32", 0, &[at, (len / 4) as u64, 9]), 0);
+            assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+            assert_eq!(free_memory(), 0);
+            // SAFETY: managed memory is host memory, too, and the GPU is idle.
+            let last = unsafe { ((at + len as u64 - 4) as *const u32).read() };
+            assert_eq!(last, 9);
+            alloc(40 * M);
+            assert_eq!(free_memory(), 0, "plain memory took the place of managed memory");
+            assert_eq!(cu("cuMemFree_v2", &[at as usize]), 0);
+            assert_eq!(free_memory(), 8 * M);
+        },
+    );
+}
+
+#[test]
+fn the_nth_call_fails_when_told() {
+    isolated("memory::the_nth_call_fails_when_told", &[("CUDA_SIM_FAIL", "cuMemCreate:2")], || {
+        let _gpu = Gpu::open();
+        assert!(chunk(2 * M).is_ok());
+        assert_eq!(chunk(2 * M), Err(OUT_OF_MEMORY));
+        assert!(chunk(2 * M).is_ok());
+    });
+}
+
+#[test]
+fn a_gpu_without_vmm_says_so() {
+    isolated("memory::a_gpu_without_vmm_says_so", &[("CUDA_SIM_VMM", "0")], || {
+        let _gpu = Gpu::open();
+        assert_eq!(get("cuDeviceGetAttribute", &[102, 0]), 0);
+        assert_eq!(chunk(2 * M), Err(801));
+    });
+}
+
+#[test]
+fn a_forked_child_has_no_driver() {
+    isolated("memory::a_forked_child_has_no_driver", &[], || {
+        let _gpu = Gpu::open();
+        // SAFETY: the child only calls the driver and _exit.
+        let status = unsafe {
+            match libc::fork() {
+                0 => libc::_exit(cu("cuCtxSynchronize", &[]) as i32),
+                child => {
+                    let mut status = 0;
+                    assert_eq!(libc::waitpid(child, &mut status, 0), child);
+                    libc::WEXITSTATUS(status)
+                }
+            }
+        };
+        assert_eq!(status, 3);
+        assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+    });
+}

@@ -1,0 +1,255 @@
+//! Streams: order, the default stream, depth, time, and what stream capture allows.
+
+use crate::support::*;
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+const MS: u64 = 1_000_000;
+const NON_BLOCKING: usize = 1;
+const NOT_READY: u32 = 600;
+
+#[test]
+fn work_in_a_stream_is_in_order() {
+    isolated("streams::work_in_a_stream_is_in_order", &[("CUDA_SIM_GPU_BANDWIDTH", "256M")], || {
+        let gpu = Gpu::open();
+        let (at, count) = (alloc(1 << 20), 1 << 18);
+        let (a, b, mark) = (stream(NON_BLOCKING), stream(NON_BLOCKING), event());
+        assert_eq!(gpu.launch("spin_ns", a, &[30 * MS]), 0);
+        assert_eq!(gpu.launch("fill_u32", a, &[at, count, 1]), 0);
+        assert_eq!(gpu.launch("mix_u32", a, &[at, count, 5]), 0);
+        assert_eq!(cu("cuEventRecord", &[mark, a]), 0);
+        assert_eq!(cu("cuEventQuery", &[mark]), NOT_READY);
+        assert_eq!(cu("cuStreamWaitEvent", &[b, mark, 0]), 0);
+        assert_eq!(gpu.launch("unmix_u32", b, &[at, count, 5]), 0);
+        assert_eq!(gpu.launch("add_u32", b, &[at, count, 2]), 0);
+        assert_eq!(cu("cuStreamSynchronize", &[b]), 0);
+        assert_eq!(cu("cuEventQuery", &[mark]), 0);
+        assert_eq!((read(at), read(at + 4 * (count - 1))), (3, 3));
+    });
+}
+
+#[test]
+fn the_default_stream_waits_for_blocking_streams_only() {
+    isolated("streams::the_default_stream_waits_for_blocking_streams_only", &[], || {
+        let gpu = Gpu::open();
+        let at = alloc(4);
+        for (flags, waits) in [(0, true), (NON_BLOCKING, false)] {
+            let other = stream(flags);
+            let start = Instant::now();
+            assert_eq!(gpu.launch("spin_ns", other, &[60 * MS]), 0);
+            read(at);
+            assert_eq!(start.elapsed() >= Duration::from_millis(60), waits, "stream flags {flags}");
+            assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+
+            let start = Instant::now();
+            assert_eq!(gpu.launch("spin_ns", 0, &[60 * MS]), 0);
+            assert_eq!(gpu.launch("empty", other, &[]), 0);
+            assert_eq!(cu("cuStreamSynchronize", &[other]), 0);
+            assert_eq!(
+                start.elapsed() >= Duration::from_millis(60),
+                waits,
+                "stream flags {flags}, after the default stream"
+            );
+            assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+        }
+    });
+}
+
+#[test]
+fn a_stream_takes_so_many_launches_and_then_blocks() {
+    isolated("streams::a_stream_takes_so_many_launches_and_then_blocks", &[], || {
+        let gpu = Gpu::open();
+        let (mut flag, lane) = (Box::new(0_u32), stream(NON_BLOCKING));
+        let at = &raw mut *flag as usize;
+        assert_eq!(cu("cuMemHostRegister_v2", &[at, 4, 0]), 0);
+        assert_eq!(gpu.launch("spin_until", lane, &[at as u64]), 0);
+        let release = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(400));
+            // SAFETY: the flag outlives this thread, and the kernel reads it while it is written, as on a GPU.
+            unsafe { (at as *mut u32).write_volatile(1) };
+        });
+        let start = Instant::now();
+        for _ in 0..1020 {
+            assert_eq!(gpu.launch("empty", lane, &[]), 0);
+        }
+        assert!(start.elapsed() < Duration::from_millis(350), "1,021 launches fit");
+        for _ in 0..2 {
+            assert_eq!(gpu.launch("empty", lane, &[]), 0);
+        }
+        assert!(start.elapsed() >= Duration::from_millis(350), "more do not");
+        release.join().expect("no panic");
+        assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
+    });
+}
+
+#[test]
+fn two_processes_share_the_gpu() {
+    isolated("streams::two_processes_share_the_gpu", &[("CUDA_SIM_GPU_BANDWIDTH", "64M")], || {
+        let gpu = Gpu::open();
+        let (at, count) = (alloc(16 << 20), 4 << 20);
+        let run = || {
+            let start = Instant::now();
+            assert_eq!(gpu.launch("fill_u32", 0, &[at, count, 1]), 0);
+            assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+            start.elapsed().as_secs_f64()
+        };
+        if role().is_some() {
+            run();
+            return;
+        }
+        let alone = run();
+        assert!((0.24..0.5).contains(&alone), "a quarter of a second, not {alone}");
+        let mut other = companion("streams::two_processes_share_the_gpu", "other");
+        while std::fs::read_dir(simulated_machine().join("processes")).expect("accounts").count() < 2 {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let shared = run();
+        other.wait().expect("wait");
+        assert!(shared > 1.6 * alone, "{shared} beside another process, {alone} alone");
+    });
+}
+
+/// What a capture does not survive.
+#[derive(Clone, Copy)]
+enum Survives {
+    Always,
+    /// Global: never; thread-local: if another thread calls; relaxed: yes.
+    ByMode,
+    Never,
+}
+
+#[test]
+fn capture_rules() {
+    isolated("streams::capture_rules", &[], || {
+        let gpu = Gpu::open();
+        let (other, mark, at) = (stream(NON_BLOCKING), event(), alloc(16));
+        let mut host = vec![0_u64; 512];
+        let host_at = host.as_mut_ptr() as usize;
+        let mut answer = 0_usize;
+        let to = &raw mut answer as usize;
+        type Call<'a> = Box<dyn Fn(usize) -> u32 + Sync + 'a>;
+        let calls: Vec<(&str, Survives, Call<'_>)> = vec![
+            ("record on another stream", Survives::Always, Box::new(|_| cu("cuEventRecord", &[mark, other]))),
+            ("launch on another stream", Survives::Always, Box::new(|_| gpu.launch("empty", other, &[]))),
+            (
+                "copy on another stream",
+                Survives::Always,
+                Box::new(move |_| cu("cuMemcpyDtoHAsync_v2", &[host_at, at as usize, 8, other])),
+            ),
+            ("create a chunk", Survives::Always, Box::new(|_| chunk(2 << 20).err().unwrap_or(0))),
+            ("memory information", Survives::Always, Box::new(move |_| cu("cuMemGetInfo_v2", &[to, 0]))),
+            ("query an event", Survives::ByMode, Box::new(|_| cu("cuEventQuery", &[mark]))),
+            ("wait for an event", Survives::ByMode, Box::new(|_| cu("cuEventSynchronize", &[mark]))),
+            ("query another stream", Survives::ByMode, Box::new(|_| cu("cuStreamQuery", &[other]))),
+            ("wait for another stream", Survives::ByMode, Box::new(|_| cu("cuStreamSynchronize", &[other]))),
+            ("allocate", Survives::ByMode, Box::new(move |_| cu("cuMemAlloc_v2", &[to, 64]))),
+            (
+                "register host memory",
+                Survives::ByMode,
+                Box::new(move |_| {
+                    let code = cu("cuMemHostRegister_v2", &[host_at, 64, 0]);
+                    if code == 0 { cu("cuMemHostUnregister", &[host_at]) } else { code }
+                }),
+            ),
+            ("wait for the context", Survives::Never, Box::new(|_| cu("cuCtxSynchronize", &[]))),
+            ("record the context", Survives::Never, Box::new(|_| cu("cuCtxRecordEvent", &[gpu.context, mark]))),
+            ("query the capturing stream", Survives::Never, Box::new(|s| cu("cuStreamQuery", &[s]))),
+        ];
+        for (mode, mode_name) in ["global", "thread-local", "relaxed"].into_iter().enumerate() {
+            for other_thread in [false, true] {
+                for (what, survives, call) in &calls {
+                    let lane = stream(NON_BLOCKING);
+                    assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+                    assert_eq!(cu("cuStreamBeginCapture_v2", &[lane, mode]), 0);
+                    let code = if other_thread {
+                        thread::scope(|scope| {
+                            let there = scope.spawn(|| {
+                                assert_eq!(cu("cuCtxSetCurrent", &[gpu.context]), 0);
+                                call(lane)
+                            });
+                            there.join().expect("no panic")
+                        })
+                    } else {
+                        call(lane)
+                    };
+                    let lives = match survives {
+                        Survives::Always => true,
+                        Survives::ByMode => mode == 2 || (mode == 1 && other_thread),
+                        Survives::Never => false,
+                    };
+                    let label = format!("{what}, mode {mode_name}, other thread {other_thread}");
+                    assert_eq!(code, if lives { 0 } else { 900 }, "{label}");
+                    assert_eq!(gpu.launch("empty", lane, &[]), if lives { 0 } else { 901 }, "{label}");
+                    let mut graph = 0_usize;
+                    assert_eq!(
+                        cu("cuStreamEndCapture", &[lane, &raw mut graph as usize]),
+                        if lives { 0 } else { 901 },
+                        "{label}"
+                    );
+                    assert_eq!(graph != 0, lives, "{label}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_thread_that_relaxed_itself_may_allocate() {
+    isolated("streams::a_thread_that_relaxed_itself_may_allocate", &[], || {
+        let gpu = Gpu::open();
+        let lane = stream(NON_BLOCKING);
+        assert_eq!(cu("cuStreamBeginCapture_v2", &[lane, 0]), 0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut mode = 2_u32;
+                assert_eq!(cu("cuCtxSetCurrent", &[gpu.context]), 0);
+                assert_eq!(cu("cuThreadExchangeStreamCaptureMode", &[&raw mut mode as usize]), 0);
+                assert_eq!(mode, 0, "the mode before");
+                alloc(64);
+            });
+        });
+        assert_ne!(get_after(lane), 0);
+    });
+}
+
+fn get_after(lane: usize) -> usize {
+    let mut graph = 0_usize;
+    assert_eq!(cu("cuStreamEndCapture", &[lane, &raw mut graph as usize]), 0);
+    graph
+}
+
+#[test]
+fn a_graph_does_its_work_when_launched_and_only_then() {
+    isolated("streams::a_graph_does_its_work_when_launched_and_only_then", &[], || {
+        let gpu = Gpu::open();
+        let at = alloc(64);
+        let (lane, side, fork, join) = (stream(NON_BLOCKING), stream(NON_BLOCKING), event(), event());
+        assert_eq!(gpu.launch("fill_u32", 0, &[at, 16, 1]), 0);
+        assert_eq!(cu("cuCtxSynchronize", &[]), 0);
+        assert_eq!(cu("cuStreamBeginCapture_v2", &[lane, 0]), 0);
+        assert_eq!(gpu.launch("add_u32", lane, &[at, 8, 10]), 0);
+        assert_eq!(cu("cuEventRecord", &[fork, lane]), 0);
+        assert_eq!(cu("cuStreamWaitEvent", &[side, fork, 0]), 0);
+        assert_eq!(gpu.launch("add_u32", side, &[at + 32, 8, 20]), 0);
+        let mut graph = 0_usize;
+        let unjoined = side;
+        assert_eq!(cu("cuEventRecord", &[join, unjoined]), 0);
+        assert_eq!(cu("cuStreamWaitEvent", &[lane, join, 0]), 0);
+        assert_eq!(cu("cuStreamEndCapture", &[lane, &raw mut graph as usize]), 0);
+        assert_eq!((read(at), read(at + 32)), (1, 1), "captured, not done");
+        let exec = get("cuGraphInstantiateWithFlags", &[graph, 0]);
+        for _ in 0..3 {
+            assert_eq!(cu("cuGraphLaunch", &[exec, lane]), 0);
+        }
+        assert_eq!(cu("cuStreamSynchronize", &[lane]), 0);
+        assert_eq!((read(at), read(at + 32)), (31, 61));
+
+        assert_eq!(cu("cuStreamBeginCapture_v2", &[lane, 0]), 0);
+        assert_eq!(cu("cuEventRecord", &[fork, lane]), 0);
+        assert_eq!(cu("cuStreamWaitEvent", &[side, fork, 0]), 0);
+        assert_eq!(gpu.launch("empty", side, &[]), 0);
+        assert_eq!(cu("cuStreamEndCapture", &[lane, &raw mut graph as usize]), 904, "the side stream never came back");
+    });
+}

@@ -1,0 +1,45 @@
+#!/bin/sh
+# Sees to it that what the project needs is there. Root on Debian has it installed; anybody else is told its name.
+#
+#   needs.sh cargo|cc|dbus-daemon…
+set -eu
+
+# The oldest cargo that builds the workspace: rust-version in Cargo.toml.
+oldest=$(sed -n 's/^rust-version = "1\.\([0-9]*\).*/\1/p' "$(dirname "$0")/../Cargo.toml")
+packages=
+missing=
+lacks() { # what, the Debian package that has it
+    missing="$missing $1"
+    packages="$packages $2"
+}
+
+for what; do
+    case $what in
+    cargo)
+        if ! version=$("${CARGO:-cargo}" --version 2>/dev/null); then
+            echo "nvshare needs cargo 1.$oldest or newer: https://rustup.rs installs it" >&2
+            exit 1
+        fi
+        minor=${version#cargo 1.}
+        if [ "${minor%%.*}" -lt "$oldest" ]; then
+            echo "nvshare needs cargo 1.$oldest or newer, and this is $version: https://rustup.rs installs a newer one" >&2
+            exit 1
+        fi
+        ;;
+    cc) command -v cc >/dev/null && [ -e /usr/include/stdio.h ] || lacks cc 'gcc libc6-dev' ;;
+    dbus-daemon) command -v dbus-daemon >/dev/null || lacks dbus-daemon dbus-daemon ;;
+    *) lacks "$what" "$what" ;;
+    esac
+done
+
+[ -n "$missing" ] || exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing$packages" >&2
+    # Some lists are older than the packages that they name.
+    # shellcheck disable=SC2086
+    install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages >/dev/null; }
+    install || { apt-get update -qq && install; }
+else
+    echo "these are missing:$missing. As root: apt-get install$packages" >&2
+    exit 1
+fi

@@ -1,0 +1,318 @@
+//! CUDA as the programs use it: one GPU, its kernels, and memory of several kinds.
+
+pub mod api;
+
+pub use api::Api;
+use api::{Access, Location, Properties};
+use std::{
+    ffi::{CStr, CString, c_void},
+    fmt, ptr,
+    sync::Arc,
+};
+
+/// A call that did not succeed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Error {
+    pub call: &'static str,
+    pub code: u32,
+}
+
+impl Error {
+    pub const OUT_OF_MEMORY: u32 = 2;
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut name = ptr::null();
+        // SAFETY: a place for the answer; the name is a static C string.
+        let name = unsafe {
+            (Api::get().cuGetErrorName)(self.code, &mut name);
+            if name.is_null() { "?".into() } else { CStr::from_ptr(name).to_string_lossy() }
+        };
+        write!(f, "{}: {name} ({})", self.call, self.code)
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::error::Error for Error {}
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Calls the driver and names the call if it fails.
+macro_rules! cu {
+    ($call:ident($($arg:expr),* $(,)?)) => {{
+        // SAFETY: the arguments are what the CUDA headers ask for; pointers are to live places of the right type.
+        match unsafe { ($crate::cuda::Api::get().$call)($($arg),*) } {
+            0 => Ok(()),
+            code => Err($crate::cuda::Error { call: stringify!($call), code }),
+        }
+    }};
+}
+pub(crate) use cu;
+
+/// Threads a block, and blocks, for the kernels that stride.
+const BLOCK: u32 = 256;
+const GRID: u32 = 1024;
+const GRANULARITY: usize = 2 << 20;
+
+/// One GPU with its primary context, which is current in the thread that opened it.
+#[derive(Debug)]
+pub struct Gpu {
+    pub device: i32,
+    context: usize,
+    fill: usize,
+    add: usize,
+    mix: usize,
+    unmix: usize,
+    sum: usize,
+    spin_ns: usize,
+    spin_until: usize,
+    empty: usize,
+}
+
+impl Gpu {
+    pub fn open(ordinal: i32) -> Result<Arc<Gpu>> {
+        cu!(cuInit(0))?;
+        let (mut device, mut context, mut module) = (0, 0, 0);
+        cu!(cuDeviceGet(&mut device, ordinal))?;
+        cu!(cuDevicePrimaryCtxRetain(&mut context, device))?;
+        cu!(cuCtxSetCurrent(context))?;
+        let image = CString::new(include_str!("../kernels.ptx")).expect("no NUL in PTX");
+        cu!(cuModuleLoadData(&mut module, image.as_ptr()))?;
+        let function = |name: &CStr| {
+            let mut function = 0;
+            cu!(cuModuleGetFunction(&mut function, module, name.as_ptr())).map(|()| function)
+        };
+        Ok(Arc::new(Gpu {
+            device,
+            context,
+            fill: function(c"fill_u32")?,
+            add: function(c"add_u32")?,
+            mix: function(c"mix_u32")?,
+            unmix: function(c"unmix_u32")?,
+            sum: function(c"sum_u32")?,
+            spin_ns: function(c"spin_ns")?,
+            spin_until: function(c"spin_until")?,
+            empty: function(c"empty")?,
+        }))
+    }
+
+    /// Makes its context current in the calling thread.
+    pub fn enter(&self) -> Result<()> {
+        cu!(cuCtxSetCurrent(self.context))
+    }
+
+    pub fn synchronise(&self) -> Result<()> {
+        cu!(cuCtxSynchronize())
+    }
+
+    /// Free and total bytes.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        cu!(cuMemGetInfo_v2(&mut free, &mut total))?;
+        Ok((free, total))
+    }
+
+    /// The UUID as `nvidia-smi` writes it.
+    pub fn uuid(&self) -> Result<String> {
+        let mut uuid = [0; 16];
+        cu!(cuDeviceGetUuid_v2(&mut uuid, self.device))?;
+        let hex: Vec<String> = uuid.iter().map(|b| format!("{b:02x}")).collect();
+        Ok(format!(
+            "GPU-{}-{}-{}-{}-{}",
+            hex[..4].concat(),
+            hex[4..6].concat(),
+            hex[6..8].concat(),
+            hex[8..10].concat(),
+            hex[10..].concat()
+        ))
+    }
+
+    fn launch(&self, function: usize, grid: u32, block: u32, stream: usize, args: &mut [*mut c_void]) -> Result<()> {
+        cu!(cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, args.as_mut_ptr(), ptr::null_mut()))
+    }
+
+    fn over(&self, function: usize, at: u64, count: u64, mut value: u32, stream: usize) -> Result<()> {
+        let (mut at, mut count) = (at, count);
+        self.launch(
+            function,
+            GRID,
+            BLOCK,
+            stream,
+            &mut [ptr::from_mut(&mut at).cast(), ptr::from_mut(&mut count).cast(), ptr::from_mut(&mut value).cast()],
+        )
+    }
+
+    /// `at[i] = value`
+    pub fn fill(&self, at: u64, count: u64, value: u32, stream: usize) -> Result<()> {
+        self.over(self.fill, at, count, value, stream)
+    }
+
+    /// `at[i] += value`
+    pub fn add(&self, at: u64, count: u64, value: u32, stream: usize) -> Result<()> {
+        self.over(self.add, at, count, value, stream)
+    }
+
+    /// Mixes each element with its index and `seed`: the order of such steps matters.
+    pub fn mix(&self, at: u64, count: u64, seed: u32, stream: usize) -> Result<()> {
+        self.over(self.mix, at, count, seed, stream)
+    }
+
+    /// Undoes [`Gpu::mix`].
+    pub fn unmix(&self, at: u64, count: u64, seed: u32, stream: usize) -> Result<()> {
+        self.over(self.unmix, at, count, seed, stream)
+    }
+
+    /// The sum of all elements; waits for it.
+    pub fn sum(&self, at: u64, count: u64) -> Result<u64> {
+        let result = Buffer::new(Kind::Alloc, 8)?;
+        cu!(cuMemsetD8_v2(result.at, 0, 8))?;
+        let (mut at, mut count, mut to) = (at, count, result.at);
+        self.launch(
+            self.sum,
+            GRID,
+            BLOCK,
+            0,
+            &mut [ptr::from_mut(&mut at).cast(), ptr::from_mut(&mut count).cast(), ptr::from_mut(&mut to).cast()],
+        )?;
+        let mut sum = 0_u64;
+        cu!(cuMemcpyDtoH_v2(ptr::from_mut(&mut sum).cast(), result.at, 8))?;
+        Ok(sum)
+    }
+
+    /// Keeps the GPU busy that long.
+    pub fn spin(&self, mut ns: u64, stream: usize) -> Result<()> {
+        self.launch(self.spin_ns, 1, 1, stream, &mut [ptr::from_mut(&mut ns).cast()])
+    }
+
+    /// Keeps the GPU busy until somebody writes to `flag`, an address in mapped host memory.
+    pub fn spin_until(&self, mut flag: u64, stream: usize) -> Result<()> {
+        self.launch(self.spin_until, 1, 1, stream, &mut [ptr::from_mut(&mut flag).cast()])
+    }
+
+    pub fn empty(&self, stream: usize) -> Result<()> {
+        self.launch(self.empty, 1, 1, stream, &mut [])
+    }
+}
+
+/// One element, on the host.
+pub fn read(at: u64) -> Result<u32> {
+    let mut value = 0_u32;
+    cu!(cuMemcpyDtoH_v2(ptr::from_mut(&mut value).cast(), at, 4))?;
+    Ok(value)
+}
+
+/// How memory is allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `cuMemAlloc`
+    Alloc,
+    /// `cuMemCreate`, `cuMemMap`
+    Vmm,
+    /// `cuMemAllocManaged`
+    Managed,
+    /// `cuMemAllocAsync`
+    Async,
+}
+
+impl Kind {
+    pub fn parse(text: &str) -> Option<Kind> {
+        match text {
+            "alloc" => Some(Kind::Alloc),
+            "vmm" => Some(Kind::Vmm),
+            "managed" => Some(Kind::Managed),
+            "async" => Some(Kind::Async),
+            _ => None,
+        }
+    }
+}
+
+/// Device memory, freed when dropped.
+#[derive(Debug)]
+pub struct Buffer {
+    pub at: u64,
+    len: usize,
+    kind: Kind,
+}
+
+impl Buffer {
+    pub fn new(kind: Kind, len: usize) -> Result<Buffer> {
+        let mut at = 0;
+        match kind {
+            Kind::Alloc => cu!(cuMemAlloc_v2(&mut at, len))?,
+            Kind::Managed => cu!(cuMemAllocManaged(&mut at, len, 1))?,
+            Kind::Async => cu!(cuMemAllocAsync(&mut at, len, 0))?,
+            Kind::Vmm => return Buffer::mapped(len.next_multiple_of(GRANULARITY)),
+        }
+        Ok(Buffer { at, len, kind })
+    }
+
+    fn mapped(len: usize) -> Result<Buffer> {
+        let location = Location { kind: 1, id: 0 };
+        let (mut at, mut handle) = (0, 0);
+        cu!(cuMemCreate(&mut handle, len, &Properties { kind: 1, location, ..Properties::default() }, 0))?;
+        cu!(cuMemAddressReserve(&mut at, len, 0, 0, 0))?;
+        cu!(cuMemMap(at, len, 0, handle, 0))?;
+        cu!(cuMemRelease(handle))?;
+        cu!(cuMemSetAccess(at, len, &Access { location, flags: 3 }, 1))?;
+        Ok(Buffer { at, len, kind: Kind::Vmm })
+    }
+
+    /// Elements of four bytes.
+    pub fn count(&self) -> u64 {
+        self.len as u64 / 4
+    }
+
+    /// Frees it, and says how that went.
+    pub fn free(self) -> Result<()> {
+        let result = self.give_back();
+        std::mem::forget(self);
+        result
+    }
+
+    fn give_back(&self) -> Result<()> {
+        match self.kind {
+            Kind::Alloc | Kind::Managed => cu!(cuMemFree_v2(self.at)),
+            Kind::Async => cu!(cuMemFreeAsync(self.at, 0)),
+            Kind::Vmm => {
+                // Unmapping waits for nothing.
+                cu!(cuCtxSynchronize())?;
+                cu!(cuMemUnmap(self.at, self.len))?;
+                cu!(cuMemAddressFree(self.at, self.len))
+            }
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let _ = self.give_back();
+    }
+}
+
+/// A stream, destroyed when dropped.
+#[derive(Debug)]
+pub struct Stream(pub usize);
+
+impl Stream {
+    pub fn new() -> Result<Stream> {
+        let mut stream = 0;
+        cu!(cuStreamCreate(&mut stream, 1))?;
+        Ok(Stream(stream))
+    }
+
+    pub fn synchronise(&self) -> Result<()> {
+        cu!(cuStreamSynchronize(self.0))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let _ = cu!(cuStreamDestroy_v2(self.0));
+    }
+}

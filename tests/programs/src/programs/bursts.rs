@@ -1,0 +1,34 @@
+//! An interactive program: short work after a pause, and how long each answer took.
+
+use super::{Outcome, expect};
+use crate::{
+    args::Args,
+    cuda::{Buffer, Gpu, Kind},
+    report::Report,
+};
+use std::{thread, time::Instant};
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let (memory, bursts, pause) =
+        (args.size("mem", "16M"), args.size("bursts", "50").max(1), args.milliseconds("pause-ms", "20"));
+    let gpu = Gpu::open(0)?;
+    let buffer = Buffer::new(Kind::Alloc, memory as usize)?;
+    gpu.fill(buffer.at, buffer.count(), 3, 0)?;
+    gpu.synchronise()?;
+    let mut latencies = Vec::new();
+    for _ in 0..bursts {
+        thread::sleep(pause);
+        let start = Instant::now();
+        gpu.add(buffer.at, buffer.count(), 1, 0)?;
+        gpu.synchronise()?;
+        latencies.push(start.elapsed().as_secs_f64());
+    }
+    expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (3 + bursts))?;
+    latencies.sort_by(f64::total_cmp);
+    let at = |share: f64| latencies[((latencies.len() - 1) as f64 * share).round() as usize];
+    report.integer("bursts", bursts);
+    report.number("p50", at(0.5));
+    report.number("p99", at(0.99));
+    report.number("max", at(1.0));
+    Ok(())
+}

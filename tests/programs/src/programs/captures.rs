@@ -1,0 +1,80 @@
+//! One capture after another, each of which takes its time, while another thread gives the GPU work that is not captured.
+
+use super::{Outcome, expect};
+use crate::{
+    args::Args,
+    cuda::{self, Buffer, Gpu, Kind, Stream, cu},
+    report::Report,
+};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+/// Global, thread-local and relaxed.
+const MODES: [u32; 3] = [0, 1, 2];
+const LAUNCHES: u32 = 4;
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let (memory, rounds, pause) =
+        (args.size("mem", "16M"), args.size("rounds", "6"), args.milliseconds("capture-ms", "50"));
+    let gpu = Gpu::open(0)?;
+    let buffer = Buffer::new(Kind::Alloc, memory as usize / 2)?;
+    gpu.fill(buffer.at, buffer.count(), 1, 0)?;
+    // Made here: beside a capture in global mode nothing can be allocated.
+    let (stream, beside) = (Stream::new()?, Buffer::new(Kind::Alloc, memory as usize / 2)?);
+    gpu.fill(beside.at, beside.count(), 0, 0)?;
+    gpu.synchronise()?;
+    let done = Arc::new(AtomicBool::new(false));
+    let other = {
+        let (gpu, done) = (gpu.clone(), done.clone());
+        thread::spawn(move || work(&gpu, &stream, &beside, &done).map_err(|e| e.to_string()))
+    };
+    let result = capture(&gpu, &buffer, rounds, pause);
+    done.store(true, Ordering::SeqCst);
+    let steps = other.join().map_err(|_| "a thread panicked")??;
+    result?;
+    expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (1 + rounds * u64::from(LAUNCHES)))?;
+    report.integer("captures", rounds);
+    report.integer("steps", steps);
+    Ok(())
+}
+
+fn capture(gpu: &Gpu, buffer: &Buffer, rounds: u64, pause: Duration) -> cuda::Result<()> {
+    let stream = Stream::new()?;
+    for round in 0..rounds {
+        let (mut graph, mut exec) = (0, 0);
+        cu!(cuStreamBeginCapture_v2(stream.0, MODES[round as usize % MODES.len()]))?;
+        for _ in 0..LAUNCHES {
+            gpu.add(buffer.at, buffer.count(), 1, stream.0)?;
+            thread::sleep(pause / LAUNCHES);
+        }
+        cu!(cuStreamEndCapture(stream.0, &mut graph))?;
+        cu!(cuGraphInstantiateWithFlags(&mut exec, graph, 0))?;
+        cu!(cuGraphDestroy(graph))?;
+        cu!(cuGraphLaunch(exec, stream.0))?;
+        stream.synchronise()?;
+        cu!(cuGraphExecDestroy(exec))?;
+    }
+    Ok(())
+}
+
+/// Launches and asynchronous copies on a stream of its own: what a capture beside it allows in every mode.
+fn work(gpu: &Gpu, stream: &Stream, buffer: &Buffer, done: &AtomicBool) -> Result<u64, Box<dyn std::error::Error>> {
+    gpu.enter()?;
+    let (mut steps, mut last) = (0, 0_u32);
+    while !done.load(Ordering::SeqCst) {
+        gpu.add(buffer.at, buffer.count(), 1, stream.0)?;
+        cu!(cuMemcpyDtoHAsync_v2(std::ptr::from_mut(&mut last).cast(), buffer.at, 4, stream.0))?;
+        steps += 1;
+        thread::sleep(Duration::from_millis(2));
+    }
+    stream.synchronise()?;
+    expect("last copy", u64::from(last), steps)?;
+    expect("sum beside captures", gpu.sum(buffer.at, buffer.count())?, buffer.count() * steps)?;
+    Ok(steps)
+}

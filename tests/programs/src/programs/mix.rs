@@ -1,0 +1,91 @@
+//! Work in rounds on all of its memory. Every round can be undone exactly, so that at the end every element is checked,
+//! and a lost, repeated or reordered launch shows.
+
+use super::{Outcome, Random, expect};
+use crate::{
+    args::Args,
+    cuda::{self, Buffer, Gpu, Kind},
+    report::Report,
+};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Elements that are copied out and compared one by one, in each chunk.
+const SAMPLES: u64 = 64;
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc, vmm, managed or async")?;
+    let (memory, chunks, rounds) =
+        (args.size("mem", "64M"), args.size("chunks", "4").max(1), args.size("rounds", "10"));
+    let (gpu_time, cpu_time) = (args.milliseconds("gpu-ms", "20"), args.milliseconds("cpu-ms", "0"));
+    let mut random = Random::new(args.size("seed", "1"));
+
+    let gpu = Gpu::open(args.size("device", "0") as i32)?;
+    let buffers =
+        (0..chunks).map(|_| Buffer::new(kind, (memory / chunks) as usize & !3)).collect::<cuda::Result<Vec<_>>>()?;
+    let first = |i: usize| 0x1000_0000 + i as u32;
+    for (i, buffer) in buffers.iter().enumerate() {
+        gpu.fill(buffer.at, buffer.count(), first(i), 0)?;
+    }
+    gpu.synchronise()?;
+
+    let mut passes = if args.given("reps") { args.size("reps", "1") } else { 1 };
+    let mut done = Vec::new();
+    let (mut busy, mut longest) = (Duration::ZERO, Duration::ZERO);
+    for round in 0..rounds {
+        let (seed, value) = (random.next() as u32, random.next() as u32);
+        let start = Instant::now();
+        for buffer in &buffers {
+            gpu.mix(buffer.at, buffer.count(), seed, 0)?;
+        }
+        for _ in 0..passes {
+            for buffer in &buffers {
+                gpu.add(buffer.at, buffer.count(), value, 0)?;
+            }
+        }
+        gpu.synchronise()?;
+        let took = start.elapsed();
+        busy += took;
+        longest = longest.max(took);
+        done.push((seed, value.wrapping_mul(passes as u32)));
+        if round == 0 && !args.given("reps") {
+            let pass = took.as_secs_f64() / (passes + 1) as f64;
+            passes = (gpu_time.as_secs_f64() / pass.max(1e-6)).clamp(1.0, 1e5) as u64;
+        }
+        think(cpu_time, args.text("cpu", "sleep") == "burn");
+    }
+
+    for (seed, added) in done.iter().rev() {
+        for buffer in &buffers {
+            gpu.add(buffer.at, buffer.count(), added.wrapping_neg(), 0)?;
+            gpu.unmix(buffer.at, buffer.count(), *seed, 0)?;
+        }
+    }
+    for (i, buffer) in buffers.iter().enumerate() {
+        expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * u64::from(first(i)))?;
+        for _ in 0..SAMPLES.min(buffer.count()) {
+            expect("element", cuda::read(buffer.at + 4 * random.below(buffer.count()))?, first(i))?;
+        }
+    }
+    report.integer("mem", memory);
+    report.integer("rounds", rounds);
+    report.integer("passes", passes);
+    report.number("gpu_seconds", busy.as_secs_f64());
+    report.number("longest_round", longest.as_secs_f64());
+    buffers.into_iter().try_for_each(Buffer::free)?;
+    Ok(())
+}
+
+/// Time on the CPU, asleep or busy.
+fn think(time: Duration, burn: bool) {
+    if !burn {
+        thread::sleep(time);
+        return;
+    }
+    let start = Instant::now();
+    while start.elapsed() < time {
+        std::hint::spin_loop();
+    }
+}

@@ -1,0 +1,91 @@
+//! The programs, a file each.
+
+mod account;
+mod bursts;
+mod captures;
+mod churn;
+mod forks;
+mod graph;
+mod info;
+mod latency;
+mod mix;
+mod nulls;
+mod oversub;
+mod per_thread;
+mod persistent;
+mod stranger;
+mod streams;
+
+use crate::{args::Args, report::Report};
+use std::error::Error;
+
+pub type Outcome = Result<(), Box<dyn Error>>;
+type Program = fn(&Args, &mut Report) -> Outcome;
+
+const PROGRAMS: &[(&str, Program, &str)] = &[
+    (
+        "mix",
+        mix::run,
+        "--mem 64M --chunks 4 --rounds 10 --gpu-ms 20 | --reps N --cpu-ms 0 --kind alloc|vmm|managed|async: work, then verify",
+    ),
+    ("bursts", bursts::run, "--mem 16M --bursts 50 --pause-ms 20: short work after pauses, and how long it took"),
+    ("graph", graph::run, "--mem 16M --replays 20 --cpu-ms 0: capture in global mode, replay, verify"),
+    ("churn", churn::run, "--mem 256M --seconds 2 --seed 1: random allocate, grow, write, free, verify"),
+    ("streams", streams::run, "--mem 64M --streams 8 --threads 4 --rounds 10: many streams from many threads, verify"),
+    ("info", info::run, "what the driver says about the GPU and its memory"),
+    ("oversub", oversub::run, "--mem 2G --chunk 64M --kind alloc|vmm|managed: allocate until it fails, touch, verify"),
+    ("latency", latency::run, "--launches 100000: the cost of launching an empty kernel"),
+    (
+        "persistent",
+        persistent::run,
+        "--mem 16M --seconds 1: a kernel that runs until the host tells it to end, beside other work",
+    ),
+    ("account", account::run, "--mem 32M: free memory while some is taken, refused and given back"),
+    (
+        "captures",
+        captures::run,
+        "--mem 16M --rounds 6 --capture-ms 50: slow captures in each mode beside a thread that works, verify",
+    ),
+    ("forks", forks::run, "--mem 16M --rounds 10: make children of three kinds while working, verify"),
+    ("nulls", nulls::run, "calls with NULL and with nonsense, and what each was answered"),
+    (
+        "per-thread",
+        per_thread::run,
+        "--mem 16M --threads 3 --rounds 20: work on the threads' own default streams, verify",
+    ),
+    ("stranger", stranger::run, "--mem 256M --seconds 5: hold memory and do nothing"),
+];
+
+pub fn find(name: &str) -> Option<Program> {
+    PROGRAMS.iter().find(|p| p.0 == name).map(|p| p.1)
+}
+
+pub fn usage() -> String {
+    PROGRAMS.iter().map(|(name, _, what)| format!("  {name:10} {what}\n")).collect()
+}
+
+/// A result that is not what it must be.
+pub fn expect<T: PartialEq + std::fmt::Display>(what: &str, got: T, want: T) -> Outcome {
+    if got == want { Ok(()) } else { Err(format!("{what}: got {got}, want {want}").into()) }
+}
+
+/// A generator that is the same everywhere.
+#[derive(Debug)]
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n.max(1)
+    }
+}

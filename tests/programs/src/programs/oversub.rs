@@ -1,0 +1,37 @@
+//! Asks for much memory and says where it ended; what there was must hold what is written to it.
+
+use super::{Outcome, expect};
+use crate::{
+    args::Args,
+    cuda::{Buffer, Error, Gpu, Kind},
+    report::Report,
+};
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc, vmm, managed or async")?;
+    let (target, chunk) = (args.size("mem", "2G"), args.size("chunk", "64M").max(4));
+    let gpu = Gpu::open(0)?;
+    let mut buffers = Vec::new();
+    let mut failed = "";
+    while (buffers.len() as u64 + 1) * chunk <= target {
+        match Buffer::new(kind, chunk as usize) {
+            Ok(buffer) => buffers.push(buffer),
+            Err(e) if e.code == Error::OUT_OF_MEMORY => {
+                failed = e.call;
+                break;
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+    for _ in 0..args.size("rounds", "2") {
+        for (i, buffer) in buffers.iter().enumerate() {
+            gpu.fill(buffer.at, buffer.count(), i as u32 + 1, 0)?;
+        }
+    }
+    for (i, buffer) in buffers.iter().enumerate() {
+        expect("sum", gpu.sum(buffer.at, buffer.count())?, buffer.count() * (i as u64 + 1))?;
+    }
+    report.integer("allocated", buffers.len() as u64 * chunk);
+    report.text("failed", failed);
+    Ok(())
+}

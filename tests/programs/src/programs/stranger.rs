@@ -1,0 +1,21 @@
+//! Holds memory and does nothing with it.
+
+use super::Outcome;
+use crate::{
+    args::Args,
+    cuda::{Buffer, Gpu, Kind},
+    report::Report,
+};
+use std::{thread, time::Duration};
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let memory = args.size("mem", "256M");
+    let gpu = Gpu::open(0)?;
+    let buffer = Buffer::new(Kind::Alloc, memory as usize)?;
+    gpu.fill(buffer.at, buffer.count(), 1, 0)?;
+    gpu.synchronise()?;
+    eprintln!("holding {memory} bytes");
+    thread::sleep(Duration::from_secs_f64(args.number("seconds", "5")));
+    report.integer("mem", memory);
+    Ok(())
+}

@@ -1,0 +1,36 @@
+//! The one line that a program prints.
+
+use std::{error::Error, fmt::Write, process::ExitCode};
+
+/// A flat JSON object in the making.
+#[derive(Debug)]
+pub struct Report(String);
+
+impl Report {
+    pub fn new(program: &str) -> Report {
+        Report(format!("{{\"program\":\"{program}\""))
+    }
+
+    pub fn text(&mut self, name: &str, value: &str) {
+        let clean: String =
+            value.chars().map(|c| if c == '"' || c == '\\' || c.is_control() { '\'' } else { c }).collect();
+        let _ = write!(self.0, ",\"{name}\":\"{clean}\"");
+    }
+
+    pub fn integer(&mut self, name: &str, value: u64) {
+        let _ = write!(self.0, ",\"{name}\":{value}");
+    }
+
+    pub fn number(&mut self, name: &str, value: f64) {
+        let _ = write!(self.0, ",\"{name}\":{value:.6}");
+    }
+
+    /// Prints it.
+    pub fn finish(mut self, result: Result<(), Box<dyn Error>>) -> ExitCode {
+        if let Err(e) = &result {
+            self.text("error", &e.to_string());
+        }
+        println!("{},\"ok\":{}}}", self.0, result.is_ok());
+        if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}

@@ -1,0 +1,269 @@
+//! What must hold whatever happens: random worlds of obedient and disobedient clients, and events that make no sense.
+//! The checks after every event are in `scheduler_sim`. `NVSHARE_SCHEDULER_CASES` sets the number of cases.
+
+mod scheduler_sim;
+
+use nvshare::scheduler::*;
+use proptest::prelude::*;
+use scheduler_sim::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+fn config(cases: u32) -> ProptestConfig {
+    let wanted = std::env::var("NVSHARE_SCHEDULER_CASES").ok().and_then(|n| n.parse().ok());
+    ProptestConfig { cases: wanted.unwrap_or(cases), failure_persistence: None, ..ProptestConfig::default() }
+}
+
+fn mode() -> impl Strategy<Value = AntiThrash> {
+    prop_oneof![Just(AntiThrash::On), Just(AntiThrash::Auto), Just(AntiThrash::Off)]
+}
+
+/// How unruly the clients of a world are.
+#[derive(Debug, Clone, Copy, Default)]
+struct Unruly {
+    stuck: bool,
+    stopped: bool,
+    killed: bool,
+    pinned: bool,
+    gangs: bool,
+    managed: bool,
+}
+
+fn unruly() -> impl Strategy<Value = Unruly> {
+    any::<[bool; 6]>().prop_map(|[stuck, stopped, killed, pinned, gangs, managed]| Unruly {
+        stuck,
+        stopped,
+        killed,
+        pinned,
+        gangs,
+        managed,
+    })
+}
+
+const TOTAL: u64 = 16 * GIB;
+
+fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
+    let mut set = GpuSet::from([gpu(rng.below(gpus))]);
+    while rng.one_in(3) && set.len() < 4 {
+        set.insert(gpu(rng.below(gpus)));
+    }
+    let start = rng.between(ms(0), ms(3000));
+    let pinned = if unruly.pinned && rng.one_in(3) { rng.below(256 * MIB) } else { 0 };
+    // What is pinned by all must leave room for the largest, or it could never run.
+    let largest = if unruly.pinned { 12 } else { 20 };
+    let stopped = (unruly.stopped && rng.one_in(5)).then(|| {
+        let from = start + rng.between(ms(0), ms(4000));
+        (from, from + rng.between(ms(1), ms(20_000)))
+    });
+    Plan {
+        gpus: set,
+        gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
+        engine: if unruly.managed && rng.one_in(3) { Engine::Managed } else { Engine::Swap },
+        demand: pinned + rng.below(largest) * GIB + rng.below(3) * 4096,
+        pinned,
+        start,
+        phases: 1 + rng.below(5) as u32,
+        cpu: rng.between(ms(0), ms(300)),
+        gpu: rng.between(ms(1), ms(800)),
+        drain: rng.between(ms(0), ms(30)),
+        rate: (1 + rng.below(40)) * GIB,
+        stuck: if unruly.stuck && rng.one_in(3) { rng.below(4) as u32 } else { 0 },
+        stopped,
+        killed: (unruly.killed && rng.one_in(4)).then(|| start + rng.between(ms(0), ms(5000))),
+        leaves: rng.one_in(2),
+    }
+}
+
+fn world(seed: u64, mode: AntiThrash, quantum: Duration, gpus: u64, clients: u64, unruly: Unruly) -> World {
+    let mut world = World::new(settings(mode, quantum), seed);
+    for n in 0..gpus {
+        world.add_gpu(gpu(n), TOTAL, 512 * MIB);
+    }
+    for _ in 0..clients {
+        let plan = plan(&mut world.rng, gpus, unruly);
+        world.add(plan);
+    }
+    world
+}
+
+/// Nobody can take longer than if all were served one after the other, each at its slowest.
+fn bound(world: &World, quantum: Duration) -> Duration {
+    let mut sum = Duration::from_secs(30);
+    for m in world.models.values() {
+        let p = &m.plan;
+        let turns = p.phases + (p.gpu.as_nanos() * u128::from(p.phases) / ms(20).as_nanos()) as u32;
+        let swap = Duration::from_secs_f64(2.0 * p.demand as f64 / p.rate as f64);
+        sum += (p.cpu + p.gpu) * p.phases + (p.drain * 2 + swap * 4 + ms(10)) * turns.max(1) + quantum;
+        sum += Duration::from_secs(25) * u32::from(p.stopped.is_some()) + Duration::from_secs(2) * p.stuck;
+    }
+    sum
+}
+
+proptest! {
+    #![proptest_config(config(400))]
+
+    /// Everybody finishes, and every check of the simulation holds on the way.
+    #[test]
+    fn everybody_is_served(
+        seed: u64, mode in mode(), quantum in 20u64..3000, gpus in 1u64..5, clients in 1u64..14, unruly in unruly(),
+    ) {
+        let quantum = ms(quantum);
+        let mut world = world(seed, mode, quantum, gpus, clients, unruly);
+        let bound = bound(&world, quantum);
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+        world.check_replay(settings(mode, quantum));
+    }
+
+    /// Settings that change in between lose nobody.
+    #[test]
+    fn settings_change_midway(
+        seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..2000), 1..6), gpus in 1u64..4, clients in 2u64..10,
+    ) {
+        let mut world = world(seed, AntiThrash::Auto, ms(500), gpus, clients, Unruly::default());
+        let bound = bound(&world, ms(3000)) + Duration::from_secs(10);
+        for (mode, quantum, after) in changes {
+            let at = world.now + ms(after);
+            world.run(at);
+            world.feed(Event::Configure(settings(mode, ms(quantum))));
+        }
+        let done = world.run(bound);
+        prop_assert!(done, "{:#?}", unserved(&world));
+    }
+}
+
+fn unserved(world: &World) -> Vec<String> {
+    let mut lines: Vec<String> = world.machine.gpus().iter().map(|g| format!("{g:?}")).collect();
+    for (id, m) in world.models.iter().filter(|(_, m)| m.finished.is_none()) {
+        lines.push(format!("{id:?} {m:?} {:?}", world.machine.client(*id)));
+    }
+    lines
+}
+
+/// Any event at all, about few clients and GPUs, so that they meet.
+fn event() -> impl Strategy<Value = Event> {
+    let c = || (0u64..6).prop_map(ClientId);
+    let g = || (0u64..4).prop_map(gpu);
+    let set = || prop::collection::btree_set((0u64..4).prop_map(gpu), 0..4);
+    let bytes = || prop_oneof![0u64..40 * GIB, Just(0), Just(u64::MAX), Just(u64::MAX / 2)];
+    let engine = prop_oneof![Just(Engine::Swap), Just(Engine::Managed), Just(Engine::None)];
+    let reason = prop_oneof![
+        Just(ReleaseReason::Idle),
+        Just(ReleaseReason::Revoked),
+        Just(ReleaseReason::NoMemory),
+        Just(ReleaseReason::Gone)
+    ];
+    let quantum = prop_oneof![1u64..5000, Just(u64::MAX)];
+    let report = (prop_oneof![0u32..40, Just(u32::MAX)], bytes(), bytes(), bytes(), bytes())
+        .prop_map(|(ack, demand, mapped, swapped, pinned)| MemoryReport { ack, demand, mapped, swapped, pinned });
+    prop_oneof![
+        1 => Just(Event::Tick),
+        1 => (mode(), quantum, bytes(), bytes()).prop_map(|(anti_thrash, q, reserve, context)| {
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, reserve, context })
+        }),
+        1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
+        1 => (g(), bytes()).prop_map(|(gpu, bytes)| Event::GpuOverhead { gpu, bytes }),
+        3 => (c(), 0u64..3).prop_map(|(client, gang)| Event::Connected { client, gang }),
+        1 => c().prop_map(|client| Event::Disconnected { client }),
+        5 => (c(), g(), engine).prop_map(|(client, gpu, engine)| Event::Attached { client, gpu, engine }),
+        1 => (c(), g()).prop_map(|(client, gpu)| Event::Detached { client, gpu }),
+        8 => (c(), g(), report).prop_map(|(client, gpu, report)| Event::Memory { client, gpu, report }),
+        8 => (c(), set()).prop_map(|(client, gpus)| Event::Requested { client, gpus }),
+        2 => (c(), set()).prop_map(|(client, gpus)| Event::Cancelled { client, gpus }),
+        8 => (c(), set(), reason, 0u64..1000).prop_map(|(client, gpus, reason, busy)| {
+            Event::Released { client, gpus, reason, busy: ms(busy) }
+        }),
+        2 => (c(), set()).prop_map(|(client, gpus)| Event::Stuck { client, gpus, reason: StuckReason::NeedsHost }),
+        2 => (c(), any::<bool>()).prop_map(|(client, stopped)| Event::Stopped { client, stopped }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(config(1500))]
+
+    /// Whatever comes: no panic, no command to the unknown, no raise beyond what is there, deadlines in the future,
+    /// and the same answers to the same events.
+    #[test]
+    fn nonsense_is_survived(
+        start in prop_oneof![Just(0u64), 0u64..1 << 40],
+        events in prop::collection::vec((prop_oneof![0u64..50, 0u64..20_000, Just(u64::MAX)], event()), 1..200),
+    ) {
+        let first = settings(AntiThrash::Auto, ms(1000));
+        let mut machines = [Machine::new(first.clone()), Machine::new(first)];
+        let mut now = ms(start);
+        for n in 0..3 {
+            for m in &mut machines {
+                m.handle(now, Event::GpuFound { gpu: gpu(n), total: TOTAL });
+            }
+        }
+        for (after, event) in events {
+            now = now.saturating_add(ms(after));
+            let charges = |m: &Machine| -> BTreeMap<(ClientId, GpuId), u64> {
+                let clients = m.clients().into_iter();
+                clients.flat_map(|c| c.seats.into_iter().map(move |s| ((c.client, s.gpu), s.charge))).collect()
+            };
+            let before = charges(&machines[0]);
+            let commands = machines[0].handle(now, event.clone());
+            prop_assert_eq!(&commands, &machines[1].handle(now, event.clone()));
+            let after = charges(&machines[0]);
+            for command in &commands {
+                let to = addressee(command);
+                let gone = machines[0].client(to).is_none();
+                prop_assert!(!gone, "{:?} after {:?}", command, event);
+            }
+            for view in machines[0].gpus() {
+                let seats: Vec<SeatView> = machines[0]
+                    .clients()
+                    .into_iter()
+                    .flat_map(|c| c.seats)
+                    .filter(|s| s.gpu == view.gpu)
+                    .collect();
+                prop_assert_eq!(seats.iter().map(|s| s.charge).sum::<u64>(), view.charged);
+                prop_assert!(seats.iter().all(|s| s.charge >= s.allowance && s.charge >= s.mapped));
+                // Nobody's charge rises where there is less than is charged already, but by its own report.
+                let reporter = match &event {
+                    Event::Memory { client, .. } => Some(*client),
+                    _ => None,
+                };
+                let raised = after.iter().any(|((client, id), charge)| {
+                        let old = before.get(&(*client, *id)).copied().unwrap_or(0);
+                        *id == view.gpu && Some(*client) != reporter && *charge > old
+                    });
+                prop_assert!(!raised || view.charged <= view.capacity, "{:?} after {:?}", view, event);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(config(3))]
+
+    /// Many clients on many GPUs.
+    #[test]
+    fn a_crowd_is_served(seed: u64, mode in mode()) {
+        crowd(seed, mode, 30, 600)?;
+    }
+}
+
+/// Run it with `cargo test --release -- --ignored`.
+#[test]
+#[ignore = "takes minutes without optimisation"]
+fn ten_thousand_clients_on_a_thousand_gpus() {
+    for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
+        crowd(7, mode, 1000, 10_000).unwrap();
+    }
+}
+
+fn crowd(seed: u64, mode: AntiThrash, gpus: u64, clients: u64) -> Result<(), TestCaseError> {
+    let quantum = ms(300);
+    let mut world = world(seed, mode, quantum, gpus, clients, Unruly::default());
+    world.keep = false;
+    world.thorough = false;
+    world.most_steps = u64::MAX;
+    let bound = bound(&world, quantum);
+    let done = world.run(bound);
+    world.thorough = true;
+    world.feed(Event::Tick);
+    prop_assert!(done);
+    Ok(())
+}

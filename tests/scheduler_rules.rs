@@ -1,0 +1,658 @@
+//! One test for each rule of the scheduler, to be read: in virtual time, with clients that behave as the library does
+//! (`World`), or message by message (`Talk`).
+
+mod scheduler_sim;
+
+use nvshare::scheduler::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+/// A machine with one GPU of 16 GiB, spoken to message by message.
+struct Talk {
+    machine: Machine,
+    now: Time,
+}
+
+impl Talk {
+    fn new(settings: Settings) -> Self {
+        let mut talk = Self { machine: Machine::new(settings), now: Duration::from_secs(100) };
+        talk.say(Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
+        talk.say(Event::GpuOverhead { gpu: gpu(0), bytes: 0 });
+        talk
+    }
+
+    fn in_mode(anti_thrash: AntiThrash) -> Self {
+        Self::new(settings(anti_thrash, Duration::from_secs(1)))
+    }
+
+    fn say(&mut self, event: Event) -> Vec<Command> {
+        self.machine.handle(self.now, event)
+    }
+
+    fn after(&mut self, time: Duration) -> Vec<Command> {
+        self.now += time;
+        self.say(Event::Tick)
+    }
+
+    /// A client on the GPU that needs so much and has it all mapped, if that was free.
+    fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
+        self.say(Event::Connected { client: client(n), gang: 0 });
+        self.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        let commands = self.report(n, demand, 0, 0);
+        self.map(n);
+        commands
+    }
+
+    fn report(&mut self, n: u64, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
+        let ack = u32::MAX; // of all that was sent
+        let report = MemoryReport { ack, demand, mapped, swapped: demand.saturating_sub(mapped), pinned };
+        self.say(Event::Memory { client: client(n), gpu: gpu(0), report })
+    }
+
+    /// Maps, or evicts, exactly what is allowed.
+    fn map(&mut self, n: u64) -> Vec<Command> {
+        let seat = self.seat(n);
+        self.report(n, seat.demand, seat.allowance.min(seat.demand).max(seat.pinned), seat.pinned)
+    }
+
+    fn request(&mut self, n: u64) -> Vec<Command> {
+        self.say(Event::Requested { client: client(n), gpus: gpus([0]) })
+    }
+
+    fn release(&mut self, n: u64, reason: ReleaseReason) -> Vec<Command> {
+        self.say(Event::Released { client: client(n), gpus: gpus([0]), reason, busy: Duration::ZERO })
+    }
+
+    fn seat(&self, n: u64) -> SeatView {
+        self.machine.client(client(n)).unwrap().seats[0].clone()
+    }
+}
+
+fn grant(n: u64) -> Command {
+    Command::Grant { client: client(n), gpus: gpus([0]) }
+}
+
+fn revoke(n: u64) -> Command {
+    Command::Revoke { client: client(n), gpus: gpus([0]) }
+}
+
+fn contended(n: u64, waiters: u32, grace: Duration) -> Command {
+    Command::Contended { client: client(n), gpus: gpus([0]), waiters, grace }
+}
+
+fn waiting(n: u64, why: WaitReason) -> Command {
+    Command::Waiting { client: client(n), gpus: gpus([0]), why }
+}
+
+fn allowances(commands: &[Command]) -> Vec<(u64, u64)> {
+    let all = commands.iter().filter_map(|c| match c {
+        Command::Allowance { client, bytes, .. } => Some((client.0, *bytes)),
+        _ => None,
+    });
+    all.collect()
+}
+
+#[test]
+fn whoever_is_alone_is_granted_at_once_and_never_revoked() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    assert_eq!(t.request(1), [grant(1)]);
+    assert_eq!(t.after(Duration::from_secs(3600)), []);
+    assert_eq!(t.machine.deadline(), None, "an idle scheduler sleeps");
+}
+
+#[test]
+fn on_honours_the_time_quantum() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.after(Duration::from_secs(60));
+    assert_eq!(t.request(2), [contended(1, 1, ms(1))], "the clock begins when somebody waits");
+    assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(1)));
+    assert_eq!(t.after(ms(999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(2)]);
+}
+
+#[test]
+fn the_clock_of_a_turn_stands_while_nobody_waits() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.request(2);
+    t.after(ms(600));
+    assert_eq!(t.say(Event::Cancelled { client: client(2), gpus: gpus([0]) }), [contended(1, 0, ms(1))]);
+    assert_eq!(t.after(Duration::from_secs(60)), []);
+    t.request(2);
+    assert_eq!(t.after(ms(399)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
+#[test]
+fn a_shorter_quantum_ends_a_turn_that_is_over_by_it() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.request(2);
+    t.after(ms(500));
+    assert_eq!(t.say(Event::Configure(settings(AntiThrash::On, ms(400)))), [revoke(1)]);
+}
+
+#[test]
+fn off_admits_all_that_fit() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    for n in 1..=4 {
+        t.join(n, 4 * GIB);
+        assert_eq!(t.request(n), [grant(n)]);
+    }
+    t.join(5, 4 * GIB);
+    let commands = t.request(5);
+    assert!(commands.contains(&contended(1, 1, Duration::from_millis(800))), "{commands:?}");
+    assert_eq!(commands.len(), 2, "one holder's bytes are enough: {commands:?}");
+}
+
+#[test]
+fn off_asks_nothing_of_managed_memory() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    t.join(1, 16 * GIB);
+    t.request(1);
+    t.say(Event::Connected { client: client(2), gang: 0 });
+    t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Managed });
+    t.report(2, 40 * GIB, 0, 0);
+    assert_eq!(t.request(2), [grant(2)]);
+}
+
+#[test]
+fn turning_anti_thrash_on_leaves_the_first_holder() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    for n in 1..=3 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    let commands = t.say(Event::Configure(settings(AntiThrash::On, Duration::from_secs(1))));
+    assert_eq!(commands, [revoke(2), revoke(3)]);
+}
+
+#[test]
+fn auto_keeps_turns_short_where_nothing_moves() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.after(Duration::from_secs(5));
+    t.request(2);
+    assert_eq!(t.after(ms(99)), [], "twice what a waiter is first taken to need");
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
+#[test]
+fn auto_lets_a_turn_last_where_bytes_must_move() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, 12 * GIB);
+    t.join(2, 12 * GIB);
+    t.request(1);
+    let commands = t.request(2);
+    // 8 GiB must leave and come back, at 10 GiB/s until it was measured.
+    assert!(commands.contains(&contended(1, 1, Duration::from_secs(1))), "{commands:?}");
+    assert_eq!(t.after(ms(999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
+#[test]
+fn what_is_freed_is_passed_on_while_the_rest_is_still_leaving() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 16 * GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.request(2);
+    t.after(Duration::from_secs(1));
+    let commands = t.release(1, ReleaseReason::Revoked);
+    let quarter = GIB / 4;
+    let steps = [1, 2, 3, 4].map(|n| (1, 16 * GIB - n * quarter));
+    assert_eq!(allowances(&commands), steps, "only what is lacking, in steps");
+    assert!(commands.contains(&waiting(2, WaitReason::Eviction)));
+    let report = MemoryReport { ack: 2, demand: 16 * GIB, mapped: 16 * GIB - quarter, swapped: quarter, pinned: 0 };
+    let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
+    assert_eq!(allowances(&commands), [(2, quarter)]);
+    let commands = t.map(1);
+    assert_eq!(allowances(&commands), [(2, GIB)]);
+    assert!(commands.contains(&grant(2)));
+}
+
+#[test]
+fn bytes_are_charged_until_they_are_known_to_be_gone() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 16 * GIB);
+    t.join(2, 16 * GIB);
+    t.request(2);
+    assert_eq!((t.seat(1).allowance, t.seat(1).charge), (0, 16 * GIB));
+    let old = MemoryReport { ack: 1, demand: 16 * GIB, mapped: 0, swapped: 16 * GIB, pinned: 0 };
+    let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report: old });
+    assert_eq!(allowances(&commands), [], "it could have written this before it read the eviction, and map again");
+    assert_eq!(allowances(&t.map(1)), [(2, 16 * GIB)]);
+}
+
+#[test]
+fn the_least_recently_run_is_evicted_and_holders_are_not() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in 1..=4 {
+        t.join(n, 4 * GIB);
+    }
+    for n in [3, 1, 2] {
+        t.after(ms(10));
+        t.request(n);
+        t.after(ms(10));
+        t.release(n, ReleaseReason::Idle);
+    }
+    t.request(3);
+    t.join(5, GIB);
+    assert_eq!(allowances(&t.request(5)).last(), Some(&(4, 3 * GIB)), "4 never ran");
+    t.map(4);
+    t.join(6, 6 * GIB);
+    t.say(Event::Cancelled { client: client(5), gpus: gpus([0]) });
+    // 3 holds the lock; 5 came last; so what 4 has left, and then 1.
+    let victims = allowances(&t.request(6));
+    assert_eq!(victims.iter().filter(|(_, b)| *b == 0).map(|(n, _)| *n).collect::<Vec<_>>(), [4]);
+    assert_eq!(victims.last(), Some(&(1, GIB)));
+}
+
+#[test]
+fn free_bytes_are_credited_without_the_lock_and_without_evicting() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    assert_eq!(allowances(&t.join(1, 10 * GIB)), [(1, 10 * GIB)]);
+    assert_eq!(allowances(&t.join(2, 10 * GIB)), [(2, 6 * GIB)]);
+    assert_eq!(t.seat(1).allowance, 10 * GIB);
+}
+
+#[test]
+fn a_holder_that_grows_takes_from_those_who_do_not_run() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, 8 * GIB);
+    t.join(2, 8 * GIB);
+    t.request(1);
+    let commands = t.report(1, 9 * GIB, 8 * GIB, 0);
+    assert_eq!(allowances(&commands).last(), Some(&(2, 7 * GIB)));
+    assert_eq!(allowances(&t.map(2)), [(1, 9 * GIB)]);
+}
+
+#[test]
+fn two_holders_that_both_grow_do_not_wait_for_each_other() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    t.join(1, 8 * GIB);
+    t.join(2, 8 * GIB);
+    t.request(1);
+    t.request(2);
+    t.report(1, 12 * GIB, 8 * GIB, 0);
+    t.report(2, 12 * GIB, 8 * GIB, 0);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(2)]);
+    t.release(2, ReleaseReason::Revoked);
+    assert_eq!(allowances(&t.map(2)), [(1, 12 * GIB)]);
+}
+
+#[test]
+fn room_for_a_context_is_made_before_the_client_may_create_it() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.join(1, 20 * GIB);
+    assert_eq!(t.seat(1).allowance, 15 * GIB);
+    t.say(Event::Connected { client: client(2), gang: 0 });
+    let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert!(commands.contains(&Command::Limit { client: client(1), gpu: gpu(0), bytes: 14 * GIB }));
+    assert_eq!(allowances(&commands).last(), Some(&(1, 14 * GIB)));
+    assert!(!commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }));
+    let commands = t.map(1);
+    assert_eq!(
+        commands,
+        [
+            Command::Attached { client: client(2), gpu: gpu(0) },
+            Command::Limit { client: client(2), gpu: gpu(0), bytes: 14 * GIB }
+        ]
+    );
+}
+
+#[test]
+fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 16 * GIB });
+    t.say(Event::Connected { client: client(1), gang: 0 });
+    assert_eq!(t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap }), []);
+    assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(2)));
+    assert!(t.after(Duration::from_secs(2)).contains(&Command::Attached { client: client(1), gpu: gpu(0) }));
+}
+
+#[test]
+fn a_context_is_put_aside_until_it_was_measured() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.join(1, 0);
+    let capacity = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().capacity;
+    assert_eq!(capacity(&t), 15 * GIB);
+    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 0 });
+    assert_eq!(capacity(&t), 15 * GIB, "it may not have been created yet");
+    t.now += ms(600);
+    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: GIB / 2 });
+    assert_eq!(capacity(&t), 15 * GIB + GIB / 2);
+}
+
+#[test]
+fn requests_are_served_in_their_order_and_sets_whole() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in 1..=4 {
+        t.say(Event::Connected { client: client(n), gang: 0 });
+        for g in [0, 1] {
+            t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
+        }
+    }
+    let ask = |t: &mut Talk, n, set| t.say(Event::Requested { client: client(n), gpus: set });
+    assert_eq!(ask(&mut t, 1, gpus([0])), [grant(1)]);
+    ask(&mut t, 2, gpus([0, 1]));
+    assert_eq!(ask(&mut t, 3, gpus([1])), [], "GPU 1 is free, but kept for 2");
+    let both = |n| Command::Grant { client: client(n), gpus: gpus([0, 1]) };
+    let commands = t.release(1, ReleaseReason::Idle);
+    assert!(commands.contains(&both(2)), "{commands:?}");
+    ask(&mut t, 4, gpus([0]));
+    t.after(Duration::from_secs(1));
+    let all =
+        Event::Released { client: client(2), gpus: gpus([0, 1]), reason: ReleaseReason::Revoked, busy: Duration::ZERO };
+    let commands = t.say(all);
+    assert!(commands.contains(&Command::Grant { client: client(3), gpus: gpus([1]) }));
+    assert!(commands.contains(&grant(4)));
+}
+
+#[test]
+fn a_set_does_not_pass_one_that_waits_for_a_part_of_it() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for g in [1, 2] {
+        t.say(Event::GpuFound { gpu: gpu(g), total: 16 * GIB });
+    }
+    for n in 1..=3 {
+        t.say(Event::Connected { client: client(n), gang: 0 });
+        for g in 0..3 {
+            t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
+        }
+    }
+    let ask = |t: &mut Talk, n, set| t.say(Event::Requested { client: client(n), gpus: set });
+    ask(&mut t, 1, gpus([0]));
+    ask(&mut t, 2, gpus([0, 1]));
+    assert_eq!(ask(&mut t, 3, gpus([1, 2])), [], "both are free, but 2 stands before it for one of them");
+    let commands = t.release(1, ReleaseReason::Idle);
+    assert_eq!(commands.first(), Some(&Command::Grant { client: client(2), gpus: gpus([0, 1]) }));
+}
+
+#[test]
+fn what_was_granted_together_is_revoked_together() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.join(1, 0);
+    t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
+    t.join(2, 0);
+    t.say(Event::Requested { client: client(1), gpus: gpus([0, 1]) });
+    t.request(2);
+    let commands = t.after(Duration::from_secs(1));
+    assert_eq!(commands, [Command::Revoke { client: client(1), gpus: gpus([0, 1]) }]);
+}
+
+#[test]
+fn a_holder_that_wants_one_more_gets_only_that_one() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.join(1, 0);
+    t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
+    t.request(1);
+    let commands = t.say(Event::Requested { client: client(1), gpus: gpus([0, 1]) });
+    assert_eq!(commands, [Command::Grant { client: client(1), gpus: gpus([1]) }]);
+}
+
+#[test]
+fn a_gang_waits_for_its_members_and_is_granted_whole() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 9 });
+        t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
+    }
+    assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), []);
+    let commands = t.say(Event::Requested { client: client(2), gpus: gpus([1]) });
+    assert_eq!(commands, [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }]);
+    t.join(3, 0);
+    t.request(3);
+    let commands = t.after(Duration::from_secs(1));
+    assert_eq!(commands, [revoke(1), Command::Revoke { client: client(2), gpus: gpus([1]) }]);
+}
+
+#[test]
+fn a_stuck_holder_keeps_the_lock_and_is_asked_again_less_and_less_often() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.request(2);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    let stuck = Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::NeedsHost };
+    assert_eq!(t.say(stuck.clone()), [waiting(2, WaitReason::HolderStuck)]);
+    for wait in [100, 200, 400, 800, 1600, 3200, 5000, 5000] {
+        assert_eq!(t.machine.deadline(), Some(t.now + ms(wait)));
+        assert_eq!(t.after(ms(wait)), [revoke(1)]);
+        assert_eq!(t.say(stuck.clone()), [], "its waiter knows");
+    }
+    assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(2)]);
+}
+
+#[test]
+fn a_stuck_holder_that_nobody_waits_for_is_left_alone() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.request(2);
+    t.after(Duration::from_secs(1));
+    t.say(Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::LongWork });
+    t.say(Event::Disconnected { client: client(2) });
+    t.after(Duration::from_secs(10));
+    assert_eq!(t.seat(1).state, LockState::Holding);
+    assert_eq!(t.machine.deadline(), None);
+}
+
+#[test]
+fn a_stopped_holder_is_routed_around() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 4 * GIB);
+    t.join(2, 4 * GIB);
+    t.request(1);
+    t.request(2);
+    t.after(Duration::from_secs(1));
+    assert_eq!(t.after(Duration::from_secs(1)), [Command::Probe { client: client(1) }]);
+    assert_eq!(t.say(Event::Stopped { client: client(1), stopped: true }), [grant(2)]);
+    assert_eq!(t.seat(1).state, LockState::Suspended);
+    assert_eq!(t.seat(1).charge, 4 * GIB, "its bytes are where they are");
+    t.say(Event::Stopped { client: client(1), stopped: false });
+    t.release(1, ReleaseReason::Revoked);
+    assert_eq!(t.seat(2).state, LockState::Holding);
+}
+
+#[test]
+fn a_silent_holder_that_runs_is_waited_for_and_looked_at_less_and_less_often() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.request(2);
+    t.after(Duration::from_secs(1));
+    for wait in [1, 1, 2, 4, 8, 10, 10] {
+        assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(wait)));
+        assert_eq!(t.after(Duration::from_secs(wait)), [Command::Probe { client: client(1) }]);
+        assert_eq!(t.say(Event::Stopped { client: client(1), stopped: false }), []);
+    }
+}
+
+#[test]
+fn bytes_of_a_stopped_process_are_taken_from_another() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.join(2, 8 * GIB);
+    t.join(3, 4 * GIB);
+    assert_eq!(allowances(&t.request(3)).last(), Some(&(1, 4 * GIB)));
+    assert_eq!(t.after(Duration::from_secs(2)), [Command::Probe { client: client(1) }]);
+    let commands = t.say(Event::Stopped { client: client(1), stopped: true });
+    assert_eq!(allowances(&commands).last(), Some(&(2, 4 * GIB)));
+    assert!(t.map(2).contains(&grant(3)));
+}
+
+#[test]
+fn whoever_cannot_be_served_for_what_is_pinned_holds_up_nobody() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.report(1, 8 * GIB, 8 * GIB, 8 * GIB);
+    t.join(2, 12 * GIB);
+    t.join(3, GIB);
+    assert_eq!(t.request(2), [waiting(2, WaitReason::Pinned)]);
+    t.request(3);
+    t.map(2);
+    t.map(3);
+    assert_eq!(t.seat(3).state, LockState::Holding);
+    t.release(3, ReleaseReason::Idle);
+    t.say(Event::Disconnected { client: client(1) });
+    t.map(3);
+    assert_eq!(t.seat(2).state, LockState::Holding);
+}
+
+#[test]
+fn pinned_bytes_stay_and_are_allowed() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 16 * GIB);
+    t.join(2, 8 * GIB);
+    t.request(2);
+    assert_eq!(t.seat(1).allowance, 8 * GIB);
+    let commands = t.report(1, 12 * GIB, 12 * GIB, 12 * GIB);
+    assert_eq!(allowances(&commands), [(1, 12 * GIB)]);
+    assert!(commands.contains(&waiting(2, WaitReason::Pinned)));
+}
+
+#[test]
+fn a_mapping_that_failed_makes_room_and_is_tried_again_later() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 4 * GIB);
+    t.request(1);
+    t.report(1, 4 * GIB, 3 * GIB + 900 * MIB, 0);
+    let before = t.machine.gpu(gpu(0)).unwrap().capacity;
+    t.release(1, ReleaseReason::NoMemory);
+    assert_eq!(before - t.machine.gpu(gpu(0)).unwrap().capacity, 124 * MIB);
+    for wait in [10, 20, 40, 80, 160, 320, 640, 1000, 1000] {
+        assert_eq!(t.request(1), []);
+        assert_eq!(t.machine.deadline(), Some(t.now + ms(wait)));
+        assert_eq!(t.after(ms(wait)), [grant(1)]);
+        t.release(1, ReleaseReason::NoMemory);
+    }
+    for _ in 0..20 {
+        t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 0 });
+    }
+    assert_eq!(t.machine.gpu(gpu(0)).unwrap().capacity, before, "measurements take the margin back");
+}
+
+#[test]
+fn the_dead_leave_lock_and_bytes_at_once() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 16 * GIB);
+    t.join(2, 16 * GIB);
+    t.request(1);
+    t.request(2);
+    let commands = t.say(Event::Disconnected { client: client(1) });
+    assert_eq!(allowances(&commands), [(2, 16 * GIB)]);
+    assert!(commands.contains(&grant(2)));
+}
+
+#[test]
+fn the_dead_are_told_nothing() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.join(1, 16 * GIB);
+    t.request(1);
+    t.join(2, 16 * GIB);
+    t.say(Event::Attached { client: client(2), gpu: gpu(1), engine: Engine::Swap });
+    t.say(Event::Requested { client: client(2), gpus: gpus([0, 1]) });
+    let commands = t.say(Event::Disconnected { client: client(2) });
+    assert_eq!(commands, [contended(1, 0, ms(1))], "what is left of its request is not granted");
+}
+
+#[test]
+fn a_client_of_an_earlier_scheduler_keeps_its_memory() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::Connected { client: client(1), gang: 0 });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    let report = MemoryReport { ack: 0, demand: 6 * GIB, mapped: 5 * GIB, swapped: GIB, pinned: 0 };
+    let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
+    assert_eq!(allowances(&commands), [(1, 5 * GIB), (1, 6 * GIB)]);
+}
+
+#[test]
+fn the_grace_follows_what_evictions_were_measured_to_take() {
+    let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
+    for _ in 0..2 {
+        world.add(Plan { demand: 12 * GIB, rate: GIB, phases: 8, cpu: ms(4000), gpu: ms(2000), ..Plan::default() });
+    }
+    world.run(Duration::from_secs(600));
+    let graces: Vec<Duration> = world
+        .commands
+        .iter()
+        .filter_map(|(_, c)| match c {
+            Command::Contended { waiters: 1.., grace, .. } => Some(*grace),
+            _ => None,
+        })
+        .collect();
+    assert!(graces.first().unwrap() < &Duration::from_secs(3), "{graces:?}");
+    assert!(graces.last().unwrap() > &Duration::from_secs(5), "{graces:?}");
+    assert!(graces.is_sorted());
+}
+
+/// The original needs 21.2 s for this, no scheduler at all 16.4 s.
+#[test]
+fn two_jobs_that_use_the_gpu_half_of_the_time_overlap() {
+    let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
+    let job = Plan { demand: 7 * GIB, phases: 10, cpu: ms(500), gpu: ms(500), drain: ms(1), ..Plan::default() };
+    world.add(job.clone());
+    world.add(Plan { start: ms(130), ..job });
+    assert!(world.run(Duration::from_secs(60)));
+    let ideal = Duration::from_millis(10_500);
+    assert!(world.now < ideal.mul_f64(1.1), "{:?}", world.now);
+}
+
+#[test]
+fn short_bursts_beside_a_long_one_are_served_soon() {
+    let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
+    let batch = Plan { demand: 8 * GIB, phases: 1, gpu: Duration::from_secs(30), drain: ms(5), ..Plan::default() };
+    world.add(batch.clone());
+    world.add(batch);
+    let chat = world.add(Plan { demand: 0, start: ms(100), phases: 50, cpu: ms(300), gpu: ms(10), ..Plan::default() });
+    world.run(Duration::from_secs(100));
+    let bursts: Vec<Duration> = world.models[&chat].bursts.iter().map(|(a, b)| *b - *a).collect();
+    assert_eq!(bursts.len(), 50);
+    let slow = bursts.iter().filter(|b| **b > ms(100)).count();
+    assert!(slow <= 2, "while it is not known yet it may take longer: {bursts:?}");
+}
+
+#[test]
+fn nobody_is_passed_for_longer_than_the_time_quantum() {
+    let quantum = Duration::from_secs(2);
+    let mut world = World::with_gpu(AntiThrash::Auto, quantum, 16 * GIB);
+    let long = world.add(Plan { demand: GIB, phases: 1, gpu: Duration::from_secs(3), ..Plan::default() });
+    for n in 0..30 {
+        // Together they want more than all of the GPU's time.
+        world.add(Plan { demand: 0, start: ms(n * 7), phases: 200, cpu: ms(100), gpu: ms(8), ..Plan::default() });
+    }
+    world.run(Duration::from_secs(120));
+    let longest = world.models[&long].waits.iter().max().unwrap();
+    assert!(*longest < quantum + ms(500), "{longest:?}");
+}
+
+#[test]
+fn three_that_do_not_fit_together_finish_in_turn() {
+    let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(5), 16 * GIB);
+    let job = Plan { demand: 12 * GIB, phases: 1, gpu: Duration::from_secs(10), ..Plan::default() };
+    let clients = [world.add(job.clone()), world.add(job.clone()), world.add(job)];
+    assert!(world.run(Duration::from_secs(40)));
+    // 8 GiB more to move at each change, at 40 GiB/s: thrashing would take many times longer.
+    assert!(world.now < Duration::from_millis(32_500), "{:?}", world.now);
+    assert!(clients.iter().all(|c| world.revokes_of(*c).len() <= 2));
+}

@@ -1,0 +1,795 @@
+//! A world in virtual time around the scheduler's machine: clients that behave as the library does (or do not), and
+//! checks after every event of what must always hold. Messages take a little time in both directions and keep their
+//! order, so that they cross as they do in life.
+#![allow(dead_code)] // each test binary uses a part
+
+use nvshare::scheduler::*;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+pub const MIB: u64 = 1 << 20;
+pub const GIB: u64 = 1 << 30;
+
+pub fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+pub fn gpu(n: u64) -> GpuId {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&n.to_le_bytes());
+    GpuId(Uuid(bytes))
+}
+
+pub fn gpus<const N: usize>(n: [u64; N]) -> GpuSet {
+    n.into_iter().map(gpu).collect()
+}
+
+pub fn client(n: u64) -> ClientId {
+    ClientId(n)
+}
+
+pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
+    Settings { time_quantum, anti_thrash, reserve: 0, context: 0 }
+}
+
+/// SplitMix64: enough for made-up behaviour, and the same everywhere.
+#[derive(Debug, Clone)]
+pub struct Dice(pub u64);
+
+impl Dice {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n.max(1)
+    }
+    pub fn between(&mut self, a: Duration, b: Duration) -> Duration {
+        a + Duration::from_nanos(self.below((b.saturating_sub(a)).as_nanos() as u64 + 1))
+    }
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// What a program does, and how well its library behaves.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub gpus: GpuSet,
+    pub gang: u64,
+    pub engine: Engine,
+    pub demand: u64,
+    pub pinned: u64,
+    /// When it starts.
+    pub start: Time,
+    pub phases: u32,
+    /// Without GPU work before each phase, and with.
+    pub cpu: Duration,
+    pub gpu: Duration,
+    /// Between a revoke and the release.
+    pub drain: Duration,
+    /// Bytes a second that it can evict.
+    pub rate: u64,
+    /// How often it answers a revoke with Stuck.
+    pub stuck: u32,
+    /// Stopped from then to then.
+    pub stopped: Option<(Time, Time)>,
+    /// Killed then.
+    pub killed: Option<Time>,
+    /// Leaves when its phases are done, and does not stay idle with its memory.
+    pub leaves: bool,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            gpus: gpus([0]),
+            gang: 0,
+            engine: Engine::Swap,
+            demand: GIB,
+            pinned: 0,
+            start: Time::ZERO,
+            phases: 1,
+            cpu: Duration::ZERO,
+            gpu: ms(100),
+            drain: Duration::ZERO,
+            rate: 40 * GIB,
+            stuck: 0,
+            stopped: None,
+            killed: None,
+            leaves: true,
+        }
+    }
+}
+
+#[derive(Debug, Default, Clone)]
+pub struct Place {
+    pub limit: u64,
+    pub allowance: u64,
+    pub mapped: u64,
+    pub seq: u32,
+    todo: VecDeque<(u32, u64)>,
+    busy: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Cpu,
+    Gpu,
+    Done,
+}
+
+#[derive(Debug)]
+pub struct Model {
+    pub plan: Plan,
+    pub places: BTreeMap<GpuId, Place>,
+    pub holds: GpuSet,
+    attached: GpuSet,
+    revoked: GpuSet,
+    contended: BTreeMap<GpuId, Duration>,
+    phase: Phase,
+    left: u32,
+    remaining: Duration,
+    /// Work is running since then.
+    running: Option<Time>,
+    idle_since: Time,
+    asked: Option<Time>,
+    stuck: u32,
+    inbox: VecDeque<Command>,
+    stopped: bool,
+    epoch: u64,
+    /// Start to end of each burst, waiting included.
+    pub bursts: Vec<(Time, Time)>,
+    pub waits: Vec<Duration>,
+    pub finished: Option<Time>,
+}
+
+#[derive(Debug)]
+enum Happening {
+    Start(ClientId),
+    ToMachine(Event),
+    ToClient(ClientId, Command),
+    PhaseBegins(ClientId),
+    WorkEnds(ClientId, u64),
+    Drained(ClientId, GpuSet),
+    Evicted(ClientId, GpuId),
+    Quiet(ClientId, u64),
+    Stop(ClientId),
+    Cont(ClientId),
+    Kill(ClientId),
+}
+
+#[derive(Debug)]
+pub struct World {
+    pub machine: Machine,
+    pub now: Time,
+    pub totals: BTreeMap<GpuId, u64>,
+    pub overheads: BTreeMap<GpuId, u64>,
+    pub models: BTreeMap<ClientId, Model>,
+    pub history: Vec<(Time, Event)>,
+    pub commands: Vec<(Time, Command)>,
+    pub rng: Dice,
+    pub latency: Duration,
+    /// Exceptions to "one holder" and "nobody is revoked for nothing" until then, since settings changed.
+    pub tolerant: Time,
+    connected: BTreeSet<ClientId>,
+    asked: BTreeMap<ClientId, GpuSet>,
+    queue: BTreeMap<(Time, u64), Happening>,
+    last: BTreeMap<(ClientId, bool), Time>,
+    counter: u64,
+    /// More are taken for a loop.
+    pub most_steps: u64,
+    /// Models that are not done.
+    busy: usize,
+    pub keep: bool,
+    /// How often the checks that cost much are made.
+    pub thorough: bool,
+}
+
+impl World {
+    pub fn new(settings: Settings, seed: u64) -> Self {
+        Self {
+            machine: Machine::new(settings),
+            now: Time::ZERO,
+            totals: BTreeMap::new(),
+            overheads: BTreeMap::new(),
+            models: BTreeMap::new(),
+            history: Vec::new(),
+            commands: Vec::new(),
+            rng: Dice(seed),
+            latency: Duration::from_micros(20),
+            tolerant: Time::ZERO,
+            connected: BTreeSet::new(),
+            asked: BTreeMap::new(),
+            queue: BTreeMap::new(),
+            last: BTreeMap::new(),
+            counter: 0,
+            most_steps: 300_000,
+            busy: 0,
+            keep: true,
+            thorough: true,
+        }
+    }
+
+    /// A world with one GPU of that size.
+    pub fn with_gpu(anti_thrash: AntiThrash, quantum: Duration, total: u64) -> Self {
+        let mut world = Self::new(settings(anti_thrash, quantum), 1);
+        world.add_gpu(gpu(0), total, 0);
+        world
+    }
+
+    pub fn add_gpu(&mut self, gpu: GpuId, total: u64, overhead: u64) {
+        self.totals.insert(gpu, total);
+        self.overheads.insert(gpu, overhead);
+        self.feed(Event::GpuFound { gpu, total });
+        self.feed(Event::GpuOverhead { gpu, bytes: overhead });
+    }
+
+    pub fn add(&mut self, plan: Plan) -> ClientId {
+        let id = ClientId(self.models.len() as u64 + 1);
+        self.at(plan.start, Happening::Start(id));
+        if let Some((from, to)) = plan.stopped {
+            self.at(from, Happening::Stop(id));
+            self.at(to, Happening::Cont(id));
+        }
+        if let Some(at) = plan.killed {
+            self.at(at, Happening::Kill(id));
+        }
+        let places = plan.gpus.iter().map(|g| (*g, Place::default())).collect();
+        let model = Model {
+            places,
+            holds: GpuSet::new(),
+            attached: GpuSet::new(),
+            revoked: GpuSet::new(),
+            contended: BTreeMap::new(),
+            phase: Phase::Cpu,
+            left: plan.phases,
+            remaining: Duration::ZERO,
+            running: None,
+            idle_since: plan.start,
+            asked: None,
+            stuck: plan.stuck,
+            inbox: VecDeque::new(),
+            stopped: false,
+            epoch: 0,
+            bursts: Vec::new(),
+            waits: Vec::new(),
+            finished: None,
+            plan,
+        };
+        self.models.insert(id, model);
+        self.busy += 1;
+        id
+    }
+
+    fn at(&mut self, at: Time, what: Happening) {
+        self.counter += 1;
+        self.queue.insert((at, self.counter), what);
+    }
+
+    /// On its way, behind what was sent before.
+    fn send(&mut self, client: ClientId, up: bool, what: Happening) {
+        let delay = Duration::from_nanos(self.rng.below(self.latency.as_nanos() as u64 + 1));
+        let last = self.last.entry((client, up)).or_default();
+        let at = (self.now + delay).max(*last);
+        *last = at;
+        self.at(at, what);
+    }
+
+    fn say(&mut self, client: ClientId, event: Event) {
+        self.send(client, true, Happening::ToMachine(event));
+    }
+
+    /// Runs until that time, or until nothing happens any more. Returns whether all living clients are done.
+    pub fn run(&mut self, until: Time) -> bool {
+        let mut steps = 0u64;
+        loop {
+            steps += 1;
+            assert!(steps < self.most_steps, "no end: {:?} {:?}", self.queue.first_key_value(), self.machine.gpus());
+            let happening = self.queue.first_key_value().map(|((at, _), _)| *at);
+            let deadline = self.machine.deadline();
+            let next = match (happening, deadline) {
+                (Some(a), Some(b)) => a.min(b),
+                (Some(a), None) | (None, Some(a)) => a,
+                (None, None) => break,
+            };
+            if next > until {
+                self.now = until;
+                break;
+            }
+            self.now = self.now.max(next);
+            if happening.is_some_and(|at| at <= self.now) {
+                let (_, what) = self.queue.pop_first().unwrap();
+                self.happen(what);
+            } else {
+                self.feed(Event::Tick);
+            }
+            if self.all_done() {
+                break;
+            }
+        }
+        self.all_done()
+    }
+
+    pub fn all_done(&self) -> bool {
+        self.busy == 0
+    }
+
+    /// Gives an event to the machine, checks what must hold, and carries the commands.
+    pub fn feed(&mut self, event: Event) {
+        match &event {
+            Event::Connected { client, .. } => drop(self.connected.insert(*client)),
+            Event::Disconnected { client } => {
+                self.connected.remove(client);
+                self.asked.remove(client);
+            }
+            Event::Requested { client, gpus } => drop(self.asked.insert(*client, gpus.clone())),
+            Event::Configure(_) => self.tolerant = self.now + Duration::from_secs(20),
+            _ => {}
+        }
+        if self.keep {
+            self.history.push((self.now, event.clone()));
+        }
+        let commands = self.machine.handle(self.now, event);
+        if let Some(at) = self.machine.deadline() {
+            assert!(at > self.now, "a deadline that has passed already: {at:?} at {:?}", self.now);
+        }
+        for command in &commands {
+            self.check_command(command);
+        }
+        if self.thorough {
+            self.check_state();
+        }
+        for command in commands {
+            if self.keep {
+                self.commands.push((self.now, command.clone()));
+            }
+            let to = addressee(&command);
+            self.send(to, false, Happening::ToClient(to, command));
+        }
+    }
+
+    fn check_command(&self, command: &Command) {
+        let to = addressee(command);
+        assert!(self.connected.contains(&to), "{command:?} to a client that is gone");
+        match command {
+            Command::Grant { client, .. } => {
+                let view = self.machine.client(*client).unwrap();
+                for id in &self.asked[client] {
+                    let seat = view.seats.iter().find(|s| s.gpu == *id);
+                    let state = seat.map(|s| s.state);
+                    assert!(
+                        matches!(state, None | Some(LockState::Holding | LockState::Revoking)),
+                        "{command:?}, but {id:?} is {state:?}"
+                    );
+                }
+            }
+            // A gang is revoked together, so one of it may not be in anybody's way.
+            Command::Revoke { client, gpus } if self.models.get(client).is_none_or(|m| m.plan.gang == 0) => {
+                let reason = gpus.iter().any(|id| {
+                    let view = self.machine.gpu(*id).unwrap();
+                    view.waiters.iter().any(|w| w.off.is_none())
+                        || view.charged > view.capacity
+                        || view.holders.len() > 1
+                });
+                assert!(reason || self.grows() || self.now < self.tolerant, "{command:?} for an empty queue");
+            }
+            _ => {}
+        }
+    }
+
+    fn grows(&self) -> bool {
+        self.machine.settings().anti_thrash == AntiThrash::Off
+    }
+
+    fn check_state(&self) {
+        for view in self.machine.gpus() {
+            let id = view.gpu;
+            assert!(view.charged <= view.capacity, "{id:?}: {} charged of {}", view.charged, view.capacity);
+            let models = self.models.values().filter_map(|m| m.places.get(&id));
+            let mapped: u64 = models.map(|p| p.mapped).sum();
+            assert!(mapped <= view.charged, "{id:?}: {mapped} mapped, {} charged", view.charged);
+            if self.now < self.tolerant || self.machine.settings().anti_thrash == AntiThrash::Off {
+                continue;
+            }
+            let holders = view.holders.iter().filter(|h| h.state != LockState::Suspended);
+            let units: BTreeSet<(u64, ClientId)> = holders
+                .filter(|h| self.models.get(&h.client).is_none_or(|m| m.plan.stopped.is_none()))
+                .map(|h| match self.models.get(&h.client).map_or(0, |m| m.plan.gang) {
+                    0 => (0, h.client),
+                    gang => (gang, ClientId(0)),
+                })
+                .collect();
+            assert!(units.len() <= 1, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
+        }
+    }
+
+    fn happen(&mut self, what: Happening) {
+        match what {
+            Happening::Start(id) => self.start(id),
+            Happening::ToMachine(event) => self.feed(event),
+            Happening::ToClient(id, command) => {
+                let Some(model) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) else {
+                    // A process that is done but stays still evicts and releases.
+                    if self.connected.contains(&id) {
+                        self.receive(id, command);
+                    } else if let Command::Probe { .. } = command {
+                    }
+                    return;
+                };
+                if let Command::Probe { .. } = command {
+                    let stopped = model.stopped;
+                    return self.feed(Event::Stopped { client: id, stopped });
+                }
+                if model.stopped {
+                    model.inbox.push_back(command);
+                } else {
+                    self.receive(id, command);
+                }
+            }
+            Happening::PhaseBegins(id) => self.begin(id),
+            Happening::WorkEnds(id, epoch) => self.work_ends(id, epoch),
+            Happening::Drained(id, gpus) => self.drained(id, gpus),
+            Happening::Evicted(id, gpu) => self.evicted(id, gpu),
+            Happening::Quiet(id, epoch) => self.quiet(id, epoch),
+            Happening::Stop(id) => {
+                if let Some(m) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) {
+                    m.stopped = true;
+                }
+            }
+            Happening::Cont(id) => {
+                let Some(m) = self.models.get_mut(&id).filter(|m| m.stopped) else { return };
+                m.stopped = false;
+                let inbox = std::mem::take(&mut m.inbox);
+                self.feed(Event::Stopped { client: id, stopped: false });
+                for command in inbox {
+                    self.receive(id, command);
+                }
+            }
+            Happening::Kill(id) => {
+                if self.connected.contains(&id) {
+                    self.gone(id);
+                }
+            }
+        }
+    }
+
+    fn start(&mut self, id: ClientId) {
+        let plan = self.models[&id].plan.clone();
+        self.say(id, Event::Connected { client: id, gang: plan.gang });
+        for gpu in &plan.gpus {
+            self.say(id, Event::Attached { client: id, gpu: *gpu, engine: plan.engine });
+        }
+    }
+
+    fn gone(&mut self, id: ClientId) {
+        let Some(m) = self.models.get_mut(&id) else { return };
+        if m.phase != Phase::Done {
+            self.busy -= 1;
+        }
+        m.phase = Phase::Done;
+        m.finished.get_or_insert(self.now);
+        m.places.clear();
+        m.holds.clear();
+        self.queue.retain(|_, w| match w {
+            Happening::ToMachine(e) => event_of(e) != Some(id),
+            Happening::ToClient(c, _) => *c != id,
+            _ => true,
+        });
+        if self.connected.contains(&id) {
+            self.feed(Event::Disconnected { client: id });
+        }
+    }
+
+    fn report(&mut self, id: ClientId, gpu: GpuId) {
+        let Some(m) = self.models.get_mut(&id) else { return };
+        let Some(p) = m.places.get(&gpu) else { return };
+        let demand = m.plan.demand;
+        let report = MemoryReport {
+            ack: p.seq,
+            demand,
+            mapped: p.mapped,
+            swapped: demand.saturating_sub(p.mapped),
+            pinned: m.plan.pinned.min(p.mapped),
+        };
+        self.say(id, Event::Memory { client: id, gpu, report });
+    }
+
+    fn receive(&mut self, id: ClientId, command: Command) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        match command {
+            Command::Attached { gpu, .. } => {
+                m.attached.insert(gpu);
+                let all = m.attached == m.plan.gpus;
+                self.report(id, gpu);
+                if all {
+                    let cpu = self.models[&id].plan.cpu;
+                    self.at(now + cpu, Happening::PhaseBegins(id));
+                }
+            }
+            Command::Limit { gpu, bytes, .. } => {
+                if let Some(p) = m.places.get_mut(&gpu) {
+                    p.limit = bytes;
+                }
+                self.work(id);
+            }
+            Command::Allowance { gpu, seq, bytes, .. } => {
+                if let Some(p) = m.places.get_mut(&gpu) {
+                    p.todo.push_back((seq, bytes));
+                    if !p.busy {
+                        self.obey(id, gpu);
+                    }
+                }
+            }
+            Command::Grant { gpus, .. } => {
+                for g in &gpus {
+                    assert!(m.holds.insert(*g), "{id:?} was granted {g:?} twice");
+                    m.contended.remove(g);
+                }
+                if m.plan.gpus.is_subset(&m.holds)
+                    && let Some(at) = m.asked.take()
+                {
+                    m.waits.push(now - at);
+                }
+                self.work(id);
+                self.maybe_quiet(id);
+            }
+            Command::Contended { gpus, waiters, grace, .. } => {
+                for g in gpus {
+                    if waiters > 0 {
+                        m.contended.insert(g, grace)
+                    } else {
+                        m.contended.remove(&g)
+                    };
+                }
+                self.maybe_quiet(id);
+            }
+            Command::Revoke { gpus, .. } => {
+                let gpus: GpuSet = gpus.intersection(&m.holds).copied().collect();
+                if gpus.is_empty() {
+                    return;
+                }
+                if m.stuck > 0 {
+                    m.stuck -= 1;
+                    let reason = StuckReason::LongWork;
+                    return self.say(id, Event::Stuck { client: id, gpus, reason });
+                }
+                self.pause(id);
+                let m = self.models.get_mut(&id).unwrap();
+                m.revoked.extend(gpus.iter().copied());
+                let drain = m.plan.drain;
+                self.at(now + drain, Happening::Drained(id, gpus));
+            }
+            Command::Waiting { .. } | Command::Probe { .. } => {}
+        }
+    }
+
+    /// Carries out the oldest allowance.
+    fn obey(&mut self, id: ClientId, gpu: GpuId) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        let (demand, rate, pinned) = (m.plan.demand, m.plan.rate, m.plan.pinned);
+        let Some(p) = m.places.get_mut(&gpu) else { return };
+        let Some((_, bytes)) = p.todo.front().copied() else { return };
+        if bytes < p.mapped {
+            let move_out = p.mapped - bytes.max(pinned.min(p.mapped));
+            p.busy = true;
+            let time = Duration::from_secs_f64(move_out as f64 / rate as f64);
+            self.pause(id);
+            self.at(now + time, Happening::Evicted(id, gpu));
+        } else {
+            let (seq, bytes) = p.todo.pop_front().unwrap();
+            p.seq = seq;
+            p.allowance = bytes;
+            p.mapped = p.mapped.max(bytes.min(demand));
+            self.report(id, gpu);
+            self.work(id);
+            self.obey(id, gpu);
+        }
+    }
+
+    fn evicted(&mut self, id: ClientId, gpu: GpuId) {
+        let Some(m) = self.models.get_mut(&id) else { return };
+        let pinned = m.plan.pinned;
+        if m.stopped {
+            let again = self.now + ms(100);
+            return self.at(again, Happening::Evicted(id, gpu));
+        }
+        let Some(p) = m.places.get_mut(&gpu) else { return };
+        let Some((seq, bytes)) = p.todo.pop_front() else { return };
+        p.busy = false;
+        p.seq = seq;
+        p.allowance = bytes;
+        p.mapped = p.mapped.min(bytes.max(pinned));
+        self.report(id, gpu);
+        self.obey(id, gpu);
+        self.work(id);
+    }
+
+    fn begin(&mut self, id: ClientId) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id).filter(|m| m.phase == Phase::Cpu) else { return };
+        if m.stopped {
+            return self.at(now + ms(100), Happening::PhaseBegins(id));
+        }
+        if m.left == 0 {
+            m.phase = Phase::Done;
+            m.finished = Some(now);
+            self.busy -= 1;
+            if m.plan.leaves {
+                self.gone(id);
+            } else {
+                self.maybe_quiet(id);
+            }
+            return;
+        }
+        m.left -= 1;
+        m.phase = Phase::Gpu;
+        m.remaining = m.plan.gpu;
+        m.bursts.push((now, now));
+        self.work(id);
+        self.ask(id);
+    }
+
+    fn ask(&mut self, id: ClientId) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        if m.phase == Phase::Gpu && m.asked.is_none() && m.revoked.is_empty() && !m.plan.gpus.is_subset(&m.holds) {
+            m.asked = Some(now);
+            let gpus = m.plan.gpus.clone();
+            self.say(id, Event::Requested { client: id, gpus });
+        }
+    }
+
+    /// Starts work if it can run.
+    fn work(&mut self, id: ClientId) {
+        let (now, off) = (self.now, self.grows());
+        let Some(m) = self.models.get_mut(&id) else { return };
+        let mapped = m.places.values().all(|p| {
+            (p.mapped >= m.plan.demand.min(p.limit.min(p.allowance.max(p.mapped))) && p.todo.is_empty())
+                || (off && m.plan.engine == Engine::Managed)
+        });
+        if m.phase == Phase::Gpu
+            && m.running.is_none()
+            && mapped
+            && m.revoked.is_empty()
+            && m.plan.gpus.is_subset(&m.holds)
+        {
+            m.running = Some(now);
+            m.epoch += 1;
+            let (end, epoch) = (now + m.remaining, m.epoch);
+            self.at(end, Happening::WorkEnds(id, epoch));
+        }
+    }
+
+    fn pause(&mut self, id: ClientId) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        if let Some(since) = m.running.take() {
+            m.remaining = m.remaining.saturating_sub(now - since);
+            m.epoch += 1;
+        }
+    }
+
+    fn work_ends(&mut self, id: ClientId, epoch: u64) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        if m.epoch != epoch || m.running.is_none() {
+            return;
+        }
+        if m.stopped {
+            m.remaining = Duration::ZERO;
+            return self.at(now + ms(100), Happening::WorkEnds(id, epoch));
+        }
+        m.running = None;
+        m.phase = Phase::Cpu;
+        m.idle_since = now;
+        m.bursts.last_mut().unwrap().1 = now;
+        let cpu = m.plan.cpu;
+        self.at(now + cpu, Happening::PhaseBegins(id));
+        self.maybe_quiet(id);
+    }
+
+    fn maybe_quiet(&mut self, id: ClientId) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        if m.phase == Phase::Gpu {
+            return;
+        }
+        let Some(grace) = m.contended.values().min().copied() else { return };
+        let (at, epoch) = (now.max(m.idle_since + grace), m.epoch);
+        self.at(at, Happening::Quiet(id, epoch));
+    }
+
+    /// Nothing ran and nothing was submitted for the grace.
+    fn quiet(&mut self, id: ClientId, epoch: u64) {
+        let Some(m) = self.models.get_mut(&id) else { return };
+        if m.epoch != epoch || m.phase == Phase::Gpu || m.stopped || m.contended.is_empty() {
+            return;
+        }
+        let gpus: GpuSet = m.holds.difference(&m.revoked).copied().collect();
+        for g in &gpus {
+            m.holds.remove(g);
+            m.contended.remove(g);
+        }
+        if !gpus.is_empty() {
+            let busy = Duration::ZERO;
+            self.say(id, Event::Released { client: id, gpus, reason: ReleaseReason::Idle, busy });
+        }
+    }
+
+    fn drained(&mut self, id: ClientId, gpus: GpuSet) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        if m.stopped {
+            return self.at(now + ms(100), Happening::Drained(id, gpus));
+        }
+        for g in &gpus {
+            m.revoked.remove(g);
+            m.holds.remove(g);
+            m.contended.remove(g);
+        }
+        let busy = Duration::ZERO;
+        self.say(id, Event::Released { client: id, gpus, reason: ReleaseReason::Revoked, busy });
+        self.ask(id);
+    }
+
+    /// The same events again, on a new machine: the same commands.
+    pub fn check_replay(&self, settings: Settings) {
+        let mut machine = Machine::new(settings);
+        let mut commands = Vec::new();
+        for (at, event) in &self.history {
+            commands.extend(machine.handle(*at, event.clone()).into_iter().map(|c| (*at, c)));
+        }
+        assert_eq!(commands, self.commands, "the same events gave other commands");
+    }
+
+    pub fn grants_of(&self, client: ClientId) -> Vec<Time> {
+        let grants =
+            self.commands.iter().filter(|(_, c)| matches!(c, Command::Grant { client: c, .. } if *c == client));
+        grants.map(|(at, _)| *at).collect()
+    }
+
+    pub fn revokes_of(&self, client: ClientId) -> Vec<Time> {
+        let revokes =
+            self.commands.iter().filter(|(_, c)| matches!(c, Command::Revoke { client: c, .. } if *c == client));
+        revokes.map(|(at, _)| *at).collect()
+    }
+
+    pub fn finished(&self, client: ClientId) -> Time {
+        self.models[&client].finished.unwrap_or(Time::MAX)
+    }
+}
+
+pub fn addressee(command: &Command) -> ClientId {
+    match command {
+        Command::Attached { client, .. }
+        | Command::Limit { client, .. }
+        | Command::Allowance { client, .. }
+        | Command::Grant { client, .. }
+        | Command::Revoke { client, .. }
+        | Command::Contended { client, .. }
+        | Command::Waiting { client, .. }
+        | Command::Probe { client } => *client,
+    }
+}
+
+fn event_of(event: &Event) -> Option<ClientId> {
+    match event {
+        Event::Connected { client, .. }
+        | Event::Disconnected { client }
+        | Event::Attached { client, .. }
+        | Event::Detached { client, .. }
+        | Event::Memory { client, .. }
+        | Event::Requested { client, .. }
+        | Event::Cancelled { client, .. }
+        | Event::Released { client, .. }
+        | Event::Stuck { client, .. }
+        | Event::Stopped { client, .. } => Some(*client),
+        Event::Tick | Event::Configure(_) | Event::GpuFound { .. } | Event::GpuOverhead { .. } => None,
+    }
+}

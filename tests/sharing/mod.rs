@@ -1,0 +1,588 @@
+//! A simulated machine for each test: a GPU, a scheduler, and real programs with `libnvshare.so` preloaded. Everything
+//! lives in one directory; what runs is killed when the test ends, and what it said is shown when the test fails.
+#![allow(dead_code)] // each test program uses its own part
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Long enough for a loaded machine; nothing waits this long unless it fails.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+const LOOK: Duration = Duration::from_millis(5);
+/// Lines of each log that are shown when a test fails.
+const TAIL: usize = 250;
+
+pub const MIB: u64 = 1 << 20;
+
+/// Where cargo put what is under test: beside this test program's directory.
+fn artifact(name: &str) -> PathBuf {
+    let exe = std::env::current_exe().expect("the path of this program");
+    let path = exe.parent().and_then(Path::parent).expect("target/PROFILE/deps").join(name);
+    assert!(path.exists(), "{} is missing: run `cargo build --workspace` first", path.display());
+    path
+}
+
+/// Looks until there is an answer.
+#[track_caller]
+pub fn wait_for<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
+    wait_within(PATIENCE, what, look)
+}
+
+#[track_caller]
+pub fn wait_within<T>(patience: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + patience;
+    loop {
+        if let Some(answer) = look() {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "waited {patience:?} in vain for {what}");
+        thread::sleep(LOOK);
+    }
+}
+
+/// What the machine is like. The defaults keep tests short.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub memory: u64,
+    pub reserve: u64,
+    pub context: u64,
+    /// Seconds.
+    pub time_quantum: u32,
+    pub anti_thrash: &'static str,
+    /// More of the simulator's settings.
+    pub simulator: Vec<(&'static str, String)>,
+    /// Symbols that its driver lacks, as older ones do.
+    pub without: &'static str,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            memory: 256 * MIB,
+            reserve: 8 * MIB,
+            context: 4 * MIB,
+            time_quantum: 1,
+            anti_thrash: "auto",
+            simulator: Vec::new(),
+            without: "",
+        }
+    }
+}
+
+impl Setup {
+    /// What that many clients can have of the GPU together.
+    pub fn capacity(&self, clients: u64) -> u64 {
+        self.memory - self.reserve - clients * self.context
+    }
+}
+
+#[derive(Debug)]
+pub struct Machine {
+    pub setup: Setup,
+    directory: Directory,
+    scheduler: Option<Child>,
+    /// How many schedulers there have been; each writes a log and a trace of its own.
+    runs: u32,
+    launched: AtomicU32,
+}
+
+/// One line of a scheduler's trace.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Move {
+    pub run: u32,
+    pub ms: f64,
+    pub client: u64,
+    pub pid: u32,
+    pub what: String,
+    pub bytes: u64,
+}
+
+impl Machine {
+    /// A machine without a scheduler.
+    pub fn new(setup: Setup) -> Self {
+        let directory = Directory::new();
+        let libraries = directory.0.join("lib");
+        fs::create_dir(&libraries).expect("a directory for the libraries");
+        for (file, name) in [("libcuda.so", "libcuda.so.1"), ("libnvidia_ml.so", "libnvidia-ml.so.1")] {
+            symlink(artifact(file), libraries.join(name)).expect("a link to a library");
+        }
+        if !setup.without.is_empty() {
+            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda-sim/install.sh");
+            let from = artifact("libcuda.so");
+            let mut install = Command::new(script);
+            install.arg(&libraries).arg(from.parent().expect("its directory")).env("WITHOUT", setup.without);
+            assert!(install.status().is_ok_and(|status| status.success()), "install.sh");
+        }
+        let config = format!(
+            "time-quantum = {}\nanti-thrash = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n",
+            setup.time_quantum, setup.anti_thrash, setup.reserve, setup.context
+        );
+        fs::write(directory.0.join("nvshare.toml"), config).expect("the configuration");
+        Self { setup, directory, scheduler: None, runs: 0, launched: AtomicU32::new(0) }
+    }
+
+    /// A machine with a scheduler.
+    pub fn with_scheduler(setup: Setup) -> Self {
+        let mut machine = Self::new(setup);
+        machine.start_scheduler();
+        machine
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.0.join(name)
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.path("run/scheduler.sock")
+    }
+
+    // ---- the scheduler -------------------------------------------------------------------------------------------
+
+    pub fn start_scheduler(&mut self) {
+        assert!(self.scheduler.is_none(), "it runs already");
+        self.runs += 1;
+        let log = self.path(&format!("scheduler-{}.log", self.runs));
+        let mut command = Command::new(artifact("nvshare-scheduler"));
+        command.arg("--socket").arg(self.socket());
+        command.arg("--control-socket").arg(self.path("control/control.sock"));
+        command.arg("--config").arg(self.path("nvshare.toml"));
+        command.arg("--trace").arg(self.path(&format!("trace-{}", self.runs)));
+        command.args(["--no-bus", "--log-level", "debug"]);
+        command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
+        self.simulate(&mut command);
+        command.stderr(File::create(&log).expect("the scheduler's log"));
+        self.scheduler = Some(spawn(&mut command));
+        wait_for("the scheduler to serve", || fs::read_to_string(&log).ok()?.contains("serves").then_some(()));
+    }
+
+    pub fn scheduler_pid(&self) -> u32 {
+        self.scheduler.as_ref().expect("a scheduler runs").id()
+    }
+
+    pub fn kill_scheduler(&mut self) {
+        let mut child = self.scheduler.take().expect("a scheduler runs");
+        child.kill().expect("kill the scheduler");
+        child.wait().expect("its end");
+    }
+
+    /// Runs `nvsharectl`, which must succeed.
+    #[track_caller]
+    pub fn ctl(&self, arguments: &[&str]) -> String {
+        let mut command = Command::new(artifact("nvsharectl"));
+        command.arg("--control").arg(self.path("control/control.sock")).args(arguments);
+        let output = command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts");
+        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "nvsharectl {arguments:?}: {}\n{stderr}", output.status);
+        stdout.into_owned()
+    }
+
+    #[track_caller]
+    pub fn status(&self) -> Value {
+        serde_json::from_str(&self.ctl(&["--json", "status"])).expect("JSON")
+    }
+
+    /// Waits until the scheduler has nobody and nothing any more.
+    #[track_caller]
+    pub fn wait_until_empty(&self) {
+        wait_for("the scheduler to have no client and no bytes", || {
+            let status = self.status();
+            let bytes =
+                |key: &str| status["gpus"].as_array().expect("GPUs").iter().map(|g| number(&g[key])).sum::<u64>();
+            let clients = status["clients"].as_array().expect("clients").len();
+            (clients == 0 && bytes("demand") + bytes("resident") + bytes("swapped") == 0).then_some(())
+        });
+    }
+
+    /// What all schedulers so far did, in order.
+    pub fn trace(&self) -> Vec<Move> {
+        let read = |run: u32| {
+            let text = fs::read_to_string(self.path(&format!("trace-{run}"))).unwrap_or_default();
+            // The last line may be half written by a scheduler that was killed.
+            let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+            lines.into_iter().map(move |line| Move {
+                run,
+                ms: line["ms"].as_f64().expect("ms"),
+                client: number(&line["client"]),
+                pid: number(&line["pid"]) as u32,
+                what: line["what"].as_str().expect("what").to_owned(),
+                bytes: line["bytes"].as_u64().unwrap_or(0),
+            })
+        };
+        (1..=self.runs).flat_map(read).collect()
+    }
+
+    /// Waits for a line of the trace, beyond the first `skip`.
+    #[track_caller]
+    pub fn wait_for_move(&self, skip: usize, what: &str, mut wanted: impl FnMut(&Move) -> bool) -> Move {
+        wait_for(what, || self.trace().into_iter().skip(skip).find(|m| wanted(m)))
+    }
+
+    /// Waits until that program has been given the lock `count` times.
+    #[track_caller]
+    pub fn wait_for_grants(&self, program: &Program, count: usize) {
+        let what = format!("grant {count} of {}", program.name);
+        wait_for(&what, || (grants(&self.trace(), program.pid()) >= count).then_some(()));
+    }
+
+    pub fn scheduler_log(&self) -> String {
+        (1..=self.runs)
+            .map(|run| fs::read_to_string(self.path(&format!("scheduler-{run}.log"))).unwrap_or_default())
+            .collect()
+    }
+
+    // ---- programs ------------------------------------------------------------------------------------------------
+
+    /// The simulated machine as a process sees it.
+    fn simulate(&self, command: &mut Command) {
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy();
+            if ["CUDA_", "NVSHARE_", "LD_PRELOAD"].iter().any(|begin| name.starts_with(begin)) {
+                command.env_remove(&*name);
+            }
+        }
+        command.env("LD_LIBRARY_PATH", self.path("lib"));
+        command.env("CUDA_SIM_DIR", self.path("gpu"));
+        command.env("CUDA_SIM_MEMORY", self.setup.memory.to_string());
+        command.env("CUDA_SIM_CONTEXT", self.setup.context.to_string());
+        command.envs(self.setup.simulator.iter().map(|(name, value)| (*name, value)));
+    }
+
+    /// `cuda-program` with those words, under nvshare and traced.
+    pub fn program(&self, words: &str) -> Launch<'_> {
+        let mut launch = self.command(&artifact("cuda-program"), &[]);
+        launch.command.args(words.split_whitespace());
+        launch.name = words.to_owned();
+        launch
+    }
+
+    /// Any command, under nvshare and traced.
+    pub fn command(&self, program: &Path, arguments: &[&str]) -> Launch<'_> {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        self.simulate(&mut command);
+        command.env("LD_PRELOAD", artifact("libnvshare.so"));
+        command.env("NVSHARE_SOCKET", self.socket()).env("NVSHARE_DEBUG", "1");
+        Launch { machine: self, command, name: format!("{} {}", program.display(), arguments.join(" ")) }
+    }
+
+    /// Stops a program at a moment at which it has no work on the GPU: a real GPU goes on with the work of a process that
+    /// is stopped, the simulated one waits for it.
+    #[track_caller]
+    pub fn stop_beside_work(&self, program: &Program) {
+        wait_for("a moment without work", || {
+            program.signal(libc::SIGSTOP);
+            wait_for("it to be stopped", || {
+                let stat = fs::read_to_string(format!("/proc/{}/stat", program.pid())).ok()?;
+                stat.rsplit(") ").next()?.starts_with('T').then_some(())
+            });
+            let idle = fs::read_dir(self.path("gpu")).expect("the simulator's files").flatten().all(|file| {
+                let name = file.file_name().to_string_lossy().into_owned();
+                !name.starts_with("gpu") || is_unlocked(&file.path())
+            });
+            if !idle {
+                program.signal(libc::SIGCONT);
+            }
+            idle.then_some(())
+        });
+    }
+
+    /// Free bytes of the GPU, as the driver tells somebody who does not run under nvshare.
+    #[track_caller]
+    pub fn free(&self) -> u64 {
+        let report = self.program("info").without_nvshare().start().finish();
+        report.number("free") + self.setup.context // its own context
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.scheduler.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if thread::panicking() {
+            for run in 1..=self.runs {
+                show(&format!("scheduler {run}"), &self.path(&format!("scheduler-{run}.log")));
+                show(&format!("trace of scheduler {run}"), &self.path(&format!("trace-{run}")));
+            }
+        }
+    }
+}
+
+fn show(what: &str, path: &Path) {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    let mut shown = format!("--- {what} ({} lines) ---\n", lines.len());
+    for line in &lines[lines.len().saturating_sub(TAIL)..] {
+        let _ = writeln!(shown, "{line}");
+    }
+    eprint!("{shown}");
+}
+
+pub fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+/// A directory that goes away with the test, unless `NVSHARE_TEST_KEEP` is set.
+#[derive(Debug)]
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("nvshare-sharing-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir_all(&path).expect("a temporary directory");
+        Self(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        match std::env::var_os("NVSHARE_TEST_KEEP") {
+            None => drop(fs::remove_dir_all(&self.0)),
+            Some(_) => eprintln!("kept: {}", self.0.display()),
+        }
+    }
+}
+
+/// A program about to start.
+#[derive(Debug)]
+pub struct Launch<'a> {
+    machine: &'a Machine,
+    command: Command,
+    name: String,
+}
+
+impl Launch<'_> {
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    /// As the user sees it, without traces.
+    pub fn quiet(mut self) -> Self {
+        self.command.env_remove("NVSHARE_DEBUG");
+        self
+    }
+
+    /// A stranger: nothing is preloaded.
+    pub fn without_nvshare(mut self) -> Self {
+        for name in ["LD_PRELOAD", "NVSHARE_SOCKET", "NVSHARE_DEBUG"] {
+            self.command.env_remove(name);
+        }
+        self
+    }
+
+    pub fn start(mut self) -> Program {
+        let number = self.machine.launched.fetch_add(1, Ordering::Relaxed);
+        let path = |kind: &str| self.machine.path(&format!("program-{number}.{kind}"));
+        let (stdout, stderr) = (path("out"), path("err"));
+        self.command.stdout(File::create(&stdout).expect("a file for stdout"));
+        self.command.stderr(File::create(&stderr).expect("a file for stderr"));
+        let child = spawn(self.command.stdin(Stdio::null()));
+        Program { child, name: self.name, stdout, stderr, ended: false }
+    }
+}
+
+/// Starts a child that does not outlive this test, whatever happens to it.
+fn spawn(command: &mut Command) -> Child {
+    // SAFETY: one system call.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        })
+    };
+    command.spawn().unwrap_or_else(|e| panic!("cannot start {command:?}: {e}"))
+}
+
+/// A running program. It is killed when dropped.
+#[derive(Debug)]
+pub struct Program {
+    child: Child,
+    pub name: String,
+    stdout: PathBuf,
+    stderr: PathBuf,
+    ended: bool,
+}
+
+impl Program {
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn signal(&self, signal: i32) {
+        kill(self.pid(), signal);
+    }
+
+    pub fn stdout(&self) -> String {
+        fs::read_to_string(&self.stdout).unwrap_or_default()
+    }
+
+    pub fn stderr(&self) -> String {
+        fs::read_to_string(&self.stderr).unwrap_or_default()
+    }
+
+    /// Its end, if it has come.
+    pub fn poll(&mut self) -> Option<ExitStatus> {
+        let status = self.child.try_wait().expect("a child");
+        self.ended |= status.is_some();
+        status
+    }
+
+    #[track_caller]
+    pub fn wait(&mut self) -> ExitStatus {
+        let what = format!("the end of `{}` (pid {})", self.name, self.pid());
+        wait_for(&what, || self.poll())
+    }
+
+    /// Waits for its end, which must be a success with right results.
+    #[track_caller]
+    pub fn finish(&mut self) -> Report {
+        let status = self.wait();
+        let stdout = self.stdout();
+        assert!(status.success(), "`{}` (pid {}): {status}: {}", self.name, self.pid(), stdout.trim_end());
+        Report(serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("`{}` said {stdout:?}: {e}", self.name)))
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().expect("kill a program");
+        self.child.wait().expect("its end");
+        self.ended = true;
+    }
+
+    /// Waits for a line of its trace.
+    #[track_caller]
+    pub fn wait_to_say(&self, text: &str) {
+        wait_for(&format!("`{}` to say {text:?}", self.name), || self.stderr().contains(text).then_some(()));
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if !self.ended {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+        if thread::panicking() {
+            eprintln!("--- `{}` (pid {}) printed: {}", self.name, self.pid(), self.stdout().trim_end());
+            show(&format!("trace of `{}` (pid {})", self.name, self.pid()), &self.stderr);
+        }
+    }
+}
+
+/// The line that a program printed.
+#[derive(Debug)]
+pub struct Report(pub Value);
+
+impl Report {
+    #[track_caller]
+    pub fn number(&self, name: &str) -> u64 {
+        self.0[name].as_u64().unwrap_or_else(|| panic!("no {name} in {}", self.0))
+    }
+
+    #[track_caller]
+    pub fn seconds(&self, name: &str) -> Duration {
+        Duration::from_secs_f64(self.0[name].as_f64().unwrap_or_else(|| panic!("no {name} in {}", self.0)))
+    }
+}
+
+fn is_unlocked(path: &Path) -> bool {
+    use std::os::fd::AsRawFd;
+    let file = File::open(path).expect("a file of the simulator");
+    // SAFETY: a descriptor that is open; closing it gives the lock back.
+    unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
+}
+
+pub fn kill(pid: u32, signal: i32) {
+    // SAFETY: a plain call; the process is a child of this one and has not been waited for.
+    assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0, "signal {signal} to {pid}");
+}
+
+/// A generator that is the same everywhere.
+#[derive(Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// From `NVSHARE_TEST_SEED`, or a new one; it is printed, so that a failure can be repeated as far as timing allows.
+    pub fn seeded() -> Self {
+        let seed = match std::env::var("NVSHARE_TEST_SEED") {
+            Ok(text) => text.parse().expect("NVSHARE_TEST_SEED is a number"),
+            Err(_) => std::time::UNIX_EPOCH.elapsed().expect("a clock").as_nanos() as u64 % 1_000_000,
+        };
+        eprintln!("NVSHARE_TEST_SEED={seed}");
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        (self.next() >> 11) % n.max(1)
+    }
+
+    pub fn pick<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
+        from.get(self.below(from.len() as u64) as usize)
+    }
+
+    pub fn milliseconds(&mut self, most: u64) -> Duration {
+        Duration::from_micros(self.below(most * 1000))
+    }
+}
+
+// ---- what a trace says -------------------------------------------------------------------------------------------
+
+/// How often that process was given the lock.
+pub fn grants(trace: &[Move], pid: u32) -> usize {
+    trace.iter().filter(|m| m.what == "grant" && m.pid == pid).count()
+}
+
+/// The processes that were given the lock, in order.
+pub fn turns(trace: &[Move]) -> Vec<u32> {
+    trace.iter().filter(|m| m.what == "grant").map(|m| m.pid).collect()
+}
+
+/// Bytes that clients were asked to bring off the GPU.
+pub fn evicted(trace: &[Move]) -> u64 {
+    trace.iter().filter(|m| m.what == "evict").map(|m| m.bytes).sum()
+}
+
+/// For each moment at which holders changed: how many there are from then on.
+pub fn holders(trace: &[Move]) -> Vec<(Move, Vec<u64>)> {
+    let mut holders: Vec<u64> = Vec::new();
+    let mut run = 0;
+    let mut list = Vec::new();
+    for m in trace {
+        if m.run != run {
+            (run, holders) = (m.run, Vec::new());
+        }
+        match m.what.as_str() {
+            "grant" => holders.push(m.client),
+            "release" | "detach" | "disconnect" => holders.retain(|c| *c != m.client),
+            _ => continue,
+        }
+        list.push((m.clone(), holders.clone()));
+    }
+    list
+}
+
+/// No moment at which two clients had the lock.
+#[track_caller]
+pub fn assert_one_holder(trace: &[Move]) {
+    for (m, now) in holders(trace) {
+        assert!(now.len() <= 1, "clients {now:?} hold the lock at once after {m:?}");
+    }
+}

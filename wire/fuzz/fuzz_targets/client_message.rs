@@ -1,0 +1,14 @@
+//! Whatever bytes arrive, the decoder returns; and what it accepts, it writes again exactly as it was.
+//!
+//! `RUSTC_BOOTSTRAP=1 cargo fuzz run client_message` in `wire/`; `corpus/` begins with one message of each kind.
+#![no_main]
+
+use nvshare_wire::ClientMessage;
+
+libfuzzer_sys::fuzz_target!(|packet: &[u8]| {
+    for version in [1, 2] {
+        if let Ok(message) = ClientMessage::decode(packet, version) {
+            assert_eq!(message.encode(version).as_bytes(), packet);
+        }
+    }
+});

@@ -1,0 +1,37 @@
+//! What can be wrong with a packet. Each says what was expected, so that a log line needs nothing else.
+
+use core::fmt;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WireError {
+    /// Shorter than a header, or than its kind needs.
+    Truncated { have: usize, need: usize },
+    /// Longer than any message may be.
+    Oversized { have: usize },
+    /// The length in the header is not the length of the packet.
+    Length { header: u32, packet: usize },
+    /// Bytes after the last field.
+    Trailing { extra: usize },
+    /// A kind that does not exist in this direction.
+    Kind { kind: u16 },
+    /// Not the version that was agreed on (or 0 during the handshake).
+    Version { got: u16, expected: u16 },
+    /// A field holds a value that has no meaning.
+    Value { field: &'static str, value: u64 },
+}
+
+impl fmt::Display for WireError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Truncated { have, need } => write!(f, "truncated: {have} bytes where {need} are needed"),
+            Self::Oversized { have } => write!(f, "oversized: {have} bytes, at most {} are allowed", crate::MAX_LEN),
+            Self::Length { header, packet } => write!(f, "the header says {header} bytes, the packet has {packet}"),
+            Self::Trailing { extra } => write!(f, "{extra} bytes after the last field"),
+            Self::Kind { kind } => write!(f, "unknown message kind {kind}"),
+            Self::Version { got, expected } => write!(f, "protocol version {got} where {expected} was agreed on"),
+            Self::Value { field, value } => write!(f, "field {field} cannot be {value}"),
+        }
+    }
+}
+
+impl core::error::Error for WireError {}

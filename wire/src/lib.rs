@@ -1,0 +1,48 @@
+//! The messages between `libnvshare.so` (a client) and `nvshare-scheduler`.
+//!
+//! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
+//! little-endian. [`client`] has what a client says, [`scheduler`] what the scheduler says, [`version`] how the
+//! two agree on a protocol version, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
+//!
+//! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's
+//! processes.
+//!
+//! # A conversation
+//! ```text
+//! client                              scheduler
+//! Hello ────────────────────────────▶
+//!       ◀──────────────────────────── Welcome            (or Refused, and the end)
+//! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there
+//!       ◀──────────────────────────── Attached            room for the context is made; limit and first allowance
+//! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others
+//! Request(GPUs {0}) ────────────────▶
+//!       ◀──────────────────────────── Allowance(2 GiB)    may map that much
+//!       ◀──────────────────────────── Grant(GPUs {0})     may submit work
+//!       ◀──────────────────────────── Contended           somebody waits: release as soon as idle
+//!       ◀──────────────────────────── Revoke              drain, then
+//! Release(GPUs {0}) ────────────────▶
+//!       ◀──────────────────────────── Allowance(0)        evict: copy out, unmap
+//! Memory(mapped 0, ack) ────────────▶
+//! ```
+//! The *GPU lock* (Grant, Revoke, Release) says who may submit; the *allowance* says how many bytes a client may have
+//! mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed.
+
+pub mod client;
+pub mod codec;
+pub mod error;
+pub mod header;
+mod message;
+pub mod scheduler;
+pub mod version;
+
+pub use client::ClientMessage;
+pub use codec::{Text, Uuid};
+pub use error::WireError;
+pub use header::{HEADER_LEN, MAX_LEN};
+pub use scheduler::SchedulerMessage;
+
+/// GPUs of one client as a set of its slots: bit *n* is slot *n*.
+pub type SlotSet = u64;
+
+/// How many GPUs one client can attach: the bits of a [`SlotSet`].
+pub const MAX_SLOTS: u32 = SlotSet::BITS;

@@ -1,0 +1,77 @@
+//! The two macros that declare messages: a message is its kind's number, its name and its fields, nothing else.
+
+/// Declares one direction's messages as an enum with `encode(version)` and `decode(packet, version)`.
+///
+/// Kinds in `handshake` have version 0 in their header and a layout that never changes, because they are exchanged
+/// before the two sides have agreed on a version.
+macro_rules! messages {
+    (
+        $(#[$meta:meta])* pub enum $name:ident { $(
+            $(#[$doc:meta])*
+            $kind:literal $(($handshake:ident))? => $variant:ident { $( $(#[$fdoc:meta])* $field:ident: $type:ty ),* $(,)? }
+        ),* $(,)? }
+    ) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum $name { $( $(#[$doc])* $variant { $( $(#[$fdoc])* $field: $type ),* } ),* }
+
+        impl $name {
+            /// The packet that carries this message on a connection of that protocol version.
+            pub fn encode(&self, version: u16) -> $crate::codec::Packet {
+                use $crate::codec::Field;
+                match self { $(
+                    Self::$variant { $($field),* } => {
+                        let version = messages!(@version version $($handshake)?);
+                        let mut packet = $crate::codec::Packet::new($crate::header::Header { version, kind: $kind });
+                        $( $field.put(&mut packet); )*
+                        packet.finish()
+                    }
+                )* }
+            }
+
+            /// Reads a packet from a connection of that protocol version; whatever the bytes, it returns.
+            pub fn decode(packet: &[u8], version: u16) -> Result<Self, $crate::WireError> {
+                use $crate::codec::Field;
+                let (header, mut reader) = $crate::header::Header::read(packet)?;
+                match header.kind {
+                    $( $kind => {
+                        let expected = messages!(@version version $($handshake)?);
+                        if header.version != expected {
+                            return Err($crate::WireError::Version { got: header.version, expected });
+                        }
+                        $( let $field = <$type>::get(&mut reader, stringify!($field))?; )*
+                        reader.finish()?;
+                        Ok(Self::$variant { $($field),* })
+                    } )*
+                    kind => Err($crate::WireError::Kind { kind }),
+                }
+            }
+        }
+    };
+    (@version $version:ident handshake) => { 0 };
+    (@version $version:ident) => { $version };
+}
+
+/// Declares an enum that travels as one byte; other values are an error of that field.
+macro_rules! byte_enum {
+    ($(#[$meta:meta])* pub enum $name:ident { $( $(#[$doc:meta])* $variant:ident = $value:literal ),* $(,)? }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u8)]
+        pub enum $name { $( $(#[$doc])* $variant = $value ),* }
+
+        impl $crate::codec::Field for $name {
+            fn put(&self, packet: &mut $crate::codec::Packet) {
+                packet.put(&[*self as u8]);
+            }
+            fn get(reader: &mut $crate::codec::Reader<'_>, field: &'static str) -> Result<Self, $crate::WireError> {
+                match u8::get(reader, field)? {
+                    $( $value => Ok(Self::$variant), )*
+                    value => Err($crate::WireError::Value { field, value: value.into() }),
+                }
+            }
+        }
+    };
+}
+
+pub(crate) use {byte_enum, messages};

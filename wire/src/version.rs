@@ -1,0 +1,16 @@
+//! How two sides that were built at different times agree on what they speak.
+//!
+//! A client names the oldest and the newest version it speaks; the scheduler takes the newest that both know. A
+//! scheduler keeps every version down to [`MIN`], because a library lives on in running programs and in containers
+//! long after the host's packages were upgraded. A version's layouts never change once released.
+
+/// The oldest version this build speaks.
+pub const MIN: u16 = 1;
+/// The newest version this build speaks.
+pub const MAX: u16 = 1;
+
+/// The newest version that a peer speaking `min..=max` and this build have in common.
+pub fn negotiate(min: u16, max: u16) -> Option<u16> {
+    let version = max.min(MAX);
+    (min <= max && version >= min.max(MIN)).then_some(version)
+}
