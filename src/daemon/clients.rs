@@ -111,15 +111,21 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd) -> io::Result<()> 
             Ok(socket) => {
                 tokio::task::spawn_local(serve(hub.clone(), socket, connections.clone(), complaints.clone()));
             }
+            // Linux says so before it looks whether anybody waits, so there may be nobody to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if complaints.borrow_mut().may("descriptors", 0) {
                     error!("no file descriptors are left ({e}): new programs are refused until others end");
                 }
-                match spare.accept(listener.as_fd()) {
-                    Ok(socket) => refuse(&socket, Refusal::TooMany, "the scheduler has no file descriptors left"),
+                let refused = spare.accept(listener.as_fd()).map(|socket| {
+                    refuse(&socket, Refusal::TooMany, "the scheduler has no file descriptors left");
+                });
+                // Before anybody else runs, who could take the descriptor and keep it.
+                spare.refill();
+                match refused {
+                    Ok(()) => {}
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
                     Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
                 }
-                spare.refill();
             }
             // The client gave up before it was accepted.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNABORTED | libc::EINTR)) => {}
