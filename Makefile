@@ -31,19 +31,22 @@ help:
 	@echo 'make clean     removes what was built'
 	@echo
 	@echo 'While you change something:'
-	@echo '  cargo nextest run -p nvshare-wire             one crate'
-	@echo '  cargo nextest run --test scheduler_rules      one file of tests'
-	@echo '  cargo build --workspace && cargo nextest run  what tests start is built first'
+	@echo '  cargo nextest run -p nvshare-wire          one crate'
+	@echo '  cargo nextest run --test scheduler_rules   one file of tests'
+	@echo '  make artifacts && cargo nextest run        what tests start is built first'
+	@echo '  cd preload && cargo nextest run            libnvshare.so, a workspace of its own'
 	@echo '`cargo test` does as well where there is no nextest.'
 
 build:
 	@tests/needs.sh cargo cc
-	$(CARGO) build --release --locked -p nvshare -p nvshare-preload
+	$(CARGO) build --release --locked -p nvshare
+	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
 
 # What the tests and the demo start: the scheduler, the library, the simulated GPU, the programs.
 artifacts:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --workspace --locked --profile $(PROFILE)
+	$(CARGO) build --locked --profile $(PROFILE) --manifest-path preload/Cargo.toml
 
 demo: artifacts
 ifeq ($(GPU),real)

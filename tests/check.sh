@@ -42,6 +42,13 @@ finish() {
     exit $failed
 }
 
+# libnvshare.so is a workspace of its own.
+preload() {
+    command=$1
+    shift
+    "$cargo" "$command" --manifest-path preload/Cargo.toml "$@"
+}
+
 end_to_end() {
     tests/cuda-sim/install.sh "$built/simulated" "$built" && "$built/nvshare-demo" --simulated "$built/simulated"
 }
@@ -50,22 +57,27 @@ step "what is needed" tests/needs.sh cargo cc dbus-daemon || finish
 
 if $cargo fmt --version >/dev/null 2>&1; then
     step "formatting" "$cargo" fmt --all --check
+    step "formatting of libnvshare.so" preload fmt --check
 else
     lacking "formatting" "rustup component add rustfmt"
 fi
 
 # First, because tests start what is built here.
 step "build" "$cargo" build --workspace --locked || finish
+step "build of libnvshare.so" preload build --locked || finish
 
 if $cargo nextest --version >/dev/null 2>&1; then
     step "tests" "$cargo" nextest run --workspace --locked --no-fail-fast ${CI:+--profile ci}
+    step "tests of libnvshare.so" preload nextest run --locked --no-fail-fast
 else
     step "tests" "$cargo" test --workspace --locked --no-fail-fast --lib --bins --tests
+    step "tests of libnvshare.so" preload test --locked
 fi
 step "examples in the documentation" "$cargo" test --workspace --locked --doc
 
 if $cargo clippy --version >/dev/null 2>&1; then
     step "lints" "$cargo" clippy --workspace --locked --all-targets --quiet -- -D warnings
+    step "lints of libnvshare.so" preload clippy --locked --all-targets --quiet -- -D warnings
 else
     lacking "lints" "rustup component add clippy"
 fi

@@ -4,9 +4,15 @@
 //! project's notes on the driver). [`beside`] runs such calls either while no capture can begin, or with the calling
 //! thread in relaxed mode, in which queries beside a capture are allowed (driver 580).
 
-use crate::{client, cuda::*, driver, lock::lock, threads};
+use crate::{
+    client,
+    cuda::*,
+    driver,
+    sys::sync::{Mutex, RwLock},
+    threads,
+};
+use alloc::vec::Vec;
 use core::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError, RwLock};
 
 /// How many captures are under way in this process. Changed under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
@@ -35,7 +41,7 @@ pub fn is_capturing(stream: CUstream) -> bool {
 /// Runs `call` so that it breaks no capture; it is told whether one is under way, and must then leave out what is never
 /// allowed beside one (context-wide events and syncs). No capture begins meanwhile, so `call` must be short.
 pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
-    let _no_start = STARTING.read().unwrap_or_else(PoisonError::into_inner);
+    let _no_start = STARTING.read();
     if !any() {
         return call(false);
     }
@@ -52,10 +58,10 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if !client::is_on() {
         return call();
     }
-    let _start = STARTING.write().unwrap_or_else(PoisonError::into_inner);
+    let _start = STARTING.write();
     let result = call();
     if result == SUCCESS {
-        let mut streams = lock(&STREAMS);
+        let mut streams = STREAMS.lock();
         streams.push(name(stream));
         COUNT.store(streams.len(), Ordering::SeqCst);
     }
@@ -65,7 +71,7 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
 /// The capture of that stream has ended, or the stream is gone.
 pub fn end(stream: CUstream) {
     if any() {
-        let mut streams = lock(&STREAMS);
+        let mut streams = STREAMS.lock();
         if let Some(at) = streams.iter().position(|s| *s == name(stream)) {
             streams.swap_remove(at);
         }

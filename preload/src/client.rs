@@ -1,12 +1,16 @@
 //! This process as a client of the scheduler: whether it is one, and its connection.
 
-use crate::{barrier, errno, link, lock::lock, settings, trace};
-use core::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use nvshare_wire::ClientMessage;
-use std::{
-    os::fd::{AsRawFd, OwnedFd},
-    sync::Mutex,
+use crate::{
+    barrier, gpu, link,
+    link::Start,
+    settings, socket,
+    socket::Socket,
+    sys::{c, sync::Mutex},
+    threads, trace,
 };
+use alloc::sync::Arc;
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, Ordering};
+use nvshare_wire::ClientMessage;
 
 /// Before CUDA is initialised, when disabled, and in a forked child (where the driver does not work either): every hook
 /// passes through.
@@ -16,42 +20,53 @@ static STATE: AtomicU8 = AtomicU8::new(OFF);
 
 static CONNECTION: Mutex<Option<Connection>> = Mutex::new(None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
+/// The connection's descriptor, or -1.
+static DESCRIPTOR: AtomicI32 = AtomicI32::new(-1);
 
 #[inline]
 pub fn is_on() -> bool {
     STATE.load(Ordering::Relaxed) == ON
 }
 
-/// The program has initialised CUDA: begins to take part. Once a process.
-pub fn start() {
+/// The program has initialised CUDA: begins to take part, once a process. `false` if it must not go on without a scheduler,
+/// and there is none.
+pub fn start() -> bool {
+    // Not a lock: a fork of another thread's would leave it taken in the child for ever.
     static STARTED: AtomicBool = AtomicBool::new(false);
     if settings::get().disabled || STARTED.swap(true, Ordering::SeqCst) {
-        return;
+        return true;
     }
     barrier::init();
-    // SAFETY: the handler only stores to an atomic and closes a descriptor.
-    unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-    if link::start() {
-        STATE.store(ON, Ordering::SeqCst);
-    } else {
-        set_connection(None); // without a thread nobody would listen
+    threads::init();
+    c::at_fork_in_child(in_child);
+    match link::start() {
+        Start::Started => STATE.store(ON, Ordering::SeqCst),
+        Start::NoThread => set_connection(None), // nobody would listen
+        Start::NoScheduler => {
+            STARTED.store(false, Ordering::SeqCst); // the next cuInit tries again
+            return false;
+        }
     }
+    true
+}
+
+/// From now on nothing is gated or moved: this library is no longer able to.
+#[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
+pub fn give_up() {
+    STATE.store(OFF, Ordering::SeqCst);
+    gpu::open_all();
 }
 
 /// In the child of a fork: a CUDA context does not survive it, and the connection is the parent's.
 extern "C" fn in_child() {
     STATE.store(OFF, Ordering::SeqCst);
-    let descriptor = link::descriptor();
-    if descriptor >= 0 {
-        // SAFETY: the child's copy, which nothing in the child uses from here on.
-        unsafe { libc::close(descriptor) };
-    }
+    socket::close_in_child(DESCRIPTOR.load(Ordering::SeqCst));
 }
 
 /// An established connection: packets go out through it; the link's thread reads from it.
 #[derive(Debug)]
 pub struct Connection {
-    pub socket: OwnedFd,
+    pub socket: Arc<Socket>,
     pub version: u16,
 }
 
@@ -61,15 +76,11 @@ pub fn send(message: &ClientMessage) -> bool {
     if !is_connected() {
         return false;
     }
-    let guard = lock(&CONNECTION);
+    let guard = CONNECTION.lock();
     let Some(connection) = &*guard else { return false };
-    let packet = message.encode(connection.version);
-    let bytes = packet.as_bytes();
-    let (flags, socket) = (libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT, connection.socket.as_raw_fd());
-    // SAFETY: a valid buffer.
-    let sent = errno::preserved(|| unsafe { libc::send(socket, bytes.as_ptr().cast(), bytes.len(), flags) });
-    trace::trace!("→ {message:?}{}", if sent < 0 { " (not sent)" } else { "" });
-    sent >= 0
+    let sent = connection.socket.send(message.encode(connection.version).as_bytes());
+    trace::trace!("→ {message:?}{}", if sent { "" } else { " (not sent)" });
+    sent
 }
 
 pub fn is_connected() -> bool {
@@ -78,7 +89,8 @@ pub fn is_connected() -> bool {
 
 /// The link's thread has made or lost the connection.
 pub fn set_connection(connection: Option<Connection>) {
-    let mut guard = lock(&CONNECTION);
+    let mut guard = CONNECTION.lock();
+    DESCRIPTOR.store(connection.as_ref().map_or(-1, |c| c.socket.descriptor()), Ordering::SeqCst);
     CONNECTED.store(connection.is_some(), Ordering::Release);
     *guard = connection;
 }

@@ -3,7 +3,7 @@
 //! A [`Function`] is the real one of a name, looked up on first use. A name that this driver lacks gives
 //! `CUDA_ERROR_NOT_FOUND`, as the driver's own look-up does.
 
-use crate::{cuda::*, loader};
+use crate::{cuda::*, loader, sys::c};
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
     sync::atomic::{AtomicUsize, Ordering},
@@ -26,7 +26,7 @@ fn open(flags: c_int) -> Option<*mut c_void> {
         return Some(known as *mut c_void);
     }
     // SAFETY: a NUL-terminated name and valid flags.
-    let handle = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), flags) };
+    let handle = unsafe { c::dlopen()?(c"libcuda.so.1".as_ptr(), flags) };
     if handle.is_null() {
         return None;
     }

@@ -5,7 +5,7 @@
 
 use crate::{barrier, futex, threads};
 use core::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use core::time::Duration;
 
 /// Why a gate is closed, as bits of its state; 0 is open.
 pub mod closed {

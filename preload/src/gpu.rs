@@ -3,24 +3,24 @@
 use crate::{
     capture, client,
     cuda::*,
-    driver,
+    driver, futex,
     gate::{Gate, closed},
     link,
-    lock::lock,
     memory::{
         engine,
         space::{Account, Space},
+    },
+    sys::{
+        sync::{Mutex, OnceLock},
+        time::Instant,
     },
     threads,
     trace::trace,
     work::{Work, with_current},
 };
-use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use core::time::Duration;
 use nvshare_wire::{ClientMessage, MAX_SLOTS, Text, Uuid, client as wire};
-use std::{
-    sync::{Condvar, Mutex, OnceLock},
-    time::{Duration, Instant},
-};
 
 /// How long a program waits for room to be made before it creates a context.
 const ROOM_PATIENCE: Duration = Duration::from_secs(3);
@@ -44,9 +44,8 @@ pub struct Gpu {
     introducing: Mutex<()>,
     /// A request is with the scheduler.
     requested: AtomicBool,
-    /// The scheduler has made room for a context (see [`Gpu::attach`]).
-    room: Mutex<bool>,
-    room_made: Condvar,
+    /// 1: the scheduler has made room for a context (see [`Gpu::attach`]).
+    room: AtomicU32,
     /// Nothing of this client runs: the gate has been closed and everything has drained since.
     drained: AtomicBool,
     unreported: AtomicBool,
@@ -101,6 +100,11 @@ pub fn current() -> Option<&'static Gpu> {
     }
 }
 
+/// Opens every gate for good.
+pub fn open_all() {
+    GPUS.iter().for_each(|gpu| gpu.gate.open(closed::LOCK | closed::MEMORY));
+}
+
 impl Gpu {
     const fn new() -> Self {
         Self {
@@ -114,8 +118,7 @@ impl Gpu {
             introduced: AtomicBool::new(false),
             introducing: Mutex::new(()),
             requested: AtomicBool::new(false),
-            room: Mutex::new(false),
-            room_made: Condvar::new(),
+            room: AtomicU32::new(0),
             drained: AtomicBool::new(true),
             unreported: AtomicBool::new(false),
             used_until: AtomicU64::new(0),
@@ -147,12 +150,8 @@ impl Gpu {
         gpu.gate.close(closed::LOCK);
         gpu.introduce();
         let begin = Instant::now();
-        let mut room = lock(&gpu.room);
-        while !*room && client::is_connected() && begin.elapsed() < ROOM_PATIENCE {
-            room = match gpu.room_made.wait_timeout(room, Duration::from_millis(100)) {
-                Ok((room, _)) => room,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
+        while gpu.room.load(Ordering::SeqCst) == 0 && client::is_connected() && begin.elapsed() < ROOM_PATIENCE {
+            futex::wait(&gpu.room, 0, Duration::from_millis(100));
         }
     }
 
@@ -184,12 +183,12 @@ impl Gpu {
     /// Tells the scheduler of this GPU and of the memory this client has there.
     pub fn introduce(&self) {
         let Some(info) = self.info.get() else { return };
-        let _one = lock(&self.introducing);
+        let _one = self.introducing.lock();
         if self.introduced.load(Ordering::SeqCst) {
             return;
         }
         if let Some(space) = self.space.get() {
-            lock(space).meet_scheduler();
+            space.lock().meet_scheduler();
         }
         let sent = client::send(&ClientMessage::Attach {
             slot: self.index,
@@ -202,7 +201,7 @@ impl Gpu {
         // Where it did not go, the link tries again.
         self.introduced.store(sent, Ordering::SeqCst);
         if let Some(space) = self.space.get() {
-            self.report(&lock(space).account);
+            self.report(&space.lock().account);
         }
     }
 
@@ -236,19 +235,17 @@ impl Gpu {
 
     /// Says that there is room for a context.
     pub fn make_room(&self) {
-        *lock(&self.room) = true;
-        self.room_made.notify_all();
+        self.room.store(1, Ordering::SeqCst);
+        futex::wake_all(&self.room);
     }
 
     /// A thread found the gate closed: asks for the lock and waits for a while.
     #[cold]
     pub fn wait(&self) {
-        crate::errno::preserved(|| {
-            self.gate.wait(LOOK_AGAIN, || {
-                if self.gate.is_closed_for(closed::LOCK) {
-                    self.request();
-                }
-            });
+        self.gate.wait(LOOK_AGAIN, || {
+            if self.gate.is_closed_for(closed::LOCK) {
+                self.request();
+            }
         });
     }
 
@@ -256,7 +253,7 @@ impl Gpu {
     pub fn request(&self) {
         // One after the other: a request replaces the one before it, so the newest must be the one that knows most.
         static ONE: Mutex<()> = Mutex::new(());
-        let _one = lock(&ONE);
+        let _one = ONE.lock();
         if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
             return;
         }
@@ -330,7 +327,7 @@ impl Gpu {
     /// The program has more or less memory that cannot move.
     pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
         let Some(space) = self.space() else { return };
-        let mut guard = lock(space);
+        let mut guard = space.lock();
         let before = guard.account;
         guard.account.pinned = change(before.pinned);
         let after = guard.account;
@@ -340,7 +337,7 @@ impl Gpu {
     /// Before the lock's part of the gate opens: the memory's part must be as the account is.
     pub fn close_if_lacking(&self) {
         if let Some(space) = self.space()
-            && !lock(space).account.can_run()
+            && !space.lock().account.can_run()
         {
             self.gate.close(closed::MEMORY);
         }
@@ -375,8 +372,7 @@ fn wanted_with(gpu: &Gpu) -> u64 {
     wanted.fold(1 << gpu.index, |set, g| set | 1 << g.index)
 }
 
-/// Milliseconds since some time before the first call, never 0.
+/// Milliseconds since some time in the past, never 0.
 fn clock() -> u64 {
-    static START: OnceLock<Instant> = OnceLock::new();
-    START.get_or_init(Instant::now).elapsed().as_millis() as u64 + 1
+    Instant::now().since_start().as_millis() as u64 + 1
 }

@@ -13,10 +13,16 @@
 //! The scheduler's way:
 //! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release.
 //!
-//! [`settings`] reads the environment, [`trace`] writes for the user, [`lock`] and [`errno`] are small helpers.
+//! [`settings`] reads the environment, [`trace`] writes for the user, [`errno`] keeps the program's; [`sys`] stands in for
+//! the standard library.
 
+#![no_std]
 // Hooks are exported, and so used, only outside of tests.
 #![cfg_attr(test, allow(dead_code))]
+
+extern crate alloc;
+#[cfg(test)]
+extern crate std;
 
 mod barrier;
 mod capture;
@@ -30,10 +36,10 @@ mod gpu;
 mod hooks;
 mod link;
 mod loader;
-mod lock;
 mod memory;
 mod settings;
 mod socket;
+mod sys;
 mod threads;
 mod trace;
 mod turn;

@@ -11,18 +11,24 @@ use crate::{
     gate::closed,
     gpu::{self, Gpu},
     hooks,
-    lock::lock,
     memory::mover::{self, Stop},
-    settings, socket, trace,
+    settings,
+    socket::{self, Socket},
+    sys::{sync::OnceLock, thread, time::Instant},
+    trace,
     trace::trace,
     turn::Turn,
 };
-use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use nvshare_wire::{ClientMessage, SchedulerMessage, SlotSet, Text, version};
-use std::{
-    os::fd::AsRawFd,
-    time::{Duration, Instant},
+use alloc::{
+    string::{String, ToString},
+    sync::Arc,
+    vec::Vec,
 };
+use core::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+use nvshare_wire::{ClientMessage, SchedulerMessage, SlotSet, Text, version};
 
 /// How long a client whose scheduler went away waits for it to come back before it runs ungated.
 const RETURN_PATIENCE: Duration = Duration::from_secs(3);
@@ -34,57 +40,53 @@ const CHORES: Duration = Duration::from_millis(20);
 /// Between attempts to bring memory back that found no room.
 const RESTORE_AGAIN: Duration = Duration::from_millis(50);
 
-static DESCRIPTOR: AtomicI32 = AtomicI32::new(-1);
-/// Wakes the thread when another has left something to do.
-static WAKE: AtomicI32 = AtomicI32::new(-1);
+/// Wakes the thread when another has left something to do: what is sent to the one arrives at the other.
+static WAKE: OnceLock<(Socket, Socket)> = OnceLock::new();
 /// The id the scheduler gave.
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
-/// The descriptor of the connection, or -1: for the child of a fork.
-pub fn descriptor() -> i32 {
-    DESCRIPTOR.load(Ordering::SeqCst)
-}
-
 /// Another thread has left something to do: a report that did not go, memory that is to be taken back.
 pub fn wake() {
-    let one = 1u64;
-    // SAFETY: eight valid bytes; without a descriptor it fails and nothing happens.
-    crate::errno::preserved(|| unsafe { libc::write(WAKE.load(Ordering::Relaxed), (&raw const one).cast(), 8) });
+    if let Some((sender, _)) = WAKE.get() {
+        sender.send(&[1]);
+    }
 }
 
 /// Starts the thread, after a first attempt to connect, so that a program's first launch is already gated.
-pub fn start() -> bool {
+pub fn start() -> Start {
     // A first look-up takes the loader's lock, which a thread of the program may hold while it waits at a gate.
     driver::resolve_all();
     hooks::all().for_each(|hook| {
         hook.real.address();
     });
-    // SAFETY: takes no pointers.
-    WAKE.store(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) }, Ordering::Relaxed);
+    if let Some(pair) = socket::pair() {
+        let _ = WAKE.set(pair);
+    }
     let mut link = Link::new();
     link.connect();
     if !client::is_connected() {
+        if settings::get().required {
+            link.complain("NVSHARE_REQUIRED is set, so CUDA is not initialised (CUDA_ERROR_SYSTEM_NOT_READY)");
+            return Start::NoScheduler;
+        }
         link.run_ungated();
     }
-    with_signals_blocked(|| std::thread::Builder::new().name("nvshare".into()).spawn(move || link.run()).is_ok())
+    if thread::spawn(c"nvshare", move || link.run()) { Start::Started } else { Start::NoThread }
 }
 
-/// A thread inherits the signal mask of the one that makes it; signals are for the program's own threads.
-fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
-    // SAFETY: valid places.
-    unsafe {
-        let (mut all, mut before) = (core::mem::zeroed(), core::mem::zeroed());
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-        let result = f();
-        libc::pthread_sigmask(libc::SIG_SETMASK, &before, core::ptr::null_mut());
-        result
-    }
+/// How [`start`] went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    Started,
+    NoThread,
+    /// There is no scheduler, and the user said that there must be one.
+    NoScheduler,
 }
 
 #[derive(Debug)]
 struct Link {
     turns: Vec<Turn>,
+    socket: Option<Arc<Socket>>,
     /// The protocol version that was agreed on.
     version: u16,
     /// Since when there has been no scheduler; `None` while connected.
@@ -103,6 +105,7 @@ impl Link {
         let now = Instant::now();
         Self {
             turns: Vec::new(),
+            socket: None,
             version: 0,
             away: Some(now),
             next_try: now,
@@ -119,14 +122,12 @@ impl Link {
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         loop {
             let timeout = self.step();
-            let wake = WAKE.load(Ordering::Relaxed);
-            if let [_, true] = socket::wait(&[descriptor(), wake], timeout) {
-                let mut woken = [0u8; 8];
-                // SAFETY: a valid buffer of that size.
-                unsafe { libc::read(wake, woken.as_mut_ptr().cast(), woken.len()) };
+            let woken = WAKE.get().map(|(_, receiver)| receiver);
+            if let [_, true] = socket::wait([self.socket.as_deref(), woken], timeout) {
+                woken.inspect(|receiver| receiver.drain());
             }
-            while client::is_connected() {
-                match socket::receive(descriptor(), self.version) {
+            while let Some(socket) = &self.socket {
+                match socket.receive(self.version) {
                     Ok(Some(message)) => self.handle(message),
                     Ok(None) => break,
                     Err(why) => self.lost(&why),
@@ -138,8 +139,7 @@ impl Link {
     /// Does what is due; says how long there is nothing more to do unless a message arrives.
     fn step(&mut self) -> Duration {
         if self.ungated && !core::mem::replace(&mut self.said, true) && settings::get().asked_for {
-            let (path, why) = (settings::get().socket.display(), &self.why_away);
-            trace::line(format_args!("no scheduler at {path} ({why}): running without taking turns on the GPU"));
+            self.complain("running without taking turns on the GPU");
         }
         let mut wait = Duration::from_secs(3600);
         if let Some(since) = self.away {
@@ -172,7 +172,7 @@ impl Link {
     fn look_after(&mut self, gpu: &'static Gpu) -> Duration {
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = Duration::MAX;
-        let mut guard = lock(space);
+        let mut guard = space.lock();
         if guard.has_freed() {
             let before = guard.account;
             guard.reclaim(&gpu.work);
@@ -210,20 +210,20 @@ impl Link {
     }
 
     fn evict(&mut self, gpu: &'static Gpu) {
-        let _moving = lock(&gpu.moving);
+        let _moving = gpu.moving.lock();
         let Some(space) = gpu.space() else { return };
         gpu.gate.close(closed::MEMORY);
         let begin = Instant::now();
         let (before, target) = {
-            let account = lock(space).account;
+            let account = space.lock().account;
             (account.mapped, account.allowance.saturating_sub(account.pinned))
         };
         let result = in_some_context(gpu, |context| {
-            let result = mover::evict(space, context, target, &|| gpu.report(&lock(space).account));
-            gpu.report_measured(&lock(space).account, context);
+            let result = mover::evict(space, context, target, &|| gpu.report(&space.lock().account));
+            gpu.report_measured(&space.lock().account, context);
             result
         });
-        let mut guard = lock(space);
+        let mut guard = space.lock();
         if let Err(stop) = result {
             trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
             // What is left cannot leave: the scheduler sees it mapped, and carries on with others.
@@ -231,7 +231,7 @@ impl Link {
             gpu.report(&guard.account);
         }
         let left = before.saturating_sub(guard.account.mapped);
-        trace!("GPU {}: {left} bytes left in {:.1} ms", gpu.index, begin.elapsed().as_secs_f64() * 1e3);
+        trace!("GPU {}: {left} bytes left in {} µs", gpu.index, begin.elapsed().as_micros());
     }
 
     /// Says after how long to look again.
@@ -240,17 +240,17 @@ impl Link {
         if let Some(at) = self.restore_at.filter(|at| now < *at) {
             return at - now;
         }
-        let moving = lock(&gpu.moving);
+        let moving = gpu.moving.lock();
         let Some(space) = gpu.space() else { return Duration::MAX };
-        let before = lock(space).account.mapped;
+        let before = space.lock().account.mapped;
         let result = in_some_context(gpu, |context| {
             let result = mover::restore(space, context, &|| {});
-            gpu.report_measured(&lock(space).account, context);
+            gpu.report_measured(&space.lock().account, context);
             result
         });
         drop(moving);
-        let back = lock(space).account.mapped.saturating_sub(before);
-        trace!("GPU {}: {back} bytes came back in {:.1} ms: {result:?}", gpu.index, now.elapsed().as_secs_f64() * 1e3);
+        let back = space.lock().account.mapped.saturating_sub(before);
+        trace!("GPU {}: {back} bytes came back in {} µs: {result:?}", gpu.index, now.elapsed().as_micros());
         self.restore_at = None;
         match result {
             Ok(()) => return Duration::ZERO,
@@ -266,6 +266,12 @@ impl Link {
 
     // ---- the connection ----
 
+    /// The one line that matters to whoever wants nvshare for this program.
+    fn complain(&self, consequence: &str) {
+        let (path, why) = (settings::get().socket.escape_ascii(), &self.why_away);
+        trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
+    }
+
     fn connect(&mut self) {
         let settings = settings::get();
         let hello = ClientMessage::Hello {
@@ -276,7 +282,7 @@ impl Link {
             gang: settings.gang,
             library: Text::new(env!("CARGO_PKG_VERSION")),
         };
-        let (socket, version, id) = match socket::connect(&settings.socket, &hello) {
+        let (socket, version, id) = match socket::shake_hands(settings.socket, &hello) {
             Ok(connected) => connected,
             Err(why) => {
                 trace!("no scheduler: {why}");
@@ -286,7 +292,8 @@ impl Link {
         };
         trace!("client {id}, protocol version {version}");
         CLIENT.store(id, Ordering::Relaxed);
-        DESCRIPTOR.store(socket.as_raw_fd(), Ordering::SeqCst);
+        let socket = Arc::new(socket);
+        self.socket = Some(socket.clone());
         client::set_connection(Some(Connection { socket, version }));
         (self.version, self.away, self.ungated, self.restore_at) = (version, None, false, None);
         for gpu in gpu::attached() {
@@ -299,10 +306,10 @@ impl Link {
 
     fn lost(&mut self, why: &str) {
         trace!("the scheduler is gone: {why}");
-        DESCRIPTOR.store(-1, Ordering::SeqCst);
+        self.socket = None;
         client::set_connection(None);
         let now = Instant::now();
-        (self.away, self.next_try, self.why_away) = (Some(now), now, why.into());
+        (self.away, self.next_try, self.why_away) = (Some(now), now, why.to_string());
         for gpu in gpu::attached() {
             gpu.forget_introduction();
         }
@@ -313,7 +320,7 @@ impl Link {
         self.ungated = true;
         for gpu in gpu::attached() {
             if let Some(space) = gpu.space() {
-                lock(space).run_free(gpu.total());
+                space.lock().run_free(gpu.total());
             }
             self.turn(gpu).run_free(gpu);
         }
@@ -331,7 +338,7 @@ impl Link {
             SchedulerMessage::Limit { slot, bytes } => {
                 if let Some(gpu) = by_slot(slot) {
                     if let Some(space) = gpu.space() {
-                        let mut guard = lock(space);
+                        let mut guard = space.lock();
                         let before = guard.account;
                         guard.account.limit = bytes;
                         gpu.account_changed(&before, &guard.account);
@@ -341,7 +348,7 @@ impl Link {
             }
             SchedulerMessage::Allowance { slot, seq, bytes } => {
                 if let Some((gpu, space)) = by_slot(slot).and_then(|gpu| Some((gpu, gpu.space()?))) {
-                    let mut guard = lock(space);
+                    let mut guard = space.lock();
                     guard.allow(seq, bytes);
                     if guard.account.ack == seq {
                         gpu.report(&guard.account); // nothing has to leave first

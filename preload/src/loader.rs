@@ -4,25 +4,23 @@
 //! flavour to one of its exports (all 459 look-ups of a PyTorch program did, driver 580), so whatever variant a program
 //! is given, it gets the hook of just that variant, and a variant this library does not know passes through.
 
-use crate::{cuda::*, driver, hooks};
+use crate::{
+    cuda::*,
+    driver, hooks,
+    sys::{c, sync::OnceLock},
+};
+use alloc::vec::Vec;
 use core::{
-    ffi::{CStr, c_char, c_void},
+    ffi::{c_char, c_void},
     sync::atomic::{AtomicUsize, Ordering},
 };
-use std::sync::OnceLock;
 
 /// The C library's `dlsym` (or that of the next library which interposes it), once known.
 static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-#[cfg(target_arch = "x86_64")]
-const BASE_VERSION: &CStr = c"GLIBC_2.2.5";
-#[cfg(target_arch = "aarch64")]
-const BASE_VERSION: &CStr = c"GLIBC_2.17";
-
 /// `dlvsym` is not interposed by anybody we know, and with a version it finds the next `dlsym` without asking ours.
 extern "C" fn find_real_dlsym() -> usize {
-    // SAFETY: NUL-terminated names.
-    let address = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), BASE_VERSION.as_ptr()) } as usize;
+    let address = c::dlvsym(libc::RTLD_NEXT, c"dlsym") as usize;
     REAL_DLSYM.store(address, Ordering::Relaxed);
     address
 }

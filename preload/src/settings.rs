@@ -1,29 +1,32 @@
-//! What the environment says, read once when the program initialises CUDA.
+//! What the environment says, read once when the program initialises CUDA. A setuid program has no such environment.
 //!
 //! | variable | meaning |
 //! |---|---|
 //! | `NVSHARE_DEBUG` | trace to stderr; `0` or empty means off, as for the others |
 //! | `NVSHARE_DISABLE` | do nothing |
+//! | `NVSHARE_REQUIRED` | without a scheduler, `cuInit` fails with `CUDA_ERROR_SYSTEM_NOT_READY` (802) |
 //! | `NVSHARE_ENABLE_SINGLE_OVERSUB` | let one program exceed the GPU; implies engine `managed` |
 //! | `NVSHARE_ENGINE` | `swap`, `managed` or `none` |
 //! | `NVSHARE_SOCKET` | the scheduler's socket |
 //! | `NVSHARE_GANG` | programs with the same text are one gang |
 
+use crate::sys::{c::environment, sync::OnceLock};
+use core::ffi::CStr;
 use nvshare_wire::client::Engine;
-use std::{env, sync::OnceLock};
 
-pub const DEFAULT_SOCKET: &str = "/run/nvshare/scheduler.sock";
+pub const DEFAULT_SOCKET: &[u8] = b"/run/nvshare/scheduler.sock";
 
 #[derive(Debug)]
 pub struct Settings {
     pub debug: bool,
     pub disabled: bool,
+    pub required: bool,
     /// Somebody wants nvshare for this very program, so a word to them is welcome: it was named in `LD_PRELOAD`.
     pub asked_for: bool,
     pub oversubscribe: bool,
     /// The engine asked for, where one was.
     pub engine: Option<Engine>,
-    pub socket: std::path::PathBuf,
+    pub socket: &'static [u8],
     pub gang: u64,
 }
 
@@ -34,28 +37,31 @@ pub fn get() -> &'static Settings {
 
 impl Settings {
     fn from_environment() -> Self {
-        let oversubscribe = flag("NVSHARE_ENABLE_SINGLE_OVERSUB");
-        let engine = match env::var("NVSHARE_ENGINE").as_deref() {
-            Ok("swap") => Some(Engine::Swap),
-            Ok("managed") => Some(Engine::Managed),
-            Ok("none") => Some(Engine::None),
+        let oversubscribe = flag(c"NVSHARE_ENABLE_SINGLE_OVERSUB");
+        let engine = match environment(c"NVSHARE_ENGINE") {
+            Some(b"swap") => Some(Engine::Swap),
+            Some(b"managed") => Some(Engine::Managed),
+            Some(b"none") => Some(Engine::None),
             _ => None,
         };
+        let text = |name| environment(name).filter(|value| !value.is_empty());
         Self {
-            debug: flag("NVSHARE_DEBUG"),
-            disabled: flag("NVSHARE_DISABLE"),
-            asked_for: env::var_os("LD_PRELOAD").is_some_and(|l| l.to_string_lossy().contains("nvshare")),
+            debug: flag(c"NVSHARE_DEBUG"),
+            disabled: flag(c"NVSHARE_DISABLE"),
+            required: flag(c"NVSHARE_REQUIRED"),
+            asked_for: environment(c"LD_PRELOAD").is_some_and(|list| list.windows(7).any(|part| part == b"nvshare")),
             oversubscribe,
             engine: if oversubscribe { Some(Engine::Managed) } else { engine },
-            socket: env::var_os("NVSHARE_SOCKET").filter(|s| !s.is_empty()).unwrap_or(DEFAULT_SOCKET.into()).into(),
-            gang: env::var_os("NVSHARE_GANG").filter(|s| !s.is_empty()).map_or(0, |s| hash(s.as_encoded_bytes())),
+            // The environment may change while the program runs.
+            socket: text(c"NVSHARE_SOCKET").map_or(DEFAULT_SOCKET, |path| path.to_vec().leak()),
+            gang: text(c"NVSHARE_GANG").map_or(0, hash),
         }
     }
 }
 
 /// Set, and neither empty nor `0`.
-fn flag(name: &str) -> bool {
-    env::var_os(name).is_some_and(|value| !value.is_empty() && value != "0")
+fn flag(name: &CStr) -> bool {
+    environment(name).is_some_and(|value| !value.is_empty() && value != b"0")
 }
 
 /// FNV-1a: the same key for the same text in every process; never 0, which means none.

@@ -1,50 +1,103 @@
-//! The client's end of the scheduler's `SOCK_SEQPACKET` socket: connecting, waiting, receiving.
+//! The client's end of the scheduler's `SOCK_SEQPACKET` socket: connecting, waiting, sending, receiving.
+//!
+//! The program may close any descriptor, ours too, and then have another file by that number. So a [`Socket`] knows itself,
+//! and is not written to, read from or closed where its number has become somebody else's.
 
-use core::{ffi::c_int, mem};
+use crate::sys::{file::Identity, time::timespec};
+use alloc::{
+    format,
+    string::{String, ToString},
+};
+use core::{mem, time::Duration};
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage};
-use std::{
-    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-    os::unix::ffi::OsStrExt,
-    path::Path,
-    time::Duration,
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd},
+    net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, send},
 };
 
 /// How long a scheduler may take to answer a `Hello`. One that is stopped must not stop a program.
 const ANSWER: Duration = Duration::from_secs(2);
+/// Our descriptors are out of the way of programs that count on getting the lowest numbers.
+const LOWEST_DESCRIPTOR: RawFd = 400;
+
+/// A socket of ours.
+#[derive(Debug)]
+pub struct Socket {
+    descriptor: RawFd,
+    identity: Identity,
+}
+
+impl Socket {
+    fn new(socket: OwnedFd) -> Option<Self> {
+        let socket = fcntl_dupfd_cloexec(&socket, LOWEST_DESCRIPTOR).unwrap_or(socket);
+        let identity = Identity::of(&socket)?;
+        let descriptor = socket.as_raw_fd();
+        mem::forget(socket);
+        Some(Self { descriptor, identity })
+    }
+
+    /// The descriptor, if it is ours still.
+    fn get(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: it is open, and only borrowed for a call.
+        self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
+    }
+
+    pub fn descriptor(&self) -> RawFd {
+        self.descriptor
+    }
+
+    /// Sends one packet without waiting.
+    pub fn send(&self, packet: &[u8]) -> bool {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        self.get().is_some_and(|socket| send(socket, packet, flags).is_ok())
+    }
+
+    /// The next message, if one is there. An error means that the connection is of no more use.
+    pub fn receive(&self, version: u16) -> Result<Option<SchedulerMessage>, String> {
+        let mut buffer = [0u8; MAX_LEN];
+        let socket = self.get().ok_or("the program closed the connection")?;
+        match recv(socket, &mut buffer, RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
+            Ok((_, 0)) => Err("it closed the connection".into()),
+            Ok((_, len)) => {
+                let packet = buffer.get(..len).ok_or("it sent a packet that is too long")?;
+                SchedulerMessage::decode(packet, version).map(Some).map_err(|e| e.to_string())
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(None),
+            Err(error) => Err(words(error)),
+        }
+    }
+
+    /// Takes out what was sent, whatever it is.
+    pub fn drain(&self) {
+        let mut buffer = [0u8; 8];
+        while self.get().is_some_and(|socket| recv(socket, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0))
+        {
+        }
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if self.identity.is(self.descriptor) {
+            // SAFETY: open, and ours.
+            drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
+        }
+    }
+}
 
 /// Connects and shakes hands: the socket, the agreed version and this client's id.
-pub fn connect(path: &Path, hello: &ClientMessage) -> Result<(OwnedFd, u16, u64), String> {
-    let flags = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: takes no pointers; a descriptor that is not negative is ours.
-    let socket = unsafe {
-        match libc::socket(libc::AF_UNIX, flags, 0) {
-            fd if fd >= 0 => OwnedFd::from_raw_fd(fd),
-            _ => return Err(last_error()),
-        }
-    };
-    // SAFETY: all zeros is a valid address.
-    let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
-    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    let bytes = path.as_os_str().as_bytes();
-    if bytes.len() >= address.sun_path.len() {
-        return Err("the path is too long for a socket".into());
+pub fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u64), String> {
+    let address = SocketAddrUnix::new(path).map_err(|_| "the path is too long for a socket")?;
+    let socket = new_socket().map_err(words)?;
+    connect(&socket, &address).map_err(words)?;
+    let socket = Socket::new(socket).ok_or("it cannot be told from others")?;
+    if !socket.send(hello.encode(0).as_bytes()) {
+        return Err("it does not listen".into());
     }
-    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
-        *to = *from as _;
-    }
-    let len = mem::size_of_val(&address) as libc::socklen_t;
-    // SAFETY: a valid address.
-    if unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), len) } != 0 {
-        return Err(last_error());
-    }
-    let packet = hello.encode(0);
-    let packet = packet.as_bytes();
-    // SAFETY: a valid buffer.
-    if unsafe { libc::send(socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), libc::MSG_NOSIGNAL) } < 0 {
-        return Err(last_error());
-    }
-    wait(&[socket.as_raw_fd(), -1], ANSWER);
-    match receive(socket.as_raw_fd(), 0)? {
+    wait([Some(&socket), None], ANSWER);
+    match socket.receive(0)? {
         Some(SchedulerMessage::Welcome { version, client }) => Ok((socket, version, client)),
         Some(SchedulerMessage::Refused { text, .. }) => Err(format!("it refuses: {}", text.as_str())),
         Some(_) => Err("it answers with something else".into()),
@@ -52,37 +105,63 @@ pub fn connect(path: &Path, hello: &ClientMessage) -> Result<(OwnedFd, u16, u64)
     }
 }
 
-/// Sleeps until there is something to receive on one of them, at most so long; says on which. Descriptors may be -1.
-pub fn wait(descriptors: &[RawFd; 2], timeout: Duration) -> [bool; 2] {
-    let mut poll = descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
-    let timeout = libc::timespec {
-        tv_sec: timeout.as_secs().min(86_400) as libc::time_t,
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    // SAFETY: valid entries and a valid time.
-    unsafe { libc::ppoll(poll.as_mut_ptr(), poll.len() as libc::nfds_t, &timeout, core::ptr::null()) };
-    poll.map(|p| p.revents != 0)
+fn new_socket() -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
 }
 
-/// The next message, if one is there. An error means that the connection is of no more use.
-pub fn receive(descriptor: RawFd, version: u16) -> Result<Option<SchedulerMessage>, String> {
-    let mut buffer = [0u8; MAX_LEN];
-    let flags: c_int = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
-    // SAFETY: a valid buffer.
-    match unsafe { libc::recv(descriptor, buffer.as_mut_ptr().cast(), buffer.len(), flags) } {
-        0 => Err("it closed the connection".into()),
-        len if len > 0 => {
-            let packet = buffer.get(..len as usize).ok_or("it sent a packet that is too long")?;
-            SchedulerMessage::decode(packet, version).map(Some).map_err(|e| e.to_string())
+/// Two sockets that are connected with each other.
+pub fn pair() -> Option<(Socket, Socket)> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+    Some((Socket::new(a)?, Socket::new(b)?))
+}
+
+/// Sleeps until there is something to receive on one of them, at most so long; says on which.
+pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
+    let timeout = timespec(timeout.min(Duration::from_secs(86_400)));
+    let open = sockets.map(|socket| socket.and_then(Socket::get));
+    let is_gone = |at: usize| sockets[at].is_some() && open[at].is_none();
+    if is_gone(0) || is_gone(1) {
+        return [is_gone(0), is_gone(1)];
+    }
+    let mut ready = [false; 2];
+    match open {
+        [Some(a), Some(b)] => {
+            let mut entries = [PollFd::from_borrowed_fd(a, PollFlags::IN), PollFd::from_borrowed_fd(b, PollFlags::IN)];
+            let _ = poll(&mut entries, Some(&timeout));
+            ready = entries.map(|entry| !entry.revents().is_empty());
         }
-        // SAFETY: the location is valid for this thread.
-        _ => match unsafe { *libc::__errno_location() } {
-            libc::EAGAIN | libc::EINTR => Ok(None),
-            _ => Err(last_error()),
-        },
+        [Some(one), None] | [None, Some(one)] => {
+            let mut entries = [PollFd::from_borrowed_fd(one, PollFlags::IN)];
+            let _ = poll(&mut entries, Some(&timeout));
+            ready[usize::from(open[0].is_none())] = !entries[0].revents().is_empty();
+        }
+        [None, None] => {
+            let _ = rustix::thread::nanosleep(&timeout);
+        }
+    }
+    ready
+}
+
+/// What a system call's error means, where it means something to whoever sets nvshare up.
+fn words(error: Errno) -> String {
+    match error {
+        Errno::NOENT => "there is no such socket".into(),
+        Errno::CONNREFUSED => "nobody listens there".into(),
+        Errno::ACCESS | Errno::PERM => "permission denied".into(),
+        Errno::MFILE | Errno::NFILE => "no file descriptors are left".into(),
+        Errno::CONNRESET | Errno::PIPE => "it closed the connection".into(),
+        error => format!("error {}", error.raw_os_error()),
     }
 }
 
-fn last_error() -> String {
-    std::io::Error::last_os_error().to_string()
+/// Whether a descriptor of that number is open and ours to close in the child of a fork.
+pub fn close_in_child(descriptor: RawFd) {
+    // SAFETY: asked about only.
+    let borrowed = (descriptor >= 0).then(|| unsafe { BorrowedFd::borrow_raw(descriptor) });
+    if borrowed.is_some_and(|fd| fcntl_getfd(fd).is_ok_and(|flags| flags.contains(FdFlags::CLOEXEC))) {
+        // SAFETY: the child's copy, which nothing in the child uses from here on.
+        drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
+    }
 }

@@ -3,8 +3,10 @@
 //! A slot says which GPU's gate its thread is inside of, and how much it has submitted. Slots are never freed, only
 //! handed to another thread, so that whoever reads the list never meets a dangling one.
 
+use crate::sys::{c, sync::OnceLock, thread};
+use alloc::boxed::Box;
 use core::{
-    cell::Cell,
+    ffi::c_void,
     ptr,
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering},
 };
@@ -30,33 +32,59 @@ unsafe impl Sync for Slot {}
 
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
-thread_local! {
-    // No destructor, so that reading it is cheap and allowed at any time of a thread's life.
-    static MINE: Cell<*const Slot> = const { Cell::new(ptr::null()) };
-    static RETURN: Return = const { Return(Cell::new(ptr::null())) };
+/// The slot of threads that are this library's own: not in the list.
+static OURS: Slot = Slot::new();
+
+/// What tells the C library to give a slot back when its thread ends.
+static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
+
+/// Once, before the first slot is taken.
+pub fn init() {
+    KEY.get_or_init(|| {
+        let mut key = 0;
+        // SAFETY: a valid place, and a function that takes what `take` sets.
+        (unsafe { c::pthread_key_create()?(&mut key, Some(give_back)) } == 0).then_some(key)
+    });
 }
 
-/// Gives the slot back when its thread ends.
-struct Return(Cell<*const Slot>);
+/// The calling thread is this library's own.
+pub fn mark_as_ours() {
+    thread::set_mine((&raw const OURS).cast());
+}
 
-impl Drop for Return {
-    fn drop(&mut self) {
-        MINE.set(ptr::null());
-        // SAFETY: slots are never freed.
-        if let Some(slot) = unsafe { self.0.get().as_ref() } {
-            slot.inside.store(OUTSIDE, Ordering::Release);
-            slot.taken.store(false, Ordering::Release);
-        }
+pub fn is_ours() -> bool {
+    ptr::eq(thread::mine(), (&raw const OURS).cast())
+}
+
+/// The thread ends.
+unsafe extern "C" fn give_back(slot: *mut c_void) {
+    thread::set_mine(ptr::null());
+    // SAFETY: slots are never freed.
+    if let Some(slot) = unsafe { slot.cast::<Slot>().as_ref() } {
+        slot.inside.store(OUTSIDE, Ordering::Release);
+        slot.taken.store(false, Ordering::Release);
     }
 }
 
 /// This thread's slot.
 #[inline]
 pub fn mine() -> &'static Slot {
-    // SAFETY: slots are never freed.
-    match unsafe { MINE.get().as_ref() } {
+    // SAFETY: slots are never freed, and the word is set to nothing else.
+    match unsafe { thread::mine().cast::<Slot>().as_ref() } {
         Some(slot) => slot,
         None => take(),
+    }
+}
+
+impl Slot {
+    const fn new() -> Self {
+        Self {
+            inside: AtomicU32::new(OUTSIDE),
+            submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
+            unmarked: AtomicU32::new(0),
+            taken: AtomicBool::new(true),
+            next: ptr::null(),
+        }
     }
 }
 
@@ -65,20 +93,16 @@ fn take() -> &'static Slot {
     let free = all().find(|s| s.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok());
     let slot = free.unwrap_or_else(publish);
     slot.unmarked.store(0, Ordering::Relaxed);
-    MINE.set(slot);
-    // A thread that calls the driver while its thread-locals are being destroyed keeps the slot for good.
-    let _ = RETURN.try_with(|r| r.0.set(slot));
+    thread::set_mine(ptr::from_ref(slot).cast());
+    if let (Some(Some(key)), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
+        // SAFETY: a key of ours. Where there is no memory for it, the slot is kept for good.
+        unsafe { set(*key, ptr::from_ref(slot).cast()) };
+    }
     slot
 }
 
 fn publish() -> &'static Slot {
-    let slot = Box::into_raw(Box::new(Slot {
-        inside: AtomicU32::new(OUTSIDE),
-        submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
-        unmarked: AtomicU32::new(0),
-        taken: AtomicBool::new(true),
-        next: ptr::null(),
-    }));
+    let slot = Box::into_raw(Box::new(Slot::new()));
     let mut head = SLOTS.load(Ordering::Acquire);
     loop {
         // SAFETY: nobody else sees the slot yet.

@@ -2,8 +2,15 @@
 //!
 //! Written with one `write(2)`, so that lines of several threads do not mix and no lock or buffer of ours can be held.
 
-use crate::settings;
-use core::fmt::Write as _;
+use crate::{
+    settings,
+    sys::time::{Instant, timespec},
+};
+use core::{fmt::Write as _, time::Duration};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fd::BorrowedFd,
+};
 
 /// A trace line; costs nothing but a flag when tracing is off.
 macro_rules! trace {
@@ -18,29 +25,23 @@ pub(crate) use trace;
 /// One line on stderr.
 pub fn line(text: core::fmt::Arguments<'_>) {
     let mut line = Line { bytes: [0; 400], len: 0 };
-    // SAFETY: these calls cannot fail.
-    let (pid, thread) = unsafe { (libc::getpid(), libc::syscall(libc::SYS_gettid)) };
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a valid clock and a valid place.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
     if settings::get().debug {
-        let _ = write!(line, "nvshare {}.{:06} [{pid}:{thread}] ", now.tv_sec, now.tv_nsec / 1000);
+        let (pid, thread) = (rustix::process::getpid(), rustix::thread::gettid());
+        let now = Instant::now().since_start();
+        let _ = write!(line, "nvshare {}.{:06} [{pid}:{thread}] ", now.as_secs(), now.subsec_micros());
     } else {
         let _ = write!(line, "nvshare: ");
     }
     let _ = line.write_fmt(text);
     let end = line.len.min(line.bytes.len() - 1);
     line.bytes[end] = b'\n';
-    let mut poll = libc::pollfd { fd: 2, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: one valid entry. Where nobody reads, the line is lost: neither SIGPIPE nor waiting is for the program.
-    if unsafe { libc::poll(&mut poll, 1, 0) } != 1
-        || poll.revents & libc::POLLOUT == 0
-        || poll.revents & libc::POLLERR != 0
-    {
-        return;
+    // SAFETY: borrowed for two calls, which say so where it is closed.
+    let stderr = unsafe { BorrowedFd::borrow_raw(2) };
+    let mut ready = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
+    // Where nobody reads, the line is lost: neither SIGPIPE nor waiting is for the program.
+    if poll(&mut ready, Some(&timespec(Duration::ZERO))) == Ok(1) && ready[0].revents() == PollFlags::OUT {
+        let _ = rustix::io::write(stderr, line.bytes.get(..=end).unwrap_or(&[]));
     }
-    // SAFETY: the buffer is valid for that length.
-    unsafe { libc::write(2, line.bytes.as_ptr().cast(), end + 1) };
 }
 
 struct Line {

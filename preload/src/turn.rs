@@ -6,11 +6,12 @@ use crate::{
     client,
     gate::{Gate, closed},
     gpu::Gpu,
+    sys::time::Instant,
     trace::trace,
     work::Fence,
 };
+use core::time::Duration;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
-use std::time::{Duration, Instant};
 
 /// Between looks at a GPU that is finishing its work.
 const LOOK: Duration = Duration::from_micros(100);

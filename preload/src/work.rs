@@ -7,13 +7,20 @@
 //!
 //! **Fences** tell when it is done: an event behind everything that every context has been given.
 
-use crate::{capture, cuda::*, driver, lock::lock, memory::engine::check, threads};
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::{
-    collections::VecDeque,
-    sync::Mutex,
-    time::{Duration, Instant},
+use crate::{
+    capture,
+    cuda::*,
+    driver,
+    memory::engine::check,
+    sys::{
+        sync::Mutex,
+        time::{self, Instant},
+    },
+    threads,
 };
+use alloc::{collections::VecDeque, vec::Vec};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::time::Duration;
 
 /// How much GPU time may be queued ahead while nobody waits, and while somebody does.
 const RUN_AHEAD: u32 = 100_000;
@@ -135,7 +142,7 @@ impl Work {
         if unsafe { driver::cuCtxGetCurrent(&mut context) } != SUCCESS || context.is_null() {
             return;
         }
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         let event = capture::beside(|_| inner.context(context).and_then(|c| c.event().ok()));
         let Some(event) = event else { return };
         if !record_behind(event, stream) {
@@ -161,9 +168,9 @@ impl Work {
     /// ends when the program tells it to, perhaps by what this very thread does next: then nothing is bounded until it has.
     fn wait_for_oldest(&self, stream: CUstream) {
         let begin = Instant::now();
-        let Some((since, ahead)) = lock(&self.inner).marks.front().map(|m| (m.since, m.ahead)) else { return };
+        let Some((since, ahead)) = self.inner.lock().marks.front().map(|m| (m.since, m.ahead)) else { return };
         loop {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             if inner.stalled == Some(since) {
                 return;
             }
@@ -184,7 +191,7 @@ impl Work {
             drop(inner);
             // Tiny kernels are done within microseconds; for others a sleep is short against the window.
             if begin.elapsed() > Duration::from_micros(50) {
-                std::thread::sleep(Duration::from_micros(50));
+                time::sleep(Duration::from_micros(50));
             }
         }
     }
@@ -199,7 +206,7 @@ impl Work {
         let to = if contended { RUN_AHEAD_CONTENDED } else { RUN_AHEAD };
         let from = self.run_ahead.swap(to, Ordering::Relaxed);
         if to < from {
-            let mut inner = lock(&self.inner);
+            let mut inner = self.inner.lock();
             let window = (inner.window / (from / to)).max(2);
             self.set_window(&mut inner, window);
         }
@@ -221,13 +228,13 @@ impl Work {
 
     /// How many marks have been done so far; a drain that does not see it grow makes no progress.
     pub fn progress(&self) -> u64 {
-        self.collect(&mut lock(&self.inner));
+        self.collect(&mut self.inner.lock());
         self.done.load(Ordering::Relaxed)
     }
 
     /// A fence behind everything submitted so far, or `None` where it cannot be made now: while a stream captures, say.
     pub fn fence(&self) -> Option<Fence> {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         let mut fence = Fence::default();
         let made = capture::beside(|capturing| {
             !capturing && inner.contexts.iter_mut().all(|c| c.fence(&mut fence.events).is_ok())
@@ -240,7 +247,7 @@ impl Work {
 
     /// Whether all of it is done. A fence that is done stays done and costs nothing to ask.
     pub fn is_done(&self, fence: &mut Fence) -> bool {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         while let Some(event) = fence.events.last().copied() {
             if inner.has(event.context) {
                 if !event.is_done() {
@@ -255,20 +262,20 @@ impl Work {
 
     /// The program made a stream that does not wait for the legacy stream, or destroyed one.
     pub fn add_stream(&self, context: CUcontext, stream: CUstream) {
-        if let Some(context) = lock(&self.inner).context(context) {
+        if let Some(context) = self.inner.lock().context(context) {
             context.streams.push(stream as usize);
         }
     }
 
     pub fn remove_stream(&self, stream: CUstream) {
-        for context in &mut lock(&self.inner).contexts {
+        for context in &mut self.inner.lock().contexts {
             context.streams.retain(|s| *s != stream as usize);
         }
     }
 
     /// No longer asked for: its events can be used again once done, so they are simply dropped with their context.
     pub fn forget(&self, fence: Fence) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         for event in fence.events {
             inner.give_back(event);
         }
@@ -276,7 +283,7 @@ impl Work {
 
     /// A context was created or retained.
     pub fn add_context(&self, context: CUcontext) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
             inner.contexts.push(Context { handle: context as usize, events: Vec::new(), streams: Vec::new() });
         }
@@ -285,7 +292,7 @@ impl Work {
     /// Runs a call that may destroy a context while nothing of ours uses it; the call says whether it did. Gives its result
     /// and, where a known context is gone, whether it was the last on this GPU.
     pub fn without(&self, context: CUcontext, call: impl FnOnce() -> (CUresult, bool)) -> (CUresult, Option<bool>) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         let known = inner.has(context as usize);
         let (result, gone) = call();
         if !gone || !known {
@@ -299,12 +306,12 @@ impl Work {
     }
 
     pub fn has_context(&self, context: CUcontext) -> bool {
-        lock(&self.inner).has(context as usize)
+        self.inner.lock().has(context as usize)
     }
 
     /// The program's contexts on this GPU, to copy memory with.
     pub fn contexts(&self) -> Vec<CUcontext> {
-        lock(&self.inner).contexts.iter().map(|c| c.handle as CUcontext).collect()
+        self.inner.lock().contexts.iter().map(|c| c.handle as CUcontext).collect()
     }
 }
 

@@ -27,6 +27,8 @@
 //! The *GPU lock* (Grant, Revoke, Release) says who may submit; the *allowance* says how many bytes a client may have
 //! mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed.
 
+#![cfg_attr(not(test), no_std)]
+
 pub mod client;
 pub mod codec;
 pub mod error;

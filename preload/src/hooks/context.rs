@@ -6,7 +6,6 @@ use crate::{
     gpu::{self, Gpu},
     hooks::{gated, hooks},
     loader,
-    lock::lock,
     memory::space::current_context,
 };
 use core::ffi::{c_char, c_void};
@@ -35,13 +34,13 @@ fn destroying(
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
     let Some(gpu) = gpu.filter(|_| client::is_on()) else { return real() };
-    let _no_move = lock(&gpu.moving);
+    let _no_move = gpu.moving.lock();
     let (result, last) = gpu.work.without(context, || {
         let result = real();
         (result, result == SUCCESS && is_gone())
     });
     if let (Some(last), Some(space)) = (last, gpu.space()) {
-        let mut guard = lock(space);
+        let mut guard = space.lock();
         let before = guard.account;
         guard.drop_context(context as usize, last);
         let after = guard.account;
@@ -90,10 +89,7 @@ fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
         let result = real();
-        if result == SUCCESS {
-            crate::errno::preserved(client::start);
-        }
-        result
+        if result != SUCCESS || crate::errno::preserved(client::start) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
     // ---- look-ups ----

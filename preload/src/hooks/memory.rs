@@ -8,16 +8,16 @@ use crate::{
     gpu::{self, Gpu},
     hooks::{hooks, pinned},
     link,
-    lock::lock,
     memory::{
         pinned::Kind,
         space::{Allocation, current_context},
     },
     settings,
+    sys::time::{self, Instant},
     trace::trace,
 };
 use core::ffi::c_void;
-use std::time::{Duration, Instant};
+use core::time::Duration;
 
 type P = *mut c_void;
 
@@ -40,7 +40,7 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
         };
         let begin = Instant::now();
         let result = loop {
-            let mut guard = lock(space);
+            let mut guard = space.lock();
             let before = guard.account;
             let result = guard.allocate(size as u64, context, settings::get().oversubscribe, &gpu.work);
             let after = guard.account;
@@ -51,7 +51,7 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
                 break result;
             }
             drop(guard);
-            std::thread::sleep(FREE_LOOK);
+            time::sleep(FREE_LOOK);
         };
         trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
         match result {
@@ -70,7 +70,7 @@ pub(super) fn free(address: CUdeviceptr) -> bool {
     let free = |gpu: &Gpu| {
         let Some(space) = gpu.space() else { return false };
         let idle = gpu.is_drained();
-        let mut guard = lock(space);
+        let mut guard = space.lock();
         let before = guard.account;
         let found = guard.free(address, idle, &gpu.work);
         let after = guard.account;
@@ -90,7 +90,7 @@ fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     if !client::is_on() {
         return None;
     }
-    gpu::attached().find_map(|gpu| Some((gpu, lock(gpu.space()?).find(address)?)))
+    gpu::attached().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)))
 }
 
 /// Writes through a pointer of the program, which may be NULL where the driver allows that.
@@ -163,7 +163,7 @@ hooks! { real, flavour;
         if current_context().is_ok_and(|context| context.is_null()) {
             return real();
         }
-        let mut left = lock(space).account.free().min(gpu.total());
+        let mut left = space.lock().account.free().min(gpu.total());
         if !client::is_connected() {
             // Nobody makes room: what others use is lacking.
             let (mut now, mut total) = (0, 0);

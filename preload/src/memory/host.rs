@@ -1,13 +1,25 @@
 //! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the
 //! link's speed. `cuMemHostAlloc` makes 3 GiB/s of such memory, this way 8 threads make more than 20 [H200].
 
-use crate::{capture, driver};
-use core::ffi::c_void;
+use crate::{
+    capture, driver, futex,
+    sys::{file, sync::Mutex, thread},
+};
+use alloc::{sync::Arc, vec::Vec};
+use core::{
+    ffi::c_void,
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+use rustix::{
+    io::Errno,
+    mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
+};
 
 /// Left to the host whatever happens: below it nothing more is swapped out.
 const HOST_RESERVE: u64 = 512 << 20;
-/// `MADV_POPULATE_WRITE` (Linux 5.14).
-const MADV_POPULATE_WRITE: libc::c_int = 23;
+/// Threads that make buffers: more do not make them faster [H200].
+const MAKERS: usize = 8;
 
 /// One chunk's buffer. Its memory is given back when dropped.
 #[derive(Debug)]
@@ -26,27 +38,22 @@ impl Buffer {
         let len = usize::try_from(len).ok()?;
         // SAFETY: a new anonymous mapping, advice on it, and writes to it.
         unsafe {
-            let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-            let address = libc::mmap(core::ptr::null_mut(), len, protection, flags, -1, 0);
-            if address == libc::MAP_FAILED {
-                return None;
-            }
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            let address = mmap_anonymous(core::ptr::null_mut(), len, protection, MapFlags::PRIVATE).ok()?;
+            let buffer = Self { address: address as usize, len, registered: false };
             // Before the first touch: a child must not copy it, a core file not hold it.
-            libc::madvise(address, len, libc::MADV_DONTFORK);
-            libc::madvise(address, len, libc::MADV_DONTDUMP);
-            libc::madvise(address, len, libc::MADV_HUGEPAGE);
-            if libc::madvise(address, len, MADV_POPULATE_WRITE) != 0 {
-                match *libc::__errno_location() {
-                    libc::EINVAL => {
-                        (0..len).step_by(4096).for_each(|at| address.cast::<u8>().add(at).write_volatile(0))
-                    }
-                    _ => {
-                        libc::munmap(address, len);
-                        return None;
-                    }
-                }
+            for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxHugepage] {
+                let _ = madvise(address, len, advice);
             }
-            Some(Self { address: address as usize, len, registered: false })
+            match madvise(address, len, Advice::LinuxPopulateWrite) {
+                Ok(()) => {}
+                // Before Linux 5.14.
+                Err(Errno::INVAL) => {
+                    (0..len).step_by(4096).for_each(|at| address.cast::<u8>().add(at).write_volatile(0))
+                }
+                Err(_) => return None,
+            }
+            Some(buffer)
         }
     }
 
@@ -76,33 +83,71 @@ impl Drop for Buffer {
             if self.registered {
                 capture::beside(|_| driver::cuMemHostUnregister(self.address as *mut c_void));
             }
-            libc::munmap(self.address as *mut c_void, self.len);
+            let _ = munmap(self.address as *mut c_void, self.len);
         }
     }
 }
 
 /// What the kernel says can be used without swapping, in bytes; everything if it does not say.
 fn available() -> u64 {
-    let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return u64::MAX };
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
-    line.and_then(|l| l.trim().split(' ').next()?.parse::<u64>().ok()).map_or(u64::MAX, |kib| kib * 1024)
+    let text = file::read(c"/proc/meminfo");
+    let mut lines = text.split(|b| *b == b'\n');
+    let kib = lines.find_map(|line| line.strip_prefix(b"MemAvailable:")).and_then(|line| {
+        let digits = line.trim_ascii_start().split(|b| *b == b' ').next()?;
+        core::str::from_utf8(digits).ok()?.parse::<u64>().ok()
+    });
+    kib.map_or(u64::MAX, |kib| kib * 1024)
 }
 
 /// Buffers of these sizes, made by several threads at once: touching pages is what takes the time. As many as the host
-/// has room for, in order.
-pub fn make(sizes: &[u64]) -> Vec<Buffer> {
-    let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(8).min(sizes.len());
-    if threads <= 1 {
-        return sizes.iter().map_while(|s| Buffer::new(*s)).collect();
+/// has room for.
+pub fn make(sizes: Vec<u64>) -> Vec<Buffer> {
+    let threads = thread::cpus().min(MAKERS).min(sizes.len());
+    let workshop =
+        Arc::new(Workshop { missing: Mutex::new(sizes), made: Mutex::new(Vec::new()), busy: AtomicU32::new(0) });
+    // This thread is one of them, so it works without any other.
+    for _ in 1..threads {
+        workshop.busy.fetch_add(1, Ordering::SeqCst);
+        let shared = workshop.clone();
+        let started = thread::spawn(c"nvshare-host", move || {
+            shared.make();
+            shared.leave();
+        });
+        if !started {
+            workshop.leave();
+        }
     }
-    std::thread::scope(|scope| {
-        let makers: Vec<_> = sizes
-            .chunks(sizes.len().div_ceil(threads))
-            .map_while(|part| {
-                let make = move || part.iter().map_while(|s| Buffer::new(*s)).collect::<Vec<_>>();
-                std::thread::Builder::new().name("nvshare-host".into()).spawn_scoped(scope, make).ok()
-            })
-            .collect();
-        makers.into_iter().filter_map(|m| m.join().ok()).flatten().collect()
-    })
+    workshop.make();
+    loop {
+        match workshop.busy.load(Ordering::SeqCst) {
+            0 => break,
+            busy => futex::wait(&workshop.busy, busy, Duration::from_secs(1)),
+        }
+    }
+    core::mem::take(&mut workshop.made.lock())
+}
+
+/// Where several threads make buffers.
+struct Workshop {
+    missing: Mutex<Vec<u64>>,
+    made: Mutex<Vec<Buffer>>,
+    /// Threads that are at it.
+    busy: AtomicU32,
+}
+
+impl Workshop {
+    fn make(&self) {
+        loop {
+            let Some(len) = self.missing.lock().pop() else { return };
+            match Buffer::new(len) {
+                Some(buffer) => self.made.lock().push(buffer),
+                None => self.missing.lock().clear(), // the host has no room for more
+            }
+        }
+    }
+
+    fn leave(&self) {
+        self.busy.fetch_sub(1, Ordering::SeqCst);
+        futex::wake_all(&self.busy);
+    }
 }

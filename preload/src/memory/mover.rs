@@ -7,12 +7,17 @@ use super::{
     host::{self, Buffer},
     space::{Chunk, Place, Space},
 };
-use crate::{cuda::*, driver, lock::lock, work::with_current};
-use std::{
-    collections::VecDeque,
-    sync::Mutex,
-    time::{Duration, Instant},
+use crate::{
+    cuda::*,
+    driver,
+    sys::{
+        sync::Mutex,
+        time::{self, Instant},
+    },
+    work::with_current,
 };
+use alloc::{collections::VecDeque, vec::Vec};
+use core::time::Duration;
 
 /// Copies in flight: enough that the link never waits for an unmap.
 const IN_FLIGHT: usize = 4;
@@ -38,7 +43,7 @@ pub fn evict(space: &Mutex<Space>, context: CUcontext, target: u64, report: &dyn
         while mover.leave_one(target, &mut buffers)? {}
         Ok(())
     });
-    lock(space).spare.append(&mut buffers);
+    space.lock().spare.append(&mut buffers);
     result
 }
 
@@ -52,7 +57,7 @@ pub fn restore(space: &Mutex<Space>, context: CUcontext, report: &dyn Fn()) -> R
 
 /// Buffers for what has to leave: spare ones, and new ones made by several threads at once.
 fn take_buffers(space: &Mutex<Space>, target: u64) -> Vec<Buffer> {
-    let mut guard = lock(space);
+    let mut guard = space.lock();
     if !guard.engine().copies() {
         return Vec::new();
     }
@@ -67,7 +72,7 @@ fn take_buffers(space: &Mutex<Space>, target: u64) -> Vec<Buffer> {
         None => true,
     });
     drop(guard);
-    buffers.extend(host::make(&missing));
+    buffers.extend(host::make(missing));
     buffers
 }
 
@@ -123,7 +128,7 @@ impl<'a> Mover<'a> {
 
     /// Starts one more chunk on its way out; `false` when enough are.
     fn leave_one(&mut self, target: u64, buffers: &mut Vec<Buffer>) -> Result<bool, Stop> {
-        let mut guard = lock(self.space);
+        let mut guard = self.space.lock();
         let leaving: u64 = self.flying.iter().map(|f| f.len).sum();
         if guard.account.mapped.saturating_sub(leaving) <= target {
             return Ok(false);
@@ -134,7 +139,7 @@ impl<'a> Mover<'a> {
         let (gpu, engine) = (guard.gpu(), guard.engine());
         drop(guard);
         let stays = |stop| {
-            lock(self.space).put(base, offset, Place::Gpu(handle));
+            self.space.lock().put(base, offset, Place::Gpu(handle));
             Err(stop)
         };
         let at = base + offset;
@@ -158,13 +163,13 @@ impl<'a> Mover<'a> {
 
     /// Starts one more chunk on its way back; `false` when none is lacking or nothing more is allowed.
     fn return_one(&mut self) -> Result<bool, Stop> {
-        let mut guard = lock(self.space);
+        let mut guard = self.space.lock();
         let Some((base, Chunk { offset, len, place })) = guard.take_lacking() else { return Ok(false) };
         let (gpu, engine) = (guard.gpu(), guard.engine());
         drop(guard);
         let had_contents = matches!(place, Place::Host(_));
         let stays = |place, stop| {
-            let mut guard = lock(self.space);
+            let mut guard = self.space.lock();
             guard.left(len, had_contents);
             guard.put(base, offset, place);
             Err(stop)
@@ -218,15 +223,15 @@ impl<'a> Mover<'a> {
         } else {
             // SAFETY: the mover's own event.
             while unsafe { driver::cuEventQuery(event) } == ERROR_NOT_READY {
-                std::thread::sleep(Duration::from_micros(30));
+                time::sleep(Duration::from_micros(30));
             }
             self.events.push(event);
         }
-        let engine = { lock(self.space).engine() };
+        let engine = { self.space.lock().engine() };
         if out {
             engine.unmap(base + offset, len, handle);
         }
-        let mut guard = lock(self.space);
+        let mut guard = self.space.lock();
         if out {
             guard.left(len, true);
             guard.put(base, offset, Place::Host(buffer));
@@ -244,7 +249,7 @@ fn map_patiently(map: impl Fn() -> Result<Handle, CUresult>) -> Result<Handle, C
     let begin = Instant::now();
     loop {
         match map() {
-            Err(ERROR_OUT_OF_MEMORY) if begin.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(2)),
+            Err(ERROR_OUT_OF_MEMORY) if begin.elapsed() < PATIENCE => time::sleep(Duration::from_millis(2)),
             result => return result,
         }
     }

@@ -4,9 +4,9 @@
 use crate::{
     cuda::*,
     gpu::{self, Gpu},
-    lock::lock,
+    sys::sync::Mutex,
 };
-use std::{collections::BTreeMap, sync::Mutex};
+use alloc::collections::BTreeMap;
 
 /// What a number of the driver's names: handles and addresses may coincide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,20 +38,20 @@ static TABLE: Mutex<Table> = Mutex::new(Table { pinned: BTreeMap::new(), mapping
 /// The program has allocated that.
 pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     let Some(gpu) = gpu.filter(|_| bytes > 0) else { return };
-    lock(&TABLE).pinned.insert((kind, name), Pinned { gpu, bytes, references: 1 });
+    TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1 });
     gpu.pin(|pinned| pinned.saturating_add(bytes));
 }
 
 /// Another handle for the same chunk.
 pub fn retain(chunk: Handle) {
-    if let Some(pinned) = lock(&TABLE).pinned.get_mut(&(Kind::Chunk, chunk)) {
+    if let Some(pinned) = TABLE.lock().pinned.get_mut(&(Kind::Chunk, chunk)) {
         pinned.references = pinned.references.saturating_add(1);
     }
 }
 
 /// One reference less, and with the last the memory is free.
 pub fn remove(kind: Kind, name: u64) {
-    let mut table = lock(&TABLE);
+    let mut table = TABLE.lock();
     let Some(pinned) = table.pinned.get_mut(&(kind, name)) else { return };
     pinned.references = pinned.references.saturating_sub(1);
     if pinned.references == 0
@@ -63,7 +63,7 @@ pub fn remove(kind: Kind, name: u64) {
 }
 
 pub fn map(at: CUdeviceptr, chunk: Handle) {
-    let mut table = lock(&TABLE);
+    let mut table = TABLE.lock();
     if let Some(pinned) = table.pinned.get_mut(&(Kind::Chunk, chunk)) {
         pinned.references = pinned.references.saturating_add(1);
         table.mappings.insert(at, chunk);
@@ -72,7 +72,7 @@ pub fn map(at: CUdeviceptr, chunk: Handle) {
 
 pub fn unmap(at: CUdeviceptr, size: Size) {
     loop {
-        let mut table = lock(&TABLE);
+        let mut table = TABLE.lock();
         let mapping = table.mappings.range(at..at.saturating_add(size as u64)).next().map(|(at, chunk)| (*at, *chunk));
         let Some((at, chunk)) = mapping else { return };
         table.mappings.remove(&at);
@@ -83,7 +83,7 @@ pub fn unmap(at: CUdeviceptr, size: Size) {
 
 /// Whether the program may have so many more bytes on that GPU.
 pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
-    gpu.and_then(Gpu::space).is_none_or(|space| bytes <= lock(space).account.free())
+    gpu.and_then(Gpu::space).is_none_or(|space| bytes <= space.lock().account.free())
 }
 
 /// The GPU of a VMM allocation; none for one in host memory.

@@ -66,6 +66,7 @@ impl Slab {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::vec::Vec;
 
     #[test]
     fn a_slab_is_filled_and_emptied() {

@@ -12,7 +12,11 @@ use crate::{
     cuda::*,
     work::{Fence, Work},
 };
-use std::collections::{BTreeMap, VecDeque};
+use alloc::{
+    boxed::Box,
+    collections::{BTreeMap, VecDeque},
+    vec::Vec,
+};
 
 #[derive(Debug)]
 pub struct Space {

@@ -1,0 +1,116 @@
+//! Functions of the C library that are looked up when they are needed, because their version, or the library they live
+//! in, changed in the course of time: linked against, they would tie this library to the machine it was built on, or make
+//! the loader bring libpthread and libdl into every process.
+//!
+//! `dlvsym` is the exception that finds the rest: it is linked to weakly, by a version that every glibc has. Where the
+//! program has no libdl, it is NULL, and then nobody looks anything up.
+
+use crate::loader::real_dlsym;
+use core::{
+    ffi::{CStr, c_char, c_int, c_void},
+    mem::transmute,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+#[cfg(target_arch = "x86_64")]
+macro_rules! base_version {
+    () => {
+        "GLIBC_2.2.5"
+    };
+}
+#[cfg(target_arch = "aarch64")]
+macro_rules! base_version {
+    () => {
+        "GLIBC_2.17"
+    };
+}
+
+/// The version that functions of the C library had first, on this architecture.
+pub const BASE_VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(base_version!(), "\0").as_bytes()) {
+    Ok(version) => version,
+    Err(_) => c"",
+};
+
+core::arch::global_asm!(
+    ".weak nvshare_dlvsym",
+    concat!(".symver nvshare_dlvsym, dlvsym@", base_version!()),
+    ".pushsection .data.rel.ro.nvshare_dlvsym, \"aw\", @progbits",
+    ".balign 8",
+    ".globl nvshare_dlvsym_address",
+    ".hidden nvshare_dlvsym_address",
+    ".type nvshare_dlvsym_address, @object",
+    ".size nvshare_dlvsym_address, 8",
+    "nvshare_dlvsym_address:",
+    ".quad nvshare_dlvsym",
+    ".popsection",
+);
+
+unsafe extern "C" {
+    static nvshare_dlvsym_address:
+        Option<unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void>;
+    fn __register_atfork(
+        prepare: Option<extern "C" fn()>,
+        parent: Option<extern "C" fn()>,
+        child: Option<extern "C" fn()>,
+        library: *mut c_void,
+    ) -> c_int;
+}
+
+/// `dlvsym` with [`BASE_VERSION`], or NULL where the program has none.
+pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: written by the loader, once. NUL-terminated names.
+    match unsafe { nvshare_dlvsym_address } {
+        Some(dlvsym) => unsafe { dlvsym(handle, name.as_ptr(), BASE_VERSION.as_ptr()) },
+        None => core::ptr::null_mut(),
+    }
+}
+
+/// Has the child of every fork call that function first.
+pub fn at_fork_in_child(call: extern "C" fn()) {
+    // SAFETY: this library is never unloaded, so it needs no handle to be unregistered by.
+    unsafe { __register_atfork(None, None, Some(call), core::ptr::null_mut()) };
+}
+
+/// Declares functions that are looked up on first use; `None` where the process has none of that name.
+macro_rules! late {
+    ($( $name:ident ( $($type:ty),* ) -> $result:ty; )*) => { $(
+        pub fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $result> {
+            static ADDRESS: AtomicUsize = AtomicUsize::new(0);
+            let known = ADDRESS.load(Ordering::Relaxed);
+            let address = if known != 0 { known } else { look_up(concat!(stringify!($name), "\0"), &ADDRESS) };
+            // SAFETY: the C library's function of this name has this signature; 0 is None.
+            unsafe { transmute(address) }
+        }
+    )* };
+}
+
+fn look_up(name: &'static str, place: &AtomicUsize) -> usize {
+    let address = real_dlsym(libc::RTLD_DEFAULT, name.as_ptr().cast()) as usize;
+    place.store(address, Ordering::Relaxed);
+    address
+}
+
+late! {
+    dlopen(*const c_char, c_int) -> *mut c_void;
+    pthread_attr_init(*mut libc::pthread_attr_t) -> c_int;
+    pthread_attr_setdetachstate(*mut libc::pthread_attr_t, c_int) -> c_int;
+    pthread_attr_setstacksize(*mut libc::pthread_attr_t, usize) -> c_int;
+    pthread_attr_destroy(*mut libc::pthread_attr_t) -> c_int;
+    pthread_create(
+        *mut libc::pthread_t, *const libc::pthread_attr_t, extern "C" fn(*mut c_void) -> *mut c_void, *mut c_void
+    ) -> c_int;
+    pthread_key_create(*mut libc::pthread_key_t, Option<unsafe extern "C" fn(*mut c_void)>) -> c_int;
+    pthread_setspecific(libc::pthread_key_t, *const c_void) -> c_int;
+}
+
+/// An environment variable; none in a setuid program, which its user must not steer.
+pub fn environment(name: &CStr) -> Option<&'static [u8]> {
+    unsafe extern "C" {
+        fn secure_getenv(name: *const c_char) -> *const c_char;
+    }
+    // SAFETY: a NUL-terminated name; the value is read before anybody is given a chance to change it.
+    unsafe {
+        let value = secure_getenv(name.as_ptr());
+        (!value.is_null()).then(|| CStr::from_ptr(value).to_bytes())
+    }
+}

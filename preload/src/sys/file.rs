@@ -1,0 +1,37 @@
+//! Reading small files of /proc, and who a descriptor belongs to.
+
+use alloc::vec::Vec;
+use core::ffi::CStr;
+use rustix::fd::{AsFd, BorrowedFd, RawFd};
+use rustix::fs::{Mode, OFlags};
+
+/// The contents of a file; what cannot be read is empty.
+pub fn read(path: &CStr) -> Vec<u8> {
+    let mut contents = Vec::new();
+    let Ok(file) = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else { return contents };
+    let mut part = [0u8; 1024];
+    while let Ok(n @ 1..) = rustix::io::read(&file, &mut part) {
+        contents.extend_from_slice(part.get(..n).unwrap_or(&[]));
+    }
+    contents
+}
+
+/// What tells one open socket or pipe from all others: its number may be another file's once the program has closed it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    device: u64,
+    inode: u64,
+}
+
+impl Identity {
+    pub fn of(descriptor: impl AsFd) -> Option<Self> {
+        let stat = rustix::fs::fstat(descriptor).ok()?;
+        Some(Self { device: stat.st_dev, inode: stat.st_ino })
+    }
+
+    /// Whether the descriptor of that number is this one still.
+    pub fn is(self, descriptor: RawFd) -> bool {
+        // SAFETY: only asked about; a number that is no descriptor is an error.
+        descriptor >= 0 && Self::of(unsafe { BorrowedFd::borrow_raw(descriptor) }) == Some(self)
+    }
+}

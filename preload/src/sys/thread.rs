@@ -1,0 +1,155 @@
+//! Threads: those of this library, and one word that each thread of the program has.
+
+use super::c;
+use crate::threads;
+use alloc::boxed::Box;
+use core::{
+    ffi::{CStr, c_void},
+    mem::MaybeUninit,
+};
+
+/// Enough for what runs in a thread of ours; virtual until touched.
+const STACK: usize = 256 << 10;
+
+type Main = Box<dyn FnOnce() + Send>;
+
+/// Starts a thread that nobody joins and no signal is delivered to; `false` if there can be none.
+pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
+    let run: Main = Box::new(move || {
+        let _ = rustix::thread::set_name(name);
+        main();
+    });
+    let main = Box::into_raw(Box::new(run));
+    let started = with_signals_blocked(|| create(main));
+    if !started {
+        // SAFETY: no thread has it.
+        drop(unsafe { Box::from_raw(main) });
+    }
+    started
+}
+
+fn create(main: *mut Main) -> bool {
+    let (Some(init), Some(detach), Some(stack), Some(destroy), Some(create)) = (
+        c::pthread_attr_init(),
+        c::pthread_attr_setdetachstate(),
+        c::pthread_attr_setstacksize(),
+        c::pthread_attr_destroy(),
+        c::pthread_create(),
+    ) else {
+        return false;
+    };
+    let (mut attributes, mut thread) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    // SAFETY: valid places; the attributes are initialised before they are used.
+    unsafe {
+        let attributes = attributes.as_mut_ptr();
+        if init(attributes) != 0 {
+            return false;
+        }
+        detach(attributes, libc::PTHREAD_CREATE_DETACHED);
+        stack(attributes, STACK);
+        let started = create(thread.as_mut_ptr(), attributes, run, main.cast()) == 0;
+        destroy(attributes);
+        started
+    }
+}
+
+extern "C" fn run(main: *mut c_void) -> *mut c_void {
+    threads::mark_as_ours();
+    // SAFETY: made by `spawn` for this thread alone.
+    unsafe { Box::from_raw(main.cast::<Main>())() };
+    core::ptr::null_mut()
+}
+
+/// A thread inherits the signal mask of the one that makes it; signals are for the program's own threads.
+fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
+    let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    // SAFETY: valid places. It is the mask of the calling thread alone, on Linux.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        let changed = libc::sigprocmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) == 0;
+        let result = f();
+        if changed {
+            libc::sigprocmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut());
+        }
+        result
+    }
+}
+
+/// How many CPUs this process may use.
+pub fn cpus() -> usize {
+    rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize).max(1)
+}
+
+// ---- one word a thread ----
+
+// Thread-local storage of the kind that costs two instructions (initial-exec): it is there for every thread from its
+// beginning to its end, and reading it calls nobody. Stable Rust has it in std only.
+core::arch::global_asm!(
+    ".pushsection .tbss.nvshare_thread, \"awT\", @nobits",
+    ".balign 8",
+    ".globl nvshare_thread",
+    ".hidden nvshare_thread",
+    ".type nvshare_thread, @object",
+    ".size nvshare_thread, 8",
+    "nvshare_thread:",
+    ".zero 8",
+    ".popsection",
+);
+
+/// The calling thread's word; NULL before it was set.
+#[inline(always)]
+pub fn mine() -> *const c_void {
+    let word: *const c_void;
+    // SAFETY: reads this thread's own storage.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        core::arch::asm!(
+            "mov {word}, qword ptr [rip + nvshare_thread@GOTTPOFF]",
+            "mov {word}, qword ptr fs:[{word}]",
+            word = out(reg) word,
+            options(readonly, nostack, preserves_flags),
+        );
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        core::arch::asm!(
+            "mrs {thread}, tpidr_el0",
+            "adrp {word}, :gottprel:nvshare_thread",
+            "ldr {word}, [{word}, :gottprel_lo12:nvshare_thread]",
+            "ldr {word}, [{thread}, {word}]",
+            thread = out(reg) _,
+            word = out(reg) word,
+            options(readonly, nostack, preserves_flags),
+        );
+    }
+    word
+}
+
+pub fn set_mine(word: *const c_void) {
+    // SAFETY: writes this thread's own storage.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        core::arch::asm!(
+            "mov {at}, qword ptr [rip + nvshare_thread@GOTTPOFF]",
+            "mov qword ptr fs:[{at}], {word}",
+            at = out(reg) _,
+            word = in(reg) word,
+            options(nostack, preserves_flags),
+        );
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        core::arch::asm!(
+            "mrs {thread}, tpidr_el0",
+            "adrp {at}, :gottprel:nvshare_thread",
+            "ldr {at}, [{at}, :gottprel_lo12:nvshare_thread]",
+            "str {word}, [{thread}, {at}]",
+            thread = out(reg) _,
+            at = out(reg) _,
+            word = in(reg) word,
+            options(nostack, preserves_flags),
+        );
+    }
+}

@@ -1,0 +1,49 @@
+//! Time that passes: the monotonic clock, and sleeping.
+
+use core::time::Duration;
+use rustix::thread::Timespec;
+
+/// A moment of `CLOCK_MONOTONIC`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Instant(Duration);
+
+impl Instant {
+    pub fn now() -> Self {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: a valid place. The C library's function needs no system call.
+        unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+        Self(Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0)))
+    }
+
+    pub fn elapsed(&self) -> Duration {
+        Self::now().0.saturating_sub(self.0)
+    }
+
+    /// Since whenever that clock began.
+    pub fn since_start(&self) -> Duration {
+        self.0
+    }
+}
+
+impl core::ops::Add<Duration> for Instant {
+    type Output = Self;
+    fn add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(duration))
+    }
+}
+
+impl core::ops::Sub for Instant {
+    type Output = Duration;
+    fn sub(self, earlier: Self) -> Duration {
+        self.0.saturating_sub(earlier.0)
+    }
+}
+
+/// Sleeps about that long; a signal may end it early.
+pub fn sleep(duration: Duration) {
+    let _ = rustix::thread::nanosleep(&timespec(duration));
+}
+
+pub fn timespec(duration: Duration) -> Timespec {
+    Timespec { tv_sec: duration.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: duration.subsec_nanos().into() }
+}
