@@ -5,7 +5,10 @@
 
 use core::sync::atomic::{AtomicBool, Ordering, compiler_fence, fence};
 
+/// Whether the passing side needs a fence of its own.
 static HEAVY: AtomicBool = AtomicBool::new(true);
+/// Whether the closing side needs more than its own.
+static MEMBARRIER: AtomicBool = AtomicBool::new(false);
 
 const CMD_PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
 const CMD_REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
@@ -18,6 +21,7 @@ fn membarrier(command: libc::c_int) -> bool {
 /// Once, before the first gate is closed.
 pub fn init() {
     if membarrier(CMD_REGISTER_PRIVATE_EXPEDITED) {
+        MEMBARRIER.store(true, Ordering::SeqCst);
         HEAVY.store(false, Ordering::SeqCst);
     }
 }
@@ -35,11 +39,12 @@ pub fn light() {
 /// Between "it is closed" and "who is inside?".
 pub fn heavy() {
     fence(Ordering::SeqCst);
-    if !HEAVY.load(Ordering::Relaxed) && !membarrier(CMD_PRIVATE_EXPEDITED) {
+    if MEMBARRIER.load(Ordering::Relaxed) && !membarrier(CMD_PRIVATE_EXPEDITED) {
         // Registered, and yet refused (a seccomp filter set since): fall back, and wait until every thread that might
-        // have passed with the light fence has long seen the store.
+        // have passed with the light fence has long seen the store. Until then nobody else goes without waiting, either.
         HEAVY.store(true, Ordering::SeqCst);
         // SAFETY: only sleeps.
         unsafe { libc::usleep(10_000) };
+        MEMBARRIER.store(false, Ordering::SeqCst);
     }
 }
