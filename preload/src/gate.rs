@@ -2,9 +2,14 @@
 //!
 //! A thread marks itself *inside* before it looks whether the gate is open and leaves once its call has been submitted,
 //! so when [`Gate::close`] sees nobody inside, nothing can slip out any more.
+//!
+//! `tests/gate-model` compiles this very file against modelled atomics, fences and sleeping, and walks through what
+//! threads can do with it: what these comments claim is checked there.
 
-use crate::{barrier, futex, threads};
-use core::sync::atomic::{AtomicU32, Ordering};
+use crate::{
+    atomic::{AtomicU32, Ordering, fence},
+    barrier, futex, threads,
+};
 use core::time::Duration;
 
 /// Why a gate is closed, as bits of its state; 0 is open.
@@ -30,7 +35,8 @@ impl Gate {
     /// Enters if open. On `true` the thread is inside and must [`leave`](Self::leave).
     #[inline]
     pub fn try_enter(&self, gpu: u32, slot: &threads::Slot) -> bool {
-        slot.inside.store(gpu + 1, Ordering::Relaxed);
+        // Releasing, since who sees the thread here need not see that it left another gate before.
+        slot.inside.store(gpu + 1, Ordering::Release);
         barrier::light();
         if self.state.load(Ordering::Acquire) == 0 {
             return true;
@@ -63,6 +69,8 @@ impl Gate {
     /// Waits for the state to change, once; `before` runs after this thread counts as waiting.
     pub fn wait(&self, timeout: Duration, before: impl FnOnce()) {
         self.waiting.fetch_add(1, Ordering::SeqCst);
+        // With the one in `close`: either that thread sees this one waiting, or `before` sees what it closed for.
+        fence(Ordering::SeqCst);
         before();
         let state = self.state.load(Ordering::Acquire);
         if state != 0 {

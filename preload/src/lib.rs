@@ -24,6 +24,7 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+mod atomic;
 mod barrier;
 mod capture;
 mod client;

@@ -1,0 +1,25 @@
+//! loom's atomics, with constructors that are `const` as those of the standard library are.
+
+pub use loom::sync::atomic::{Ordering, fence};
+use std::{ops::Deref, sync::OnceLock};
+
+/// Becomes loom's on first use, which has to be by the thread that made it, before another knows of it.
+#[derive(Debug)]
+pub struct AtomicU32 {
+    initial: u32,
+    modelled: OnceLock<loom::sync::atomic::AtomicU32>,
+}
+
+impl AtomicU32 {
+    pub const fn new(initial: u32) -> Self {
+        Self { initial, modelled: OnceLock::new() }
+    }
+}
+
+impl Deref for AtomicU32 {
+    type Target = loom::sync::atomic::AtomicU32;
+
+    fn deref(&self) -> &Self::Target {
+        self.modelled.get_or_init(|| Self::Target::new(self.initial))
+    }
+}

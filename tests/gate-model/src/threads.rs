@@ -1,0 +1,58 @@
+//! The slots of the program's threads: as many as scenarios have threads that submit, each with its owner from the start.
+
+use crate::atomic::Ordering;
+use loom::sync::atomic::{AtomicU32, AtomicU64};
+use std::cell::Cell;
+
+/// Threads that may submit, and GPUs that they may submit to.
+pub const THREADS: usize = 2;
+pub const GPUS: usize = 2;
+
+/// `inside` when the thread is inside no gate.
+pub const OUTSIDE: u32 = 0;
+
+#[derive(Debug)]
+pub struct Slot {
+    pub inside: AtomicU32,
+    pub submitted: [AtomicU64; GPUS],
+    /// Where a heavy fence meets the light ones of this thread (see [`crate::barrier`]).
+    pub interrupted: AtomicU32,
+}
+
+impl Slot {
+    fn new() -> Self {
+        Self {
+            inside: AtomicU32::new(OUTSIDE),
+            submitted: [AtomicU64::new(0), AtomicU64::new(0)],
+            interrupted: AtomicU32::new(0),
+        }
+    }
+}
+
+loom::lazy_static! {
+    static ref SLOTS: [Slot; THREADS] = [Slot::new(), Slot::new()];
+}
+
+loom::thread_local! {
+    static MINE: Cell<Option<usize>> = Cell::new(None);
+}
+
+/// The calling thread submits, and this is its slot from now on.
+pub fn take(index: usize) -> &'static Slot {
+    MINE.with(|mine| mine.set(Some(index)));
+    &SLOTS[index]
+}
+
+/// The calling thread's slot, if it submits.
+pub fn mine() -> Option<&'static Slot> {
+    MINE.with(Cell::get).map(|index| &SLOTS[index])
+}
+
+pub fn all() -> impl Iterator<Item = &'static Slot> {
+    SLOTS.iter()
+}
+
+/// How many submissions all threads have made to that GPU so far.
+pub fn submitted(gpu: u32) -> u64 {
+    all().map(|slot| slot.submitted[gpu as usize].load(Ordering::Acquire)).sum()
+}

@@ -1,0 +1,399 @@
+//! What the gate promises, in every order of steps that its threads can take.
+//!
+//! What a thread gives the GPU is a plain cell of memory, one for each thread: where somebody reads it without being
+//! certain to come after the write, or before it, loom reports a *causality violation*. A sleep has no time-out, and in
+//! the end all threads are joined: where one would sleep for ever, loom reports a *deadlock*.
+
+use gate_model::{
+    barrier::{self, Fences},
+    futex,
+    gate::{Gate, closed},
+    threads::{self, GPUS, THREADS},
+};
+use loom::{
+    cell::UnsafeCell,
+    sync::{
+        Condvar, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+const GPU: u32 = 0;
+const OTHER_GPU: u32 = 1;
+
+/// How often threads may be interrupted where they could go on: what finds nearly everything, and takes seconds.
+const FEW: Option<usize> = Some(3);
+const SOME: Option<usize> = Some(4);
+/// For scenarios with little in them.
+const ANY: Option<usize> = None;
+
+/// Checks a scenario in every order with at most so many preemptions.
+fn check(fences: Fences, most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + 'static) {
+    barrier::choose(fences);
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = most_preemptions;
+    model.check(scenario);
+}
+
+/// Checks that a scenario ends with threads that wait for ever. loom cannot unwind from there, so it is a process of its
+/// own: this test once more, told so by its environment.
+fn check_for_deadlock(test: &str, scenario: impl Fn() + Sync + Send + 'static) {
+    const ALONE: &str = "GATE_MODEL_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        std::panic::set_hook(Box::new(|why| {
+            println!("{why}");
+            std::process::exit(1);
+        }));
+        return check(Fences::Ordinary, FEW, scenario);
+    }
+    let mut this = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = this.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(!output.status.success() && said.contains("deadlock; threads"), "{said}");
+}
+
+/// The same with both kinds of fences that the library has.
+fn check_both(most_preemptions: Option<usize>, scenario: impl Fn() + Sync + Send + Copy + 'static) {
+    check(Fences::Membarrier, most_preemptions, scenario);
+    check(Fences::Ordinary, most_preemptions, scenario);
+}
+
+/// GPUs, their gates, and what each thread has given them.
+struct Gpus {
+    gates: [Gate; GPUS],
+    given: [[UnsafeCell<u64>; THREADS]; GPUS],
+}
+
+// SAFETY: the cells are what the gates are to guard; loom checks that they do.
+unsafe impl Sync for Gpus {}
+// SAFETY: owns all it has.
+unsafe impl Send for Gpus {}
+
+impl Gpus {
+    fn new() -> Arc<Self> {
+        let gates = [Gate::new(), Gate::new()];
+        // All of it is made now: what threads make in passing would multiply the orders to look at.
+        assert!(gates.iter().all(|gate| gate.is_open() && gate.waiting() == 0));
+        assert_eq!((threads::submitted(GPU), futex::interrupt()), (0, ()));
+        Arc::new(Self { gates, given: Default::default() })
+    }
+
+    /// One try to submit, by the thread with that slot.
+    fn submit(&self, gpu: u32, index: usize) -> bool {
+        let slot = threads::take(index);
+        let entered = self.gates[gpu as usize].try_enter(gpu, slot);
+        if entered {
+            // SAFETY: only this thread writes; that nobody reads meanwhile is what loom checks.
+            self.given[gpu as usize][index].with_mut(|given| unsafe { *given += 1 });
+            Gate::leave(gpu, slot);
+        }
+        entered
+    }
+
+    /// Submits, however long it takes.
+    fn submit_patiently(&self, gpu: u32, index: usize, before: impl Fn()) {
+        while !self.submit(gpu, index) {
+            self.gates[gpu as usize].wait(Duration::MAX, &before);
+        }
+    }
+
+    /// What the GPU has been given, by somebody who thinks that nothing is being given just now.
+    fn given(&self, gpu: u32) -> u64 {
+        // SAFETY: nobody writes; that is what loom checks.
+        self.given[gpu as usize].iter().map(|given| given.with(|given| unsafe { *given })).sum()
+    }
+}
+
+/// What a scenario came to, over all orders of its steps.
+type Seen = std::sync::Mutex<BTreeSet<u64>>;
+
+// ---- nothing slips out ----
+
+/// Two threads submit while a third closes the gate; if it sees nobody inside it looks at what was given, all of which has
+/// been counted, and opens again.
+fn close_look_open(seen: &Seen) {
+    let gpus = Gpus::new();
+    let submitters: [_; THREADS] = std::array::from_fn(|index| {
+        let gpus = gpus.clone();
+        thread::spawn(move || {
+            gpus.submit(GPU, index);
+            if index == 0 {
+                gpus.submit(GPU, index);
+            }
+        })
+    });
+    let gate = &gpus.gates[GPU as usize];
+    gate.close(closed::LOCK);
+    if Gate::is_quiet(GPU) {
+        let counted = threads::submitted(GPU);
+        assert_eq!(gpus.given(GPU), counted);
+        seen.lock().unwrap().insert(counted);
+        gate.open(closed::LOCK);
+    }
+    submitters.into_iter().for_each(|submitter| submitter.join().unwrap());
+    assert_eq!(gpus.given(GPU), threads::submitted(GPU));
+}
+
+fn nothing_is_submitted_while_closed(fences: Fences) {
+    static SEEN: Seen = Seen::new(BTreeSet::new());
+    check(fences, SOME, || close_look_open(&SEEN));
+    assert_eq!(*SEEN.lock().unwrap(), [0, 1, 2, 3].into(), "what was given before the gate closed");
+}
+
+#[test]
+fn nothing_is_submitted_while_closed_and_all_before_is_counted_with_membarrier() {
+    nothing_is_submitted_while_closed(Fences::Membarrier);
+}
+#[test]
+fn nothing_is_submitted_while_closed_and_all_before_is_counted_with_ordinary_fences() {
+    nothing_is_submitted_while_closed(Fences::Ordinary);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn without_the_light_fence_a_submission_slips_out() {
+    check(Fences::NoLight, FEW, || close_look_open(&Seen::default()));
+}
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn without_the_heavy_fence_a_submission_slips_out() {
+    check(Fences::NoHeavy, FEW, || close_look_open(&Seen::default()));
+}
+
+/// That a thread is seen at another gate says, too, that what it did at this one is done and counted.
+#[test]
+fn a_thread_that_went_on_to_another_gate_has_been_counted() {
+    check_both(ANY, || {
+        let gpus = Gpus::new();
+        let submitter = thread::spawn({
+            let gpus = gpus.clone();
+            move || {
+                gpus.submit(GPU, 0);
+                gpus.submit(OTHER_GPU, 0);
+            }
+        });
+        gpus.gates[GPU as usize].close(closed::LOCK);
+        if Gate::is_quiet(GPU) {
+            assert_eq!(gpus.given(GPU), threads::submitted(GPU));
+        }
+        submitter.join().unwrap();
+    });
+}
+
+/// An early release: the count of a moment when nothing ran, and the gate closed since. Only where the count is still the
+/// same is there nothing new.
+#[test]
+fn an_early_release_misses_no_submission() {
+    static SEEN: Seen = Seen::new(BTreeSet::new());
+    check_both(FEW, || {
+        let gpus = Gpus::new();
+        let submitters: [_; THREADS] = std::array::from_fn(|index| {
+            let gpus = gpus.clone();
+            thread::spawn(move || gpus.submit(GPU, index))
+        });
+        let gate = &gpus.gates[GPU as usize];
+        let count = threads::submitted(GPU);
+        gate.close(closed::LOCK);
+        if Gate::is_quiet(GPU) {
+            let new = threads::submitted(GPU) - count;
+            assert_eq!(gpus.given(GPU), count + new);
+            SEEN.lock().unwrap().insert(new);
+        }
+        gate.open(closed::LOCK);
+        for submitter in submitters {
+            submitter.join().unwrap();
+        }
+    });
+    assert_eq!(*SEEN.lock().unwrap(), [0, 1, 2].into(), "what came between the count and the closing");
+}
+
+// ---- two reasons ----
+
+/// Closes for a reason, opens again: meanwhile it may look at what was given.
+fn close_and_open(gpus: &Gpus, why: u32) {
+    let gate = &gpus.gates[GPU as usize];
+    gate.close(why);
+    if Gate::is_quiet(GPU) {
+        gpus.given(GPU);
+    }
+    assert!(gate.is_closed_for(why) && !gate.is_open());
+    gate.open(why);
+}
+
+#[test]
+fn a_gate_is_open_only_with_no_reason_left_to_be_closed() {
+    check_both(FEW, || {
+        let gpus = Gpus::new();
+        let [submitter, other] = [0, 1].map(|who| {
+            let gpus = gpus.clone();
+            thread::spawn(move || {
+                if who == 0 {
+                    gpus.submit(GPU, 0);
+                } else {
+                    close_and_open(&gpus, closed::MEMORY);
+                }
+            })
+        });
+        close_and_open(&gpus, closed::LOCK);
+        submitter.join().unwrap();
+        other.join().unwrap();
+        assert!(gpus.gates[GPU as usize].is_open());
+    });
+}
+
+// ---- nobody sleeps for ever ----
+
+/// A gate that is closed for two reasons, a thread that wants in, and two that take a reason away each.
+fn wait_for_two_reasons() {
+    let gpus = Gpus::new();
+    let gate = &gpus.gates[GPU as usize];
+    gate.close(closed::LOCK);
+    gate.close(closed::MEMORY);
+    let submitter = thread::spawn({
+        let gpus = gpus.clone();
+        move || gpus.submit_patiently(GPU, 0, || {})
+    });
+    let other = thread::spawn({
+        let gpus = gpus.clone();
+        move || gpus.gates[GPU as usize].open(closed::MEMORY)
+    });
+    gate.open(closed::LOCK);
+    submitter.join().unwrap();
+    other.join().unwrap();
+    assert_eq!((gate.waiting(), gpus.given(GPU)), (0, 1));
+}
+
+#[test]
+fn opening_wakes_whoever_waits() {
+    check_both(ANY, wait_for_two_reasons);
+}
+
+#[test]
+fn a_sleep_that_does_not_look_first_can_be_for_ever() {
+    futex::make_blind();
+    check_for_deadlock("a_sleep_that_does_not_look_first_can_be_for_ever", wait_for_two_reasons);
+}
+
+/// The GPU lock of one client as the scheduler has it: a request of one who holds it says nothing new and is forgotten.
+struct Lock {
+    scheduler: Mutex<Scheduler>,
+    changed: Condvar,
+    /// A request is with the scheduler.
+    requested: AtomicBool,
+}
+
+struct Scheduler {
+    held: bool,
+    wanted: bool,
+}
+
+impl Lock {
+    fn held() -> Self {
+        let scheduler = Mutex::new(Scheduler { held: true, wanted: false });
+        Self { scheduler, changed: Condvar::new(), requested: AtomicBool::new(false) }
+    }
+
+    /// As `Gpu::request`.
+    fn request(&self) {
+        if !self.requested.swap(true, Ordering::SeqCst) {
+            let mut scheduler = self.scheduler.lock().unwrap();
+            scheduler.wanted |= !scheduler.held;
+            self.changed.notify_all();
+        }
+    }
+
+    /// As `Gpu::request_is_over`.
+    fn request_is_over(&self) {
+        self.requested.swap(false, Ordering::SeqCst);
+    }
+
+    /// Until the scheduler grants it again.
+    fn granted(&self) {
+        let mut scheduler = self.scheduler.lock().unwrap();
+        while !scheduler.wanted {
+            scheduler = self.changed.wait(scheduler).unwrap();
+        }
+    }
+}
+
+/// When a release forgets the request that may have been sent before it, and that the scheduler has forgotten.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Forgets {
+    Always,
+    OnlyWhereThreadsWait,
+}
+
+/// The holder gives the lock back as `Turn` does, while a thread comes to a gate that may be closed for `reason`, too; a
+/// `signal` may wake it once for nothing. In the end the thread must get in. `seen`: whether a release saw it waiting.
+fn release_while_a_thread_comes(reason: Option<u32>, signal: bool, forgets: Forgets, seen: &Seen) {
+    let (gpus, lock) = (Gpus::new(), Arc::new(Lock::held()));
+    let gate = &gpus.gates[GPU as usize];
+    if let Some(why) = reason {
+        gate.close(why);
+    }
+    let submitter = thread::spawn({
+        let (gpus, lock) = (gpus.clone(), lock.clone());
+        move || {
+            gpus.submit_patiently(GPU, 0, || {
+                if gpus.gates[GPU as usize].is_closed_for(closed::LOCK) {
+                    lock.request();
+                }
+            });
+        }
+    });
+    let signal = signal.then(|| thread::spawn(futex::interrupt));
+    gate.close(closed::LOCK);
+    if Gate::is_quiet(GPU) && threads::submitted(GPU) == 0 {
+        lock.scheduler.lock().unwrap().held = false;
+        if forgets == Forgets::Always {
+            lock.request_is_over();
+        }
+        let waits = gate.waiting() > 0;
+        if waits {
+            lock.request_is_over();
+            lock.request();
+        }
+        seen.lock().unwrap().insert(waits.into());
+        lock.granted();
+    }
+    lock.request_is_over();
+    if let Some(why) = reason {
+        gate.open(why);
+    }
+    gate.open(closed::LOCK);
+    submitter.join().unwrap();
+    signal.into_iter().for_each(|signal| signal.join().unwrap());
+}
+
+fn no_request_is_lost(most_preemptions: Option<usize>, reason: Option<u32>, signal: bool) {
+    let seen = Arc::new(Seen::default());
+    for fences in [Fences::Membarrier, Fences::Ordinary] {
+        let seen = seen.clone();
+        check(fences, most_preemptions, move || release_while_a_thread_comes(reason, signal, Forgets::Always, &seen));
+    }
+    assert_eq!(*seen.lock().unwrap(), [0, 1].into(), "the thread asks, or the release sees it waiting");
+}
+
+#[test]
+fn whoever_comes_during_a_release_gets_the_lock_asked_for() {
+    no_request_is_lost(SOME, None, false);
+}
+#[test]
+fn whoever_waits_for_memory_during_a_release_gets_the_lock_asked_for() {
+    no_request_is_lost(SOME, Some(closed::MEMORY), false);
+}
+#[test]
+fn a_signal_during_a_release_loses_no_request() {
+    no_request_is_lost(FEW, None, true);
+}
+
+/// The thread is not counted as waiting for a moment, just when the release looks; its request was forgotten by the
+/// scheduler but not here, so that it never makes another.
+#[test]
+fn a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it() {
+    check_for_deadlock("a_release_that_forgets_the_request_only_where_threads_wait_can_lose_it", || {
+        release_while_a_thread_comes(None, true, Forgets::OnlyWhereThreadsWait, &Seen::default())
+    });
+}
