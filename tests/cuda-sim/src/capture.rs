@@ -194,7 +194,12 @@ pub fn forbid() -> Done {
 
 /// For calls that no capture in the context survives.
 pub fn forbid_in(context: &Arc<Context>) -> Done {
-    let hit: Vec<_> = active().into_iter().filter(|c| Arc::ptr_eq(&c.context, context)).collect();
+    let active = active();
+    if active.is_empty() {
+        return Ok(());
+    }
+    let family = context.family();
+    let hit: Vec<_> = active.iter().filter(|c| family.iter().any(|f| Arc::ptr_eq(&c.context, f))).collect();
     hit.iter().for_each(|c| c.invalidate());
     if hit.is_empty() { Ok(()) } else { Err(Error::STREAM_CAPTURE_UNSUPPORTED) }
 }

@@ -25,7 +25,7 @@ pub struct Context {
     pub gpu: usize,
     flags: AtomicU32,
     version: u32,
-    primary: bool,
+    kind: Kind,
     /// The error that killed it, 0 while it is well.
     error: AtomicU32,
     destroyed: AtomicBool,
@@ -37,6 +37,15 @@ pub struct Context {
     /// What streams made later wait for (`cuCtxWaitEvent`).
     pub gate: Mutex<Vec<Point>>,
     limits: Mutex<HashMap<u32, usize>>,
+}
+
+/// What a context is to the others of its GPU.
+#[derive(Debug)]
+enum Kind {
+    Plain,
+    Primary,
+    /// A part of the primary context: its memory and its end, but streams of its own.
+    Green(Arc<Context>),
 }
 
 static CONTEXTS: Registry<Context> = Registry::new();
@@ -60,9 +69,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Context {
-    fn new(gpu: usize, flags: u32, version: u32, primary: bool) -> Result<Arc<Context>, Error> {
+    fn new(gpu: usize, flags: u32, version: u32, kind: Kind) -> Result<Arc<Context>, Error> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        if !Account::get().take(gpu, Config::get().context) {
+        let green = matches!(kind, Kind::Green(_));
+        if !green && !Account::get().take(gpu, Config::get().context) {
             return Err(Error::OUT_OF_MEMORY);
         }
         let context = Arc::new(Context {
@@ -70,7 +80,7 @@ impl Context {
             gpu,
             flags: AtomicU32::new(flags),
             version,
-            primary,
+            kind,
             error: AtomicU32::new(0),
             destroyed: AtomicBool::new(false),
             order: Mutex::new(()),
@@ -84,12 +94,40 @@ impl Context {
         Ok(context)
     }
 
+    /// A green context of a GPU. It lives as long as it is used; its primary context must outlive it.
+    pub fn green(primary: Arc<Context>) -> Result<Arc<Context>, Error> {
+        Context::new(primary.gpu, 0, primary.version, Kind::Green(primary))
+    }
+
     pub fn handle(self: &Arc<Self>) -> usize {
         handle_of(self)
     }
 
+    /// Itself, or the primary context of a green one.
+    fn root(self: &Arc<Self>) -> &Arc<Context> {
+        if let Kind::Green(primary) = &self.kind { primary } else { self }
+    }
+
+    /// True for contexts that share memory and handles.
+    pub fn same(self: &Arc<Self>, other: &Arc<Context>) -> bool {
+        Arc::ptr_eq(self.root(), other.root())
+    }
+
+    /// This context and, for a primary one, its green contexts: what is asked of it is asked of them.
+    pub fn family(self: &Arc<Self>) -> Vec<Arc<Context>> {
+        let green = |c: &Arc<Context>| matches!(&c.kind, Kind::Green(primary) if Arc::ptr_eq(primary, self));
+        let mut family = vec![self.clone()];
+        if matches!(self.kind, Kind::Primary) {
+            family.extend(CONTEXTS.all().into_iter().filter(green));
+        }
+        family
+    }
+
     /// The error that killed this context.
     pub fn error(&self) -> Done {
+        if let Kind::Green(primary) = &self.kind {
+            primary.error()?;
+        }
         match self.error.load(Ordering::Acquire) {
             0 => Ok(()),
             code => Err(Error(code)),
@@ -98,6 +136,11 @@ impl Context {
 
     /// Kills the context: whatever is submitted is skipped, and calls return this error from now on.
     pub fn fail(&self, error: Error) {
+        if let Kind::Green(primary) = &self.kind
+            && error != Error::CONTEXT_IS_DESTROYED
+        {
+            return primary.fail(error);
+        }
         let _ = self.error.compare_exchange(0, error.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
@@ -134,14 +177,17 @@ impl Context {
         lock(&self.streams).clone()
     }
 
-    /// Where every stream stands: done when all that has been submitted is.
-    pub fn points(&self) -> Vec<Point> {
-        let streams = self.streams();
-        self.null.get().into_iter().chain(&streams).filter(|s| s.pending()).map(|s| s.point()).collect()
+    /// Where every stream stands, those of green contexts too: done when all that has been submitted is.
+    pub fn points(self: &Arc<Self>) -> Vec<Point> {
+        let points = |context: &Arc<Context>| -> Vec<Point> {
+            let streams = context.streams();
+            context.null.get().into_iter().chain(&streams).filter(|s| s.pending()).map(|s| s.point()).collect()
+        };
+        self.family().iter().flat_map(points).collect()
     }
 
     /// Waits for all work.
-    pub fn synchronise(&self) -> Done {
+    pub fn synchronise(self: &Arc<Self>) -> Done {
         for point in self.points() {
             point.wait();
         }
@@ -149,7 +195,7 @@ impl Context {
     }
 
     /// Ends the context: its work is given up, its memory is free.
-    fn destroy(self: &Arc<Self>) {
+    pub fn destroy(self: &Arc<Self>) {
         if self.destroyed.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -168,7 +214,9 @@ impl Context {
         crate::alloc::forget_context(self.handle());
         module::forget_context(self);
         let _ = CONTEXTS.remove(self.handle());
-        Account::get().give(self.gpu, Config::get().context);
+        if !matches!(self.kind, Kind::Green(_)) {
+            Account::get().give(self.gpu, Config::get().context);
+        }
     }
 }
 
@@ -203,7 +251,7 @@ pub fn create(context: *mut usize, flags: u32, device: i32) -> Done {
     if context.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    let new = Context::new(device::gpu(device)?, flags, 3020, false)?;
+    let new = Context::new(device::gpu(device)?, flags, 3020, Kind::Plain)?;
     push_current(new.clone());
     out(context, new.handle())
 }
@@ -221,7 +269,7 @@ pub fn create_v4(context: *mut usize, _params: *mut u8, flags: u32, device: i32)
 /// `cuCtxDestroy`
 pub fn destroy(context: usize) -> Done {
     let context = of(context)?;
-    if context.primary {
+    if !matches!(context.kind, Kind::Plain) {
         return Err(Error::INVALID_CONTEXT);
     }
     STACK.with(|stack| {
@@ -379,7 +427,7 @@ pub fn retain_primary(context: *mut usize, device: i32) -> Done {
     }
     let (gpu, mut primary) = primary(device)?;
     if primary.context.is_none() {
-        primary.context = Some(Context::new(gpu, primary.flags, 3020, true)?);
+        primary.context = Some(Context::new(gpu, primary.flags, 3020, Kind::Primary)?);
     }
     let handle = primary.context.as_ref().map_or(0, Context::handle);
     primary.references += 1;

@@ -9,14 +9,18 @@ use crate::{
     stream::{self, Flavour, Point, Stream},
     work::Work,
 };
+use cuda_sim_gpus::Mark;
 use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock},
-    time::Instant,
+    thread,
+    time::{Duration, Instant},
 };
 
 const DISABLE_TIMING: u32 = 2;
 const INTERPROCESS: u32 = 4;
 const EXTERNAL: u32 = 1;
+/// How often whoever waits for another process looks.
+const LOOK: Duration = Duration::from_micros(50);
 
 /// An event, and what was last recorded into it.
 #[derive(Debug)]
@@ -24,6 +28,8 @@ pub struct Event {
     flags: u32,
     context: Arc<Context>,
     last: Mutex<Last>,
+    /// What other processes see of it.
+    shared: Option<Arc<Mark>>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -35,6 +41,18 @@ enum Last {
     /// Recorded in a capturing stream: a place in a graph.
     Captured(Place),
 }
+
+/// `CUipcEventHandle`: how other processes find an event.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IpcHandle {
+    name: [u64; 2],
+    kind: u64,
+    _rest: [u64; 5],
+}
+
+/// So that a handle of something else is not taken for one of an event.
+const IPC_EVENT: u64 = 0x7665_6e74;
 
 /// One recording of an event.
 #[derive(Debug, Default)]
@@ -68,9 +86,19 @@ impl Event {
         }
     }
 
+    fn reached(&self) -> bool {
+        self.points().iter().all(Point::reached) && self.shared.as_ref().is_none_or(|m| m.reached(m.last()))
+    }
+
     /// Waits until what was last recorded is done.
     pub fn wait(&self) {
         self.points().iter().for_each(Point::wait);
+        if let Some(mark) = &self.shared {
+            let recording = mark.last();
+            while !mark.reached(recording) && self.context.error().is_ok() {
+                thread::sleep(LOOK);
+            }
+        }
     }
 
     /// Records the event at a place that is known already.
@@ -89,6 +117,9 @@ impl Event {
         if let Some(place) = capture::place(stream)? {
             *self.last() = Last::Captured(place);
             return Ok(());
+        }
+        if let Some(mark) = &self.shared {
+            return stream.submit(Work::Reach(mark.clone(), mark.record())).map(drop);
         }
         let record = Arc::new(Record::default());
         if let Some(point) = stream.submit(Work::Record(record.clone()))? {
@@ -111,7 +142,27 @@ pub fn create(event: *mut usize, flags: u32) -> Done {
         return Err(Error::INVALID_VALUE);
     }
     let context = context::healthy()?;
-    out(event, EVENTS.add(Arc::new(Event { flags, context, last: Mutex::default() })))
+    let shared = (flags & INTERPROCESS != 0).then(Mark::new).transpose().map_err(|_| Error::OPERATING_SYSTEM)?;
+    out(event, EVENTS.add(Arc::new(Event { flags, context, last: Mutex::default(), shared: shared.map(Arc::new) })))
+}
+
+/// `cuIpcGetEventHandle`
+pub fn export(handle: *mut IpcHandle, event: usize) -> Done {
+    let event = of(event)?;
+    event.context.error()?;
+    let mark = event.shared.as_ref().ok_or(Error::INVALID_HANDLE)?;
+    out(handle, IpcHandle { name: mark.name(), kind: IPC_EVENT, _rest: [0; 5] })
+}
+
+/// `cuIpcOpenEventHandle`
+pub fn import(event: *mut usize, handle: IpcHandle) -> Done {
+    let context = context::healthy()?;
+    if event.is_null() || handle.kind != IPC_EVENT {
+        return Err(Error::INVALID_VALUE);
+    }
+    let mark = Mark::open(handle.name).map_err(|_| Error::INVALID_HANDLE)?;
+    let flags = INTERPROCESS | DISABLE_TIMING;
+    out(event, EVENTS.add(Arc::new(Event { flags, context, last: Mutex::default(), shared: Some(Arc::new(mark)) })))
 }
 
 /// `cuEventDestroy`
@@ -128,7 +179,7 @@ pub fn record(flavour: Flavour, event: usize, stream: usize) -> Done {
 /// `cuEventRecordWithFlags`
 pub fn record_with_flags(flavour: Flavour, event: usize, stream: usize, flags: u32) -> Done {
     let (stream, event) = (stream::of(stream, flavour)?, of(event)?);
-    if !Arc::ptr_eq(&stream.context, &event.context) {
+    if !stream.context.same(&event.context) {
         return Err(Error::INVALID_HANDLE);
     }
     if flags == EXTERNAL && capture::capturing(&stream) {
@@ -143,7 +194,7 @@ pub fn query(event: usize) -> Done {
     event.context.error()?;
     event.not_captured()?;
     capture::forbid()?;
-    let reached = event.points().iter().all(Point::reached);
+    let reached = event.reached();
     event.context.error()?;
     if reached { Ok(()) } else { Err(Error::NOT_READY) }
 }
@@ -179,6 +230,10 @@ pub fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Done {
 pub fn stream_wait(flavour: Flavour, stream: usize, event: usize, _flags: u32) -> Done {
     let (stream, event) = (stream::of(stream, flavour)?, of(event)?);
     stream.context.error()?;
+    if let Some(mark) = event.shared.as_ref().filter(|_| !capture::capturing(&stream)) {
+        stream.enqueue(Work::Await(mark.clone(), mark.last()), Vec::new());
+        return Ok(());
+    }
     let last = event.last().clone();
     match last {
         Last::Captured(place) => capture::join(&stream, place),
@@ -198,7 +253,7 @@ pub fn context_record(context: usize, event: usize) -> Done {
     let (context, event) = (context::of(context)?, of(event)?);
     context.error()?;
     capture::forbid_in(&context)?;
-    if !Arc::ptr_eq(&context, &event.context) {
+    if !context.same(&event.context) || event.shared.is_some() {
         return Err(Error::INVALID_HANDLE);
     }
     let record = Record::default();
@@ -214,11 +269,13 @@ pub fn context_wait(context: usize, event: usize) -> Done {
     capture::forbid_in(&context)?;
     event.not_captured()?;
     let points: Vec<Point> = event.points().into_iter().filter(|p| !p.reached()).collect();
-    for stream in context.streams().iter().chain([&context.null()]) {
-        stream.enqueue(Work::Nothing, points.clone());
+    for context in context.family() {
+        for stream in context.streams().iter().chain([&context.null()]) {
+            stream.enqueue(Work::Nothing, points.clone());
+        }
+        let mut gate = context.gate.lock().unwrap_or_else(|e| e.into_inner());
+        gate.retain(|p| !p.reached());
+        gate.extend(points.iter().cloned());
     }
-    let mut gate = context.gate.lock().unwrap_or_else(|e| e.into_inner());
-    gate.retain(|p| !p.reached());
-    gate.extend(points);
     Ok(())
 }

@@ -5,7 +5,7 @@
 //! context's legacy stream, and the `_ptsz` or `_ptds` symbol, for which it is the thread's own.
 
 use crate::{
-    alloc, array, capture, context, copy, device, error, event, fill, graph, host, launch,
+    alloc, array, capture, context, copy, device, error, event, fill, graph, green, host, launch,
     lookup::{self, Export},
     managed::{self, Location},
     module, peer, pointer, pool,
@@ -119,6 +119,18 @@ exports! {
         "cuCtxGetStreamPriorityRange" 5050 cuCtxGetStreamPriorityRange = context::priority_range, (least: *mut i32, greatest: *mut i32);
         "cuCtxRecordEvent" 12050 cuCtxRecordEvent = event::context_record, (context: usize, event: usize);
         "cuCtxWaitEvent" 12050 cuCtxWaitEvent = event::context_wait, (context: usize, event: usize);
+        "cuDeviceGetDevResource" 12040 cuDeviceGetDevResource = green::of_device, (device: i32, resource: *mut green::Resource, kind: u32);
+        "cuCtxGetDevResource" 12040 cuCtxGetDevResource = green::of_current, (context: usize, resource: *mut green::Resource, kind: u32);
+        "cuGreenCtxGetDevResource" 12040 cuGreenCtxGetDevResource = green::of_green, (green: usize, resource: *mut green::Resource, kind: u32);
+        "cuDevSmResourceSplitByCount" 12040 cuDevSmResourceSplitByCount = green::split, (groups: *mut green::Resource, count: *mut u32, from: *const green::Resource, rest: *mut green::Resource, flags: u32, least: u32);
+        "cuDevResourceGenerateDesc" 12040 cuDevResourceGenerateDesc = green::describe, (description: *mut usize, resources: *const green::Resource, count: u32);
+        "cuGreenCtxCreate" 12040 cuGreenCtxCreate = green::create, (green: *mut usize, description: usize, device: i32, flags: u32);
+        "cuGreenCtxDestroy" 12040 cuGreenCtxDestroy = green::destroy, (green: usize);
+        "cuCtxFromGreenCtx" 12040 cuCtxFromGreenCtx = green::context, (context: *mut usize, green: usize);
+        "cuGreenCtxRecordEvent" 12040 cuGreenCtxRecordEvent = green::record, (green: usize, event: usize);
+        "cuGreenCtxWaitEvent" 12040 cuGreenCtxWaitEvent = green::wait, (green: usize, event: usize);
+        "cuGreenCtxStreamCreate" 12050 cuGreenCtxStreamCreate = green::stream, (stream: *mut usize, green: usize, flags: u32, priority: i32);
+        "cuStreamGetGreenCtx" 12040 cuStreamGetGreenCtx = green::of_stream, (stream: usize, green: *mut usize);
         // Memory
         "cuMemGetInfo" 3020 cuMemGetInfo_v2 = alloc::info, (free: *mut usize, total: *mut usize);
         "cuMemAlloc" 3020 cuMemAlloc_v2 = alloc::alloc, (at: *mut u64, len: usize);
@@ -183,6 +195,8 @@ exports! {
         "cuEventSynchronize" 2000 cuEventSynchronize = event::synchronise, (event: usize);
         "cuEventElapsedTime" 2000 cuEventElapsedTime = event::elapsed, (milliseconds: *mut f32, start: usize, end: usize);
         "cuEventElapsedTime" 12080 cuEventElapsedTime_v2 = event::elapsed, (milliseconds: *mut f32, start: usize, end: usize);
+        "cuIpcGetEventHandle" 4010 cuIpcGetEventHandle = event::export, (handle: *mut event::IpcHandle, event: usize);
+        "cuIpcOpenEventHandle" 4010 cuIpcOpenEventHandle = event::import, (event: *mut usize, handle: event::IpcHandle);
         "cuThreadExchangeStreamCaptureMode" 10010 cuThreadExchangeStreamCaptureMode = capture::exchange_mode, (mode: *mut u32);
         // Modules
         "cuModuleLoad" 2000 cuModuleLoad = module::load_file, (module: *mut usize, path: *const c_char);

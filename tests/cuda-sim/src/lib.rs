@@ -1,7 +1,7 @@
 //! A simulated `libcuda.so.1`. README.md says how to use it, and where it is simpler than the driver.
 //!
 //! [`exports`] has every symbol in one table, and which function does it; [`lookup`] finds them by name and version.
-//! [`device`], [`context`] and [`peer`] are about GPUs; [`memory`] is the table of addresses, and [`alloc`], [`vmm`],
+//! [`device`], [`context`], [`green`] and [`peer`] are about GPUs; [`memory`] is the table of addresses, and [`alloc`], [`vmm`],
 //! [`managed`], [`host`], [`pool`] and [`array`] are the ways into it; [`stream`] queues [`work`], which is done by
 //! [`kernels`], [`copy`], [`fill`] and [`value`]; [`event`], [`capture`] and [`graph`] are what is built on streams;
 //! [`module`] and [`launch`] lead to kernels. What processes share is in the crate `cuda-sim-gpus`.
@@ -17,6 +17,7 @@ mod event;
 mod exports;
 mod fill;
 mod graph;
+mod green;
 mod host;
 mod kernels;
 mod launch;

@@ -272,7 +272,11 @@ pub fn create_with_priority(stream: *mut usize, flags: u32, priority: i32) -> Do
     if stream.is_null() || flags & !NON_BLOCKING != 0 {
         return Err(Error::INVALID_VALUE);
     }
-    let context = context::healthy()?;
+    create_in(&context::healthy()?, stream, flags, priority)
+}
+
+/// A new stream of that context.
+pub fn create_in(context: &Arc<Context>, stream: *mut usize, flags: u32, priority: i32) -> Done {
     let kind = if flags & NON_BLOCKING != 0 { Kind::NonBlocking } else { Kind::Blocking };
     let new = Stream::new(context.clone(), kind, priority.clamp(GREATEST_PRIORITY, 0));
     context.join(&new);
@@ -347,7 +351,7 @@ pub fn get_context(flavour: Flavour, stream: usize, context: *mut usize) -> Done
 
 /// `cuStreamGetCtx_v2`
 pub fn get_context_v2(flavour: Flavour, stream: usize, context: *mut usize, green: *mut usize) -> Done {
-    crate::out_if(green, 0);
+    crate::out_if(green, crate::green::of_context(&of(stream, flavour)?.context));
     get_context(flavour, stream, context)
 }
 

@@ -11,7 +11,11 @@ use crate::{
     memory::Mapping,
     value::Value,
 };
-use std::{ffi::c_void, sync::Arc};
+use cuda_sim_gpus::Mark;
+use std::{ffi::c_void, sync::Arc, thread, time::Duration};
+
+/// How often a stream that waits for another process looks.
+const LOOK: Duration = Duration::from_micros(50);
 
 /// A function of the program, called in stream order.
 pub type HostFn = unsafe extern "C" fn(*mut c_void);
@@ -36,6 +40,10 @@ pub enum Work {
         data: usize,
     },
     Record(Arc<Record>),
+    /// An event that other processes wait for is there.
+    Reach(Arc<Mark>, u64),
+    /// Waits for an event of another process.
+    Await(Arc<Mark>, u64),
     /// In graphs: records an event when the graph is launched.
     RecordEvent(Arc<Event>),
     /// In graphs: waits for what the event has when the graph is launched.
@@ -74,6 +82,7 @@ impl Work {
     pub fn run(&self, context: &Context) {
         match self {
             Work::Record(record) => record.happen(),
+            Work::Reach(mark, recording) => mark.reach(*recording),
             Work::Callback { call, stream, data } => {
                 let status = context.error().map_or_else(|e| e.0, |()| 0);
                 // SAFETY: the program handed over this function with this argument.
@@ -110,10 +119,18 @@ impl Work {
                 event.wait();
                 Ok(())
             }
+            Work::Await(mark, recording) => {
+                while !mark.reached(*recording) {
+                    context.error()?;
+                    thread::sleep(LOOK);
+                }
+                Ok(())
+            }
             Work::Nothing
             | Work::AllocNode
             | Work::FreeNode
             | Work::Record(_)
+            | Work::Reach(..)
             | Work::RecordEvent(_)
             | Work::Callback { .. }
             | Work::Free(_) => Ok(()),

@@ -1,5 +1,5 @@
 //! The simulated GPUs as all processes see them: what they are ([`config`]), who has how much of their memory
-//! ([`account`]) and whose work they execute at this moment ([`engine`]).
+//! ([`account`]), whose work they execute at this moment ([`engine`]) and how far it is ([`mark`]).
 //!
 //! Processes share nothing but files in one directory. Whatever a process holds is held by a `flock`, so that the
 //! kernel gives it back when the process is killed. The simulated driver and the simulated NVML both build on this.
@@ -9,11 +9,13 @@ pub mod config;
 pub mod engine;
 mod fork;
 mod lock;
+pub mod mark;
 
 pub use account::Account;
 pub use config::Config;
 pub use engine::{Engine, EngineKind};
 pub use fork::after_fork;
+pub use mark::Mark;
 
 /// How many GPUs a simulated machine can have.
 pub const MAX_GPUS: usize = 16;

@@ -4,3 +4,4 @@ mod lookup;
 mod memory;
 mod streams;
 mod support;
+mod waits;

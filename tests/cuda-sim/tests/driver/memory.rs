@@ -99,6 +99,7 @@ fn unmapping_waits_for_nothing_and_kills_the_kernel() {
         let len = 8 * M;
         let at = get("cuMemAddressReserve", &[len, 0, 0, 0]);
         let handle = chunk(len).expect("a chunk");
+        let (other, mark, lane) = (alloc(4) as usize, event(), stream(0));
         map(at, len, handle);
         assert_eq!(gpu.launch("fill_u32", 0, &[at as u64, (len / 4) as u64, 1]), 0);
         thread::sleep(Duration::from_millis(30));
@@ -106,9 +107,22 @@ fn unmapping_waits_for_nothing_and_kills_the_kernel() {
         assert_eq!(cu("cuMemUnmap", &[at, len]), 0);
         assert_eq!(cu("cuCtxSynchronize", &[]), ILLEGAL_ADDRESS);
         let mut answer = 0_usize;
+        let to = &raw mut answer as usize;
         for (call, args) in [
-            ("cuMemAlloc_v2", vec![&raw mut answer as usize, 4]),
+            ("cuMemAlloc_v2", vec![to, 4]),
+            ("cuMemFree_v2", vec![other]),
+            ("cuMemGetInfo_v2", vec![to, 0]),
+            ("cuMemHostAlloc", vec![to, 4096, 0]),
+            ("cuMemcpyDtoH_v2", vec![to, other, 4]),
+            ("cuMemsetD8_v2", vec![other, 0, 4]),
+            ("cuStreamCreate", vec![to, 0]),
             ("cuStreamQuery", vec![0]),
+            ("cuStreamWaitValue32_v2", vec![0, other, 0, 0]),
+            ("cuEventCreate", vec![to, 0]),
+            ("cuEventRecord", vec![mark, 0]),
+            ("cuEventQuery", vec![mark]),
+            ("cuStreamBeginCapture_v2", vec![lane, 0]),
+            ("cuCtxRecordEvent", vec![gpu.context, mark]),
             ("cuCtxSynchronize", vec![]),
         ] {
             assert_eq!(cu(call, &args), ILLEGAL_ADDRESS, "{call} in a dead context");

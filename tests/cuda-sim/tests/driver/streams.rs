@@ -138,6 +138,7 @@ fn capture_rules() {
                 Survives::Always,
                 Box::new(move |_| cu("cuMemcpyDtoHAsync_v2", &[host_at, at as usize, 8, other])),
             ),
+            ("wait for a copy", Survives::Always, Box::new(move |_| cu("cuMemcpyDtoH_v2", &[host_at, at as usize, 8]))),
             ("create a chunk", Survives::Always, Box::new(|_| chunk(2 << 20).err().unwrap_or(0))),
             ("memory information", Survives::Always, Box::new(move |_| cu("cuMemGetInfo_v2", &[to, 0]))),
             ("query an event", Survives::ByMode, Box::new(|_| cu("cuEventQuery", &[mark]))),
@@ -145,6 +146,7 @@ fn capture_rules() {
             ("query another stream", Survives::ByMode, Box::new(|_| cu("cuStreamQuery", &[other]))),
             ("wait for another stream", Survives::ByMode, Box::new(|_| cu("cuStreamSynchronize", &[other]))),
             ("allocate", Survives::ByMode, Box::new(move |_| cu("cuMemAlloc_v2", &[to, 64]))),
+            ("free nothing", Survives::ByMode, Box::new(|_| cu("cuMemFree_v2", &[0]))),
             (
                 "register host memory",
                 Survives::ByMode,

@@ -1,0 +1,102 @@
+//! What an event between processes is made of: how often it was recorded, and which recording was reached last. Both are in
+//! a file that whoever knows its name maps.
+
+use crate::{Config, lock::open_shared};
+use std::{
+    fs::{self, File},
+    io,
+    os::fd::AsRawFd,
+    path::PathBuf,
+    ptr,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// The counters of one event, in this process.
+#[derive(Debug)]
+pub struct Mark {
+    name: Name,
+    counters: *mut [AtomicU64; 2],
+    /// Whoever made it removes the file.
+    owner: bool,
+}
+
+/// How other processes find it: the process that made it, and which of its events it is.
+pub type Name = [u64; 2];
+
+const LEN: usize = 16;
+
+// SAFETY: the counters are atomic, and stay mapped as long as this object lives.
+unsafe impl Send for Mark {}
+// SAFETY: as above.
+unsafe impl Sync for Mark {}
+
+impl Mark {
+    pub fn new() -> io::Result<Mark> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let name = [u64::from(std::process::id()), NEXT.fetch_add(1, Ordering::Relaxed)];
+        let file = open_shared(&path(name))?;
+        file.set_len(0)?;
+        file.set_len(LEN as u64)?;
+        Mark::map(name, &file, true)
+    }
+
+    /// The one that another process, or this one, has made.
+    pub fn open(name: Name) -> io::Result<Mark> {
+        let file = File::options().read(true).write(true).open(path(name))?;
+        Mark::map(name, &file, false)
+    }
+
+    fn map(name: Name, file: &File, owner: bool) -> io::Result<Mark> {
+        // SAFETY: a new mapping of a file of at least this length, at an address of the kernel's choice.
+        let at = unsafe {
+            libc::mmap(ptr::null_mut(), LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        };
+        if at == libc::MAP_FAILED {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(Mark { name, counters: at.cast(), owner })
+        }
+    }
+
+    pub fn name(&self) -> Name {
+        self.name
+    }
+
+    fn counters(&self) -> &[AtomicU64; 2] {
+        // SAFETY: mapped as long as this object lives.
+        unsafe { &*self.counters }
+    }
+
+    /// Records it; returns which recording this is.
+    pub fn record(&self) -> u64 {
+        self.counters()[0].fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// The recording that was made last, 0 if none was.
+    pub fn last(&self) -> u64 {
+        self.counters()[0].load(Ordering::Acquire)
+    }
+
+    /// That recording is reached, and all before it.
+    pub fn reach(&self, recording: u64) {
+        self.counters()[1].fetch_max(recording, Ordering::AcqRel);
+    }
+
+    pub fn reached(&self, recording: u64) -> bool {
+        self.counters()[1].load(Ordering::Acquire) >= recording
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map`, and nothing refers to it any more.
+        unsafe { libc::munmap(self.counters.cast(), LEN) };
+        if self.owner && self.name[0] == u64::from(std::process::id()) {
+            let _ = fs::remove_file(path(self.name));
+        }
+    }
+}
+
+fn path([process, number]: Name) -> PathBuf {
+    Config::get().dir.join("events").join(format!("{process}-{number}"))
+}
