@@ -1,6 +1,7 @@
 //! CUDA as the programs use it: one GPU, its kernels, and memory of several kinds.
 
 pub mod api;
+pub mod late;
 
 pub use api::Api;
 use api::{Access, Location, Properties};
@@ -78,10 +79,16 @@ pub struct Gpu {
 impl Gpu {
     pub fn open(ordinal: i32) -> Result<Arc<Gpu>> {
         cu!(cuInit(0))?;
-        let (mut device, mut context, mut module) = (0, 0, 0);
+        let (mut device, mut context) = (0, 0);
         cu!(cuDeviceGet(&mut device, ordinal))?;
         cu!(cuDevicePrimaryCtxRetain(&mut context, device))?;
         cu!(cuCtxSetCurrent(context))?;
+        Gpu::in_current(device, context)
+    }
+
+    /// One whose context is current already.
+    pub fn in_current(device: i32, context: usize) -> Result<Arc<Gpu>> {
+        let mut module = 0;
         let image = CString::new(include_str!("../kernels.ptx")).expect("no NUL in PTX");
         cu!(cuModuleLoadData(&mut module, image.as_ptr()))?;
         let function = |name: &CStr| {
@@ -292,6 +299,43 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let _ = self.give_back();
+    }
+}
+
+/// Pinned host memory that kernels reach, zeroed; freed when dropped.
+#[derive(Debug)]
+pub struct Mapped {
+    pub host: *mut u8,
+    /// What the GPU knows it by.
+    pub at: u64,
+}
+
+// SAFETY: plain memory; whoever shares it reads and writes whole words of it.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    pub fn new(len: usize) -> Result<Mapped> {
+        const MAPPED: u32 = 2;
+        let (mut host, mut at) = (ptr::null_mut(), 0);
+        cu!(cuMemHostAlloc(&mut host, len.max(4096), MAPPED))?;
+        // SAFETY: that much memory, which nothing else uses yet.
+        unsafe { ptr::write_bytes(host, 0, len) };
+        cu!(cuMemHostGetDevicePointer_v2(&mut at, host, 0))?;
+        Ok(Mapped { host, at })
+    }
+
+    /// Writes the first word, which a kernel may be reading.
+    pub fn set(&self, value: u32) {
+        // SAFETY: at least one word.
+        unsafe { self.host.cast::<u32>().write_volatile(value) };
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        let _ = cu!(cuMemFreeHost(self.host));
     }
 }
 

@@ -15,13 +15,18 @@ use std::{
     time::Duration,
 };
 
-/// Global, thread-local and relaxed.
-const MODES: [u32; 3] = [0, 1, 2];
+const MODES: [(&str, u32); 3] = [("global", 0), ("thread-local", 1), ("relaxed", 2)];
 const LAUNCHES: u32 = 4;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (memory, rounds, pause) =
         (args.size("mem", "16M"), args.size("rounds", "6"), args.milliseconds("capture-ms", "50"));
+    let only = args.text("mode", "all");
+    let modes: Vec<u32> =
+        MODES.iter().filter(|(name, _)| only == "all" || only == *name).map(|(_, mode)| *mode).collect();
+    if modes.is_empty() {
+        return Err("--mode: want all, global, thread-local or relaxed".into());
+    }
     let gpu = Gpu::open(0)?;
     let buffer = Buffer::new(Kind::Alloc, memory as usize / 2)?;
     gpu.fill(buffer.at, buffer.count(), 1, 0)?;
@@ -34,7 +39,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
         let (gpu, done) = (gpu.clone(), done.clone());
         thread::spawn(move || work(&gpu, &stream, &beside, &done).map_err(|e| e.to_string()))
     };
-    let result = capture(&gpu, &buffer, rounds, pause);
+    let result = capture(&gpu, &buffer, &modes, rounds, pause);
     done.store(true, Ordering::SeqCst);
     let steps = other.join().map_err(|_| "a thread panicked")??;
     result?;
@@ -44,11 +49,11 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     Ok(())
 }
 
-fn capture(gpu: &Gpu, buffer: &Buffer, rounds: u64, pause: Duration) -> cuda::Result<()> {
+fn capture(gpu: &Gpu, buffer: &Buffer, modes: &[u32], rounds: u64, pause: Duration) -> cuda::Result<()> {
     let stream = Stream::new()?;
     for round in 0..rounds {
         let (mut graph, mut exec) = (0, 0);
-        cu!(cuStreamBeginCapture_v2(stream.0, MODES[round as usize % MODES.len()]))?;
+        cu!(cuStreamBeginCapture_v2(stream.0, modes[round as usize % modes.len()]))?;
         for _ in 0..LAUNCHES {
             gpu.add(buffer.at, buffer.count(), 1, stream.0)?;
             thread::sleep(pause / LAUNCHES);

@@ -4,15 +4,22 @@ mod account;
 mod bursts;
 mod captures;
 mod churn;
+mod deep;
+mod endless;
 mod forks;
 mod graph;
+mod green;
+mod host_waits;
 mod info;
 mod latency;
 mod mix;
 mod nulls;
+mod open_captures;
 mod oversub;
+mod pair;
 mod per_thread;
 mod persistent;
+mod proxy;
 mod stranger;
 mod streams;
 
@@ -44,7 +51,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "captures",
         captures::run,
-        "--mem 16M --rounds 6 --capture-ms 50: slow captures in each mode beside a thread that works, verify",
+        "--mem 16M --rounds 6 --capture-ms 50 --mode all|global|thread-local|relaxed: slow captures in each mode beside a thread that works, verify",
     ),
     ("forks", forks::run, "--mem 16M --rounds 10: make children of three kinds while working, verify"),
     ("nulls", nulls::run, "calls with NULL and with nonsense, and what each was answered"),
@@ -53,6 +60,37 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         per_thread::run,
         "--mem 16M --threads 3 --rounds 20: work on the threads' own default streams, verify",
     ),
+    (
+        "deep",
+        deep::run,
+        "--launches 10000 --ns 100000 --streams 1 --per-graph 0: queue kernels as fast as the driver takes them, verify",
+    ),
+    (
+        "host-waits",
+        host_waits::run,
+        "--how write|copy|batch|thread|lock|callback --rounds 3 --pause-ms 300: work that a later step of the host lets go on",
+    ),
+    (
+        "proxy",
+        proxy::run,
+        "--mem 4M --rounds 3 --steps 10: kernels that run until a thread which submits copies ends them",
+    ),
+    (
+        "pair",
+        pair::run,
+        "--how value|event --rounds 10 --pause-ms 0: two processes, the work of each waits for that of the other",
+    ),
+    (
+        "endless",
+        endless::run,
+        "--seconds 5 --graph 0: a kernel, or a graph, that runs until the host ends it, and nothing else",
+    ),
+    (
+        "open-captures",
+        open_captures::run,
+        "--how stream|context --rounds 20: leave a capture open when its stream or context is destroyed, then work",
+    ),
+    ("green", green::run, "--mem 16M --rounds 20 --primary 1: work in a green context"),
     ("stranger", stranger::run, "--mem 256M --seconds 5: hold memory and do nothing"),
 ];
 

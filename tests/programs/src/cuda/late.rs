@@ -1,0 +1,81 @@
+//! Calls that few programs make and that older drivers lack: each is looked up when it is made.
+
+use super::api::dlsym;
+use std::{ffi::c_void, mem};
+
+/// `CUipcEventHandle`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct EventHandle(pub [u64; 8]);
+
+/// `CUstreamBatchMemOpParams`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct BatchOp {
+    pub operation: u32,
+    pub at: u64,
+    pub value: u64,
+    pub flags: u32,
+    pub alias: u64,
+    pub padding: u64,
+}
+
+/// `CU_STREAM_MEM_OP_WRITE_VALUE_32`
+pub const WRITE: u32 = 2;
+
+/// `CUdevResource`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Resource(pub [u64; 18]);
+
+/// `CUstreamCallback`
+pub type Callback = unsafe extern "C" fn(usize, u32, *mut c_void);
+
+macro_rules! late {
+    ($($symbol:ident($($arg:ident: $type:ty),*);)*) => {$(
+        /// The driver's function of that name.
+        ///
+        /// # Safety
+        /// The arguments are what the CUDA headers ask for.
+        #[allow(non_snake_case)]
+        pub unsafe fn $symbol($($arg: $type),*) -> u32 {
+            // SAFETY: the symbol is declared so by the CUDA headers; the rest is the caller's promise.
+            unsafe {
+                mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> u32>(dlsym(stringify!($symbol)))($($arg),*)
+            }
+        }
+    )*};
+}
+
+late! {
+    cuStreamWaitValue32_v2(stream: usize, at: u64, value: u32, flags: u32);
+    cuStreamWriteValue32_v2(stream: usize, at: u64, value: u32, flags: u32);
+    cuStreamBatchMemOp_v2(stream: usize, count: u32, operations: *const BatchOp, flags: u32);
+    cuStreamAddCallback(stream: usize, call: Callback, data: *mut c_void, flags: u32);
+    cuMemcpyHtoD_v2(to: u64, from: *const u8, len: usize);
+    cuMemHostRegister_v2(at: *mut u8, len: usize, flags: u32);
+    cuMemHostUnregister(at: *mut u8);
+    cuIpcGetEventHandle(handle: *mut EventHandle, event: usize);
+    cuIpcOpenEventHandle(event: *mut usize, handle: EventHandle);
+    cuCtxCreate_v2(context: *mut usize, flags: u32, device: i32);
+    cuCtxDestroy_v2(context: usize);
+    cuDeviceGetDevResource(device: i32, resource: *mut Resource, kind: u32);
+    cuDevSmResourceSplitByCount(groups: *mut Resource, count: *mut u32, from: *const Resource, rest: *mut Resource, flags: u32, least: u32);
+    cuDevResourceGenerateDesc(description: *mut usize, resources: *const Resource, count: u32);
+    cuGreenCtxCreate(green: *mut usize, description: usize, device: i32, flags: u32);
+    cuGreenCtxDestroy(green: usize);
+    cuCtxFromGreenCtx(context: *mut usize, green: usize);
+    cuGreenCtxStreamCreate(stream: *mut usize, green: usize, flags: u32, priority: i32);
+}
+
+/// Calls it and names it if it fails.
+macro_rules! late_cu {
+    ($call:ident($($arg:expr),* $(,)?)) => {{
+        // SAFETY: the arguments are what the CUDA headers ask for; pointers are to live places of the right type.
+        match unsafe { $crate::cuda::late::$call($($arg),*) } {
+            0 => Ok(()),
+            code => Err($crate::cuda::Error { call: stringify!($call), code }),
+        }
+    }};
+}
+pub(crate) use late_cu;

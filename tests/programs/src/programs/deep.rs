@@ -1,0 +1,68 @@
+//! Deep queues: kernels as fast as the driver takes them, in one stream or in many, one by one or in graphs.
+
+use super::{Outcome, expect};
+use crate::{
+    args::Args,
+    cuda::{self, Buffer, Gpu, Kind, Stream, cu},
+    report::Report,
+};
+
+/// Elements of a lane.
+const COUNT: u64 = 256;
+/// Every so many kernels, one that leaves a trace.
+const STEP: u64 = 8;
+
+struct Lane {
+    stream: Stream,
+    at: u64,
+    added: u64,
+}
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let (launches, ns) = (args.size("launches", "10000"), args.size("ns", "100000"));
+    let (streams, per_graph) = (args.size("streams", "1").max(1), args.size("per-graph", "0"));
+    let gpu = Gpu::open(0)?;
+    let buffer = Buffer::new(Kind::Alloc, (streams * COUNT * 4) as usize)?;
+    gpu.fill(buffer.at, buffer.count(), 0, 0)?;
+    gpu.synchronise()?;
+    let lane = |i| Ok(Lane { stream: Stream::new()?, at: buffer.at + i * COUNT * 4, added: 0 });
+    let mut lanes = (0..streams).map(lane).collect::<cuda::Result<Vec<_>>>()?;
+    if let Some(graphs) = launches.checked_div(per_graph) {
+        let execs = lanes.iter().map(|lane| graph(&gpu, lane, per_graph, ns)).collect::<cuda::Result<Vec<_>>>()?;
+        for i in 0..graphs {
+            let at = (i % streams) as usize;
+            cu!(cuGraphLaunch(execs[at], lanes[at].stream.0))?;
+            lanes[at].added += 1;
+        }
+    } else {
+        for i in 0..launches {
+            let lane = &mut lanes[(i % streams) as usize];
+            gpu.spin(ns, lane.stream.0)?;
+            if (i / streams) % STEP == 0 {
+                gpu.add(lane.at, COUNT, 1, lane.stream.0)?;
+                lane.added += 1;
+            }
+        }
+    }
+    for lane in &lanes {
+        lane.stream.synchronise()?;
+        expect("sum", gpu.sum(lane.at, COUNT)?, COUNT * lane.added)?;
+    }
+    report.integer("launches", launches);
+    Ok(())
+}
+
+/// So many kernels, and one that leaves a trace.
+fn graph(gpu: &Gpu, lane: &Lane, kernels: u64, ns: u64) -> cuda::Result<usize> {
+    const RELAXED: u32 = 2;
+    let (mut graph, mut exec) = (0, 0);
+    cu!(cuStreamBeginCapture_v2(lane.stream.0, RELAXED))?;
+    for _ in 0..kernels {
+        gpu.spin(ns, lane.stream.0)?;
+    }
+    gpu.add(lane.at, COUNT, 1, lane.stream.0)?;
+    cu!(cuStreamEndCapture(lane.stream.0, &mut graph))?;
+    cu!(cuGraphInstantiateWithFlags(&mut exec, graph, 0))?;
+    cu!(cuGraphDestroy(graph))?;
+    Ok(exec)
+}
