@@ -1,0 +1,229 @@
+//! Runs a program without the library and with it, and compares all that a user sees. Programs are the C files beside
+//! this one, built on the spot.
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use crate::sharing::*;
+
+/// A simulated machine that builds programs.
+#[derive(Debug)]
+pub struct Host(pub Machine);
+
+/// How a program ended, and what it said.
+#[derive(Debug, PartialEq)]
+pub struct Ended {
+    /// Its exit status, and the signal that killed it.
+    pub status: (Option<i32>, Option<i32>),
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// The library under test.
+pub fn library() -> PathBuf {
+    let exe = std::env::current_exe().expect("the path of this program");
+    exe.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("libnvshare.so")
+}
+
+/// Something the machine lacks: says so, and on CI fails.
+pub fn lacking(what: &str) {
+    eprintln!("skipped: {what}");
+    assert!(std::env::var_os("CI").is_none(), "{what}");
+}
+
+/// A command that is part of the test itself.
+pub fn output(command: &mut Command) -> Output {
+    command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"))
+}
+
+impl Host {
+    /// With a scheduler that has a client run until its work is done.
+    pub fn new() -> Self {
+        Self(Machine::with_scheduler(Setup::default()))
+    }
+
+    pub fn without_scheduler() -> Self {
+        Self(Machine::new(Setup::default()))
+    }
+
+    /// With a scheduler and a program that keeps the GPU until it is killed: others wait at the gate.
+    pub fn occupied() -> (Self, impl FnMut()) {
+        let host = Self(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: 3600, ..Setup::default() }));
+        // A kernel that runs all the time: its program is never idle.
+        let mut holder = host.0.program("persistent --seconds 3600").start();
+        host.0.wait_for_grants(&holder, 1);
+        (host, move || holder.kill())
+    }
+
+    /// The program of that C file.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.build(name, name, &[]).expect("a C compiler")
+    }
+
+    /// The library of that C file.
+    pub fn library(&self, name: &str) -> PathBuf {
+        self.build(name, &format!("lib{name}.so"), &["-shared", "-fPIC"]).expect("a C compiler")
+    }
+
+    /// A directory with `driver.c` as the driver, for `LD_LIBRARY_PATH`.
+    pub fn bare_driver(&self) -> String {
+        let name = "bare/libcuda.so.1";
+        let directory = self.0.path("bare");
+        if !directory.exists() {
+            std::fs::create_dir(&directory).expect("a directory");
+            self.build("driver", name, &["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]).expect("a C compiler");
+        }
+        directory.to_string_lossy().into_owned()
+    }
+
+    /// `None` if the compiler cannot do that.
+    pub fn build(&self, name: &str, output_name: &str, options: &[&str]) -> Option<PathBuf> {
+        let (to, libraries) = (self.0.path(output_name), self.0.path("lib"));
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest").join(name).with_extension("c");
+        let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
+        cc.args(["-O1", "-g", "-Wall", "-Wextra", "-pthread"]).args(options).arg("-o").arg(&to).arg(source);
+        // What uses CUDA is linked to it, and finds it in an empty environment too.
+        cc.arg("-L").arg(&libraries).args(["-Wl,--as-needed", "-l:libcuda.so.1", "-ldl", "-Wl,--enable-new-dtags"]);
+        cc.arg(format!("-Wl,-rpath,{}", libraries.display()));
+        let said = output(&mut cc);
+        if !said.status.success() && !options.iter().any(|o| o.starts_with("-fsanitize")) {
+            panic!("{cc:?}: {}", String::from_utf8_lossy(&said.stderr));
+        }
+        said.status.success().then_some(to)
+    }
+
+    pub fn case<'a>(&'a self, program: impl AsRef<Path>, arguments: &[&str]) -> Case<'a> {
+        Case {
+            host: self,
+            program: program.as_ref().to_owned(),
+            arguments: arguments.iter().map(|a| (*a).to_owned()).collect(),
+            environment: Vec::new(),
+            before: Vec::new(),
+            nvshare: vec![library()],
+            after: Vec::new(),
+        }
+    }
+
+    /// Builds that program, and sees to it that it succeeds with each of these words, and all is as without the library.
+    #[track_caller]
+    pub fn succeeds(&self, name: &str, words: &[&str]) {
+        let program = self.program(name);
+        words.iter().for_each(|word| drop(self.case(&program, &[word]).succeeds()));
+    }
+
+    /// Clients that the scheduler has seen.
+    pub fn clients(&self) -> usize {
+        self.0.trace().iter().filter(|m| m.what == "connect").count()
+    }
+}
+
+/// A program and its circumstances.
+#[derive(Debug)]
+pub struct Case<'a> {
+    host: &'a Host,
+    program: PathBuf,
+    arguments: Vec<String>,
+    environment: Vec<(String, String)>,
+    /// What is preloaded before the library, the library, and what comes after it.
+    before: Vec<PathBuf>,
+    nvshare: Vec<PathBuf>,
+    after: Vec<PathBuf>,
+}
+
+impl Case<'_> {
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.into(), value.into()));
+        self
+    }
+
+    pub fn before(mut self, library: &Path) -> Self {
+        self.before.push(library.into());
+        self
+    }
+
+    pub fn after(mut self, library: &Path) -> Self {
+        self.after.push(library.into());
+        self
+    }
+
+    /// The library under other names, or several times.
+    pub fn as_libraries(mut self, libraries: &[PathBuf]) -> Self {
+        self.nvshare = libraries.to_vec();
+        self
+    }
+
+    fn launch(&self, nvshare: bool) -> Program {
+        let arguments: Vec<&str> = self.arguments.iter().map(String::as_str).collect();
+        let launch = self.host.0.command(&self.program, &arguments).quiet();
+        let (launch, own) = if nvshare { (launch, &*self.nvshare) } else { (launch.without_nvshare(), &[][..]) };
+        let list: Vec<_> =
+            [&self.before, own, &self.after].into_iter().flatten().map(|p| p.to_string_lossy()).collect();
+        let launch = if list.is_empty() { launch } else { launch.env("LD_PRELOAD", &list.join(":")) };
+        self.environment.iter().fold(launch, |launch, (name, value)| launch.env(name, value)).start()
+    }
+
+    /// Started, with the library.
+    pub fn start(&self) -> Program {
+        self.launch(true)
+    }
+
+    #[track_caller]
+    pub fn without(&self) -> Ended {
+        end(&mut self.launch(false))
+    }
+
+    #[track_caller]
+    pub fn with(&self) -> Ended {
+        end(&mut self.launch(true))
+    }
+
+    /// With the library it ends as without, and says the same.
+    #[track_caller]
+    pub fn same(&self) -> Ended {
+        let plain = self.without();
+        assert_eq!(
+            self.with(),
+            plain,
+            "{} {:?}: with the library, and without",
+            self.program.display(),
+            self.arguments
+        );
+        plain
+    }
+
+    /// The same, but for the single line that says that it runs without a scheduler, where there is one.
+    #[track_caller]
+    pub fn same_but_for_the_line(&self) -> Ended {
+        let (plain, mut guest) = (self.without(), self.with());
+        let (line, rest) = guest.stderr.split_once('\n').unwrap_or_default();
+        if line.starts_with("nvshare: no scheduler at ") {
+            guest.stderr = rest.to_owned();
+        }
+        assert_eq!(guest, plain, "{} {:?}: with the library, and without", self.program.display(), self.arguments);
+        plain
+    }
+
+    /// On the barest driver, of which nothing is seen in the process.
+    pub fn on_bare_driver(self) -> Self {
+        let directory = self.host.bare_driver();
+        self.env("LD_LIBRARY_PATH", &directory)
+    }
+
+    /// The same, and it succeeds, and has nothing to say on stderr.
+    #[track_caller]
+    pub fn succeeds(&self) -> Ended {
+        let plain = self.same();
+        assert_eq!((plain.status, &*plain.stderr), ((Some(0), None), ""), "without the library: {plain:?}");
+        plain
+    }
+}
+
+#[track_caller]
+pub fn end(program: &mut Program) -> Ended {
+    let status = wait_within(HANG, &format!("the end of `{}`", program.name), || program.poll());
+    Ended { status: (status.code(), status.signal()), stdout: program.stdout(), stderr: program.stderr() }
+}
+
+/// What takes longer hangs: everything here is done in a second or two on an idle machine.
+const HANG: std::time::Duration = std::time::Duration::from_secs(40);

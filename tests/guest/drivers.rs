@@ -1,0 +1,66 @@
+//! Drivers that are old, broken, or refuse: the program gets what it would have got.
+
+use std::fs;
+
+use crate::compare::*;
+use crate::sharing::*;
+
+#[test]
+fn a_program_runs_with_drivers_of_every_age() {
+    let settings = [
+        ("", &[("CUDA_SIM_VMM", "0")][..]),
+        ("cuGetProcAddress_v2", &[("CUDA_SIM_DRIVER", "11080")]),
+        ("cuGetProcAddress_v2 cuGetProcAddress", &[("CUDA_SIM_DRIVER", "11020")]),
+        ("cuCtxRecordEvent cuCtxWaitEvent", &[]),
+        // What hooks of memory and of captures lean on.
+        ("cuMemCreate cuMemMap cuMemAddressReserve cuMemSetAccess", &[("CUDA_SIM_VMM", "0")]),
+        ("cuThreadExchangeStreamCaptureMode cuStreamIsCapturing cuDeviceGetUuid_v2 cuDeviceGetUuid", &[]),
+    ];
+    for (without, simulator) in settings {
+        let simulator = simulator.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+        let host = Host(Machine::with_scheduler(Setup { without, simulator, ..Setup::default() }));
+        host.succeeds("worker", &["3"]);
+        assert_eq!(host.clients(), 1, "without {without:?}");
+    }
+}
+
+#[test]
+fn a_driver_that_is_no_library_gives_the_loaders_error() {
+    let host = Host::new();
+    let (linked, loading) = (host.program("worker"), host.program("tries"));
+    let driver = host.0.path("lib").join("libcuda.so.1");
+    let intact = fs::read(&driver).expect("the driver");
+    for broken in [&b""[..], b"not a library\n", intact.get(..64).expect("a beginning")] {
+        fs::remove_file(&driver).expect("a link");
+        fs::write(&driver, broken).expect("a broken driver");
+        assert_eq!(host.case(&linked, &["1"]).same().status, (Some(127), None));
+        let ended = host.case(&loading, &["libcuda.so.1"]).same();
+        assert!(ended.stdout.contains("libcuda.so.1: "), "{ended:?}");
+    }
+    assert_eq!(host.clients(), 0);
+}
+
+#[test]
+fn a_driver_that_is_not_there_gives_the_loaders_error() {
+    let host = Host::new();
+    let program = host.program("tries");
+    let ended = host.case(&program, &["libcuda-of-nobody.so.1"]).same();
+    assert_eq!(ended.status, (Some(3), None), "{ended:?}");
+    fs::remove_file(host.0.path("lib").join("libcuda.so.1")).expect("a link");
+    let ended = host.case(&program, &["libcuda.so.1"]).same();
+    assert_eq!(ended.status, (Some(3), None), "{ended:?}");
+}
+
+#[test]
+fn a_driver_that_cannot_be_initialised_is_left_alone() {
+    let host = Host::new();
+    let program = host.program("tries");
+    for (name, value) in [("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")] {
+        let ended = host.case(&program, &["libcuda.so.1"]).env(name, value).same();
+        assert_eq!(ended.status, (Some(4), None), "{ended:?}");
+    }
+    assert_eq!(host.clients(), 0);
+    // It may succeed at last.
+    host.case(&program, &["libcuda.so.1"]).env("CUDA_SIM_FAIL", "cuInit:1").succeeds();
+    assert_eq!(host.clients(), 1);
+}

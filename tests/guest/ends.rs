@@ -1,0 +1,60 @@
+//! How programs end: whatever runs then may call CUDA, and what the library has under way delays nothing.
+
+use crate::compare::*;
+
+/// The simulated driver has thread-locals that are gone by then; real ones do without.
+#[track_caller]
+fn each_on_bare_driver(words: &[&str]) {
+    let host = Host::new();
+    let program = host.program("ends");
+    words.iter().for_each(|word| drop(host.case(&program, &[word]).on_bare_driver().succeeds()));
+}
+
+#[test]
+fn what_runs_after_main_may_call_cuda() {
+    each_on_bare_driver(&["early-handler", "late-handler", "destructors", "destroyed"]);
+}
+
+#[test]
+fn a_program_whose_first_thread_has_ended_goes_on() {
+    Host::new().succeeds("ends", &["main-thread"]);
+}
+
+#[test]
+fn threads_may_call_cuda_while_they_end() {
+    each_on_bare_driver(&["keys"]);
+}
+
+#[test]
+fn programs_end_with_the_status_that_they_chose() {
+    let host = Host::new();
+    let program = host.program("ends");
+    for (word, status) in [
+        ("return", (Some(17), None)),
+        ("exit", (Some(18), None)),
+        ("quick_exit", (Some(19), None)),
+        ("_exit", (Some(20), None)),
+        ("thread-exits", (Some(21), None)),
+        ("abort", (None, Some(libc::SIGABRT))),
+        ("segv", (None, Some(libc::SIGSEGV))),
+        ("term", (None, Some(libc::SIGTERM))),
+        ("kill", (None, Some(libc::SIGKILL))),
+    ] {
+        assert_eq!(host.case(&program, &[word]).same().status, status, "{word}");
+    }
+}
+
+#[test]
+fn a_program_may_exit_while_its_threads_wait_at_the_gate() {
+    for (word, status) in [("exit", (Some(18), None)), ("_exit", (Some(20), None)), ("abort", (None, Some(6)))] {
+        let (host, _free) = Host::occupied();
+        let ended = host.case(host.program("waits"), &[word]).with();
+        assert_eq!((ended.status, &*ended.stdout, &*ended.stderr), (status, "waiting\n", ""), "{word}");
+    }
+}
+
+#[test]
+fn thousands_of_short_threads_that_launch_leave_nothing_behind() {
+    let host = Host::new();
+    host.case(host.program("threads"), &[]).succeeds();
+}

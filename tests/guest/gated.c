@@ -1,0 +1,31 @@
+/* Loads a library whose constructor waits for the GPU, and goes on beside it as far as that needs no GPU. */
+#include "guest.h"
+
+static pthread_barrier_t ready;
+
+static void *beside(void *unused) {
+    uint64_t at;
+    size_t free, total;
+    CHECK(cuCtxSetCurrent(context)); /* here, because the simulated driver takes the loader's lock in it */
+    EXPECT(pthread_barrier_wait(&ready) <= 0);
+    milliseconds(300); /* the constructor waits by now */
+    CHECK(cuMemAlloc_v2(&at, 1 << 20));
+    CHECK(cuMemGetInfo_v2(&free, &total));
+    CHECK(cuMemFree_v2(at));
+    say("allocated\n");
+    return unused;
+}
+
+int main(int count, char **words) {
+    EXPECT(count == 2);
+    pthread_t thread;
+    EXPECT(pthread_barrier_init(&ready, NULL, 2) == 0);
+    begin();
+    EXPECT(pthread_create(&thread, NULL, beside, NULL) == 0);
+    EXPECT(pthread_barrier_wait(&ready) <= 0);
+    if (dlopen(words[1], RTLD_NOW) == NULL) FAIL("%s", dlerror());
+    EXPECT(pthread_join(thread, NULL) == 0);
+    work();
+    puts("worked");
+    return 0;
+}

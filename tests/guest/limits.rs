@@ -1,0 +1,97 @@
+//! Programs that run short of something, or that may not do something, or that take their descriptors in hand: they get
+//! the driver's answers, and go on.
+
+use crate::compare::*;
+
+/// Each of these ends as without the library; it may be that no scheduler can be reached.
+#[track_caller]
+fn on_bare_driver(name: &str, words: &[&str]) {
+    let host = Host::new();
+    let program = host.program(name);
+    for word in words {
+        let plain = host.case(&program, &[word]).on_bare_driver().same_but_for_the_line();
+        assert_eq!(plain.status, (Some(0), None), "{plain:?}");
+    }
+}
+
+#[test]
+fn a_program_that_may_open_nothing_gets_the_drivers_answers() {
+    on_bare_driver("limits", &["files", "files-after"]);
+}
+
+#[test]
+fn a_program_without_address_space_gets_the_drivers_answers() {
+    Host::new().succeeds("limits", &["space", "space-after"]);
+    on_bare_driver("limits", &["space", "space-after"]);
+}
+
+#[test]
+fn a_program_that_can_make_no_thread_gets_the_drivers_answers() {
+    on_bare_driver("limits", &["threads", "threads-after"]);
+}
+
+#[test]
+fn system_calls_that_are_refused_change_nothing() {
+    let host = Host::new();
+    let program = host.program("refused");
+    for call in ["membarrier", "socket", "connect", "eventfd2", "sendto", "recvfrom", "ppoll", "prctl", "sched_yield"] {
+        let ended = host.case(&program, &[call, "before"]).without();
+        assert_eq!(ended.status, (Some(0), None), "{ended:?}");
+        // What is refused before CUDA is initialised is known from the start; later is harder.
+        for moment in ["before", "after"] {
+            let said = host.case(&program, &[call, moment]).with();
+            assert_eq!((said.status, &*said.stdout), (ended.status, &*ended.stdout), "{call}, {moment}: {said:?}");
+            let lines: Vec<&str> = said.stderr.lines().collect();
+            assert!(matches!(*lines, []) || lines.len() == 1 && lines[0].starts_with("nvshare: "), "{call}: {said:?}");
+        }
+    }
+}
+
+#[test]
+fn a_broken_or_full_stderr_neither_kills_nor_stops_a_program() {
+    // Without a scheduler there is a line to be written.
+    let host = Host::without_scheduler();
+    let program = host.program("stderr");
+    for word in ["broken", "full"] {
+        host.case(&program, &[word]).on_bare_driver().succeeds();
+    }
+}
+
+#[test]
+#[ignore = "the event descriptor and the socket become 0, 1 or 2, and what the program writes there goes to the scheduler"]
+fn standard_descriptors_that_are_closed_are_not_taken() {
+    let host = Host::new();
+    let program = host.program("standard").to_string_lossy().into_owned();
+    let result = host.0.path("result").to_string_lossy().into_owned();
+    let script = r#""$0" "$1" <&- >&- 2>&-"#;
+    let ended = host.case("/bin/sh", &["-c", script, &program, &result]).on_bare_driver().with();
+    assert_eq!(ended, Ended { status: (Some(0), None), stdout: String::new(), stderr: String::new() });
+    assert_eq!(std::fs::read_to_string(result).expect("its result"), "worked\n");
+    for host in [host, Host::without_scheduler()] {
+        host.case(host.program("stderr"), &["closed"]).on_bare_driver().succeeds();
+    }
+}
+
+#[test]
+fn an_empty_environment_is_enough() {
+    let host = Host::without_scheduler();
+    let program = host.program("environment");
+    host.case(&program, &[]).succeeds();
+}
+
+#[test]
+#[ignore = "the library goes on with the numbers of its descriptors, whoever has them now"]
+fn a_socket_in_the_place_of_a_closed_descriptor_is_the_programs_own() {
+    Host::new().succeeds("closes", &["socket"]);
+}
+
+#[test]
+#[ignore = "the library goes on with the numbers of its descriptors, whoever has them now"]
+fn a_file_in_the_place_of_a_closed_descriptor_is_the_programs_own() {
+    Host::new().succeeds("closes", &["file"]);
+}
+
+#[test]
+fn a_program_that_closes_every_descriptor_goes_on() {
+    Host::new().succeeds("closes", &["range", "each"]);
+}

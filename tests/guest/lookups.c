@@ -1,0 +1,86 @@
+/* Look-ups of every kind, and what the loader says about them. */
+#include "guest.h"
+
+static void *driver;
+
+/* A symbol, by the name it has where it was found. */
+static void show(const char *what, void *address) {
+    Dl_info info;
+    const char *name = address != NULL && dladdr(address, &info) && info.dli_sname ? info.dli_sname : "nothing";
+    printf("%s: %s, error %s\n", what, name, dlerror());
+}
+
+static void look(void *handle, const char *name) { show(name, dlsym(handle, name)); }
+
+int main(int count, char **words) {
+    EXPECT(count == 2);
+    const char *what = words[1];
+    if (is(what, "errors")) {
+        /* No driver yet, and then with it. */
+        look(RTLD_DEFAULT, "cuNoSuchCall");
+        look(RTLD_DEFAULT, "cuda");
+        look(RTLD_DEFAULT, "cu");
+        look(RTLD_DEFAULT, "");
+        look(RTLD_NEXT, "cuNoSuchCall");
+        look(dlopen(NULL, RTLD_LAZY), "cuNoSuchCall");
+        EXPECT(dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL) != NULL);
+        look(RTLD_DEFAULT, "cuNoSuchCall");
+        look(RTLD_NEXT, "cuNoSuchCall");
+        return 0;
+    }
+    if (is(what, "absent")) {
+        for (int i = 0; i < 2; i++) {
+            look(RTLD_DEFAULT, "cuInit");
+            look(RTLD_NEXT, "cuInit");
+            look(dlopen(NULL, RTLD_LAZY), "cuLaunchKernel");
+            show("cuInit by version", dlvsym(RTLD_DEFAULT, "cuInit", "GLIBC_2.2.5"));
+        }
+        return 0;
+    }
+    driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    EXPECT(driver != NULL && dlerror() == NULL);
+    if (is(what, "versions")) {
+        show("dlsym", dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5"));
+        show("memcpy", dlvsym(RTLD_DEFAULT, "memcpy", "GLIBC_2.14"));
+        show("memcpy", dlvsym(RTLD_DEFAULT, "memcpy", "GLIBC_9.99"));
+        show("realpath", dlvsym(RTLD_DEFAULT, "realpath", "GLIBC_2.3"));
+        show("cuInit", dlvsym(driver, "cuInit", "NO_SUCH_VERSION"));
+        /* Found so, it is the real one, and works as that. */
+        void *(*real)(void *, const char *) = (void *(*)(void *, const char *))dlvsym(RTLD_DEFAULT, "dlsym", "GLIBC_2.2.5");
+        if (real != NULL) show("cuInit", real(driver, "cuInit"));
+    }
+    if (is(what, "addresses")) {
+        look(driver, "cuInit");
+        look(driver, "cuLaunchKernel");
+        look(driver, "cuMemAlloc_v2");
+        look(driver, "cuDriverGetVersion");
+        look(driver, "dlsym");
+        look(RTLD_DEFAULT, "cuInit");
+        look(RTLD_DEFAULT, "cuMemFree_v2");
+        look(dlopen(NULL, RTLD_LAZY), "cuInit");
+    }
+    if (is(what, "next")) {
+        look(RTLD_NEXT, "malloc");
+        look(RTLD_NEXT, "cuInit");
+        look(RTLD_NEXT, "cuNoSuchCall");
+        look(RTLD_NEXT, "main");
+        look(RTLD_DEFAULT, "strlen");
+    }
+    if (is(what, "errors-loaded")) {
+        look(driver, "cuNoSuchCall"); /* the first of all */
+        look(driver, "cuInit");
+        look(driver, "cuMemAlloc_v9");
+        look(driver, "no_such_call");
+        look(driver, "cuCtxCreate"); /* which this driver lacks */
+    }
+    if (is(what, "errors-pending")) {
+        /* An error that nobody has asked for, then a success. */
+        dlsym(driver, "cuNoSuchCall");
+        void *found = dlsym(driver, "cuInit");
+        show("after a failure", found);
+        dlsym(driver, "cuNoSuchCall");
+        found = dlsym(driver, "strlen");
+        show("after another", found);
+    }
+    return 0;
+}

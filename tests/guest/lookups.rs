@@ -1,0 +1,111 @@
+//! The loader: whatever way a program comes by the driver's functions, and whatever it loads and unloads, its look-ups
+//! mean what they mean without the library.
+
+use crate::compare::*;
+
+#[test]
+fn a_plugin_bound_to_itself_and_one_in_a_namespace_of_its_own_work() {
+    let host = Host::new();
+    let plugin = host.library("plugin");
+    let program = host.program("loads");
+    for word in ["deepbind", "deepbind-mixed", "namespace", "namespace-beside", "unload", "unload-many"] {
+        host.case(&program, &[word, &plugin.to_string_lossy()]).succeeds();
+    }
+}
+
+#[test]
+fn the_next_function_of_an_interposer_is_what_it_is_without_the_library() {
+    let host = Host::new();
+    let (interposer, program) = (host.library("interposer"), host.program("worker"));
+    let ended = host.case(&program, &["2"]).before(&interposer).same();
+    assert_eq!(ended.status, (Some(0), None), "{ended:?}");
+    assert!(ended.stdout.contains("saw malloc") && ended.stdout.contains("saw cuInit"), "{ended:?}");
+    assert!(host.clients() > 0, "it is shared all the same");
+}
+
+#[test]
+#[ignore = "a hook calls the driver, not the next library which interposes the same function"]
+fn an_interposer_behind_the_library_sees_what_it_sees_without() {
+    let host = Host::new();
+    let (interposer, program) = (host.library("interposer"), host.program("worker"));
+    let ended = host.case(&program, &["2"]).after(&interposer).same();
+    assert!(ended.stdout.contains("saw malloc") && ended.stdout.contains("saw cuInit"), "{ended:?}");
+}
+
+#[test]
+fn versioned_look_ups_and_addresses_have_the_names_that_they_have_without() {
+    Host::new().succeeds("lookups", &["versions", "addresses", "next"]);
+}
+
+#[test]
+#[ignore = "a driver's name is looked up on the library's behalf, so that the error names it and not the program"]
+fn errors_of_the_loader_name_the_program() {
+    Host::new().succeeds("lookups", &["errors"]);
+}
+
+#[test]
+fn errors_of_look_ups_in_the_driver_are_what_they_are_without() {
+    Host::new().succeeds("lookups", &["errors-loaded"]);
+}
+
+#[test]
+fn errors_that_the_program_has_not_asked_for_are_what_they_are_without() {
+    Host::new().succeeds("lookups", &["errors-pending"]);
+}
+
+#[test]
+#[ignore = "hooks are found by RTLD_NEXT and by the program's own handle, and a look-up that is refused leaves no error"]
+fn names_of_the_driver_do_not_exist_before_it_is_loaded() {
+    Host::new().succeeds("lookups", &["absent"]);
+}
+
+#[test]
+fn a_program_looks_up_in_constructors_and_in_signal_handlers() {
+    let host = Host::new();
+    host.case(host.program("constructors"), &[]).succeeds();
+    host.case(host.program("handlers"), &[]).succeeds();
+}
+
+#[test]
+#[ignore = "the link's thread enters a context of the driver for the first time when memory is to be moved, under the loader's lock"]
+fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
+    let (host, mut free) = Host::occupied();
+    let (plugin, program) = (host.library("constructor"), host.program("gated"));
+    let mut program = host.case(&program, &[&plugin.to_string_lossy()]).start();
+    host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
+    // Beside a thread that waits under the loader's lock, others allocate, free and ask.
+    crate::sharing::wait_within(std::time::Duration::from_secs(10), "the other thread", || {
+        program.stdout().contains("allocated").then_some(())
+    });
+    assert_eq!(program.poll(), None);
+    free();
+    assert_eq!(end(&mut program).stdout, "allocated\nconstructed\nworked\n");
+}
+
+#[test]
+fn the_library_can_be_opened_and_closed_by_hand() {
+    let host = Host::new();
+    let program = host.program("opens");
+    let library = library().to_string_lossy().into_owned();
+    for word in ["idle", "preloaded", "running"] {
+        let case = host.case(&program, &[word, &library]);
+        let ended = if word == "preloaded" { case.with() } else { case.without() };
+        assert_eq!(
+            (ended.status, &*ended.stdout, &*ended.stderr),
+            ((Some(0), None), "worked\n", ""),
+            "{word}: {ended:?}"
+        );
+    }
+}
+
+#[test]
+fn the_library_may_be_preloaded_twice() {
+    let host = Host::new();
+    let program = host.program("worker");
+    host.case(&program, &["2"]).as_libraries(&[library(), library()]).succeeds();
+    let (linked, copied) = (host.0.path("libnvshare-linked.so"), host.0.path("libnvshare-copied.so"));
+    std::os::unix::fs::symlink(library(), &linked).expect("a link");
+    std::fs::copy(library(), &copied).expect("a copy");
+    host.case(&program, &["2"]).as_libraries(&[library(), linked]).succeeds();
+    host.case(&program, &["2"]).as_libraries(&[library(), copied]).succeeds();
+}

@@ -1,0 +1,96 @@
+//! Other libraries in the same process, before and after this one: those that interpose the same functions of the C
+//! library, and the sanitizers' runtimes.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::compare::*;
+
+/// Beside that library, on both sides of it, with CUDA and without.
+#[track_caller]
+fn beside(host: &Host, neighbour: &Path) {
+    let program = host.program("worker");
+    for (program, arguments) in [(&*program, &["4"][..]), (Path::new("/bin/bash"), &["-c", "echo a | cat; echo b >&2"])]
+    {
+        for ended in [
+            host.case(program, arguments).before(neighbour).same(),
+            host.case(program, arguments).after(neighbour).same(),
+        ] {
+            assert_eq!(ended.status, (Some(0), None), "{ended:?}");
+        }
+    }
+}
+
+#[test]
+fn an_allocator_that_looks_up_while_it_allocates_is_a_good_neighbour() {
+    let host = Host::new();
+    beside(&host, &host.library("allocator"));
+}
+
+#[test]
+fn a_library_that_leaves_out_syncs_is_a_good_neighbour() {
+    let host = Host::new();
+    beside(&host, &host.library("nosync"));
+}
+
+#[test]
+fn a_library_that_colours_stderr_is_a_good_neighbour() {
+    let host = Host::new();
+    beside(&host, &host.library("colours"));
+}
+
+#[test]
+fn all_of_them_at_once_are_good_neighbours() {
+    let host = Host::new();
+    let [allocator, nosync, colours] = ["allocator", "nosync", "colours"].map(|name| host.library(name));
+    let ended = host.case(host.program("worker"), &["4"]).before(&allocator).before(&colours).after(&nosync).same();
+    assert_eq!(ended.status, (Some(0), None), "{ended:?}");
+}
+
+/// The real ones, where they are installed; their stand-ins above are always there.
+#[test]
+fn libeatmydata_and_jemalloc_are_good_neighbours_where_they_are_installed() {
+    let host = Host::new();
+    for name in ["libeatmydata.so.1", "libeatmydata.so", "libjemalloc.so.2"] {
+        let asked = output(Command::new("cc").arg(format!("-print-file-name={name}"))).stdout;
+        let path = Path::new(String::from_utf8_lossy(&asked).trim()).to_owned();
+        if path.is_absolute() {
+            beside(&host, &path);
+        } else {
+            eprintln!("{name} is not here");
+        }
+    }
+}
+
+/// A program that was built with a sanitizer. Its runtime either comes first, or does not insist on that.
+#[track_caller]
+fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str>) {
+    let host = Host::new();
+    let built = host.build("worker", "worker", &[&format!("-fsanitize={sanitizer}"), "-fno-sanitize-recover=all"]);
+    let Some(program) = built else { return lacking(&format!("the C compiler has no -fsanitize={sanitizer}")) };
+    let mut case = host.case(&program, &["4"]).env(options, setting);
+    if let Some(runtime) = runtime {
+        let asked = output(Command::new("cc").arg(format!("-print-file-name={runtime}"))).stdout;
+        case = case.before(Path::new(String::from_utf8_lossy(&asked).trim()));
+    }
+    case.succeeds();
+    assert!(host.clients() > 0, "it is shared");
+}
+
+#[test]
+fn the_address_sanitizer_has_nothing_to_say() {
+    // The simulated driver keeps what the process has until its end.
+    sanitized("address", "ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0", None);
+    sanitized("address", "ASAN_OPTIONS", "detect_leaks=0", Some("libasan.so"));
+}
+
+#[test]
+fn the_undefined_behaviour_sanitizer_has_nothing_to_say() {
+    sanitized("undefined", "UBSAN_OPTIONS", "", None);
+}
+
+#[test]
+fn the_thread_sanitizer_has_nothing_to_say() {
+    // It sees no lock inside of what was not built with it, the driver and this library, and would take these for races.
+    sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
+}

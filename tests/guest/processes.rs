@@ -1,0 +1,44 @@
+//! Processes: what a program's children and successors inherit, which is nothing of the library's.
+
+use std::fs;
+
+use crate::compare::*;
+use crate::sharing::*;
+
+#[test]
+fn a_forked_child_gets_the_drivers_answers_and_its_parent_goes_on() {
+    let host = Host::new();
+    host.succeeds("forks", &["exits", "calls", "handlers"]);
+    // The children are no clients.
+    assert_eq!(host.clients(), 3);
+}
+
+#[test]
+fn a_child_that_outlives_its_parent_does_not_keep_the_lock() {
+    let host = Host(Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: 3600, ..Setup::default() }));
+    let mut parent = host.case(host.program("forks"), &["outlives"]).start();
+    assert_eq!(end(&mut parent).status, (Some(0), None));
+    let child: u32 = parent.stdout().trim().parse().expect("the child's number");
+    assert!(fs::exists(format!("/proc/{child}")).expect("/proc"), "the child is still there");
+    host.0.wait_until_empty();
+    host.0.program("mix --mem 16M --reps 2 --rounds 3").start().finish();
+    // Ours no more once its parent is gone, so not one of `Program`'s.
+    let _ = std::process::Command::new("kill").args(["-9", &child.to_string()]).status();
+}
+
+#[test]
+fn a_thousand_forks_beside_threads_that_allocate_and_launch_deadlock_nowhere() {
+    let host = Host::new();
+    let program = host.program("forks");
+    let ended = host.case(&program, &["storm"]).with();
+    assert_eq!((ended.status, &*ended.stdout, &*ended.stderr), ((Some(0), None), "1000 children\n", ""));
+}
+
+#[test]
+fn programs_that_replace_and_start_programs_find_them_as_ever() {
+    let host = Host::new();
+    let (program, worker) = (host.program("starts"), host.program("worker"));
+    for word in ["vfork", "spawn", "exec", "system", "descriptors"] {
+        host.case(&program, &[word, &worker.to_string_lossy()]).succeeds();
+    }
+}

@@ -1,0 +1,57 @@
+//! Programs that run with more rights than whoever started them: what that somebody says in the environment is not heard.
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+use crate::compare::*;
+
+/// In a mount namespace of its own, where the library is in `/etc/ld.so.preload` and nobody else sees it.
+const PRELOADED: &str = r#"
+mount --make-rprivate / && mount -t tmpfs none "$1" && cp -a /etc "$1/etc" && echo "$2" >"$1/etc/ld.so.preload" &&
+mount --bind "$1/etc" /etc && shift 2 && exec "$@"
+"#;
+
+#[test]
+#[ignore = "the library reads its variables with getenv, not secure_getenv"]
+fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
+    let host = Host::new();
+    // SAFETY: no arguments.
+    let root = unsafe { libc::geteuid() } == 0;
+    if !root || !output(Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "none", "/mnt"])).status.success() {
+        return lacking("needs root, and the right to mount, for an /etc/ld.so.preload of its own");
+    }
+    let (program, place) = (host.program("secure"), host.0.path("place"));
+    std::fs::create_dir(&place).expect("a directory");
+    std::fs::set_permissions(host.0.path("."), PermissionsExt::from_mode(0o755)).expect("its mode");
+    let run = |mode: u32| {
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(mode)).expect("its mode");
+        let words = [place.to_string_lossy(), library().to_string_lossy().into_owned().into()];
+        let program = program.to_string_lossy();
+        let arguments = [
+            "-m",
+            "sh",
+            "-c",
+            PRELOADED,
+            "sh",
+            &words[0],
+            &words[1],
+            "setpriv",
+            "--reuid=1",
+            "--clear-groups",
+            &program,
+        ];
+        // Started without the library, which the file brings.
+        let case = host.case("/usr/bin/unshare", &arguments).as_libraries(&[]);
+        let case = case.env("NVSHARE_DEBUG", "1").env("NVSHARE_SOCKET", &host.0.socket().to_string_lossy());
+        case.with()
+    };
+    // An ordinary program of that user says what it does.
+    let plain = run(0o755);
+    assert_eq!((plain.status, &*plain.stdout), ((Some(0), None), "not secure, worked\n"), "{plain:?}");
+    assert!(plain.stderr.contains("nvshare"), "{plain:?}");
+    let clients = host.clients();
+    // As does one with the rights of somebody else: nothing.
+    let secure = run(0o4755);
+    assert_eq!((secure.status, &*secure.stdout, &*secure.stderr), ((Some(0), None), "secure, worked\n", ""));
+    assert_eq!(host.clients(), clients, "it did not connect to a socket of the user's");
+}

@@ -1,0 +1,61 @@
+//! Signals are for the program's own threads.
+
+use crate::compare::*;
+use crate::sharing::*;
+
+#[test]
+fn no_signal_is_ever_delivered_to_the_librarys_thread() {
+    let host = Host::new();
+    let program = host.program("signals");
+    host.case(&program, &["wait"]).succeeds();
+    let ended = host.case(&program, &["blocked"]).with();
+    assert_eq!(
+        (ended.status, &*ended.stdout),
+        ((Some(0), None), "one thread, which blocks every signal\n"),
+        "{ended:?}"
+    );
+}
+
+#[test]
+fn thousands_of_signals_a_second_disturb_no_call() {
+    Host::new().succeeds("signals", &["timer"]);
+}
+
+#[test]
+#[ignore = "the first signal ends the wait for the scheduler's answer"]
+fn signals_disturb_no_wait_for_the_scheduler() {
+    let host = Host::new();
+    let program = host.program("signals");
+    kill(host.0.scheduler_pid(), libc::SIGSTOP);
+    let mut program = host.case(&program, &["timer"]).start();
+    // It takes hundreds of signals while the scheduler does not answer.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    kill(host.0.scheduler_pid(), libc::SIGCONT);
+    let ended = Ended { status: (Some(0), None), stdout: "worked\n".into(), stderr: String::new() };
+    assert_eq!(end(&mut program), ended);
+}
+
+#[test]
+fn signals_disturb_no_wait_at_the_gate() {
+    let (host, mut free) = Host::occupied();
+    let mut program = host.case(host.program("signals"), &["gate"]).start();
+    host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
+    // It handles signals while it waits, and it goes on waiting.
+    wait_for("signals", || program.stdout().contains("100 signals").then_some(()));
+    assert_eq!(program.poll(), None);
+    free();
+    assert_eq!(end(&mut program).stdout, "100 signals\nworked\n");
+}
+
+#[test]
+fn a_program_that_is_stopped_and_continued_goes_on() {
+    let host = Host::new();
+    let mut program = host.case(host.program("signals"), &["timer"]).start();
+    for _ in 0..5 {
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        program.signal(libc::SIGSTOP);
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        program.signal(libc::SIGCONT);
+    }
+    assert_eq!(end(&mut program).status, (Some(0), None));
+}

@@ -1,0 +1,62 @@
+//! Every function that the simulated driver exports, called with zeros: the same answer as without the library, no crash,
+//! and `errno` is left alone.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use crate::compare::*;
+
+/// What `sweep.c` sets `errno` to.
+const UNTOUCHED: &str = "errno 4321";
+
+/// What each call was answered, by its name.
+fn answers(ended: &Ended) -> BTreeMap<String, String> {
+    assert_eq!((ended.status, &*ended.stderr), ((Some(0), None), ""), "{}", ended.stdout);
+    let lines = ended.stdout.lines().map(|line| line.split_once(' ').expect("a name and an answer"));
+    lines.map(|(name, answer)| (name.to_owned(), answer.to_owned())).collect()
+}
+
+#[track_caller]
+fn every_call_with_zeros(moment: &str) {
+    let host = Host::new();
+    let driver = host.0.path("lib").join("libcuda.so.1");
+    let symbols = output(Command::new("nm").args(["-D", "--defined-only"]).arg(&driver)).stdout;
+    let symbols = String::from_utf8(symbols).expect("names");
+    let names = symbols.lines().filter_map(|line| line.split(" T ").nth(1).filter(|name| name.starts_with("cu")));
+    // Nothing comes after it.
+    let names: Vec<&str> = [moment].into_iter().chain(names).collect();
+    assert!(names.len() > 300, "{names:?}");
+
+    let case = host.case(host.program("sweep"), &names);
+    let (plain, guest) = (answers(&case.without()), answers(&case.with()));
+    assert_eq!(plain.len(), names.len() - 1);
+    let mut compared = 0;
+    for (name, answer) in &plain {
+        // What the driver itself cannot take says nothing about the library.
+        if answer.starts_with("signal") {
+            continue;
+        }
+        compared += 1;
+        let guest = &guest[name];
+        // Where the driver itself writes errno, the library may keep it as it was.
+        let code = |answer: &str| answer.split(',').next().map(str::to_owned);
+        let untouched = guest.ends_with(UNTOUCHED) && code(guest) == code(answer);
+        assert!(guest == answer || untouched, "{name}, {moment}: {guest}, and without the library {answer}");
+    }
+    assert!(compared > 300, "only {compared} calls can be compared: {plain:#?}");
+}
+
+#[test]
+fn before_initialisation_every_call_with_zeros_is_answered_as_without() {
+    every_call_with_zeros("before");
+}
+
+#[test]
+fn without_a_context_every_call_with_zeros_is_answered_as_without() {
+    every_call_with_zeros("initialised");
+}
+
+#[test]
+fn with_a_context_every_call_with_zeros_is_answered_as_without() {
+    every_call_with_zeros("context");
+}
