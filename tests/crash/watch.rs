@@ -1,0 +1,98 @@
+//! What can be seen from outside: who holds and who waits, by the scheduler's trace, and how full the simulated GPU is.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use serde_json::Value;
+
+/// How a client stands with the one GPU there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stand {
+    Idle,
+    Waits,
+    Holds,
+}
+
+/// Follows the trace of one scheduler.
+#[derive(Debug)]
+pub struct Watch {
+    trace: File,
+    /// The beginning of a line whose end is not written yet.
+    rest: String,
+    clients: BTreeMap<u64, (u32, Stand)>,
+    /// The most clients that held the lock at once.
+    pub most_holders: usize,
+}
+
+impl Watch {
+    pub fn new(trace: &Path) -> Self {
+        let trace = File::open(trace).expect("the trace of a scheduler that runs");
+        Self { trace, rest: String::new(), clients: BTreeMap::new(), most_holders: 0 }
+    }
+
+    pub fn look(&mut self) {
+        self.trace.read_to_string(&mut self.rest).expect("the trace");
+        let whole = self.rest.rfind('\n').map_or(0, |end| end + 1);
+        let lines: String = self.rest.drain(..whole).collect();
+        for line in lines.lines() {
+            let line: Value = serde_json::from_str(line).expect("a line of JSON");
+            let number = |key: &str| line[key].as_u64().expect("a number");
+            let (client, pid) = (number("client"), number("pid") as u32);
+            let now = match line["what"].as_str().expect("what happened") {
+                "request" => Stand::Waits,
+                "grant" => Stand::Holds,
+                "release" | "cancel" | "detach" => Stand::Idle,
+                "disconnect" => {
+                    self.clients.remove(&client);
+                    continue;
+                }
+                _ => continue,
+            };
+            let stand = &mut self.clients.entry(client).or_insert((pid, Stand::Idle)).1;
+            // A holder that asks for more still holds.
+            if (*stand, now) != (Stand::Holds, Stand::Waits) {
+                *stand = now;
+            }
+            self.most_holders = self.most_holders.max(self.pids(Stand::Holds).count());
+        }
+    }
+
+    fn pids(&self, wanted: Stand) -> impl Iterator<Item = u32> {
+        self.clients.values().filter(move |(_, stand)| *stand == wanted).map(|(pid, _)| *pid)
+    }
+
+    pub fn stand(&self, pid: u32) -> Stand {
+        self.clients.values().find(|(p, _)| *p == pid).map_or(Stand::Idle, |(_, stand)| *stand)
+    }
+}
+
+/// Bytes of the simulated GPU that living processes have, by the simulator's accounts (`tests/cuda-sim/gpus`): a file a
+/// process, locked as long as it lives, with its pid and then two counts for each GPU. `None` while one of them is
+/// taking memory.
+pub fn used(simulator: &Path) -> Option<u64> {
+    let all = File::open(simulator.join("accounts.lock")).ok()?;
+    if !lock(&all) {
+        return None;
+    }
+    let files = fs::read_dir(simulator.join("processes")).ok()?.flatten();
+    let bytes = files.filter_map(|entry| {
+        let mut file = File::open(entry.path()).ok()?;
+        let mut counts = [0; 16];
+        // A lock that can be had is that of a process which is gone.
+        if lock(&file) || file.seek(SeekFrom::Start(8)).is_err() || file.read_exact(&mut counts).is_err() {
+            return None;
+        }
+        let count = |at: usize| u64::from_ne_bytes(counts[at..at + 8].try_into().expect("eight bytes"));
+        Some(count(0) + count(8))
+    });
+    Some(bytes.sum())
+}
+
+/// Until the file is closed.
+fn lock(file: &File) -> bool {
+    // SAFETY: an open descriptor.
+    unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
+}

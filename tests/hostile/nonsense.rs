@@ -1,0 +1,74 @@
+//! What a hostile scheduler says: messages that are well-formed and make no sense, and packets that are not even that.
+
+use nvshare_wire::{SchedulerMessage, SlotSet, Text, scheduler::Refusal, scheduler::WaitReason};
+
+use crate::dice::Dice;
+use crate::sharing::MIB;
+
+/// Mostly about the one GPU there is.
+fn slots(dice: &mut Dice) -> SlotSet {
+    let any = dice.next();
+    dice.pick(&[1, 1, 1, 1, 1, 0, 2, 1 << 63, u64::MAX, any])
+}
+
+fn slot(dice: &mut Dice) -> u32 {
+    let any = dice.next() as u32;
+    dice.pick(&[0, 0, 0, 0, 0, 1, 63, 64, u32::MAX, any])
+}
+
+fn bytes(dice: &mut Dice) -> u64 {
+    let (any, near) = (dice.next(), dice.below(16 * MIB));
+    dice.pick(&[0, 1, 2 * MIB, 4 * MIB, 8 * MIB, 64 * MIB, u64::MAX, u64::MAX - 1, near, any])
+}
+
+fn count(dice: &mut Dice) -> u32 {
+    let any = dice.next() as u32;
+    dice.pick(&[0, 1, 1, 2, 1000, u32::MAX, any])
+}
+
+/// A message that a scheduler could send, though not now and not so.
+pub fn message(dice: &mut Dice) -> SchedulerMessage {
+    match dice.below(24) {
+        0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.next() },
+        1 => refusal(dice),
+        2..5 => SchedulerMessage::Attached { slot: slot(dice) },
+        5 => SchedulerMessage::Limit { slot: slot(dice), bytes: bytes(dice) },
+        6..12 => SchedulerMessage::Allowance { slot: slot(dice), seq: count(dice), bytes: bytes(dice) },
+        12..16 => SchedulerMessage::Grant { gpus: slots(dice) },
+        16..20 => SchedulerMessage::Revoke { gpus: slots(dice) },
+        20..23 => SchedulerMessage::Contended { gpus: slots(dice), waiters: count(dice), grace_us: count(dice) },
+        _ => SchedulerMessage::Waiting {
+            gpus: slots(dice),
+            why: dice.pick(&[WaitReason::Queue, WaitReason::HolderStuck, WaitReason::Eviction, WaitReason::Pinned]),
+        },
+    }
+}
+
+pub fn refusal(dice: &mut Dice) -> SchedulerMessage {
+    let reason = dice.pick(&[Refusal::Version, Refusal::TooMany, Refusal::Stopping, Refusal::Identity]);
+    let text = dice.pick(&["", "no", "%s%n", LONG]);
+    SchedulerMessage::Refused { reason, text: Text::new(text) }
+}
+
+/// As long as fits and longer, in letters of two bytes.
+const LONG: &str = "ääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääääää";
+
+/// Bytes that are no message, or only by chance.
+pub fn packet(dice: &mut Dice, version: u16) -> Vec<u8> {
+    let mut packet = message(dice).encode(version).as_bytes().to_vec();
+    match dice.below(7) {
+        0 => packet.truncate(dice.below(packet.len() as u64) as usize),
+        1 => packet.extend((0..=dice.below(64)).map(|i| i as u8)),
+        // Longer than any message.
+        2 => packet.resize(dice.pick(&[256, 257, 4096, 60_000]), 0xa5),
+        3 => packet[0] = packet[0].wrapping_add(1), // another version
+        4 => packet = (0..dice.below(64)).map(|_| dice.next() as u8).collect(),
+        _ => {
+            for _ in 0..=dice.below(3) {
+                let at = dice.below(packet.len() as u64) as usize;
+                packet[at] ^= 1 << dice.below(8);
+            }
+        }
+    }
+    packet
+}

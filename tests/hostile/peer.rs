@@ -1,0 +1,104 @@
+//! The scheduler's end of the socket, without a scheduler: accepts, and sends whatever bytes it is told to. Nothing here
+//! waits.
+
+use std::fs;
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use nvshare_wire::{ClientMessage, MAX_LEN};
+
+/// What listens; the socket goes away with it.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    path: PathBuf,
+}
+
+impl Listener {
+    pub fn new(path: &Path) -> Self {
+        fs::create_dir_all(path.parent().expect("a directory")).expect("a directory for the socket");
+        let _ = fs::remove_file(path);
+        // SAFETY: all zeros is a valid address.
+        let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
+        address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+        let bytes = path.as_os_str().as_bytes();
+        assert!(bytes.len() < address.sun_path.len(), "{} is too long for a socket", path.display());
+        for (to, from) in address.sun_path.iter_mut().zip(bytes) {
+            *to = *from as _;
+        }
+        let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        // SAFETY: a descriptor that is not negative is ours; the address is valid and of that length.
+        unsafe {
+            let socket = libc::socket(libc::AF_UNIX, kind, 0);
+            assert!(socket >= 0, "a socket: {}", io::Error::last_os_error());
+            let socket = OwnedFd::from_raw_fd(socket);
+            let len = mem::size_of_val(&address) as libc::socklen_t;
+            let bound = libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len);
+            assert!(bound == 0 && libc::listen(socket.as_raw_fd(), 16) == 0, "{}", io::Error::last_os_error());
+            Self { socket, path: path.to_owned() }
+        }
+    }
+
+    pub fn accept(&self) -> Option<Connection> {
+        let (none, flags) = (std::ptr::null_mut(), libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK);
+        // SAFETY: asks for no address; a descriptor that is not negative is ours.
+        unsafe {
+            let socket = libc::accept4(self.socket.as_raw_fd(), none, std::ptr::null_mut(), flags);
+            (socket >= 0).then(|| Connection { socket: OwnedFd::from_raw_fd(socket), version: 1 })
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+#[derive(Debug)]
+pub struct Connection {
+    socket: OwnedFd,
+    /// What was agreed on.
+    pub version: u16,
+}
+
+/// What there is to receive.
+#[derive(Debug)]
+pub enum Received {
+    Nothing,
+    Message(ClientMessage),
+    /// The client has closed the connection.
+    End,
+}
+
+impl Connection {
+    /// One packet, unless the client is behind or gone.
+    pub fn send(&self, packet: &[u8]) -> bool {
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        // SAFETY: a valid buffer.
+        unsafe { libc::send(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), flags) >= 0 }
+    }
+
+    /// Whatever the client was told, what it says must be well-formed.
+    pub fn receive(&self) -> Received {
+        let mut buffer = [0u8; 2 * MAX_LEN];
+        // SAFETY: a valid buffer.
+        let len = unsafe {
+            libc::recv(self.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
+        };
+        match len {
+            0 => Received::End,
+            len if len > 0 => match ClientMessage::decode(&buffer[..len as usize], self.version) {
+                Ok(message) => Received::Message(message),
+                Err(e) => panic!("the library sent {:?}: {e}", &buffer[..len as usize]),
+            },
+            _ => match io::Error::last_os_error().kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Received::Nothing,
+                _ => Received::End,
+            },
+        }
+    }
+}
