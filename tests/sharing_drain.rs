@@ -166,17 +166,17 @@ fn a_graph_that_the_host_ends_is_waited_for() {
 
 #[test]
 fn captures_in_global_mode_survive_revokes() {
-    both_end_and_drain("captures --rounds 6 --capture-ms 500 --mode global");
+    both_end_and_drain("captures --rounds 5 --capture-ms 700 --mode global");
 }
 
 #[test]
 fn captures_in_thread_local_mode_survive_revokes() {
-    both_end_and_drain("captures --rounds 6 --capture-ms 500 --mode thread-local");
+    both_end_and_drain("captures --rounds 5 --capture-ms 700 --mode thread-local");
 }
 
 #[test]
 fn captures_in_relaxed_mode_survive_revokes() {
-    both_end_and_drain("captures --rounds 6 --capture-ms 500 --mode relaxed");
+    both_end_and_drain("captures --rounds 5 --capture-ms 700 --mode relaxed");
 }
 
 #[test]
@@ -272,11 +272,11 @@ fn is_scheduled_around(words: &str) {
 #[test]
 #[ignore = "nothing is scheduled around a stuck holder"]
 fn a_kernel_that_never_ends_is_shown_and_scheduled_around() {
-    is_scheduled_around("endless --seconds 40");
+    is_scheduled_around("endless --seconds 25");
 }
 
 #[test]
 #[ignore = "nothing is scheduled around a stuck holder"]
 fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
-    is_scheduled_around("endless --seconds 40 --graph 1");
+    is_scheduled_around("endless --seconds 25 --graph 1");
 }
