@@ -58,7 +58,6 @@ fn a_broken_or_full_stderr_neither_kills_nor_stops_a_program() {
 }
 
 #[test]
-#[ignore = "the event descriptor and the socket become 0, 1 or 2, and what the program writes there goes to the scheduler"]
 fn standard_descriptors_that_are_closed_are_not_taken() {
     let host = Host::new();
     let program = host.program("standard").to_string_lossy().into_owned();
@@ -80,13 +79,11 @@ fn an_empty_environment_is_enough() {
 }
 
 #[test]
-#[ignore = "the library goes on with the numbers of its descriptors, whoever has them now"]
 fn a_socket_in_the_place_of_a_closed_descriptor_is_the_programs_own() {
     Host::new().succeeds("closes", &["socket"]);
 }
 
 #[test]
-#[ignore = "the library goes on with the numbers of its descriptors, whoever has them now"]
 fn a_file_in_the_place_of_a_closed_descriptor_is_the_programs_own() {
     Host::new().succeeds("closes", &["file"]);
 }

@@ -73,6 +73,10 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
         let asked = output(Command::new("cc").arg(format!("-print-file-name={runtime}"))).stdout;
         case = case.before(Path::new(String::from_utf8_lossy(&asked).trim()));
     }
+    // Old runtimes do not know where kernels with much randomness put things.
+    if case.without().stderr.contains("unexpected memory mapping") {
+        return eprintln!("skipped: this {sanitizer} sanitizer does not run on this kernel");
+    }
     case.succeeds();
     assert!(host.clients() > 0, "it is shared");
 }

@@ -12,13 +12,12 @@ mount --bind "$1/etc" /etc && shift 2 && exec "$@"
 "#;
 
 #[test]
-#[ignore = "the library reads its variables with getenv, not secure_getenv"]
 fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
     let host = Host::new();
     // SAFETY: no arguments.
     let root = unsafe { libc::geteuid() } == 0;
     if !root || !output(Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "none", "/mnt"])).status.success() {
-        return lacking("needs root, and the right to mount, for an /etc/ld.so.preload of its own");
+        return eprintln!("skipped: needs root, and the right to mount, for an /etc/ld.so.preload of its own");
     }
     let (program, place) = (host.program("secure"), host.0.path("place"));
     std::fs::create_dir(&place).expect("a directory");

@@ -1,4 +1,4 @@
-/* Signals that come often, while working or waiting for the GPU, and signals that only the program may take. */
+/* Signals that come often, while working, initialising (`early`) or waiting for the GPU, and signals that only the program may take. */
 #include "guest.h"
 #include <sys/time.h>
 
@@ -19,10 +19,11 @@ static void often(int on) {
 int main(int count, char **words) {
     EXPECT(count == 2);
     const char *how = words[1];
-    if (is(how, "timer")) {
-        often(1);
+    if (is(how, "timer") || is(how, "early")) {
+        if (is(how, "early")) often(1);
         begin();
         load_kernel();
+        often(1);
         for (int i = 0; handled < 300; i++) {
             work();
             launch();

@@ -27,7 +27,7 @@ fn signals_disturb_no_wait_for_the_scheduler() {
     let host = Host::new();
     let program = host.program("signals");
     kill(host.0.scheduler_pid(), libc::SIGSTOP);
-    let mut program = host.case(&program, &["timer"]).start();
+    let mut program = host.case(&program, &["early"]).start();
     // It takes hundreds of signals while the scheduler does not answer.
     std::thread::sleep(std::time::Duration::from_millis(500));
     kill(host.0.scheduler_pid(), libc::SIGCONT);
