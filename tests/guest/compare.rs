@@ -148,7 +148,7 @@ impl Case<'_> {
     }
 
     /// The library under other names, or several times.
-    pub fn as_libraries(mut self, libraries: &[PathBuf]) -> Self {
+    pub fn preloading(mut self, libraries: &[PathBuf]) -> Self {
         self.nvshare = libraries.to_vec();
         self
     }

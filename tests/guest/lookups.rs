@@ -102,10 +102,10 @@ fn the_library_can_be_opened_and_closed_by_hand() {
 fn the_library_may_be_preloaded_twice() {
     let host = Host::new();
     let program = host.program("worker");
-    host.case(&program, &["2"]).as_libraries(&[library(), library()]).succeeds();
+    host.case(&program, &["2"]).preloading(&[library(), library()]).succeeds();
     let (linked, copied) = (host.0.path("libnvshare-linked.so"), host.0.path("libnvshare-copied.so"));
     std::os::unix::fs::symlink(library(), &linked).expect("a link");
     std::fs::copy(library(), &copied).expect("a copy");
-    host.case(&program, &["2"]).as_libraries(&[library(), linked]).succeeds();
-    host.case(&program, &["2"]).as_libraries(&[library(), copied]).succeeds();
+    host.case(&program, &["2"]).preloading(&[library(), linked]).succeeds();
+    host.case(&program, &["2"]).preloading(&[library(), copied]).succeeds();
 }

@@ -99,7 +99,7 @@ fn nothing_is_said_where_there_is_a_scheduler_or_nobody_asked() {
     let program = host.program("worker");
     // By a name that does not show that somebody wants nvshare for this very program.
     std::fs::copy(library(), host.0.path("lib/libother.so")).expect("a copy");
-    host.case(&program, &["2"]).as_libraries(&["libother.so".into()]).succeeds();
+    host.case(&program, &["2"]).preloading(&["libother.so".into()]).succeeds();
     let said = host.case(&program, &["2"]).with();
     assert!(said.stderr.starts_with("nvshare: no scheduler at ") && said.stderr.lines().count() == 1, "{said:?}");
 }

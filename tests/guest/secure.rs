@@ -40,7 +40,7 @@ fn a_setuid_program_does_not_hear_the_variables_of_whoever_starts_it() {
             &program,
         ];
         // Started without the library, which the file brings.
-        let case = host.case("/usr/bin/unshare", &arguments).as_libraries(&[]);
+        let case = host.case("/usr/bin/unshare", &arguments).preloading(&[]);
         let case = case.env("NVSHARE_DEBUG", "1").env("NVSHARE_SOCKET", &host.0.socket().to_string_lossy());
         case.with()
     };
