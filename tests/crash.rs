@@ -46,6 +46,10 @@ const PROGRAMS: &[&str] = &[
     "forks --mem 8M --rounds 2",
 ];
 
+/// The scheduler counts the bytes of a client as free when its connection ends. A process that is killed may have the GPU's
+/// memory for a moment longer, and whoever creates a context in that moment is refused: tolerated while it is rare.
+const NO_CONTEXT: &str = "refused a context";
+
 /// How often what happened.
 type Counts = BTreeMap<&'static str, u32>;
 
@@ -77,6 +81,7 @@ impl Guest {
             _ if self.program.stdout().contains("CUDA_ERROR_OUT_OF_MEMORY") && self.may_be_refused() => {
                 "refused memory around a restart"
             }
+            _ if self.program.stdout().contains("cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY") => NO_CONTEXT,
             _ => {
                 self.program.finish();
                 *slowest = self.since.elapsed().max(*slowest);
@@ -95,9 +100,10 @@ enum Scheduler {
 }
 
 struct Episode {
+    /// Before the machine, so that they end, and show what they said, while its directory is there.
+    guests: Vec<Guest>,
     machine: Machine,
     dice: Dice,
-    guests: Vec<Guest>,
     scheduler: Scheduler,
     schedulers: u32,
     scheduler_since: Instant,
@@ -322,6 +328,7 @@ fn whoever_is_killed_the_others_are_right_and_nobody_waits_for_ever() {
     let count = |what: &str| counts.get(what).copied().unwrap_or(0);
     let kills: u32 = counts.iter().filter(|(what, _)| what.ends_with("killed")).map(|(_, n)| n).sum();
     eprintln!("{kills} kills, {} programs finished", count("finished"));
+    assert!(count(NO_CONTEXT) <= 2 + kills / 200, "a context was refused {} times", count(NO_CONTEXT));
     // Enough of each that passing means something.
     let few = seconds as u32 / 20;
     for what in ["holder killed", "waiter killed", "scheduler killed", "scheduler told to end", "finished"] {
