@@ -138,6 +138,7 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
         LockState::Holding => "holding",
         LockState::Revoking => "revoking",
         LockState::Stuck => "stuck",
+        LockState::Undrainable => "undrainable",
         LockState::Suspended => "suspended",
     }
 }

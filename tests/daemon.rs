@@ -11,6 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use daemon_support::*;
+use nvshare_wire::client::StuckReason;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Uuid};
 
@@ -360,6 +361,29 @@ fn a_stopped_holder_is_found_and_runs_on_later() {
     kill(holder.id(), libc::SIGCONT);
     daemon.log.wait("the process runs again");
     end(&mut holder);
+}
+
+#[test]
+fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
+    let daemon = Daemon::start_with(|command, directory| {
+        let config = directory.join("nvshare.toml");
+        std::fs::write(&config, "time-quantum = 1\nanti-thrash = \"on\"\n").expect("a file");
+        command.arg("--config").arg(config).arg("--trace").arg(directory.join("trace"));
+    });
+    let (holder, waiter) = (daemon.client(), daemon.client());
+    for client in [&holder, &waiter] {
+        client.attach();
+        client.request();
+    }
+    holder.until(|message| matches!(message, SchedulerMessage::Revoke { gpus: 1 }));
+    holder.send(ClientMessage::Stuck { gpus: 1, reason: StuckReason::LongWork });
+    waiter.until_granted();
+    let warning = daemon.log.wait("cannot be drained: others run beside it");
+    assert!(warning.contains(&format!("pid={}", std::process::id())), "{warning}");
+    let shown = daemon.ctl(&["status", "--json"]).stdout;
+    assert!(shown.contains("\"undrainable\"") && shown.contains("\"holding\""), "{shown}");
+    let trace = std::fs::read_to_string(daemon.directory.0.join("trace")).expect("the trace");
+    assert_eq!(trace.matches("\"undrainable\"").count(), 1, "{trace}");
 }
 
 /// Another process that holds the lock.

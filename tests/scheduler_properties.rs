@@ -22,6 +22,8 @@ fn mode() -> impl Strategy<Value = AntiThrash> {
 #[derive(Debug, Clone, Copy, Default)]
 struct Unruly {
     stuck: bool,
+    /// Drains that take seconds, or for ever.
+    lingering: bool,
     stopped: bool,
     killed: bool,
     pinned: bool,
@@ -30,8 +32,9 @@ struct Unruly {
 }
 
 fn unruly() -> impl Strategy<Value = Unruly> {
-    any::<[bool; 6]>().prop_map(|[stuck, stopped, killed, pinned, gangs, managed]| Unruly {
+    any::<[bool; 7]>().prop_map(|[stuck, lingering, stopped, killed, pinned, gangs, managed]| Unruly {
         stuck,
+        lingering,
         stopped,
         killed,
         pinned,
@@ -50,7 +53,13 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
     let start = rng.between(ms(0), ms(3000));
     let pinned = if unruly.pinned && rng.one_in(3) { rng.below(256 * MIB) } else { 0 };
     // What is pinned by all must leave room for the largest, or it could never run.
-    let largest = if unruly.pinned { 12 } else { 20 };
+    let largest = match unruly {
+        Unruly { lingering: true, .. } => 8, // it has to fit beside those who never drain
+        Unruly { pinned: true, .. } => 12,
+        _ => 20,
+    };
+    let endless = unruly.lingering && rng.one_in(5);
+    let late = unruly.lingering && !endless && rng.one_in(4);
     let stopped = (unruly.stopped && rng.one_in(5)).then(|| {
         let from = start + rng.between(ms(0), ms(4000));
         (from, from + rng.between(ms(1), ms(20_000)))
@@ -59,15 +68,20 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
         gpus: set,
         gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
         engine: if unruly.managed && rng.one_in(3) { Engine::Managed } else { Engine::Swap },
-        demand: pinned + rng.below(largest) * GIB + rng.below(3) * 4096,
+        demand: if endless { 0 } else { rng.below(largest) * GIB } + pinned + rng.below(3) * 4096,
         pinned,
         start,
         phases: 1 + rng.below(5) as u32,
         cpu: rng.between(ms(0), ms(300)),
-        gpu: rng.between(ms(1), ms(800)),
-        drain: rng.between(ms(0), ms(30)),
+        gpu: if endless { ENDLESS } else { rng.between(ms(1), ms(800)) },
+        drain: rng.between(ms(0), ms(if late { 10_000 } else { 30 })),
+        endless,
         rate: (1 + rng.below(40)) * GIB,
-        stuck: if unruly.stuck && rng.one_in(3) { rng.below(4) as u32 } else { 0 },
+        stuck: match () {
+            () if endless && rng.one_in(2) => u32::MAX,
+            () if unruly.stuck && rng.one_in(3) => rng.below(8) as u32,
+            () => 0,
+        },
         stopped,
         killed: (unruly.killed && rng.one_in(4)).then(|| start + rng.between(ms(0), ms(5000))),
         leaves: rng.one_in(2),
@@ -91,10 +105,14 @@ fn bound(world: &World, quantum: Duration) -> Duration {
     let mut sum = Duration::from_secs(30);
     for m in world.models.values() {
         let p = &m.plan;
+        if p.endless {
+            sum += Duration::from_secs(10); // it is waited for, but once
+            continue;
+        }
         let turns = p.phases + (p.gpu.as_nanos() * u128::from(p.phases) / ms(20).as_nanos()) as u32;
         let swap = Duration::from_secs_f64(2.0 * p.demand as f64 / p.rate as f64);
         sum += (p.cpu + p.gpu) * p.phases + (p.drain * 2 + swap * 4 + ms(10)) * turns.max(1) + quantum;
-        sum += Duration::from_secs(25) * u32::from(p.stopped.is_some()) + Duration::from_secs(2) * p.stuck;
+        sum += Duration::from_secs(25) * u32::from(p.stopped.is_some()) + Duration::from_secs(5) * p.stuck;
     }
     sum
 }
@@ -134,7 +152,7 @@ proptest! {
 
 fn unserved(world: &World) -> Vec<String> {
     let mut lines: Vec<String> = world.machine.gpus().iter().map(|g| format!("{g:?}")).collect();
-    for (id, m) in world.models.iter().filter(|(_, m)| m.finished.is_none()) {
+    for (id, m) in world.models.iter().filter(|(_, m)| m.finished.is_none() && !m.plan.endless) {
         lines.push(format!("{id:?} {m:?} {:?}", world.machine.client(*id)));
     }
     lines

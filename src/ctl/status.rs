@@ -150,7 +150,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         colours.push(match usage.state.as_str() {
             "holding" | "revoking" => GREEN,
             "waiting" | "attaching" => YELLOW,
-            "stuck" | "suspended" => RED,
+            "stuck" | "undrainable" | "suspended" => RED,
             _ => "",
         });
         let seconds = |seconds: f64| units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default());

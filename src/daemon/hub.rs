@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use nvshare_wire::SchedulerMessage;
 use nvshare_wire::client::GpuKind;
 use tokio::sync::{Notify, watch};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use super::clients::Link;
 use super::config::Config;
@@ -300,6 +300,7 @@ impl Hub {
                 }
                 return Some(Event::Stopped { client, stopped });
             }
+            Command::Undrainable { .. } => return None,
         };
         self.send(client, message);
         None
@@ -392,6 +393,19 @@ impl Hub {
             }
             Command::Contended { client, gpus, waiters, grace } => {
                 debug!(client = client.0, ?gpus, waiters, ?grace, "contended");
+            }
+            Command::Undrainable { client, gpus } => {
+                self.trace_all(now, *client, gpus, "undrainable");
+                let Some(identity) = self.clients.get(client).map(|entry| &entry.identity) else { return };
+                let Identity { pid, unit, name, .. } = &**identity;
+                let gpus: Vec<String> = gpus.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect();
+                warn!(
+                    client = client.0,
+                    pid,
+                    unit,
+                    gpus = gpus.join(" "),
+                    "{name} cannot be drained: others run beside it"
+                );
             }
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
             Command::Attached { .. } | Command::Probe { .. } => {}

@@ -173,4 +173,9 @@ pub enum Command {
     Probe {
         client: ClientId,
     },
+    /// To nobody, for people: from now on these GPUs are scheduled around this holder, which cannot drain.
+    Undrainable {
+        client: ClientId,
+        gpus: GpuSet,
+    },
 }

@@ -44,7 +44,7 @@ pub(super) struct Account {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Sums {
     charge: u64,
-    /// Cannot leave: pinned, or the process is stopped.
+    /// Cannot leave: pinned, or the process is stopped, or it holds the lock and cannot drain.
     fixed: u64,
     /// On its way out.
     coming: u64,
@@ -118,9 +118,9 @@ impl Account {
         self.allowance.saturating_sub(self.report.pinned)
     }
 
-    fn divide(&self, stopped: bool, idle_since: Option<Time>) -> Sums {
-        let movable = if stopped { 0 } else { self.movable() };
-        let coming = if stopped || self.eviction.is_none() {
+    fn divide(&self, stays: bool, idle_since: Option<Time>) -> Sums {
+        let movable = if stays { 0 } else { self.movable() };
+        let coming = if stays || self.eviction.is_none() {
             0
         } else {
             self.charge.saturating_sub(self.allowance.max(self.report.pinned))
@@ -153,9 +153,10 @@ pub(super) struct Bank {
 }
 
 impl Bank {
-    /// Brings the sums up to date with an account. `idle_since` is when it last ran, `None` for a holder.
-    pub fn enter(&mut self, client: ClientId, account: &mut Account, stopped: bool, idle_since: Option<Time>) {
-        let new = account.divide(stopped, idle_since);
+    /// Brings the sums up to date with an account. `stays`: nothing of it can leave now. `idle_since` is when it last
+    /// ran, `None` for a holder.
+    pub fn enter(&mut self, client: ClientId, account: &mut Account, stays: bool, idle_since: Option<Time>) {
+        let new = account.divide(stays, idle_since);
         self.replace(client, account.sums, new);
         account.sums = new;
     }

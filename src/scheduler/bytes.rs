@@ -3,7 +3,7 @@
 use super::{
     api::*,
     bank::Account,
-    locks::Parked,
+    locks::{Hold, Parked},
     machine::{Gpu, Machine, Seat},
     policy::Bursts,
 };
@@ -94,6 +94,7 @@ impl Machine {
                 engine,
                 account: Account::default(),
                 hold: None,
+                lingers: false,
                 attached: None,
                 last_run: now,
                 bursts: Bursts::default(),
@@ -239,7 +240,8 @@ impl Machine {
         let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
         let Some(seat) = state.seats.get_mut(&id) else { return };
         let idle_since = seat.hold.is_none().then_some(seat.last_run);
-        gpu.bank.enter(client, &mut seat.account, state.stopped, idle_since);
+        let stays = state.stopped || seat.hold.as_ref().is_some_and(Hold::is_undrainable);
+        gpu.bank.enter(client, &mut seat.account, stays, idle_since);
         if gpu.bank.loosened {
             self.dirty.insert(id);
         }

@@ -42,6 +42,8 @@ pub(super) struct Request {
 pub(super) enum Parked {
     Until(Time),
     Stopped,
+    /// It wants a lock that it has to release first, and cannot drain.
+    Undrained,
     /// What is pinned on that GPU leaves too little.
     Pinned(GpuId),
 }
@@ -63,22 +65,38 @@ pub(super) struct Hold {
     pub revoked: Option<Revoked>,
     /// Its process is stopped, so it is counted as no holder until it runs again.
     pub suspended: bool,
+    /// It said that it cannot drain.
+    pub stuck: bool,
+    /// It had its time to drain. Whenever it is asked for the lock from now on, it is counted as no holder.
+    pub undrainable: bool,
 }
 
 /// A revoke that was not answered by a release yet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Revoked {
+    /// When it was first asked.
+    pub first: Time,
+    /// When it was last asked.
     pub since: Time,
     /// It said that it is stuck, and is asked again then.
     pub again: Option<Time>,
     /// How long after the next time it says so.
     pub backoff: Duration,
-    pub stuck: bool,
 }
 
 impl Hold {
     pub fn waited(&self, now: Time) -> Duration {
         self.waited + self.waited_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
+    }
+
+    /// Whether it is asked for the lock and known to be unable to drain.
+    pub fn is_undrainable(&self) -> bool {
+        self.undrainable && self.revoked.is_some()
+    }
+
+    /// Whether it is counted as no holder: others are admitted beside it, and its bytes stay where they are.
+    pub fn is_aside(&self) -> bool {
+        self.suspended || self.is_undrainable()
     }
 }
 
@@ -170,6 +188,16 @@ impl Machine {
         if request.parked == Some(Parked::Stopped) {
             return; // it is put back when all of its members run
         }
+        // One that waits for its own client holds up nobody. Its fellows in a gang go on without it: it may need them in
+        // order to drain.
+        let undrained = self.undrained(unit);
+        if !undrained.is_empty() {
+            if undrained.len() == request.wants.len() {
+                return self.park(unit, Parked::Undrained);
+            }
+            self.split(unit, &undrained);
+        }
+        let Some(request) = self.requests.get(&unit) else { return };
         // One that would only take bytes elsewhere, and could not use them, stays out.
         let ids: BTreeSet<GpuId> = request.wants.values().flatten().copied().collect();
         let full = ids.iter().find(|id| {
@@ -217,8 +245,19 @@ impl Machine {
                 }
                 self.tell(unit, WaitReason::Pinned);
             }
+            Parked::Undrained => self.tell(unit, WaitReason::HolderStuck),
             Parked::Stopped => {}
         }
+    }
+
+    /// Those members of a unit that want a lock which they hold still and cannot give back.
+    fn undrained(&self, unit: Unit) -> Vec<ClientId> {
+        let wants = self.requests.get(&unit).into_iter().flat_map(|r| &r.wants);
+        let undrainable = |client: ClientId, id: GpuId| {
+            self.seat(client, id).and_then(|s| s.hold.as_ref()).is_some_and(Hold::is_undrainable)
+        };
+        let undrained = wants.filter(|(client, gpus)| gpus.iter().any(|id| undrainable(**client, *id)));
+        undrained.map(|(client, _)| *client).collect()
     }
 
     /// Takes a client out of the request that it is part of.
@@ -300,7 +339,7 @@ impl Machine {
         gpu.holders.values().all(|holder| {
             let Some(hold) = self.seat(*holder, id).and_then(|s| s.hold.as_ref()) else { return true };
             let own = request.wants.get(holder).is_some_and(|gpus| gpus.contains(&id));
-            let beside = self.settings.anti_thrash == AntiThrash::Off || hold.suspended || hold.unit == unit;
+            let beside = self.settings.anti_thrash == AntiThrash::Off || hold.is_aside() || hold.unit == unit;
             beside && !own
         })
     }
@@ -352,6 +391,8 @@ impl Machine {
                     told: None,
                     revoked: None,
                     suspended: false,
+                    stuck: false,
+                    undrainable: false,
                 });
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.holders.insert(number, client);
@@ -393,12 +434,13 @@ impl Machine {
         for id in &gpus {
             if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
                 hold.revoked = Some(Revoked {
+                    first: hold.revoked.map_or(now, |r| r.first),
                     since: now,
                     again: None,
                     backoff: again.unwrap_or(super::patience::STUCK.0),
-                    stuck: again.is_some(),
                 });
             }
+            self.enter(client, *id);
             self.touch(*id);
         }
         if !gpus.is_empty() {
@@ -441,10 +483,16 @@ impl Machine {
         seat.bursts.ran(waited, held - waited, busy, idle);
         seat.lock_time += held;
         seat.last_run = now;
+        seat.lingers = hold.undrainable;
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
         }
         self.enter(client, id);
         self.touch(id);
+        if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
+            && self.requests.get(&unit).is_some_and(|r| r.parked == Some(Parked::Undrained))
+        {
+            self.join(unit);
+        }
     }
 }

@@ -86,6 +86,9 @@ pub(super) struct Seat {
     pub engine: Engine,
     pub account: Account,
     pub hold: Option<Hold>,
+    /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
+    /// scheduled around clears this.
+    pub lingers: bool,
     pub attached: Option<Time>,
     pub last_run: Time,
     pub bursts: Bursts,

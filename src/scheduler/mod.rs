@@ -9,7 +9,7 @@
 //! - `settle`: brings one GPU to rest after something changed there: bytes first, then the lock.
 //! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
 //! - `locks`: requests, the line, grants, revokes, releases.
-//! - `patience`: those who do not answer: stuck, stopped, slow.
+//! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
 //! - `timers`: when to look at what again.
 //! - [`view`]: what status shows.

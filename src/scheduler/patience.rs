@@ -1,11 +1,23 @@
 //! Those who do not answer: a holder that cannot drain, a process that is stopped, a victim that is slow to evict. They
-//! are waited for, asked again, or routed around; never punished, since they may be waiting for somebody themselves.
+//! are waited for, asked again, or scheduled around; never punished, since they may be waiting for somebody themselves.
+//!
+//! A holder that says it is stuck and does not drain in its time is *undrainable*: it is counted as no holder, so that
+//! others are admitted beside it, where there is room beside its bytes. It is still asked for the lock now and then, and
+//! everything is as before once it releases.
 
-use super::{api::*, locks::Parked, machine::Machine, timers::Wake};
+use super::{
+    api::*,
+    locks::{Hold, Parked},
+    machine::Machine,
+    timers::Wake,
+};
 use std::time::Duration;
 
 /// A stuck holder is asked again after the first, then twice that, at most the second.
 pub(super) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// How long a holder that says it is stuck is waited for since it was first asked: the first time, and when it did not
+/// drain in its last hold either.
+const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
 /// How long the answer to a revoke may take before somebody looks at the process.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
 /// The same for an eviction, which moves bytes.
@@ -17,9 +29,9 @@ impl Machine {
     pub(super) fn stuck(&mut self, client: ClientId, gpus: &GpuSet) {
         let now = self.now;
         for id in gpus {
-            let hold = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut());
-            let Some(revoked) = hold.and_then(|h| h.revoked.as_mut()) else { continue };
-            revoked.stuck = true;
+            let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) else { continue };
+            let Some(revoked) = hold.revoked.as_mut() else { continue };
+            hold.stuck = true;
             revoked.again = Some(now + revoked.backoff);
             revoked.backoff = (revoked.backoff * 2).min(STUCK.1);
             self.touch(*id);
@@ -44,9 +56,10 @@ impl Machine {
             let Some(revoked) = hold.revoked.as_mut() else { continue };
             if stopped {
                 hold.suspended |= revoked.again.is_none();
-            } else if hold.suspended {
-                // It has the revoke still to read, and time to answer.
+            } else if changed {
+                // It has the revoke still to read, and time to answer and to drain.
                 hold.suspended = false;
+                revoked.first = now;
                 revoked.since = now;
             }
         }
@@ -81,12 +94,22 @@ impl Machine {
         let mut again: (GpuSet, Duration) = (GpuSet::new(), STUCK.0);
         let mut next: Option<Time> = None;
         let mut overdue: Option<Time> = None;
+        let mut undrainable = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
         for (id, seat) in &state.seats {
             if let Some(eviction) = &seat.account.eviction {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
             }
-            let Some(revoked) = seat.hold.as_ref().and_then(|h| h.revoked) else { continue };
+            let Some(hold) = &seat.hold else { continue };
+            let Some(revoked) = hold.revoked else { continue };
+            // Time decides, not how often it says so: one whose work makes no call says it once.
+            if hold.stuck && !hold.undrainable && !state.stopped {
+                let patience = if seat.lingers { DRAIN.1 } else { DRAIN.0 };
+                match revoked.first + patience {
+                    due if due <= now => drop(undrainable.insert(*id)),
+                    due => sooner(&mut next, due),
+                }
+            }
             match revoked.again {
                 Some(at) if at <= now => {
                     again.0.insert(*id);
@@ -96,13 +119,15 @@ impl Machine {
                 None => sooner(&mut overdue, revoked.since + REVOKE_ANSWER),
             }
         }
+        self.schedule_around(client, undrainable);
         // What was asked back together is asked back again together, or not at all.
-        let calm =
-            if again.0.iter().any(|id| self.anybody_wants(*id)) { GpuSet::new() } else { std::mem::take(&mut again.0) };
+        let wanted = again.0.iter().any(|id| self.is_wanted_from(client, *id));
+        let calm = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &calm {
             if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
                 hold.revoked = None; // nobody waits any more: it is a holder like before
             }
+            self.enter(client, *id);
             self.touch(*id);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -129,12 +154,39 @@ impl Machine {
         }
     }
 
-    /// Whether there is a reason to ask the holders of a GPU for the lock.
-    fn anybody_wants(&self, id: GpuId) -> bool {
-        // Another may have been admitted while this one was stopped.
+    /// Others are admitted beside that holder from now on.
+    fn schedule_around(&mut self, client: ClientId, gpus: GpuSet) {
+        if gpus.is_empty() {
+            return;
+        }
+        for id in &gpus {
+            if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
+                hold.undrainable = true;
+            }
+            self.enter(client, *id);
+            self.touch(*id);
+        }
+        self.out.push(Command::Undrainable { client, gpus });
+        if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
+            && self.requests.get(&unit).is_some_and(|r| r.parked.is_none())
+        {
+            self.join(unit); // its request would stand before others and wait for itself
+        }
+    }
+
+    /// Whether there is a reason to ask that holder for the lock.
+    fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
+        // Others may be kept out of the line by bytes that it cannot give back, or have been admitted beside it.
+        let undrainable = self.seat(client, id).and_then(|s| s.hold.as_ref()).is_some_and(Hold::is_undrainable);
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
-        self.gpus.get(&id).is_some_and(|g| {
-            !g.line.is_empty() || g.bank.charged > g.capacity(&self.settings) || (exclusive && g.holders.len() > 1)
-        })
+        let others = self.gpus.get(&id).is_some_and(|g| {
+            !g.line.is_empty()
+                || (undrainable && !g.shut_out.is_empty())
+                || g.bank.charged > g.capacity(&self.settings)
+                || (exclusive && g.holders.len() > 1)
+        });
+        // It may also want it again itself, and has to release it first.
+        let unit = self.clients.get(&client).and_then(|c| c.waiting);
+        others || unit.is_some_and(|unit| self.members(unit, id).contains(&client))
     }
 }

@@ -3,7 +3,7 @@
 
 use super::{
     api::*,
-    locks::{Parked, Unit},
+    locks::{Hold, Parked, Request, Unit},
     machine::Machine,
     policy::{Policy, Waiter},
     timers::Wake,
@@ -39,7 +39,10 @@ impl Machine {
 
         let mut pressure = Pressure::default();
         let owed = self.make_room(id, &mut pressure);
-        let lacking = self.serve_line(id, owed, &mut pressure);
+        let mut lacking = self.serve_line(id, owed, &mut pressure);
+        if owed == 0 && lacking == 0 {
+            lacking = self.serve_undrainable(id);
+        }
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.lacking = owed > 0 || lacking > 0;
         }
@@ -140,6 +143,24 @@ impl Machine {
         }
     }
 
+    /// A holder that cannot drain may need more bytes in order to get there. It comes after all who wait, and no holder
+    /// gives anything for it. Returns the bytes that it lacks.
+    fn serve_undrainable(&mut self, id: GpuId) -> u64 {
+        let Some(gpu) = self.gpus.get(&id) else { return 0 };
+        let cannot = |c: &ClientId| self.seat(*c, id)?.hold.as_ref().map(Hold::is_undrainable);
+        let holders: Vec<ClientId> = gpu.holders.values().copied().filter(|c| cannot(c) == Some(true)).collect();
+        let mut lacking = 0u64;
+        for holder in holders {
+            lacking = lacking.saturating_add(self.credit(holder, id, lacking));
+            if lacking > 0 {
+                let mut spare = self.members_of_first(id);
+                spare.push(holder);
+                self.collect(id, lacking, &spare, &[]);
+            }
+        }
+        lacking
+    }
+
     /// Lets a request that cannot be served leave the line, so that it does not hold up others, until something that is
     /// pinned goes; a gang that is too large together falls apart.
     fn fits(&mut self, unit: Unit, id: GpuId, members: &[ClientId]) -> bool {
@@ -147,7 +168,9 @@ impl Machine {
             return true;
         }
         if members.len() > 1 {
-            self.split(unit);
+            let all: Vec<ClientId> =
+                self.requests.get(&unit).into_iter().flat_map(|r| r.wants.keys()).copied().collect();
+            self.split(unit, &all);
         } else {
             self.park(unit, Parked::Pinned(id));
         }
@@ -167,25 +190,26 @@ impl Machine {
         need <= room || self.provided(unit, id)
     }
 
-    /// Lets the members of a gang's request wait each for itself.
-    fn split(&mut self, unit: Unit) {
+    /// Lets these members of a gang's request wait each for itself. What is left of it is out of the line.
+    pub(super) fn split(&mut self, unit: Unit, members: &[ClientId]) {
         self.leave_line(unit);
-        let Some(request) = self.requests.remove(&unit) else { return };
-        for (client, gpus) in request.wants {
-            let solo = Unit::Solo(client);
-            let number = self.count();
-            let since = request.since.get(&client).copied().unwrap_or(self.now);
-            self.requests.insert(
-                solo,
-                super::locks::Request {
-                    place: (request.place.0, number),
-                    since: [(client, since)].into(),
-                    wants: [(client, gpus)].into(),
-                    parked: None,
-                    told: None,
-                },
-            );
-            if let Some(state) = self.clients.get_mut(&client) {
+        for client in members {
+            let (solo, number) = (Unit::Solo(*client), self.count());
+            let Some(request) = self.requests.get_mut(&unit) else { return };
+            let Some(gpus) = request.wants.remove(client) else { continue };
+            let since = request.since.remove(client).unwrap_or(self.now);
+            let alone = Request {
+                place: (request.place.0, number),
+                since: [(*client, since)].into(),
+                wants: [(*client, gpus)].into(),
+                parked: None,
+                told: None,
+            };
+            if request.wants.is_empty() {
+                self.requests.remove(&unit);
+            }
+            self.requests.insert(solo, alone);
+            if let Some(state) = self.clients.get_mut(client) {
                 state.waiting = Some(solo);
             }
             self.join(solo);
@@ -212,7 +236,7 @@ impl Machine {
         for client in holders {
             let Some(seat) = self.seat(client, id) else { continue };
             let Some(hold) = seat.hold.as_ref() else { continue };
-            let movable = seat.account.movable();
+            let movable = if hold.is_aside() { 0 } else { seat.account.movable() };
             let own = pressure.locked_out.is_some_and(|unit| hold.unit == unit);
             let gives = short > 0 && movable > 0 && pressure.grower != Some(client);
             let wanted = !own && (gives || (exclusive && pressure.locked_out.is_some()));

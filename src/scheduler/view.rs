@@ -75,7 +75,9 @@ pub enum LockState {
     Revoking,
     /// The same, and it said that it cannot.
     Stuck,
-    /// The same, and its process is stopped: it is counted as no holder.
+    /// The same for so long that others are admitted beside it.
+    Undrainable,
+    /// Was asked for the lock, and its process is stopped: it is counted as no holder.
     Suspended,
 }
 
@@ -100,6 +102,7 @@ impl Machine {
         for request in units.filter_map(|unit| self.requests.get(&unit)) {
             let off = request.parked.map(|why| match why {
                 Parked::Pinned(_) => WaitReason::Pinned,
+                Parked::Undrained => WaitReason::HolderStuck,
                 Parked::Until(_) | Parked::Stopped => WaitReason::Queue,
             });
             for (client, _) in request.wants.iter().filter(|(_, gpus)| gpus.contains(&id)) {
@@ -151,11 +154,10 @@ impl Machine {
         let Some(seat) = self.seat(client, id) else { return LockState::Idle };
         match &seat.hold {
             Some(hold) if hold.suspended => LockState::Suspended,
-            Some(hold) => match hold.revoked {
-                Some(revoked) if revoked.stuck => LockState::Stuck,
-                Some(_) => LockState::Revoking,
-                None => LockState::Holding,
-            },
+            Some(hold) if hold.revoked.is_none() => LockState::Holding,
+            Some(hold) if hold.undrainable => LockState::Undrainable,
+            Some(hold) if hold.stuck => LockState::Stuck,
+            Some(_) => LockState::Revoking,
             None => {
                 let unit = self.clients.get(&client).and_then(|c| c.waiting);
                 let wants = unit.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));

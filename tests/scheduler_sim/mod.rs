@@ -69,11 +69,13 @@ pub struct Plan {
     /// Without GPU work before each phase, and with.
     pub cpu: Duration,
     pub gpu: Duration,
-    /// Between a revoke and the release.
+    /// Between a revoke and the release. One that takes long says so once, as the library does.
     pub drain: Duration,
+    /// Its work never ends, and it never releases. The world does not wait for it.
+    pub endless: bool,
     /// Bytes a second that it can evict.
     pub rate: u64,
-    /// How often it answers a revoke with Stuck.
+    /// How often it answers a revoke with Stuck and works on.
     pub stuck: u32,
     /// Stopped from then to then.
     pub stopped: Option<(Time, Time)>,
@@ -96,6 +98,7 @@ impl Default for Plan {
             cpu: Duration::ZERO,
             gpu: ms(100),
             drain: Duration::ZERO,
+            endless: false,
             rate: 40 * GIB,
             stuck: 0,
             stopped: None,
@@ -104,6 +107,11 @@ impl Default for Plan {
         }
     }
 }
+
+/// A drain that takes longer is reported.
+const LONG: Duration = Duration::from_secs(2);
+/// Work that never ends.
+pub const ENDLESS: Duration = Duration::from_secs(1 << 20);
 
 #[derive(Debug, Default, Clone)]
 pub struct Place {
@@ -155,6 +163,7 @@ enum Happening {
     PhaseBegins(ClientId),
     WorkEnds(ClientId, u64),
     Drained(ClientId, GpuSet),
+    Lingers(ClientId, GpuSet),
     Evicted(ClientId, GpuId),
     Quiet(ClientId, u64),
     Stop(ClientId),
@@ -177,6 +186,8 @@ pub struct World {
     pub tolerant: Time,
     connected: BTreeSet<ClientId>,
     asked: BTreeMap<ClientId, GpuSet>,
+    /// The allowance that each was last sent.
+    allowed: BTreeMap<(ClientId, GpuId), u64>,
     queue: BTreeMap<(Time, u64), Happening>,
     last: BTreeMap<(ClientId, bool), Time>,
     counter: u64,
@@ -204,6 +215,7 @@ impl World {
             tolerant: Time::ZERO,
             connected: BTreeSet::new(),
             asked: BTreeMap::new(),
+            allowed: BTreeMap::new(),
             queue: BTreeMap::new(),
             last: BTreeMap::new(),
             counter: 0,
@@ -239,6 +251,7 @@ impl World {
             self.at(at, Happening::Kill(id));
         }
         let places = plan.gpus.iter().map(|g| (*g, Place::default())).collect();
+        self.busy += usize::from(!plan.endless);
         let model = Model {
             places,
             holds: GpuSet::new(),
@@ -261,7 +274,6 @@ impl World {
             plan,
         };
         self.models.insert(id, model);
-        self.busy += 1;
         id
     }
 
@@ -344,6 +356,9 @@ impl World {
             self.check_state();
         }
         for command in commands {
+            if let Command::Allowance { client, gpu, bytes, .. } = command {
+                self.allowed.insert((client, gpu), bytes);
+            }
             if self.keep {
                 self.commands.push((self.now, command.clone()));
             }
@@ -371,14 +386,23 @@ impl World {
             Command::Revoke { client, gpus } if self.models.get(client).is_none_or(|m| m.plan.gang == 0) => {
                 let reason = gpus.iter().any(|id| {
                     let view = self.machine.gpu(*id).unwrap();
-                    view.waiters.iter().any(|w| w.off.is_none())
-                        || view.charged > view.capacity
-                        || view.holders.len() > 1
+                    let waits =
+                        |w: &WaiterView| w.off.is_none() || w.client == *client || self.undrainable(*client, *id);
+                    view.waiters.iter().any(waits) || view.charged > view.capacity || view.holders.len() > 1
                 });
                 assert!(reason || self.grows() || self.now < self.tolerant, "{command:?} for an empty queue");
             }
+            Command::Allowance { client, gpu, bytes, .. } if self.undrainable(*client, *gpu) => {
+                let before = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
+                assert!(*bytes >= before, "{command:?} after {before}, to one that cannot drain");
+            }
             _ => {}
         }
+    }
+
+    fn undrainable(&self, client: ClientId, id: GpuId) -> bool {
+        let view = self.machine.gpu(id).unwrap();
+        view.holders.iter().any(|h| h.client == client && h.state == LockState::Undrainable)
     }
 
     fn grows(&self) -> bool {
@@ -395,7 +419,8 @@ impl World {
             if self.now < self.tolerant || self.machine.settings().anti_thrash == AntiThrash::Off {
                 continue;
             }
-            let holders = view.holders.iter().filter(|h| h.state != LockState::Suspended);
+            let aside = |h: &HolderView| matches!(h.state, LockState::Suspended | LockState::Undrainable);
+            let holders = view.holders.iter().filter(|h| !aside(h));
             let units: BTreeSet<(u64, ClientId)> = holders
                 .filter(|h| self.models.get(&h.client).is_none_or(|m| m.plan.stopped.is_none()))
                 .map(|h| match self.models.get(&h.client).map_or(0, |m| m.plan.gang) {
@@ -433,6 +458,7 @@ impl World {
             Happening::PhaseBegins(id) => self.begin(id),
             Happening::WorkEnds(id, epoch) => self.work_ends(id, epoch),
             Happening::Drained(id, gpus) => self.drained(id, gpus),
+            Happening::Lingers(id, gpus) => self.lingers(id, gpus),
             Happening::Evicted(id, gpu) => self.evicted(id, gpu),
             Happening::Quiet(id, epoch) => self.quiet(id, epoch),
             Happening::Stop(id) => {
@@ -467,7 +493,7 @@ impl World {
 
     fn gone(&mut self, id: ClientId) {
         let Some(m) = self.models.get_mut(&id) else { return };
-        if m.phase != Phase::Done {
+        if m.phase != Phase::Done && !m.plan.endless {
             self.busy -= 1;
         }
         m.phase = Phase::Done;
@@ -549,22 +575,28 @@ impl World {
                 self.maybe_quiet(id);
             }
             Command::Revoke { gpus, .. } => {
-                let gpus: GpuSet = gpus.intersection(&m.holds).copied().collect();
+                // One that drains already does not answer again.
+                let gpus: GpuSet = gpus.intersection(&m.holds).filter(|g| !m.revoked.contains(g)).copied().collect();
                 if gpus.is_empty() {
                     return;
                 }
                 if m.stuck > 0 {
-                    m.stuck -= 1;
-                    let reason = StuckReason::LongWork;
+                    m.stuck -= u32::from(!m.plan.endless);
+                    let reason = StuckReason::NeedsHost;
                     return self.say(id, Event::Stuck { client: id, gpus, reason });
                 }
                 self.pause(id);
                 let m = self.models.get_mut(&id).unwrap();
                 m.revoked.extend(gpus.iter().copied());
-                let drain = m.plan.drain;
-                self.at(now + drain, Happening::Drained(id, gpus));
+                let (drain, endless) = (m.plan.drain, m.plan.endless);
+                if endless || drain > LONG {
+                    self.at(now + LONG, Happening::Lingers(id, gpus.clone()));
+                }
+                if !endless {
+                    self.at(now + drain, Happening::Drained(id, gpus));
+                }
             }
-            Command::Waiting { .. } | Command::Probe { .. } => {}
+            Command::Waiting { .. } | Command::Probe { .. } | Command::Undrainable { .. } => {}
         }
     }
 
@@ -738,6 +770,18 @@ impl World {
         self.ask(id);
     }
 
+    /// A drain takes long.
+    fn lingers(&mut self, id: ClientId, gpus: GpuSet) {
+        let Some(m) = self.models.get(&id).filter(|_| self.connected.contains(&id)) else { return };
+        if m.stopped {
+            return self.at(self.now + ms(100), Happening::Lingers(id, gpus));
+        }
+        let gpus: GpuSet = gpus.intersection(&m.revoked).copied().collect();
+        if !gpus.is_empty() {
+            self.say(id, Event::Stuck { client: id, gpus, reason: StuckReason::LongWork });
+        }
+    }
+
     /// The same events again, on a new machine: the same commands.
     pub fn check_replay(&self, settings: Settings) {
         let mut machine = Machine::new(settings);
@@ -774,6 +818,7 @@ pub fn addressee(command: &Command) -> ClientId {
         | Command::Revoke { client, .. }
         | Command::Contended { client, .. }
         | Command::Waiting { client, .. }
+        | Command::Undrainable { client, .. }
         | Command::Probe { client } => *client,
     }
 }
