@@ -15,8 +15,8 @@ use std::time::Duration;
 
 /// A stuck holder is asked again after the first, then twice that, at most the second.
 pub(super) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// How long a holder that says it is stuck is waited for since it was first asked: the first time, and when it did not
-/// drain in its last hold either.
+/// How long a holder that says it is stuck is waited for since it was first asked; and how long one that did not drain
+/// in its last hold either, which need not say so again: two programs that wait for each other get on by this.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
 /// How long the answer to a revoke may take before somebody looks at the process.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
@@ -103,7 +103,7 @@ impl Machine {
             let Some(hold) = &seat.hold else { continue };
             let Some(revoked) = hold.revoked else { continue };
             // Time decides, not how often it says so: one whose work makes no call says it once.
-            if hold.stuck && !hold.undrainable && !state.stopped {
+            if (hold.stuck || seat.lingers) && !hold.undrainable && !state.stopped {
                 let patience = if seat.lingers { DRAIN.1 } else { DRAIN.0 };
                 match revoked.first + patience {
                     due if due <= now => drop(undrainable.insert(*id)),
