@@ -76,13 +76,11 @@ fn kernels_of_30_ms_drain_in_time() {
 }
 
 #[test]
-#[ignore = "long work is taken for work that needs the host, and the gate opens for more of it"]
 fn kernels_of_400_ms_drain_in_time() {
     drains_in_time("deep --launches 25 --ns 400000000", Duration::from_millis(400));
 }
 
 #[test]
-#[ignore = "long work is taken for work that needs the host, and the gate opens for more of it"]
 fn graphs_of_a_second_drain_in_time() {
     drains_in_time("deep --launches 100 --ns 100000000 --per-graph 10", Duration::from_secs(1));
 }
@@ -114,6 +112,13 @@ fn both_end(words: &str) -> Vec<String> {
 fn both_end_and_drain(words: &str) {
     let ends = both_end(words);
     assert!(!ends.is_empty() && ends.iter().all(|end| end == "release"), "`{words}`: drains ended with {ends:?}");
+}
+
+/// The same for one that captures and is idle at times: it may have given the lock back before it was asked.
+#[track_caller]
+fn both_end_and_take_turns(words: &str) {
+    let ends = both_end(words);
+    assert!(ends.iter().all(|end| end == "release"), "`{words}`: drains ended with {ends:?}");
 }
 
 #[test]
@@ -166,29 +171,27 @@ fn a_graph_that_the_host_ends_is_waited_for() {
 
 #[test]
 fn captures_in_global_mode_survive_revokes() {
-    both_end_and_drain("captures --rounds 5 --capture-ms 700 --mode global");
+    both_end_and_take_turns("captures --rounds 5 --capture-ms 700 --mode global");
 }
 
 #[test]
 fn captures_in_thread_local_mode_survive_revokes() {
-    both_end_and_drain("captures --rounds 5 --capture-ms 700 --mode thread-local");
+    both_end_and_take_turns("captures --rounds 5 --capture-ms 700 --mode thread-local");
 }
 
 #[test]
 fn captures_in_relaxed_mode_survive_revokes() {
-    both_end_and_drain("captures --rounds 5 --capture-ms 700 --mode relaxed");
+    both_end_and_take_turns("captures --rounds 5 --capture-ms 700 --mode relaxed");
 }
 
 #[test]
-#[ignore = "no fence can be made any more"]
 fn a_capture_left_open_by_its_stream_holds_nobody_up() {
-    both_end_and_drain("open-captures --how stream --rounds 60 --pause-ms 50");
+    both_end_and_take_turns("open-captures --how stream --rounds 60 --pause-ms 50");
 }
 
 #[test]
-#[ignore = "the library does not notice that the capture is gone"]
 fn a_capture_left_open_by_its_context_holds_nobody_up() {
-    both_end_and_drain("open-captures --how context --rounds 60 --pause-ms 50");
+    both_end_and_take_turns("open-captures --how context --rounds 60 --pause-ms 50");
 }
 
 #[test]
@@ -197,7 +200,6 @@ fn green_contexts_take_turns() {
 }
 
 #[test]
-#[ignore = "a green context is not known for a context"]
 fn a_green_context_that_is_the_first_takes_turns() {
     both_end_and_drain("green --mem 32M --rounds 20 --primary 0");
 }
@@ -231,19 +233,16 @@ fn pair(words: &str, gang: Option<&str>) {
 }
 
 #[test]
-#[ignore = "a member that gives the lock back early is put behind others"]
 fn a_gang_that_waits_for_itself_runs_together() {
     pair("pair --how value --rounds 200", Some("pair"));
 }
 
 #[test]
-#[ignore = "a member that gives the lock back early is put behind others"]
 fn a_member_of_a_gang_that_pauses_joins_the_others_again() {
     pair("pair --how value --rounds 20 --pause-ms 50", Some("pair"));
 }
 
 #[test]
-#[ignore = "nothing is scheduled around a stuck holder"]
 fn two_programs_that_wait_for_each_other_without_a_gang_get_by() {
     pair("pair --how value --rounds 20", None);
 }
@@ -270,13 +269,11 @@ fn is_scheduled_around(words: &str) {
 }
 
 #[test]
-#[ignore = "nothing is scheduled around a stuck holder"]
 fn a_kernel_that_never_ends_is_shown_and_scheduled_around() {
     is_scheduled_around("endless --seconds 25");
 }
 
 #[test]
-#[ignore = "nothing is scheduled around a stuck holder"]
 fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
     is_scheduled_around("endless --seconds 25 --graph 1");
 }

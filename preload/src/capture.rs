@@ -8,6 +8,7 @@ use crate::{
     client,
     cuda::*,
     driver,
+    memory::space::current_context,
     sys::sync::{Mutex, RwLock},
     threads,
 };
@@ -17,12 +18,22 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 /// How many captures are under way in this process. Changed under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTING: RwLock<()> = RwLock::new(());
-/// The streams they began on. The per-thread stream has one handle for all threads, so its thread is part of its name.
-static STREAMS: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Vec::new());
 
-fn name(stream: CUstream) -> (usize, usize) {
-    let thread = if stream == STREAM_PER_THREAD { core::ptr::from_ref(threads::mine()) as usize } else { 0 };
-    (stream as usize, thread)
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Capture {
+    stream: usize,
+    /// The per-thread stream has one handle for all threads, so its thread is part of its name.
+    thread: usize,
+    /// The context it ends with, if nothing else ends it.
+    context: usize,
+}
+
+impl Capture {
+    fn on(stream: CUstream) -> Self {
+        let thread = if stream == STREAM_PER_THREAD { core::ptr::from_ref(threads::mine()) as usize } else { 0 };
+        Self { stream: stream as usize, thread, context: current_context().map_or(0, |context| context as usize) }
+    }
 }
 
 #[inline]
@@ -61,20 +72,28 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     let _start = STARTING.write();
     let result = call();
     if result == SUCCESS {
-        let mut streams = STREAMS.lock();
-        streams.push(name(stream));
-        COUNT.store(streams.len(), Ordering::SeqCst);
+        let mut captures = CAPTURES.lock();
+        captures.push(Capture::on(stream));
+        COUNT.store(captures.len(), Ordering::SeqCst);
     }
     result
 }
 
 /// The capture of that stream has ended, or the stream is gone.
 pub fn end(stream: CUstream) {
+    let Capture { stream, thread, .. } = Capture::on(stream);
+    forget(|capture| capture.stream == stream && capture.thread == thread);
+}
+
+/// A context is gone, and with it the captures in it.
+pub fn end_all_in(context: CUcontext) {
+    forget(|capture| capture.context == context as usize);
+}
+
+fn forget(which: impl Fn(&Capture) -> bool) {
     if any() {
-        let mut streams = STREAMS.lock();
-        if let Some(at) = streams.iter().position(|s| *s == name(stream)) {
-            streams.swap_remove(at);
-        }
-        COUNT.store(streams.len(), Ordering::SeqCst);
+        let mut captures = CAPTURES.lock();
+        captures.retain(|capture| !which(capture));
+        COUNT.store(captures.len(), Ordering::SeqCst);
     }
 }

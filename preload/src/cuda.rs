@@ -29,9 +29,12 @@ pub const ERRORS_OF_A_BROKEN_CONTEXT: core::ops::RangeInclusive<CUresult> = 700.
 pub const ERROR_NOT_FOUND: CUresult = 500;
 pub const ERROR_NOT_READY: CUresult = 600;
 
+pub const ERROR_NOT_SUPPORTED: CUresult = 801;
 pub const ERROR_SYSTEM_NOT_READY: CUresult = 802;
 
 pub const CTX_DEFAULT_STREAM: CUstream = core::ptr::null_mut();
+/// `CU_STREAM_LEGACY`.
+pub const STREAM_LEGACY: CUstream = core::ptr::without_provenance_mut(1);
 /// `CU_STREAM_PER_THREAD`.
 pub const STREAM_PER_THREAD: CUstream = core::ptr::without_provenance_mut(2);
 pub const STREAM_NON_BLOCKING: u32 = 1;

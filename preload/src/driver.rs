@@ -3,7 +3,7 @@
 //! A [`Function`] is the real one of a name, looked up on first use. A name that this driver lacks gives
 //! `CUDA_ERROR_NOT_FOUND`, as the driver's own look-up does.
 
-use crate::{cuda::*, loader, sys::c};
+use crate::{cuda::*, elf, sys::c};
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
     sync::atomic::{AtomicUsize, Ordering},
@@ -34,6 +34,16 @@ fn open(flags: c_int) -> Option<*mut c_void> {
     Some(handle)
 }
 
+/// Libraries that submit work through tables of private functions: OptiX, and the video encoder and decoder.
+const UNSEEN: [&CStr; 3] = [c"libnvoptix.so.1", c"libnvidia-encode.so.1", c"libnvcuvid.so.1"];
+
+/// Whether a library is in this process whose work no hook sees. They ask for their tables when they start.
+pub fn anybody_submits_unseen() -> bool {
+    let Some(dlopen) = c::dlopen() else { return false };
+    // SAFETY: NUL-terminated names; it loads nothing. One more reference keeps what is there, which is no harm.
+    UNSEEN.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
+}
+
 /// A function of the real driver, by its exported name.
 #[derive(Debug)]
 pub struct Function {
@@ -59,7 +69,8 @@ impl Function {
     #[cold]
     fn look_up(&self) -> Option<usize> {
         let library = open(libc::RTLD_LAZY)?;
-        let address = loader::real_dlsym(library, self.name.as_ptr()) as usize;
+        // SAFETY: its handle; the driver is never unloaded, since this one is not given back.
+        let address = unsafe { elf::symbol(library, self.name) }.unwrap_or(0);
         self.address.store(if address == 0 { MISSING } else { address }, Ordering::Relaxed);
         (address != 0).then_some(address)
     }
@@ -108,18 +119,21 @@ functions! {
     cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice);
     cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut Size, device: CUdevice);
+    cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut u32, active: *mut i32);
     cuCtxGetCurrent(context: *mut CUcontext);
     cuCtxGetDevice(device: *mut CUdevice);
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
-    cuCtxRecordEvent(context: CUcontext, event: CUevent);
     cuEventCreate(event: *mut CUevent, flags: u32);
     cuEventDestroy_v2(event: CUevent);
     cuEventQuery(event: CUevent);
     cuEventRecord(event: CUevent, stream: CUstream);
     cuStreamCreate(stream: *mut CUstream, flags: u32);
     cuStreamDestroy_v2(stream: CUstream);
+    cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+    cuCtxFromGreenCtx(context: *mut CUcontext, green: *mut c_void);
     cuStreamQuery(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
     cuStreamIsCapturing(stream: CUstream, status: *mut i32);
@@ -135,8 +149,6 @@ functions! {
     cuMemAllocManaged(address: *mut CUdeviceptr, size: Size, flags: u32);
     cuMemFree_v2(address: CUdeviceptr);
     cuMemPrefetchAsync(address: CUdeviceptr, size: Size, to: CUdevice, stream: CUstream);
-    cuArrayGetMemoryRequirements(requirements: *mut [u64; 4], array: CUarray, device: CUdevice);
-    cuMipmappedArrayGetMemoryRequirements(requirements: *mut [u64; 4], array: CUarray, device: CUdevice);
     cuMemHostRegister_v2(host: *mut c_void, size: Size, flags: u32);
     cuMemHostUnregister(host: *mut c_void);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, size: Size, stream: CUstream);

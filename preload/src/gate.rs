@@ -18,6 +18,13 @@ pub mod closed {
     pub const LOCK: u32 = 1;
     /// Not all memory that the client needs is on the GPU.
     pub const MEMORY: u32 = 2;
+    /// The client has been asked for the GPU lock, and what runs may need copies and flags from the host in order to end:
+    /// kernels and graphs wait, other work does not.
+    pub const KERNELS: u32 = 4;
+    /// What keeps work that is no kernel from entering.
+    pub const FOR_COPIES: u32 = LOCK | MEMORY;
+    /// What keeps any work from entering.
+    pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
 }
 
 #[derive(Debug)]
@@ -32,13 +39,14 @@ impl Gate {
         Self { state: AtomicU32::new(0), waiting: AtomicU32::new(0) }
     }
 
-    /// Enters if open. On `true` the thread is inside and must [`leave`](Self::leave).
+    /// Enters if the gate is closed for none of these reasons. On `true` the thread is inside and must
+    /// [`leave`](Self::leave).
     #[inline]
-    pub fn try_enter(&self, gpu: u32, slot: &threads::Slot) -> bool {
+    pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, reasons: u32) -> bool {
         // Releasing, since who sees the thread here need not see that it left another gate before.
         slot.inside.store(gpu + 1, Ordering::Release);
         barrier::light();
-        if self.state.load(Ordering::Acquire) == 0 {
+        if self.state.load(Ordering::Acquire) & reasons == 0 {
             return true;
         }
         slot.inside.store(threads::OUTSIDE, Ordering::Release);
@@ -66,14 +74,15 @@ impl Gate {
         self.waiting.load(Ordering::Acquire)
     }
 
-    /// Waits for the state to change, once; `before` runs after this thread counts as waiting.
-    pub fn wait(&self, timeout: Duration, before: impl FnOnce()) {
+    /// Waits for the state to change, once, if it is closed for one of these reasons; `before` runs after this thread
+    /// counts as waiting.
+    pub fn wait(&self, reasons: u32, timeout: Duration, before: impl FnOnce()) {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         // With the one in `close`: either that thread sees this one waiting, or `before` sees what it closed for.
         fence(Ordering::SeqCst);
         before();
         let state = self.state.load(Ordering::Acquire);
-        if state != 0 {
+        if state & reasons != 0 {
             futex::wait(&self.state, state, timeout);
         }
         self.waiting.fetch_sub(1, Ordering::SeqCst);
@@ -85,9 +94,9 @@ impl Gate {
         barrier::heavy();
     }
 
-    /// Takes one reason away; with the last one the gate is open.
+    /// Takes reasons away; with the last one the gate is open. Whoever waits looks again.
     pub fn open(&self, why: u32) {
-        if self.state.fetch_and(!why, Ordering::SeqCst) == why {
+        if self.state.fetch_and(!why, Ordering::SeqCst) & why != 0 {
             futex::wake_all(&self.state);
         }
     }
@@ -116,8 +125,8 @@ mod tests {
         let submit = || {
             let slot = threads::mine();
             while !END.load(Ordering::Relaxed) {
-                while !GATE.try_enter(GPU, slot) {
-                    GATE.wait(Duration::from_millis(100), || {});
+                while !GATE.try_enter(GPU, slot, closed::FOR_ALL) {
+                    GATE.wait(closed::FOR_ALL, Duration::from_millis(100), || {});
                 }
                 assert!(!RELEASED.load(Ordering::SeqCst), "submitted after a release");
                 SUBMITTED.fetch_add(1, Ordering::Relaxed);

@@ -3,7 +3,7 @@
 use crate::{
     capture, client,
     cuda::*,
-    driver, futex,
+    driver, environment, futex,
     gate::{Gate, closed},
     link,
     memory::{
@@ -33,8 +33,8 @@ pub struct Gpu {
     pub index: u32,
     pub gate: Gate,
     pub work: Work,
-    /// Made when the program first creates a context here.
-    info: OnceLock<Info>,
+    /// Made when the program first creates a context here; `None` in it where this library stands aside.
+    info: OnceLock<Option<Info>>,
     space: OnceLock<Mutex<Space>>,
     /// Held while memory moves; a context that copies must not go meanwhile.
     pub moving: Mutex<()>,
@@ -102,7 +102,7 @@ pub fn current() -> Option<&'static Gpu> {
 
 /// Opens every gate for good.
 pub fn open_all() {
-    GPUS.iter().for_each(|gpu| gpu.gate.open(closed::LOCK | closed::MEMORY));
+    GPUS.iter().for_each(|gpu| gpu.gate.open(closed::FOR_ALL));
 }
 
 impl Gpu {
@@ -125,8 +125,12 @@ impl Gpu {
         }
     }
 
+    fn info(&self) -> Option<&Info> {
+        self.info.get()?.as_ref()
+    }
+
     pub fn is_attached(&self) -> bool {
-        self.info.get().is_some()
+        self.info().is_some()
     }
 
     /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits a little for room.
@@ -135,9 +139,15 @@ impl Gpu {
         let mut first = false;
         gpu.info.get_or_init(|| {
             first = true;
-            gpu.learn(device)
+            match environment::unsupported(device) {
+                Some(why) => {
+                    trace!("GPU {device} is left alone: {why}");
+                    None
+                }
+                None => Some(gpu.learn(device)),
+            }
         });
-        if !first {
+        if !first || !gpu.is_attached() {
             return;
         }
         let _ = ONLY.compare_exchange(NONE, gpu.index as i32, Ordering::AcqRel, Ordering::Acquire).map_err(|_| {
@@ -150,7 +160,8 @@ impl Gpu {
         gpu.gate.close(closed::LOCK);
         gpu.introduce();
         let begin = Instant::now();
-        while gpu.room.load(Ordering::SeqCst) == 0 && client::is_connected() && begin.elapsed() < ROOM_PATIENCE {
+        // Also while the scheduler is away for a moment: who comes back to it is introduced anew.
+        while gpu.room.load(Ordering::SeqCst) == 0 && begin.elapsed() < ROOM_PATIENCE {
             futex::wait(&gpu.room, 0, Duration::from_millis(100));
         }
     }
@@ -182,7 +193,7 @@ impl Gpu {
 
     /// Tells the scheduler of this GPU and of the memory this client has there.
     pub fn introduce(&self) {
-        let Some(info) = self.info.get() else { return };
+        let Some(info) = self.info() else { return };
         let _one = self.introducing.lock();
         if self.introduced.load(Ordering::SeqCst) {
             return;
@@ -209,11 +220,10 @@ impl Gpu {
     pub fn forget_introduction(&self) {
         self.introduced.store(false, Ordering::SeqCst);
         self.request_is_over();
-        self.make_room();
     }
 
     pub fn total(&self) -> u64 {
-        self.info.get().map_or(0, |i| i.total)
+        self.info().map_or(0, |i| i.total)
     }
 
     /// The memory of this GPU, where an engine can move it.
@@ -241,8 +251,8 @@ impl Gpu {
 
     /// A thread found the gate closed: asks for the lock and waits for a while.
     #[cold]
-    pub fn wait(&self) {
-        self.gate.wait(LOOK_AGAIN, || {
+    pub fn wait(&self, reasons: u32) {
+        self.gate.wait(reasons, LOOK_AGAIN, || {
             if self.gate.is_closed_for(closed::LOCK) {
                 self.request();
             }
@@ -270,7 +280,8 @@ impl Gpu {
     }
 
     pub fn request_is_over(&self) {
-        self.requested.store(false, Ordering::SeqCst);
+        // A swap, so that whoever found it still set is seen waiting.
+        self.requested.swap(false, Ordering::SeqCst);
     }
 
     pub fn is_requested(&self) -> bool {
@@ -303,7 +314,7 @@ impl Gpu {
         let (mut free, mut total) = (0, 0);
         // SAFETY: valid places.
         let result = with_current(context as usize, || unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) });
-        self.send_report(account, if result == Some(SUCCESS) { free as u64 } else { u64::MAX });
+        self.send_report(account, if result == Ok(SUCCESS) { free as u64 } else { u64::MAX });
     }
 
     fn send_report(&self, account: &Account, device_free: u64) {
@@ -313,7 +324,7 @@ impl Gpu {
             demand: account.demand + account.pinned,
             mapped: account.mapped + account.pinned,
             swapped: account.swapped,
-            pinned: account.pinned,
+            pinned: account.pinned + if account.frozen { account.mapped } else { 0 },
             device_free,
         });
         self.unreported.store(!sent, Ordering::SeqCst);
@@ -322,6 +333,17 @@ impl Gpu {
     /// Whether the newest state of the account has yet to reach the scheduler.
     pub fn is_unreported(&self) -> bool {
         self.unreported.load(Ordering::SeqCst)
+    }
+
+    /// Nothing of the program can move any more: it gives this GPU work that passes no gate.
+    pub fn freeze(&self) {
+        let Some(space) = self.space() else { return };
+        let mut guard = space.lock();
+        if !core::mem::replace(&mut guard.account.frozen, true) {
+            trace!("GPU {}: work comes unseen from now on, so its memory stays", self.index);
+            client::send(&ClientMessage::Stuck { gpus: 1 << self.index, reason: wire::StuckReason::Unseen });
+            self.report(&guard.account);
+        }
     }
 
     /// The program has more or less memory that cannot move.

@@ -5,7 +5,8 @@
 //!
 //! A call's way, from the program to the driver:
 //! - [`loader`] answers look-ups of driver functions with the [`hooks`], which pass on to the real [`driver`] ([`cuda`]
-//!   has its types). [`client`] says whether this process takes part at all.
+//!   has its types). [`client`] says whether this process takes part at all,
+//!   [`environment`] on which GPUs.
 //! - [`gate`] is where work waits for the GPU lock; [`threads`] and [`barrier`] make passing it cheap, [`futex`] waiting.
 //! - [`work`] bounds what is submitted and knows when it is done; [`capture`] keeps all of that out of stream captures.
 //! - [`memory`] is where the program's allocations are; [`gpu`] ties gate, work and memory of one GPU together.
@@ -30,6 +31,8 @@ mod capture;
 mod client;
 mod cuda;
 mod driver;
+mod elf;
+mod environment;
 mod errno;
 mod futex;
 mod gate;

@@ -8,7 +8,7 @@ use crate::{
     client::Connection,
     cuda::*,
     driver,
-    gate::closed,
+    gate::{Gate, closed},
     gpu::{self, Gpu},
     hooks,
     memory::mover::{self, Stop},
@@ -37,6 +37,10 @@ const RETRY_SOON: Duration = Duration::from_millis(100);
 const RETRY_LATE: Duration = Duration::from_secs(2);
 /// Between looks at what other threads left to do (a report that did not go, memory that was freed).
 const CHORES: Duration = Duration::from_millis(20);
+/// A connection that ends within this time ends the same absence of a scheduler that it interrupted.
+const STEADY: Duration = Duration::from_secs(1);
+/// How many messages are handled before other things are seen to.
+const MESSAGES_AT_ONCE: u32 = 256;
 /// Between attempts to bring memory back that found no room.
 const RESTORE_AGAIN: Duration = Duration::from_millis(50);
 
@@ -91,6 +95,8 @@ struct Link {
     version: u16,
     /// Since when there has been no scheduler; `None` while connected.
     away: Option<Instant>,
+    /// When the newest connection was made, and since when there had been none.
+    met: (Instant, Instant),
     next_try: Instant,
     ungated: bool,
     /// Why there is no scheduler, and whether the user has been told: once a process.
@@ -108,6 +114,7 @@ impl Link {
             socket: None,
             version: 0,
             away: Some(now),
+            met: (now, now),
             next_try: now,
             ungated: false,
             why_away: String::new(),
@@ -126,7 +133,8 @@ impl Link {
             if let [_, true] = socket::wait([self.socket.as_deref(), woken], timeout) {
                 woken.inspect(|receiver| receiver.drain());
             }
-            while let Some(socket) = &self.socket {
+            for _ in 0..MESSAGES_AT_ONCE {
+                let Some(socket) = &self.socket else { break };
                 match socket.receive(self.version) {
                     Ok(Some(message)) => self.handle(message),
                     Ok(None) => break,
@@ -170,6 +178,7 @@ impl Link {
 
     /// Moves memory to where the allowance wants it, and does what other threads left.
     fn look_after(&mut self, gpu: &'static Gpu) -> Duration {
+        gpu.work.get_acquainted();
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = Duration::MAX;
         let mut guard = space.lock();
@@ -195,7 +204,10 @@ impl Link {
         }
         if account.mapped + account.pinned > account.allowance {
             // The scheduler evicts only those that do not hold the lock, but a release may still be on its way.
-            if self.turn(gpu).is_over() && gpu.is_drained() {
+            if account.frozen {
+                space.lock().give_up_eviction();
+                gpu.report(&space.lock().account);
+            } else if self.turn(gpu).is_over() && gpu.is_drained() {
                 self.evict(gpu);
                 wait = Duration::ZERO;
             } else {
@@ -213,6 +225,9 @@ impl Link {
         let _moving = gpu.moving.lock();
         let Some(space) = gpu.space() else { return };
         gpu.gate.close(closed::MEMORY);
+        if !Gate::is_quiet(gpu.index) {
+            return; // a call that needs only the memory has slipped in
+        }
         let begin = Instant::now();
         let (before, target) = {
             let account = space.lock().account;
@@ -295,6 +310,8 @@ impl Link {
         let socket = Arc::new(socket);
         self.socket = Some(socket.clone());
         client::set_connection(Some(Connection { socket, version }));
+        let now = Instant::now();
+        self.met = (now, self.away.unwrap_or(now));
         (self.version, self.away, self.ungated, self.restore_at) = (version, None, false, None);
         for gpu in gpu::attached() {
             // This scheduler knows of no turn: what runs is drained, and whoever has work asks anew.
@@ -309,7 +326,11 @@ impl Link {
         self.socket = None;
         client::set_connection(None);
         let now = Instant::now();
-        (self.away, self.next_try, self.why_away) = (Some(now), now, why.to_string());
+        let (met, away) = self.met;
+        let since = if now - met < STEADY { away } else { now };
+        // One that keeps ending is not worth an attempt at once: each stops the program for a moment.
+        let next_try = if since == now { now } else { now + RETRY_LATE };
+        (self.away, self.next_try, self.why_away) = (Some(since), next_try, why.to_string());
         for gpu in gpu::attached() {
             gpu.forget_introduction();
         }
@@ -319,6 +340,7 @@ impl Link {
     fn run_ungated(&mut self) {
         self.ungated = true;
         for gpu in gpu::attached() {
+            gpu.make_room();
             if let Some(space) = gpu.space() {
                 space.lock().run_free(gpu.total());
             }

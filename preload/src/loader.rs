@@ -134,9 +134,10 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     if found.is_null() {
         return found;
     }
-    if handle == libc::RTLD_DEFAULT && driver.is_none() && hooks::is_hook(found as usize) {
-        // Without the driver these names do not exist; that they are found is only because we export them.
-        return core::ptr::null_mut();
+    if driver.is_none() && hooks::is_hook(found as usize) {
+        // Without the driver these names do not exist, unless somebody behind us has them; that they are found is only
+        // because we export them.
+        return real_dlsym(libc::RTLD_NEXT, name);
     }
     hook_of(found)
 }

@@ -3,13 +3,16 @@
 //! The program may close any descriptor, ours too, and then have another file by that number. So a [`Socket`] knows itself,
 //! and is not written to, read from or closed where its number has become somebody else's.
 
-use crate::sys::{file::Identity, time::timespec};
+use crate::sys::{
+    file::Identity,
+    time::{Instant, timespec},
+};
 use alloc::{
     format,
     string::{String, ToString},
 };
 use core::{mem, time::Duration};
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage};
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, version};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
@@ -96,10 +99,20 @@ pub fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u
     if !socket.send(hello.encode(0).as_bytes()) {
         return Err("it does not listen".into());
     }
-    wait([Some(&socket), None], ANSWER);
+    // A signal of the program's may end a wait early.
+    let begin = Instant::now();
+    while !wait([Some(&socket), None], ANSWER.saturating_sub(begin.elapsed()))[0] && begin.elapsed() < ANSWER {}
     match socket.receive(0)? {
-        Some(SchedulerMessage::Welcome { version, client }) => Ok((socket, version, client)),
-        Some(SchedulerMessage::Refused { text, .. }) => Err(format!("it refuses: {}", text.as_str())),
+        Some(SchedulerMessage::Welcome { version: version @ version::MIN..=version::MAX, client }) => {
+            Ok((socket, version, client))
+        }
+        Some(SchedulerMessage::Welcome { version, .. }) => {
+            Err(format!("it speaks protocol {version}, which was not offered"))
+        }
+        Some(SchedulerMessage::Refused { text, .. }) => {
+            let text: String = text.as_str().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+            Err(format!("it refuses: {text}"))
+        }
         Some(_) => Err("it answers with something else".into()),
         None => Err("it does not answer".into()),
     }

@@ -8,7 +8,7 @@ use alloc::boxed::Box;
 use core::{
     ffi::c_void,
     ptr,
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 use nvshare_wire::MAX_SLOTS;
 
@@ -21,6 +21,9 @@ pub struct Slot {
     pub inside: AtomicU32,
     /// How many submissions this thread has made to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
+    /// The stream this thread submitted to last, and when it was noted; see [`crate::work`].
+    pub stream: AtomicUsize,
+    pub noted: AtomicU64,
     /// Submissions since this thread last took a mark.
     pub unmarked: AtomicU32,
     taken: AtomicBool,
@@ -81,6 +84,8 @@ impl Slot {
         Self {
             inside: AtomicU32::new(OUTSIDE),
             submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
+            stream: AtomicUsize::new(0),
+            noted: AtomicU64::new(0),
             unmarked: AtomicU32::new(0),
             taken: AtomicBool::new(true),
             next: ptr::null(),

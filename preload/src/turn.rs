@@ -15,17 +15,21 @@ use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
 /// Between looks at a GPU that is finishing its work.
 const LOOK: Duration = Duration::from_micros(100);
-/// How long a drain may make no progress while threads wait at the gate, at first; doubled each time.
-const FIRST_PATIENCE: Duration = Duration::from_millis(500);
-const MOST_PATIENCE: Duration = Duration::from_secs(16);
+/// Between attempts to send to a scheduler that does not read.
+const SEND_AGAIN: Duration = Duration::from_millis(2);
+/// How long a drain may make no progress while threads wait at the gate, before copies and flags are let through, which
+/// it may need: that gives the GPU hardly more to do.
+const HELP_AFTER: Duration = Duration::from_millis(200);
+/// How long then before kernels are: at least this, and as a multiple of how long submitted work took lately.
+const OPEN_AFTER: Duration = Duration::from_millis(500);
+const OPEN_AFTER_WORK: u32 = 3;
+const OPEN_AT_LAST: Duration = Duration::from_secs(3);
 /// After how long a drain without progress is reported although nobody waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Turn {
     state: State,
-    /// How long a drain may stand still before the gate opens again.
-    patience: Duration,
     /// When the turn began, and the count of submissions then.
     began: (Instant, u64),
 }
@@ -57,6 +61,8 @@ struct Contended {
 #[derive(Debug)]
 struct Drain {
     why: ReleaseReason,
+    /// The gate lets work through that is no kernel: what runs may need it in order to end.
+    helped: bool,
     fence: Option<Fence>,
     /// How many marks were done, and since when it has been that many.
     progress: (u64, Instant),
@@ -65,7 +71,7 @@ struct Drain {
 
 impl Default for Turn {
     fn default() -> Self {
-        Self { state: State::Over, patience: FIRST_PATIENCE, began: (Instant::now(), 0) }
+        Self { state: State::Over, began: (Instant::now(), 0) }
     }
 }
 
@@ -82,7 +88,7 @@ impl Turn {
         gpu.close_if_lacking();
         self.began = (Instant::now(), gpu.submitted());
         self.state = State::Holding { contended: None };
-        gpu.gate.open(closed::LOCK);
+        gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
 
     /// There is no scheduler, or none any more.
@@ -99,9 +105,7 @@ impl Turn {
         if let State::Holding { contended } = &mut self.state {
             match (grace, contended) {
                 (Some(grace), Some(contended)) => contended.grace = grace,
-                (grace, contended) => {
-                    *contended = grace.map(|grace| Contended { grace, count: u64::MAX, fence: None, idle_since: None })
-                }
+                (grace, contended) => *contended = grace.map(Contended::new),
             }
         }
     }
@@ -128,19 +132,10 @@ impl Turn {
 
     fn drain(&mut self, gpu: &Gpu, why: ReleaseReason) {
         gpu.gate.close(closed::LOCK);
+        gpu.gate.open(closed::KERNELS);
         gpu.set_drained(false); // without a scheduler no turn began
         let progress = (gpu.work.progress(), Instant::now());
-        self.forget_fence(gpu);
-        self.state = State::Draining(Drain { why, fence: None, progress, reported: false });
-    }
-
-    fn forget_fence(&mut self, gpu: &Gpu) {
-        let fence = match &mut self.state {
-            State::Holding { contended: Some(contended) } => contended.fence.take(),
-            State::Draining(drain) => drain.fence.take(),
-            _ => None,
-        };
-        fence.into_iter().for_each(|f| gpu.work.forget(f));
+        self.state = State::Draining(Drain { why, helped: false, fence: None, progress, reported: false });
     }
 
     /// Looks at how things stand; says after how long to look again.
@@ -168,20 +163,16 @@ impl Turn {
                     }
                 }
             },
-            State::Draining(drain) => match drain.look(gpu, self.patience) {
+            State::Draining(drain) => match drain.look(gpu) {
                 Drained::NotYet => LOOK,
-                Drained::Done(why) => {
-                    self.patience = FIRST_PATIENCE;
-                    self.release(gpu, why)
-                }
+                Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
                     trace!("GPU {}: the drain stands still while threads wait: opening again", gpu.index);
-                    self.patience = (self.patience * 2).min(MOST_PATIENCE);
-                    self.forget_fence(gpu);
                     client::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
-                    self.state = State::Holding { contended: None };
+                    // From here on the first moment without work is one to give the lock back in.
+                    self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.request_is_over();
-                    gpu.gate.open(closed::LOCK);
+                    gpu.gate.open(closed::LOCK | closed::KERNELS);
                     LOOK
                 }
             },
@@ -195,19 +186,20 @@ impl Turn {
     /// Everything is done: gives the lock back, and asks again where threads wait.
     fn release(&mut self, gpu: &Gpu, reason: ReleaseReason) -> Duration {
         gpu.set_drained(true);
-        self.forget_fence(gpu);
         let (began, count) = self.began;
         let busy_us = began.elapsed().as_micros() as u64;
         let message = ClientMessage::Release { gpus: 1 << gpu.index, reason, busy_us };
         // `Gone` is between this client and a scheduler that is no more.
         if reason != ReleaseReason::Gone && client::is_connected() && !client::send(&message) {
             self.state = State::Releasing(reason);
-            return LOOK;
+            return SEND_AGAIN;
         }
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = State::Over;
+        // A request that was made during this turn was not one to the scheduler, so whoever waits asks anew: the thread
+        // itself, if it is awake and sees that there is none, or this one for it.
+        gpu.request_is_over();
         if gpu.gate.waiting() > 0 {
-            gpu.request_is_over();
             gpu.request();
         }
         Duration::ZERO
@@ -220,13 +212,17 @@ enum Look {
 }
 
 impl Contended {
+    fn new(grace: Duration) -> Self {
+        Self { grace, count: u64::MAX, fence: None, idle_since: None }
+    }
+
     /// Whether nothing has been running for as long as the grace, and nothing waits to run.
     fn look(&mut self, gpu: &Gpu) -> Look {
         let count = gpu.submitted();
         if count != self.count || !Gate::is_quiet(gpu.index) || gpu.gate.waiting() > 0 {
             self.count = count;
             self.idle_since = None;
-            self.fence.take().into_iter().for_each(|f| gpu.work.forget(f));
+            self.fence = None;
             return Look::Again((self.grace / 4).clamp(LOOK, 5 * LOOK));
         }
         if self.idle_since.is_none() {
@@ -249,13 +245,21 @@ enum Drained {
 }
 
 impl Drain {
-    fn look(&mut self, gpu: &Gpu, patience: Duration) -> Drained {
+    fn look(&mut self, gpu: &Gpu) -> Drained {
         if Gate::is_quiet(gpu.index)
             && let Some(fence) = self.fence.take().or_else(|| gpu.work.fence())
         {
             let fence = self.fence.insert(fence);
             if gpu.work.is_done(fence) {
-                return Drained::Done(self.why);
+                if !core::mem::take(&mut self.helped) {
+                    return Drained::Done(self.why);
+                }
+                // Threads got through meanwhile; behind them comes another fence, and nobody else.
+                gpu.gate.close(closed::LOCK);
+                gpu.gate.open(closed::KERNELS);
+                self.fence = None;
+                self.progress.1 = Instant::now();
+                return Drained::NotYet;
             }
         }
         let done = gpu.work.progress();
@@ -263,8 +267,19 @@ impl Drain {
             self.progress = (done, Instant::now());
         }
         let standing = self.progress.1.elapsed();
+        let patience = match self.helped {
+            false => HELP_AFTER,
+            true => (gpu.work.slowest() * OPEN_AFTER_WORK).clamp(OPEN_AFTER, OPEN_AT_LAST),
+        };
         if standing >= patience && gpu.gate.waiting() > 0 {
-            return Drained::NeedsHost;
+            if self.helped {
+                return Drained::NeedsHost;
+            }
+            trace!("GPU {}: the drain stands still while threads wait: opening for copies and flags", gpu.index);
+            self.helped = true;
+            self.progress.1 = Instant::now();
+            gpu.gate.close(closed::KERNELS);
+            gpu.gate.open(closed::LOCK);
         }
         if standing >= LONG && !self.reported {
             self.reported = true;

@@ -571,7 +571,8 @@ pub fn holders(trace: &[Move]) -> Vec<(Move, Vec<u64>)> {
         }
         match m.what.as_str() {
             "grant" => holders.push(m.client),
-            "release" | "detach" | "disconnect" => holders.retain(|c| *c != m.client),
+            // Who cannot drain does not count as a holder.
+            "release" | "detach" | "disconnect" | "undrainable" => holders.retain(|c| *c != m.client),
             _ => continue,
         }
         list.push((m.clone(), holders.clone()));

@@ -109,7 +109,7 @@ byte_enum! {
 }
 
 byte_enum! {
-    /// Why a client cannot drain.
+    /// Why a client cannot drain, or its memory not leave.
     pub enum StuckReason {
         /// Submitted work makes no progress while threads wait at the gate: it may need a further call.
         NeedsHost = 0,
@@ -117,5 +117,8 @@ byte_enum! {
         LongWork = 1,
         /// A stream is capturing, so the contexts cannot be shown to be idle.
         Capturing = 2,
+        /// Work is submitted by a way that passes no gate (another API on the same GPU), so nobody can tell whether all of
+        /// it is done. Said once, whether the lock was asked for or not; the client's memory stays on the GPU.
+        Unseen = 3,
     }
 }

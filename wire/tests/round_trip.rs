@@ -18,7 +18,12 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(ReleaseReason::NoMemory),
         Just(ReleaseReason::Gone)
     ];
-    let stuck = prop_oneof![Just(StuckReason::NeedsHost), Just(StuckReason::LongWork), Just(StuckReason::Capturing)];
+    let stuck = prop_oneof![
+        Just(StuckReason::NeedsHost),
+        Just(StuckReason::LongWork),
+        Just(StuckReason::Capturing),
+        Just(StuckReason::Unseen)
+    ];
     prop_oneof![
         (any::<(u16, u16, u32, u64, u64)>(), ".{0,40}").prop_map(
             |((min_version, max_version, flags, resume, gang), t)| {

@@ -3,25 +3,48 @@
 use crate::{
     capture, client,
     cuda::*,
+    driver,
     gpu::{self, Gpu},
     hooks::{gated, hooks},
     loader,
-    memory::space::current_context,
+    memory::pinned,
+    sys::{
+        sync::Mutex,
+        time::{self, Instant},
+    },
 };
-use core::ffi::{c_char, c_void};
+use alloc::vec::Vec;
+use core::{
+    ffi::{c_char, c_void},
+    time::Duration,
+};
 
 type P = *mut c_void;
 
+/// How long the memory for a context may take to appear, and between looks.
+const CONTEXT_PATIENCE: Duration = Duration::from_secs(2);
+const CONTEXT_AGAIN: Duration = Duration::from_millis(5);
+
 /// A context is about to be made on that GPU; afterwards it is known.
-fn creating(device: CUdevice, place: *mut CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
     if !client::is_on() {
         return real();
     }
     crate::errno::preserved(|| Gpu::attach(device));
-    let result = real();
+    let begin = Instant::now();
+    let result = loop {
+        // Room has been made, but a program that has just ended may still be giving its memory back.
+        match real() {
+            ERROR_OUT_OF_MEMORY if client::is_connected() && begin.elapsed() < CONTEXT_PATIENCE => {
+                time::sleep(CONTEXT_AGAIN)
+            }
+            result => break result,
+        }
+    };
     // SAFETY: the driver has just written there.
     if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { place.as_ref() }, gpu::by_ordinal(device)) {
         gpu.work.add_context(*context);
+        crate::link::wake();
     }
     result
 }
@@ -39,6 +62,10 @@ fn destroying(
         let result = real();
         (result, result == SUCCESS && is_gone())
     });
+    if let Some(last) = last {
+        capture::end_all_in(context);
+        pinned::drop_context(gpu, context, last);
+    }
     if let (Some(last), Some(space)) = (last, gpu.space()) {
         let mut guard = space.lock();
         let before = guard.account;
@@ -49,32 +76,80 @@ fn destroying(
     result
 }
 
+/// The GPU of a context that is known.
+fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
+    if client::is_on() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
+}
+
 fn destroying_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = gpu::by_ordinal(device);
     let context = gpu.and_then(|g| g.primary()).unwrap_or(core::ptr::null_mut());
     destroying(gpu, context, real, || {
         let (mut flags, mut active) = (0, 0);
         // SAFETY: valid places.
-        unsafe { crate::driver::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) == SUCCESS && active == 0 }
+        unsafe { driver::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) == SUCCESS && active == 0 }
     })
+}
+
+/// Retains the primary context of a GPU, as known as if the program had.
+fn retain_primary(device: CUdevice) {
+    let mut primary = core::ptr::null_mut();
+    let place = &raw mut primary;
+    // SAFETY: a valid place.
+    let result = creating(device, place, || unsafe { driver::cuDevicePrimaryCtxRetain(place, device) });
+    if let (SUCCESS, Some(gpu)) = (result, gpu::by_ordinal(device)) {
+        gpu.set_primary(primary);
+    }
+}
+
+/// Green contexts and the GPU whose primary context each belongs to. That one is retained for as long: work of a green
+/// context is its work too, for a fence or a mark on the primary one waits for both.
+static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Vec::new());
+
+fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
+    if client::is_on() {
+        crate::errno::preserved(|| Gpu::attach(device));
+    }
+    let result = real();
+    // SAFETY: the driver has just written there.
+    if let (true, SUCCESS, Some(green)) = (client::is_on(), result, unsafe { place.as_ref() }) {
+        crate::errno::preserved(|| retain_primary(device));
+        GREEN.lock().push((*green as usize, device));
+    }
+    result
+}
+
+fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
+    let mut context = core::ptr::null_mut();
+    // SAFETY: a valid place, and the program's own green context.
+    unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
+    let result = real();
+    if result != SUCCESS || !client::is_on() {
+        return result;
+    }
+    gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
+    let mut greens = GREEN.lock();
+    let known = greens.iter().position(|(handle, _)| *handle == green as usize);
+    let device = known.map(|at| greens.swap_remove(at).1);
+    drop(greens);
+    if let Some(device) = device {
+        // SAFETY: retained when it was made.
+        destroying_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
+    }
+    result
 }
 
 /// A capture refers to memory, so it begins, like work, when that is there; it stays there until the capture ends.
 fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
-    gated::gated(stream, gated::ONE, || capture::begin(stream, real))
-}
-
-/// A stream that the legacy stream does not wait for is one that a fence may have to know.
-fn making_stream(place: *const CUstream, flags: u32, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = real();
-    // SAFETY: the driver has just written there.
-    if let (SUCCESS, Some(stream), true) =
-        (result, unsafe { place.as_ref() }, client::is_on() && flags & STREAM_NON_BLOCKING != 0)
-        && let (Some(gpu), Ok(context)) = (gpu::current(), current_context())
-    {
-        gpu.work.add_stream(context, *stream);
-    }
-    result
+    gated::naming(|| {
+        if client::is_on()
+            && let Some(gpu) = gpu::current()
+        {
+            // What the stream was given before is no longer asked of it.
+            gpu.work.leave_stream(stream);
+        }
+        capture::begin(stream, real)
+    })
 }
 
 fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -119,10 +194,23 @@ hooks! { real, flavour;
         creating(device, context, real)
     }
     [cuCtxCreate_v4] (context: *mut CUcontext, params: P, flags: u32, device: CUdevice) { creating(device, context, real) }
-    [cuCtxDestroy | cuCtxDestroy_v2 | cuCtxDetach] (context: CUcontext) {
-        let gpu = if client::is_on() { gpu::attached().find(|g| g.work.has_context(context)) } else { None };
-        destroying(gpu, context, real, || true)
+    [cuCtxDestroy | cuCtxDestroy_v2] (context: CUcontext) { destroying(gpu_of(context), context, real, || true) }
+    [cuCtxAttach] (place: *mut CUcontext, flags: u32) {
+        let result = real();
+        // SAFETY: the driver has just written there.
+        if let (SUCCESS, Some(context)) = (result, unsafe { place.as_ref() })
+            && let Some(gpu) = gpu_of(*context)
+        {
+            gpu.work.attach(*context);
+        }
+        result
     }
+    [cuCtxDetach] (context: CUcontext) {
+        let gpu = gpu_of(context);
+        if gpu.is_some_and(|gpu| gpu.work.detach(context)) { real() } else { destroying(gpu, context, real, || true) }
+    }
+    [cuGreenCtxCreate] (place: *mut P, resources: P, device: CUdevice, flags: u32) { making_green(place, device, real) }
+    [cuGreenCtxDestroy] (green: P) { destroying_green(green, real) }
 
     // ---- captures ----
     [cuStreamBeginCapture | cuStreamBeginCapture_ptsz] (stream: CUstream) { beginning_capture(flavour.stream(stream), real) }
@@ -130,14 +218,15 @@ hooks! { real, flavour;
     [cuStreamBeginCaptureToGraph | cuStreamBeginCaptureToGraph_ptsz] (
         stream: CUstream, graph: CUgraph, dependencies: P, data: P, n: Size, mode: i32,
     ) { beginning_capture(flavour.stream(stream), real) }
+    [cuStreamBeginRecaptureToGraph | cuStreamBeginRecaptureToGraph_ptsz] (
+        stream: CUstream, mode: i32, graph: CUgraph, changed: P, data: P,
+    ) { beginning_capture(flavour.stream(stream), real) }
     [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { ending_capture(flavour.stream(stream), real) }
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
         capture::end(stream);
         if client::is_on() {
-            gpu::attached().for_each(|gpu| gpu.work.remove_stream(stream));
+            crate::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.leave_stream(stream)));
         }
         real()
     }
-    [cuStreamCreate] (stream: *mut CUstream, flags: u32) { making_stream(stream, flags, real) }
-    [cuStreamCreateWithPriority] (stream: *mut CUstream, flags: u32, priority: i32) { making_stream(stream, flags, real) }
 }

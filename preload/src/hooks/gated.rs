@@ -3,7 +3,7 @@
 use crate::{
     capture, client,
     cuda::*,
-    gate::Gate,
+    gate::{Gate, closed},
     gpu,
     hooks::hooks,
     threads::{self, OUTSIDE},
@@ -17,14 +17,35 @@ pub(super) const ONE: u32 = 1;
 /// A graph is many kernels.
 const GRAPH: u32 = 4;
 
+/// No work.
+const NOTHING: u32 = 0;
+
 /// A copy of so many bytes weighs as much as that many kernels.
 fn bytes(n: usize) -> u32 {
     1 + u32::try_from(n >> 24).unwrap_or(u32::MAX).min(1 << 10)
 }
 
-/// Passes the gate, makes the call, and counts it.
+/// A copy, a memset, a flag: passes the gate, makes the call, and counts it.
 #[inline]
 pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    pass(stream, weight, closed::FOR_COPIES, call)
+}
+
+/// The same for a kernel or a graph.
+#[inline]
+fn launched(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    pass(stream, weight, closed::FOR_ALL, call)
+}
+
+/// A call that gives the GPU no work but names memory: the driver looks at what is there now, so it must be there. Beside a
+/// capture it is, and stays.
+#[inline]
+pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
+    if capture::any() { call() } else { pass(NULL, NOTHING, closed::MEMORY, call) }
+}
+
+#[inline]
+fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     if !client::is_on() {
         return call();
     }
@@ -34,15 +55,21 @@ pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresu
     if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
         return call();
     }
-    while !gpu.gate.try_enter(gpu.index, slot) {
-        gpu.wait();
+    gpu.work.throttle(stream);
+    while !gpu.gate.try_enter(gpu.index, slot, reasons) {
+        gpu.wait(reasons);
         if !client::is_on() {
             return call();
         }
     }
     let result = call();
+    if weight > NOTHING {
+        gpu.work.note(slot, gpu.index, stream);
+    }
     Gate::leave(gpu.index, slot);
-    gpu.work.submitted(slot, weight, stream);
+    if weight > NOTHING {
+        gpu.work.submitted(slot, weight, stream);
+    }
     result
 }
 
@@ -54,21 +81,21 @@ hooks! { real, flavour;
     [cuLaunchKernel | cuLaunchKernel_ptsz] (
         f: CUfunction, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
         shared: u32, stream: CUstream, params: P, extra: P,
-    ) { gated(flavour.stream(stream), ONE, real) }
+    ) { launched(flavour.stream(stream), ONE, real) }
     [cuLaunchCooperativeKernel | cuLaunchCooperativeKernel_ptsz] (
         f: CUfunction, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
         shared: u32, stream: CUstream, params: P,
-    ) { gated(flavour.stream(stream), ONE, real) }
+    ) { launched(flavour.stream(stream), ONE, real) }
     [cuLaunchKernelEx | cuLaunchKernelEx_ptsz] (config: *const LaunchConfig, f: CUfunction, params: P, extra: P) {
         // SAFETY: the driver reads it too; NULL is its error to give.
         let stream = unsafe { config.as_ref() }.map_or(NULL, |c| c.stream);
-        gated(flavour.stream(stream), ONE, real)
+        launched(flavour.stream(stream), ONE, real)
     }
-    [cuLaunchCooperativeKernelMultiDevice] (list: P, devices: u32, flags: u32) { gated(flavour.stream(NULL), ONE, real) }
-    [cuLaunch] (f: CUfunction) { gated(flavour.stream(NULL), ONE, real) }
-    [cuLaunchGrid] (f: CUfunction, width: i32, height: i32) { gated(flavour.stream(NULL), ONE, real) }
-    [cuLaunchGridAsync] (f: CUfunction, width: i32, height: i32, stream: CUstream) { gated(flavour.stream(stream), ONE, real) }
-    [cuGraphLaunch | cuGraphLaunch_ptsz] (graph: CUgraphExec, stream: CUstream) { gated(flavour.stream(stream), GRAPH, real) }
+    [cuLaunchCooperativeKernelMultiDevice] (list: P, devices: u32, flags: u32) { launched(flavour.stream(NULL), ONE, real) }
+    [cuLaunch] (f: CUfunction) { launched(flavour.stream(NULL), ONE, real) }
+    [cuLaunchGrid] (f: CUfunction, width: i32, height: i32) { launched(flavour.stream(NULL), ONE, real) }
+    [cuLaunchGridAsync] (f: CUfunction, width: i32, height: i32, stream: CUstream) { launched(flavour.stream(stream), ONE, real) }
+    [cuGraphLaunch | cuGraphLaunch_ptsz] (graph: CUgraphExec, stream: CUstream) { launched(flavour.stream(stream), GRAPH, real) }
     [cuGraphUpload | cuGraphUpload_ptsz] (graph: CUgraphExec, stream: CUstream) { gated(flavour.stream(stream), ONE, real) }
 
     // ---- copies ----
@@ -162,6 +189,61 @@ hooks! { real, flavour;
         gated(flavour.stream(stream), ONE, real)
     }
 
+    // ---- copies (13.x) ----
+    [cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz] (
+        to: CUdeviceptr, from: CUdeviceptr, n: Size, attributes: P, stream: CUstream,
+    ) { gated(flavour.stream(stream), bytes(n), real) }
+    [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: P, flags: u64, stream: CUstream) {
+        gated(flavour.stream(stream), ONE, real)
+    }
+    [cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
+        gated(flavour.stream(stream), GRAPH, real)
+    }
+    [cuMemBatchDecompressAsync | cuMemBatchDecompressAsync_ptsz] (
+        list: P, n: Size, flags: u32, failed: P, stream: CUstream,
+    ) { gated(flavour.stream(stream), GRAPH, real) }
+    [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: P, n: u32, stream: CUstream) {
+        gated(flavour.stream(stream), ONE, real)
+    }
+
+    // ---- calls that name memory: the driver looks at what is there now, so it must be there; they give the GPU nothing ----
+    [cuGraphAddMemcpyNode | cuGraphAddMemsetNode] (
+        node: P, graph: CUgraph, after: P, n: Size, params: P, context: CUcontext,
+    ) { naming(real) }
+    [cuGraphAddBatchMemOpNode | cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) {
+        naming(real)
+    }
+    [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: P) {
+        naming(real)
+    }
+    [cuGraphMemcpyNodeSetParams | cuGraphMemsetNodeSetParams | cuGraphBatchMemOpNodeSetParams | cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (
+        node: P, params: P,
+    ) { naming(real) }
+    [cuGraphExecMemcpyNodeSetParams | cuGraphExecMemsetNodeSetParams] (
+        graph: CUgraphExec, node: P, params: P, context: CUcontext,
+    ) { naming(real) }
+    [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
+        graph: CUgraphExec, node: P, params: P,
+    ) { naming(real) }
+    [cuGraphExecUpdate] (graph: CUgraphExec, from: CUgraph, node: P, outcome: P) { naming(real) }
+    [cuGraphExecUpdate_v2] (graph: CUgraphExec, from: CUgraph, outcome: P) { naming(real) }
+    [cuGraphInstantiate | cuGraphInstantiate_v2] (place: P, graph: CUgraph, node: P, log: P, size: Size) {
+        naming(real)
+    }
+    [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { naming(real) }
+    [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: *const InstantiateParams) {
+        // SAFETY: the driver reads it too; NULL is its error to give.
+        match unsafe { params.as_ref() } {
+            Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => gated(flavour.stream(p.upload_stream), ONE, real),
+            _ => naming(real),
+        }
+    }
+    [cuTexObjectCreate] (place: P, resource: P, texture: P, view: P) { naming(real) }
+    [cuTexRefSetAddress_v2] (offset: *mut Size, texture: P, at: CUdeviceptr, n: Size) { naming(real) }
+    [cuTexRefSetAddress2D_v2 | cuTexRefSetAddress2D_v3] (texture: P, descriptor: P, at: CUdeviceptr, pitch: Size) {
+        naming(real)
+    }
+
     // ---- stream memory operations: they read and write device memory in stream order ----
     [cuStreamWaitValue32 | cuStreamWaitValue32_ptsz | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz | cuStreamWriteValue32 | cuStreamWriteValue32_ptsz | cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz] (
         stream: CUstream, at: CUdeviceptr, value: u32, flags: u32,
@@ -182,4 +264,15 @@ pub struct LaunchConfig {
     block: [u32; 3],
     shared: u32,
     stream: CUstream,
+}
+
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+const GRAPH_INSTANTIATE_UPLOAD: u64 = 2;
+
+/// The beginning of `CUDA_GRAPH_INSTANTIATE_PARAMS`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct InstantiateParams {
+    flags: u64,
+    upload_stream: CUstream,
 }

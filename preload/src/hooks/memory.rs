@@ -34,7 +34,7 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
     crate::errno::preserved(|| {
         let context = match current_context() {
-            Ok(context) if context.is_null() => return real(),
+            Ok(context) if context.is_null() || is_broken() => return real(),
             Ok(context) => context as usize,
             Err(error) => return error,
         };
@@ -91,6 +91,19 @@ fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
         return None;
     }
     gpu::attached().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)))
+}
+
+/// Whether the current context is broken, by an illegal address say: then every call gives the error that broke it, and
+/// the driver is asked for it.
+fn is_broken() -> bool {
+    let mut status = STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
+    ERRORS_OF_A_BROKEN_CONTEXT.contains(&unsafe { driver::cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
+}
+
+/// Whether it points into memory that moves.
+pub(super) fn is_ours(address: CUdeviceptr) -> bool {
+    find(address).is_some()
 }
 
 /// Writes through a pointer of the program, which may be NULL where the driver allows that.
@@ -154,13 +167,13 @@ hooks! { real, flavour;
         result
     }
     [cuMemFree_v2] (address: CUdeviceptr) {
-        if free(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
+        if free(address) { if is_broken() { real() } else { SUCCESS } } else { pinned::free(Kind::Address, address, real) }
     }
 
     [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
         let gpu = if client::is_on() { gpu::current() } else { None };
         let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
-        if current_context().is_ok_and(|context| context.is_null()) {
+        if current_context().is_ok_and(|context| context.is_null()) || is_broken() {
             return real();
         }
         let mut left = space.lock().account.free().min(gpu.total());
@@ -180,7 +193,7 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
-        let Some((_, allocation)) = find(address) else { return real() };
+        let Some((_, allocation)) = find(address).filter(|_| !is_broken()) else { return real() };
         // SAFETY: the program's own places; the driver allows NULL.
         unsafe {
             put(base, allocation.base);
@@ -206,5 +219,25 @@ hooks! { real, flavour;
             }
         }
         SUCCESS
+    }
+    [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
+        // SYNC_MEMOPS, the only one that can be set, speaks of copies by other devices, which cannot reach what moves.
+        match find(address) {
+            Some(_) if !value.is_null() && which == pointer_attribute::SYNC_MEMOPS => SUCCESS,
+            _ => real(),
+        }
+    }
+    [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
+        // Who has the handle would go on using chunks that have been given back.
+        if is_ours(address) { ERROR_NOT_SUPPORTED } else { real() }
+    }
+    [cuMulticastBindAddr] (object: Handle, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
+        if is_ours(address) { ERROR_INVALID_VALUE } else { real() }
+    }
+    [cuMulticastBindAddr_v2] (object: Handle, device: CUdevice, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
+        if is_ours(address) { ERROR_INVALID_VALUE } else { real() }
+    }
+    [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, offset: u64, address: CUdeviceptr, size: u64, flags: u64) {
+        if is_ours(address) { ERROR_INVALID_VALUE } else { real() }
     }
 }

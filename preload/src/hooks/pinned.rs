@@ -4,7 +4,6 @@
 use crate::{
     capture, client,
     cuda::*,
-    driver,
     gpu::{self, Gpu},
     hooks::{hooks, memory},
     memory::pinned::{self, Kind},
@@ -44,22 +43,82 @@ fn allocate_async(place: *const u64, size: Size, stream: CUstream, real: impl Fn
     allocate(gpu::current(), Kind::Address, place, size as u64, real)
 }
 
-type Requirements = unsafe fn(*mut [u64; 4], CUarray, CUdevice) -> CUresult;
+/// `CUDA_ARRAY_DESCRIPTOR` and `CUDA_ARRAY3D_DESCRIPTOR`, as far as their size goes.
+#[derive(Debug)]
+struct Texels {
+    width: u64,
+    height: u64,
+    depth: u64,
+    format: i32,
+    channels: u32,
+    /// No memory comes with it: it is mapped later.
+    unbacked: bool,
+}
 
-/// An array, whose size only the driver knows, and only once it is made.
-fn make_array(place: *const CUarray, requirements: Requirements, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = real();
-    // SAFETY: the driver has just written there.
-    if let (true, SUCCESS, Some(array), Some(gpu)) =
-        (client::is_on(), result, unsafe { place.as_ref() }, gpu::current())
-    {
-        let mut needs = [0; 4];
-        // SAFETY: a valid place of that size.
-        if unsafe { requirements(&mut needs, *array, gpu.index as CUdevice) } == SUCCESS {
-            crate::errno::preserved(|| pinned::add(Some(gpu), Kind::Array, *array as u64, needs[0]));
-        }
+/// The first of them.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Array {
+    width: Size,
+    height: Size,
+    format: i32,
+    channels: u32,
+}
+
+/// The second.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Array3D {
+    width: Size,
+    height: Size,
+    depth: Size,
+    format: i32,
+    channels: u32,
+    flags: u32,
+}
+
+/// `CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING`.
+const ARRAY3D_UNBACKED: u32 = 0x40 | 0x80;
+
+impl Texels {
+    /// The bytes of its texels; the driver pads them as it likes.
+    fn bytes(&self) -> u64 {
+        let each = match self.format {
+            0x01 | 0x08 => 1,
+            0x02 | 0x09 | 0x10 => 2,
+            _ => 4, // 32-bit integers and floats; of the others (compressed, planar) none has more
+        };
+        let [width, height, depth] = [self.width, self.height, self.depth].map(|n| n.max(1));
+        let texels = width.saturating_mul(height).saturating_mul(depth);
+        if self.unbacked { 0 } else { texels.saturating_mul(u64::from(self.channels) * each) }
     }
-    result
+}
+
+impl From<&Array> for Texels {
+    fn from(a: &Array) -> Self {
+        let (width, height) = (a.width as u64, a.height as u64);
+        Self { width, height, depth: 1, format: a.format, channels: a.channels, unbacked: false }
+    }
+}
+
+impl From<&Array3D> for Texels {
+    fn from(a: &Array3D) -> Self {
+        let (width, height, depth) = (a.width as u64, a.height as u64, a.depth as u64);
+        let unbacked = a.flags & ARRAY3D_UNBACKED != 0;
+        Self { width, height, depth, format: a.format, channels: a.channels, unbacked }
+    }
+}
+
+/// An array, with `levels` of halved resolution.
+fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real: impl FnOnce() -> CUresult) -> CUresult
+where
+    Texels: for<'a> From<&'a D>,
+{
+    // SAFETY: the driver reads it too; NULL is its error to give.
+    let bytes = unsafe { descriptor.as_ref() }.map_or(0, |d| Texels::from(d).bytes());
+    // Each level has at most half of the one before.
+    let bytes = if levels > 1 { bytes.saturating_mul(2) } else { bytes };
+    allocate(gpu::current(), Kind::Array, place.cast(), bytes, real)
 }
 
 /// A call that gives up what the name stands for.
@@ -77,6 +136,9 @@ hooks! { real, flavour;
     }
     [cuMemRelease] (handle: Handle) { free(Kind::Chunk, handle, real) }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
+        if memory::is_ours(address as CUdeviceptr) {
+            return ERROR_INVALID_VALUE; // as for any memory that the program did not make with cuMemCreate
+        }
         let result = real();
         // SAFETY: the driver has just written there.
         if let (true, SUCCESS, Some(handle)) = (client::is_on(), result, unsafe { handle.as_ref() }) {
@@ -99,11 +161,10 @@ hooks! { real, flavour;
         result
     }
 
-    [cuArrayCreate_v2 | cuArray3DCreate_v2] (array: *mut CUarray, descriptor: P) {
-        make_array(array, driver::cuArrayGetMemoryRequirements, real)
-    }
-    [cuMipmappedArrayCreate] (array: *mut CUarray, descriptor: P, levels: u32) {
-        make_array(array, driver::cuMipmappedArrayGetMemoryRequirements, real)
+    [cuArrayCreate_v2] (array: *mut CUarray, descriptor: *const Array) { make_array(array, descriptor, 1, real) }
+    [cuArray3DCreate_v2] (array: *mut CUarray, descriptor: *const Array3D) { make_array(array, descriptor, 1, real) }
+    [cuMipmappedArrayCreate] (array: *mut CUarray, descriptor: *const Array3D, levels: u32) {
+        make_array(array, descriptor, levels, real)
     }
     [cuArrayDestroy | cuMipmappedArrayDestroy] (array: CUarray) { free(Kind::Array, array as u64, real) }
 

@@ -4,6 +4,7 @@
 use crate::{
     cuda::*,
     gpu::{self, Gpu},
+    memory::{engine::GRANULE, space::current_context},
     sys::sync::Mutex,
 };
 use alloc::collections::BTreeMap;
@@ -24,6 +25,8 @@ struct Pinned {
     bytes: u64,
     /// Handles and mappings that keep it.
     references: u32,
+    /// The context it goes with, at the latest; 0 for none.
+    context: usize,
 }
 
 #[derive(Debug)]
@@ -38,8 +41,28 @@ static TABLE: Mutex<Table> = Mutex::new(Table { pinned: BTreeMap::new(), mapping
 /// The program has allocated that.
 pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     let Some(gpu) = gpu.filter(|_| bytes > 0) else { return };
-    TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1 });
+    // The driver takes whole granules from the GPU, which small ones share.
+    let bytes = if bytes < GRANULE / 2 { bytes } else { bytes.div_ceil(GRANULE) * GRANULE };
+    let context = if kind == Kind::Chunk { 0 } else { current_context().map_or(0, |context| context as usize) };
+    TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1, context });
     gpu.pin(|pinned| pinned.saturating_add(bytes));
+}
+
+/// A context is gone (`last`: and no other is left on that GPU), and with it what belonged to it.
+pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
+    let mut table = TABLE.lock();
+    let mut bytes = 0u64;
+    table.pinned.retain(|(kind, _), pinned| {
+        let gone = core::ptr::eq(pinned.gpu, gpu)
+            && *kind != Kind::Chunk
+            && (last || (pinned.context != 0 && pinned.context == context as usize));
+        bytes += if gone { pinned.bytes } else { 0 };
+        !gone
+    });
+    drop(table);
+    if bytes > 0 {
+        gpu.pin(|pinned| pinned.saturating_sub(bytes));
+    }
 }
 
 /// Another handle for the same chunk.

@@ -18,6 +18,9 @@ use alloc::{
     vec::Vec,
 };
 
+/// More allowances than an eviction of any GPU has steps.
+const MANY_PENDING: usize = 4096;
+
 #[derive(Debug)]
 pub struct Space {
     gpu: CUdevice,
@@ -58,6 +61,8 @@ pub struct Account {
     pub freeing: u64,
     /// What is not on the GPU comes when it is touched.
     pub faults: bool,
+    /// It stays on the GPU, since nobody knows when the program's work is done.
+    pub frozen: bool,
 }
 
 /// What a range is for.
@@ -123,9 +128,9 @@ impl Account {
     pub fn is_complete(&self) -> bool {
         self.mapped >= self.demand
     }
-    /// Whether the program may run as far as memory goes. One that exceeds the GPU never has all of its memory there.
+    /// Whether the program may run as far as memory goes. Where pages come when they are touched, it always may.
     pub fn can_run(&self) -> bool {
-        (self.is_complete() && self.flying == 0) || (self.faults && self.demand + self.pinned > self.limit)
+        self.faults || (self.is_complete() && self.flying == 0)
     }
     /// What the program may still allocate.
     pub fn free(&self) -> u64 {
@@ -150,6 +155,7 @@ impl Space {
             flying: 0,
             freeing: 0,
             faults,
+            frozen: false,
         };
         Self {
             gpu,
@@ -350,6 +356,9 @@ impl Space {
     pub fn allow(&mut self, seq: u32, bytes: u64) {
         self.account.allowance = bytes;
         self.pending.push_back((seq, bytes));
+        if self.pending.len() > MANY_PENDING {
+            self.pending.pop_front(); // a later one stands for it
+        }
         self.settle();
     }
 

@@ -216,11 +216,14 @@ pub fn forbid_on(stream: &Stream) -> Done {
     }
 }
 
-/// A stream is destroyed.
-pub fn abandon(stream: &Stream) {
+/// A stream is destroyed. The capture that it began is gone then, without a word (seen on an H200, driver 580).
+pub fn abandon(stream: &Arc<Stream>) {
     let place = lock(&stream.capture).clone();
     if let Some(place) = place {
         place.capture.invalidate();
+        if place.capture.origin == handle_of(stream) {
+            place.capture.end();
+        }
     }
 }
 

@@ -83,7 +83,7 @@ impl Gpus {
     /// One try to submit, by the thread with that slot.
     fn submit(&self, gpu: u32, index: usize) -> bool {
         let slot = threads::take(index);
-        let entered = self.gates[gpu as usize].try_enter(gpu, slot);
+        let entered = self.gates[gpu as usize].try_enter(gpu, slot, closed::FOR_ALL);
         if entered {
             // SAFETY: only this thread writes; that nobody reads meanwhile is what loom checks.
             self.given[gpu as usize][index].with_mut(|given| unsafe { *given += 1 });
@@ -95,7 +95,7 @@ impl Gpus {
     /// Submits, however long it takes.
     fn submit_patiently(&self, gpu: u32, index: usize, before: impl Fn()) {
         while !self.submit(gpu, index) {
-            self.gates[gpu as usize].wait(Duration::MAX, &before);
+            self.gates[gpu as usize].wait(closed::FOR_ALL, Duration::MAX, &before);
         }
     }
 

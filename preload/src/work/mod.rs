@@ -1,0 +1,479 @@
+//! Work that was submitted to one GPU and may still run: how it is bounded, and how it is known to be done.
+//!
+//! Which streams were given work is noted with each submission. A [`Point`] is an event in one of them. An event behind
+//! *everything* (`cuCtxRecordEvent`, or one in the legacy stream) would be simpler, but streams then wait for each other
+//! that did not before, and a program whose kernel waits for what another stream does would hang [H200].
+//!
+//! **Marks** bound it. Every few submissions a thread records a point in its stream; when too much is outstanding, whoever
+//! submits next waits for the oldest mark first. What is too much follows from how long marks took and how much was before
+//! them: the window is kept at about [`RUN_AHEAD`] µs of GPU time, far more than the GPU needs to stay busy, so bounding
+//! costs nothing, and a revoke finds no more than that in the queues. Nobody is kept waiting for long: work may be waiting
+//! for what its program does next.
+//!
+//! **Fences** tell when it is done: a point in every stream that was given work.
+
+mod point;
+
+pub use point::with_current;
+use point::{Context, Point};
+
+use crate::{
+    capture,
+    cuda::*,
+    driver,
+    sys::{
+        sync::Mutex,
+        time::{self, Instant},
+    },
+    threads,
+};
+use alloc::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    vec::Vec,
+};
+use core::{
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    time::Duration,
+};
+
+/// How much GPU time may be queued ahead while nobody waits, and while somebody does.
+const RUN_AHEAD: u32 = 100_000;
+const RUN_AHEAD_CONTENDED: u32 = 20_000;
+/// Submissions between two marks: a mark costs about 2 µs, a launch 3 to 5 µs [H200].
+const MOST_PER_MARK: u32 = 64;
+/// The window a program starts with, in submissions, before anything is known about its kernels, and the largest.
+const FIRST_WINDOW: u32 = 4;
+const MOST_WINDOW: u32 = 4096;
+/// So that the window moves on in small steps.
+const MARKS_PER_WINDOW: u32 = 8;
+/// How long a thread waits for a mark at first: half as long each time it was in vain, so that a program whose work waits
+/// for what it submits next is delayed by no more than twice this.
+const MARK_PATIENCE: Duration = Duration::from_secs(1);
+/// How long if all that is not done is in other streams than its own.
+const OTHERS_PATIENCE: Duration = Duration::from_millis(20);
+
+#[derive(Debug)]
+pub struct Work {
+    /// Submissions of one thread after which it takes a mark.
+    per_mark: AtomicU32,
+    /// Microseconds of GPU time that may be queued ahead.
+    run_ahead: AtomicU32,
+    /// Marks that were seen done, ever: the measure of progress.
+    done: AtomicU64,
+    /// Too much is outstanding: whoever submits next waits.
+    full: AtomicBool,
+    /// The longest that a mark took lately, in microseconds.
+    slowest: AtomicU64,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    contexts: Vec<Context>,
+    /// Streams that were given work and not seen idle since.
+    streams: BTreeMap<Stream, State>,
+    /// The last points of streams that are gone; what they were given may still run.
+    left: Vec<Arc<Point>>,
+    marks: VecDeque<Mark>,
+    /// Submissions before marks that are not done.
+    outstanding: u32,
+    /// Submissions that may be outstanding.
+    window: u32,
+    /// The oldest mark, once it was waited for in vain, and how often.
+    stalled: Option<(Instant, u32)>,
+}
+
+/// What tells a stream from others: the default streams have one handle for all contexts, or for all threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Stream {
+    context: usize,
+    handle: usize,
+    thread: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// It was given something since its last point.
+    dirty: bool,
+    last: Option<Arc<Point>>,
+}
+
+impl Stream {
+    /// As the calling thread means it.
+    fn of(handle: CUstream, context: CUcontext) -> Self {
+        let thread = if handle == STREAM_PER_THREAD { core::ptr::from_ref(threads::mine()) as usize } else { 0 };
+        Self { context: context as usize, handle: handle as usize, thread }
+    }
+
+    fn handle(self) -> CUstream {
+        self.handle as CUstream
+    }
+}
+
+#[derive(Debug)]
+struct Mark {
+    point: Arc<Point>,
+    since: Instant,
+    /// Submissions since the mark before.
+    weight: u32,
+    /// Submissions that were outstanding when it was recorded, its own included.
+    ahead: u32,
+}
+
+/// Everything that had been submitted when it was made.
+#[derive(Debug, Default)]
+pub struct Fence {
+    points: Vec<Arc<Point>>,
+}
+
+/// Counts how often a stream anywhere got a point. A thread that noted its stream after the last time need not note it
+/// again: it is known to be dirty.
+static POINTS: AtomicU64 = AtomicU64::new(1);
+
+impl Work {
+    pub const fn new() -> Self {
+        Self {
+            per_mark: AtomicU32::new(FIRST_WINDOW / MARKS_PER_WINDOW),
+            run_ahead: AtomicU32::new(RUN_AHEAD),
+            done: AtomicU64::new(0),
+            full: AtomicBool::new(false),
+            slowest: AtomicU64::new(0),
+            inner: Mutex::new(Inner {
+                contexts: Vec::new(),
+                streams: BTreeMap::new(),
+                left: Vec::new(),
+                marks: VecDeque::new(),
+                outstanding: 0,
+                window: FIRST_WINDOW,
+                stalled: None,
+            }),
+        }
+    }
+
+    /// Before a submission, outside the gate: waits while too much is outstanding.
+    #[inline]
+    pub fn throttle(&self, stream: CUstream) {
+        if self.full.load(Ordering::Relaxed) {
+            crate::errno::preserved(|| self.wait_for_oldest(stream));
+        }
+    }
+
+    /// During a submission, after the driver has it: notes which stream it went to.
+    #[inline]
+    pub fn note(&self, slot: &threads::Slot, gpu: u32, stream: CUstream) {
+        let noted = (u64::from(gpu) << 56) | POINTS.load(Ordering::Acquire);
+        let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
+        if is_default
+            || slot.stream.load(Ordering::Relaxed) != stream as usize
+            || slot.noted.load(Ordering::Relaxed) != noted
+        {
+            self.note_anew(stream);
+            slot.stream.store(stream as usize, Ordering::Relaxed);
+            slot.noted.store(noted, Ordering::Relaxed);
+        }
+    }
+
+    fn note_anew(&self, stream: CUstream) {
+        let Some(context) = context_of(stream) else { return };
+        let mut inner = self.inner.lock();
+        let stream = Stream::of(stream, context);
+        let is_known = inner.has(stream.context);
+        if !is_known {
+            inner.contexts.push(Context::new(stream.context, true));
+        }
+        inner.streams.entry(stream).or_default().dirty = true;
+        // Nobody else can record a point there.
+        if stream.thread != 0 || inner.context(stream.context).is_some_and(|c| c.foreign) {
+            inner.point_in(stream);
+        }
+    }
+
+    /// After a submission: takes a mark when one is due.
+    #[inline]
+    pub fn submitted(&self, slot: &threads::Slot, weight: u32, stream: CUstream) {
+        let unmarked = slot.unmarked.load(Ordering::Relaxed) + weight;
+        if unmarked < self.per_mark.load(Ordering::Relaxed) {
+            slot.unmarked.store(unmarked, Ordering::Relaxed);
+        } else {
+            slot.unmarked.store(0, Ordering::Relaxed);
+            crate::errno::preserved(|| self.mark(unmarked, stream));
+        }
+    }
+
+    #[cold]
+    fn mark(&self, weight: u32, stream: CUstream) {
+        let Some(context) = context_of(stream) else { return };
+        let mut inner = self.inner.lock();
+        let Some(point) = inner.point_in(Stream::of(stream, context)) else { return };
+        self.collect(&mut inner, false);
+        let ahead = inner.outstanding.saturating_add(weight);
+        inner.outstanding = ahead;
+        inner.marks.push_back(Mark { point, since: Instant::now(), weight, ahead });
+        self.look_whether_full(&mut inner);
+    }
+
+    /// Whether too much is outstanding: more than the window, which what is known of earlier work made, or for longer than
+    /// the window was meant to last.
+    fn look_whether_full(&self, inner: &mut Inner) {
+        let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
+        let old = inner.marks.front().is_some_and(|oldest| oldest.since.elapsed() > run_ahead);
+        self.full.store(old || inner.outstanding > inner.window, Ordering::Relaxed);
+    }
+
+    /// Waits until the oldest mark is done, and learns from how long it took. A mark may be behind a kernel that only ends
+    /// when the program tells it to, perhaps by what this very thread does next: so it is not waited for for long.
+    fn wait_for_oldest(&self, stream: CUstream) {
+        let begin = Instant::now();
+        let oldest = self.inner.lock().marks.front().map(|m| m.since);
+        let Some(since) = oldest else { return self.full.store(false, Ordering::Relaxed) };
+        loop {
+            let mut inner = self.inner.lock();
+            self.collect(&mut inner, true);
+            if inner.marks.front().is_none_or(|m| m.since != since) {
+                self.look_whether_full(&mut inner);
+                return;
+            }
+            let vain = inner.stalled.filter(|(mark, _)| *mark == since).map_or(0, |(_, times)| times);
+            let waited = begin.elapsed();
+            let patience = MARK_PATIENCE / (1 << vain.min(20));
+            if waited > patience || (waited > OTHERS_PATIENCE && is_idle(stream)) {
+                inner.stalled = Some((since, vain + 1));
+                return;
+            }
+            drop(inner);
+            // Tiny kernels are done within microseconds; for others a sleep is short against the window.
+            if begin.elapsed() > Duration::from_micros(50) {
+                time::sleep(Duration::from_micros(50));
+            }
+        }
+    }
+
+    /// A mark was seen to become done: it took so long with so many submissions outstanding.
+    fn learn(&self, inner: &mut Inner, took: Duration, ahead: u32, exact: bool) {
+        let took = took.as_micros().max(1);
+        let run_ahead = self.run_ahead.load(Ordering::Relaxed);
+        let fitting = u128::from(ahead) * u128::from(run_ahead) / took;
+        let most = u128::from(inner.window.saturating_mul(2).min(MOST_WINDOW));
+        let window = fitting.clamp(1, most) as u32;
+        if !exact {
+            return self.set_window(inner, window.max(inner.window));
+        }
+        self.set_window(inner, window);
+        let slowest = self.slowest.load(Ordering::Relaxed);
+        self.slowest.store((took as u64).max(slowest - slowest / 8), Ordering::Relaxed);
+    }
+
+    /// The longest that submitted work took lately.
+    pub fn slowest(&self) -> Duration {
+        Duration::from_micros(self.slowest.load(Ordering::Relaxed))
+    }
+
+    fn set_window(&self, inner: &mut Inner, window: u32) {
+        inner.window = window;
+        self.per_mark.store((window / MARKS_PER_WINDOW).clamp(1, MOST_PER_MARK), Ordering::Relaxed);
+    }
+
+    /// Somebody waits for the GPU, or nobody does any more: the queue is kept shorter while somebody does.
+    pub fn contend(&self, contended: bool) {
+        let to = if contended { RUN_AHEAD_CONTENDED } else { RUN_AHEAD };
+        let from = self.run_ahead.swap(to, Ordering::Relaxed);
+        if to < from {
+            let mut inner = self.inner.lock();
+            let window = (inner.window / (from / to)).max(1);
+            self.set_window(&mut inner, window);
+        }
+    }
+
+    /// Takes out the marks that are done, and learns from the newest of them. Only who waited for it knows how long it
+    /// really took; otherwise it took no longer than that, so that the window may be wider but not that it is too wide.
+    fn collect(&self, inner: &mut Inner, waited: bool) {
+        let mut newest = None;
+        let mut weight = 0;
+        inner.marks.retain(|mark| {
+            let done = mark.point.is_done();
+            if done {
+                newest = Some((mark.since, mark.ahead));
+                weight += mark.weight;
+                self.done.fetch_add(1, Ordering::Relaxed);
+            }
+            !done
+        });
+        inner.outstanding = inner.outstanding.saturating_sub(weight);
+        if let Some((since, ahead)) = newest {
+            self.learn(inner, since.elapsed(), ahead, waited);
+        }
+    }
+
+    /// How many marks have been done so far; a drain that does not see it grow makes no progress.
+    pub fn progress(&self) -> u64 {
+        self.collect(&mut self.inner.lock(), false);
+        self.done.load(Ordering::Relaxed)
+    }
+
+    /// A fence behind everything submitted so far, or `None` where it cannot be made now: where a capture forbids it, say.
+    pub fn fence(&self) -> Option<Fence> {
+        let mut inner = self.inner.lock();
+        inner.left.retain(|point| !point.is_done());
+        let mut fence = Fence { points: inner.left.clone() };
+        inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
+        let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
+        for stream in dirty {
+            // Its own thread is just about to, where nobody else can.
+            let foreign = stream.thread != 0 || inner.context(stream.context).is_none_or(|c| c.foreign);
+            let made = !foreign && with_current(stream.context, || inner.point_in(stream).is_some()) == Ok(true);
+            if !made && inner.streams.contains_key(&stream) {
+                return None;
+            }
+        }
+        fence.points.extend(inner.streams.values().filter_map(|state| state.last.clone()));
+        Some(fence)
+    }
+
+    /// Whether all of it is done. A fence that is done stays done and costs nothing to ask.
+    pub fn is_done(&self, fence: &mut Fence) -> bool {
+        // Not while a context goes.
+        let _inner = self.inner.lock();
+        while let Some(point) = fence.points.last() {
+            if !point.is_done() {
+                return false;
+            }
+            fence.points.pop();
+        }
+        true
+    }
+
+    /// The program destroys a stream, or begins to capture on it: what it was given goes on.
+    pub fn leave_stream(&self, stream: CUstream) {
+        let Some(context) = context_of(stream) else { return };
+        let stream = Stream::of(stream, context);
+        let mut inner = self.inner.lock();
+        if inner.streams.get(&stream).is_some_and(|state| state.dirty) {
+            let _ = with_current(stream.context, || inner.point_in(stream));
+        }
+        if let Some(State { last: Some(point), .. }) = inner.streams.remove(&stream) {
+            inner.left.push(point);
+        }
+        POINTS.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// A context was created or retained.
+    pub fn add_context(&self, context: CUcontext) {
+        let mut inner = self.inner.lock();
+        if !inner.has(context as usize) {
+            inner.contexts.push(Context::new(context as usize, false));
+        }
+    }
+
+    /// Runs a call that may destroy a context while nothing of ours uses it; the call says whether it did. Gives its result
+    /// and, where a known context is gone, whether it was the last on this GPU.
+    pub fn without(&self, context: CUcontext, call: impl FnOnce() -> (CUresult, bool)) -> (CUresult, Option<bool>) {
+        let mut inner = self.inner.lock();
+        let known = inner.has(context as usize);
+        let (result, gone) = call();
+        if !gone || !known {
+            return (result, None);
+        }
+        inner.forget_context(context as usize);
+        (result, Some(inner.contexts.iter().all(|c| c.foreign)))
+    }
+
+    /// `cuCtxAttach`: one more use of it.
+    pub fn attach(&self, context: CUcontext) {
+        if let Some(context) = self.inner.lock().context(context as usize) {
+            context.attached += 1;
+        }
+    }
+
+    /// `cuCtxDetach`: one use less; `false` if that was the last.
+    pub fn detach(&self, context: CUcontext) -> bool {
+        let mut inner = self.inner.lock();
+        let Some(context) = inner.context(context as usize).filter(|c| c.attached > 0) else { return false };
+        context.attached -= 1;
+        true
+    }
+
+    /// The link's thread uses a context for the first time before anybody depends on it: the driver then sets up storage
+    /// of the thread's, for which it may need the loader's lock, which a thread that waits at the gate may hold.
+    pub fn get_acquainted(&self) {
+        let mut inner = self.inner.lock();
+        if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.acquainted) {
+            context.acquainted = true;
+            let _ = with_current(context.handle, || ());
+        }
+    }
+
+    /// A green context is gone.
+    pub fn forget_foreign(&self, context: CUcontext) {
+        self.inner.lock().forget_context(context as usize);
+    }
+
+    pub fn has_context(&self, context: CUcontext) -> bool {
+        self.inner.lock().has(context as usize)
+    }
+
+    /// The program's contexts on this GPU, to copy memory with.
+    pub fn contexts(&self) -> Vec<CUcontext> {
+        self.inner.lock().contexts.iter().filter(|c| !c.foreign).map(|c| c.handle as CUcontext).collect()
+    }
+}
+
+impl Inner {
+    fn has(&self, context: usize) -> bool {
+        self.contexts.iter().any(|c| c.handle == context)
+    }
+
+    fn context(&mut self, context: usize) -> Option<&mut Context> {
+        self.contexts.iter_mut().find(|c| c.handle == context)
+    }
+
+    /// Records a point in a stream, whose context is current.
+    fn point_in(&mut self, stream: Stream) -> Option<Arc<Point>> {
+        let context = self.contexts.iter_mut().find(|c| c.handle == stream.context)?;
+        match context.record(stream.handle()) {
+            Ok(point) => {
+                let state = self.streams.entry(stream).or_default();
+                *state = State { dirty: false, last: Some(point.clone()) };
+                POINTS.fetch_add(1, Ordering::AcqRel);
+                Some(point)
+            }
+            Err(error) => {
+                if point::is_dead(error) {
+                    self.streams.remove(&stream); // nothing runs there any more
+                }
+                None
+            }
+        }
+    }
+
+    fn forget_context(&mut self, context: usize) {
+        self.contexts.iter().filter(|c| c.handle == context).for_each(Context::end);
+        self.contexts.retain(|c| c.handle != context);
+        self.streams.retain(|stream, _| stream.context != context);
+        self.left.retain(|point| point.context != context);
+        self.marks.retain(|mark| mark.point.context != context);
+        self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
+        POINTS.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+/// The context of a stream of the calling thread's.
+fn context_of(stream: CUstream) -> Option<CUcontext> {
+    let mut context = core::ptr::null_mut();
+    // SAFETY: a valid place, and a stream that the program has just used; the default streams are the current context's.
+    unsafe {
+        let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
+        if is_default || driver::cuStreamGetCtx(stream, &mut context) != SUCCESS {
+            driver::cuCtxGetCurrent(&mut context);
+        }
+    }
+    (!context.is_null()).then_some(context)
+}
+
+/// Whether all that this stream of the current context was given is done.
+fn is_idle(stream: CUstream) -> bool {
+    // SAFETY: the program has just submitted to this stream. A stream that captures is never asked.
+    capture::beside(|capturing| {
+        !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
+    })
+}

@@ -1,0 +1,122 @@
+//! Points in the program's streams: events behind what a stream was given so far, and the contexts that they belong to.
+
+use crate::{capture, cuda::*, driver, memory::engine::check};
+use alloc::{sync::Arc, vec::Vec};
+use core::sync::atomic::{AtomicBool, Ordering};
+
+/// An event of ours that has been recorded. It goes back to its context when nobody asks about it any more.
+#[derive(Debug)]
+pub(super) struct Point {
+    pub context: usize,
+    event: usize,
+    /// It was seen done, or its context is gone.
+    done: AtomicBool,
+}
+
+impl Point {
+    /// Done, or nothing will ever run in its context again. An answer that says neither (beside a capture that went
+    /// wrong, say) is not taken for one.
+    pub fn is_done(&self) -> bool {
+        if self.done.load(Ordering::Relaxed) {
+            return true;
+        }
+        // SAFETY: points are done before their context is destroyed.
+        let result = capture::beside(|_| unsafe { driver::cuEventQuery(self.event as CUevent) });
+        let done = result == SUCCESS || is_dead(result);
+        if done {
+            self.done.store(true, Ordering::Relaxed);
+        }
+        done
+    }
+}
+
+/// Whether this error means that nothing runs in the context any more.
+pub fn is_dead(result: CUresult) -> bool {
+    ERRORS_OF_A_BROKEN_CONTEXT.contains(&result)
+        || matches!(result, ERROR_DEINITIALIZED | ERROR_INVALID_CONTEXT | ERROR_ECC_UNCORRECTABLE)
+}
+
+/// A context of the program.
+#[derive(Debug)]
+pub(super) struct Context {
+    pub handle: usize,
+    /// What `cuCtxAttach` added to its usage count.
+    pub attached: u32,
+    /// Only the thread that it is current to can use it, so it is not for the link's thread: a green context.
+    pub foreign: bool,
+    /// The link's thread has used it.
+    pub acquainted: bool,
+    /// Events that are not in use.
+    free: Vec<usize>,
+    /// Those that are.
+    points: Vec<Arc<Point>>,
+}
+
+/// Points that are kept before those nobody asks about are looked for.
+const MANY_POINTS: usize = 64;
+
+impl Context {
+    pub fn new(handle: usize, foreign: bool) -> Self {
+        Self { handle, attached: 0, foreign, acquainted: false, free: Vec::new(), points: Vec::new() }
+    }
+
+    /// Records a point behind what that stream of this context, which is current, was given. `own`: the calling thread
+    /// has just submitted there, so the stream cannot begin to capture meanwhile.
+    pub fn record(&mut self, stream: CUstream) -> Result<Arc<Point>, CUresult> {
+        let event = self.event()?;
+        // SAFETY: the event is ours and not in use; streams are forgotten before they are destroyed.
+        let result = capture::beside(|capturing| {
+            if capturing && (is_legacy(stream) || capture::is_capturing(stream)) {
+                return ERROR_NOT_READY; // it would be captured, or break the capture
+            }
+            unsafe { driver::cuEventRecord(event as CUevent, stream) }
+        });
+        if let Err(error) = check(result) {
+            self.free.push(event);
+            return Err(error);
+        }
+        let point = Arc::new(Point { context: self.handle, event, done: AtomicBool::new(false) });
+        self.points.push(point.clone());
+        Ok(point)
+    }
+
+    fn event(&mut self) -> Result<usize, CUresult> {
+        if self.free.is_empty() && self.points.len() >= MANY_POINTS {
+            let free = &mut self.free;
+            self.points.retain(|point| {
+                let asked_about = Arc::strong_count(point) > 1;
+                if !asked_about {
+                    free.push(point.event);
+                }
+                asked_about
+            });
+        }
+        if let Some(event) = self.free.pop() {
+            return Ok(event);
+        }
+        let mut event = core::ptr::null_mut();
+        // SAFETY: a valid place.
+        check(capture::beside(|_| unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }))?;
+        Ok(event as usize)
+    }
+
+    /// The context is gone, and its events with it.
+    pub fn end(&self) {
+        self.points.iter().for_each(|point| point.done.store(true, Ordering::Relaxed));
+    }
+}
+
+/// Streams that a capture of another stream forbids to touch.
+fn is_legacy(stream: CUstream) -> bool {
+    stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY
+}
+
+/// Runs `f` with that context current on this thread.
+pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUresult> {
+    // SAFETY: a context that has not been destroyed.
+    check(unsafe { driver::cuCtxPushCurrent_v2(context as CUcontext) })?;
+    let result = f();
+    let mut popped = core::ptr::null_mut();
+    unsafe { driver::cuCtxPopCurrent_v2(&mut popped) };
+    Ok(result)
+}
