@@ -61,7 +61,8 @@ check:
 
 bench:
 	@tests/needs.sh cargo cc
-	$(CARGO) bench --locked --bench handover
+	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
+	$(CARGO) bench --locked --bench handover --bench guest
 
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:

@@ -277,7 +277,6 @@ fn a_scheduler_that_never_stops_talking_changes_no_result() {
 }
 
 #[test]
-#[ignore = "the library takes any version that a `Welcome` names"]
 fn a_version_that_it_does_not_speak_is_no_agreement() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
@@ -320,7 +319,6 @@ fn refusals_and_wrong_versions_are_one_line_and_no_more() {
 }
 
 #[test]
-#[ignore = "the library begins to count anew with each `Welcome`, and so never goes on without"]
 fn a_scheduler_that_ends_after_every_welcome_is_done_without() {
     let machine = machine();
     let mut fake = Fake::new(&machine);
@@ -337,7 +335,6 @@ fn a_scheduler_that_ends_after_every_welcome_is_done_without() {
 }
 
 #[test]
-#[ignore = "the library prints the text of a refusal as it is"]
 fn a_refusal_cannot_write_to_the_terminal_what_it_likes() {
     let machine = machine();
     let mut fake = Fake::new(&machine);

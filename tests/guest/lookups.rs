@@ -67,7 +67,7 @@ fn a_program_looks_up_in_constructors_and_in_signal_handlers() {
 }
 
 #[test]
-#[ignore = "the link's thread enters a context of the driver for the first time when memory is to be moved, under the loader's lock"]
+#[ignore = "the simulated driver starts a thread of its own, which needs the loader's lock"]
 fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
     let (host, mut free) = Host::occupied();
     let (plugin, program) = (host.library("constructor"), host.program("gated"));

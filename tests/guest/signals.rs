@@ -22,7 +22,6 @@ fn thousands_of_signals_a_second_disturb_no_call() {
 }
 
 #[test]
-#[ignore = "the first signal ends the wait for the scheduler's answer"]
 fn signals_disturb_no_wait_for_the_scheduler() {
     let host = Host::new();
     let program = host.program("signals");

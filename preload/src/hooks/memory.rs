@@ -29,6 +29,9 @@ const FREE_LOOK: Duration = Duration::from_micros(100);
 /// How long an allocation that finds no memory waits for freed memory that work may still use.
 const FREED_PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long one that finds none waits for memory of programs outside nvshare: it may be that of one that has just ended.
+const OTHERS_PATIENCE: Duration = Duration::from_millis(400);
+
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if client::is_on() && !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
@@ -47,7 +50,10 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
             gpu.account_changed(&before, &after);
             // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
             let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
-            if result != Err(ERROR_OUT_OF_MEMORY) || !comes {
+            let may_come = client::is_connected()
+                && guard.account.fits_without_others(size as u64, gpu.total())
+                && begin.elapsed() < OTHERS_PATIENCE;
+            if result != Err(ERROR_OUT_OF_MEMORY) || !(comes || may_come) {
                 break result;
             }
             drop(guard);
@@ -167,7 +173,7 @@ hooks! { real, flavour;
         result
     }
     [cuMemFree_v2] (address: CUdeviceptr) {
-        if free(address) { if is_broken() { real() } else { SUCCESS } } else { pinned::free(Kind::Address, address, real) }
+        if is_broken() { real() } else if free(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
     }
 
     [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {

@@ -136,6 +136,12 @@ impl Account {
     pub fn free(&self) -> u64 {
         self.limit.saturating_sub(self.demand + self.pinned - self.freeing)
     }
+    /// Whether so many more bytes would fit if nobody but clients had anything on the GPU, which has `total`: of that, the
+    /// scheduler puts up to an eighth aside.
+    pub fn fits_without_others(&self, bytes: u64, total: u64) -> bool {
+        let most = total - total / 8;
+        self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
+    }
     fn room(&self) -> u64 {
         self.allowance.saturating_sub(self.mapped + self.pinned)
     }

@@ -15,7 +15,7 @@
 mod point;
 
 pub use point::with_current;
-use point::{Context, Point};
+use point::{Context, Point, is_legacy};
 
 use crate::{
     capture,
@@ -163,13 +163,14 @@ impl Work {
     #[inline]
     pub fn note(&self, slot: &threads::Slot, gpu: u32, stream: CUstream) {
         let noted = (u64::from(gpu) << 56) | POINTS.load(Ordering::Acquire);
-        let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
-        if is_default
-            || slot.stream.load(Ordering::Relaxed) != stream as usize
+        // The legacy stream is another one in each context, and goes by its context's name here.
+        let name = if is_legacy(stream) { current_context() } else { stream };
+        if slot.stream.load(Ordering::Relaxed) != name as usize
             || slot.noted.load(Ordering::Relaxed) != noted
+            || stream == STREAM_PER_THREAD
         {
             self.note_anew(stream);
-            slot.stream.store(stream as usize, Ordering::Relaxed);
+            slot.stream.store(name as usize, Ordering::Relaxed);
             slot.noted.store(noted, Ordering::Relaxed);
         }
     }
@@ -399,7 +400,7 @@ impl Work {
         let mut inner = self.inner.lock();
         if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.acquainted) {
             context.acquainted = true;
-            let _ = with_current(context.handle, || ());
+            let _ = with_current(context.handle, || context.try_calls());
         }
     }
 
@@ -464,10 +465,19 @@ fn context_of(stream: CUstream) -> Option<CUcontext> {
     unsafe {
         let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
         if is_default || driver::cuStreamGetCtx(stream, &mut context) != SUCCESS {
-            driver::cuCtxGetCurrent(&mut context);
+            context = current_context();
         }
     }
     (!context.is_null()).then_some(context)
+}
+
+/// The calling thread's, or NULL.
+#[inline]
+fn current_context() -> CUcontext {
+    let mut context = core::ptr::null_mut();
+    // SAFETY: a valid place.
+    unsafe { driver::cuCtxGetCurrent(&mut context) };
+    context
 }
 
 /// Whether all that this stream of the current context was given is done.

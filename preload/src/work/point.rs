@@ -100,6 +100,15 @@ impl Context {
         Ok(event as usize)
     }
 
+    /// Makes calls of the kinds that the link's thread makes, to no effect.
+    pub fn try_calls(&mut self) {
+        if let Ok(event) = self.event() {
+            // SAFETY: the event is ours; one that was never recorded counts as done.
+            capture::beside(|_| unsafe { driver::cuEventQuery(event as CUevent) });
+            self.free.push(event);
+        }
+    }
+
     /// The context is gone, and its events with it.
     pub fn end(&self) {
         self.points.iter().for_each(|point| point.done.store(true, Ordering::Relaxed));
@@ -107,7 +116,7 @@ impl Context {
 }
 
 /// Streams that a capture of another stream forbids to touch.
-fn is_legacy(stream: CUstream) -> bool {
+pub(super) fn is_legacy(stream: CUstream) -> bool {
     stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY
 }
 

@@ -1,0 +1,86 @@
+//! What `libnvshare.so` is as a file: every process of a host may have to load it, so it needs nothing, exports nothing
+//! but its hooks, and costs little.
+
+#[path = "../bench/steps.rs"]
+mod steps;
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+fn library() -> PathBuf {
+    let exe = std::env::current_exe().expect("the path of this program");
+    let library = exe.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("libnvshare.so");
+    assert!(library.exists(), "{} is built by `make artifacts`", library.display());
+    library
+}
+
+/// What `readelf` (binutils, which comes with any C compiler) says of the library.
+fn readelf(option: &str) -> String {
+    let output = Command::new("readelf").args(["-W", option]).arg(library()).env("LC_ALL", "C").output();
+    String::from_utf8(output.expect("readelf runs").stdout).expect("text")
+}
+
+/// Names of dynamic symbols, defined or not.
+fn symbols(defined: bool) -> Vec<String> {
+    let table = readelf("--dyn-syms");
+    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    // A version's number may follow the name.
+    let rows = rows.filter(|row| row.len() >= 8 && row[0] != "Num:" && (row[6] != "UND") == defined);
+    rows.map(|row| row[7].to_owned()).collect()
+}
+
+#[test]
+fn it_needs_the_c_library_and_nothing_else() {
+    let dynamic = readelf("-d");
+    let needed: Vec<&str> = dynamic.lines().filter(|line| line.contains("(NEEDED)")).collect();
+    assert!(matches!(&needed[..], [one] if one.contains("[libc.so.6]")), "{needed:?}");
+    assert!(dynamic.contains("[libnvshare.so]"), "it has a SONAME: {dynamic}");
+    assert!(dynamic.contains("NODELETE"), "it is never unloaded: {dynamic}");
+}
+
+#[test]
+fn it_needs_nothing_newer_than_glibc_2_17() {
+    let undefined = symbols(false);
+    assert!(undefined.iter().any(|name| name.starts_with("malloc@")), "{undefined:?}");
+    for name in undefined {
+        let Some((_, version)) = name.split_once("@GLIBC_") else { panic!("{name} has no version") };
+        let mut numbers = version.split(['.', ' ']).filter_map(|n| n.parse::<u32>().ok());
+        let version = (numbers.next().expect("a version"), numbers.next().unwrap_or(0));
+        assert!(version <= (2, 17), "{name} is too new for old systems and containers");
+    }
+}
+
+#[test]
+fn it_exports_its_hooks_and_nothing_else() {
+    let exported = symbols(true);
+    assert!(exported.iter().any(|name| name == "cuLaunchKernel"));
+    for name in exported {
+        let is_hook = name == "dlsym" || name.strip_prefix("cu").is_some_and(|n| n.starts_with(char::is_uppercase));
+        assert!(is_hook, "{name} is exported");
+    }
+}
+
+#[test]
+fn loading_it_costs_at_most_60_000_instructions() {
+    let run = |library: Option<PathBuf>| {
+        let mut command = Command::new("/bin/true");
+        command.env_clear();
+        if let Some(library) = library {
+            command.env("LD_PRELOAD", library);
+        }
+        match steps::instructions(&mut command) {
+            Ok(count) => Some(count),
+            Err(e) => {
+                eprintln!("skipped: instructions cannot be counted here: {e}");
+                None
+            }
+        }
+    };
+    let (Some(without), Some(with)) = (run(None), run(Some(library()))) else { return };
+    let cost = with - without;
+    eprintln!("/bin/true: {without} instructions, {cost} more with the library");
+    assert!(cost > 1000, "it was not loaded");
+    assert!(cost <= 60_000, "{cost} more instructions");
+}
