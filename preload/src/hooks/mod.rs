@@ -95,7 +95,7 @@ macro_rules! hook {
             #[allow(unused_variables)]
             let $flavour = const { $crate::hooks::Flavour::of(stringify!($name)) };
             #[allow(unused_variables)]
-            let $real = || match $name::REAL.address() {
+            let $real = move || match $name::REAL.address() {
                 // SAFETY: the driver's export of this name has this signature, and the arguments are the program's own.
                 Some(address) => unsafe {
                     core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> $crate::cuda::CUresult>(address)($($arg),*)
