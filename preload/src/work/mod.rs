@@ -1,8 +1,9 @@
 //! Work that was submitted to one GPU and may still run: how it is bounded, and how it is known to be done.
 //!
 //! Which streams were given work is noted with each submission. A [`Point`] is an event in one of them. An event behind
-//! *everything* (`cuCtxRecordEvent`, or one in the legacy stream) would be simpler, but streams then wait for each other
-//! that did not before, and a program whose kernel waits for what another stream does would hang [H200].
+//! *everything* (`cuCtxRecordEvent`, or one in the legacy stream) would be simpler, but one in the legacy stream makes
+//! streams wait for each other that did not before, the other is forbidden beside every capture, and drivers before 12.5
+//! lack it.
 //!
 //! **Marks** bound it. Every few submissions a thread records a point in its stream; when too much is outstanding, whoever
 //! submits next waits for the oldest mark first. What is too much follows from how long marks took and how much was before

@@ -60,8 +60,7 @@ impl Context {
         Self { handle, attached: 0, foreign, acquainted: false, free: Vec::new(), points: Vec::new() }
     }
 
-    /// Records a point behind what that stream of this context, which is current, was given. `own`: the calling thread
-    /// has just submitted there, so the stream cannot begin to capture meanwhile.
+    /// Records a point behind what that stream of this context, which is current, was given.
     pub fn record(&mut self, stream: CUstream) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
         // SAFETY: the event is ours and not in use; streams are forgotten before they are destroyed.
