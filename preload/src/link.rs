@@ -306,12 +306,12 @@ impl Link {
             }
         };
         trace!("client {id}, protocol version {version}");
-        CLIENT.store(id, Ordering::Relaxed);
+        let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
         let socket = Arc::new(socket);
         self.socket = Some(socket.clone());
         client::set_connection(Some(Connection { socket, version }));
         let now = Instant::now();
-        self.met = (now, self.away.unwrap_or(now));
+        self.met = (now, self.away.filter(|_| !is_first).unwrap_or(now));
         (self.version, self.away, self.ungated, self.restore_at) = (version, None, false, None);
         for gpu in gpu::attached() {
             // This scheduler knows of no turn: what runs is drained, and whoever has work asks anew.

@@ -44,7 +44,8 @@ impl Watch {
             let now = match line["what"].as_str().expect("what happened") {
                 "request" => Stand::Waits,
                 "grant" => Stand::Holds,
-                "release" | "cancel" | "detach" => Stand::Idle,
+                // Who cannot drain does not count as a holder.
+                "release" | "cancel" | "detach" | "undrainable" => Stand::Idle,
                 "disconnect" => {
                     self.clients.remove(&client);
                     continue;
