@@ -31,6 +31,8 @@ const FREED_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long one that finds none waits for memory of programs outside nvshare: it may be that of one that has just ended.
 const OTHERS_PATIENCE: Duration = Duration::from_millis(400);
+/// And how long while the scheduler is away, which knows better: until it is done without.
+const AWAY_PATIENCE: Duration = Duration::from_millis(3500);
 
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if client::is_on() && !place.is_null() && size > 0 { gpu::current() } else { None };
@@ -50,9 +52,8 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
             gpu.account_changed(&before, &after);
             // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
             let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
-            let may_come = client::is_connected()
-                && guard.account.fits_without_others(size as u64, gpu.total())
-                && begin.elapsed() < OTHERS_PATIENCE;
+            let patience = if client::is_connected() { OTHERS_PATIENCE } else { AWAY_PATIENCE };
+            let may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < patience;
             if result != Err(ERROR_OUT_OF_MEMORY) || !(comes || may_come) {
                 break result;
             }
