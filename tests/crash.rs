@@ -78,8 +78,9 @@ impl Guest {
     /// It was told that there is no memory, by a call that asked for some: an allocation, or a context.
     fn was_refused(&self) -> bool {
         let said = self.program.stdout();
-        ["cuMemAlloc", "cuDevicePrimaryCtxRetain", "cuCtxCreate"].iter().any(|call| said.contains(call))
-            && said.contains("CUDA_ERROR_OUT_OF_MEMORY")
+        // Where pages fault in, any call may be the one that finds no room.
+        let asked = ["cuMemAlloc", "cuDevicePrimaryCtxRetain", "cuCtxCreate"].iter().any(|call| said.contains(call));
+        (asked || self.managed) && said.contains("CUDA_ERROR_OUT_OF_MEMORY")
     }
 
     /// It has ended: was that right? Says how it ended.

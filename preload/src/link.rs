@@ -38,7 +38,7 @@ const RETRY_LATE: Duration = Duration::from_secs(2);
 /// Between looks at what other threads left to do (a report that did not go, memory that was freed).
 const CHORES: Duration = Duration::from_millis(20);
 /// A connection that ends within this time ends the same absence of a scheduler that it interrupted.
-const STEADY: Duration = Duration::from_secs(1);
+const STEADY: Duration = Duration::from_millis(50);
 /// How many messages are handled before other things are seen to.
 const MESSAGES_AT_ONCE: u32 = 256;
 /// Between attempts to bring memory back that found no room.
