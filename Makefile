@@ -9,6 +9,9 @@ TARGET = $(or $(CARGO_TARGET_DIR),target)
 BUILT = $(TARGET)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 SIMULATED = $(BUILT)/simulated
 
+# nvsharectl needs no loader, so that it can end a preloading with which no other program starts.
+STATIC ?= -C target-feature=+crt-static
+
 # Where install puts things, below $(DESTDIR).
 prefix ?= /usr
 bindir ?= $(prefix)/bin
@@ -16,9 +19,10 @@ bindir ?= $(prefix)/bin
 multiarch = $(shell $(CC) -print-multiarch 2>/dev/null)
 libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib64/libc.so*),64))
 unitdir ?= $(prefix)/lib/systemd/system
+mandir ?= $(prefix)/share/man
 sysconfdir ?= /etc
 
-.PHONY: help build artifacts demo check bench install clean
+.PHONY: help build artifacts programs demo check bench install clean
 
 help:
 	@echo 'make build     optimised programs and libnvshare.so, in $(TARGET)/release'
@@ -27,7 +31,7 @@ help:
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
-	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus policy'
+	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus policy, man pages'
 	@echo 'make clean     removes what was built'
 	@echo
 	@echo 'While you change something:'
@@ -38,17 +42,23 @@ help:
 	@echo '`cargo test` does as well where there is no nextest.'
 
 build:
-	@tests/needs.sh cargo cc
-	$(CARGO) build --release --locked -p nvshare
+	@tests/needs.sh cargo cc $(if $(STATIC),libc.a)
+	$(CARGO) build --release --locked -p nvshare --bin nvshare-scheduler
+	$(CARGO) rustc --release --locked -p nvshare --bin nvsharectl -- $(STATIC)
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
 
+# What the tests start.
+artifacts: programs
+	@tests/needs.sh libc.a
+	CARGO='$(CARGO)' tests/static-nvsharectl.sh $(PROFILE) $(BUILT)
+
 # What the tests and the demo start: the scheduler, the library, the simulated GPU, the programs.
-artifacts:
+programs:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --workspace --locked --profile $(PROFILE)
 	$(CARGO) build --locked --profile $(PROFILE) --manifest-path preload/Cargo.toml
 
-demo: artifacts
+demo: programs
 ifeq ($(GPU),real)
 	@$(BUILT)/nvshare-demo --real
 else
@@ -62,23 +72,30 @@ check:
 bench:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
-	$(CARGO) bench --locked --bench handover --bench guest
+	$(CARGO) bench --locked --bench handover --bench guest --bench exchange
 
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:
 	@[ -e $(TARGET)/release/libnvshare.so ] || { echo 'Nothing is built yet: make build' >&2; exit 1; }
 	install -d $(addprefix $(DESTDIR),$(bindir) $(libdir) $(unitdir) $(sysconfdir)/nvshare)
 	install -m 755 $(TARGET)/release/nvshare-scheduler $(TARGET)/release/nvsharectl $(DESTDIR)$(bindir)
-	install -m 644 $(TARGET)/release/libnvshare.so $(DESTDIR)$(libdir)
+	@# In one step: where every program loads it, one that loads half of it dies.
+	install -m 644 $(TARGET)/release/libnvshare.so $(DESTDIR)$(libdir)/libnvshare.so.new
+	mv -f $(DESTDIR)$(libdir)/libnvshare.so.new $(DESTDIR)$(libdir)/libnvshare.so
 	@# Settings that somebody has changed stay.
 	[ -e $(DESTDIR)$(sysconfdir)/nvshare/nvshare.toml ] || install -m 644 etc/nvshare.toml $(DESTDIR)$(sysconfdir)/nvshare
 	install -m 644 $(wildcard systemd/*.service systemd/*.socket) $(DESTDIR)$(unitdir)
 	sed -i 's|/usr/bin/|$(bindir)/|' $(DESTDIR)$(unitdir)/nvshare.service
 	install -Dm 644 systemd/nvshare.sysusers $(DESTDIR)$(prefix)/lib/sysusers.d/nvshare.conf
+	install -Dm 644 systemd/nvshare.catalog $(DESTDIR)$(prefix)/lib/systemd/catalog/nvshare.catalog
 	install -Dm 644 systemd/nvshare.tmpfiles $(DESTDIR)$(prefix)/lib/tmpfiles.d/nvshare.conf
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system.d dbus/org.nvshare.Scheduler1.conf
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system-services dbus/org.nvshare.Scheduler1.service
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/interfaces dbus/org.nvshare.Scheduler1.xml
+	for page in man/*.[0-9]; do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
+	@# The other names of that page.
+	for name in nvshare-scheduler nvshare.socket nvshare-control.socket; do \
+	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
 
 clean:
 	$(CARGO) clean

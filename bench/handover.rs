@@ -134,8 +134,10 @@ fn idle() -> f64 {
 
 /// Attaches a GPU that has room for everybody's context.
 fn attach(client: &Client) {
-    let ClientMessage::Attach { slot, uuid, kind, engine, name, .. } = daemon_support::attach(0, GPU) else { return };
-    client.send(ClientMessage::Attach { slot, uuid, kind, engine, total: 1 << 40, name });
+    let ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } = daemon_support::attach(0, GPU) else {
+        return;
+    };
+    client.send(ClientMessage::Attach { slot, uuid, kind, engine, total: 1 << 40, name, reason });
     client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
 }
 

@@ -1,10 +1,11 @@
 //! The D-Bus interface `org.nvshare.Scheduler1` as types: names, dictionaries and the proxy. The daemon serves them and
 //! `nvsharectl` reads them; `dbus/org.nvshare.Scheduler1.xml` says what they mean.
 
-use nvshare_wire::client::GpuKind;
-use zbus::{DeserializeDict, SerializeDict, Type};
+use nvshare_wire::client::{EngineReason, GpuKind};
+use std::collections::HashMap;
+use zbus::{DeserializeDict, SerializeDict, Type, Variant};
 
-use crate::scheduler::{AntiThrash, Engine, GpuId, LockState};
+use crate::scheduler::{AntiThrash, Engine, GpuId, LockState, Stay};
 
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
@@ -12,6 +13,9 @@ pub const PATH: &str = "/org/nvshare/Scheduler1";
 /// Where the control socket is: D-Bus without a bus, for hosts that have none. Its directory is never mounted into a
 /// container.
 pub const CONTROL_SOCKET: &str = "/run/nvshare-control/control.sock";
+
+/// What holds a lock, or waits for it, until it is closed.
+pub use zbus::OwnedFd as LockFd;
 
 /// A GPU or a MIG slice.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
@@ -41,6 +45,7 @@ pub struct Client {
     pub uid: u32,
     pub name: String,
     pub command: Option<String>,
+    pub why: String,
     pub unit: String,
     pub slice: String,
     pub container: String,
@@ -58,12 +63,16 @@ pub struct GpuUse {
     pub state: String,
     pub since: f64,
     pub engine: String,
+    pub engine_reason: String,
     pub demand: u64,
     pub resident: u64,
     pub swapped: u64,
     pub pinned: u64,
     pub allowance: u64,
     pub limit: Option<u64>,
+    pub unseen: bool,
+    pub stays: String,
+    pub fullness: Option<u32>,
     pub lock_time: f64,
     pub wait_time: f64,
     pub grants: u64,
@@ -78,16 +87,30 @@ pub struct GpuUse {
 pub trait Scheduler {
     fn list_gpus(&self) -> zbus::Result<Vec<Gpu>>;
     fn list_clients(&self) -> zbus::Result<Vec<Client>>;
+    fn acquire_lock(
+        &self,
+        gpu: &str,
+        who: &str,
+        why: &str,
+        options: HashMap<&str, Variant<'_>>,
+    ) -> zbus::Result<LockFd>;
     fn reload(&self) -> zbus::Result<()>;
+    fn reset(&self) -> zbus::Result<()>;
 
     #[zbus(property)]
     fn time_quantum(&self) -> zbus::Result<u32>;
     #[zbus(property)]
     fn set_time_quantum(&self, seconds: u32) -> zbus::Result<()>;
     #[zbus(property)]
+    fn max_wait(&self) -> zbus::Result<u32>;
+    #[zbus(property)]
+    fn set_max_wait(&self, seconds: u32) -> zbus::Result<()>;
+    #[zbus(property)]
     fn anti_thrash(&self) -> zbus::Result<String>;
     #[zbus(property)]
     fn set_anti_thrash(&self, mode: &str) -> zbus::Result<()>;
+    #[zbus(property)]
+    fn holders(&self) -> zbus::Result<HashMap<String, Vec<u64>>>;
     #[zbus(property(emits_changed_signal = "const"))]
     fn version(&self) -> zbus::Result<String>;
 }
@@ -102,6 +125,10 @@ pub enum Error {
     NotAuthorized(String),
     /// The configuration file is wrong; what was in effect stays so.
     InvalidConfiguration(String),
+    /// The caller has as many programs connected as one user may have.
+    TooMany(String),
+    /// Something that should work did not.
+    Failed(String),
     /// The scheduler is stopping.
     Stopping(String),
 }
@@ -129,6 +156,19 @@ pub fn engine_name(engine: Engine) -> &'static str {
     }
 }
 
+/// Why a client's memory has its engine.
+pub fn engine_reason(reason: EngineReason) -> &'static str {
+    match reason {
+        EngineReason::Unsaid => "",
+        EngineReason::Best => "the default",
+        EngineReason::Asked => "NVSHARE_ENGINE asks for it",
+        EngineReason::Oversubscription => "NVSHARE_ENABLE_SINGLE_OVERSUB lets it exceed the GPU",
+        EngineReason::NoVmm => "this GPU or its driver has no virtual memory management",
+        EngineReason::NoManaged => "managed was asked for, but this GPU cannot move managed memory",
+        EngineReason::Neither => "this GPU or its driver can neither map memory elsewhere nor move managed memory",
+    }
+}
+
 /// What a client is to the lock of a GPU; before it was let in, nothing yet.
 pub fn state_name(state: LockState, attached: bool) -> &'static str {
     match state {
@@ -140,6 +180,18 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
         LockState::Stuck => "stuck",
         LockState::Undrainable => "undrainable",
         LockState::Suspended => "suspended",
+    }
+}
+
+/// Why none of a client's memory can leave a GPU.
+pub fn stay_name(stay: Stay) -> &'static str {
+    match stay {
+        Stay::HostFull => "host memory is full",
+        Stay::Broken => "its CUDA contexts are broken",
+        Stay::Late => "it does not answer",
+        Stay::Stopped => "it is stopped",
+        Stay::Undrainable => "its work does not end",
+        Stay::Unfreed => "NVML sees memory that it says it has freed",
     }
 }
 

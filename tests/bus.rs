@@ -279,6 +279,7 @@ fn clients_and_gpus_are_listed() {
         assert!(first.command.as_ref().is_some_and(|line| line.contains("bus")), "{first:?}");
         let [usage] = first.gpus.as_slice() else { panic!("{first:?}") };
         assert_eq!((usage.uuid.as_str(), usage.state.as_str(), usage.engine.as_str()), (GPU_NAME, "holding", "swap"));
+        assert_eq!(usage.engine_reason, "", "a library of version 1 does not say");
         assert_eq!((usage.demand, usage.resident, usage.grants), (12 * GIB, 12 * GIB, 1));
         assert_eq!(clients[1].gpus[0].state, "waiting");
     });
@@ -421,4 +422,126 @@ fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
     drop(stop);
     assert!(flood.join().expect("no panic") > 0);
     drop(crowd);
+}
+
+// ---- locks ---------------------------------------------------------------------------------------------------------
+
+/// The lines that the owner of a lock reads.
+fn lines(lock: nvshare::bus::LockFd) -> BufReader<UnixStream> {
+    let stream = UnixStream::from(std::os::fd::OwnedFd::from(lock));
+    stream.set_nonblocking(false).expect("a blocking socket");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a limit");
+    BufReader::new(stream)
+}
+
+fn next_line(lines: &mut BufReader<UnixStream>) -> String {
+    let mut line = String::new();
+    lines.read_line(&mut line).expect("a line in time");
+    line.trim_end().to_owned()
+}
+
+/// The second client, once it is in that state.
+async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bus::Client {
+    loop {
+        let seen = scheduler.list_clients().await.expect("clients");
+        if let Some(client) = seen.get(1).filter(|client| client.gpus.iter().any(|gpu| gpu.state == state)) {
+            return client.clone();
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[test]
+fn a_lock_waits_in_line_is_shown_and_is_over_when_it_is_closed() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let holder = daemon.client();
+        holder.attach();
+        holder.request();
+        holder.until_granted();
+        let lock = scheduler.acquire_lock("", "bench", "to measure\nalone", HashMap::new()).await.expect("a lock");
+        let seen = second_once(&scheduler, "waiting").await;
+        assert_eq!((seen.name.as_str(), seen.why.as_str()), ("bench", "to measurealone"));
+        // SAFETY: a plain call that cannot fail.
+        assert_eq!((seen.pid, seen.uid), (std::process::id(), unsafe { libc::geteuid() }));
+
+        holder.release();
+        let mut lines = lines(lock);
+        assert_eq!(next_line(&mut lines), "granted");
+        holder.request();
+        assert_eq!(next_line(&mut lines), "wanted");
+        second_once(&scheduler, "holding").await;
+        drop(lines);
+        holder.until_granted();
+        daemon.log.wait("no longer wants the lock");
+    });
+}
+
+#[test]
+fn a_lock_is_passed_on_after_its_turn_whether_its_owner_reads_or_not() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        scheduler.set_anti_thrash("on").await.expect("allowed");
+        scheduler.set_time_quantum(1).await.expect("allowed");
+        let other = daemon.client();
+        other.attach();
+        let lock = scheduler.acquire_lock(GPU_NAME, "somebody", "something", HashMap::new()).await.expect("a lock");
+        second_once(&scheduler, "holding").await;
+        for _ in 0..2 {
+            other.request();
+            other.until_granted();
+            other.until(|message| matches!(message, nvshare_wire::SchedulerMessage::Contended { waiters: 1, .. }));
+            other.release();
+        }
+        let mut lines = lines(lock);
+        let read: Vec<String> = (0..7).map(|_| next_line(&mut lines)).collect();
+        assert_eq!(read, ["granted", "wanted", "revoked", "granted", "wanted", "revoked", "granted"]);
+    });
+}
+
+#[test]
+fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let ask = async |gpu: &str, who: &str, why: &str| {
+            refusal(scheduler.acquire_lock(gpu, who, why, HashMap::new()).await)
+        };
+        let invalid = "org.nvshare.Scheduler1.Error.InvalidArgument";
+        let said = |text: &str| (invalid.to_owned(), text.to_owned());
+        assert_eq!(ask("", "a", "b").await, said("there is no GPU here that the scheduler knows"));
+        daemon.client().attach();
+        let none = format!("there is no GPU \"GPU-0\": there are {GPU_NAME}");
+        assert_eq!(ask("GPU-0", "a", "b").await, said(&none));
+        let long = "why has to have 1 to 200 characters, for people to read";
+        assert_eq!(ask("", "a", &"b".repeat(201)).await, said(long));
+        assert_eq!(ask("", "", "b").await, said("who has to have 1 to 200 characters, for people to read"));
+        let options = HashMap::from([("now", zbus::Variant::from(true))]);
+        let refused = refusal(scheduler.acquire_lock("", "a", "b", options).await);
+        assert_eq!(refused, said("there is no option \"now\""));
+    });
+}
+
+#[test]
+fn who_holds_which_gpu_can_be_followed() {
+    let daemon = Daemon::start();
+    block_on(async {
+        let connection = on_control(&daemon.control()).await;
+        let mut changes = MessageStream::from(&connection);
+        let scheduler = scheduler(&connection).await;
+        assert_eq!(scheduler.holders().await.expect("a value"), HashMap::new());
+        let client = daemon.client();
+        client.attach();
+        for _ in 0..2 {
+            client.request();
+            client.until_granted();
+            let ids = format!("[uint64 {}]", client.id);
+            while !next_change(&mut changes).await.iter().any(|(name, to)| name == "Holders" && to.contains(&ids)) {}
+            assert_eq!(
+                scheduler.holders().await.expect("a value"),
+                HashMap::from([(GPU_NAME.to_owned(), vec![client.id])])
+            );
+            client.release();
+            while !next_change(&mut changes).await.iter().any(|(name, to)| name == "Holders" && !to.contains(&ids)) {}
+        }
+    });
 }

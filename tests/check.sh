@@ -49,11 +49,18 @@ preload() {
     "$cargo" "$command" --manifest-path preload/Cargo.toml "$@"
 }
 
+man_pages() {
+    for page in man/*.[0-9]; do
+        said=$(man --warnings -E UTF-8 -l -Tutf8 -Z "$page" 2>&1 >/dev/null)
+        [ -z "$said" ] || { printf '%s\n' "$said"; return 1; }
+    done
+}
+
 end_to_end() {
     tests/cuda-sim/install.sh "$built/simulated" "$built" && "$built/nvshare-demo" --simulated "$built/simulated"
 }
 
-step "what is needed" tests/needs.sh cargo cc dbus-daemon || finish
+step "what is needed" tests/needs.sh cargo cc libc.a readelf dbus-daemon man || finish
 
 if $cargo fmt --version >/dev/null 2>&1; then
     step "formatting" "$cargo" fmt --all --check
@@ -63,6 +70,7 @@ else
 fi
 
 # First, because tests start what is built here.
+step "build of a static nvsharectl" env CARGO="$cargo" tests/static-nvsharectl.sh dev "$built" || finish
 step "build" "$cargo" build --workspace --locked || finish
 step "build of libnvshare.so" preload build --locked || finish
 
@@ -82,5 +90,6 @@ else
     lacking "lints" "rustup component add clippy"
 fi
 
+step "man pages" man_pages
 step "demo on a simulated GPU" end_to_end
 finish

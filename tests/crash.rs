@@ -131,11 +131,13 @@ impl Episode {
             context: 2 * MIB,
             time_quantum: 1,
             anti_thrash: dice.pick(&["auto", "auto", "on", "off"]),
+            swap_max: "80%",
             simulator: vec![("CUDA_SIM_GPU_BANDWIDTH", "8G".into()), ("CUDA_SIM_LINK_BANDWIDTH", "4G".into())],
             without: "",
         };
         eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}", setup.memory / MIB, setup.anti_thrash);
-        let machine = Machine::with_scheduler(setup);
+        // With something that keeps connections for the next scheduler, or without.
+        let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
         let watch = Watch::new(&machine.path("trace-1"));
         let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);
         let (scheduler, scheduler_since) = (Scheduler::Runs, Instant::now());

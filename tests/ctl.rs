@@ -2,6 +2,7 @@
 
 mod daemon_support;
 
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Stdio;
 
@@ -58,16 +59,19 @@ fn status_shows_who_holds_and_who_waits() {
 #[test]
 fn settings_change_by_new_words_and_by_the_original_ones() {
     let daemon = Daemon::start();
-    let cases: [(&[&str], &str); 9] = [
-        (&["set", "time-quantum", "45"], "time-quantum = \"45s\"\nanti-thrash = \"auto\"\n"),
-        (&["set", "time-quantum", "2min"], "time-quantum = \"120s\"\nanti-thrash = \"auto\"\n"),
-        (&["set", "anti-thrash", "on"], "time-quantum = \"120s\"\nanti-thrash = \"on\"\n"),
-        (&["-T", "7"], "time-quantum = \"7s\"\nanti-thrash = \"on\"\n"),
-        (&["--set-tq=8"], "time-quantum = \"8s\"\nanti-thrash = \"on\"\n"),
-        (&["-S", "off"], "time-quantum = \"8s\"\nanti-thrash = \"off\"\n"),
-        (&["--anti-thrash", "auto"], "time-quantum = \"8s\"\nanti-thrash = \"auto\"\n"),
-        (&["-T", "9", "-S", "on"], "time-quantum = \"9s\"\nanti-thrash = \"on\"\n"),
-        (&["reload"], "time-quantum = \"30s\"\nanti-thrash = \"auto\"\n"),
+    let cases: [(&[&str], &str); 12] = [
+        (&["set", "time-quantum", "45"], "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
+        (&["set", "time-quantum", "2min"], "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
+        (&["set", "max-wait", "0"], "time-quantum = \"120s\"\nmax-wait = \"0s\"\nanti-thrash = \"auto\"\n"),
+        (&["set", "max-wait", "1min"], "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
+        (&["set", "anti-thrash", "on"], "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
+        (&["-T", "7"], "time-quantum = \"7s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
+        (&["--set-tq=8"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
+        (&["-S", "off"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"off\"\n"),
+        (&["--anti-thrash", "auto"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
+        (&["-T", "9", "-S", "on"], "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
+        (&["reload"], "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
+        (&["reset"], "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
     ];
     for (arguments, expected) in cases {
         let output = daemon.ctl(arguments);
@@ -100,7 +104,7 @@ fn mistakes_have_their_exit_codes_and_sentences() {
         assert_eq!(daemon.ctl(arguments).code, Some(2), "{arguments:?}");
     }
     assert!(daemon.ctl(&["-S", "maybe"]).stderr.contains("\"auto\", \"on\" or \"off\" are allowed"));
-    assert_eq!(daemon.ctl(&["get"]).stdout, "time-quantum = \"30s\"\nanti-thrash = \"auto\"\n");
+    assert_eq!(daemon.ctl(&["get"]).stdout, "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n");
 }
 
 #[test]
@@ -151,4 +155,56 @@ fn run_becomes_its_command() {
     let no_library = Output::of(ctl().args(["run", "--library", "/nowhere/libnvshare.so", "true"]));
     assert_eq!(no_library.code, Some(1));
     assert!(no_library.stderr.contains("there is no library /nowhere/libnvshare.so"), "{}", no_library.stderr);
+}
+
+#[test]
+fn preload_status_names_the_scheduler_that_runs() {
+    let daemon = Daemon::start();
+    let version = env!("CARGO_PKG_VERSION");
+    let on = std::fs::read_to_string("/etc/ld.so.preload").is_ok_and(|list| list.contains("libnvshare.so"));
+    let status = daemon.ctl(&["preload", "status"]);
+    assert_eq!((status.code, &*status.stderr), (Some(if on { 0 } else { 4 }), ""));
+    assert!(status.stdout.contains(&format!("  the scheduler that runs is version {version}\n")), "{}", status.stdout);
+    let json = daemon.ctl(&["--json", "preload", "status"]);
+    let json: serde_json::Value = serde_json::from_str(&json.stdout).expect("JSON");
+    assert_eq!((&json["on"], &json["scheduler-version"]), (&on.into(), &version.into()));
+}
+
+#[test]
+fn a_command_runs_with_the_lock_held_and_ends_as_it_would_without() {
+    let daemon = Daemon::start();
+    let other = daemon.client();
+    other.attach();
+    other.request();
+    other.until_granted();
+    let ctl = |words: &[&str]| {
+        let mut command = ctl();
+        command.arg("--control").arg(daemon.control()).arg("lock").args(words);
+        command
+    };
+    let script = ["--who", "me", "--", "sh", "-c", "echo in; read line; exit 7"];
+    let mut child = ctl(&script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("nvsharectl");
+    daemon.log.wait("me connected");
+    other.release();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("its stdout")).read_line(&mut line).expect("a line");
+    assert_eq!(line, "in\n");
+    let status = daemon.ctl(&["--json"]).stdout;
+    let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+    assert_eq!(
+        (&status["clients"][1]["name"], &status["clients"][1]["why"]),
+        (&"me".into(), &"nvsharectl lock".into())
+    );
+    assert_eq!(status["clients"][1]["gpus"][0]["state"], "holding");
+    other.request();
+    drop(child.stdin.take());
+    other.until_granted();
+    assert_eq!(wait(&mut child).code(), Some(7));
+
+    other.release();
+    assert_eq!(Output::of(&mut ctl(&["--", "sh", "-c", "kill -9 $$"])).code, Some(137));
+    assert_eq!(Output::of(&mut ctl(&["--", "/no/such/program"])).code, Some(127));
+    let refused = Output::of(&mut ctl(&["--gpu", "7", "--", "true"]));
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("there is no GPU \"7\""), "{}", refused.stderr);
 }

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::{ClientMessage, SchedulerMessage, Text, scheduler::Refusal};
+use nvshare_wire::{ClientMessage, SchedulerMessage, Text, client::Sharing, scheduler::Refusal, version};
 
 use dice::Dice;
 use peer::{Connection, Listener, Received};
@@ -85,6 +85,7 @@ impl<'a> Fake<'a> {
         connection.send(packet);
         match SchedulerMessage::decode(packet, connection.version) {
             Ok(SchedulerMessage::Limit { bytes, .. }) => self.stingy |= bytes < MEMORY,
+            Ok(SchedulerMessage::Denied { .. }) => self.stingy = true,
             Ok(SchedulerMessage::Welcome { version, .. }) if !self.has_answered => {
                 connection.version = version;
             }
@@ -122,7 +123,7 @@ impl<'a> Fake<'a> {
     fn provide(&mut self, slot: u32) {
         self.seq += 1;
         self.say(SchedulerMessage::Attached { slot });
-        self.say(SchedulerMessage::Limit { slot, bytes: MEMORY });
+        self.say(SchedulerMessage::Limit { slot, bytes: MEMORY, seq: self.seq, most: MEMORY, spare: u64::MAX });
         self.say(SchedulerMessage::Allowance { slot, seq: self.seq, bytes: MEMORY });
     }
 
@@ -130,7 +131,7 @@ impl<'a> Fake<'a> {
     fn serve(&mut self) {
         self.return_if_away();
         if self.accept() {
-            self.welcome(1);
+            self.welcome(version::MAX);
         }
         while let Some(message) = self.receive() {
             match message {
@@ -353,6 +354,169 @@ fn a_refusal_cannot_write_to_the_terminal_what_it_likes() {
     assert!(said.lines().count() == 1 && !said.contains(['\r', '\x1b']), "it said {said:?}");
 }
 
+/// How many files a program has open.
+fn open_files(program: &Program) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", program.pid())).map_or(0, Iterator::count)
+}
+
+#[test]
+fn descriptors_that_nobody_asked_for_are_closed() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = machine.program("bursts --mem 4M --bursts 100 --pause-ms 20").quiet().start();
+    wait_for("a request", || {
+        fake.serve();
+        (open_files(&program) > 0 && fake.has_answered).then_some(())
+    });
+    (0..50).for_each(|_| fake.serve());
+    let before = open_files(&program);
+    for count in [1, 16, 30] {
+        for message in [
+            SchedulerMessage::Opened { ticket: 0, outcome: Sharing::Done, bytes: 4 * MIB, chunk: 2 * MIB },
+            SchedulerMessage::Contended { gpus: 1, waiters: 0, grace_us: 0 },
+        ] {
+            let connection = fake.connection.as_ref().expect("it is connected");
+            assert!(connection.send_with(message.encode(connection.version).as_bytes(), count));
+        }
+    }
+    wait_for("them to be closed", || {
+        fake.serve();
+        (open_files(&program) <= before).then_some(())
+    });
+    fake.serve_to_the_end(&mut program);
+    program.finish();
+}
+
+/// What a scheduler may answer to a program that opens another's memory, and no memory comes of it.
+#[test]
+fn a_scheduler_that_passes_on_nonsense_makes_opening_fail_and_no_more() {
+    let real = machine();
+    let meeting = real.path("meeting");
+    let words = format!("--file {} --mem 8M --private 4M --rounds 1", meeting.display());
+    // A handle of ours needs an exporter of ours, with whatever scheduler.
+    let mut exporter_fake = Fake::new(&real);
+    let mut exporter = real.program(&format!("share --role export {words}")).start();
+    wait_for("a handle", || {
+        exporter_fake.serve();
+        let words = std::fs::read(&meeting).ok()?;
+        words.get(..4).is_some_and(|count| count != [0; 4]).then_some(())
+    });
+    exporter.kill();
+    drop(exporter_fake);
+    let answers: [(Sharing, u64, u64, usize, u32); 7] = [
+        (Sharing::Done, 8 * MIB, 8 * MIB, 1, 205), // a descriptor of something else
+        (Sharing::Done, 8 * MIB, 8 * MIB, 0, 205),
+        (Sharing::Done, 0, 0, 1, 205),
+        (Sharing::Done, 2 * MIB, 2 * MIB, 1, 205), // less than the allocation
+        (Sharing::Done, u64::MAX, 2 * MIB, 16, 205),
+        (Sharing::Failed, 0, 0, 4, 205),
+        (Sharing::Unknown, 0, 0, 4, 1),
+    ];
+    for (outcome, bytes, chunk, descriptors, code) in answers {
+        let mut fake = Fake::new(&real);
+        let mut importer = real.program(&format!("share --role import {words} --expect {code}")).start();
+        let begin = Instant::now();
+        while importer.poll().is_none() {
+            fake.return_if_away();
+            if fake.accept() {
+                fake.welcome(version::MAX);
+            }
+            while let Some(message) = fake.receive() {
+                match message {
+                    ClientMessage::Attach { slot, .. } => fake.provide(slot),
+                    ClientMessage::Request { gpus } => fake.say(SchedulerMessage::Grant { gpus }),
+                    ClientMessage::Open { ticket, .. } => {
+                        let connection = fake.connection.as_ref().expect("it is connected");
+                        let answer = SchedulerMessage::Opened { ticket, outcome, bytes, chunk };
+                        let packet = answer.encode(connection.version);
+                        match descriptors {
+                            0 => connection.send(packet.as_bytes()),
+                            n => connection.send_with(packet.as_bytes(), n),
+                        };
+                    }
+                    _ => {}
+                }
+            }
+            assert!(begin.elapsed() < PATIENCE, "it waits for ever");
+            thread::sleep(TICK);
+        }
+        importer.finish();
+    }
+}
+
+#[test]
+fn a_scheduler_that_says_it_knows_nothing_over_and_over_is_told_everything() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = machine.program(WORK).start();
+    fake.serve_until_granted(&mut program);
+    let begin = Instant::now();
+    let mut told = 0;
+    while program.poll().is_none() {
+        // Also several at once, while it still answers the one before.
+        (0..3).for_each(|_| fake.say(SchedulerMessage::Resume { client: u64::MAX }));
+        fake.return_if_away();
+        if fake.accept() {
+            fake.welcome(version::MAX);
+        }
+        while let Some(message) = fake.receive() {
+            match message {
+                ClientMessage::Attach { slot, .. } => fake.provide(slot),
+                ClientMessage::Request { gpus } => fake.say(SchedulerMessage::Grant { gpus }),
+                ClientMessage::Held { .. } => told += 1,
+                _ => {}
+            }
+        }
+        assert!(begin.elapsed() < PATIENCE, "it waits for ever");
+        thread::sleep(TICK);
+    }
+    program.finish();
+    assert!(told > 3, "it answered {told} times");
+}
+
+/// One that has restarted and is not heard of again.
+#[test]
+fn a_scheduler_that_asks_again_and_reads_nothing_is_left() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let mut program = machine.program(WORK).start();
+    fake.serve_until_granted(&mut program);
+    let begin = Instant::now();
+    while program.poll().is_none() && begin.elapsed() < Duration::from_secs(2) {
+        fake.say(SchedulerMessage::Resume { client: 1 });
+        thread::sleep(TICK);
+    }
+    fake.vanish();
+    program.finish();
+}
+
+/// It knows no messages about memory of others, and would hang up on one.
+#[test]
+fn under_an_older_scheduler_a_program_exports_what_it_could_before() {
+    let machine = machine();
+    let mut fake = Fake::new(&machine);
+    let words = format!("--file {} --mem 8M --private 4M", machine.path("meeting").display());
+    let mut program = machine.program(&format!("share --role export {words}")).start();
+    let begin = Instant::now();
+    while program.poll().is_none() {
+        fake.return_if_away();
+        if fake.accept() {
+            fake.welcome(version::SHARING - 1);
+        }
+        while let Some(message) = fake.receive() {
+            match message {
+                ClientMessage::Attach { slot, .. } => fake.provide(slot),
+                ClientMessage::Request { gpus } => fake.say(SchedulerMessage::Grant { gpus }),
+                _ => {}
+            }
+        }
+        assert!(begin.elapsed() < PATIENCE, "it waits for ever");
+        thread::sleep(TICK);
+    }
+    assert_eq!(program.wait().code(), Some(1));
+    assert!(program.stdout().contains("CUDA_ERROR_INVALID_VALUE (1)"), "{}", program.stdout());
+}
+
 /// The rest of a `Welcome`, behind the two bytes that say which version its header is of.
 fn welcome_after_its_version() -> Vec<u8> {
     SchedulerMessage::Welcome { version: 1, client: 1 }.encode(0).as_bytes()[2..].to_vec()
@@ -365,10 +529,10 @@ fn misbehave(fake: &mut Fake, dice: &mut Dice) {
             0 => {}                      // no answer
             1 => fake.connection = None, // the door is shut again
             2 => fake.say(nonsense::refusal(dice)),
-            3 => fake.welcome(dice.pick(&[0, 2, u16::MAX])),
+            3 => fake.welcome(dice.pick(&[0, 3, u16::MAX])),
             4 => fake.send(&nonsense::packet(dice, 0)),
             5 => fake.say(nonsense::message(dice)),
-            _ => fake.welcome(1),
+            _ => fake.welcome(dice.pick(&[1, 2])),
         }
     }
     let version = fake.connection.as_ref().map_or(1, |c| c.version);

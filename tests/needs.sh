@@ -1,7 +1,7 @@
 #!/bin/sh
 # Sees to it that what the project needs is there. Root on Debian has it installed; anybody else is told its name.
 #
-#   needs.sh cargo|cc|dbus-daemon…
+#   needs.sh cargo|cc|libc.a|readelf|dbus-daemon|man…
 set -eu
 
 # The oldest cargo that builds the workspace: rust-version in Cargo.toml.
@@ -27,6 +27,9 @@ for what; do
         fi
         ;;
     cc) command -v cc >/dev/null && [ -e /usr/include/stdio.h ] || lacks cc 'gcc libc6-dev' ;;
+    libc.a) [ -e "$(cc -print-file-name=libc.a 2>/dev/null)" ] || lacks libc.a libc6-dev ;;
+    readelf) command -v readelf >/dev/null || lacks readelf binutils ;;
+    man) command -v man >/dev/null || lacks man man-db ;;
     dbus-daemon) command -v dbus-daemon >/dev/null || lacks dbus-daemon dbus-daemon ;;
     *) lacks "$what" "$what" ;;
     esac

@@ -29,10 +29,12 @@ struct Unruly {
     pinned: bool,
     gangs: bool,
     managed: bool,
+    /// Bytes are reported as freed that are not.
+    lying: bool,
 }
 
 fn unruly() -> impl Strategy<Value = Unruly> {
-    any::<[bool; 7]>().prop_map(|[stuck, lingering, stopped, killed, pinned, gangs, managed]| Unruly {
+    any::<[bool; 8]>().prop_map(|[stuck, lingering, stopped, killed, pinned, gangs, managed, lying]| Unruly {
         stuck,
         lingering,
         stopped,
@@ -40,6 +42,7 @@ fn unruly() -> impl Strategy<Value = Unruly> {
         pinned,
         gangs,
         managed,
+        lying,
     })
 }
 
@@ -55,7 +58,8 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
     // What is pinned by all must leave room for the largest, or it could never run.
     let largest = match unruly {
         Unruly { lingering: true, .. } => 8, // it has to fit beside those who never drain
-        Unruly { pinned: true, .. } => 12,
+        Unruly { pinned: true, lying: true, .. } => 8,
+        Unruly { pinned: true, .. } | Unruly { lying: true, .. } => 12,
         _ => 20,
     };
     let endless = unruly.lingering && rng.one_in(5);
@@ -67,6 +71,8 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
     Plan {
         gpus: set,
         gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
+        user: UserId(rng.below(3) as u32),
+        fullness: [None, Some(1000), Some(900), Some(100), Some(0)][rng.below(5) as usize],
         engine: if unruly.managed && rng.one_in(3) { Engine::Managed } else { Engine::Swap },
         demand: if endless { 0 } else { rng.below(largest) * GIB } + pinned + rng.below(3) * 4096,
         pinned,
@@ -84,6 +90,10 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
         },
         stopped,
         killed: (unruly.killed && rng.one_in(4)).then(|| start + rng.between(ms(0), ms(5000))),
+        lie: (unruly.lying && rng.one_in(3)).then(|| match rng.one_in(3) {
+            true => Lie { bytes: rng.below(256 * MIB), late: None },
+            false => Lie { bytes: rng.below(16) * GIB, late: Some(rng.between(ms(0), ms(8000))) },
+        }),
         leaves: rng.one_in(2),
     }
 }
@@ -92,6 +102,9 @@ fn world(seed: u64, mode: AntiThrash, quantum: Duration, gpus: u64, clients: u64
     let mut world = World::new(settings(mode, quantum), seed);
     for n in 0..gpus {
         world.add_gpu(gpu(n), TOTAL, 512 * MIB);
+    }
+    if unruly.lying {
+        world.measure();
     }
     for _ in 0..clients {
         let plan = plan(&mut world.rng, gpus, unruly);
@@ -112,6 +125,7 @@ fn bound(world: &World, quantum: Duration) -> Duration {
         let turns = p.phases + (p.gpu.as_nanos() * u128::from(p.phases) / ms(20).as_nanos()) as u32;
         let swap = Duration::from_secs_f64(2.0 * p.demand as f64 / p.rate as f64);
         sum += (p.cpu + p.gpu) * p.phases + (p.drain * 2 + swap * 4 + ms(10)) * turns.max(1) + quantum;
+        sum += Duration::from_secs(8) * turns.max(1) * u32::from(p.lie.is_some());
         sum += Duration::from_secs(25) * u32::from(p.stopped.is_some()) + Duration::from_secs(5) * p.stuck;
     }
     sum
@@ -131,6 +145,23 @@ proptest! {
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
         world.check_replay(settings(mode, quantum));
+    }
+
+    /// Where the host has little memory, nobody has what there is no place for, and nobody waits for it.
+    #[test]
+    fn what_has_no_place_is_refused(
+        seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in 0u64..60, unruly in unruly(),
+    ) {
+        let quantum = ms(500);
+        let mut world = world(seed, mode, quantum, gpus, 0, unruly);
+        world.set_host(host * GIB);
+        for _ in 0..clients {
+            let plan = plan(&mut world.rng, gpus, Unruly { pinned: false, ..unruly });
+            world.add(plan);
+        }
+        let bound = bound(&world, quantum);
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
     /// Settings that change in between lose nobody.
@@ -172,26 +203,36 @@ fn event() -> impl Strategy<Value = Event> {
         Just(ReleaseReason::Gone)
     ];
     let quantum = prop_oneof![1u64..5000, Just(u64::MAX)];
-    let report = (prop_oneof![0u32..40, Just(u32::MAX)], bytes(), bytes(), bytes(), bytes())
-        .prop_map(|(ack, demand, mapped, swapped, pinned)| MemoryReport { ack, demand, mapped, swapped, pinned });
+    let report = (prop_oneof![0u32..40, Just(u32::MAX)], bytes(), bytes(), bytes(), bytes()).prop_map(
+        |(ack, demand, mapped, swapped, pinned)| MemoryReport { ack, demand, mapped, swapped, pinned, limit_ack: ack },
+    );
     prop_oneof![
         1 => Just(Event::Tick),
         1 => (mode(), quantum, bytes(), bytes()).prop_map(|(anti_thrash, q, reserve, context)| {
-            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, reserve, context })
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, max_wait: ms(q / 3), reserve, context })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => (g(), bytes()).prop_map(|(gpu, bytes)| Event::GpuOverhead { gpu, bytes }),
-        3 => (c(), 0u64..3).prop_map(|(client, gang)| Event::Connected { client, gang }),
+        1 => bytes().prop_map(|bytes| Event::HostMemory { bytes }),
+        3 => (g(), 0u64..20_000, prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, begun, bytes)| {
+            Event::Present { gpu, begun: ms(begun), bytes }
+        }),
+        3 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::Wished { client, gpu, bytes }),
+        2 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::Squeezed { client, gpu, bytes }),
+        2 => (c(), g(), 0u32..2000).prop_map(|(client, gpu, permille)| Event::Fullness { client, gpu, permille }),
+        3 => (c(), 0u64..3, 0u32..3).prop_map(|(client, gang, user)| Event::Connected { client, gang, user: UserId(user) }),
         1 => c().prop_map(|client| Event::Disconnected { client }),
         5 => (c(), g(), engine).prop_map(|(client, gpu, engine)| Event::Attached { client, gpu, engine }),
         1 => (c(), g()).prop_map(|(client, gpu)| Event::Detached { client, gpu }),
         8 => (c(), g(), report).prop_map(|(client, gpu, report)| Event::Memory { client, gpu, report }),
         8 => (c(), set()).prop_map(|(client, gpus)| Event::Requested { client, gpus }),
         2 => (c(), set()).prop_map(|(client, gpus)| Event::Cancelled { client, gpus }),
+        1 => (c(), set()).prop_map(|(client, gpus)| Event::Held { client, gpus }),
         8 => (c(), set(), reason, 0u64..1000).prop_map(|(client, gpus, reason, busy)| {
             Event::Released { client, gpus, reason, busy: ms(busy) }
         }),
         2 => (c(), set()).prop_map(|(client, gpus)| Event::Stuck { client, gpus, reason: StuckReason::NeedsHost }),
+        1 => (c(), set()).prop_map(|(client, gpus)| Event::Stuck { client, gpus, reason: StuckReason::HostFull }),
         2 => (c(), any::<bool>()).prop_map(|(client, stopped)| Event::Stopped { client, stopped }),
     ]
 }
@@ -225,8 +266,7 @@ proptest! {
             prop_assert_eq!(&commands, &machines[1].handle(now, event.clone()));
             let after = charges(&machines[0]);
             for command in &commands {
-                let to = addressee(command);
-                let gone = machines[0].client(to).is_none();
+                let gone = addressee(command).is_some_and(|to| machines[0].client(to).is_none());
                 prop_assert!(!gone, "{:?} after {:?}", command, event);
             }
             for view in machines[0].gpus() {

@@ -36,7 +36,7 @@ impl Talk {
 
     /// A client on the GPU that needs so much and has it all mapped, if that was free.
     fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
-        self.say(Event::Connected { client: client(n), gang: 0 });
+        self.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
         self.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         let commands = self.report(n, demand, 0, 0);
         self.map(n);
@@ -45,7 +45,8 @@ impl Talk {
 
     fn report(&mut self, n: u64, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
         let ack = u32::MAX; // of all that was sent
-        let report = MemoryReport { ack, demand, mapped, swapped: demand.saturating_sub(mapped), pinned };
+        let report =
+            MemoryReport { ack, demand, mapped, swapped: demand.saturating_sub(mapped), pinned, limit_ack: u32::MAX };
         self.say(Event::Memory { client: client(n), gpu: gpu(0), report })
     }
 
@@ -53,6 +54,10 @@ impl Talk {
     fn map(&mut self, n: u64) -> Vec<Command> {
         let seat = self.seat(n);
         self.report(n, seat.demand, seat.allowance.min(seat.demand).max(seat.pinned), seat.pinned)
+    }
+
+    fn wish(&mut self, n: u64, bytes: u64) -> Vec<Command> {
+        self.say(Event::Wished { client: client(n), gpu: gpu(0), bytes })
     }
 
     fn request(&mut self, n: u64) -> Vec<Command> {
@@ -65,6 +70,16 @@ impl Talk {
 
     fn stuck(&mut self, n: u64, reason: StuckReason) -> Vec<Command> {
         self.say(Event::Stuck { client: client(n), gpus: gpus([0]), reason })
+    }
+
+    /// Client 1 holds the lock, and client 2 waits for it.
+    fn with_waiter() -> Self {
+        let mut t = Self::in_mode(AntiThrash::On);
+        t.join(1, GIB);
+        t.join(2, GIB);
+        t.request(1);
+        t.request(2);
+        t
     }
 
     /// Client 1 holds the lock, was asked for it 3 s ago, and cannot drain. Client 2 waits until now.
@@ -109,6 +124,11 @@ fn contended(n: u64, waiters: u32, grace: Duration) -> Command {
     Command::Contended { client: client(n), gpus: gpus([0]), waiters, grace }
 }
 
+/// Where the host has plenty of memory, on a GPU that offers so much.
+fn limit(n: u64, bytes: u64, seq: u32) -> Command {
+    Command::Limit { client: client(n), gpu: gpu(0), bytes, seq, most: bytes, spare: u64::MAX }
+}
+
 fn waiting(n: u64, why: WaitReason) -> Command {
     Command::Waiting { client: client(n), gpus: gpus([0]), why }
 }
@@ -146,11 +166,7 @@ fn on_honours_the_time_quantum() {
 
 #[test]
 fn the_clock_of_a_turn_stands_while_nobody_waits() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(ms(600));
     assert_eq!(t.say(Event::Cancelled { client: client(2), gpus: gpus([0]) }), [contended(1, 0, ms(1))]);
     assert_eq!(t.after(Duration::from_secs(60)), []);
@@ -161,11 +177,7 @@ fn the_clock_of_a_turn_stands_while_nobody_waits() {
 
 #[test]
 fn a_shorter_quantum_ends_a_turn_that_is_over_by_it() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(ms(500));
     assert_eq!(t.say(Event::Configure(settings(AntiThrash::On, ms(400)))), [revoke(1)]);
 }
@@ -179,8 +191,9 @@ fn off_admits_all_that_fit() {
     }
     t.join(5, 4 * GIB);
     let commands = t.request(5);
-    assert!(commands.contains(&contended(1, 1, Duration::from_millis(800))), "{commands:?}");
-    assert_eq!(commands.len(), 2, "one holder's bytes are enough: {commands:?}");
+    assert!(commands.contains(&contended(1, 1, Duration::from_micros(333_332))), "{commands:?}");
+    let told = commands.iter().filter(|c| matches!(c, Command::Contended { .. })).count();
+    assert_eq!(told, 1, "one holder's bytes are enough: {commands:?}");
 }
 
 #[test]
@@ -188,7 +201,7 @@ fn off_asks_nothing_of_managed_memory() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     t.join(1, 16 * GIB);
     t.request(1);
-    t.say(Event::Connected { client: client(2), gang: 0 });
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
     t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Managed });
     t.report(2, 40 * GIB, 0, 0);
     assert_eq!(t.request(2), [grant(2)]);
@@ -206,6 +219,26 @@ fn turning_anti_thrash_on_leaves_the_first_holder() {
 }
 
 #[test]
+fn a_lock_from_before_goes_on_as_a_turn_that_begins_now() {
+    let quantum = Duration::from_secs(10);
+    let mut t = Talk::new(settings(AntiThrash::On, quantum));
+    t.join(1, GIB);
+    t.join(2, GIB);
+    let held = |n| Event::Held { client: client(n), gpus: gpus([0]) };
+    assert_eq!(t.say(held(1)), [], "it knows");
+    assert_eq!(t.say(held(1)), [], "also when it says so twice");
+    assert_eq!(t.state(1), LockState::Holding);
+    assert!(!t.request(2).contains(&grant(2)), "there is a holder");
+    assert!(t.after(quantum).contains(&revoke(1)));
+    assert!(t.release(1, ReleaseReason::Revoked).contains(&grant(2)));
+    // Two cannot have had it: one of them is asked for it.
+    assert_eq!(t.say(held(1)), [revoke(1)]);
+    // Of nobody, and of nothing that is attached.
+    assert_eq!(t.say(held(9)), []);
+    assert_eq!(t.say(Event::Held { client: client(1), gpus: gpus([5]) }), []);
+}
+
+#[test]
 fn auto_keeps_turns_short_where_nothing_moves() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, GIB);
@@ -213,8 +246,13 @@ fn auto_keeps_turns_short_where_nothing_moves() {
     t.request(1);
     t.after(Duration::from_secs(5));
     t.request(2);
-    assert_eq!(t.after(ms(99)), [], "twice what a waiter is first taken to need");
+    assert_eq!(t.after(ms(149)), [], "as long as it takes to see how full a client keeps the GPU");
     assert_eq!(t.after(ms(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    t.say(Event::Fullness { client: client(2), gpu: gpu(0), permille: 1000 });
+    assert_eq!(t.after(ms(299)), [], "twice what the waiter is taken to need: what it ran while it was waited for");
+    assert_eq!(t.after(ms(101)), [revoke(2)]);
 }
 
 #[test]
@@ -224,10 +262,213 @@ fn auto_lets_a_turn_last_where_bytes_must_move() {
     t.join(2, 12 * GIB);
     t.request(1);
     let commands = t.request(2);
-    // 8 GiB must leave and come back, at 10 GiB/s until it was measured.
-    assert!(commands.contains(&contended(1, 1, Duration::from_secs(1))), "{commands:?}");
-    assert_eq!(t.after(ms(999)), []);
+    // 8 GiB must leave and come back, at 24 GiB/s until it was measured.
+    assert!(commands.contains(&contended(1, 1, Duration::from_micros(666_666))), "{commands:?}");
+    assert_eq!(t.after(ms(3333)), [], "five times what that takes is more than the time quantum");
     assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
+#[test]
+fn auto_shortens_turns_where_many_wait() {
+    let quantum = Duration::from_secs(30);
+    let mut t = Talk::new(Settings { max_wait: Duration::from_secs(40), ..settings(AntiThrash::Auto, quantum) });
+    for n in 1..=5 {
+        t.join(n, 12 * GIB);
+        t.request(n);
+    }
+    assert_eq!(t.after(ms(9999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)], "a fourth of what the fourth may wait");
+}
+
+// ---- users ---------------------------------------------------------------------------------------------------------
+
+/// Clients 1, 2, … of the users given, who all want all of the GPU for good: whose turns come, in order.
+fn turns_of(users: &[u32], count: usize) -> Vec<u64> {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for (n, user) in (1..).zip(users) {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(*user) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, 0, 0, 0);
+        t.after(ms(1));
+        t.request(n);
+    }
+    let mut turns = Vec::new();
+    while turns.len() < count {
+        let holder = t.machine.gpu(gpu(0)).unwrap().holders[0].client.0;
+        turns.push(holder);
+        assert!(t.after(Duration::from_secs(1)).contains(&revoke(holder)));
+        t.release(holder, ReleaseReason::Revoked);
+        t.request(holder);
+    }
+    turns
+}
+
+#[test]
+fn clients_of_one_user_take_turns() {
+    assert_eq!(turns_of(&[0, 0, 0], 7), [1, 2, 3, 1, 2, 3, 1]);
+}
+
+#[test]
+fn a_user_with_many_clients_has_no_more_turns_than_one_with_a_single_client() {
+    assert_eq!(turns_of(&[0, 0, 0, 7], 9), [1, 4, 2, 4, 3, 4, 1, 4, 2]);
+    assert_eq!(turns_of(&[0, 0, 7, 7], 8), [1, 3, 2, 4, 1, 3, 2, 4]);
+}
+
+#[test]
+fn three_users_share_the_gpu_in_thirds() {
+    let turns = turns_of(&[1, 1, 1, 2, 2, 3], 30);
+    for clients in [1..=3u64, 4..=5, 6..=6] {
+        assert_eq!(turns.iter().filter(|c| clients.contains(*c)).count(), 10, "{turns:?}");
+    }
+}
+
+#[test]
+fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=5 {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(n as u32) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, 0, 0, 0);
+    }
+    // The first always has work, two others now and then a little.
+    t.request(1);
+    for _ in 0..500 {
+        t.request(2);
+        t.request(5);
+        t.after(Duration::from_secs(1));
+        t.release(1, ReleaseReason::Revoked);
+        t.request(1);
+        for brief in [2, 5] {
+            t.after(ms(5));
+            t.release(brief, ReleaseReason::Idle);
+        }
+        t.after(ms(5));
+        assert_eq!(t.state(1), LockState::Holding);
+    }
+    // Two more who always have work.
+    t.request(3);
+    t.request(4);
+    let mut turns = Vec::new();
+    for _ in 0..9 {
+        let holder = t.machine.gpu(gpu(0)).unwrap().holders[0].client.0;
+        turns.push(holder);
+        t.after(Duration::from_secs(1));
+        t.release(holder, ReleaseReason::Revoked);
+        t.request(holder);
+    }
+    assert!(turns.iter().filter(|turn| **turn == 1).count() >= 3, "{turns:?}");
+}
+
+#[test]
+fn short_bursts_do_not_wait_to_be_measured() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    for round in 0..5 {
+        t.request(2);
+        let turn = if round == 0 { 150 } else { 50 };
+        t.after(ms(turn));
+        assert_eq!(t.state(1), LockState::Revoking, "in round {round}");
+        t.release(1, ReleaseReason::Revoked);
+        t.request(1);
+        t.after(ms(5));
+        t.release(2, ReleaseReason::Idle);
+    }
+}
+
+// ---- together ------------------------------------------------------------------------------------------------------
+
+/// Two clients whose memory fits, each of which has said how full it keeps the GPU.
+fn with_fullness(permille: &[u32; 2]) -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    for (n, permille) in (1..).zip(permille) {
+        assert_eq!(t.state(n), LockState::Holding);
+        t.say(Event::Fullness { client: client(n), gpu: gpu(0), permille: *permille });
+        if n < 2 {
+            assert_eq!(t.after(ms(150)), [revoke(n)]);
+            t.release(n, ReleaseReason::Revoked);
+            t.request(n);
+        }
+    }
+    t
+}
+
+#[test]
+fn clients_that_leave_the_gpu_idle_run_together() {
+    let t = with_fullness(&[300, 200]);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
+}
+
+#[test]
+fn clients_that_keep_the_gpu_busy_take_turns() {
+    let t = with_fullness(&[900, 800]);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Waiting, LockState::Holding]);
+}
+
+#[test]
+fn one_that_hardly_needs_the_gpu_runs_beside_one_that_fills_it() {
+    let t = with_fullness(&[50, 1000]);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
+}
+
+#[test]
+fn clients_do_not_run_together_where_memory_would_have_to_move() {
+    let mut t = with_fullness(&[300, 200]);
+    t.report(1, 10 * GIB, GIB, 0);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2], "together they fit still");
+    let commands = t.report(2, 10 * GIB, GIB, 0);
+    assert!(commands.contains(&revoke(1)), "{commands:?}");
+}
+
+#[test]
+fn those_who_run_together_are_asked_again_how_full_they_keep_the_gpu() {
+    let mut t = with_fullness(&[300, 200]);
+    assert_eq!(t.after(ms(9999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    // The GPU is full now.
+    t.say(Event::Fullness { client: client(2), gpu: gpu(0), permille: 900 });
+    assert_eq!(t.after(ms(150)), [revoke(2)]);
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2);
+    t.say(Event::Fullness { client: client(1), gpu: gpu(0), permille: 900 });
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding, LockState::Waiting]);
+}
+
+#[test]
+fn a_client_that_never_says_how_full_it_keeps_the_gpu_is_taken_to_fill_it() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    for holder in [1, 2, 1, 2] {
+        assert_eq!(t.state(holder), LockState::Holding);
+        assert_eq!(t.state(3 - holder), LockState::Waiting);
+        t.after(Duration::from_secs(1));
+        t.release(holder, ReleaseReason::Revoked);
+        t.request(holder);
+    }
+}
+
+#[test]
+fn a_third_who_needs_the_gpu_alone_gets_it_from_both() {
+    let mut t = with_fullness(&[300, 200]);
+    t.join(3, 16 * GIB);
+    t.request(3);
+    let commands = t.after(Duration::from_secs(30));
+    assert!(commands.contains(&revoke(1)) && commands.contains(&revoke(2)), "{commands:?}");
+    t.release(1, ReleaseReason::Revoked);
+    t.release(2, ReleaseReason::Revoked);
+    t.map(1);
+    t.map(2);
+    assert_eq!(t.state(3), LockState::Holding);
 }
 
 #[test]
@@ -243,7 +484,14 @@ fn what_is_freed_is_passed_on_while_the_rest_is_still_leaving() {
     let steps = [1, 2, 3, 4].map(|n| (1, 16 * GIB - n * quarter));
     assert_eq!(allowances(&commands), steps, "only what is lacking, in steps");
     assert!(commands.contains(&waiting(2, WaitReason::Eviction)));
-    let report = MemoryReport { ack: 2, demand: 16 * GIB, mapped: 16 * GIB - quarter, swapped: quarter, pinned: 0 };
+    let report = MemoryReport {
+        ack: 2,
+        demand: 16 * GIB,
+        mapped: 16 * GIB - quarter,
+        swapped: quarter,
+        pinned: 0,
+        limit_ack: u32::MAX,
+    };
     let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
     assert_eq!(allowances(&commands), [(2, quarter)]);
     let commands = t.map(1);
@@ -258,10 +506,26 @@ fn bytes_are_charged_until_they_are_known_to_be_gone() {
     t.join(2, 16 * GIB);
     t.request(2);
     assert_eq!((t.seat(1).allowance, t.seat(1).charge), (0, 16 * GIB));
-    let old = MemoryReport { ack: 1, demand: 16 * GIB, mapped: 0, swapped: 16 * GIB, pinned: 0 };
+    let old = MemoryReport { ack: 1, demand: 16 * GIB, mapped: 0, swapped: 16 * GIB, pinned: 0, limit_ack: u32::MAX };
     let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report: old });
     assert_eq!(allowances(&commands), [], "it could have written this before it read the eviction, and map again");
     assert_eq!(allowances(&t.map(1)), [(2, 16 * GIB)]);
+}
+
+#[test]
+fn a_holder_is_told_what_it_is_likely_to_lose() {
+    let mut t = Talk::new(settings(AntiThrash::On, Duration::from_secs(10)));
+    let capacity = t.machine.gpus()[0].capacity;
+    t.join(1, capacity - GIB);
+    t.request(1);
+    t.join(2, 3 * GIB);
+    let prepare = |bytes| Command::Prepare { client: client(1), gpu: gpu(0), bytes };
+    let commands = t.request(2);
+    assert!(commands.contains(&prepare(2 * GIB)), "{commands:?}");
+    let told = |commands: Vec<Command>| commands.iter().any(|c| matches!(c, Command::Prepare { .. }));
+    assert!(!told(t.report(2, 3 * GIB + (64 << 20), GIB, 0)), "little more is not worth a word");
+    assert!(told(t.report(2, 4 * GIB, GIB, 0)));
+    assert!(!told(t.after(Duration::from_secs(10))), "it is asked for them now");
 }
 
 #[test]
@@ -326,26 +590,256 @@ fn room_for_a_context_is_made_before_the_client_may_create_it() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 20 * GIB);
     assert_eq!(t.seat(1).allowance, 15 * GIB);
-    t.say(Event::Connected { client: client(2), gang: 0 });
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
     let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
-    assert!(commands.contains(&Command::Limit { client: client(1), gpu: gpu(0), bytes: 14 * GIB }));
+    assert!(commands.contains(&limit(1, 14 * GIB, 2)));
     assert_eq!(allowances(&commands).last(), Some(&(1, 14 * GIB)));
     assert!(!commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }));
     let commands = t.map(1);
-    assert_eq!(
-        commands,
-        [
-            Command::Attached { client: client(2), gpu: gpu(0) },
-            Command::Limit { client: client(2), gpu: gpu(0), bytes: 14 * GIB }
-        ]
-    );
+    assert_eq!(commands, [Command::Attached { client: client(2), gpu: gpu(0) }, limit(2, 14 * GIB, 1)]);
+}
+
+fn limits(commands: &[Command]) -> Vec<(u64, u64)> {
+    let all = commands.iter().filter_map(|c| match c {
+        Command::Limit { client, bytes, .. } => Some((client.0, *bytes)),
+        _ => None,
+    });
+    all.collect()
+}
+
+/// Two clients that need 2 GiB each, on a GPU of 16 GiB of a host that has 8 GiB for what is swapped out.
+fn on_a_small_host() -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    assert_eq!(limits(&t.join(1, 2 * GIB)), [], "told when it attached");
+    t.join(2, 2 * GIB);
+    t.map(1);
+    t.map(2);
+    t.wish(1, 12 * GIB);
+    t.map(1);
+    t.map(2);
+    t
+}
+
+#[test]
+fn whoever_is_alone_is_promised_the_whole_gpu_whatever_the_host_has() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 0 });
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    let commands = t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(limits(&commands), [(1, 16 * GIB)]);
+}
+
+#[test]
+fn where_the_host_has_little_everybody_is_promised_what_it_needs_and_an_equal_part_of_the_rest() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    t.join(1, 2 * GIB);
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(limits(&commands), [(1, 13 * GIB)], "it has to know before anybody else has it");
+    assert!(!commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }));
+    let commands = t.map(1);
+    assert_eq!(limits(&commands), [(2, 11 * GIB)]);
+    assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }));
+    assert_eq!(limits(&t.say(Event::HostMemory { bytes: 16 * GIB })), [(1, 16 * GIB), (2, 16 * GIB)], "enough for all");
+}
+
+#[test]
+fn whoever_attaches_is_not_kept_by_one_that_does_not_answer() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    t.join(1, 2 * GIB);
+    t.join(2, 0);
+    assert_eq!(limits(&t.after(ms(199))), []);
+    assert_eq!(limits(&t.after(ms(1))), [(2, 8 * GIB)], "what is there without it");
+    assert_eq!(t.seat(1).promise, 16 * GIB);
+}
+
+/// Clients 1 and 2 have 8 GiB each on the GPU; client 3 waits for 4 GiB of the first.
+fn with_eviction() -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in [1, 2] {
+        t.join(n, 8 * GIB);
+        t.after(ms(10));
+    }
+    t.join(3, 4 * GIB);
+    assert_eq!(allowances(&t.request(3)).last(), Some(&(1, 4 * GIB)));
+    t
+}
+
+fn stays(n: u64, why: Stay) -> Command {
+    Command::Stays { client: client(n), gpu: gpu(0), why }
+}
+
+#[test]
+fn a_victim_that_finds_no_host_memory_is_passed_over_and_asked_again_later() {
+    let mut t = with_eviction();
+    t.report(1, 8 * GIB, 7 * GIB, 0); // as far as it got
+    let commands = t.stuck(1, StuckReason::HostFull);
+    assert!(commands.contains(&stays(1, Stay::HostFull)), "{commands:?}");
+    assert!(allowances(&commands).contains(&(1, 7 * GIB)), "it has that: {commands:?}");
+    assert_eq!(allowances(&commands).last(), Some(&(2, 5 * GIB)), "the next one gives the rest");
+    t.map(1);
+    assert!(t.map(2).contains(&grant(3)));
+    assert_eq!(t.seat(1).stays, Some(Stay::HostFull));
+    t.after(ms(200));
+    assert_eq!(t.seat(1).stays, None);
+    t.join(4, 2 * GIB);
+    assert_eq!(allowances(&t.request(4)).last(), Some(&(1, 5 * GIB)), "asked again");
+    t.stuck(1, StuckReason::HostFull);
+    t.after(ms(399));
+    assert_eq!(t.seat(1).stays, Some(Stay::HostFull), "and less often each time");
+}
+
+#[test]
+fn a_victim_that_is_late_is_passed_over_until_it_answers() {
+    let mut t = with_eviction();
+    t.after(ms(2999));
+    assert_eq!(t.seat(1).stays, None);
+    let commands = t.after(ms(1));
+    assert!(commands.contains(&stays(1, Stay::Late)), "{commands:?}");
+    assert_eq!(allowances(&commands).last(), Some(&(2, 4 * GIB)));
+    assert!(t.map(2).contains(&grant(3)));
+    t.map(1);
+    assert_eq!(t.seat(1).stays, None);
+    assert_eq!(t.seat(1).allowance, 8 * GIB, "nobody needs what it gave late");
+}
+
+#[test]
+fn a_victim_that_gets_on_is_not_late() {
+    let mut t = with_eviction();
+    for n in 1..=3 {
+        t.after(Duration::from_secs(2));
+        let mapped = 8 * GIB - n * GIB;
+        let report = MemoryReport { ack: 0, demand: 8 * GIB, mapped, swapped: n * GIB, pinned: 0, limit_ack: 1 };
+        t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
+        assert_eq!(t.seat(1).stays, None);
+    }
+}
+
+fn room(n: u64, bytes: u64) -> Command {
+    Command::Room { client: client(n), gpu: gpu(0), bytes }
+}
+
+#[test]
+fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, 8 * GIB);
+    t.join(2, 8 * GIB);
+    t.request(2);
+    let squeeze = Event::Squeezed { client: client(2), gpu: gpu(0), bytes: GIB };
+    assert_eq!(allowances(&t.say(squeeze)).last(), Some(&(1, 7 * GIB)));
+    let commands = t.map(1);
+    assert!(commands.contains(&room(2, GIB)), "{commands:?}");
+    assert_eq!(allowances(&commands), [], "nobody else gets it");
+    assert_eq!(t.state(2), LockState::Holding);
+    assert_eq!(allowances(&t.after(ms(499))), []);
+    t.after(ms(1));
+    assert_eq!(allowances(&t.map(1)), [(1, 8 * GIB)], "what it did not take is free again");
+
+    // Nothing is taken from whoever asks, and a holder is asked for the lock.
+    t.map(1);
+    let commands = t.say(Event::Squeezed { client: client(1), gpu: gpu(0), bytes: GIB });
+    let prepare = Command::Prepare { client: client(2), gpu: gpu(0), bytes: GIB };
+    assert_eq!(commands, [prepare, contended(2, 1, ms(1))]);
+    assert_eq!(allowances(&t.release(2, ReleaseReason::Idle)).last(), Some(&(2, 7 * GIB)));
+    assert!(t.map(2).contains(&room(1, GIB)));
+}
+
+#[test]
+fn where_nobody_else_has_anything_there_is_no_room_to_wait_for() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, 16 * GIB);
+    assert_eq!(t.say(Event::Squeezed { client: client(1), gpu: gpu(0), bytes: GIB }), [room(1, 0)]);
+}
+
+#[test]
+fn room_that_does_not_come_is_not_waited_for() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, 8 * GIB);
+    t.join(2, 7 * GIB);
+    let squeeze = Event::Squeezed { client: client(2), gpu: gpu(0), bytes: 3 * GIB };
+    assert_eq!(allowances(&t.say(squeeze)).last(), Some(&(1, 6 * GIB)), "1 GiB is free");
+    assert_eq!(t.after(ms(1999)), []);
+    assert!(t.after(ms(1)).contains(&room(2, GIB)));
+}
+
+#[test]
+fn one_that_needs_more_than_the_gpu_leaves_less_to_others() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, 22 * GIB);
+    t.say(Event::HostMemory { bytes: 16 * GIB });
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(limits(&commands), [(1, 22 * GIB), (2, 10 * GIB)], "the limit is never below what is needed already");
+}
+
+#[test]
+fn a_wish_is_fulfilled_from_what_others_do_not_need() {
+    let mut t = on_a_small_host();
+    assert_eq!((t.seat(1).promise, t.seat(2).promise), (12 * GIB, 12 * GIB));
+    assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)], "first the other has to know");
+    assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
+    assert_eq!(limits(&t.wish(1, 13 * GIB)), [(1, 14 * GIB)], "it has that");
+}
+
+#[test]
+fn what_nobody_can_give_is_refused_at_once() {
+    let mut t = on_a_small_host();
+    let denied = |n, bytes| Command::Denied { client: client(n), gpu: gpu(0), bytes };
+    assert_eq!(t.wish(1, 17 * GIB), [denied(1, 17 * GIB)], "more than the GPU");
+    t.report(2, 11 * GIB, 2 * GIB, 0);
+    let commands = t.wish(1, 14 * GIB);
+    assert!(commands.contains(&denied(1, 14 * GIB)), "only 13 are not needed: {commands:?}");
+}
+
+#[test]
+fn two_that_each_hold_half_and_want_more_do_not_wait_for_each_other() {
+    let mut t = on_a_small_host();
+    for n in [1, 2] {
+        t.report(n, 12 * GIB, 2 * GIB, 0);
+    }
+    for n in [1, 2] {
+        assert_eq!(t.wish(n, 13 * GIB), [Command::Denied { client: client(n), gpu: gpu(0), bytes: 13 * GIB }]);
+    }
+}
+
+#[test]
+fn a_wish_does_not_wait_for_ever_for_one_that_does_not_answer() {
+    let mut t = on_a_small_host();
+    assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)]);
+    assert_eq!(t.after(ms(3999)), []);
+    let commands = t.after(ms(1));
+    assert!(commands.contains(&Command::Denied { client: client(1), gpu: gpu(0), bytes: 14 * GIB }), "{commands:?}");
+    assert_eq!(t.seat(2).promise, 12 * GIB, "it may not know yet");
+    t.map(2);
+    t.wish(1, 14 * GIB);
+    assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
+}
+
+#[test]
+fn host_memory_that_goes_takes_from_what_nobody_needs() {
+    let mut t = on_a_small_host();
+    let commands = t.say(Event::HostMemory { bytes: 4 * GIB });
+    assert_eq!(limits(&commands), [(1, 10 * GIB), (2, 10 * GIB)]);
+    let commands = t.say(Event::HostMemory { bytes: 0 });
+    assert_eq!(limits(&commands), [(1, 8 * GIB), (2, 8 * GIB)]);
+}
+
+#[test]
+fn whoever_leaves_leaves_its_promise_to_others() {
+    let mut t = on_a_small_host();
+    let commands = t.say(Event::Disconnected { client: client(2) });
+    assert_eq!(limits(&commands), [(1, 16 * GIB)]);
+    assert_eq!(t.machine.host().1, 0);
 }
 
 #[test]
 fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 16 * GIB });
-    t.say(Event::Connected { client: client(1), gang: 0 });
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
     assert_eq!(t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap }), []);
     assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(2)));
     assert!(t.after(Duration::from_secs(2)).contains(&Command::Attached { client: client(1), gpu: gpu(0) }));
@@ -369,7 +863,7 @@ fn requests_are_served_in_their_order_and_sets_whole() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in 1..=4 {
-        t.say(Event::Connected { client: client(n), gang: 0 });
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
         for g in [0, 1] {
             t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
         }
@@ -397,7 +891,7 @@ fn a_set_does_not_pass_one_that_waits_for_a_part_of_it() {
         t.say(Event::GpuFound { gpu: gpu(g), total: 16 * GIB });
     }
     for n in 1..=3 {
-        t.say(Event::Connected { client: client(n), gang: 0 });
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
         for g in 0..3 {
             t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
         }
@@ -439,7 +933,7 @@ fn a_gang_waits_for_its_members_and_is_granted_whole() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in [1, 2] {
-        t.say(Event::Connected { client: client(n), gang: 9 });
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
         t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
     }
     assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), []);
@@ -453,11 +947,7 @@ fn a_gang_waits_for_its_members_and_is_granted_whole() {
 
 #[test]
 fn a_stuck_holder_is_asked_again_less_and_less_often() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
     let stuck = Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::NeedsHost };
     assert_eq!(t.say(stuck.clone()), [waiting(2, WaitReason::HolderStuck)]);
@@ -478,11 +968,7 @@ fn a_stuck_holder_is_asked_again_less_and_less_often() {
 
 #[test]
 fn a_stuck_holder_that_drains_in_time_had_the_lock_for_itself() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.stuck(1, StuckReason::Capturing);
     t.after(ms(100));
@@ -493,11 +979,7 @@ fn a_stuck_holder_that_drains_in_time_had_the_lock_for_itself() {
 
 #[test]
 fn time_decides_that_a_holder_cannot_drain_and_not_how_often_it_says_so() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.after(Duration::from_secs(2));
     t.stuck(1, StuckReason::LongWork);
@@ -508,11 +990,7 @@ fn time_decides_that_a_holder_cannot_drain_and_not_how_often_it_says_so() {
 
 #[test]
 fn a_holder_that_says_it_is_stuck_when_its_time_is_over_has_had_its_time() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.after(Duration::from_secs(5));
     assert_eq!(t.state(1), LockState::Revoking, "it may only be slow");
@@ -676,17 +1154,39 @@ fn a_request_from_before_a_holder_was_known_to_be_undrainable_holds_up_nobody() 
     }
     t.after(Duration::from_secs(1));
     t.request(1); // it crossed the revoke
-    t.stuck(1, StuckReason::NeedsHost);
+    t.stuck(1, StuckReason::LongWork);
     assert!(t.after(Duration::from_secs(3)).contains(&grant(2)));
     assert_eq!(t.release(2, ReleaseReason::Idle), []);
     assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(1)]);
 }
 
 #[test]
+fn a_holder_that_goes_on_is_not_asked_for_the_lock_on_its_own_behalf() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    t.request(1); // of a thread that waits at its closed gate
+    t.stuck(1, StuckReason::NeedsHost); // which it opens again
+    t.say(Event::Disconnected { client: client(2) });
+    assert_eq!(t.after(ms(100)), [contended(1, 0, ms(1))]);
+    assert_eq!(t.after(Duration::from_secs(10)), []);
+    assert_eq!(t.state(1), LockState::Holding);
+    assert_eq!(t.release(1, ReleaseReason::Idle), []);
+}
+
+#[test]
+fn a_client_that_gives_the_gpu_work_unseen_can_drain_as_others_do() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    assert_eq!(t.stuck(1, StuckReason::Unseen), []);
+    t.after(Duration::from_secs(5));
+    assert_eq!(t.state(1), LockState::Revoking, "it has not said that it cannot");
+}
+
+#[test]
 fn the_fellows_of_a_holder_that_cannot_drain_run_beside_it() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2, 3] {
-        t.say(Event::Connected { client: client(n), gang: 9 });
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
     }
     t.join(4, GIB);
@@ -710,11 +1210,7 @@ fn the_fellows_of_a_holder_that_cannot_drain_run_beside_it() {
 
 #[test]
 fn a_stopped_holder_has_its_time_to_drain_when_it_runs_again() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.stuck(1, StuckReason::NeedsHost);
     t.after(ms(100));
@@ -769,11 +1265,7 @@ fn a_program_that_never_ends_costs_others_three_seconds_once() {
 
 #[test]
 fn a_stuck_holder_that_nobody_waits_for_is_left_alone() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     t.say(Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::LongWork });
     t.say(Event::Disconnected { client: client(2) });
@@ -801,11 +1293,7 @@ fn a_stopped_holder_is_routed_around() {
 
 #[test]
 fn a_silent_holder_that_runs_is_waited_for_and_looked_at_less_and_less_often() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, GIB);
-    t.join(2, GIB);
-    t.request(1);
-    t.request(2);
+    let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
     for wait in [1, 1, 2, 4, 8, 10, 10] {
         assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(wait)));
@@ -906,9 +1394,10 @@ fn the_dead_are_told_nothing() {
 #[test]
 fn a_client_of_an_earlier_scheduler_keeps_its_memory() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
-    t.say(Event::Connected { client: client(1), gang: 0 });
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
-    let report = MemoryReport { ack: 0, demand: 6 * GIB, mapped: 5 * GIB, swapped: GIB, pinned: 0 };
+    let report =
+        MemoryReport { ack: 0, demand: 6 * GIB, mapped: 5 * GIB, swapped: GIB, pinned: 0, limit_ack: u32::MAX };
     let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
     assert_eq!(allowances(&commands), [(1, 5 * GIB), (1, 6 * GIB)]);
 }
@@ -917,7 +1406,7 @@ fn a_client_of_an_earlier_scheduler_keeps_its_memory() {
 fn the_grace_follows_what_evictions_were_measured_to_take() {
     let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
     for _ in 0..2 {
-        world.add(Plan { demand: 12 * GIB, rate: GIB, phases: 8, cpu: ms(4000), gpu: ms(2000), ..Plan::default() });
+        world.add(Plan { demand: 12 * GIB, rate: GIB, phases: 12, cpu: ms(4000), gpu: ms(2000), ..Plan::default() });
     }
     world.run(Duration::from_secs(600));
     let graces: Vec<Duration> = world
@@ -928,7 +1417,7 @@ fn the_grace_follows_what_evictions_were_measured_to_take() {
             _ => None,
         })
         .collect();
-    assert!(graces.first().unwrap() < &Duration::from_secs(3), "{graces:?}");
+    assert!(graces.first().unwrap() < &Duration::from_secs(1), "{graces:?}");
     assert!(graces.last().unwrap() > &Duration::from_secs(5), "{graces:?}");
     assert!(graces.is_sorted());
 }
@@ -956,7 +1445,7 @@ fn short_bursts_beside_a_long_one_are_served_soon() {
     let bursts: Vec<Duration> = world.models[&chat].bursts.iter().map(|(a, b)| *b - *a).collect();
     assert_eq!(bursts.len(), 50);
     let slow = bursts.iter().filter(|b| **b > ms(100)).count();
-    assert!(slow <= 2, "while it is not known yet it may take longer: {bursts:?}");
+    assert!(slow <= 3, "while it is not known yet it may take longer: {bursts:?}");
 }
 
 #[test]

@@ -3,6 +3,8 @@
 
 mod sharing;
 
+use std::collections::BTreeSet;
+use std::fs;
 use std::time::{Duration, Instant};
 
 use sharing::*;
@@ -275,4 +277,49 @@ fn a_restarted_scheduler_learns_what_there_is() {
     assert_one_holder(&second);
     programs.iter_mut().for_each(Program::kill);
     machine.wait_until_empty();
+}
+
+// ---- a driver that fails -----------------------------------------------------------------------------------------
+
+/// Driver calls that only the library makes here, each of which fails now and then: the memory moves nevertheless, later or
+/// slower, and the program sees none of it.
+#[test]
+fn moves_survive_driver_calls_that_fail() {
+    const CALLS: [&str; 10] = [
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuMemcpyDtoHAsync_v2",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemHostRegister_v2",
+        "cuMemHostGetDevicePointer_v2",
+    ];
+    // The first calls are those of the program's allocations, which are told of a failure.
+    let nth = |first: usize, step: usize| {
+        let fails = CALLS.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", first + step * i)));
+        fails.collect::<Vec<_>>().join(",")
+    };
+    let mut failed = BTreeSet::new();
+    for fails in [nth(14, 11), nth(5, 4), CALLS.map(|call| format!("{call}:1")).join(",")] {
+        let machine = Machine::with_scheduler(pressed());
+        let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 12";
+        // What fails at once are calls that no allocation makes.
+        let fails = fails.replace("cuMemCreate:1,cuMemMap:1,cuMemSetAccess:1,", "");
+        let mut failing = machine.program(words).env("CUDA_SIM_FAIL", &fails).start();
+        let mut other = machine.program(words).start();
+        failing.finish();
+        other.finish();
+        let trace = machine.trace();
+        let evicted = trace.iter().filter(|m| m.pid == failing.pid() && m.what == "evict").count();
+        assert!(evicted > 0, "nothing of it had to leave");
+        machine.wait_until_empty();
+        let log = fs::read_to_string(machine.path("gpu/failed")).unwrap_or_default();
+        let calls = log.lines().filter_map(|line| line.strip_prefix(&format!("{} ", failing.pid())));
+        failed.extend(calls.map(str::to_owned));
+    }
+    let missing: Vec<&str> = CALLS.into_iter().filter(|call| !failed.contains(*call)).collect();
+    assert!(missing.is_empty(), "these never failed: {missing:?}");
 }

@@ -43,6 +43,22 @@ fn a_scheduler_that_starts_later_is_joined() {
 }
 
 #[test]
+fn where_it_is_required_a_program_does_not_run_without_a_scheduler() {
+    let mut machine = Machine::new(Setup::default());
+    let mut program = machine.program(SHORT).quiet().env("NVSHARE_REQUIRED", "1").start();
+    let status = wait_for("its end", || program.poll());
+    assert!(!status.success());
+    let said = program.stderr();
+    assert!(said.contains("no scheduler at ") && said.contains("CUDA_ERROR_SYSTEM_NOT_READY"), "{said}");
+    assert!(program.stdout().contains("cuInit") && program.stdout().contains("802"), "{}", program.stdout());
+
+    machine.start_scheduler();
+    let mut program = machine.program(SHORT).quiet().env("NVSHARE_REQUIRED", "1").start();
+    program.finish();
+    assert_eq!(program.stderr(), "");
+}
+
+#[test]
 fn disabled_it_does_nothing_at_all() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut program = machine.program(SHORT).quiet().env("NVSHARE_DISABLE", "1").start();

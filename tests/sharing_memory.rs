@@ -3,7 +3,7 @@
 
 mod sharing;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sharing::*;
 
@@ -22,6 +22,61 @@ fn swapped_memory_comes_back_as_it_was() {
 fn managed_memory_moves_too() {
     let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
     take_turns(&machine, "managed");
+}
+
+/// The program's own, beside engine `swap`: prefetched off the GPU and onto it, with what the driver does by itself in
+/// reach of nobody.
+#[test]
+fn managed_memory_of_programs_moves_with_its_program() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    // Not a multiple of anything.
+    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 14 --kind managed", SHARE - 4 * 4100);
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
+    wait_for("both to be known, with nothing pinned", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array()?;
+        let gpu = |client: &serde_json::Value| {
+            let gpu = &client["gpus"][0];
+            gpu["engine"] == "swap" && gpu["pinned"] == 0 && gpu["demand"].as_u64() >= Some(SHARE)
+        };
+        (clients.len() == 2 && clients.iter().all(gpu)).then_some(())
+    });
+    for program in &mut programs {
+        program.finish();
+        let said = program.stderr();
+        assert!(
+            said.contains("bytes left in") && said.contains("bytes came back"),
+            "nothing of {} moved",
+            program.pid()
+        );
+    }
+    assert_one_holder(&machine.trace());
+    machine.wait_until_empty();
+}
+
+#[test]
+fn managed_memory_that_is_evicted_leaves_the_gpu() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut idle = machine.program(&format!("stranger --mem {SHARE} --kind managed --seconds 600")).start();
+    idle.wait_to_say("holding");
+    assert!(machine.free() < SHARE, "it is not there");
+    let before = machine.trace().len();
+    let mut other = machine.program(&mix(SHARE, 20)).start();
+    machine.wait_for_move(before, "the managed memory to be evicted", |m| m.what == "freed" && m.pid == idle.pid());
+    idle.wait_to_say("bytes left in");
+    // By itself the driver takes away no more than it has to.
+    wait_for("it to have left", || (machine.free() >= SHARE / 2).then_some(()));
+    assert!(other.poll().is_none(), "only while the other runs does this show anything");
+    idle.kill();
+    other.finish();
+}
+
+#[test]
+fn managed_memory_beyond_the_limit_is_refused() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let report = machine.program("oversub --mem 396M --chunk 36M --rounds 1 --kind managed").start().finish();
+    assert_eq!(report.0["failed"], "cuMemAllocManaged");
+    assert_eq!(report.number("allocated"), 216 * MIB);
 }
 
 /// A GPU on which two programs of [`SHARE`] have no room at once.
@@ -139,6 +194,65 @@ fn one_program_beyond_the_limit_is_refused_unless_it_may_exceed_the_gpu() {
 }
 
 #[test]
+fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused_at_once() {
+    let machine = Machine::with_scheduler(Setup { swap_max: "64M", ..Setup::default() });
+    let all = machine.setup.capacity(2) + 64 * MIB;
+    let mut first = machine.program("stranger --mem 160M --seconds 600").start();
+    first.wait_to_say("holding");
+    // The other's slack is what is left, and becomes this one's as it asks for more.
+    let words = "oversub --mem 396M --chunk 32M --rounds 1";
+    let begin = Instant::now();
+    let refused = machine.program(words).start().finish();
+    assert!(begin.elapsed() < Duration::from_secs(20), "it waited");
+    assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
+    let got = refused.number("allocated");
+    assert!(got <= all - 160 * MIB && got + 32 * MIB > all - 160 * MIB - 16 * MIB, "{got} of {all} less 160 MiB");
+    let log = machine.scheduler_log();
+    let line = log.lines().find(|line| line.contains("is refused memory")).expect("a line that says so");
+    assert!(line.contains("WARN") && line.contains(&format!("(pid {}) 160 MiB", first.pid())), "{line}");
+    first.kill();
+
+    // With nobody else there, it is as if the host had plenty.
+    machine.wait_until_empty();
+    let alone = machine.program(words).start().finish();
+    assert_eq!(alone.number("allocated"), 224 * MIB);
+}
+
+#[test]
+fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let other = machine.program("stranger --mem 228M --seconds 600").start();
+    other.wait_to_say("holding");
+    for symbol in ["cuModuleLoadData", "cuLaunchKernel"] {
+        let fails = format!("{symbol}:1");
+        let words = "mix --mem 4M --chunks 1 --reps 1 --rounds 1";
+        let before = machine.trace().len();
+        machine.program(words).env("CUDA_SIM_FAIL", &fails).start().finish();
+        machine.wait_for_move(before, "room to be made", |m| m.what == "room" && m.bytes > 0);
+    }
+}
+
+#[test]
+fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", swap_max: "40M", ..pressed() });
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&mix(SHARE, 8)).start()).collect();
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    wait_for("both to be held to what there is", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array()?;
+        let limits: u64 = clients.iter().map(|c| c["gpus"][0]["limit"].as_u64().unwrap_or(u64::MAX / 4)).sum();
+        (limits <= machine.setup.capacity(2) + 40 * MIB).then_some(())
+    });
+    for program in &mut programs {
+        program.finish();
+    }
+    assert_one_holder(&machine.trace());
+    assert!(evicted(&machine.trace()) > 0);
+}
+
+#[test]
 #[ignore = "a limit that shrinks below a program's demand keeps it from running"]
 fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
     let machine = Machine::with_scheduler(Setup::default());
@@ -209,4 +323,29 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
     let trace = machine.trace();
     assert!(!trace.iter().any(|m| m.pid == stranger.pid()), "a stranger is no client");
     machine.wait_until_empty();
+}
+
+#[test]
+fn what_has_not_changed_is_not_copied_again() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let words = "weights --mem 48M --reserve 16M --state 4M --rounds 6 --pause-ms 300";
+    let mut server = machine.program(words).env("NVSHARE_DEBUG", "1").start();
+    machine.wait_for_grants(&server, 1);
+    let mut other = machine.program(&mix(machine.setup.capacity(2) - 8 * MIB, 1000)).start();
+    server.finish();
+    other.kill();
+    // "N bytes left in N µs, N of all without a copy"
+    let said = server.stderr();
+    let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let Some(at) = words.windows(3).position(|words| words == ["bytes", "left", "in"]) else {
+            return [out, uncopied];
+        };
+        let number = |at: usize| words[at].parse::<u64>().expect("a number");
+        [out + number(at - 1), uncopied + number(at + 5)]
+    });
+    let [out, uncopied] = sums;
+    assert!(out > 3 * 48 * MIB, "it was moved often: {sums:?}");
+    assert!(uncopied * 2 > out, "most of it was not copied: {sums:?}");
+    assert!(uncopied < out, "and some was: {sums:?}");
 }

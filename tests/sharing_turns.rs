@@ -90,7 +90,6 @@ fn under_pressure(setup: Setup, words: &[&str]) {
         let said = program.stderr();
         assert!(said.contains("bytes left in"), "nothing of `{}` left the GPU", program.name);
     }
-    assert_one_holder(&trace);
     opponent.kill();
     machine.wait_until_empty();
 }
@@ -124,6 +123,31 @@ fn a_kernel_that_needs_the_host_to_end_does_not_block_the_others() {
     let mut persistent = machine.program("persistent --mem 16M --seconds 2").start();
     other.finish();
     persistent.finish();
+    machine.wait_until_empty();
+}
+
+// ---- at the same moment --------------------------------------------------------------------------------------------
+
+#[test]
+fn programs_that_leave_the_gpu_idle_between_launches_run_at_the_same_moment() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut programs = [0, 1].map(|_| machine.program("launches --ms 600000 --ns 1000 --pause-us 1000").start());
+    // Each turn says anew how full the GPU is; where processors are short, it may look fuller than it is.
+    wait_within(Duration::from_secs(150), "both to hold the lock", || {
+        holders(&machine.trace()).iter().any(|(_, now)| now.len() > 1).then_some(())
+    });
+    programs.iter_mut().for_each(Program::kill);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn programs_that_keep_the_gpu_busy_take_turns() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut programs = [0, 1].map(|_| machine.program("launches --ms 4000 --ns 5000000 --pause-us 0").start());
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    let trace = machine.trace();
+    assert!(programs.iter().all(|program| grants(&trace, program.pid()) > 1));
+    assert_one_holder(&trace);
     machine.wait_until_empty();
 }
 

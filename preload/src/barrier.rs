@@ -3,24 +3,20 @@
 //! Passing is done a million times a second, closing a few times: `membarrier(2)` lets the closer pay for both, and a
 //! passing thread needs no fence of its own. Where the kernel lacks it, both use an ordinary fence.
 
-use core::sync::atomic::{AtomicBool, Ordering, compiler_fence, fence};
+use core::{
+    sync::atomic::{AtomicBool, Ordering, compiler_fence, fence},
+    time::Duration,
+};
+use rustix::thread::{MembarrierCommand, membarrier};
 
 /// Whether the passing side needs a fence of its own.
 static HEAVY: AtomicBool = AtomicBool::new(true);
 /// Whether the closing side needs more than its own.
 static MEMBARRIER: AtomicBool = AtomicBool::new(false);
 
-const CMD_PRIVATE_EXPEDITED: libc::c_int = 1 << 3;
-const CMD_REGISTER_PRIVATE_EXPEDITED: libc::c_int = 1 << 4;
-
-fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: takes no pointers.
-    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
-}
-
 /// Once, before the first gate is closed.
 pub fn init() {
-    if membarrier(CMD_REGISTER_PRIVATE_EXPEDITED) {
+    if membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok() {
         MEMBARRIER.store(true, Ordering::SeqCst);
         HEAVY.store(false, Ordering::SeqCst);
     }
@@ -39,12 +35,11 @@ pub fn light() {
 /// Between "it is closed" and "who is inside?".
 pub fn heavy() {
     fence(Ordering::SeqCst);
-    if MEMBARRIER.load(Ordering::Relaxed) && !membarrier(CMD_PRIVATE_EXPEDITED) {
+    if MEMBARRIER.load(Ordering::Relaxed) && membarrier(MembarrierCommand::PrivateExpedited).is_err() {
         // Registered, and yet refused (a seccomp filter set since): fall back, and wait until every thread that might
         // have passed with the light fence has long seen the store. Until then nobody else goes without waiting, either.
         HEAVY.store(true, Ordering::SeqCst);
-        // SAFETY: only sleeps.
-        unsafe { libc::usleep(10_000) };
+        crate::sys::time::sleep(Duration::from_millis(10));
         MEMBARRIER.store(false, Ordering::SeqCst);
     }
 }

@@ -7,7 +7,7 @@
 use crate::{
     client,
     cuda::*,
-    driver,
+    driver, epoch,
     memory::space::current_context,
     sys::sync::{Mutex, RwLock},
     threads,
@@ -75,12 +75,16 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
         let mut captures = CAPTURES.lock();
         captures.push(Capture::on(stream));
         COUNT.store(captures.len(), Ordering::SeqCst);
+        epoch::end();
     }
     result
 }
 
 /// The capture of that stream has ended, or the stream is gone.
 pub fn end(stream: CUstream) {
+    if !any() {
+        return;
+    }
     let Capture { stream, thread, .. } = Capture::on(stream);
     forget(|capture| capture.stream == stream && capture.thread == thread);
 }

@@ -1,16 +1,17 @@
 //! This process as a client of the scheduler: whether it is one, and its connection.
 
 use crate::{
-    barrier, gpu, link,
+    barrier, epoch, gpu, link,
     link::Start,
     settings, socket,
     socket::Socket,
-    sys::{c, sync::Mutex},
+    sys::{c, file::Name, lock_file, sync::Mutex},
     threads, trace,
 };
 use alloc::sync::Arc;
-use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use nvshare_wire::ClientMessage;
+use rustix::fd::BorrowedFd;
 
 /// Before CUDA is initialised, when disabled, and in a forked child (where the driver does not work either): every hook
 /// passes through.
@@ -20,8 +21,9 @@ static STATE: AtomicU8 = AtomicU8::new(OFF);
 
 static CONNECTION: Mutex<Option<Connection>> = Mutex::new(None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
-/// The connection's descriptor, or -1.
-static DESCRIPTOR: AtomicI32 = AtomicI32::new(-1);
+static SCHEDULERS_MET: AtomicU32 = AtomicU32::new(0);
+/// The connection's descriptor.
+static DESCRIPTOR: Name = Name::none();
 
 #[inline]
 pub fn is_on() -> bool {
@@ -33,12 +35,15 @@ pub fn is_on() -> bool {
 pub fn start() -> bool {
     // Not a lock: a fork of another thread's would leave it taken in the child for ever.
     static STARTED: AtomicBool = AtomicBool::new(false);
+    static AT_FORK: AtomicBool = AtomicBool::new(false);
     if settings::get().disabled || STARTED.swap(true, Ordering::SeqCst) {
         return true;
     }
     barrier::init();
     threads::init();
-    c::at_fork_in_child(in_child);
+    if !AT_FORK.swap(true, Ordering::SeqCst) {
+        c::at_fork_in_child(in_child);
+    }
     match link::start() {
         Start::Started => STATE.store(ON, Ordering::SeqCst),
         Start::NoThread => set_connection(None), // nobody would listen
@@ -54,13 +59,18 @@ pub fn start() -> bool {
 #[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
 pub fn give_up() {
     STATE.store(OFF, Ordering::SeqCst);
+    epoch::end();
     gpu::open_all();
 }
 
 /// In the child of a fork: a CUDA context does not survive it, and the connection is the parent's.
 extern "C" fn in_child() {
     STATE.store(OFF, Ordering::SeqCst);
-    socket::close_in_child(DESCRIPTOR.load(Ordering::SeqCst));
+    epoch::end();
+    if let Some((descriptor, identity)) = DESCRIPTOR.get() {
+        socket::close_in_child(descriptor, identity);
+    }
+    lock_file::close_in_child();
 }
 
 /// An established connection: packets go out through it; the link's thread reads from it.
@@ -83,14 +93,38 @@ pub fn send(message: &ClientMessage) -> bool {
     sent
 }
 
+/// The same with descriptors.
+pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> bool {
+    let guard = CONNECTION.lock();
+    let Some(connection) = &*guard else { return false };
+    let sent = connection.socket.send_with(message.encode(connection.version).as_bytes(), descriptors);
+    trace::trace!("→ {message:?} with {}{}", descriptors.len(), if sent { "" } else { " (not sent)" });
+    sent
+}
+
+/// Whether the connection is of that protocol version or a later one.
+pub fn speaks(version: u16) -> bool {
+    CONNECTION.lock().as_ref().is_some_and(|connection| connection.version >= version)
+}
+
 pub fn is_connected() -> bool {
     CONNECTED.load(Ordering::Acquire)
+}
+
+/// Counts the schedulers that this process has been introduced to: what was asked of an earlier one is not answered.
+pub fn schedulers_met() -> u32 {
+    SCHEDULERS_MET.load(Ordering::SeqCst)
+}
+
+/// All that it is to know has been said to a scheduler which knew nothing.
+pub fn met_scheduler() {
+    SCHEDULERS_MET.fetch_add(1, Ordering::SeqCst);
 }
 
 /// The link's thread has made or lost the connection.
 pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
-    DESCRIPTOR.store(connection.as_ref().map_or(-1, |c| c.socket.descriptor()), Ordering::SeqCst);
+    DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));
     CONNECTED.store(connection.is_some(), Ordering::Release);
     *guard = connection;
 }

@@ -10,6 +10,7 @@ pub type CUcontext = *mut c_void;
 pub type CUstream = *mut c_void;
 pub type CUevent = *mut c_void;
 pub type CUfunction = *mut c_void;
+pub type CUmodule = *mut c_void;
 pub type CUgraph = *mut c_void;
 pub type CUgraphExec = *mut c_void;
 pub type CUarray = *mut c_void;
@@ -23,9 +24,11 @@ pub const ERROR_INVALID_VALUE: CUresult = 1;
 pub const ERROR_OUT_OF_MEMORY: CUresult = 2;
 pub const ERROR_DEINITIALIZED: CUresult = 4;
 pub const ERROR_INVALID_CONTEXT: CUresult = 201;
+pub const ERROR_MAP_FAILED: CUresult = 205;
 pub const ERROR_ECC_UNCORRECTABLE: CUresult = 214;
 /// From `CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`: the context is broken for good, or destroyed.
 pub const ERRORS_OF_A_BROKEN_CONTEXT: core::ops::RangeInclusive<CUresult> = 700..=720;
+pub const ERROR_INVALID_HANDLE: CUresult = 400;
 pub const ERROR_NOT_FOUND: CUresult = 500;
 pub const ERROR_NOT_READY: CUresult = 600;
 
@@ -51,9 +54,14 @@ pub const DEVICE_CPU: CUdevice = -1;
 
 pub const DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: i32 = 102;
 pub const DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: i32 = 89;
+pub const DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: i32 = 103;
+pub const DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: i32 = 110;
+pub const DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED: i32 = 116;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+pub const MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: i32 = 1;
 
 /// `CUmemLocation`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Location {
     pub kind: i32,
@@ -72,6 +80,21 @@ pub struct AllocationProp {
     pub gpu_direct_rdma_capable: u8,
     pub usage: u16,
     pub reserved: [u8; 4],
+}
+
+impl Default for AllocationProp {
+    fn default() -> Self {
+        Self {
+            kind: 0,
+            requested_handle_types: 0,
+            location: Location { kind: 0, id: 0 },
+            win32_handle_meta_data: core::ptr::null_mut(),
+            compression_type: 0,
+            gpu_direct_rdma_capable: 0,
+            usage: 0,
+            reserved: [0; 4],
+        }
+    }
 }
 
 /// `CUmemAccessDesc`.

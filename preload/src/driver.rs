@@ -98,7 +98,7 @@ macro_rules! functions {
         $(
             /// The real function of this name. Pointers are passed on as they are: what the driver demands of them, it
             /// demands of the caller.
-            #[allow(non_snake_case, clippy::missing_safety_doc)]
+            #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
             #[inline]
             pub unsafe fn $name($($arg: $type),*) -> CUresult {
                 match address::$name.address() {
@@ -119,6 +119,7 @@ functions! {
     cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice);
     cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut Size, device: CUdevice);
+    cuDeviceCanAccessPeer(can: *mut i32, device: CUdevice, peer: CUdevice);
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut u32, active: *mut i32);
@@ -146,11 +147,27 @@ functions! {
     cuMemMap(address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64);
     cuMemUnmap(address: CUdeviceptr, size: Size);
     cuMemSetAccess(address: CUdeviceptr, size: Size, desc: *const AccessDesc, count: Size);
+    cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: Handle);
+    cuMemExportToShareableHandle(shareable: *mut c_void, handle: Handle, kind: i32, flags: u64);
+    cuMemImportFromShareableHandle(handle: *mut Handle, shareable: *mut c_void, kind: i32);
+    cuMulticastBindMem(object: Handle, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64);
+    cuMulticastBindMem_v2(object: Handle, device: CUdevice, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64);
     cuMemAllocManaged(address: *mut CUdeviceptr, size: Size, flags: u32);
     cuMemFree_v2(address: CUdeviceptr);
+    cuPointerSetAttribute(value: *const c_void, attribute: i32, address: CUdeviceptr);
     cuMemPrefetchAsync(address: CUdeviceptr, size: Size, to: CUdevice, stream: CUstream);
     cuMemHostRegister_v2(host: *mut c_void, size: Size, flags: u32);
     cuMemHostUnregister(host: *mut c_void);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, size: Size, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, size: Size, stream: CUstream);
+    cuMemsetD32Async(to: CUdeviceptr, value: u32, count: Size, stream: CUstream);
+    cuMemHostGetDevicePointer_v2(on_gpu: *mut CUdeviceptr, host: *mut c_void, flags: u32);
+    cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    cuModuleUnload(module: CUmodule);
+    cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    cuLaunchKernel(
+        function: CUfunction,
+        grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
+        shared: u32, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void,
+    );
 }

@@ -1,7 +1,7 @@
 //! Where this library stands aside: GPUs that are shared in another way already, or not at all, or whose memory is not
 //! what the engines move. Looked at once for each GPU, before the program's first context there.
 
-use crate::{cuda::*, driver, sys::c::environment};
+use crate::{cuda::*, driver};
 use core::ffi::CStr;
 
 const DEVICE_ATTRIBUTE_INTEGRATED: i32 = 18;
@@ -20,7 +20,7 @@ pub fn unsupported(gpu: CUdevice) -> Option<&'static str> {
         // SAFETY: a valid place. What a driver does not know is 0.
         if unsafe { driver::cuDeviceGetAttribute(&mut value, which, gpu) } == SUCCESS { value } else { 0 }
     };
-    let mps = environment(c"CUDA_MPS_PIPE_DIRECTORY").is_some() && attribute(DEVICE_ATTRIBUTE_MPS_ENABLED) != 0;
+    let mps = attribute(DEVICE_ATTRIBUTE_MPS_ENABLED) != 0;
     let integrated = attribute(DEVICE_ATTRIBUTE_INTEGRATED) != 0;
     match attribute(DEVICE_ATTRIBUTE_COMPUTE_MODE) {
         _ if integrated => Some("it is integrated: its memory is the host's"),

@@ -3,20 +3,24 @@
 use crate::{
     capture, client,
     cuda::*,
-    driver, environment, futex,
+    driver, environment, epoch, futex,
     gate::{Gate, closed},
+    limit::Answers,
     link,
     memory::{
         engine,
+        mover::Mover,
+        shared,
         space::{Account, Space},
     },
+    settings, squeeze,
     sys::{
         sync::{Mutex, OnceLock},
         time::Instant,
     },
-    threads,
+    threads::{self, Slot},
     trace::trace,
-    work::{Work, with_current},
+    work::{self, Work, with_current},
 };
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use core::time::Duration;
@@ -36,8 +40,8 @@ pub struct Gpu {
     /// Made when the program first creates a context here; `None` in it where this library stands aside.
     info: OnceLock<Option<Info>>,
     space: OnceLock<Mutex<Space>>,
-    /// Held while memory moves; a context that copies must not go meanwhile.
-    pub moving: Mutex<()>,
+    /// What moves the memory. A context that it works in must not go before it has left.
+    pub moving: Mutex<Mover>,
     primary: AtomicUsize,
     /// The scheduler of this connection knows this GPU.
     introduced: AtomicBool,
@@ -49,6 +53,10 @@ pub struct Gpu {
     /// Nothing of this client runs: the gate has been closed and everything has drained since.
     drained: AtomicBool,
     unreported: AtomicBool,
+    /// What the scheduler says to wishes for a higher limit.
+    pub answers: Answers,
+    /// And to calls in which the driver found no memory.
+    pub squeezed: squeeze::Answers,
     /// When this client last gave the lock of this GPU back after using it, in milliseconds; 0 before.
     used_until: AtomicU64,
 }
@@ -59,6 +67,7 @@ struct Info {
     name: Text<64>,
     total: u64,
     engine: wire::Engine,
+    reason: wire::EngineReason,
 }
 
 const NONE: i32 = -1;
@@ -100,6 +109,11 @@ pub fn current() -> Option<&'static Gpu> {
     }
 }
 
+/// Whether this process uses more than one GPU.
+pub fn are_several() -> bool {
+    ONLY.load(Ordering::Relaxed) == SEVERAL
+}
+
 /// Opens every gate for good.
 pub fn open_all() {
     GPUS.iter().for_each(|gpu| gpu.gate.open(closed::FOR_ALL));
@@ -113,7 +127,7 @@ impl Gpu {
             work: Work::new(),
             info: OnceLock::new(),
             space: OnceLock::new(),
-            moving: Mutex::new(()),
+            moving: Mutex::new(Mover::new()),
             primary: AtomicUsize::new(0),
             introduced: AtomicBool::new(false),
             introducing: Mutex::new(()),
@@ -121,6 +135,8 @@ impl Gpu {
             room: AtomicU32::new(0),
             drained: AtomicBool::new(true),
             unreported: AtomicBool::new(false),
+            answers: Answers::new(),
+            squeezed: squeeze::Answers::new(),
             used_until: AtomicU64::new(0),
         }
     }
@@ -176,7 +192,13 @@ impl Gpu {
             driver::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32 - 1, device);
             driver::cuDeviceTotalMem_v2(&mut total, device);
         }
-        let engine = engine::choose(device, crate::settings::get().engine);
+        let settings = settings::get();
+        let (engine, reason) = match engine::choose(device, settings.engine) {
+            (engine, wire::EngineReason::Asked) if settings.oversubscribe => {
+                (engine, wire::EngineReason::Oversubscription)
+            }
+            chosen => chosen,
+        };
         if let Some(engine) = engine {
             let _ = self.space.set(Mutex::new(Space::new(device, engine, total as u64)));
         }
@@ -186,20 +208,31 @@ impl Gpu {
             name: Text::new(core::str::from_utf8(name.get(..end).unwrap_or(&[])).unwrap_or("")),
             total: total as u64,
             engine: engine.map_or(wire::Engine::None, |e| e.kind()),
+            reason,
         };
-        trace!("GPU {device} is {} with {total} bytes, engine {:?}", info.uuid, info.engine);
+        trace!("GPU {device} is {} with {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine);
         info
     }
 
     /// Tells the scheduler of this GPU and of the memory this client has there.
     pub fn introduce(&self) {
+        self.introduce_to(Space::meet_scheduler);
+    }
+
+    /// The same to a scheduler that has taken the place of the one before, on its connection.
+    pub fn introduce_again(&self) {
+        self.forget_introduction();
+        self.introduce_to(Space::meet_successor);
+    }
+
+    fn introduce_to(&self, meet: fn(&mut Space)) {
         let Some(info) = self.info() else { return };
         let _one = self.introducing.lock();
         if self.introduced.load(Ordering::SeqCst) {
             return;
         }
         if let Some(space) = self.space.get() {
-            space.lock().meet_scheduler();
+            meet(&mut space.lock());
         }
         let sent = client::send(&ClientMessage::Attach {
             slot: self.index,
@@ -208,18 +241,29 @@ impl Gpu {
             engine: info.engine,
             total: info.total,
             name: info.name,
+            reason: info.reason,
         });
         // Where it did not go, the link tries again.
         self.introduced.store(sent, Ordering::SeqCst);
+        shared::introduce(self);
         if let Some(space) = self.space.get() {
             self.report(&space.lock().account);
         }
     }
 
-    /// The connection it was introduced on is gone.
+    pub fn is_introduced(&self) -> bool {
+        self.introduced.load(Ordering::SeqCst)
+    }
+
+    /// The scheduler that it was introduced to is gone.
     pub fn forget_introduction(&self) {
+        let _one = self.introducing.lock();
         self.introduced.store(false, Ordering::SeqCst);
         self.request_is_over();
+    }
+
+    pub fn uuid(&self) -> Option<Uuid> {
+        self.info().map(|i| i.uuid)
     }
 
     pub fn total(&self) -> u64 {
@@ -229,6 +273,11 @@ impl Gpu {
     /// The memory of this GPU, where an engine can move it.
     pub fn space(&self) -> Option<&Mutex<Space>> {
         self.space.get()
+    }
+
+    /// Whether other devices may be given its allocations.
+    pub fn is_rdma_capable(&self) -> bool {
+        self.space().is_some_and(|space| space.lock().is_rdma_capable())
     }
 
     /// The primary context, if the program has retained it.
@@ -257,6 +306,29 @@ impl Gpu {
                 self.request();
             }
         });
+    }
+
+    /// During a submission, after the driver has it: notes which stream it went to, unless that is known.
+    #[inline]
+    pub fn note(&'static self, slot: &Slot, stream: CUstream) {
+        let epoch = epoch::now();
+        if slot.way.load(Ordering::Relaxed) != epoch || slot.stream.load(Ordering::Relaxed) != work::name_of(stream) {
+            self.note_anew(slot, stream, epoch);
+        }
+    }
+
+    #[inline(never)]
+    fn note_anew(&'static self, slot: &Slot, stream: CUstream, epoch: u64) {
+        self.work.note(stream);
+        // Nobody else can record a point in a per-thread stream, so each submission records its own.
+        let may_last = stream != STREAM_PER_THREAD
+            && !capture::any()
+            && !self.work.is_full()
+            && self.work.companions() == 0
+            && client::is_on();
+        slot.stream.store(work::name_of(stream), Ordering::Relaxed);
+        slot.gpu.store(core::ptr::from_ref(self).cast_mut(), Ordering::Relaxed);
+        slot.way.store(if may_last { epoch } else { epoch::NONE }, Ordering::Relaxed);
     }
 
     /// Asks the scheduler for the lock, unless that has been done.
@@ -288,18 +360,42 @@ impl Gpu {
         self.requested.load(Ordering::SeqCst)
     }
 
-    /// Submissions of all threads to this GPU so far.
+    /// GPUs whose work may touch memory of this one, and the other way round.
+    pub fn companions(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
+        let set = self.work.companions();
+        let last = u64::BITS - set.leading_zeros();
+        GPUS.iter().take(last as usize).filter(move |gpu| set >> gpu.index & 1 == 1)
+    }
+
+    pub fn is_companion_of(&self, other: &Gpu) -> bool {
+        self.work.companions() >> other.index & 1 == 1
+    }
+
+    /// Submissions of all threads to this GPU and its companions so far.
     pub fn submitted(&self) -> u64 {
-        threads::submitted(self.index)
+        self.companions()
+            .fold(threads::submitted(self.index), |sum, gpu| sum.wrapping_add(threads::submitted(gpu.index)))
+    }
+
+    /// Whether no thread is inside the gate of this GPU, or of one whose work may touch its memory.
+    pub fn is_quiet(&self) -> bool {
+        Gate::is_quiet(self.index) && self.companions().all(|gpu| Gate::is_quiet(gpu.index))
+    }
+
+    /// Threads that wait at its gate, or at one of its companions'.
+    pub fn waiting(&self) -> u32 {
+        self.companions().fold(self.gate.waiting(), |sum, gpu| sum.saturating_add(gpu.gate.waiting()))
     }
 
     pub fn set_drained(&self, drained: bool) {
         self.drained.store(drained, Ordering::SeqCst);
     }
 
-    /// Whether this client has nothing running here and cannot start anything.
+    /// Whether this client has nothing running here, nor anything that touches memory here, and cannot start any.
     pub fn is_drained(&self) -> bool {
-        self.drained.load(Ordering::SeqCst) && !self.gate.is_open() && Gate::is_quiet(self.index) && !capture::any()
+        // Closed for the lock: what is closed for memory alone may have work that was submitted before.
+        let is_shut = |gpu: &Gpu| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);
+        is_shut(self) && self.companions().all(is_shut) && self.is_quiet() && !capture::any()
     }
 
     /// Tells the scheduler how the account of bytes stands. Called with the space locked where it just changed, so that
@@ -318,15 +414,20 @@ impl Gpu {
     }
 
     fn send_report(&self, account: &Account, device_free: u64) {
-        let sent = client::send(&ClientMessage::Memory {
-            slot: self.index,
-            ack: account.ack,
-            demand: account.demand + account.pinned,
-            mapped: account.mapped + account.pinned,
-            swapped: account.swapped,
-            pinned: account.pinned + if account.frozen { account.mapped } else { 0 },
-            device_free,
-        });
+        // Not before it: of a GPU that it does not know, a scheduler wants to hear nothing.
+        let sent = self.is_introduced()
+            && shared::flush()
+            && client::send(&ClientMessage::Memory {
+                slot: self.index,
+                ack: account.ack,
+                demand: account.demand + account.pinned,
+                mapped: account.mapped + account.pinned,
+                swapped: account.swapped,
+                pinned: account.pinned + if account.frozen { account.mapped } else { 0 },
+                device_free,
+                limit_ack: account.limit_seq,
+                host: account.swapped + account.spare,
+            });
         self.unreported.store(!sent, Ordering::SeqCst);
     }
 
@@ -370,6 +471,9 @@ impl Gpu {
     pub fn account_changed(&self, before: &Account, after: &Account) {
         if !after.can_run() {
             self.gate.close(closed::MEMORY);
+            if after.may_grow() {
+                link::wake(); // the scheduler has nothing more to say: mapping failed where it should not have
+            }
         } else if self.gate.is_closed_for(closed::MEMORY) {
             link::wake();
         }
@@ -385,13 +489,15 @@ impl Gpu {
 /// How long after its last turn on a GPU a program still counts as using it.
 const LATELY: Duration = Duration::from_secs(2);
 
-/// The GPUs whose locks this client needs at once: this one, those where threads wait, and those it used lately.
+/// The GPUs whose locks this client needs at once: this one, those where threads wait, those it used lately, and all that
+/// are companions of one of them.
 fn wanted_with(gpu: &Gpu) -> u64 {
     let wanted = attached().filter(|g| {
         let used_until = g.used_until.load(Ordering::Relaxed);
         g.gate.waiting() > 0 || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
     });
-    wanted.fold(1 << gpu.index, |set, g| set | 1 << g.index)
+    let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.companions();
+    wanted.fold(together(gpu), |set, g| set | together(g))
 }
 
 /// Milliseconds since some time in the past, never 0.

@@ -7,15 +7,19 @@
 //! - [`loader`] answers look-ups of driver functions with the [`hooks`], which pass on to the real [`driver`] ([`cuda`]
 //!   has its types). [`client`] says whether this process takes part at all,
 //!   [`environment`] on which GPUs.
-//! - [`gate`] is where work waits for the GPU lock; [`threads`] and [`barrier`] make passing it cheap, [`futex`] waiting.
+//! - [`gate`] is where work waits for the GPU lock; [`threads`], [`barrier`] and [`epoch`] make passing it cheap, [`futex`]
+//!   waiting.
 //! - [`work`] bounds what is submitted and knows when it is done; [`capture`] keeps all of that out of stream captures.
-//! - [`memory`] is where the program's allocations are; [`gpu`] ties gate, work and memory of one GPU together.
+//! - [`memory`] is where the program's allocations are; [`gpu`] ties gate, work and memory of one GPU together,
+//!   [`peers`] those GPUs that reach into each other's memory.
 //!
 //! The scheduler's way:
-//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release.
+//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release; [`limit`]
+//!   asks for more memory than was promised, [`squeeze`] for room for the driver's own; [`alone`] is what clients do
+//!   without a scheduler.
 //!
 //! [`settings`] reads the environment, [`trace`] writes for the user, [`errno`] keeps the program's; [`sys`] stands in for
-//! the standard library.
+//! the standard library. [`note`] tells the version to who reads the file.
 
 #![no_std]
 // Hooks are exported, and so used, only outside of tests.
@@ -25,6 +29,7 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+mod alone;
 mod atomic;
 mod barrier;
 mod capture;
@@ -33,16 +38,22 @@ mod cuda;
 mod driver;
 mod elf;
 mod environment;
+mod epoch;
 mod errno;
+mod fullness;
 mod futex;
 mod gate;
 mod gpu;
 mod hooks;
+mod limit;
 mod link;
 mod loader;
 mod memory;
+mod note;
+mod peers;
 mod settings;
 mod socket;
+mod squeeze;
 mod sys;
 mod threads;
 mod trace;

@@ -4,20 +4,31 @@
 //! moving memory takes long. Without a scheduler the program runs ungated; the thread keeps trying to reach one.
 
 use crate::{
+    alone::Alone,
     client,
     client::Connection,
     cuda::*,
     driver,
-    gate::{Gate, closed},
+    gate::closed,
     gpu::{self, Gpu},
     hooks,
-    memory::mover::{self, Stop},
+    memory::{
+        foreign,
+        mover::{Aim, Step, Stop},
+        shared,
+        space::{Account, Space},
+    },
     settings,
     socket::{self, Socket},
-    sys::{sync::OnceLock, thread, time::Instant},
+    sys::{
+        sync::{Mutex, OnceLock},
+        thread,
+        time::Instant,
+    },
     trace,
     trace::trace,
     turn::Turn,
+    work::with_current,
 };
 use alloc::{
     string::{String, ToString},
@@ -28,7 +39,8 @@ use core::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
-use nvshare_wire::{ClientMessage, SchedulerMessage, SlotSet, Text, version};
+use nvshare_wire::{ClientMessage, SchedulerMessage, SlotSet, Text, client::StuckReason, version};
+use rustix::fd::OwnedFd;
 
 /// How long a client whose scheduler went away waits for it to come back before it runs ungated.
 const RETURN_PATIENCE: Duration = Duration::from_secs(3);
@@ -37,14 +49,19 @@ const RETRY_SOON: Duration = Duration::from_millis(100);
 const RETRY_LATE: Duration = Duration::from_secs(2);
 /// Between looks at what other threads left to do (a report that did not go, memory that was freed).
 const CHORES: Duration = Duration::from_millis(20);
+/// Between looks whether a call of the program's that is under way has ended.
+const CALL_ENDS: Duration = Duration::from_micros(100);
 /// A connection that ends within this time ends the same absence of a scheduler that it interrupted.
 const STEADY: Duration = Duration::from_millis(50);
 /// How many messages are handled before other things are seen to.
 const MESSAGES_AT_ONCE: u32 = 256;
+/// How long an eviction waits for host memory before it is given up.
+const HOST_PATIENCE: Duration = Duration::from_millis(500);
 /// Between attempts to bring memory back that found no room.
 const RESTORE_AGAIN: Duration = Duration::from_millis(50);
 
 /// Wakes the thread when another has left something to do: what is sent to the one arrives at the other.
+/// Where the program has closed them, the thread looks every [`CHORES`].
 static WAKE: OnceLock<(Socket, Socket)> = OnceLock::new();
 /// The id the scheduler gave.
 static CLIENT: AtomicU64 = AtomicU64::new(0);
@@ -90,6 +107,8 @@ pub enum Start {
 #[derive(Debug)]
 struct Link {
     turns: Vec<Turn>,
+    /// What takes the scheduler's place while there is none.
+    alone: Vec<Alone>,
     socket: Option<Arc<Socket>>,
     /// The protocol version that was agreed on.
     version: u16,
@@ -104,6 +123,8 @@ struct Link {
     said: bool,
     /// When to try again to bring memory back that found no room.
     restore_at: Option<Instant>,
+    /// Since when an eviction has waited for host memory.
+    host_full: Option<Instant>,
 }
 
 impl Link {
@@ -111,6 +132,7 @@ impl Link {
         let now = Instant::now();
         Self {
             turns: Vec::new(),
+            alone: Vec::new(),
             socket: None,
             version: 0,
             away: Some(now),
@@ -120,6 +142,7 @@ impl Link {
             why_away: String::new(),
             said: false,
             restore_at: None,
+            host_full: None,
         }
     }
 
@@ -128,15 +151,18 @@ impl Link {
         // SAFETY: a valid place. Nothing this thread does may break a capture of the program's threads.
         unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
         loop {
-            let timeout = self.step();
-            let woken = WAKE.get().map(|(_, receiver)| receiver);
+            let mut timeout = self.step();
+            let woken = WAKE.get().filter(|(sender, receiver)| sender.is_ours() && receiver.is_ours()).map(|(_, r)| r);
+            if woken.is_none() {
+                timeout = timeout.min(CHORES);
+            }
             if let [_, true] = socket::wait([self.socket.as_deref(), woken], timeout) {
                 woken.inspect(|receiver| receiver.drain());
             }
             for _ in 0..MESSAGES_AT_ONCE {
                 let Some(socket) = &self.socket else { break };
                 match socket.receive(self.version) {
-                    Ok(Some(message)) => self.handle(message),
+                    Ok(Some((message, descriptors))) => self.handle(message, descriptors),
                     Ok(None) => break,
                     Err(why) => self.lost(&why),
                 }
@@ -161,7 +187,17 @@ impl Link {
             }
             wait = wait.min(RETRY_SOON);
         }
+        if !shared::look_after() || (client::is_connected() && !shared::flush()) {
+            wait = CHORES;
+        }
         for gpu in gpu::attached() {
+            if self.ungated {
+                wait = wait.min(self.step_alone(gpu));
+            }
+            // Locks of companions are held together or not at all.
+            if client::is_connected() && gpu.companions().any(|other| !self.turn(other).is_held()) {
+                self.turn(gpu).let_go(gpu);
+            }
             wait = wait.min(self.turn(gpu).step(gpu));
             wait = wait.min(self.look_after(gpu));
         }
@@ -174,6 +210,21 @@ impl Link {
             self.turns.resize_with(at + 1, Turn::default);
         }
         &mut self.turns[at]
+    }
+
+    fn step_alone(&mut self, gpu: &'static Gpu) -> Duration {
+        let at = gpu.index as usize;
+        if self.alone.len() <= at {
+            self.alone.resize_with(at + 1, Alone::default);
+        }
+        let turn = self.turn(gpu);
+        if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
+            turn.run_free(gpu); // it was attached when there was no scheduler
+        }
+        match (self.alone.get_mut(at), self.turns.get_mut(at)) {
+            (Some(alone), Some(turn)) => alone.step(gpu, turn, CLIENT.load(Ordering::Relaxed) != 0),
+            _ => Duration::MAX,
+        }
     }
 
     /// Moves memory to where the allowance wants it, and does what other threads left.
@@ -194,87 +245,93 @@ impl Link {
             wait = wait.min(CHORES);
         }
         let (account, can_restore) = (guard.account, guard.can_restore());
+        let leaves = account.mapped + account.pinned > account.allowance && self.turn(gpu).is_over();
         // Under the lock: nobody can make it lacking between the look and the opening.
-        if account.can_run() && gpu.gate.is_closed_for(closed::MEMORY) {
+        if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
         }
         drop(guard);
+        if account.spare > account.keep {
+            give_back(gpu, space);
+        }
         if client::is_connected() {
             gpu.introduce();
         }
-        if account.mapped + account.pinned > account.allowance {
-            // The scheduler evicts only those that do not hold the lock, but a release may still be on its way.
-            if account.frozen {
-                space.lock().give_up_eviction();
-                gpu.report(&space.lock().account);
-            } else if self.turn(gpu).is_over() && gpu.is_drained() {
-                self.evict(gpu);
-                wait = Duration::ZERO;
-            } else {
-                wait = wait.min(CHORES);
-            }
-        } else {
-            if can_restore {
-                wait = wait.min(self.restore(gpu));
-            }
-        }
-        wait
+        let (aim, again) = self.aim(gpu, space, &account, can_restore);
+        wait.min(again).min(self.move_memory(gpu, space, aim))
     }
 
-    fn evict(&mut self, gpu: &'static Gpu) {
-        let _moving = gpu.moving.lock();
-        let Some(space) = gpu.space() else { return };
-        gpu.gate.close(closed::MEMORY);
-        if !Gate::is_quiet(gpu.index) {
-            return; // a call that needs only the memory has slipped in
+    /// Where the memory is to go now, and when to ask again whatever happens.
+    fn aim(&mut self, gpu: &Gpu, space: &Mutex<Space>, account: &Account, can_restore: bool) -> (Aim, Duration) {
+        if account.mapped + account.pinned > account.allowance {
+            if account.frozen {
+                give_up_eviction(gpu, space);
+                return (Aim::Rest, Duration::MAX);
+            }
+            // The scheduler evicts only those that do not hold the lock, but a release may still be on its way.
+            if !(self.turn(gpu).is_over() && gpu.is_drained()) {
+                return (Aim::Rest, CHORES);
+            }
+            if !gpu.gate.is_closed_for(closed::MEMORY) {
+                gpu.gate.close(closed::MEMORY);
+            }
+            if !gpu.is_quiet() {
+                return (Aim::Rest, CALL_ENDS); // one that needs only the memory has slipped in
+            }
+            return (Aim::Out { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX);
         }
-        let begin = Instant::now();
-        let (before, target) = {
-            let account = space.lock().account;
-            (account.mapped, account.allowance.saturating_sub(account.pinned))
-        };
-        let result = in_some_context(gpu, |context| {
-            let result = mover::evict(space, context, target, &|| gpu.report(&space.lock().account));
-            gpu.report_measured(&space.lock().account, context);
-            result
-        });
-        let mut guard = space.lock();
-        if let Err(stop) = result {
-            trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
-            // What is left cannot leave: the scheduler sees it mapped, and carries on with others.
-            guard.give_up_eviction();
-            gpu.report(&guard.account);
+        let now = Instant::now();
+        match self.restore_at.filter(|at| now < *at) {
+            _ if !can_restore => (Aim::Rest, Duration::MAX),
+            Some(at) => (Aim::Rest, at - now),
+            None => (Aim::In, Duration::MAX),
         }
-        let left = before.saturating_sub(guard.account.mapped);
-        trace!("GPU {}: {left} bytes left in {} µs", gpu.index, begin.elapsed().as_micros());
     }
 
     /// Says after how long to look again.
-    fn restore(&mut self, gpu: &'static Gpu) -> Duration {
-        let now = Instant::now();
-        if let Some(at) = self.restore_at.filter(|at| now < *at) {
-            return at - now;
+    fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, aim: Aim) -> Duration {
+        let mut mover = gpu.moving.lock();
+        let contexts = gpu.work.contexts();
+        if aim == Aim::Rest && mover.is_idle() {
+            let _ = mover.settle(&contexts);
+            return mover.tidy(space);
         }
-        let moving = gpu.moving.lock();
-        let Some(space) = gpu.space() else { return Duration::MAX };
-        let before = space.lock().account.mapped;
-        let result = in_some_context(gpu, |context| {
-            let result = mover::restore(space, context, &|| {});
-            gpu.report_measured(&space.lock().account, context);
-            result
-        });
-        drop(moving);
-        let back = space.lock().account.mapped.saturating_sub(before);
-        trace!("GPU {}: {back} bytes came back in {} µs: {result:?}", gpu.index, now.elapsed().as_micros());
-        self.restore_at = None;
-        match result {
-            Ok(()) => return Duration::ZERO,
-            Err(Stop::GpuFull) => self.turn(gpu).no_memory(gpu),
-            Err(Stop::Broken | Stop::HostFull) => {
-                // No context works any more: what the program calls next tells it so.
-                gpu.gate.open(closed::MEMORY);
+        if matches!(aim, Aim::Out { .. }) && mover.is_idle() && foreign::may_reach_memory() {
+            trace!("GPU {}: a device other than GPUs may reach its memory", gpu.index);
+            gpu.freeze();
+            return Duration::ZERO;
+        }
+        let step = mover.step(space, &contexts, aim, &|account| gpu.report(account));
+        let context = mover.context();
+        drop(mover);
+        match step {
+            Step::Busy(after) => return after,
+            Step::Done { moved } => {
+                self.host_full = None;
+                if let (true, Some(context)) = (moved, context) {
+                    gpu.report_measured(&space.lock().account, context);
+                    return Duration::ZERO;
+                }
+                return Duration::MAX;
             }
+            Step::Stopped(Stop::HostFull)
+                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_PATIENCE =>
+            {
+                return CHORES; // whoever comes back to the GPU frees host memory
+            }
+            Step::Stopped(stop) if aim != Aim::In => {
+                self.host_full = None;
+                trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
+                // What is left cannot leave: the scheduler sees it mapped, and carries on with others.
+                give_up_eviction(gpu, space);
+                say_why_it_stays(gpu, stop);
+                return Duration::ZERO;
+            }
+            Step::Stopped(Stop::GpuFull) => self.turn(gpu).no_memory(gpu),
+            // No context works any more: what the program calls next tells it so.
+            Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
         }
+        trace!("GPU {}: {step:?}", gpu.index);
         self.restore_at = Some(Instant::now() + RESTORE_AGAIN);
         RESTORE_AGAIN
     }
@@ -288,16 +345,7 @@ impl Link {
     }
 
     fn connect(&mut self) {
-        let settings = settings::get();
-        let hello = ClientMessage::Hello {
-            min_version: version::MIN,
-            max_version: version::MAX,
-            flags: 0,
-            resume: CLIENT.load(Ordering::Relaxed),
-            gang: settings.gang,
-            library: Text::new(env!("CARGO_PKG_VERSION")),
-        };
-        let (socket, version, id) = match socket::shake_hands(settings.socket, &hello) {
+        let (socket, version, id) = match socket::shake_hands(settings::get().socket, &hello()) {
             Ok(connected) => connected,
             Err(why) => {
                 trace!("no scheduler: {why}");
@@ -309,16 +357,50 @@ impl Link {
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
         let socket = Arc::new(socket);
         self.socket = Some(socket.clone());
+        shared::meet_scheduler(version);
         client::set_connection(Some(Connection { socket, version }));
         let now = Instant::now();
         self.met = (now, self.away.filter(|_| !is_first).unwrap_or(now));
         (self.version, self.away, self.ungated, self.restore_at) = (version, None, false, None);
         for gpu in gpu::attached() {
+            if let Some(alone) = self.alone.get_mut(gpu.index as usize) {
+                alone.end(gpu);
+            }
             // This scheduler knows of no turn: what runs is drained, and whoever has work asks anew.
             gpu.request_is_over();
             self.turn(gpu).lay_down(gpu);
             gpu.introduce();
         }
+        client::met_scheduler();
+    }
+
+    /// There is a new scheduler on the connection to the one before. It is told everything, the locks that are held too.
+    fn resume(&mut self) {
+        trace!("a new scheduler has the connection");
+        let Some(socket) = self.socket.clone() else { return };
+        // What was sent before and not read is in the way until it is thrown away there.
+        if !(socket.wait_for_room() && client::send(&hello())) {
+            return self.lost("it does not read");
+        }
+        // From here on nothing is thrown away that any thread says.
+        shared::meet_scheduler(self.version);
+        let mut held = 0;
+        for gpu in gpu::attached() {
+            gpu.introduce_again();
+            if !gpu.is_introduced() {
+                return self.lost("it does not read");
+            }
+            let turn = self.turn(gpu);
+            turn.contend(gpu, None);
+            held |= u64::from(turn.has_lock()) << gpu.index;
+        }
+        if !(shared::flush() && client::send(&ClientMessage::Held { gpus: held })) {
+            return self.lost("it does not read");
+        }
+        // A request that another thread made meanwhile may have been thrown away, so whoever waits asks anew.
+        gpu::attached().for_each(Gpu::request_is_over);
+        self.restore_at = None;
+        client::met_scheduler();
     }
 
     fn lost(&mut self, why: &str) {
@@ -350,23 +432,36 @@ impl Link {
 
     // ---- what the scheduler says ----
 
-    fn handle(&mut self, message: SchedulerMessage) {
+    /// Descriptors that belong to nothing are closed.
+    fn handle(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         trace!("← {message:?}");
         match message {
             SchedulerMessage::Welcome { .. } => {}
             SchedulerMessage::Refused { text, .. } => self.lost(text.as_str()),
             // The limit follows; what is allocated before it is known could be too much for ever.
             SchedulerMessage::Attached { .. } => {}
-            SchedulerMessage::Limit { slot, bytes } => {
+            SchedulerMessage::Limit { slot, bytes, seq, most, spare } => {
                 if let Some(gpu) = by_slot(slot) {
                     if let Some(space) = gpu.space() {
                         let mut guard = space.lock();
                         let before = guard.account;
-                        guard.account.limit = bytes;
+                        guard.limit(seq, bytes, most, spare);
                         gpu.account_changed(&before, &guard.account);
                     }
+                    gpu.answers.limit();
                     gpu.make_room();
                 }
+            }
+            SchedulerMessage::Room { slot, bytes } => {
+                by_slot(slot).inspect(|gpu| gpu.squeezed.room(bytes));
+            }
+            SchedulerMessage::Prepare { slot, bytes } => {
+                if let Some((gpu, space)) = by_slot(slot).and_then(|gpu| Some((gpu, gpu.space()?))) {
+                    gpu.moving.lock().prepare(space, &gpu.work.contexts(), bytes);
+                }
+            }
+            SchedulerMessage::Denied { slot, bytes } => {
+                by_slot(slot).inspect(|gpu| gpu.answers.denied(bytes));
             }
             SchedulerMessage::Allowance { slot, seq, bytes } => {
                 if let Some((gpu, space)) = by_slot(slot).and_then(|gpu| Some((gpu, gpu.space()?))) {
@@ -385,6 +480,14 @@ impl Link {
                 self.each(gpus, |turn, gpu| turn.contend(gpu, grace));
             }
             SchedulerMessage::Waiting { .. } => {}
+            SchedulerMessage::Export { ticket, secret, range, allocation, first } => {
+                shared::answer(ticket, secret, range, allocation, first)
+            }
+            SchedulerMessage::Opened { ticket, outcome, bytes, chunk } => {
+                shared::answered(ticket, outcome, bytes, chunk, descriptors)
+            }
+            SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
+            SchedulerMessage::Resume { .. } => self.resume(),
         }
     }
 
@@ -395,16 +498,42 @@ impl Link {
     }
 }
 
-/// Moves memory with the first context of that GPU that works.
-fn in_some_context(gpu: &Gpu, mut moved: impl FnMut(CUcontext) -> Result<(), Stop>) -> Result<(), Stop> {
-    let mut result = Err(Stop::Broken);
-    for context in gpu.work.contexts() {
-        result = moved(context);
-        if result != Err(Stop::Broken) {
-            break;
-        }
+fn hello() -> ClientMessage {
+    ClientMessage::Hello {
+        min_version: version::MIN,
+        max_version: version::MAX,
+        flags: 0,
+        resume: CLIENT.load(Ordering::Relaxed),
+        gang: settings::get().gang,
+        library: Text::new(env!("CARGO_PKG_VERSION")),
     }
-    result
+}
+
+fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
+    let mut guard = space.lock();
+    guard.give_up_eviction();
+    gpu.report(&guard.account);
+}
+
+/// The scheduler then asks others for their memory, and this client again later.
+fn say_why_it_stays(gpu: &Gpu, stop: Stop) {
+    let reason = match stop {
+        Stop::HostFull => StuckReason::HostFull,
+        Stop::Broken | Stop::GpuFull => StuckReason::Broken,
+    };
+    if client::speaks(version::PROMISES) {
+        client::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
+    }
+}
+
+/// Gives host memory back that holds nothing that is needed, since others need it.
+fn give_back(gpu: &Gpu, space: &Mutex<Space>) {
+    let mover = gpu.moving.lock();
+    let surplus = space.lock().take_surplus();
+    if let Some(context) = mover.context() {
+        let _ = with_current(context as usize, || drop(surplus));
+    }
+    gpu.report(&space.lock().account);
 }
 
 fn by_slot(slot: u32) -> Option<&'static Gpu> {

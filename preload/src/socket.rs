@@ -10,14 +10,18 @@ use crate::sys::{
 use alloc::{
     format,
     string::{String, ToString},
+    vec::Vec,
 };
-use core::{mem, time::Duration};
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, version};
+use core::{mem, mem::MaybeUninit, time::Duration};
+use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage, version};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
-    io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd},
-    net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, send},
+    io::{Errno, IoSlice, IoSliceMut, fcntl_dupfd_cloexec},
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, recvmsg, send, sendmsg,
+    },
 };
 
 /// How long a scheduler may take to answer a `Hello`. One that is stopped must not stop a program.
@@ -47,8 +51,14 @@ impl Socket {
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    pub fn descriptor(&self) -> RawFd {
-        self.descriptor
+    /// Whether the program has left it alone.
+    pub fn is_ours(&self) -> bool {
+        self.get().is_some()
+    }
+
+    /// What tells it in the child of a fork.
+    pub fn name(&self) -> (RawFd, Identity) {
+        (self.descriptor, self.identity)
     }
 
     /// Sends one packet without waiting.
@@ -57,15 +67,55 @@ impl Socket {
         self.get().is_some_and(|socket| send(socket, packet, flags).is_ok())
     }
 
-    /// The next message, if one is there. An error means that the connection is of no more use.
-    pub fn receive(&self, version: u16) -> Result<Option<SchedulerMessage>, String> {
+    /// Waits until there is room for many packets; `false` if none came in time.
+    pub fn wait_for_room(&self) -> bool {
+        let begin = Instant::now();
+        loop {
+            let left = ANSWER.saturating_sub(begin.elapsed());
+            let Some(socket) = self.get() else { return false };
+            let mut entry = [PollFd::from_borrowed_fd(socket, PollFlags::OUT)];
+            // A signal of the program's may end a wait early.
+            let _ = poll(&mut entry, Some(&timespec(left)));
+            if !entry[0].revents().is_empty() {
+                return entry[0].revents().contains(PollFlags::OUT);
+            }
+            if left.is_zero() {
+                return false;
+            }
+        }
+    }
+
+    /// Sends one packet with descriptors, without waiting.
+    pub fn send_with(&self, packet: &[u8], descriptors: &[BorrowedFd<'_>]) -> bool {
+        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = SendAncillaryBuffer::new(&mut room);
+        let fits = control.push(SendAncillaryMessage::ScmRights(descriptors));
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        fits && self.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
+    }
+
+    /// The next message, if one is there, and the descriptors that came with it. An error means that the connection is of
+    /// no more use.
+    pub fn receive(&self, version: u16) -> Result<Option<(SchedulerMessage, Vec<OwnedFd>)>, String> {
         let mut buffer = [0u8; MAX_LEN];
+        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = RecvAncillaryBuffer::new(&mut room);
         let socket = self.get().ok_or("the program closed the connection")?;
-        match recv(socket, &mut buffer, RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
-            Ok((_, 0)) => Err("it closed the connection".into()),
-            Ok((_, len)) => {
+        let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(socket, &mut [IoSliceMut::new(&mut buffer)], &mut control, flags);
+        let mut descriptors = || {
+            let rights = control.drain().filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+                _ => None,
+            });
+            rights.flatten().collect()
+        };
+        match received.map(|received| received.bytes) {
+            Ok(0) => Err("it closed the connection".into()),
+            Ok(len) => {
                 let packet = buffer.get(..len).ok_or("it sent a packet that is too long")?;
-                SchedulerMessage::decode(packet, version).map(Some).map_err(|e| e.to_string())
+                let message = SchedulerMessage::decode(packet, version).map_err(|e| e.to_string())?;
+                Ok(Some((message, descriptors())))
             }
             Err(Errno::AGAIN | Errno::INTR) => Ok(None),
             Err(error) => Err(words(error)),
@@ -102,7 +152,7 @@ pub fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u
     // A signal of the program's may end a wait early.
     let begin = Instant::now();
     while !wait([Some(&socket), None], ANSWER.saturating_sub(begin.elapsed()))[0] && begin.elapsed() < ANSWER {}
-    match socket.receive(0)? {
+    match socket.receive(0)?.map(|(message, _)| message) {
         Some(SchedulerMessage::Welcome { version: version @ version::MIN..=version::MAX, client }) => {
             Ok((socket, version, client))
         }
@@ -169,11 +219,9 @@ fn words(error: Errno) -> String {
     }
 }
 
-/// Whether a descriptor of that number is open and ours to close in the child of a fork.
-pub fn close_in_child(descriptor: RawFd) {
-    // SAFETY: asked about only.
-    let borrowed = (descriptor >= 0).then(|| unsafe { BorrowedFd::borrow_raw(descriptor) });
-    if borrowed.is_some_and(|fd| fcntl_getfd(fd).is_ok_and(|flags| flags.contains(FdFlags::CLOEXEC))) {
+/// Closes a socket in the child of a fork, which must not hold the parent's open.
+pub fn close_in_child(descriptor: RawFd, identity: Identity) {
+    if identity.is(descriptor) {
         // SAFETY: the child's copy, which nothing in the child uses from here on.
         drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
     }

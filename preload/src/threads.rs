@@ -3,7 +3,11 @@
 //! A slot says which GPU's gate its thread is inside of, and how much it has submitted. Slots are never freed, only
 //! handed to another thread, so that whoever reads the list never meets a dangling one.
 
-use crate::sys::{c, sync::OnceLock, thread};
+use crate::{
+    epoch,
+    gpu::Gpu,
+    sys::{c, sync::OnceLock, thread},
+};
 use alloc::boxed::Box;
 use core::{
     ffi::c_void,
@@ -21,9 +25,11 @@ pub struct Slot {
     pub inside: AtomicU32,
     /// How many submissions this thread has made to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
-    /// The stream this thread submitted to last, and when it was noted; see [`crate::work`].
+    /// The way of this thread's last launch, good for one epoch: the stream (or for the legacy one, its context) it went to,
+    /// and that stream's GPU. Whoever goes the same way again finds its stream noted, see [`crate::work`].
+    pub way: AtomicU64,
     pub stream: AtomicUsize,
-    pub noted: AtomicU64,
+    pub gpu: AtomicPtr<Gpu>,
     /// Submissions since this thread last took a mark.
     pub unmarked: AtomicU32,
     taken: AtomicBool,
@@ -69,14 +75,17 @@ unsafe extern "C" fn give_back(slot: *mut c_void) {
     }
 }
 
+/// This thread's slot, if it has one.
+#[inline]
+pub fn known() -> Option<&'static Slot> {
+    // SAFETY: slots are never freed, and the word is set to nothing else.
+    unsafe { thread::mine().cast::<Slot>().as_ref() }
+}
+
 /// This thread's slot.
 #[inline]
 pub fn mine() -> &'static Slot {
-    // SAFETY: slots are never freed, and the word is set to nothing else.
-    match unsafe { thread::mine().cast::<Slot>().as_ref() } {
-        Some(slot) => slot,
-        None => take(),
-    }
+    known().unwrap_or_else(take)
 }
 
 impl Slot {
@@ -84,8 +93,9 @@ impl Slot {
         Self {
             inside: AtomicU32::new(OUTSIDE),
             submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
+            way: AtomicU64::new(epoch::NONE),
             stream: AtomicUsize::new(0),
-            noted: AtomicU64::new(0),
+            gpu: AtomicPtr::new(ptr::null_mut()),
             unmarked: AtomicU32::new(0),
             taken: AtomicBool::new(true),
             next: ptr::null(),
@@ -98,6 +108,7 @@ fn take() -> &'static Slot {
     let free = all().find(|s| s.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok());
     let slot = free.unwrap_or_else(publish);
     slot.unmarked.store(0, Ordering::Relaxed);
+    slot.way.store(epoch::NONE, Ordering::Relaxed);
     thread::set_mine(ptr::from_ref(slot).cast());
     if let (Some(Some(key)), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
         // SAFETY: a key of ours. Where there is no memory for it, the slot is kept for good.

@@ -2,14 +2,7 @@
 //!
 //! Only the link's thread is here. Nothing waits: each step looks, and says when to look again.
 
-use crate::{
-    client,
-    gate::{Gate, closed},
-    gpu::Gpu,
-    sys::time::Instant,
-    trace::trace,
-    work::Fence,
-};
+use crate::{client, fullness::Fullness, gate::closed, gpu::Gpu, sys::time::Instant, trace::trace, work::Fence};
 use core::time::Duration;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
@@ -24,6 +17,8 @@ const HELP_AFTER: Duration = Duration::from_millis(200);
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
+/// At least so long for a client that never needed it yet: rather a longer kernel than any before.
+const OPEN_FIRST: Duration = Duration::from_secs(2);
 /// After how long a drain without progress is reported although nobody waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
 
@@ -32,6 +27,20 @@ pub struct Turn {
     state: State,
     /// When the turn began, and the count of submissions then.
     began: (Instant, u64),
+    /// How long a drain stands still, after help, before it is given up.
+    patience: Patience,
+    fullness: Fullness,
+}
+
+/// The least for this client.
+#[derive(Debug, Clone, Copy)]
+struct Patience(Duration);
+
+impl Patience {
+    fn with(self, gpu: &Gpu) -> Duration {
+        let work = gpu.work.slowest().unwrap_or_default();
+        (work * OPEN_AFTER_WORK).clamp(self.0, OPEN_AT_LAST)
+    }
 }
 
 #[derive(Debug)]
@@ -71,7 +80,12 @@ struct Drain {
 
 impl Default for Turn {
     fn default() -> Self {
-        Self { state: State::Over, began: (Instant::now(), 0) }
+        Self {
+            state: State::Over,
+            began: (Instant::now(), 0),
+            patience: Patience(OPEN_FIRST),
+            fullness: Fullness::new(),
+        }
     }
 }
 
@@ -87,6 +101,7 @@ impl Turn {
         gpu.work.contend(false);
         gpu.close_if_lacking();
         self.began = (Instant::now(), gpu.submitted());
+        self.fullness = Fullness::new();
         self.state = State::Holding { contended: None };
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
@@ -113,6 +128,26 @@ impl Turn {
     pub fn revoke(&mut self, gpu: &Gpu) {
         if matches!(self.state, State::Holding { .. }) {
             self.drain(gpu, ReleaseReason::Revoked);
+        }
+    }
+
+    pub fn is_held(&self) -> bool {
+        matches!(self.state, State::Holding { .. })
+    }
+
+    /// Whether the scheduler that gave the lock has not been given it back.
+    pub fn has_lock(&self) -> bool {
+        match &self.state {
+            State::Over => false,
+            State::Holding { .. } => true,
+            State::Draining(Drain { why, .. }) | State::Releasing(why) => *why != ReleaseReason::Gone,
+        }
+    }
+
+    /// Gives the lock back without having been asked: it is of no use alone.
+    pub fn let_go(&mut self, gpu: &Gpu) {
+        if self.is_held() {
+            self.drain(gpu, ReleaseReason::Idle);
         }
     }
 
@@ -149,11 +184,11 @@ impl Turn {
             }
             State::Holding { contended: None } => Duration::MAX,
             State::Holding { contended: Some(contended) } => match contended.look(gpu) {
-                Look::Again(after) => after,
+                Look::Again(after) => after.min(self.fullness.step(gpu)),
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
                     // A thread may have slipped in before the gate closed.
-                    if Gate::is_quiet(gpu.index) && gpu.submitted() == contended.count {
+                    if gpu.is_quiet() && gpu.submitted() == contended.count {
                         self.release(gpu, ReleaseReason::Idle)
                     } else {
                         // A request that was sent meanwhile says nothing new to the scheduler, so it is forgotten there.
@@ -163,16 +198,18 @@ impl Turn {
                     }
                 }
             },
-            State::Draining(drain) => match drain.look(gpu) {
+            State::Draining(drain) => match drain.look(gpu, self.patience) {
                 Drained::NotYet => LOOK,
                 Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
                     trace!("GPU {}: the drain stands still while threads wait: opening again", gpu.index);
-                    client::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
+                    self.patience = Patience(OPEN_AFTER);
                     // From here on the first moment without work is one to give the lock back in.
                     self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
-                    gpu.request_is_over();
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
+                    gpu.request_is_over();
+                    // Which also takes back what threads asked for: they go on.
+                    client::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
                     LOOK
                 }
             },
@@ -219,7 +256,7 @@ impl Contended {
     /// Whether nothing has been running for as long as the grace, and nothing waits to run.
     fn look(&mut self, gpu: &Gpu) -> Look {
         let count = gpu.submitted();
-        if count != self.count || !Gate::is_quiet(gpu.index) || gpu.gate.waiting() > 0 {
+        if count != self.count || !gpu.is_quiet() || gpu.waiting() > 0 {
             self.count = count;
             self.idle_since = None;
             self.fence = None;
@@ -245,8 +282,8 @@ enum Drained {
 }
 
 impl Drain {
-    fn look(&mut self, gpu: &Gpu) -> Drained {
-        if Gate::is_quiet(gpu.index)
+    fn look(&mut self, gpu: &Gpu, patience: Patience) -> Drained {
+        if gpu.is_quiet()
             && let Some(fence) = self.fence.take().or_else(|| gpu.work.fence())
         {
             let fence = self.fence.insert(fence);
@@ -267,10 +304,7 @@ impl Drain {
             self.progress = (done, Instant::now());
         }
         let standing = self.progress.1.elapsed();
-        let patience = match self.helped {
-            false => HELP_AFTER,
-            true => (gpu.work.slowest() * OPEN_AFTER_WORK).clamp(OPEN_AFTER, OPEN_AT_LAST),
-        };
+        let patience = if self.helped { patience.with(gpu) } else { HELP_AFTER };
         if standing >= patience && gpu.gate.waiting() > 0 {
             if self.helped {
                 return Drained::NeedsHost;

@@ -62,7 +62,9 @@ fn main() -> ExitCode {
     match daemon::run(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("nvshare-scheduler: {e}");
+            if !e.is_logged {
+                eprintln!("nvshare-scheduler: {e}");
+            }
             ExitCode::FAILURE
         }
     }

@@ -41,9 +41,10 @@ impl Target {
 
 async fn peer(path: &Path) -> Result<zbus::Connection, CtlError> {
     let stream = UnixStream::connect(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::PermissionDenied => {
-            CtlError::Failed(format!("you may not use the control socket {}: only root may", path.display()))
-        }
+        std::io::ErrorKind::PermissionDenied => CtlError::Failed(format!(
+            "you may not use the control socket {}: only root and the group nvshare may",
+            path.display()
+        )),
         _ => CtlError::not_running(format_args!("{}: {e}", path.display())),
     })?;
     Ok(Builder::unix_stream(stream).p2p().build().await?)

@@ -2,11 +2,15 @@
 //!
 //! - [`status`]: who uses which GPU, as a table or as JSON.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
+//! - [`lock`]: running one command with a GPU's lock held.
 //! - [`run`]: running one command under nvshare.
+//! - [`preload`]: having every program of the machine load the library.
 //! - `connect`: finding the scheduler. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
 
 mod connect;
 mod errors;
+pub mod lock;
+pub mod preload;
 pub mod run;
 pub mod settings;
 pub mod status;

@@ -1,4 +1,4 @@
-//! `nvsharectl get`, `set` and `reload`: what an administrator can change while everything runs.
+//! `nvsharectl get`, `set`, `reset` and `reload`: what an administrator can change while everything runs.
 
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use crate::{bus, units};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     TimeQuantum(Duration),
+    MaxWait(Duration),
     AntiThrash(AntiThrash),
 }
 
@@ -20,14 +21,9 @@ pub fn set(target: &Target, changes: &[Change]) -> Result<(), CtlError> {
         for change in changes {
             match change {
                 Change::TimeQuantum(quantum) => {
-                    let whole = quantum.subsec_nanos() == 0;
-                    let seconds = u32::try_from(quantum.as_secs()).ok().filter(|_| whole).ok_or_else(|| {
-                        CtlError::Failed(format!(
-                            "the time quantum cannot be {quantum:?}: it is a number of whole seconds"
-                        ))
-                    })?;
-                    scheduler.set_time_quantum(seconds).await?;
+                    scheduler.set_time_quantum(whole_seconds("time quantum", *quantum)?).await?;
                 }
+                Change::MaxWait(most) => scheduler.set_max_wait(whole_seconds("longest wait", *most)?).await?,
                 Change::AntiThrash(mode) => scheduler.set_anti_thrash(bus::anti_thrash_name(*mode)).await?,
             }
         }
@@ -35,13 +31,22 @@ pub fn set(target: &Target, changes: &[Change]) -> Result<(), CtlError> {
     })
 }
 
+fn whole_seconds(what: &str, value: Duration) -> Result<u32, CtlError> {
+    let whole = value.subsec_nanos() == 0;
+    u32::try_from(value.as_secs())
+        .ok()
+        .filter(|_| whole)
+        .ok_or_else(|| CtlError::Failed(format!("the {what} cannot be {value:?}: it is a number of whole seconds")))
+}
+
 /// The settings that are in effect, a line each, as they are written in the configuration file.
 pub fn get(target: &Target) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
         let quantum = scheduler.time_quantum().await?;
+        let most = scheduler.max_wait().await?;
         let mode = scheduler.anti_thrash().await?;
-        Ok(format!("time-quantum = \"{quantum}s\"\nanti-thrash = \"{mode}\"\n"))
+        Ok(format!("time-quantum = \"{quantum}s\"\nmax-wait = \"{most}s\"\nanti-thrash = \"{mode}\"\n"))
     })
 }
 
@@ -50,7 +55,12 @@ pub fn reload(target: &Target) -> Result<(), CtlError> {
     block_on(async { Ok(target.connect().await?.reload().await?) })
 }
 
+/// Has the scheduler forget what was changed at run time.
+pub fn reset(target: &Target) -> Result<(), CtlError> {
+    block_on(async { Ok(target.connect().await?.reset().await?) })
+}
+
 /// Reads `45`, `45s` or `1min`.
-pub fn parse_time_quantum(text: &str) -> Result<Duration, String> {
+pub fn parse_seconds(text: &str) -> Result<Duration, String> {
     units::parse_duration(text)
 }

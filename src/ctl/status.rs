@@ -3,11 +3,12 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use nvshare_wire::client::EngineReason;
 use serde_json::{Value, json};
 
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
-use crate::bus::{Client, Gpu, GpuUse};
+use crate::bus::{self, Client, Gpu, GpuUse};
 use crate::units;
 
 /// What the scheduler says of itself, its GPUs and its clients.
@@ -15,6 +16,7 @@ use crate::units;
 pub struct Status {
     pub version: String,
     pub time_quantum: u32,
+    pub max_wait: u32,
     pub anti_thrash: String,
     pub gpus: Vec<Gpu>,
     pub clients: Vec<Client>,
@@ -54,6 +56,7 @@ pub fn ask(target: &Target) -> Result<Status, CtlError> {
         Ok(Status {
             version: scheduler.version().await?,
             time_quantum: scheduler.time_quantum().await?,
+            max_wait: scheduler.max_wait().await?,
             anti_thrash: scheduler.anti_thrash().await?,
             gpus: scheduler.list_gpus().await?,
             clients: scheduler.list_clients().await?,
@@ -135,6 +138,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         ("DEMAND", Align::Right),
         ("ON GPU", Align::Right),
         ("SWAPPED", Align::Right),
+        ("ENGINE", Align::Left),
         ("HELD", Align::Right),
         ("WAITED", Align::Right),
         ("UNIT", Align::Left),
@@ -164,6 +168,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
             units::size(usage.demand),
             units::size(usage.resident),
             units::size(usage.swapped),
+            usage.engine.clone(),
             seconds(usage.lock_time),
             seconds(usage.wait_time),
             if place.is_empty() { "-".into() } else { place.clone() },
@@ -171,6 +176,26 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         ]);
     }
     write_table(out, &table, &colours, style);
+    for client in clients {
+        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && is_unusual(u)) {
+            let (id, engine, why) = (client.id, &usage.engine, &usage.engine_reason);
+            let _ = writeln!(out, "  Client {id} has engine {engine}: {why}.");
+        }
+    }
+    for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.unseen)) {
+        let _ = writeln!(out, "  Client {} gives this GPU work by another API than CUDA: its memory stays.", client.id);
+    }
+    for client in clients {
+        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && !u.stays.is_empty()) {
+            let _ = writeln!(out, "  The memory of client {} stays on the GPU: {}.", client.id, usage.stays);
+        }
+    }
+}
+
+/// Whether there is more to say of its engine than the table does.
+fn is_unusual(usage: &GpuUse) -> bool {
+    let usual = ["", bus::engine_reason(EngineReason::Best)];
+    !usual.contains(&usage.engine_reason.as_str())
 }
 
 const BOLD: &str = "1";
@@ -199,6 +224,7 @@ fn command(client: &Client) -> String {
     match &client.command {
         Some(command) if !command.is_empty() => command.clone(),
         _ if client.name.is_empty() => "?".into(),
+        _ if !client.why.is_empty() => format!("{}: {}", client.name, client.why),
         _ => client.name.clone(),
     }
 }
@@ -219,6 +245,7 @@ pub fn json(status: &Status) -> Value {
     json!({
         "version": status.version,
         "time-quantum": status.time_quantum,
+        "max-wait": status.max_wait,
         "anti-thrash": status.anti_thrash,
         "gpus": status.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
         "clients": status.clients.iter().map(client_json).collect::<Vec<_>>(),
@@ -250,6 +277,7 @@ fn client_json(client: &Client) -> Value {
         "uid": client.uid,
         "name": client.name,
         "command": client.command,
+        "why": client.why,
         "unit": client.unit,
         "slice": client.slice,
         "container": client.container,
@@ -266,12 +294,16 @@ fn use_json(usage: &GpuUse) -> Value {
         "state": usage.state,
         "since": usage.since,
         "engine": usage.engine,
+        "engine-reason": usage.engine_reason,
         "demand": usage.demand,
         "resident": usage.resident,
         "swapped": usage.swapped,
         "pinned": usage.pinned,
         "allowance": usage.allowance,
         "limit": usage.limit,
+        "unseen": usage.unseen,
+        "stays": usage.stays,
+        "fullness": usage.fullness,
         "lock-time": usage.lock_time,
         "wait-time": usage.wait_time,
         "grants": usage.grants,
@@ -288,6 +320,7 @@ mod tests {
             state: state.into(),
             since,
             engine: "swap".into(),
+            engine_reason: "the default".into(),
             demand,
             resident: demand,
             lock_time: 61.0,
@@ -313,6 +346,7 @@ mod tests {
         let status = Status {
             version: "1.2.3".into(),
             time_quantum: 30,
+            max_wait: 60,
             anti_thrash: "auto".into(),
             gpus: vec![Gpu {
                 uuid: "GPU-1".into(),
@@ -340,11 +374,29 @@ nvshare 1.2.3: time quantum 30s, anti-thrash auto
 GPU 0  NVIDIA H200  GPU-1
   memory   138 GiB of 140 GiB for programs: 20 GiB resident
   demand   30 GiB
-  CLIENT  PID  USER  STATE               FOR  DEMAND  ON GPU  SWAPPED        HELD  WAITED  UNIT             COMMAND
-       2  102  root  holding            4.2s  10 GiB  10 GiB      0 B  1min 01s    0.0s  session-2.scope  python3 b.py
-       3  103  root  waiting #1     1min 10s   1 GiB   1 GiB      0 B  1min 01s    0.0s  session-2.scope  python3 c.py
-       1  101  root  waiting #2         1.0s   1 GiB   1 GiB      0 B  1min 01s    0.0s  session-2.scope  python3 a.py
+  CLIENT  PID  USER  STATE               FOR  DEMAND  ON GPU  SWAPPED  ENGINE        HELD  WAITED  UNIT             COMMAND
+       2  102  root  holding            4.2s  10 GiB  10 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 b.py
+       3  103  root  waiting #1     1min 10s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 c.py
+       1  101  root  waiting #2         1.0s   1 GiB   1 GiB      0 B  swap    1min 01s    0.0s  session-2.scope  python3 a.py
 ";
+        assert!(!text(&status, Style::default()).contains("another API"));
+        let mut other = status.clone();
+        other.clients[1].gpus[0].unseen = true;
+        assert!(
+            text(&other, Style::default())
+                .ends_with("  Client 2 gives this GPU work by another API than CUDA: its memory stays.\n")
+        );
+        assert!(!text(&status, Style::default()).contains("engine swap"), "the usual needs no words");
+        let mut asked = status.clone();
+        let usage = &mut asked.clients[2].gpus[0];
+        (usage.engine, usage.engine_reason) = ("none".into(), bus::engine_reason(EngineReason::Asked).into());
+        assert!(text(&asked, Style::default()).ends_with("  Client 3 has engine none: NVSHARE_ENGINE asks for it.\n"));
+        let mut stays = status.clone();
+        stays.clients[0].gpus[0].stays = "host memory is full".into();
+        assert!(
+            text(&stays, Style::default())
+                .ends_with("  The memory of client 1 stays on the GPU: host memory is full.\n")
+        );
         let squeeze =
             |text: &str| text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>();
         let shown = text(&status, Style::default());

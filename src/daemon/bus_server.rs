@@ -20,6 +20,7 @@ use zbus::{BoxDBusError, Connection, Guid, Message, ObjectServer, OwnedVariant, 
 
 use super::config;
 use super::hub::ClientView;
+use super::lock::Wish;
 use super::socket;
 use crate::bus::{self, Error};
 use crate::scheduler::{AntiThrash, Settings};
@@ -39,13 +40,17 @@ pub enum Request {
     Clients(oneshot::Sender<Vec<ClientView>>),
     Gpus(oneshot::Sender<Vec<bus::Gpu>>),
     Set(Change, oneshot::Sender<()>),
+    Lock(Wish, oneshot::Sender<Result<OwnedFd, Error>>),
     Reload(oneshot::Sender<Result<(), String>>),
+    /// Forgets every `Set`.
+    Reset(oneshot::Sender<Result<(), String>>),
 }
 
 /// A setting that was changed by somebody who may.
 #[derive(Debug, Clone, Copy)]
 pub enum Change {
     TimeQuantum(Duration),
+    MaxWait(Duration),
     AntiThrash(AntiThrash),
 }
 
@@ -53,10 +58,14 @@ impl Change {
     pub fn apply(self, settings: &mut Settings) {
         match self {
             Self::TimeQuantum(quantum) => settings.time_quantum = quantum,
+            Self::MaxWait(most) => settings.max_wait = most,
             Self::AntiThrash(mode) => settings.anti_thrash = mode,
         }
     }
 }
+
+/// Clients that hold the lock of each GPU, by its UUID.
+pub type Holders = HashMap<String, Vec<u64>>;
 
 /// The thread that serves the object.
 #[derive(Debug)]
@@ -72,13 +81,14 @@ impl BusServer {
         control: Option<OwnedFd>,
         requests: mpsc::UnboundedSender<Request>,
         settings: watch::Receiver<Settings>,
+        holders: watch::Receiver<Holders>,
     ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
         let (attempted, first) = oneshot::channel();
         let (stop, asked) = oneshot::channel();
         let (done, stopped) = blocking::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         thread::Builder::new().name("dbus".into()).spawn(move || {
-            let shared = Shared { requests, settings };
+            let shared = Shared { requests, settings, holders };
             LocalSet::new().block_on(&runtime, async {
                 if let Some(control) = control {
                     spawn_local(serve_peers(control, shared.clone()));
@@ -113,6 +123,7 @@ pub enum Bus {
 struct Shared {
     requests: mpsc::UnboundedSender<Request>,
     settings: watch::Receiver<Settings>,
+    holders: watch::Receiver<Holders>,
 }
 
 /// Stays on the bus for as long as there is one, and comes back to it.
@@ -139,8 +150,8 @@ async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>) {
                 info!("on the bus as {}", bus::NAME);
                 drop(attempted.take());
                 complained = false;
-                announce(&connection, shared.settings.clone()).await;
-                warn!("the bus has gone away");
+                announce(&connection, &shared).await;
+                warn!(name: "bus-gone", "the bus has gone away");
             }
             Err(e) => {
                 // No bus is nothing wrong: containers and small systems have none.
@@ -184,31 +195,44 @@ async fn serve_peers(listener: OwnedFd, shared: Shared) {
 }
 
 async fn serve_peer(stream: OwnedFd, shared: Shared) -> zbus::Result<()> {
-    let uid = socket::credentials(stream.as_fd())?.uid;
-    let settings = shared.settings.clone();
-    let object = Object { shared, callers: Callers::Peer(uid) };
+    let socket::Credentials { uid, pid } = socket::credentials(stream.as_fd())?;
+    let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid } };
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())
         .p2p()
         .serve_at(bus::PATH, Served(object))
         .build();
     let Ok(connection) = tokio::time::timeout(HANDSHAKE_TIMEOUT, build).await else { return Ok(()) };
-    announce(&connection?, settings).await;
+    announce(&connection?, &shared).await;
     Ok(())
 }
 
 /// Says PropertiesChanged once for every real change, until the connection ends.
-async fn announce(connection: &Connection, mut settings: watch::Receiver<Settings>) {
+async fn announce(connection: &Connection, shared: &Shared) {
+    let (mut settings, mut holders) = (shared.settings.clone(), shared.holders.clone());
     let mut before = settings.borrow_and_update().clone();
+    let mut held = holders.borrow_and_update().clone();
     loop {
-        tokio::select! {
+        let heard = tokio::select! {
             () = connection.closed() => return,
-            changed = settings.changed() => if changed.is_err() { return connection.closed().await },
+            heard = settings.changed() => heard,
+            heard = holders.changed() => heard,
+        };
+        if heard.is_err() {
+            return connection.closed().await;
         }
         let now = settings.borrow_and_update().clone();
         let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
+        let holds = holders.borrow_and_update().clone();
+        if holds != held {
+            held.clone_from(&holds);
+            changed.insert("Holders", holds.into());
+        }
         if now.time_quantum != before.time_quantum {
-            changed.insert("TimeQuantum", seconds(&now).into());
+            changed.insert("TimeQuantum", seconds(now.time_quantum).into());
+        }
+        if now.max_wait != before.max_wait {
+            changed.insert("MaxWait", seconds(now.max_wait).into());
         }
         if now.anti_thrash != before.anti_thrash {
             changed.insert("AntiThrash", bus::anti_thrash_name(now.anti_thrash).into());
@@ -228,8 +252,8 @@ async fn announce(connection: &Connection, mut settings: watch::Receiver<Setting
     }
 }
 
-fn seconds(settings: &Settings) -> u32 {
-    u32::try_from(settings.time_quantum.as_secs()).unwrap_or(u32::MAX)
+fn seconds(duration: Duration) -> u32 {
+    u32::try_from(duration.as_secs()).unwrap_or(u32::MAX)
 }
 
 /// How the users of callers are known.
@@ -238,7 +262,7 @@ enum Callers {
     /// The bus knows each sender's.
     Bus,
     /// There is one caller only, the peer, and the kernel said who it is.
-    Peer(u32),
+    Peer { uid: u32, pid: i32 },
 }
 
 /// The object as zbus's macro dispatches to it. Every method takes `&self` and waits only for the scheduling loop or
@@ -266,6 +290,25 @@ impl Object {
         Ok(clients.into_iter().map(|client| present(client, caller)).collect())
     }
 
+    #[zbus(out_args("lock"))]
+    async fn acquire_lock(
+        &self,
+        gpu: String,
+        who: String,
+        why: String,
+        options: HashMap<String, OwnedVariant>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<bus::LockFd, Error> {
+        if let Some(option) = options.keys().next() {
+            return Err(Error::InvalidArgument(format!("there is no option {option:?}")));
+        }
+        let unknown = || Error::NotAuthorized("cannot tell who wants a lock".into());
+        let (uid, pid) = self.process(&header, connection).await.ok_or_else(unknown)?;
+        let wish = Wish { gpu, who, why, uid, pid };
+        self.ask(|reply| Request::Lock(wish, reply)).await?.map(Into::into)
+    }
+
     async fn reload(
         &self,
         #[zbus(header)] header: Header<'_>,
@@ -275,10 +318,19 @@ impl Object {
         self.ask(Request::Reload).await?.map_err(Error::InvalidConfiguration)
     }
 
+    async fn reset(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Error> {
+        self.authorize(Some(&header), connection, "reset the settings").await?;
+        self.ask(Request::Reset).await?.map_err(Error::InvalidConfiguration)
+    }
+
     // `Served` announces changes, by the loop's word that they happened; the macro would announce every call.
     #[zbus(property(emits_changed_signal = "false"))]
     fn time_quantum(&self) -> u32 {
-        seconds(&self.shared.settings.borrow())
+        seconds(self.shared.settings.borrow().time_quantum)
     }
 
     #[zbus(property)]
@@ -291,6 +343,23 @@ impl Object {
         self.authorize(header.as_ref(), connection, "change the time quantum").await?;
         let quantum = config::time_quantum(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
         self.ask(|reply| Request::Set(Change::TimeQuantum(quantum), reply)).await
+    }
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn max_wait(&self) -> u32 {
+        seconds(self.shared.settings.borrow().max_wait)
+    }
+
+    #[zbus(property)]
+    async fn set_max_wait(
+        &self,
+        value: u32,
+        #[zbus(header)] header: Option<Header<'_>>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Error> {
+        self.authorize(header.as_ref(), connection, "change the longest wait").await?;
+        let most = config::max_wait(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
+        self.ask(|reply| Request::Set(Change::MaxWait(most), reply)).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
@@ -310,6 +379,11 @@ impl Object {
         self.ask(|reply| Request::Set(Change::AntiThrash(mode), reply)).await
     }
 
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn holders(&self) -> Holders {
+        self.shared.holders.borrow().clone()
+    }
+
     #[zbus(property(emits_changed_signal = "const"))]
     fn version(&self) -> &'static str {
         env!("CARGO_PKG_VERSION")
@@ -327,7 +401,7 @@ impl Object {
     /// The user of whoever sent the message.
     async fn caller(&self, header: Option<&Header<'_>>, connection: &Connection) -> Option<u32> {
         match self.callers {
-            Callers::Peer(uid) => Some(uid),
+            Callers::Peer { uid, .. } => Some(uid),
             Callers::Bus => {
                 let sender = header?.sender()?.to_owned();
                 let bus = DBusProxy::new(connection).await.ok()?;
@@ -336,11 +410,25 @@ impl Object {
         }
     }
 
+    /// The same with the process; 0 where it is not known.
+    async fn process(&self, header: &Header<'_>, connection: &Connection) -> Option<(u32, i32)> {
+        match self.callers {
+            Callers::Peer { uid, pid } => Some((uid, pid)),
+            Callers::Bus => {
+                let sender = header.sender()?.to_owned();
+                let bus = DBusProxy::new(connection).await.ok()?;
+                let known = bus.get_connection_credentials(sender.into()).await.ok()?;
+                let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok());
+                Some((known.unix_user_id()?, pid.unwrap_or(0)))
+            }
+        }
+    }
+
     async fn authorize(&self, header: Option<&Header<'_>>, connection: &Connection, action: &str) -> Result<(), Error> {
         let caller = self.caller(header, connection).await;
         let own = match self.callers {
             // SAFETY: a plain call that cannot fail.
-            Callers::Peer(_) => Some(unsafe { libc::geteuid() }),
+            Callers::Peer { .. } => Some(unsafe { libc::geteuid() }),
             Callers::Bus => None,
         };
         match caller {
@@ -363,6 +451,7 @@ fn present(client: ClientView, caller: Option<u32>) -> bus::Client {
         uid: identity.uid,
         name: identity.name.clone(),
         command: may_see.then(|| identity.command.clone()),
+        why: identity.why.clone(),
         unit: identity.unit.clone(),
         slice: identity.slice.clone(),
         container: identity.container.clone(),
@@ -485,7 +574,9 @@ mod tests {
     fn the_xml_file_is_what_the_object_does() {
         let (requests, _) = mpsc::unbounded_channel();
         let (_, settings) = watch::channel(config::Config::default().settings);
-        let object = Object { shared: Shared { requests, settings }, callers: Callers::Peer(0) };
+        let (_, holders) = watch::channel(Holders::new());
+        let object =
+            Object { shared: Shared { requests, settings, holders }, callers: Callers::Peer { uid: 0, pid: 0 } };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
         // Changes of these are announced by `announce`, which the macro does not know.

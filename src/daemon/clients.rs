@@ -4,7 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,15 +12,16 @@ use std::time::Duration;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, version};
 use tokio::io::unix::AsyncFd;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tracing::{debug, error, warn};
 
 use super::complaints::Complaints;
-use super::hub::Hub;
+use super::hub::{Arrival, Hub};
 use super::outbox::Outbox;
 use super::peer::{self, Identity};
 use super::session::Violation;
 use super::socket::{self, Spare};
+use crate::scheduler::ClientId;
 
 /// A connection that says nothing for this long is closed. A client that was stopped meanwhile connects again.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -44,13 +45,14 @@ pub struct Link {
 }
 
 impl Link {
-    fn new(socket: OwnedFd) -> io::Result<Self> {
+    /// `version` is 0 before the handshake.
+    pub fn new(socket: OwnedFd, version: u16) -> io::Result<Self> {
         Ok(Self {
             socket: socket::watch(socket)?,
             outbox: RefCell::default(),
             wake: Notify::new(),
             overflow: Notify::new(),
-            version: Cell::new(0),
+            version: Cell::new(version),
         })
     }
 
@@ -70,14 +72,25 @@ impl Link {
         self.wake.notify_one();
     }
 
+    /// Sends it now, with descriptors, which are never kept for later.
+    pub fn send_with(&self, message: SchedulerMessage, descriptors: &[OwnedFd]) -> io::Result<()> {
+        if !self.outbox.borrow().is_empty() {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        socket::send_with(self.socket.as_fd(), message.encode(self.version.get()).as_bytes(), descriptors)
+    }
+
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
     /// Hangs up: both sides read the end.
     pub fn close(&self) {
-        // SAFETY: a plain call on a descriptor that lives.
-        unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
+        socket::hang_up(self.socket.as_fd());
     }
 
     /// Sends what waits, until no more can be sent: that is over by the reading side's end.
-    async fn flush(&self) {
+    pub async fn flush(&self) {
         loop {
             if self.outbox.borrow().is_empty() {
                 self.wake.notified().await;
@@ -95,12 +108,39 @@ impl Link {
     }
 }
 
+/// What all connections have in common.
+#[derive(Debug)]
+pub struct Shared {
+    complaints: RefCell<Complaints>,
+    /// Connections of each user, those that have not said Hello included.
+    pub connections: Rc<RefCell<HashMap<u32, u32>>>,
+    /// Turns true when clients of an earlier daemon have been taken over.
+    resumed: watch::Receiver<bool>,
+}
+
+impl Shared {
+    pub fn new(resumed: watch::Receiver<bool>) -> Self {
+        Self { complaints: RefCell::default(), connections: Rc::default(), resumed }
+    }
+
+    /// Waits until clients of an earlier daemon have been taken over: before that nobody else is heard.
+    pub async fn resumed(&self) {
+        let _ = self.resumed.clone().wait_for(|resumed| *resumed).await;
+    }
+
+    fn complain(&self, identity: &Identity, what: std::fmt::Arguments<'_>) {
+        if self.complaints.borrow_mut().may("client", identity.uid) {
+            let Identity { pid, uid, unit, name, .. } = identity;
+            warn!(name: "client-refused", pid, uid, unit, "{name} {what}");
+        }
+    }
+}
+
 /// Accepts connections for as long as the daemon runs.
-pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd) -> io::Result<()> {
+pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>) -> io::Result<()> {
     let listener = socket::watch(listener)?;
     let mut spare = Spare::new();
-    let complaints = Rc::new(RefCell::new(Complaints::default()));
-    let connections = hub.borrow().connections();
+    let complaints = &shared.complaints;
     loop {
         let mut ready = listener.readable().await?;
         let accepted = match ready.try_io(|l| socket::accept(l.as_fd())) {
@@ -109,12 +149,12 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd) -> io::Result<()> 
         };
         match accepted {
             Ok(socket) => {
-                tokio::task::spawn_local(serve(hub.clone(), socket, connections.clone(), complaints.clone()));
+                tokio::task::spawn_local(serve(hub.clone(), socket, shared.clone()));
             }
             // Linux says so before it looks whether anybody waits, so there may be nobody to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 if complaints.borrow_mut().may("descriptors", 0) {
-                    error!("no file descriptors are left ({e}): new programs are refused until others end");
+                    error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
                     refuse(&socket, Refusal::TooMany, "the scheduler has no file descriptors left");
@@ -143,20 +183,23 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd) -> io::Result<()> 
 /// takes its last words with it.
 fn refuse(socket: &OwnedFd, reason: Refusal, text: &str) {
     let mut buffer = [0; MAX_LEN];
-    while socket::receive(socket.as_fd(), &mut buffer).is_ok_and(|n| n > 0) {}
+    let mut descriptors = Vec::new();
+    while socket::receive(socket.as_fd(), &mut buffer, &mut descriptors).is_ok_and(|n| n > 0) {
+        descriptors.clear();
+    }
     let message = SchedulerMessage::Refused { reason, text: Text::new(text) };
     let _ = socket::send(socket.as_fd(), message.encode(0).as_bytes());
 }
 
 /// Counts a connection for its user while it lives.
-struct Counted {
+pub struct Counted {
     connections: Rc<RefCell<HashMap<u32, u32>>>,
     uid: u32,
 }
 
 impl Counted {
     /// Counts one more, and says how many that makes.
-    fn new(connections: Rc<RefCell<HashMap<u32, u32>>>, uid: u32) -> (Self, u32) {
+    pub fn new(connections: Rc<RefCell<HashMap<u32, u32>>>, uid: u32) -> (Self, u32) {
         let count = {
             let mut counts = connections.borrow_mut();
             let count = counts.entry(uid).or_default();
@@ -180,34 +223,25 @@ impl Drop for Counted {
 }
 
 /// One connection from beginning to end.
-async fn serve(
-    hub: Rc<RefCell<Hub>>,
-    socket: OwnedFd,
-    connections: Rc<RefCell<HashMap<u32, u32>>>,
-    complaints: Rc<RefCell<Complaints>>,
-) {
-    let complain = |identity: &Identity, what: std::fmt::Arguments<'_>| {
-        if complaints.borrow_mut().may("client", identity.uid) {
-            warn!(pid = identity.pid, uid = identity.uid, "{} {what}", identity.name);
-        }
-    };
+async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
+    let complain = |identity: &Identity, what: std::fmt::Arguments<'_>| shared.complain(identity, what);
     let (identity, pidfd) = match peer::identify(socket.as_fd()) {
         Ok(known) => known,
         Err(e) => {
-            if complaints.borrow_mut().may("identify", 0) {
-                error!("a program is refused: cannot tell who it is: {e}");
+            if shared.complaints.borrow_mut().may("identify", 0) {
+                error!(name: "client-refused", "a program is refused: cannot tell who it is: {e}");
             }
             return refuse(&socket, Refusal::Identity, &format!("the scheduler cannot tell who this is: {e}"));
         }
     };
     let identity = Arc::new(identity);
     let most = hub.borrow().config.max_clients_per_user;
-    let (_counted, count) = Counted::new(connections, identity.uid);
+    let (_counted, count) = Counted::new(shared.connections.clone(), identity.uid);
     let too_many = identity.uid != 0 && count > most;
     if too_many && count > most + REFUSALS_AT_ONCE {
         return;
     }
-    let links = Link::new(socket).and_then(|link| pidfd.map(socket::watch).transpose().map(|pidfd| (link, pidfd)));
+    let links = Link::new(socket, 0).and_then(|link| pidfd.map(socket::watch).transpose().map(|pidfd| (link, pidfd)));
     let (link, pidfd) = match links {
         Ok((link, pidfd)) => (Rc::new(link), pidfd),
         Err(e) => return error!("cannot watch a connection: {e}"),
@@ -238,9 +272,24 @@ async fn serve(
     }
 
     link.version.set(version);
-    let client = hub.borrow_mut().connect(link.clone(), identity.clone(), version, gang, library.as_str());
+    let library = library.as_str().to_owned();
+    let arrival = Arrival { link: link.clone(), identity: identity.clone(), version, gang, library, lasts: true };
+    let client = hub.borrow_mut().connect(arrival);
+    shared.resumed().await;
+    converse(&hub, client, &link, &identity, pidfd.as_ref(), &shared).await;
+}
+
+/// All that is said with a client that has been let in, until one side ends it.
+pub async fn converse(
+    hub: &RefCell<Hub>,
+    client: ClientId,
+    link: &Link,
+    identity: &Identity,
+    pidfd: Option<&AsyncFd<OwnedFd>>,
+    shared: &Shared,
+) {
     let end = tokio::select! {
-        end = read(&hub, client, &link) => end,
+        end = read(hub, client, link) => end,
         () = link.overflow.notified() => End::Broke(Violation::Unread),
         // Never the first to end.
         () = async { link.flush().await; std::future::pending().await } => End::HungUp,
@@ -250,7 +299,7 @@ async fn serve(
         End::HungUp => "disconnected",
         End::Died => "has ended",
         End::Broke(violation) => {
-            complain(&identity, format_args!("is hung up on: {violation}"));
+            shared.complain(identity, format_args!("is hung up on: {violation}"));
             "was hung up on"
         }
     };
@@ -266,24 +315,26 @@ enum End {
     Broke(Violation),
 }
 
-async fn died(pidfd: Option<AsyncFd<OwnedFd>>) {
-    match &pidfd {
+/// Waits for the end of a process.
+pub async fn died(pidfd: Option<&AsyncFd<OwnedFd>>) {
+    match pidfd {
         Some(pidfd) if pidfd.readable().await.is_ok() => {}
         _ => std::future::pending().await,
     }
 }
 
-struct Hello {
-    min: u16,
-    max: u16,
-    gang: u64,
-    library: Text<32>,
+/// What a client says of itself.
+pub struct Hello {
+    pub min: u16,
+    pub max: u16,
+    pub gang: u64,
+    pub library: Text<32>,
 }
 
 /// The first packet; `None` where the connection ends without one.
 async fn hello(link: &Link) -> Result<Option<Hello>, Violation> {
     let mut buffer = [0; MAX_LEN];
-    let Some(packet) = packet(link, &mut buffer).await? else { return Ok(None) };
+    let Some(packet) = packet(link, &mut buffer, &mut Vec::new()).await? else { return Ok(None) };
     match ClientMessage::decode(packet, 0) {
         Ok(ClientMessage::Hello { min_version, max_version, flags: _, resume: _, gang, library }) => {
             Ok(Some(Hello { min: min_version, max: max_version, gang, library }))
@@ -293,13 +344,14 @@ async fn hello(link: &Link) -> Result<Option<Hello>, Violation> {
     }
 }
 
-async fn read(hub: &RefCell<Hub>, client: crate::scheduler::ClientId, link: &Link) -> End {
+async fn read(hub: &RefCell<Hub>, client: ClientId, link: &Link) -> End {
     let mut buffer = [0; MAX_LEN];
     loop {
         for _ in 0..BURST {
-            match packet(link, &mut buffer).await {
+            let mut descriptors = Vec::new();
+            match packet(link, &mut buffer, &mut descriptors).await {
                 Ok(Some(packet)) => {
-                    if let Err(violation) = hub.borrow_mut().receive(client, packet) {
+                    if let Err(violation) = hub.borrow_mut().receive(client, packet, descriptors) {
                         return End::Broke(violation);
                     }
                 }
@@ -312,10 +364,14 @@ async fn read(hub: &RefCell<Hub>, client: crate::scheduler::ClientId, link: &Lin
 }
 
 /// Waits for the next packet. `None` is the end of the connection.
-async fn packet<'a>(link: &Link, buffer: &'a mut [u8; MAX_LEN]) -> Result<Option<&'a [u8]>, Violation> {
+pub async fn packet<'a>(
+    link: &Link,
+    buffer: &'a mut [u8; MAX_LEN],
+    descriptors: &mut Vec<OwnedFd>,
+) -> Result<Option<&'a [u8]>, Violation> {
     let length = loop {
         let Ok(mut ready) = link.socket.readable().await else { return Ok(None) };
-        match ready.try_io(|fd| socket::receive(fd.as_fd(), buffer)) {
+        match ready.try_io(|fd| socket::receive(fd.as_fd(), buffer, descriptors)) {
             Ok(Ok(length)) => break length,
             Ok(Err(e)) if e.kind() == io::ErrorKind::Interrupted => {}
             Ok(Err(_)) => return Ok(None),

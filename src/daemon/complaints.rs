@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 /// This many lines...
 const BURST: u32 = 10;
+/// (of programs that come and go: a job may be hundreds)
+const BURST_OF_CLIENTS: u32 = 200;
 /// ...in this time.
 const WINDOW: Duration = Duration::from_secs(10);
 /// Users are forgotten beyond this many; a fleet of user ids must not cost memory.
@@ -22,19 +24,20 @@ struct Window {
 impl Complaints {
     /// Whether one more line of that topic about that user may be logged now.
     pub fn may(&mut self, topic: &'static str, uid: u32) -> bool {
+        let burst = if matches!(topic, "connected" | "gone") { BURST_OF_CLIENTS } else { BURST };
         let now = Instant::now();
         if self.0.len() >= MAX_KEPT {
             self.0.retain(|_, window| now - window.since < WINDOW);
         }
         let window = self.0.entry((topic, uid)).or_insert(Window { since: now, lines: 0 });
         if now - window.since >= WINDOW {
-            if window.lines > BURST {
-                tracing::warn!(uid, topic, suppressed = window.lines - BURST, "lines of this kind were left out");
+            if window.lines > burst {
+                tracing::warn!(name: "lines-left-out", uid, topic, suppressed = window.lines - burst, "lines of this kind were left out");
             }
             *window = Window { since: now, lines: 0 };
         }
         window.lines += 1;
-        window.lines <= BURST
+        window.lines <= burst
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
+use super::host::SwapMax;
 use crate::scheduler::{AntiThrash, Settings};
 use crate::units;
 
@@ -17,6 +18,9 @@ pub const DEFAULT_PATH: &str = "/etc/nvshare/nvshare.toml";
 /// What a time quantum may be, in whole seconds. The original's default is 30 s too.
 pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
 
+/// What the longest wait may be, in whole seconds; 0 stands for no bound.
+pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
+
 /// The whole configuration, with the default of everything in one place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
@@ -24,6 +28,10 @@ pub struct Config {
     /// How many connections one user may have; root has no limit.
     pub max_clients_per_user: u32,
     pub log_level: LogLevel,
+    /// Whether connections outlive the daemon, where systemd keeps them.
+    pub keep_connections: bool,
+    /// How much host memory all programs together may take for what is swapped out.
+    pub swap_max: SwapMax,
 }
 
 impl Default for Config {
@@ -31,6 +39,8 @@ impl Default for Config {
         Self {
             settings: Settings {
                 time_quantum: Duration::from_secs(30),
+                // Three that need each other's memory wait no longer than two do with the default quantum.
+                max_wait: Duration::from_secs(60),
                 anti_thrash: AntiThrash::Auto,
                 reserve: 512 << 20,
                 // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
@@ -38,6 +48,9 @@ impl Default for Config {
             },
             max_clients_per_user: 512,
             log_level: LogLevel::Info,
+            keep_connections: true,
+            // Swapped memory is locked in RAM: what the host itself needs must not be.
+            swap_max: SwapMax::Percent(80),
         }
     }
 }
@@ -84,22 +97,30 @@ impl Config {
 
     /// Reads the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let file: File = toml::from_str(text).map_err(|e| {
-            let (line, column) = position(text, e.span().map_or(0, |span| span.start));
-            ConfigError::Invalid { path: path.into(), line, column, reason: e.message().to_owned() }
-        })?;
+        let file: File = parse(text, path)?;
         let default = Self::default();
         Ok(Self {
             settings: Settings {
                 time_quantum: file.time_quantum.unwrap_or(default.settings.time_quantum),
+                max_wait: file.max_wait.unwrap_or(default.settings.max_wait),
                 anti_thrash: file.anti_thrash.unwrap_or(default.settings.anti_thrash),
                 reserve: file.memory.reserve.unwrap_or(default.settings.reserve),
                 context: file.memory.context.unwrap_or(default.settings.context),
             },
             max_clients_per_user: file.max_clients_per_user.unwrap_or(default.max_clients_per_user),
             log_level: file.log_level.unwrap_or(default.log_level),
+            keep_connections: file.keep_connections.unwrap_or(default.keep_connections),
+            swap_max: file.swap.max.unwrap_or(default.swap_max),
         })
     }
+}
+
+/// Reads the text of a file, with errors that say where it is wrong.
+pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
+    toml::from_str(text).map_err(|e| {
+        let (line, column) = position(text, e.span().map_or(0, |span| span.start));
+        ConfigError::Invalid { path: path.into(), line, column, reason: e.message().to_owned() }
+    })
 }
 
 /// Line and column of a byte, both from 1, columns in characters.
@@ -112,13 +133,22 @@ fn position(text: &str, at: usize) -> (usize, usize) {
 
 /// The time quantum, or a sentence about what it may be.
 pub fn time_quantum(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "time quantum", TIME_QUANTUM_SECONDS)
+}
+
+/// The longest wait, or a sentence about what it may be.
+pub fn max_wait(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "longest wait", MAX_WAIT_SECONDS)
+}
+
+fn whole_seconds(value: Duration, what: &str, allowed: RangeInclusive<u64>) -> Result<Duration, String> {
     let seconds = value.as_secs();
-    if value.subsec_nanos() == 0 && TIME_QUANTUM_SECONDS.contains(&seconds) {
+    if value.subsec_nanos() == 0 && allowed.contains(&seconds) {
         return Ok(value);
     }
-    let (min, max) = (TIME_QUANTUM_SECONDS.start(), TIME_QUANTUM_SECONDS.end());
+    let (min, max) = (allowed.start(), allowed.end());
     let given = if value.subsec_nanos() == 0 { seconds.to_string() } else { value.as_secs_f64().to_string() };
-    Err(format!("the time quantum cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
+    Err(format!("the {what} cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
 }
 
 /// The file as it is written. Every key can be left out.
@@ -127,6 +157,8 @@ pub fn time_quantum(value: Duration) -> Result<Duration, String> {
 struct File {
     #[serde(default, deserialize_with = "read_time_quantum")]
     time_quantum: Option<Duration>,
+    #[serde(default, deserialize_with = "read_max_wait")]
+    max_wait: Option<Duration>,
     #[serde(default, deserialize_with = "read_anti_thrash")]
     anti_thrash: Option<AntiThrash>,
     #[serde(default, deserialize_with = "read_max_clients")]
@@ -134,7 +166,11 @@ struct File {
     #[serde(default, deserialize_with = "read_log_level")]
     log_level: Option<LogLevel>,
     #[serde(default)]
+    keep_connections: Option<bool>,
+    #[serde(default)]
     memory: MemorySection,
+    #[serde(default)]
+    swap: SwapSection,
 }
 
 #[derive(Deserialize, Default)]
@@ -146,16 +182,44 @@ struct MemorySection {
     context: Option<u64>,
 }
 
-fn read_time_quantum<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
-    let scalar = Scalar::read(from, "time-quantum", "a duration in whole seconds, like \"30s\"")?;
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct SwapSection {
+    #[serde(default, deserialize_with = "read_swap_max")]
+    max: Option<SwapMax>,
+}
+
+fn read_swap_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
+    match Scalar::read(from, "swap.max", "\"80%\", a size like \"64G\", or \"none\"")? {
+        Scalar::Number(bytes) => Ok(SwapMax::Bytes(bytes)),
+        Scalar::Text(text) => SwapMax::parse(&text),
+    }
+    .map(Some)
+    .map_err(|e| de::Error::custom(format!("swap.max: {e}")))
+}
+
+pub fn read_time_quantum<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    read_duration(from, "time-quantum", time_quantum)
+}
+
+pub fn read_max_wait<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    read_duration(from, "max-wait", max_wait)
+}
+
+fn read_duration<'de, D: Deserializer<'de>>(
+    from: D,
+    key: &'static str,
+    check: impl FnOnce(Duration) -> Result<Duration, String>,
+) -> Result<Option<Duration>, D::Error> {
+    let scalar = Scalar::read(from, key, "a duration in whole seconds, like \"30s\"")?;
     let parsed = match scalar {
         Scalar::Number(seconds) => Ok(Duration::from_secs(seconds)),
         Scalar::Text(text) => units::parse_duration(&text),
     };
-    parsed.and_then(time_quantum).map(Some).map_err(|e| de::Error::custom(format!("time-quantum: {e}")))
+    parsed.and_then(check).map(Some).map_err(|e| de::Error::custom(format!("{key}: {e}")))
 }
 
-fn read_anti_thrash<'de, D: Deserializer<'de>>(from: D) -> Result<Option<AntiThrash>, D::Error> {
+pub fn read_anti_thrash<'de, D: Deserializer<'de>>(from: D) -> Result<Option<AntiThrash>, D::Error> {
     match Scalar::read(from, "anti-thrash", "\"auto\", \"on\" or \"off\"")? {
         Scalar::Text(text) => crate::bus::parse_anti_thrash(&text).map(Some),
         Scalar::Number(number) => {
@@ -281,17 +345,21 @@ mod tests {
 
     #[test]
     fn every_setting_is_read() {
-        let text = "time-quantum = \"2min\"\nanti-thrash = \"on\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
-                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n";
+        let text = "time-quantum = \"2min\"\nmax-wait = 0\nanti-thrash = \"on\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
+                     keep-connections = false\n\
+                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n";
         let expected = Config {
             settings: Settings {
                 time_quantum: Duration::from_secs(120),
+                max_wait: Duration::ZERO,
                 anti_thrash: AntiThrash::On,
                 reserve: 1 << 30,
                 context: 1 << 20,
             },
             max_clients_per_user: 9,
             log_level: LogLevel::Debug,
+            keep_connections: false,
+            swap_max: SwapMax::Bytes(64 << 30),
         };
         assert_eq!(Config::parse(text, Path::new("x")), Ok(expected));
         let number = Config::parse("time-quantum = 45", Path::new("x")).expect("a plain number");
@@ -318,6 +386,10 @@ mod tests {
                 "nvshare.toml:1:16: invalid type: boolean `true`, expected a duration in whole seconds, like \"30s\" for time-quantum",
             ),
             (
+                "max-wait = \"2h\"",
+                "nvshare.toml:1:12: max-wait: the longest wait cannot be 7200 seconds: whole seconds from 0 to 3600 are allowed",
+            ),
+            (
                 "anti-thrash = \"maybe\"",
                 "nvshare.toml:1:15: anti-thrash cannot be \"maybe\": \"auto\", \"on\" or \"off\" are allowed",
             ),
@@ -326,6 +398,10 @@ mod tests {
                 "nvshare.toml:2:11: memory.reserve: \"lots\" is not a size: write a number and K, M, G or T, like \"512M\"",
             ),
             ("[memory]\ncontext = \"2T\"", "nvshare.toml:2:11: memory.context is too large: at most 1T is allowed"),
+            (
+                "[swap]\nmax = \"all\"",
+                "nvshare.toml:2:7: swap.max: \"all\" is not allowed: write \"80%\", a size like \"64G\", or \"none\"",
+            ),
             ("max-clients-per-user = 0", "nvshare.toml:1:24: max-clients-per-user cannot be 0: 1 to 65535 are allowed"),
             (
                 "log-level = \"loud\"",
@@ -333,7 +409,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `anti-thrash`, `max-clients-per-user`, `log-level`, `memory`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `anti-thrash`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`",
             ),
         ];
         for (text, expected) in cases {

@@ -31,12 +31,14 @@ pub enum Report {
     Used(Vec<Sample>),
 }
 
-/// What is in use on a GPU, at a moment when that did not change.
+/// What is in use on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub gpu: GpuId,
     /// When it was begun to be taken.
     pub begun: Time,
+    /// Nothing changed meanwhile, so that the figures go together.
+    pub steady: bool,
     /// Bytes in use by anybody, the driver's own part included.
     pub used: u64,
     /// Bytes in use by each process that NVML knows of, by PID.
@@ -58,7 +60,7 @@ pub fn start(reports: UnboundedSender<Report>) -> Option<mpsc::Sender<Ask>> {
     let nvml = match Nvml::init() {
         Ok(nvml) => nvml,
         Err(e) => {
-            info!("GPUs are known from their clients only: NVML cannot be used: {e}");
+            info!(name: "no-nvml", "GPUs are known from their clients only: NVML cannot be used: {e}");
             return None;
         }
     };
@@ -116,11 +118,11 @@ fn describe((device, kind, index): &(Device<'_>, GpuKind, u32)) -> Option<GpuDes
 /// How often a sample is tried again that something changed under.
 const TRIES: usize = 3;
 
-/// The figures of a GPU are several calls, so they are taken again if the first has changed by the last.
+/// The figures of a GPU are several calls, so they are taken again if the first has changed by the last, a few times.
 fn sample((device, ..): &(Device<'_>, GpuKind, u32)) -> Option<Sample> {
     let gpu = GpuId(parse_uuid(&device.uuid().ok()?)?);
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
-    (0..TRIES).find_map(|_| {
+    let take = || {
         let begun = socket::now();
         let before = used()?;
         let mut processes = BTreeMap::new();
@@ -129,8 +131,16 @@ fn sample((device, ..): &(Device<'_>, GpuKind, u32)) -> Option<Sample> {
                 *processes.entry(process.pid).or_default() += bytes;
             }
         }
-        (used()? == before).then_some(Sample { gpu, begun, used: before, processes })
-    })
+        Some(Sample { gpu, begun, steady: used()? == before, used: before, processes })
+    };
+    let mut sample = take()?;
+    for _ in 1..TRIES {
+        if sample.steady {
+            break;
+        }
+        sample = take()?;
+    }
+    Some(sample)
 }
 
 /// Reads `GPU-8a6c…` and `MIG-8a6c…`.

@@ -4,7 +4,6 @@ use std::os::unix::fs::MetadataExt;
 
 use tracing::Level;
 use tracing::level_filters::LevelFilter;
-use tracing_journald::{Priority, PriorityMappings};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::reload::{self, Handle};
@@ -12,35 +11,49 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry};
 
 use super::config::LogLevel;
+use super::journal;
 
 /// Changes the level while the daemon runs.
 #[derive(Debug, Clone)]
-pub struct Control(Handle<Targets, Registry>);
+pub struct Control {
+    filter: Handle<Targets, Registry>,
+    journal: Option<journal::Sender>,
+}
 
 impl Control {
     pub fn set(&self, level: LogLevel) {
-        let _ = self.0.reload(filter(level));
+        let _ = self.filter.reload(filter(level));
+    }
+
+    pub fn is_journal(&self) -> bool {
+        self.journal.is_some()
+    }
+
+    /// Lines are kept until this is called: it starts a thread.
+    pub fn begin(&self) {
+        self.journal.iter().for_each(journal::Sender::begin);
+    }
+
+    /// Waits a moment until what was logged is where it belongs.
+    pub fn flush(&self) {
+        self.journal.iter().for_each(journal::Sender::flush);
     }
 }
 
 /// Starts logging. Call it once.
 pub fn start(level: LogLevel) -> Control {
     let (filter, handle) = reload::Layer::new(filter(level));
-    let journal = if stderr_is_journal() { tracing_journald::layer().ok() } else { None };
+    let journal = if stderr_is_journal() { journal::connect(journal::SOCKET.as_ref()).ok() } else { None };
+    let (journal, sender) = journal.unzip();
     let sink: Box<dyn Layer<_> + Send + Sync> = match journal {
-        Some(journal) => Box::new(
-            journal
-                .with_syslog_identifier("nvshare-scheduler".into())
-                .with_priority_mappings(PriorityMappings { info: Priority::Informational, ..PriorityMappings::new() })
-                .with_field_prefix(Some("NVSHARE".into())),
-        ),
+        Some(journal) => Box::new(journal),
         None => Box::new(
             tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false).compact(),
         ),
     };
     // The filter is under the sink, so that it can be changed whatever the sink is.
     tracing_subscriber::registry().with(filter).with(sink).init();
-    Control(handle)
+    Control { filter: handle, journal: sender }
 }
 
 /// Our own lines at the level that was asked for, those of libraries only from warnings on.

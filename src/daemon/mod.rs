@@ -1,28 +1,44 @@
 //! The daemon: everything around the machine that touches the world.
 //!
 //! - [`config`]: the configuration file and every default.
+//! - `control`: what administrators ask of it.
+//! - `changes`: settings that were changed at run time.
 //! - `socket`: system calls around sockets, the timer, the clock.
 //! - `clients`: the clients' connections, with `session` for what they may say, `outbox` for what they have not read
 //!   yet, `peer` for who they are and `complaints` for how often the log hears of them.
-//! - `hub`: the machine and everybody it decides about.
+//! - `resume`: connections that outlive the daemon.
+//! - `lock`: GPU locks for those who ask over D-Bus.
+//! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
+//! - `host`: the host's memory.
 //! - `gpus`: NVML, with `overhead` for what it measures.
 //! - `bus_server`: the D-Bus object, in a thread of its own.
-//! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace.
+//! - `status`: what `systemctl status` shows.
+//! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace; `journal` and `messages` are the log
+//!   as the journal has it.
 //!
 //! One thread, this one, runs the scheduling loop; nothing that can take long happens on it.
 
 mod bus_server;
+mod changes;
 mod clients;
 mod complaints;
 pub mod config;
+mod control;
 mod gpus;
+pub mod host;
 mod hub;
+mod journal;
+mod lock;
 pub mod log;
+mod messages;
 mod outbox;
 mod overhead;
 mod peer;
+mod resume;
 mod session;
+mod shared;
 mod socket;
+mod status;
 mod systemd;
 mod trace;
 
@@ -36,12 +52,15 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{LocalSet, spawn_local};
-use tracing::{debug, info, warn};
+use tracing::{debug, error, info, warn};
 
-use bus_server::{Bus, BusServer, Request};
+use bus_server::{Bus, BusServer, Holders};
+use changes::Changes;
 use config::{Config, LogLevel};
+use control::Control;
 use gpus::{Ask, Report};
 use hub::Hub;
+use resume::Kept;
 use socket::{Bound, Kind};
 
 /// Where clients connect. The directory can be mounted into containers.
@@ -56,6 +75,9 @@ const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 /// Clients do nothing when nothing came from any of them for this long.
 const SAMPLE_QUIET: Duration = Duration::from_secs(2);
+
+/// How often the bus is told who holds which lock, at most.
+const FOLLOWED: Duration = Duration::from_millis(100);
 
 /// How often a stopped process is looked at.
 const STOPPED_PERIOD: Duration = Duration::from_millis(200);
@@ -79,11 +101,21 @@ pub struct Options {
 
 /// Why the daemon cannot start, as a sentence.
 #[derive(Debug)]
-pub struct StartError(String);
+pub struct StartError {
+    text: String,
+    /// It is in the journal already.
+    pub is_logged: bool,
+}
+
+impl StartError {
+    fn new(text: impl fmt::Display) -> Self {
+        Self { text: text.to_string(), is_logged: false }
+    }
+}
 
 impl fmt::Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.text)
     }
 }
 
@@ -91,20 +123,39 @@ impl std::error::Error for StartError {}
 
 /// Runs until SIGTERM or SIGINT. Call it from the only thread of the process.
 pub fn run(options: Options) -> Result<(), StartError> {
-    let config = Config::load(options.config.as_deref()).map_err(|e| StartError(e.to_string()))?;
-    let log = log::start(options.log_level.unwrap_or(config.log_level));
+    let config = Config::load(options.config.as_deref());
+    let level = config.as_ref().map_or(LogLevel::Info, |config| config.log_level);
+    let log = log::start(options.log_level.unwrap_or(level));
+    let result = config.map_err(StartError::new).and_then(|config| run_logged(options, config, log.clone()));
+    let result = result.map_err(|mut e| {
+        if log.is_journal() {
+            error!(name: "cannot-start", "{e}");
+            e.is_logged = true;
+        }
+        e
+    });
+    log.flush();
+    result
+}
+
+fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result<(), StartError> {
     if let Err(e) = socket::raise_descriptor_limit() {
         warn!("cannot raise the limit of file descriptors: {e}");
     }
     let sockets = Sockets::open(&options)?;
-    drop_capabilities();
+    drop_capabilities().map_err(|e| StartError::new(format!("cannot be sure to have no privilege: {e}")))?;
+    // From here on there are other threads, which have no more than this one.
+    log.begin();
+    systemd::start();
+    let changes = Changes::open(std::env::var_os("STATE_DIRECTORY").as_deref().map(Path::new));
+    changes.apply(&mut config.settings);
     let trace = options.trace.as_deref().map(trace::Trace::create).transpose();
-    let trace = trace.map_err(|e| StartError(format!("cannot write the trace: {e}")))?;
+    let trace = trace.map_err(|e| StartError::new(format!("cannot write the trace: {e}")))?;
 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
-    let runtime = runtime.map_err(|e| StartError(format!("cannot start: {e}")))?;
-    let result = LocalSet::new().block_on(&runtime, serve(options, config, log, sockets, trace));
-    result.map_err(|e| StartError(format!("cannot start: {e}")))
+    let runtime = runtime.map_err(|e| StartError::new(format!("cannot start: {e}")))?;
+    let result = LocalSet::new().block_on(&runtime, serve(Control { options, log, changes }, config, sockets, trace));
+    result.map_err(|e| StartError::new(format!("cannot start: {e}")))
 }
 
 /// The listening sockets, and what removes those that we bound ourselves.
@@ -112,19 +163,25 @@ struct Sockets {
     clients: OwnedFd,
     control: Option<OwnedFd>,
     clients_path: PathBuf,
+    kept: Vec<Kept>,
+    unknown: Vec<String>,
+    /// Its directory stays when this daemon ends.
+    in_lasting_directory: bool,
     _bound: Vec<Bound>,
 }
 
 impl Sockets {
     fn open(options: &Options) -> Result<Self, StartError> {
-        let given = systemd::activated().map_err(StartError)?;
+        let given = systemd::activated().map_err(StartError::new)?;
         let mut bound = Vec::new();
         let clients_path = options.socket.clone().unwrap_or_else(|| CLIENTS_SOCKET.into());
+        let mut in_lasting_directory = true;
         let clients = match given.clients {
             Some(socket) => socket,
             None => {
-                let (socket, ours) = socket::listen(&clients_path, Kind::Packets, CLIENTS_MODE)
-                    .map_err(|e| StartError(e.to_string()))?;
+                let (socket, ours) =
+                    socket::listen(&clients_path, Kind::Packets, CLIENTS_MODE).map_err(StartError::new)?;
+                in_lasting_directory = !ours.made_directory();
                 bound.push(ours);
                 socket
             }
@@ -138,7 +195,7 @@ impl Sockets {
                         bound.push(ours);
                         Some(socket)
                     }
-                    Err(e) if options.control_socket.is_some() => return Err(StartError(e.to_string())),
+                    Err(e) if options.control_socket.is_some() => return Err(StartError::new(e)),
                     Err(e) => {
                         warn!("there is no control socket: {e}");
                         None
@@ -146,7 +203,8 @@ impl Sockets {
                 }
             }
         };
-        Ok(Self { clients, control, clients_path, _bound: bound })
+        let (kept, unknown) = (given.kept, given.unknown);
+        Ok(Self { clients, control, clients_path, kept, unknown, in_lasting_directory, _bound: bound })
     }
 }
 
@@ -158,69 +216,95 @@ fn control_path(clients: &Path) -> PathBuf {
     Path::new(&control).join("control.sock")
 }
 
-/// Nothing after this needs a privilege: `/proc` and NVML answer everybody.
-fn drop_capabilities() {
+/// Nothing after this needs a privilege: `/proc` and NVML answer everybody. As a service it has none from the beginning.
+fn drop_capabilities() -> Result<(), String> {
     for set in [caps::CapSet::Ambient, caps::CapSet::Effective, caps::CapSet::Permitted, caps::CapSet::Inheritable] {
         if let Err(e) = caps::clear(None, set) {
-            debug!("cannot give up capabilities: {e}");
+            debug!("cannot give up capabilities: {e}"); // of a kind that this kernel does not have
+        }
+        let left = caps::read(None, set).map_err(|e| e.to_string())?;
+        if !left.is_empty() {
+            return Err(format!("it still has {left:?}"));
         }
     }
+    Ok(())
 }
 
 /// The scheduling loop.
 async fn serve(
-    options: Options,
+    mut control: Control,
     config: Config,
-    log: log::Control,
     sockets: Sockets,
     trace: Option<trace::Trace>,
 ) -> std::io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hang_up = signal(SignalKind::hangup())?;
-    let Sockets { clients, control, clients_path, _bound } = sockets;
+    let Sockets { clients, control: control_socket, clients_path, kept, unknown, in_lasting_directory, _bound } =
+        sockets;
+    unknown.iter().for_each(|name| systemd::forget(name));
     let (settings, watching) = watch::channel(config.settings.clone());
     let hub = Rc::new(RefCell::new(Hub::new(config, trace, settings)?));
 
+    if let Some(directory) = clients_path.parent().filter(|_| in_lasting_directory) {
+        hub.borrow_mut().provide_in(directory);
+    }
     let (report, mut reports) = mpsc::unbounded_channel();
     if let Some(ask) = gpus::start(report) {
         hub.borrow_mut().use_nvml(ask);
     }
     let (request, mut requests) = mpsc::unbounded_channel();
-    let bus = match &options {
+    let bus = match &control.options {
         Options { no_bus: true, .. } => Bus::None,
         Options { bus_address: Some(address), .. } => Bus::Address(address.clone()),
         _ => Bus::System,
     };
-    let (bus, attempted) = BusServer::start(bus, control, request, watching)?;
+    let (holders, following) = watch::channel(Holders::new());
+    let (bus, attempted) = BusServer::start(bus, control_socket, request, watching, following)?;
+    spawn_local(follow(hub.clone(), holders));
 
+    let (done, mut resumed) = watch::channel(false);
+    let shared = Rc::new(clients::Shared::new(resumed.clone()));
     spawn_local({
-        let hub = hub.clone();
+        let (hub, shared) = (hub.clone(), shared.clone());
         async move {
-            if let Err(e) = clients::accept(hub, clients).await {
-                tracing::error!("cannot accept programs any more: {e}");
+            resume::all(&hub, kept, &shared).await;
+            done.send_replace(true);
+        }
+    });
+    spawn_local({
+        let (hub, shared) = (hub.clone(), shared.clone());
+        async move {
+            if let Err(e) = clients::accept(hub, clients, shared).await {
+                error!("cannot accept programs any more: {e}");
             }
         }
     });
     spawn_local(ticks(hub.clone()));
     spawn_local(sample(hub.clone()));
     spawn_local(watch_stopped(hub.clone()));
-    if let Some(period) = systemd::watchdog_period() {
-        spawn_local(async move {
-            loop {
-                systemd::watchdog();
-                tokio::time::sleep(period).await;
+    spawn_local({
+        let hub = hub.clone();
+        async move {
+            let _ = resumed.wait_for(|resumed| *resumed).await;
+            let _ = tokio::time::timeout(BUS_PATIENCE, attempted).await;
+            systemd::ready();
+            if systemd::is_there() {
+                status::keep_current(hub).await;
             }
-        });
-    }
-    spawn_local(async move {
-        let _ = tokio::time::timeout(BUS_PATIENCE, attempted).await;
-        systemd::ready("Serving programs");
+        }
     });
-    info!("nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
+    info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
 
+    let watchdog = systemd::watchdog_period();
+    let mut feed = tokio::time::interval(watchdog.unwrap_or(Duration::from_secs(3600)));
     loop {
         tokio::select! {
+            // The machine has to get through an event, or systemd hears nothing.
+            _ = feed.tick(), if watchdog.is_some() => {
+                hub.borrow_mut().tick();
+                systemd::watchdog();
+            }
             Some(report) = reports.recv() => match report {
                 Report::Gpus(found) => hub.borrow_mut().gpus_found(found),
                 Report::Used(used) => {
@@ -228,19 +312,34 @@ async fn serve(
                     used.iter().for_each(|sample| hub.sample(sample));
                 }
             },
-            Some(request) = requests.recv() => answer(&hub, request, &options, &log),
+            Some(request) = requests.recv() => control.answer(&hub, &shared, request),
             _ = hang_up.recv() => {
-                let _ = reload(&hub, &options, &log);
+                let _ = control.reload(&hub);
             }
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
         }
     }
     systemd::stopping();
-    info!("nvshare-scheduler stops");
+    info!(name: "stopping", "nvshare-scheduler stops");
     hub.borrow_mut().stop();
     bus.stop();
     Ok(())
+}
+
+/// Tells the bus who holds which lock: turns change many times a second, and what is told does not.
+async fn follow(hub: Rc<RefCell<Hub>>, holders: watch::Sender<Holders>) {
+    let signals = hub.borrow().signals.clone();
+    loop {
+        signals.holders.notified().await;
+        let now = hub.borrow().holders();
+        holders.send_if_modified(|told| {
+            let changed = *told != now;
+            *told = now;
+            changed
+        });
+        tokio::time::sleep(FOLLOWED).await;
+    }
 }
 
 async fn ticks(hub: Rc<RefCell<Hub>>) {
@@ -253,6 +352,7 @@ async fn ticks(hub: Rc<RefCell<Hub>>) {
 /// Asks how much memory is in use: often while clients do something, rarely while they do nothing, never without any.
 async fn sample(hub: Rc<RefCell<Hub>>) {
     let signals = hub.borrow().signals.clone();
+    hub.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
             // Once more when everything of the last one is gone: the next one is told what there is.
@@ -261,6 +361,7 @@ async fn sample(hub: Rc<RefCell<Hub>>) {
             signals.activity.notified().await;
         }
         hub.borrow().ask_nvml(Ask::Sample);
+        hub.borrow_mut().sample_host();
         if socket::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
             tokio::time::sleep(SAMPLE_BUSY).await;
         } else {
@@ -280,44 +381,4 @@ async fn watch_stopped(hub: Rc<RefCell<Hub>>) {
             }
         }
     }
-}
-
-/// Answers the D-Bus object. Callers have been authorised there.
-fn answer(hub: &RefCell<Hub>, request: Request, options: &Options, log: &log::Control) {
-    // An answer that nobody waits for any more is no error.
-    match request {
-        Request::Clients(reply) => drop(reply.send(hub.borrow().list_clients())),
-        Request::Gpus(reply) => drop(reply.send(hub.borrow().list_gpus())),
-        Request::Set(change, reply) => {
-            let mut hub = hub.borrow_mut();
-            let mut config = hub.config.clone();
-            change.apply(&mut config.settings);
-            hub.configure(config);
-            let _ = reply.send(());
-        }
-        Request::Reload(reply) => drop(reply.send(reload(hub, options, log))),
-    }
-}
-
-/// Reads the configuration file again. One that is wrong changes nothing.
-fn reload(hub: &RefCell<Hub>, options: &Options, log: &log::Control) -> Result<(), String> {
-    systemd::reloading();
-    let result = match Config::load(options.config.as_deref()) {
-        Ok(config) => {
-            log.set(options.log_level.unwrap_or(config.log_level));
-            hub.borrow_mut().configure(config);
-            info!("the configuration was read again");
-            Ok(())
-        }
-        Err(e) => {
-            warn!("the configuration stays as it was: {e}");
-            Err(e.to_string())
-        }
-    };
-    systemd::ready(if result.is_ok() {
-        "Serving programs"
-    } else {
-        "Serving programs; the configuration file is wrong"
-    });
-    result
 }

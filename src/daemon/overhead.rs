@@ -76,6 +76,28 @@ impl Overhead {
         self.told
     }
 
+    /// What each client has mapped, whatever it says: what NVML says of its process less its context. NVML does not see
+    /// some processes (in another PID namespace, or where it has no figures for processes): what such a client has is
+    /// what it says and all that nobody accounts for. `None` where that cannot be said now.
+    pub fn present(&self, sample: &Sample, clients: &[Attached], context: u64) -> Option<BTreeMap<ClientId, u64>> {
+        let mapped = clients.iter().map(|client| client.mapped).fold(0, u64::saturating_add);
+        let surplus =
+            self.told.filter(|_| sample.steady).map(|told| sample.used.saturating_sub(told.saturating_add(mapped)));
+        let has = |client: &Attached| {
+            let bytes = match sample.processes.get(&client.pid) {
+                Some(used) => {
+                    let context = self.contexts.get(&client.client).copied().unwrap_or(context);
+                    // A process may be several clients.
+                    let fellows = clients.iter().filter(|c| c.pid == client.pid && c.client != client.client);
+                    fellows.fold(used.saturating_sub(context), |rest, fellow| rest.saturating_sub(fellow.mapped))
+                }
+                None => client.mapped.saturating_add(surplus?),
+            };
+            Some((client.client, bytes.saturating_sub(WORTH_TELLING)))
+        };
+        clients.iter().map(has).collect()
+    }
+
     /// What was told last.
     pub fn told(&self) -> Option<u64> {
         self.told
@@ -92,7 +114,7 @@ mod tests {
 
     fn sample(used: u64, processes: &[(u32, u64)]) -> Sample {
         let processes = processes.iter().map(|(pid, mib)| (*pid, mib * MIB)).collect();
-        Sample { gpu: GpuId(Uuid([0; 16])), begun: Default::default(), used: used * MIB, processes }
+        Sample { gpu: GpuId(Uuid([0; 16])), begun: Default::default(), steady: true, used: used * MIB, processes }
     }
 
     fn client(id: u64, mapped: u64, at_rest: bool) -> Attached {
@@ -155,6 +177,30 @@ mod tests {
         assert_eq!(overhead.sample(&sample(6500, &[]), &clients, CONTEXT, |_| false), Some(1500 * MIB));
         let moving = [client(1, 4000, true), client(2, 1000, false)];
         assert_eq!(overhead.sample(&sample(9000, &[]), &moving, CONTEXT, |_| false), None);
+    }
+
+    #[test]
+    fn what_a_client_has_is_what_its_process_has_less_its_context() {
+        let mut overhead = Overhead::default();
+        overhead.sample(&sample(9000, &[(1, 4500), (2, 1500)]), &[client(1, 4000, true)], CONTEXT, |_| false);
+        // It says that it has freed 3 GiB, and has freed 1.
+        let clients = [client(1, 1000, false), client(2, 900, false)];
+        let present = overhead.present(&sample(8000, &[(1, 3500), (2, 1500)]), &clients, CONTEXT).expect("figures");
+        assert_eq!(present[&ClientId(1)], 2998 * MIB);
+        assert_eq!(present[&ClientId(2)], 898 * MIB, "a context that was never measured is guessed");
+    }
+
+    #[test]
+    fn what_nobody_accounts_for_may_be_anybodys_whose_process_is_not_seen() {
+        let mut overhead = Overhead::default();
+        let clients = [client(1, 4000, true), client(2, 1000, true)];
+        overhead.sample(&sample(6500, &[]), &clients, CONTEXT, |_| false);
+        let clients = [client(1, 1000, false), client(2, 1000, true)];
+        let present = overhead.present(&sample(5000, &[]), &clients, CONTEXT).expect("figures");
+        assert_eq!((present[&ClientId(1)], present[&ClientId(2)]), (2498 * MIB, 2498 * MIB));
+        let unsteady = Sample { steady: false, ..sample(5000, &[]) };
+        assert_eq!(overhead.present(&unsteady, &clients, CONTEXT), None);
+        assert_eq!(overhead.present(&sample(3500, &[]), &clients, CONTEXT).expect("figures")[&ClientId(1)], 998 * MIB);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Who a client is, as the kernel says: its user, process, command line, systemd unit and container. A client never
-//! says any of this itself.
+//! says any of this itself, but for the name and the reason of one that is no program but holds a lock for somebody.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -15,11 +15,23 @@ pub struct Identity {
     pub name: String,
     /// The command line, which only its user and root may see.
     pub command: String,
+    /// What it wants the lock for, where it says so.
+    pub why: String,
     /// The systemd unit, like `session-2.scope` or `jupyter.service`; empty where there is none.
     pub unit: String,
     pub slice: String,
     /// The id of its container, shortened as container tools show it; empty where there is none.
     pub container: String,
+    /// The kernel said where it belongs: where nothing is said of a container, there is none.
+    pub placed: bool,
+}
+
+impl Identity {
+    /// Whether one of the two may open memory that the other exports: they are of one user, in one container or both in
+    /// none. Of a process that cannot be seen, the container is not known.
+    pub fn may_share_with(&self, other: &Self) -> bool {
+        self.placed && other.placed && (self.uid, &self.container) == (other.uid, &other.container)
+    }
 }
 
 /// What the kernel knows of the process at the other end, and a descriptor that tells of its death.
@@ -31,7 +43,9 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
         let read = |file: &str| std::fs::read(format!("/proc/{}/{file}", identity.pid)).unwrap_or_default();
         identity.name = printable(&read("comm"));
         identity.command = command_line(&read("cmdline"));
-        let place = place(&String::from_utf8_lossy(&read("cgroup")));
+        let cgroup = read("cgroup");
+        let place = place(&String::from_utf8_lossy(&cgroup));
+        identity.placed = !cgroup.is_empty();
         (identity.unit, identity.slice, identity.container) = (place.unit, place.slice, place.container);
     }
     Ok((identity, pidfd))
@@ -44,6 +58,15 @@ pub fn is_stopped(pid: i32) -> bool {
     }
     let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
     matches!(state(&stat), Some(b'T' | b't'))
+}
+
+/// When a process began, as `/proc/PID/stat` counts it: with its number this is a name that is never used twice.
+pub fn began(pid: i32) -> Option<u64> {
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let end = stat.iter().rposition(|b| *b == b')')?;
+    // The 22nd field; the state after the name is the third.
+    let rest = std::str::from_utf8(stat.get(end + 2..)?).ok()?;
+    rest.split(' ').nth(22 - 3)?.parse().ok()
 }
 
 /// The state letter of `/proc/PID/stat`. The name before it is in parentheses and may contain some itself.
@@ -138,6 +161,18 @@ mod tests {
         for (text, expected) in cases {
             let place = place(&text);
             assert_eq!([place.unit, place.slice, place.container], expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn memory_is_shared_within_a_user_and_a_container_only() {
+        let process =
+            |uid, container: &str, placed| Identity { uid, container: container.into(), placed, ..Identity::default() };
+        let one = process(1000, "a", true);
+        assert!(one.may_share_with(&process(1000, "a", true)));
+        for other in [(1001, "a", true), (1000, "b", true), (1000, "", true), (1000, "a", false)] {
+            let other = process(other.0, other.1, other.2);
+            assert!(!one.may_share_with(&other) && !other.may_share_with(&one), "{other:?}");
         }
     }
 

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use nvshare_wire::client::GpuKind;
+use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::{ClientMessage, MAX_SLOTS, SlotSet, WireError};
 
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
@@ -18,6 +18,7 @@ pub enum Violation {
     Wire(WireError),
     NotHello,
     SecondHello,
+    Held,
     Slot { slot: u32 },
     SlotTaken { slot: u32 },
     GpuTaken { slot: u32, gpu: GpuId },
@@ -34,6 +35,7 @@ impl fmt::Display for Violation {
             Self::Wire(error) => error.fmt(f),
             Self::NotHello => f.write_str("the first message is not Hello"),
             Self::SecondHello => f.write_str("a second Hello"),
+            Self::Held => f.write_str("a claim to locks, for which it was not asked"),
             Self::Slot { slot } => write!(f, "slot {slot}: there are slots 0 to {}", MAX_SLOTS - 1),
             Self::SlotTaken { slot } => write!(f, "slot {slot} is attached already"),
             Self::GpuTaken { slot, gpu } => write!(f, "GPU {} is attached already, as slot {slot}", gpu.0),
@@ -64,11 +66,19 @@ pub enum Meaning {
         kind: GpuKind,
         total: u64,
         name: String,
+        reason: EngineReason,
     },
     Memory {
         gpu: GpuId,
         report: MemoryReport,
         device_free: Option<u64>,
+        /// Bytes of host memory that it holds.
+        host: u64,
+    },
+    /// About memory that one program lets another use, on that GPU where it names one.
+    Shared {
+        message: ClientMessage,
+        gpu: Option<GpuId>,
     },
 }
 
@@ -90,14 +100,15 @@ impl Session {
         let client = self.client;
         Ok(match ClientMessage::decode(packet, self.version)? {
             ClientMessage::Hello { .. } => return Err(Violation::SecondHello),
-            ClientMessage::Attach { slot, uuid, kind, engine, total, name } => {
+            ClientMessage::Held { .. } => return Err(Violation::Held),
+            ClientMessage::Attach { slot, uuid, kind, engine, total, name, reason } => {
                 let gpu = GpuId(uuid);
                 if total == 0 || total > MAX_BYTES {
                     return Err(Violation::Bytes { field: "total", bytes: total });
                 }
                 self.attach(slot, gpu)?;
                 let event = Event::Attached { client, gpu, engine };
-                Meaning::Attach { event, slot, gpu, kind, total, name: name.as_str().to_owned() }
+                Meaning::Attach { event, slot, gpu, kind, total, name: name.as_str().to_owned(), reason }
             }
             ClientMessage::Detach { slot } => {
                 let gpu = self.gpu(slot)?;
@@ -106,17 +117,29 @@ impl Session {
                 }
                 Meaning::Event(Event::Detached { client, gpu })
             }
-            ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free } => {
+            ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host } => {
                 let gpu = self.gpu(slot)?;
-                for (field, bytes) in [("demand", demand), ("mapped", mapped), ("swapped", swapped), ("pinned", pinned)]
+                for (field, bytes) in
+                    [("demand", demand), ("mapped", mapped), ("swapped", swapped), ("pinned", pinned), ("host", host)]
                 {
                     if bytes > MAX_BYTES {
                         return Err(Violation::Bytes { field, bytes });
                     }
                 }
                 // Pinned bytes are a part of the mapped ones.
-                let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped) };
-                Meaning::Memory { gpu, report, device_free: (device_free != u64::MAX).then_some(device_free) }
+                let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
+                // An older library says only what has contents.
+                let host = host.max(swapped);
+                Meaning::Memory { gpu, report, device_free: (device_free != u64::MAX).then_some(device_free), host }
+            }
+            ClientMessage::Wish { slot, bytes } => {
+                Meaning::Event(Event::Wished { client, gpu: self.gpu(slot)?, bytes })
+            }
+            ClientMessage::Fullness { slot, permille } => {
+                Meaning::Event(Event::Fullness { client, gpu: self.gpu(slot)?, permille })
+            }
+            ClientMessage::Squeeze { slot, bytes } => {
+                Meaning::Event(Event::Squeezed { client, gpu: self.gpu(slot)?, bytes })
             }
             ClientMessage::Request { gpus } => {
                 Meaning::Event(Event::Requested { client, gpus: self.gpus(gpus, "Request")? })
@@ -131,6 +154,17 @@ impl Session {
             ClientMessage::Stuck { gpus, reason } => {
                 Meaning::Event(Event::Stuck { client, gpus: self.gpus(gpus, "Stuck")?, reason })
             }
+            message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
+                if bytes > MAX_BYTES {
+                    return Err(Violation::Bytes { field: "bytes", bytes });
+                }
+                Meaning::Shared { message, gpu: self.slots.get(slot as usize).copied().flatten() }
+            }
+            message @ (ClientMessage::Exporter { .. }
+            | ClientMessage::Open { .. }
+            | ClientMessage::Withdrawn { .. }
+            | ClientMessage::Adopted { .. }
+            | ClientMessage::Closed { .. }) => Meaning::Shared { message, gpu: None },
         })
     }
 
@@ -142,6 +176,11 @@ impl Session {
     /// The slots of those GPUs; one that was detached meanwhile is left out.
     pub fn slots(&self, gpus: &GpuSet) -> SlotSet {
         gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
+    }
+
+    /// The GPUs of those slots; one that is not attached is left out.
+    pub fn known(&self, set: SlotSet) -> GpuSet {
+        (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).filter_map(|slot| self.gpu(slot).ok()).collect()
     }
 
     fn attach(&mut self, slot: u32, gpu: GpuId) -> Result<(), Violation> {

@@ -11,6 +11,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nvshare_wire::MAX_DESCRIPTORS;
 use tokio::io::unix::AsyncFd;
 
 /// What kind of socket.
@@ -85,6 +86,13 @@ pub struct Bound {
     /// Held for as long as the socket is ours.
     _lock: File,
     made_directory: Option<PathBuf>,
+}
+
+impl Bound {
+    /// Whether the directory goes away with the socket.
+    pub fn made_directory(&self) -> bool {
+        self.made_directory.is_some()
+    }
 }
 
 impl Drop for Bound {
@@ -228,6 +236,12 @@ pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
 }
 
+/// Ends a connection for everybody who has it: both sides read the end.
+pub fn hang_up(socket: BorrowedFd<'_>) {
+    // SAFETY: a plain call on a descriptor that lives.
+    unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };
+}
+
 /// Whether a socket that somebody gave us listens and is of that kind.
 pub fn is_listening(socket: BorrowedFd<'_>, kind: Kind) -> bool {
     option::<libc::c_int>(socket, libc::SO_ACCEPTCONN).is_ok_and(|listens| listens == 1)
@@ -246,11 +260,34 @@ pub fn prepare(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Receives one packet. Returns its real length, which is more than the buffer's where it was cut off; 0 is the end.
-pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
-    // SAFETY: the kernel writes at most `buffer.len()` bytes. With MSG_TRUNC the result may be larger.
-    let n = unsafe { libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_TRUNC) };
-    usize::try_from(n).map_err(|_| io::Error::last_os_error())
+/// Room for the descriptors of one packet; the kernel closes those beyond.
+#[repr(C, align(8))]
+struct Control([u8; 16 + 4 * MAX_DESCRIPTORS]);
+
+/// Receives one packet and the descriptors that came with it. Returns its real length, which is more than the buffer's
+/// where it was cut off; 0 is the end.
+pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut control = Control([0; _]);
+    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: the kernel writes at most `buffer.len()` bytes, and as many of `control` as it has. With MSG_TRUNC the
+    // result may be larger. The descriptors are new and nobody else's.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+        (message.msg_control, message.msg_controllen) = (control.0.as_mut_ptr().cast(), control.0.len() as _);
+        let n = libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_TRUNC | libc::MSG_CMSG_CLOEXEC);
+        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+        let mut header = libc::CMSG_FIRSTHDR(&message);
+        while let Some(found) = header.as_ref() {
+            if (found.cmsg_level, found.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let data = libc::CMSG_DATA(header).cast::<libc::c_int>();
+                let count = (found.cmsg_len - libc::CMSG_LEN(0) as usize) / size_of::<libc::c_int>();
+                descriptors.extend((0..count).map(|i| OwnedFd::from_raw_fd(data.add(i).read_unaligned())));
+            }
+            header = libc::CMSG_NXTHDR(&message, header);
+        }
+        Ok(n)
+    }
 }
 
 /// Sends one packet, or says `WouldBlock`.
@@ -259,6 +296,44 @@ pub fn send(socket: BorrowedFd<'_>, packet: &[u8]) -> io::Result<()> {
     // SAFETY: the kernel reads `packet.len()` bytes.
     let n = unsafe { libc::send(socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), flags) };
     if n < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Sends one packet with descriptors, or says `WouldBlock`.
+pub fn send_with(socket: BorrowedFd<'_>, packet: &[u8], descriptors: &[OwnedFd]) -> io::Result<()> {
+    if descriptors.is_empty() {
+        return send(socket, packet);
+    }
+    let descriptors = descriptors.get(..MAX_DESCRIPTORS).unwrap_or(descriptors);
+    let bytes = size_of_val(descriptors);
+    let mut control = Control([0; _]);
+    let mut part = libc::iovec { iov_base: packet.as_ptr().cast_mut().cast(), iov_len: packet.len() };
+    // SAFETY: the kernel reads `packet.len()` bytes and the control message, which has room for so many descriptors.
+    let n = unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = libc::CMSG_SPACE(bytes as u32) as _;
+        let header = &mut *libc::CMSG_FIRSTHDR(&message);
+        (header.cmsg_level, header.cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
+        header.cmsg_len = libc::CMSG_LEN(bytes as u32) as _;
+        let data = libc::CMSG_DATA(header).cast::<libc::c_int>();
+        descriptors.iter().enumerate().for_each(|(i, fd)| data.add(i).write_unaligned(fd.as_raw_fd()));
+        libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
+    };
+    if n < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Two ends of one connection, for packets.
+pub fn packet_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut ends = [-1; 2];
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: room for two descriptors, which are ours alone once the call has succeeded.
+    unsafe {
+        if libc::socketpair(libc::AF_UNIX, kind, 0, ends.as_mut_ptr()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok((OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1])))
+    }
 }
 
 /// Who connected, as the kernel remembers it. `pid` is 0 for a process that our PID namespace cannot see.

@@ -1,26 +1,40 @@
 //! What systemd gives the daemon and wants to hear from it. Without systemd all of this does nothing.
+//!
+//! What it is told goes through a thread of its own: systemd reads when it has time, and the scheduling loop waits for
+//! nobody.
 
-use std::os::fd::{AsFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::OnceLock;
+use std::sync::mpsc::{self, Sender};
+use std::thread;
 use std::time::Duration;
 
 use libsystemd::activation;
 use sd_notify::NotifyState;
 use tracing::warn;
 
+use super::resume::{Kept, Name};
 use super::socket::{self, Kind};
 
 /// The names of the descriptors in `nvshare.socket` (`FileDescriptorName=`).
 const CLIENTS: &str = "clients";
 const CONTROL: &str = "control";
 
-/// The listening sockets that systemd opened for us.
+/// How long a daemon that ends waits for systemd to read what it was told.
+const STOP_PATIENCE: Duration = Duration::from_millis(300);
+
+/// The descriptors that systemd has for us.
 #[derive(Debug, Default)]
 pub struct Activated {
     pub clients: Option<OwnedFd>,
     pub control: Option<OwnedFd>,
+    /// Connections of the daemon before.
+    pub kept: Vec<Kept>,
+    /// Names of descriptors that nobody needs.
+    pub unknown: Vec<String>,
 }
 
-/// Takes over the sockets. Call it once, before there are other threads: it changes the environment.
+/// Takes over the descriptors. Call it once, before there are other threads: it changes the environment.
 pub fn activated() -> Result<Activated, String> {
     let given = activation::receive_descriptors_with_names(true)
         .map_err(|e| format!("cannot take over the sockets that systemd passed: {e}"))?;
@@ -28,11 +42,18 @@ pub fn activated() -> Result<Activated, String> {
     for (descriptor, name) in given {
         // SAFETY: systemd passed this descriptor to this process, and nothing else here knows of it.
         let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
+        if let Some(name) = Name::parse(&name) {
+            if socket::prepare(fd.as_fd()).is_ok() {
+                sockets.kept.push(Kept { name, socket: fd });
+            }
+            continue;
+        }
         let (place, kind) = match name.as_str() {
             CLIENTS => (&mut sockets.clients, Kind::Packets),
             CONTROL => (&mut sockets.control, Kind::Stream),
             _ => {
-                warn!("systemd passed a descriptor named {name:?}, which is neither {CLIENTS:?} nor {CONTROL:?}");
+                warn!("systemd passed a descriptor named {name:?}, of which this version knows nothing");
+                sockets.unknown.push(name);
                 continue;
             }
         };
@@ -47,23 +68,86 @@ pub fn activated() -> Result<Activated, String> {
     Ok(sockets)
 }
 
-pub fn ready(status: &str) {
-    tell(&[NotifyState::Ready, NotifyState::Status(status)]);
+enum Note {
+    Say(String),
+    /// Has systemd keep a descriptor.
+    Keep(String, OwnedFd),
+    /// Everything before this has been said.
+    Said(Sender<()>),
+}
+
+static NOTES: OnceLock<Sender<Note>> = OnceLock::new();
+
+/// Begins to tell systemd things, if it started us.
+pub fn start() {
+    if std::env::var_os("NOTIFY_SOCKET").is_none() {
+        return;
+    }
+    let (sender, notes) = mpsc::channel();
+    let thread = thread::Builder::new().name("systemd".into()).spawn(move || {
+        for note in notes {
+            let told = match note {
+                Note::Say(text) => sd_notify::notify(&[NotifyState::Custom(&text)]),
+                Note::Keep(name, fd) => {
+                    let keep = [NotifyState::FdStore, NotifyState::FdName(&name)];
+                    sd_notify::notify_with_fds(&keep, &[fd.as_fd()])
+                }
+                Note::Said(reply) => {
+                    let _ = reply.send(());
+                    Ok(())
+                }
+            };
+            if let Err(e) = told {
+                warn!("cannot notify systemd: {e}");
+            }
+        }
+    });
+    match thread {
+        Ok(_) => drop(NOTES.set(sender)),
+        Err(e) => warn!("cannot notify systemd: no thread for it: {e}"),
+    }
+}
+
+/// Whether systemd listens.
+pub fn is_there() -> bool {
+    NOTES.get().is_some()
+}
+
+fn tell(note: impl FnOnce() -> Note) {
+    if let Some(notes) = NOTES.get() {
+        let _ = notes.send(note());
+    }
+}
+
+fn say(states: &[NotifyState<'_>]) {
+    tell(|| Note::Say(states.iter().map(|state| state.to_string()).collect::<Vec<_>>().join("\n")));
+}
+
+pub fn ready() {
+    say(&[NotifyState::Ready]);
+}
+
+pub fn status(status: &str) {
+    say(&[NotifyState::Status(status)]);
 }
 
 pub fn reloading() {
     match NotifyState::monotonic_usec_now() {
-        Ok(now) => tell(&[NotifyState::Reloading, now]),
-        Err(_) => tell(&[NotifyState::Reloading]),
+        Ok(now) => say(&[NotifyState::Reloading, now]),
+        Err(_) => say(&[NotifyState::Reloading]),
     }
 }
 
+/// The last thing that it hears.
 pub fn stopping() {
-    tell(&[NotifyState::Stopping]);
+    say(&[NotifyState::Stopping]);
+    let (reply, said) = mpsc::channel();
+    tell(|| Note::Said(reply));
+    let _ = said.recv_timeout(STOP_PATIENCE);
 }
 
 pub fn watchdog() {
-    tell(&[NotifyState::Watchdog]);
+    say(&[NotifyState::Watchdog]);
 }
 
 /// How often systemd has to hear from the scheduling loop: twice as often as it would give up.
@@ -71,8 +155,21 @@ pub fn watchdog_period() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| limit / 2)
 }
 
-fn tell(state: &[NotifyState<'_>]) {
-    if let Err(e) = sd_notify::notify(state) {
-        warn!("cannot notify systemd: {e}");
+/// Has systemd keep a connection for the daemon after this one. `false`: it will not.
+pub fn keep(name: &str, connection: BorrowedFd<'_>) -> bool {
+    if !is_there() {
+        return false;
     }
+    match connection.try_clone_to_owned() {
+        Ok(copy) => {
+            tell(|| Note::Keep(name.to_owned(), copy));
+            true
+        }
+        Err(_) => false,
+    }
+}
+
+/// Has systemd close what it keeps under that name.
+pub fn forget(name: &str) {
+    say(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
 }

@@ -1,7 +1,7 @@
 //! The vocabulary of the machine: ids and time, what happens ([`Event`]), what is to be done ([`Command`]), and the
 //! settings an administrator changes ([`Settings`]).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 pub use nvshare_wire::Uuid;
@@ -18,6 +18,10 @@ pub struct GpuId(pub Uuid);
 /// A client, for as long as its process lives. Never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientId(pub u64);
+
+/// Whose client it is. Users take turns, whatever the number of their clients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct UserId(pub u32);
 
 /// A set of GPUs. Ordered, so that the machine is deterministic.
 pub type GpuSet = BTreeSet<GpuId>;
@@ -39,6 +43,8 @@ pub enum AntiThrash {
 pub struct Settings {
     /// How long a holder keeps the GPU lock while somebody waits who cannot be admitted beside it.
     pub time_quantum: Duration,
+    /// Quanta are shortened, in [`AntiThrash::Auto`], so that nobody waits longer for a turn; 0: never.
+    pub max_wait: Duration,
     pub anti_thrash: AntiThrash,
     /// Bytes of each GPU that are never promised to anybody.
     pub reserve: u64,
@@ -54,6 +60,24 @@ pub struct MemoryReport {
     pub mapped: u64,
     pub swapped: u64,
     pub pinned: u64,
+    pub limit_ack: u32,
+}
+
+/// Why none of a client's memory can leave a GPU now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stay {
+    /// The host has no room for it.
+    HostFull,
+    /// Its contexts do not work any more.
+    Broken,
+    /// It was asked for memory and has not answered for long.
+    Late,
+    /// Its process is stopped.
+    Stopped,
+    /// It was asked for the lock and cannot give it.
+    Undrainable,
+    /// It was measured to be there, though the client says that it has left. Its other memory can leave.
+    Unfreed,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,11 +97,24 @@ pub enum Event {
         gpu: GpuId,
         bytes: u64,
     },
+    /// What clients have on a GPU, their contexts left out, as measured at a moment that was not before `begun`. Who is not
+    /// named could not be measured, and is believed. The answer to `Command::Measure`, and unasked.
+    Present {
+        gpu: GpuId,
+        begun: Time,
+        bytes: BTreeMap<ClientId, u64>,
+    },
+    /// Bytes of host memory that promises to clients may count on, over all GPUs. Until the first such event there is no
+    /// bound.
+    HostMemory {
+        bytes: u64,
+    },
 
     /// `gang`: clients with the same key that is not 0 are granted and revoked together.
     Connected {
         client: ClientId,
         gang: u64,
+        user: UserId,
     },
     /// The client is gone (its connection closed or its process died): nothing of it is left on any GPU.
     Disconnected {
@@ -99,6 +136,25 @@ pub enum Event {
         gpu: GpuId,
         report: MemoryReport,
     },
+    /// Needs a limit of so many bytes. Answered by a limit that is as high, or by `Command::Denied`.
+    Wished {
+        client: ClientId,
+        gpu: GpuId,
+        bytes: u64,
+    },
+    /// The driver found no memory for something of its own. Answered by `Command::Room`.
+    Squeezed {
+        client: ClientId,
+        gpu: GpuId,
+        bytes: u64,
+    },
+    /// How full it keeps a GPU that it holds, in thousandths: the share of the time in which submitted work waits there.
+    /// More than 1100: it wants nobody beside it.
+    Fullness {
+        client: ClientId,
+        gpu: GpuId,
+        permille: u32,
+    },
     /// Wants the lock of all of `gpus`, which it has attached, at once.
     Requested {
         client: ClientId,
@@ -113,6 +169,11 @@ pub enum Event {
         gpus: GpuSet,
         reason: ReleaseReason,
         busy: Duration,
+    },
+    /// Has had the lock of those GPUs since before this machine was there: granted by the one before it.
+    Held {
+        client: ClientId,
+        gpus: GpuSet,
     },
     /// Was asked to release and cannot now.
     Stuck {
@@ -135,8 +196,24 @@ pub enum Command {
         client: ClientId,
         gpu: GpuId,
     },
-    /// The most this client's demand can be.
+    /// The most this client's demand can be. `seq` counts up from 1 for each client and GPU; `most` is what the limit can be
+    /// at most, `spare` what it may keep of host memory that holds nothing.
     Limit {
+        client: ClientId,
+        gpu: GpuId,
+        bytes: u64,
+        seq: u32,
+        most: u64,
+        spare: u64,
+    },
+    /// The limit that it wished for cannot be had.
+    Denied {
+        client: ClientId,
+        gpu: GpuId,
+        bytes: u64,
+    },
+    /// So much is free, and kept for the client for a moment.
+    Room {
         client: ClientId,
         gpu: GpuId,
         bytes: u64,
@@ -156,6 +233,12 @@ pub enum Command {
         client: ClientId,
         gpus: GpuSet,
     },
+    /// To a holder: so many bytes of it are likely to be asked for when its turn is over.
+    Prepare {
+        client: ClientId,
+        gpu: GpuId,
+        bytes: u64,
+    },
     /// To a holder: that many wait; release when idle for `grace`. With 0 waiters: nobody waits any more.
     Contended {
         client: ClientId,
@@ -172,6 +255,17 @@ pub enum Command {
     /// `Event::Stopped`).
     Probe {
         client: ClientId,
+    },
+    /// To nobody: somebody waits for bytes on that GPU that clients say are gone, and nothing else does (answer with
+    /// `Event::Present`).
+    Measure {
+        gpu: GpuId,
+    },
+    /// To nobody, for people: from now on memory of it cannot leave that GPU, and others are asked for theirs.
+    Stays {
+        client: ClientId,
+        gpu: GpuId,
+        why: Stay,
     },
     /// To nobody, for people: from now on these GPUs are scheduled around this holder, which cannot drain.
     Undrainable {

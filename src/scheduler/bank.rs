@@ -4,8 +4,11 @@
 //! An account's *charge* is the most that its client can have mapped at this moment, whatever messages are still on
 //! their way. Σ charge ≤ capacity is what makes a promise of bytes safe.
 
-use super::api::{ClientId, MemoryReport, Time};
-use std::collections::{BTreeSet, VecDeque};
+use super::{
+    api::{ClientId, MemoryReport, Time, UserId},
+    doubt::Doubt,
+};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 /// No report counts for more bytes than this (16 TiB), so that sums of absurd reports cannot overflow.
@@ -22,6 +25,8 @@ const MEASURABLE: u64 = 64 << 20;
 pub(super) struct Eviction {
     pub seq: u32,
     pub since: Time,
+    /// When it was asked for, or bytes last left.
+    pub progress: Time,
     mapped: u64,
 }
 
@@ -32,6 +37,7 @@ pub(super) struct Account {
     pub charge: u64,
     pub report: MemoryReport,
     pub eviction: Option<Eviction>,
+    pub doubt: Doubt,
     seq: u32,
     /// Allowances that the client may still be acting on, newest last: every one is smaller than the one before it,
     /// because an earlier and smaller one never decides what can be mapped.
@@ -50,13 +56,15 @@ struct Sums {
     coming: u64,
     /// Could be evicted now, which is not so for a holder's bytes.
     evictable: u64,
+    doubted: u64,
     last_run: Option<Time>,
 }
 
 impl Account {
     /// The allowances to send so that it ends at `bytes`: one, or several on the way down.
     pub fn set(&mut self, now: Time, bytes: u64) -> Vec<(u32, u64)> {
-        let start = self.allowance.min(self.report.mapped);
+        // What it was allowed last it may have mapped without having said so.
+        let start = if self.report.ack == self.seq { self.allowance.min(self.report.mapped) } else { self.allowance };
         let mut send = Vec::new();
         if bytes < self.allowance {
             let far = start.saturating_sub(bytes);
@@ -65,11 +73,11 @@ impl Account {
                 send.push(start - far / steps * i);
             }
             let seq = self.seq.wrapping_add(send.len() as u32 + 1);
-            let (since, mapped) = match &self.eviction {
-                Some(e) => (e.since, e.mapped),
-                None => (now, self.report.mapped),
+            let (since, progress, mapped) = match &self.eviction {
+                Some(e) => (e.since, e.progress, e.mapped),
+                None => (now, now, self.report.mapped),
             };
-            self.eviction = Some(Eviction { seq, since, mapped });
+            self.eviction = Some(Eviction { seq, since, progress, mapped });
         }
         send.push(bytes);
         self.allowance = bytes;
@@ -96,13 +104,20 @@ impl Account {
         report.swapped = report.swapped.min(MOST);
         report.mapped = report.mapped.min(MOST).max(report.pinned);
         report.ack = report.ack.min(self.seq).max(self.report.ack);
+        if let Some(eviction) = self.eviction.as_mut().filter(|_| report.mapped < self.report.mapped) {
+            eviction.progress = now;
+        }
         self.report = report;
         // From the state that it reports, it can go to any allowance from the acknowledged one on. Steps grow smaller,
         // so the first that remains is the largest.
         while self.steps.front().is_some_and(|(seq, _)| *seq < report.ack) {
             self.steps.pop_front();
         }
+        let before = self.charge;
         self.charge = self.steps.front().map_or(0, |(_, b)| *b).max(self.allowance).max(report.mapped);
+        if self.charge < before {
+            self.doubt.fell(now, before);
+        }
         let done = self.eviction.take_if(|e| e.seq <= report.ack)?;
         let moved = done.mapped.saturating_sub(report.mapped);
         (moved >= MEASURABLE).then(|| (moved, now.saturating_sub(done.since)))
@@ -125,11 +140,13 @@ impl Account {
         } else {
             self.charge.saturating_sub(self.allowance.max(self.report.pinned))
         };
+        let present = self.doubt.present();
         Sums {
-            charge: self.charge,
-            fixed: self.charge.saturating_sub(movable).saturating_sub(coming),
+            charge: self.charge.saturating_add(present),
+            fixed: self.charge.saturating_sub(movable).saturating_sub(coming).saturating_add(present),
             coming,
             evictable: if idle_since.is_some() { movable } else { 0 },
+            doubted: self.doubted(),
             last_run: idle_since.filter(|_| movable > 0),
         }
     }
@@ -146,6 +163,8 @@ pub(super) struct Bank {
     pub fixed: u64,
     pub coming: u64,
     pub evictable: u64,
+    /// In doubt, by the users whose clients say that it is gone.
+    pub doubted: BTreeMap<UserId, u64>,
     /// Those with evictable bytes, least recently run first.
     pub lru: BTreeSet<(Time, ClientId)>,
     /// `fixed` fell since this was last cleared: who could not be served may be served now.
@@ -155,17 +174,23 @@ pub(super) struct Bank {
 impl Bank {
     /// Brings the sums up to date with an account. `stays`: nothing of it can leave now. `idle_since` is when it last
     /// ran, `None` for a holder.
-    pub fn enter(&mut self, client: ClientId, account: &mut Account, stays: bool, idle_since: Option<Time>) {
+    pub fn enter(
+        &mut self,
+        (client, user): (ClientId, UserId),
+        account: &mut Account,
+        stays: bool,
+        idle_since: Option<Time>,
+    ) {
         let new = account.divide(stays, idle_since);
-        self.replace(client, account.sums, new);
+        self.replace((client, user), account.sums, new);
         account.sums = new;
     }
 
-    pub fn leave(&mut self, client: ClientId, account: &Account) {
+    pub fn leave(&mut self, client: (ClientId, UserId), account: &Account) {
         self.replace(client, account.sums, Sums::default());
     }
 
-    fn replace(&mut self, client: ClientId, old: Sums, new: Sums) {
+    fn replace(&mut self, (client, user): (ClientId, UserId), old: Sums, new: Sums) {
         if old == new {
             return;
         }
@@ -173,6 +198,11 @@ impl Bank {
         self.fixed = self.fixed + new.fixed - old.fixed;
         self.coming = self.coming + new.coming - old.coming;
         self.evictable = self.evictable + new.evictable - old.evictable;
+        if old.doubted != new.doubted {
+            let doubted = self.doubted.entry(user).or_default();
+            *doubted = *doubted + new.doubted - old.doubted;
+            self.doubted.retain(|_, bytes| *bytes > 0);
+        }
         self.loosened |= new.fixed < old.fixed;
         if let Some(at) = old.last_run {
             self.lru.remove(&(at, client));

@@ -3,9 +3,13 @@
 use super::{
     api::*,
     bank::Account,
-    locks::{Hold, Parked},
+    limits::{LIMIT_STEP, PROMISE_PATIENCE},
+    locks::Parked,
     machine::{Gpu, Machine, Seat},
-    policy::Bursts,
+    policy::{self, Bursts},
+    promise::Promise,
+    timers::Wake,
+    together::Fullness,
 };
 use std::time::Duration;
 
@@ -13,8 +17,6 @@ use std::time::Duration;
 pub(super) const ATTACH_PATIENCE: Duration = Duration::from_secs(2);
 /// A context that was allowed less than this ago may not exist yet, so a measurement may have missed it.
 const CONTEXT_APPEARS: Duration = Duration::from_millis(500);
-/// Clients are told of a new limit when it differs by more: the driver's own granularity.
-const LIMIT_STEP: u64 = 2 << 20;
 /// What is put aside after a mapping failed is at least and at most this.
 const MARGIN: (u64, u64) = (64 << 20, 1 << 30);
 /// A credit that completes nothing and is smaller is not worth a message.
@@ -51,7 +53,8 @@ impl Gpu {
     }
 
     pub(super) fn free(&self, settings: &Settings) -> u64 {
-        self.capacity(settings).saturating_sub(self.bank.charged)
+        let kept = self.squeezes.iter().fold(0u64, |sum, squeeze| sum.saturating_add(squeeze.secured));
+        self.capacity(settings).saturating_sub(self.bank.charged).saturating_sub(kept)
     }
 
     /// How long evicting that much takes.
@@ -82,9 +85,8 @@ impl Machine {
         if let Some(seat) = state.seats.get_mut(&id) {
             seat.engine = engine; // asked again: answered again, unless the answer is still to come
             if seat.attached.is_some() {
-                let bytes = gpu.capacity(&self.settings);
                 self.out.push(Command::Attached { client, gpu: id });
-                self.out.push(Command::Limit { client, gpu: id, bytes });
+                self.tell_limit(client, id);
             }
             return;
         }
@@ -93,11 +95,15 @@ impl Machine {
             Seat {
                 engine,
                 account: Account::default(),
+                promise: Promise::default(),
+                staying: None,
+                stay_backoff: Duration::ZERO,
                 hold: None,
                 lingers: false,
                 attached: None,
                 last_run: now,
                 bursts: Bursts::default(),
+                fullness: Fullness::default(),
                 grants: 0,
                 lock_time: Duration::ZERO,
                 wait_time: Duration::ZERO,
@@ -116,11 +122,15 @@ impl Machine {
         }
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
-        let seat = self.clients.get_mut(&client).and_then(|c| c.seats.remove(&id));
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        let (user, seat) = (state.user, state.seats.remove(&id));
         if let (Some(seat), Some(gpu)) = (seat, self.gpus.get_mut(&id)) {
-            gpu.bank.leave(client, &seat.account);
+            self.timers.set(Wake::Stay(client, id), None);
+            gpu.bank.leave((client, user), &seat.account);
+            gpu.promised -= seat.promise.counted;
             gpu.seats.remove(&client);
             gpu.unmeasured.remove(&client);
+            gpu.squeezes.retain(|squeeze| !squeeze.is_of(client));
             gpu.attaching.retain(|(c, _)| *c != client);
         }
         self.touch(id);
@@ -131,6 +141,12 @@ impl Machine {
         let Some(seat) = self.seat_mut(client, id) else { return };
         let measured = seat.account.reported(now, report);
         let report = seat.account.report;
+        let (charged, fell) = (seat.promise.charge(), seat.promise.reported(report.limit_ack, report.demand));
+        if fell || seat.promise.charge() > charged {
+            self.recharge(client, id);
+            self.host.loosened();
+        }
+        let Some(seat) = self.seat(client, id) else { return };
         // A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is
         // allowed. Neither raises the charge.
         let least = if seat.account.is_new() { report.mapped } else { report.pinned };
@@ -138,11 +154,16 @@ impl Machine {
             self.allow(client, id, least);
         }
         self.enter(client, id);
+        let doubts = self.seat(client, id).and_then(|seat| seat.account.doubt.expires());
+        if doubts.is_some() && self.timers.get(Wake::Doubts(id)).is_none() {
+            self.timers.set(Wake::Doubts(id), doubts);
+        }
         if let (Some((bytes, time)), Some(gpu)) = (measured, self.gpus.get_mut(&id)) {
             let rate = u128::from(bytes) * 1_000_000_000 / time.as_nanos().max(1);
             let rate = rate.clamp(RATES.0.into(), RATES.1.into()) as u64;
-            gpu.rate = gpu.rate / 4 * 3 + rate / 4;
+            gpu.rate = policy::smoothed(gpu.rate, rate);
         }
+        self.evicted_at_last(client, id);
         self.check(client); // its answer may have been due
         // What it needs may have changed, and with it whether it can be served at all.
         let waiting = self.clients.get(&client).and_then(|c| c.waiting);
@@ -187,7 +208,7 @@ impl Machine {
         // Bytes that were asked back and have not left yet are still charged: they can be left where they are, unless
         // somebody else counts on them.
         let leaving = account.charge.saturating_sub(account.allowance).min(gpu.bank.coming.saturating_sub(owed));
-        let reach = account.allowance.saturating_add(leaving).saturating_add(gpu.free(&self.settings)).min(need);
+        let reach = account.allowance.saturating_add(leaving).saturating_add(self.free_for(client, id)).min(need);
         if reach > account.allowance && (reach == need || reach - account.allowance >= CREDIT_STEP) {
             self.allow(client, id, reach);
         }
@@ -210,12 +231,14 @@ impl Machine {
                 if lacking == 0 {
                     break;
                 }
-                if spare.contains(client) || last.contains(client) != pass {
+                let Some(account) = self.seat(*client, id).map(|s| &s.account) else { continue };
+                let lies = account.doubt.present() > 0;
+                if spare.contains(client) || (lies || last.contains(client)) != pass {
                     continue;
                 }
-                let Some(account) = self.seat(*client, id).map(|s| &s.account) else { continue };
-                let take = account.movable().min(lacking);
-                lacking -= take;
+                let movable = account.movable();
+                let take = if lies { movable } else { movable.min(lacking) };
+                lacking = lacking.saturating_sub(take);
                 victims.push((*client, account.allowance - take));
             }
         }
@@ -226,7 +249,7 @@ impl Machine {
     }
 
     /// Sets an allowance and tells its client.
-    fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+    pub(super) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
         let Some(seat) = self.seat_mut(client, id) else { return };
         for (seq, bytes) in seat.account.set(now, bytes) {
@@ -238,28 +261,13 @@ impl Machine {
     /// Brings the bank up to date with one client.
     pub(super) fn enter(&mut self, client: ClientId, id: GpuId) {
         let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
-        let Some(seat) = state.seats.get_mut(&id) else { return };
+        let Some(seat) = state.seats.get(&id) else { return };
         let idle_since = seat.hold.is_none().then_some(seat.last_run);
-        let stays = state.stopped || seat.hold.as_ref().is_some_and(Hold::is_undrainable);
-        gpu.bank.enter(client, &mut seat.account, stays, idle_since);
+        let (stays, user) = (state.stays(id).is_some(), state.user);
+        let Some(seat) = state.seats.get_mut(&id) else { return };
+        gpu.bank.enter((client, user), &mut seat.account, stays, idle_since);
         if gpu.bank.loosened {
             self.dirty.insert(id);
-        }
-    }
-
-    /// Tells the clients of a GPU its limit, where it has changed.
-    pub(super) fn tell_limit(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let bytes = gpu.capacity(&self.settings);
-        if gpu.limit.is_some_and(|told| told.abs_diff(bytes) <= LIMIT_STEP) {
-            return;
-        }
-        gpu.limit = Some(bytes);
-        for client in &gpu.seats {
-            let seat = self.clients.get(client).and_then(|c| c.seats.get(&id));
-            if seat.is_some_and(|s| s.attached.is_some()) {
-                self.out.push(Command::Limit { client: *client, gpu: id, bytes });
-            }
         }
     }
 
@@ -271,21 +279,39 @@ impl Machine {
             let patience = since + ATTACH_PATIENCE;
             // Capacity leaves out the contexts of all who wait; those behind this one may still be without.
             let behind = gpu.contexts(&self.settings, gpu.attaching.len() - 1);
-            let room = gpu.capacity(&self.settings).saturating_add(behind) >= gpu.bank.charged;
+            let doubted = self.ask_about_doubts(client, id);
+            let gpu = self.gpus.get(&id)?;
+            let room = gpu.capacity(&self.settings).saturating_add(behind) >= gpu.bank.charged.saturating_add(doubted);
             let squeezed = gpu.total.saturating_sub(gpu.reserve(&self.settings))
                 < gpu.overhead_wanted(&self.settings).saturating_sub(behind);
             if (!room || squeezed) && self.now < patience {
                 return Some(patience);
             }
-            gpu.attaching.pop_front();
-            let bytes = gpu.limit.unwrap_or(0);
+            if !self.is_promised(client, id) {
+                let promised = since + PROMISE_PATIENCE;
+                if self.host.has_changed() {
+                    return None; // promises are weighed next
+                }
+                if self.now < promised {
+                    return Some(promised);
+                }
+            }
             let now = self.now;
+            self.gpus.get_mut(&id)?.attaching.pop_front();
             if let Some(seat) = self.seat_mut(client, id) {
                 seat.attached = Some(now);
             }
             self.out.push(Command::Attached { client, gpu: id });
-            self.out.push(Command::Limit { client, gpu: id, bytes });
+            self.tell_limit(client, id);
         }
+    }
+}
+
+impl Machine {
+    /// Whether somebody who attaches has been promised what it is to be.
+    fn is_promised(&self, client: ClientId, id: GpuId) -> bool {
+        let promise = self.seat(client, id).map(|s| &s.promise);
+        promise.is_some_and(|p| p.seq > 0 && p.limit.saturating_add(LIMIT_STEP) >= p.target)
     }
 }
 

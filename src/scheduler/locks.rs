@@ -7,7 +7,6 @@
 use super::{
     api::*,
     machine::{Machine, Place},
-    policy::{Policy, Waiter},
     timers::Wake,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,6 +61,8 @@ pub(super) struct Hold {
     pub waited_since: Option<Time>,
     /// The waiters and the grace that the holder was last told.
     pub told: Option<(u32, Duration)>,
+    /// The bytes that it was told to be ready to lose.
+    pub prepared: u64,
     pub revoked: Option<Revoked>,
     /// Its process is stopped, so it is counted as no holder until it runs again.
     pub suspended: bool,
@@ -85,6 +86,23 @@ pub(super) struct Revoked {
 }
 
 impl Hold {
+    fn new(unit: Unit, number: u64, group: u64, since: Time) -> Self {
+        Self {
+            unit,
+            number,
+            group,
+            since,
+            waited: Duration::ZERO,
+            waited_since: None,
+            told: None,
+            prepared: 0,
+            revoked: None,
+            suspended: false,
+            stuck: false,
+            undrainable: false,
+        }
+    }
+
     pub fn waited(&self, now: Time) -> Duration {
         self.waited + self.waited_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
     }
@@ -125,7 +143,10 @@ impl Machine {
         if !self.requests.contains_key(&unit) {
             let place = match place {
                 Some(place) => place,
-                None => self.place(client, &wants),
+                None => {
+                    let rank = self.rank(client, &wants);
+                    self.place(client, &wants, rank)
+                }
             };
             let request = Request { place, since: BTreeMap::new(), wants: BTreeMap::new(), parked: None, told: None };
             self.requests.insert(unit, request);
@@ -156,30 +177,6 @@ impl Machine {
         members.filter_map(|id| self.clients.get(id)).all(|client| {
             client.waiting.is_some() || client.seats.is_empty() || client.seats.values().any(|s| s.hold.is_some())
         })
-    }
-
-    /// Where a new request stands.
-    fn place(&mut self, client: ClientId, wants: &GpuSet) -> Place {
-        let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
-        let waiter = waiters.reduce(|a, b| Waiter {
-            burst: a.burst.max(b.burst),
-            moving: a.moving.max(b.moving),
-            evicts: a.evicts || b.evicts,
-        });
-        let Some(waiter) = waiter else { return (self.now, 0) };
-        let at = self.policy.place(&self.settings, self.now, &waiter);
-        (at, self.count())
-    }
-
-    fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
-        let none = Waiter { burst: Duration::ZERO, moving: Duration::ZERO, evicts: false };
-        let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return none };
-        let lacking = self.need(client, id).saturating_sub(seat.account.allowance);
-        Waiter {
-            burst: seat.bursts.expected(),
-            moving: gpu.moving(lacking).saturating_mul(2),
-            evicts: lacking > gpu.free(&self.settings),
-        }
     }
 
     /// Puts a request into the lines of its GPUs.
@@ -336,10 +333,11 @@ impl Machine {
     /// Whether, as far as the lock of this GPU goes, that unit can be admitted now.
     pub(super) fn admissible(&self, unit: Unit, id: GpuId) -> bool {
         let (Some(gpu), Some(request)) = (self.gpus.get(&id), self.requests.get(&unit)) else { return false };
+        let together = self.settings.anti_thrash == AntiThrash::Off || self.may_join(unit, id);
         gpu.holders.values().all(|holder| {
             let Some(hold) = self.seat(*holder, id).and_then(|s| s.hold.as_ref()) else { return true };
             let own = request.wants.get(holder).is_some_and(|gpus| gpus.contains(&id));
-            let beside = self.settings.anti_thrash == AntiThrash::Off || hold.is_aside() || hold.unit == unit;
+            let beside = together || hold.is_aside() || hold.unit == unit;
             beside && !own
         })
     }
@@ -381,19 +379,7 @@ impl Machine {
                 let Some(seat) = self.seat_mut(client, *id) else { continue };
                 seat.grants += 1;
                 seat.wait_time += waited;
-                seat.hold = Some(Hold {
-                    unit,
-                    number,
-                    group,
-                    since: now,
-                    waited: Duration::ZERO,
-                    waited_since: None,
-                    told: None,
-                    revoked: None,
-                    suspended: false,
-                    stuck: false,
-                    undrainable: false,
-                });
+                seat.hold = Some(Hold::new(unit, number, group, now));
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.holders.insert(number, client);
                 }
@@ -401,6 +387,23 @@ impl Machine {
                 self.touch(*id);
             }
             self.out.push(Command::Grant { client, gpus });
+        }
+    }
+
+    /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
+    pub(super) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
+        let Some(gang) = self.clients.get(&client).map(|c| c.gang) else { return };
+        let unit = if gang == 0 { Unit::Solo(client) } else { Unit::Gang(gang) };
+        let (now, group) = (self.now, self.count());
+        for id in gpus {
+            let number = self.count();
+            let Some(seat) = self.seat_mut(client, *id).filter(|seat| seat.hold.is_none()) else { continue };
+            seat.hold = Some(Hold::new(unit, number, group, now));
+            if let Some(gpu) = self.gpus.get_mut(id) {
+                gpu.holders.insert(number, client);
+            }
+            self.enter(client, *id);
+            self.touch(*id);
         }
     }
 
@@ -481,12 +484,14 @@ impl Machine {
         let held = now.saturating_sub(hold.since);
         let waited = hold.waited(now).min(held);
         seat.bursts.ran(waited, held - waited, busy, idle);
+        seat.fullness.turn_ended(waited, idle);
         seat.lock_time += held;
         seat.last_run = now;
         seat.lingers = hold.undrainable;
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
         }
+        self.has_been_served(client, id, hold.since, waited);
         self.enter(client, id);
         self.touch(id);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)

@@ -4,9 +4,14 @@
 use super::{
     api::*,
     bank::{Account, Bank},
+    limits::Host,
     locks::{Hold, Request, Unit},
     policy::{Bursts, FIRST_RATE, Fcfs},
+    promise::Promise,
+    squeeze::Squeeze,
+    stays::Staying,
     timers::{Timers, Wake},
+    together::Fullness,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -27,6 +32,7 @@ pub struct Machine {
     /// Gangs with their members; a client without a gang is in none.
     pub(super) gangs: BTreeMap<u64, BTreeSet<ClientId>>,
     pub(super) timers: Timers,
+    pub(super) host: Host,
     pub(super) dirty: BTreeSet<GpuId>,
     pub(super) out: Vec<Command>,
     /// Numbers arrivals and grants.
@@ -44,14 +50,23 @@ pub(super) struct Gpu {
     pub unmeasured: BTreeSet<ClientId>,
     pub seats: BTreeSet<ClientId>,
     pub bank: Bank,
+    /// It is being measured what is there.
+    pub asked: bool,
     /// Requests that want this GPU, in the order in which they are served.
     pub line: BTreeSet<(Place, Unit)>,
+    /// Until when each user has had its share of this GPU, where that is not past.
+    pub served: BTreeMap<UserId, Time>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
     /// Waiting for room for a context.
     pub attaching: VecDeque<(ClientId, Time)>,
-    /// The limit that clients were last told.
-    pub limit: Option<u64>,
+    pub squeezes: Vec<Squeeze>,
+    /// The capacity, and how many clients there were, when promises were last weighed.
+    pub weighed: Option<(u64, usize)>,
+    /// Σ promises; the part of it that is in the host then, and would be if everybody were promised all of this GPU.
+    pub promised: u64,
+    pub in_host: u64,
+    pub most_in_host: u64,
     /// The capacity when it was last settled.
     pub capacity: u64,
     /// Whether a holder or the first in line lacks bytes: what becomes free is theirs.
@@ -62,12 +77,13 @@ pub(super) struct Gpu {
     pub shut_out: BTreeSet<Unit>,
 }
 
-/// Where a request stands in line: its time, and its number among equals.
-pub(super) type Place = (Time, u64);
+/// Where a request stands in line: its time, and its rank among those of one user.
+pub(super) type Place = (Time, Time, u64);
 
 #[derive(Debug)]
 pub(super) struct Client {
     pub gang: u64,
+    pub user: UserId,
     pub stopped: bool,
     /// The waiting request that it is part of.
     pub waiting: Option<Unit>,
@@ -85,6 +101,10 @@ pub(super) struct Client {
 pub(super) struct Seat {
     pub engine: Engine,
     pub account: Account,
+    pub promise: Promise,
+    /// Its memory cannot leave, and for how long it is then not asked for it.
+    pub staying: Option<Staying>,
+    pub stay_backoff: Duration,
     pub hold: Option<Hold>,
     /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
     /// scheduled around clears this.
@@ -92,6 +112,7 @@ pub(super) struct Seat {
     pub attached: Option<Time>,
     pub last_run: Time,
     pub bursts: Bursts,
+    pub fullness: Fullness,
     pub grants: u64,
     pub lock_time: Duration,
     pub wait_time: Duration,
@@ -109,6 +130,7 @@ impl Machine {
             requests: BTreeMap::new(),
             gangs: BTreeMap::new(),
             timers: Timers::default(),
+            host: Host::default(),
             dirty: BTreeSet::new(),
             out: Vec::new(),
             counter: 0,
@@ -134,10 +156,19 @@ impl Machine {
                 Wake::Gpu(gpu) => self.touch(gpu),
                 Wake::Client(client) => self.check(client),
                 Wake::Unit(unit) => self.join(unit),
+                Wake::Stay(client, gpu) => self.stay_is_over(client, gpu),
+                Wake::Doubts(gpu) => self.end_doubts(gpu),
+                Wake::Promises => self.host.reweigh(),
             }
         }
-        while let Some(gpu) = self.dirty.pop_first() {
-            self.settle(gpu);
+        loop {
+            while let Some(gpu) = self.dirty.pop_first() {
+                self.settle(gpu);
+            }
+            if !self.host.has_changed() {
+                break;
+            }
+            self.balance();
         }
         std::mem::take(&mut self.out)
     }
@@ -148,7 +179,9 @@ impl Machine {
             Event::Configure(settings) => self.configure(settings),
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
             Event::GpuOverhead { gpu, bytes } => self.overhead(gpu, bytes),
-            Event::Connected { client, gang } => self.connected(client, gang),
+            Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
+            Event::HostMemory { bytes } => self.host_memory(bytes),
+            Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Disconnected { client } => self.disconnected(client),
             Event::Attached { client, gpu, engine } => {
                 self.alive(client);
@@ -162,6 +195,18 @@ impl Machine {
                 self.alive(client);
                 self.memory(client, gpu, report);
             }
+            Event::Wished { client, gpu, bytes } => {
+                self.alive(client);
+                self.wish(client, gpu, bytes);
+            }
+            Event::Squeezed { client, gpu, bytes } => {
+                self.alive(client);
+                self.squeezed(client, gpu, bytes);
+            }
+            Event::Fullness { client, gpu, permille } => {
+                self.alive(client);
+                self.fullness(client, gpu, permille);
+            }
             Event::Requested { client, gpus } => {
                 self.alive(client);
                 self.request(client, gpus);
@@ -174,9 +219,13 @@ impl Machine {
                 self.alive(client);
                 self.released(client, &gpus, reason, busy);
             }
-            Event::Stuck { client, gpus, reason: _ } => {
+            Event::Held { client, gpus } => {
                 self.alive(client);
-                self.stuck(client, &gpus);
+                self.held(client, &gpus);
+            }
+            Event::Stuck { client, gpus, reason } => {
+                self.alive(client);
+                self.stuck(client, &gpus, reason);
             }
             Event::Stopped { client, stopped } => self.stopped(client, stopped),
         }
@@ -199,10 +248,16 @@ impl Machine {
                 unmeasured: BTreeSet::new(),
                 seats: BTreeSet::new(),
                 bank: Bank::default(),
+                asked: false,
                 line: BTreeSet::new(),
+                served: BTreeMap::new(),
                 holders: BTreeMap::new(),
                 attaching: VecDeque::new(),
-                limit: None,
+                squeezes: Vec::new(),
+                weighed: None,
+                promised: 0,
+                in_host: 0,
+                most_in_host: 0,
                 capacity: 0,
                 lacking: false,
                 rate: FIRST_RATE,
@@ -212,7 +267,7 @@ impl Machine {
         self.touch(id);
     }
 
-    fn connected(&mut self, id: ClientId, gang: u64) {
+    fn connected(&mut self, id: ClientId, gang: u64, user: UserId) {
         if self.clients.contains_key(&id) {
             return;
         }
@@ -220,6 +275,7 @@ impl Machine {
             id,
             Client {
                 gang,
+                user,
                 stopped: false,
                 waiting: None,
                 seats: BTreeMap::new(),

@@ -8,21 +8,34 @@
 //! - `machine`: the state, and which part of it an event goes to.
 //! - `settle`: brings one GPU to rest after something changed there: bytes first, then the lock.
 //! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
+//! - `doubt`: bytes that are gone by nothing but a client's word.
+//! - `limits`: who is promised how much, as far as the memory of GPUs and host goes; over `promise`, which counts it.
 //! - `locks`: requests, the line, grants, revokes, releases.
+//! - `order`: who stands before whom: users first, then their clients.
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
+//! - `squeeze`: room for what the driver takes for itself.
+//! - `stays`: memory that cannot leave its GPU for a while.
 //! - `timers`: when to look at what again.
+//! - `together`: clients that run at the same moment.
 //! - [`view`]: what status shows.
 
 pub mod api;
 mod bank;
 mod bytes;
+mod doubt;
+mod limits;
 mod locks;
 mod machine;
+mod order;
 mod patience;
 mod policy;
+mod promise;
 mod settle;
+mod squeeze;
+mod stays;
 mod timers;
+mod together;
 pub mod view;
 
 pub use api::*;

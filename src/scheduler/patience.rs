@@ -26,7 +26,15 @@ const EVICTION_ANSWER: Duration = Duration::from_secs(2);
 const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
 
 impl Machine {
-    pub(super) fn stuck(&mut self, client: ClientId, gpus: &GpuSet) {
+    pub(super) fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
+        match reason {
+            StuckReason::Unseen => return, // speaks of its memory, and of no drain
+            StuckReason::HostFull => return self.cannot_evict(client, gpus, Stay::HostFull),
+            StuckReason::Broken => return self.cannot_evict(client, gpus, Stay::Broken),
+            // Its gate is open again, so nobody waits there: it must not be asked for the lock on its own behalf.
+            StuckReason::NeedsHost => self.cancel(client, gpus),
+            StuckReason::LongWork | StuckReason::Capturing => {}
+        }
         let now = self.now;
         for id in gpus {
             let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) else { continue };
@@ -95,10 +103,16 @@ impl Machine {
         let mut next: Option<Time> = None;
         let mut overdue: Option<Time> = None;
         let mut undrainable = GpuSet::new();
+        let mut late = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
         for (id, seat) in &state.seats {
             if let Some(eviction) = &seat.account.eviction {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
+                match self.late_at(client, *id) {
+                    Some(due) if due <= now => drop(late.insert(*id)),
+                    Some(due) => sooner(&mut next, due),
+                    None => {}
+                }
             }
             let Some(hold) = &seat.hold else { continue };
             let Some(revoked) = hold.revoked else { continue };
@@ -118,6 +132,9 @@ impl Machine {
                 Some(at) => sooner(&mut next, at),
                 None => sooner(&mut overdue, revoked.since + REVOKE_ANSWER),
             }
+        }
+        for id in &late {
+            self.is_late(client, *id);
         }
         self.schedule_around(client, undrainable);
         // What was asked back together is asked back again together, or not at all.
@@ -183,7 +200,7 @@ impl Machine {
             !g.line.is_empty()
                 || (undrainable && !g.shut_out.is_empty())
                 || g.bank.charged > g.capacity(&self.settings)
-                || (exclusive && g.holders.len() > 1)
+                || (exclusive && g.holders.len() > 1 && !self.may_all_stay(id))
         });
         // It may also want it again itself, and has to release it first.
         let unit = self.clients.get(&client).and_then(|c| c.waiting);

@@ -1,20 +1,26 @@
-//! How long a turn lasts, how long a contended holder may be idle, and who stands before whom: all judgement is here.
+//! How long a turn lasts, how long a contended holder may be idle, and which of a user's clients stands before which: all
+//! judgement is here.
 //!
 //! **Turns.** `on` gives everybody the full time quantum, as the original does. `auto` asks what a change of holder
-//! costs. Where bytes must move it costs seconds, so the turn is the time quantum. Where nothing must move it costs a
-//! drain, and what is left to decide is fairness: a holder keeps the GPU for twice what the waiter is expected to need.
+//! costs. Where bytes must move it costs seconds, so the turn is the time quantum, and no less than some times what the move
+//! takes. Where nothing must move it costs a drain, and what is left to decide is fairness: a holder keeps the GPU for twice what the waiter is expected to need.
 //! Between equals that lets each run its phase to the end (two half-busy jobs then overlap perfectly); against a short
 //! burst it ends a long turn soon. This is least-attained-service: what a client used up since it last ran out of work
 //! is the best guess of what it still needs, because run times of bursts are heavy-tailed.
 //!
-//! **Place in line.** Arrival order, except in `auto`, where a waiter's place is its arrival plus the *class* of what it
+//! Where so many wait that the last would wait too long, `auto` divides what it may wait among them.
+//!
+//! **Place in line**, among the clients of one user. Arrival order, except in `auto`, where a waiter's place is its arrival plus the *class* of what it
 //! is going to take (its burst, and the moving of its bytes both ways), a class being a power of four. Short bursts so
 //! pass long ones, equals stay in order of arrival, and ageing is built in: nobody is passed by one who came more
 //! than a time quantum later. Moving counts, so one whose bytes are on the GPU goes before one whose bytes are not.
 //!
 //! **Grace** is rent-or-buy: waiting idle as long as a move would cost never does worse than twice the best choice.
 
-use super::api::{AntiThrash, Settings, Time};
+use super::{
+    api::{AntiThrash, Settings, Time},
+    together::MEASURED,
+};
 use std::time::Duration;
 
 /// The shortest turn in `auto`: strict turns of 20 ms cost about 5 % of throughput on an H200, of 50 ms about 1 %.
@@ -23,18 +29,32 @@ pub(super) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 pub(super) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// What a client's burst is taken to be before one was seen.
 const FIRST_BURST: Duration = Duration::from_millis(50);
-/// Bytes per second before an eviction was measured; half of what pinned copies reach, less staging.
-pub(super) const FIRST_RATE: u64 = 10 << 30;
+/// Bytes per second before an eviction was measured: half of what copies to registered memory reach [H200].
+pub(super) const FIRST_RATE: u64 = 24 << 30;
+/// A turn is no shorter than so many times what moving for the next one takes.
+const MOVES_PER_TURN: u32 = 5;
+
+/// The rate of evictions after another one was measured. What makes one slow (host memory that is made first, a busy
+/// processor) says little of the next.
+pub(super) fn smoothed(rate: u64, measured: u64) -> u64 {
+    if measured > rate { rate / 2 + measured / 2 } else { rate / 4 * 3 + measured / 4 }
+}
 
 /// What a policy decides from.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Waiter {
     /// How long it is expected to run until it has no work.
     pub burst: Duration,
     /// How long moving the bytes it lacks takes, both ways.
     pub moving: Duration,
+    /// The same for all that it lacks, whoever gives it: a turn that ends sooner is for nothing.
+    pub arrives: Duration,
     /// Whether bytes must leave the GPU before it can run.
     pub evicts: bool,
+    /// How full it keeps the GPU was never seen: a short turn tells.
+    pub unmeasured: bool,
+    /// How many wait, itself included.
+    pub waiters: u32,
 }
 
 /// The decisions that another policy (shares, weights) would take differently.
@@ -53,10 +73,22 @@ pub(super) struct Fcfs;
 
 impl Policy for Fcfs {
     fn turn(&self, settings: &Settings, first: &Waiter) -> Duration {
-        match settings.anti_thrash {
-            AntiThrash::Auto if !first.evicts => (first.burst * 2).max(SHORTEST_TURN).min(settings.time_quantum),
-            _ => settings.time_quantum,
+        if settings.anti_thrash != AntiThrash::Auto {
+            return settings.time_quantum;
         }
+        let quantum = if first.evicts {
+            settings.time_quantum
+        } else if first.unmeasured {
+            MEASURED.min(settings.time_quantum)
+        } else {
+            (first.burst * 2).max(SHORTEST_TURN).min(settings.time_quantum)
+        };
+        let share = match settings.max_wait {
+            Duration::ZERO => Duration::MAX,
+            most => most / first.waiters.max(1),
+        };
+        let least = if first.evicts { first.arrives.saturating_mul(MOVES_PER_TURN) } else { Duration::ZERO };
+        quantum.min(share).max(least).max(SHORTEST_TURN)
     }
 
     fn place(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time {

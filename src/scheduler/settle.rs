@@ -10,6 +10,9 @@ use super::{
 };
 use std::time::Duration;
 
+/// A holder is told of bytes that it is likely to lose when they are so many more than it was told.
+const PREPARE_STEP: u64 = 256 << 20;
+
 /// Why holders of a GPU are to give its lock back.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pressure {
@@ -35,10 +38,16 @@ impl Machine {
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.capacity = capacity;
         }
-        self.tell_limit(id);
+        self.note_offer(id);
 
         let mut pressure = Pressure::default();
         let owed = self.make_room(id, &mut pressure);
+        let squeezed = self.serve_squeezed(id, owed);
+        if squeezed.short > pressure.short {
+            pressure.short = squeezed.short;
+            pressure.grower = pressure.grower.or(squeezed.caller);
+        }
+        let owed = owed.saturating_add(squeezed.lacking);
         let mut lacking = self.serve_line(id, owed, &mut pressure);
         if owed == 0 && lacking == 0 {
             lacking = self.serve_undrainable(id);
@@ -48,7 +57,7 @@ impl Machine {
         }
         let attaching = self.answer_attaching(id);
         let turn = self.press(id, &pressure);
-        let next = [attaching, turn].into_iter().flatten().min();
+        let next = [attaching, turn, squeezed.next].into_iter().flatten().min();
         self.timers.set(Wake::Gpu(id), next);
     }
 
@@ -84,12 +93,12 @@ impl Machine {
     }
 
     /// Sees to it that `owed` bytes are on their way out, from clients without the lock. Says how many are not.
-    fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
-        let coming = self.gpus.get(&id).map_or(0, |g| g.bank.coming);
+    pub(super) fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
+        let coming = self.coming(id, spare);
         if owed > coming {
             self.evict(id, owed - coming, spare, last);
         }
-        owed.saturating_sub(self.gpus.get(&id).map_or(0, |g| g.bank.coming))
+        owed.saturating_sub(self.coming(id, spare))
     }
 
     fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
@@ -135,10 +144,18 @@ impl Machine {
                 self.tell(unit, WaitReason::Eviction);
             }
             let burst = members.iter().filter_map(|m| self.seat(*m, id)).map(|s| s.bursts.expected()).max();
-            let moving = self.gpus.get(&id).map_or(Duration::ZERO, |g| g.moving(short).saturating_mul(2));
+            let both_ways = |bytes| self.gpus.get(&id).map_or(Duration::ZERO, |g| g.moving(bytes).saturating_mul(2));
+            let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
             pressure.locked_out = locked.then_some(unit);
-            pressure.waiter = Some(Waiter { burst: burst.unwrap_or_default(), moving, evicts: lacking > 0 });
+            pressure.waiter = Some(Waiter {
+                burst: burst.unwrap_or_default(),
+                moving,
+                arrives,
+                evicts: lacking > 0,
+                unmeasured: members.iter().any(|m| self.seat(*m, id).is_some_and(|s| s.fullness.is_open())),
+                waiters: self.gpus.get(&id).map_or(0, |g| g.line.len() as u32),
+            });
             return lacking;
         }
     }
@@ -199,7 +216,7 @@ impl Machine {
             let Some(gpus) = request.wants.remove(client) else { continue };
             let since = request.since.remove(client).unwrap_or(self.now);
             let alone = Request {
-                place: (request.place.0, number),
+                place: (request.place.0, request.place.1, number),
                 since: [(*client, since)].into(),
                 wants: [(*client, gpus)].into(),
                 parked: None,
@@ -224,6 +241,7 @@ impl Machine {
         let waiters = (gpu.line.len() as u32).max(1);
         let grace = self.policy.grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |w| w.moving));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
+        let together = self.may_stay(id);
         let turn = match &pressure.waiter {
             Some(waiter) if exclusive || pressure.grower.is_none() => self.policy.turn(&self.settings, waiter),
             _ => self.settings.time_quantum,
@@ -231,8 +249,12 @@ impl Machine {
         let first = gpu.holders.values().filter_map(|c| self.seat(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
         let first = first.map(|h| h.unit);
         let mut short = pressure.short;
-        let mut next: Option<Time> = None;
+        let mut next: Option<Time> = self.together_until(id);
         let holders: Vec<ClientId> = gpu.holders.values().copied().collect();
+        if next.is_some() && !together {
+            self.forget_fullness(id);
+            next = None;
+        }
         for client in holders {
             let Some(seat) = self.seat(client, id) else { continue };
             let Some(hold) = seat.hold.as_ref() else { continue };
@@ -240,14 +262,13 @@ impl Machine {
             let own = pressure.locked_out.is_some_and(|unit| hold.unit == unit);
             let gives = short > 0 && movable > 0 && pressure.grower != Some(client);
             let wanted = !own && (gives || (exclusive && pressure.locked_out.is_some()));
-            if gives {
-                short = short.saturating_sub(movable);
-            }
+            let leaves = if gives { movable.min(short) } else { 0 };
+            short -= leaves;
             if hold.revoked.is_some() {
                 continue;
             }
-            // Anti-thrash was off when they were admitted together.
-            let surplus = exclusive && first.is_some_and(|unit| hold.unit != unit);
+            // They run together no longer.
+            let surplus = exclusive && !together && first.is_some_and(|unit| hold.unit != unit);
             let gpus = GpuSet::from([id]);
             let Some(hold) = self.seat_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
             if wanted {
@@ -263,11 +284,15 @@ impl Machine {
                 _ => None,
             };
             let over = hold.waited(now) >= turn;
-            if let Some(tell) = tell {
-                hold.told = Some(tell);
-                if !(wanted && over) {
-                    self.out.push(Command::Contended { client, gpus, waiters: tell.0, grace: tell.1 });
-                }
+            // Host memory takes longer to make than to fill, and now there is time.
+            let prepare = leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
+            hold.prepared = if prepare { leaves } else { hold.prepared };
+            hold.told = tell.or(hold.told);
+            if prepare {
+                self.out.push(Command::Prepare { client, gpu: id, bytes: leaves });
+            }
+            if let Some((waiters, grace)) = tell.filter(|_| !(wanted && over)) {
+                self.out.push(Command::Contended { client, gpus, waiters, grace });
             }
             if surplus || (wanted && over) {
                 self.revoke(client, id);

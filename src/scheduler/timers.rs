@@ -11,6 +11,12 @@ pub(super) enum Wake {
     Client(ClientId),
     /// That request may join the line.
     Unit(Unit),
+    /// Bytes have been in doubt there for long.
+    Doubts(GpuId),
+    /// A wish has waited long enough, or an acknowledgement of a lower limit is due.
+    Promises,
+    /// That client may be asked for its memory again.
+    Stay(ClientId, GpuId),
 }
 
 #[derive(Debug, Default)]

@@ -13,6 +13,8 @@ pub struct GpuView {
     pub overhead: u64,
     /// Bytes that are promised to clients.
     pub charged: u64,
+    /// Bytes that the demands of its clients can come to.
+    pub promised: u64,
     /// In the order of their grants.
     pub holders: Vec<HolderView>,
     /// In the order in which they will be served; those that are put off come last.
@@ -53,6 +55,8 @@ pub struct SeatView {
     pub attached: bool,
     pub state: LockState,
     pub demand: u64,
+    /// The most that its demand can be now, messages under way included.
+    pub promise: u64,
     /// Bytes that it may have mapped.
     pub allowance: u64,
     /// The most that it can have mapped now, messages under way included.
@@ -60,6 +64,14 @@ pub struct SeatView {
     pub mapped: u64,
     pub swapped: u64,
     pub pinned: u64,
+    /// Bytes of those that it says have left, and that were measured to be there.
+    pub present: u64,
+    /// Bytes besides that it says have left, and that may be there.
+    pub doubted: u64,
+    /// Why nothing of it can leave; `Stay::Unfreed`: not all of it.
+    pub stays: Option<Stay>,
+    /// How full it keeps the GPU, in thousandths, if that is known.
+    pub fullness: Option<u32>,
     /// How often it was granted the lock, how long it held it and waited for it in all, the present included.
     pub grants: u64,
     pub lock_time: Duration,
@@ -82,6 +94,16 @@ pub enum LockState {
 }
 
 impl Machine {
+    /// Bytes of host memory that promises may count on, if that is bounded; and what they count on.
+    pub fn host(&self) -> (Option<u64>, u64) {
+        (self.host.bytes, self.host.promised)
+    }
+
+    /// Whether there is too little of it to promise everybody a whole GPU.
+    pub fn is_host_scarce(&self) -> bool {
+        self.host.is_scarce()
+    }
+
     pub fn gpus(&self) -> Vec<GpuView> {
         self.gpus.keys().filter_map(|id| self.gpu(*id)).collect()
     }
@@ -116,6 +138,7 @@ impl Machine {
             capacity: gpu.capacity(&self.settings),
             overhead: gpu.overhead(&self.settings),
             charged: gpu.bank.charged,
+            promised: gpu.promised,
             holders: holders.collect(),
             waiters,
             next: self.timers.get(super::timers::Wake::Gpu(id)),
@@ -127,6 +150,7 @@ impl Machine {
         let waiting = client.waiting.and_then(|unit| self.requests.get(&unit));
         let seats = client.seats.iter().map(|(gpu, seat)| {
             let account = &seat.account;
+            let present = account.doubt.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
             let waits = if wants { self.now.saturating_sub(since) } else { Duration::ZERO };
@@ -137,11 +161,16 @@ impl Machine {
                 attached: seat.attached.is_some(),
                 state: self.state(id, *gpu),
                 demand: account.report.demand,
+                promise: seat.promise.charge(),
                 allowance: account.allowance,
-                charge: account.charge,
-                mapped: account.report.mapped,
+                charge: account.charge.saturating_add(present),
+                mapped: account.report.mapped.saturating_add(present),
                 swapped: account.report.swapped,
-                pinned: account.report.pinned,
+                pinned: account.report.pinned.saturating_add(present),
+                present,
+                doubted: account.doubted(),
+                stays: client.stays(*gpu).or((present > 0).then_some(Stay::Unfreed)),
+                fullness: seat.fullness.permille(),
                 grants: seat.grants,
                 lock_time: seat.lock_time + holds,
                 wait_time: seat.wait_time + waits,

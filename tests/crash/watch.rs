@@ -43,7 +43,7 @@ impl Watch {
             let (client, pid) = (number("client"), number("pid") as u32);
             let now = match line["what"].as_str().expect("what happened") {
                 "request" => Stand::Waits,
-                "grant" => Stand::Holds,
+                "grant" | "held" => Stand::Holds,
                 // Who cannot drain does not count as a holder.
                 "release" | "cancel" | "detach" | "undrainable" => Stand::Idle,
                 "disconnect" => {

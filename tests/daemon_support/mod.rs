@@ -11,7 +11,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use nvshare_wire::client::{Engine, GpuKind, ReleaseReason};
+#[path = "../manager/mod.rs"]
+pub mod manager;
+
+use manager::Manager;
+use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid};
 
 /// Long enough for a loaded machine; nothing waits this long unless it fails.
@@ -99,7 +103,15 @@ impl Daemon {
 
     /// Starts one; `change` adds to its command line. It is on no bus unless told otherwise.
     pub fn start_with(change: impl FnOnce(&mut Command, &Path)) -> Self {
-        let directory = Directory::new();
+        Self::start_in(Directory::new(), None, change)
+    }
+
+    /// Starts one under a manager that keeps its connections.
+    pub fn start_under(manager: &Manager, directory: Directory) -> Self {
+        Self::start_in(directory, Some(manager), |_, _| ())
+    }
+
+    pub fn start_in(directory: Directory, manager: Option<&Manager>, change: impl FnOnce(&mut Command, &Path)) -> Self {
         let mut command = command(&directory.0);
         change(&mut command, &directory.0);
         if !command.get_args().any(|argument| argument == "--log-level") {
@@ -108,7 +120,11 @@ impl Daemon {
         if !command.get_args().any(|argument| argument == "--bus-address") {
             command.arg("--no-bus");
         }
+        if let Some(manager) = manager {
+            command = manager.wrap(&command);
+        }
         let mut child = command.stderr(Stdio::piped()).spawn().expect("the daemon starts");
+        drop(command);
         let log = Log::follow(child.stderr.take().expect("its stderr"));
         let daemon = Self { child, log, directory };
         daemon.log.wait("serves");
@@ -157,6 +173,26 @@ impl Daemon {
     }
 }
 
+impl Daemon {
+    /// Kills it; what is left is its directory.
+    pub fn kill(mut self) -> Directory {
+        self.signal(libc::SIGKILL);
+        self.wait();
+        self.into_directory()
+    }
+
+    /// Has it end by itself.
+    pub fn stop(mut self) -> Directory {
+        self.signal(libc::SIGTERM);
+        assert!(self.wait().success());
+        self.into_directory()
+    }
+
+    fn into_directory(mut self) -> Directory {
+        std::mem::replace(&mut self.directory, Directory(PathBuf::new()))
+    }
+}
+
 impl Drop for Daemon {
     fn drop(&mut self) {
         let _ = self.child.kill();
@@ -173,7 +209,7 @@ pub fn command(directory: &Path) -> Command {
     command.arg("--socket").arg(directory.join("run/scheduler.sock"));
     command.arg("--control-socket").arg(directory.join("control/control.sock"));
     // Nothing of the machine that runs the tests: no real GPUs, no service manager.
-    command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
+    command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM").env_remove("STATE_DIRECTORY");
     command
 }
 
@@ -231,6 +267,8 @@ pub fn is_root() -> bool {
 pub struct Client {
     pub socket: OwnedFd,
     pub id: u64,
+    /// What it speaks.
+    pub version: u16,
 }
 
 impl Client {
@@ -250,7 +288,7 @@ impl Client {
             }
             let size = size_of_val(&address) as libc::socklen_t;
             match libc::connect(fd, (&raw const address).cast(), size) {
-                0 => Ok(Self { socket, id: 0 }),
+                0 => Ok(Self { socket, id: 0, version: 1 }),
                 _ => Err(io::Error::last_os_error()),
             }
         }
@@ -258,17 +296,25 @@ impl Client {
 
     #[track_caller]
     pub fn welcomed(path: &Path) -> Self {
+        Self::welcomed_as(path, 1)
+    }
+
+    /// One that speaks that version.
+    #[track_caller]
+    pub fn welcomed_as(path: &Path, spoken: u16) -> Self {
         let mut client = Self::connect(path).expect("the daemon listens");
-        client.send(hello());
+        client.send(hello_of(spoken, spoken));
         match client.receive() {
-            Some(SchedulerMessage::Welcome { version: 1, client: id }) => client.id = id,
+            Some(SchedulerMessage::Welcome { version, client: id }) if version == spoken => {
+                (client.id, client.version) = (id, version);
+            }
             other => panic!("instead of Welcome: {other:?}"),
         }
         client
     }
 
     pub fn send(&self, message: ClientMessage) {
-        assert!(self.send_raw(message.encode(1).as_bytes()), "the daemon has hung up");
+        assert!(self.send_raw(message.encode(self.version).as_bytes()), "the daemon has hung up");
     }
 
     pub fn send_raw(&self, packet: &[u8]) -> bool {
@@ -287,7 +333,8 @@ impl Client {
         match n {
             0 => None,
             n if n > 0 => {
-                Some(SchedulerMessage::decode(&buffer[..n as usize], 1).expect("the scheduler speaks the protocol"))
+                let message = SchedulerMessage::decode(&buffer[..n as usize], self.version);
+                Some(message.expect("the scheduler speaks the protocol"))
             }
             _ => match io::Error::last_os_error() {
                 e if e.raw_os_error() == Some(libc::ECONNRESET) => None,
@@ -349,11 +396,20 @@ pub fn hello_of(min_version: u16, max_version: u16) -> ClientMessage {
 
 pub fn attach(slot: u32, uuid: Uuid) -> ClientMessage {
     let (kind, engine) = (GpuKind::Gpu, Engine::Swap);
-    ClientMessage::Attach { slot, uuid, kind, engine, total: 16 * GIB, name: Text::new("Test GPU") }
+    ClientMessage::Attach {
+        slot,
+        uuid,
+        kind,
+        engine,
+        total: 16 * GIB,
+        name: Text::new("Test GPU"),
+        reason: EngineReason::Best,
+    }
 }
 
 pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
-    ClientMessage::Memory { slot, ack: 0, demand, mapped, swapped: 0, pinned: 0, device_free: u64::MAX }
+    let (device_free, limit_ack, host) = (u64::MAX, 0, 0);
+    ClientMessage::Memory { slot, ack: 0, demand, mapped, swapped: 0, pinned: 0, device_free, limit_ack, host }
 }
 
 pub fn release() -> ClientMessage {

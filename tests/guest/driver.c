@@ -18,7 +18,13 @@ int cuDeviceGetCount(int *count) { *count = 1; ANSWER; }
 int cuDeviceGetName(char *name, int length, int device) { (void)device; strncpy(name, "Bare GPU", length); ANSWER; }
 int cuDeviceGetUuid(void *uuid, int device) { (void)device; memset(uuid, 0xba, 16); ANSWER; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = 1 << 28; ANSWER; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { (void)attribute, (void)device; *value = 0; ANSWER; }
+/* All are 0, but for the one that $BARE_ATTRIBUTE sets: "number=value". */
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    const char *set = getenv("BARE_ATTRIBUTE");
+    (void)device;
+    *value = set && atoi(set) == attribute ? atoi(strchr(set, '=') + 1) : 0;
+    ANSWER;
+}
 int cuCtxCreate_v2(void **context, unsigned flags, int device) { (void)flags, (void)device; *context = &current; ANSWER; }
 int cuCtxDestroy_v2(void *context) { (void)context; ANSWER; }
 int cuCtxSetCurrent(void *context) { (void)context; ANSWER; }

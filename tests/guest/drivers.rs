@@ -51,6 +51,21 @@ fn a_driver_that_is_not_there_gives_the_loaders_error() {
     assert_eq!(ended.status, (Some(3), None), "{ended:?}");
 }
 
+/// Where a GPU is shared in another way already, or its memory is the host's, the library stands aside.
+#[test]
+fn environments_that_it_does_not_know_are_left_alone() {
+    let host = Host::new();
+    let program = host.program("worker");
+    let attached = || host.0.trace().iter().filter(|m| m.what == "attach").count();
+    host.case(&program, &["1"]).on_bare_driver().succeeds();
+    assert_eq!(attached(), 1, "a plain GPU is shared");
+    // Integrated; compute mode prohibited, exclusive-process; MPS.
+    for attribute in ["18=1", "20=2", "20=3", "133=1"] {
+        host.case(&program, &["1"]).on_bare_driver().env("BARE_ATTRIBUTE", attribute).succeeds();
+        assert_eq!(attached(), 1, "with device attribute {attribute}");
+    }
+}
+
 #[test]
 fn a_driver_that_cannot_be_initialised_is_left_alone() {
     let host = Host::new();

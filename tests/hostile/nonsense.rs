@@ -1,6 +1,8 @@
 //! What a hostile scheduler says: messages that are well-formed and make no sense, and packets that are not even that.
 
-use nvshare_wire::{SchedulerMessage, SlotSet, Text, scheduler::Refusal, scheduler::WaitReason};
+use nvshare_wire::{
+    SchedulerMessage, Secret, SlotSet, Text, client::Sharing, scheduler::Refusal, scheduler::WaitReason,
+};
 
 use crate::dice::Dice;
 use crate::sharing::MIB;
@@ -28,15 +30,37 @@ fn count(dice: &mut Dice) -> u32 {
 
 /// A message that a scheduler could send, though not now and not so.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
-    match dice.below(24) {
+    match dice.below(27) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.next() },
         1 => refusal(dice),
         2..5 => SchedulerMessage::Attached { slot: slot(dice) },
-        5 => SchedulerMessage::Limit { slot: slot(dice), bytes: bytes(dice) },
-        6..12 => SchedulerMessage::Allowance { slot: slot(dice), seq: count(dice), bytes: bytes(dice) },
+        5 => SchedulerMessage::Limit {
+            slot: slot(dice),
+            bytes: bytes(dice),
+            seq: count(dice),
+            most: bytes(dice),
+            spare: bytes(dice),
+        },
+        6 => SchedulerMessage::Denied { slot: slot(dice), bytes: bytes(dice) },
+        7 => SchedulerMessage::Room { slot: slot(dice), bytes: bytes(dice) },
+        8..12 => SchedulerMessage::Allowance { slot: slot(dice), seq: count(dice), bytes: bytes(dice) },
         12..16 => SchedulerMessage::Grant { gpus: slots(dice) },
         16..20 => SchedulerMessage::Revoke { gpus: slots(dice) },
         20..23 => SchedulerMessage::Contended { gpus: slots(dice), waiters: count(dice), grace_us: count(dice) },
+        23 => SchedulerMessage::Export {
+            ticket: dice.next(),
+            secret: Secret([dice.next() as u8; 16]),
+            range: count(dice),
+            allocation: bytes(dice),
+            first: count(dice),
+        },
+        24 => SchedulerMessage::Opened {
+            ticket: slot(dice),
+            outcome: dice.pick(&[Sharing::Done, Sharing::Unknown, Sharing::Failed, Sharing::Busy]),
+            bytes: bytes(dice),
+            chunk: bytes(dice),
+        },
+        25 => SchedulerMessage::Adopt { exporter: Secret([dice.next() as u8; 16]), range: count(dice) },
         _ => SchedulerMessage::Waiting {
             gpus: slots(dice),
             why: dice.pick(&[WaitReason::Queue, WaitReason::HolderStuck, WaitReason::Eviction, WaitReason::Pinned]),

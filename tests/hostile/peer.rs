@@ -82,6 +82,29 @@ impl Connection {
         unsafe { libc::send(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), flags) >= 0 }
     }
 
+    /// The same with so many descriptors of a file that is nothing in particular.
+    pub fn send_with(&self, packet: &[u8], count: usize) -> bool {
+        #[repr(C, align(8))]
+        struct Control([u8; 16 + 4 * 64]);
+        let file = fs::File::open("/dev/null").expect("a file");
+        let mut control = Control([0; _]);
+        let mut part = libc::iovec { iov_base: packet.as_ptr().cast_mut().cast(), iov_len: packet.len() };
+        // SAFETY: buffers that outlive the call, and room for so many descriptors.
+        unsafe {
+            let bytes = 4 * count as u32;
+            let mut message: libc::msghdr = mem::zeroed();
+            (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+            message.msg_control = control.0.as_mut_ptr().cast();
+            message.msg_controllen = libc::CMSG_SPACE(bytes) as _;
+            let header = &mut *libc::CMSG_FIRSTHDR(&message);
+            (header.cmsg_level, header.cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
+            header.cmsg_len = libc::CMSG_LEN(bytes) as _;
+            let data = libc::CMSG_DATA(header).cast::<i32>();
+            (0..count).for_each(|i| data.add(i).write_unaligned(file.as_raw_fd()));
+            libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) >= 0
+        }
+    }
+
     /// Whatever the client was told, what it says must be well-formed.
     pub fn receive(&self) -> Received {
         let mut buffer = [0u8; 2 * MAX_LEN];

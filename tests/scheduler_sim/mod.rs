@@ -29,7 +29,7 @@ pub fn client(n: u64) -> ClientId {
 }
 
 pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
-    Settings { time_quantum, anti_thrash, reserve: 0, context: 0 }
+    Settings { time_quantum, anti_thrash, max_wait: Duration::ZERO, reserve: 0, context: 0 }
 }
 
 /// SplitMix64: enough for made-up behaviour, and the same everywhere.
@@ -60,6 +60,9 @@ impl Dice {
 pub struct Plan {
     pub gpus: GpuSet,
     pub gang: u64,
+    pub user: UserId,
+    /// How full it keeps a GPU, in thousandths, if it says so.
+    pub fullness: Option<u32>,
     pub engine: Engine,
     pub demand: u64,
     pub pinned: u64,
@@ -81,8 +84,16 @@ pub struct Plan {
     pub stopped: Option<(Time, Time)>,
     /// Killed then.
     pub killed: Option<Time>,
+    pub lie: Option<Lie>,
     /// Leaves when its phases are done, and does not stay idle with its memory.
     pub leaves: bool,
+}
+
+/// So many bytes it reports as freed whenever it evicts, and keeps: for so long, or until it may have them again.
+#[derive(Debug, Clone, Copy)]
+pub struct Lie {
+    pub bytes: u64,
+    pub late: Option<Duration>,
 }
 
 impl Default for Plan {
@@ -90,6 +101,8 @@ impl Default for Plan {
         Self {
             gpus: gpus([0]),
             gang: 0,
+            user: UserId(0),
+            fullness: None,
             engine: Engine::Swap,
             demand: GIB,
             pinned: 0,
@@ -103,6 +116,7 @@ impl Default for Plan {
             stuck: 0,
             stopped: None,
             killed: None,
+            lie: None,
             leaves: true,
         }
     }
@@ -116,8 +130,16 @@ pub const ENDLESS: Duration = Duration::from_secs(1 << 20);
 #[derive(Debug, Default, Clone)]
 pub struct Place {
     pub limit: u64,
+    pub limit_seq: u32,
+    /// What it has allocated: all that it plans, or what it could get.
+    pub demand: u64,
+    /// Waits for a higher limit, and since when.
+    pub wishes: Option<Time>,
+    pub denied: bool,
     pub allowance: u64,
     pub mapped: u64,
+    /// There as well, and reported as freed.
+    pub hidden: u64,
     pub seq: u32,
     todo: VecDeque<(u32, u64)>,
     busy: bool,
@@ -169,6 +191,12 @@ enum Happening {
     Stop(ClientId),
     Cont(ClientId),
     Kill(ClientId),
+    /// A lie becomes the truth.
+    Frees(ClientId, GpuId),
+    /// What is on a GPU is looked at, for a measurement that was begun then.
+    Read(GpuId, Time),
+    /// It is time for a measurement that nobody asked for.
+    Sample,
 }
 
 #[derive(Debug)]
@@ -177,11 +205,15 @@ pub struct World {
     pub now: Time,
     pub totals: BTreeMap<GpuId, u64>,
     pub overheads: BTreeMap<GpuId, u64>,
+    /// The host's memory, where that is bounded.
+    pub host: Option<u64>,
     pub models: BTreeMap<ClientId, Model>,
     pub history: Vec<(Time, Event)>,
     pub commands: Vec<(Time, Command)>,
     pub rng: Dice,
     pub latency: Duration,
+    /// What clients have is measured, as NVML does; else they are believed.
+    pub measures: bool,
     /// Exceptions to "one holder" and "nobody is revoked for nothing" until then, since settings changed.
     pub tolerant: Time,
     connected: BTreeSet<ClientId>,
@@ -207,11 +239,13 @@ impl World {
             now: Time::ZERO,
             totals: BTreeMap::new(),
             overheads: BTreeMap::new(),
+            host: None,
             models: BTreeMap::new(),
             history: Vec::new(),
             commands: Vec::new(),
             rng: Dice(seed),
             latency: Duration::from_micros(20),
+            measures: false,
             tolerant: Time::ZERO,
             connected: BTreeSet::new(),
             asked: BTreeMap::new(),
@@ -238,6 +272,18 @@ impl World {
         self.overheads.insert(gpu, overhead);
         self.feed(Event::GpuFound { gpu, total });
         self.feed(Event::GpuOverhead { gpu, bytes: overhead });
+    }
+
+    /// From now on what is swapped out has so much room.
+    pub fn set_host(&mut self, bytes: u64) {
+        self.host = Some(bytes);
+        self.feed(Event::HostMemory { bytes });
+    }
+
+    /// From now on what clients have is measured: when the machine asks, and every now and then.
+    pub fn measure(&mut self) {
+        self.measures = true;
+        self.at(self.now, Happening::Sample);
     }
 
     pub fn add(&mut self, plan: Plan) -> ClientId {
@@ -345,7 +391,14 @@ impl World {
         if self.keep {
             self.history.push((self.now, event.clone()));
         }
+        let before = self.measures.then(|| (self.charges(), self.unfreed()));
         let commands = self.machine.handle(self.now, event);
+        // What a charge was before it was found to be too low says nothing.
+        if let Some((before, unfreed)) = before
+            && unfreed == self.unfreed()
+        {
+            self.check_credit(&before, &commands);
+        }
         if let Some(at) = self.machine.deadline() {
             assert!(at > self.now, "a deadline that has passed already: {at:?} at {:?}", self.now);
         }
@@ -362,13 +415,16 @@ impl World {
             if self.keep {
                 self.commands.push((self.now, command.clone()));
             }
-            let to = addressee(&command);
+            let Some(to) = addressee(&command) else {
+                self.look(&command);
+                continue;
+            };
             self.send(to, false, Happening::ToClient(to, command));
         }
     }
 
     fn check_command(&self, command: &Command) {
-        let to = addressee(command);
+        let Some(to) = addressee(command) else { return };
         assert!(self.connected.contains(&to), "{command:?} to a client that is gone");
         match command {
             Command::Grant { client, .. } => {
@@ -400,6 +456,57 @@ impl World {
         }
     }
 
+    fn charges(&self) -> BTreeMap<(ClientId, GpuId), u64> {
+        let seats = self.machine.clients().into_iter().flat_map(|c| c.seats.into_iter().map(move |s| (c.client, s)));
+        seats.map(|(client, seat)| ((client, seat.gpu), seat.charge)).collect()
+    }
+
+    /// What was found on a GPU whatever its client says.
+    fn unfreed(&self) -> Vec<(ClientId, GpuId, u64)> {
+        let seats = self.machine.clients().into_iter().flat_map(|c| c.seats.into_iter().map(move |s| (c.client, s)));
+        let seats = seats.filter(|(_, seat)| seat.present > 0);
+        seats.map(|(client, seat)| (client, seat.gpu, seat.present)).collect()
+    }
+
+    /// Whoever may have more than before has it of what was there: what clients of other users had, whatever they said, was
+    /// not. Within a user they are believed; what that gives away comes after what others were given.
+    fn check_credit(&self, before: &BTreeMap<(ClientId, GpuId), u64>, commands: &[Command]) {
+        let mut charges = self.charges();
+        for command in commands.iter().rev() {
+            let Command::Allowance { client, gpu, bytes, .. } = command else { continue };
+            let allowed = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
+            let charge = |client| charges.get(&(client, *gpu)).copied().unwrap_or(0);
+            let earlier = before.get(&(*client, *gpu)).copied().unwrap_or(0);
+            if *bytes <= allowed || charge(*client) <= earlier {
+                continue;
+            }
+            let user = self.models[client].plan.user;
+            let others = self.models.iter().filter(|(_, m)| m.plan.user != user);
+            let has = others.filter_map(|(other, m)| Some((*other, m.places.get(gpu)?)));
+            let hidden: u64 = has.map(|(other, p)| (p.mapped + p.hidden).saturating_sub(charge(other))).sum();
+            let charged: u64 = charges.iter().filter(|((_, on), _)| on == gpu).map(|(_, charge)| charge).sum();
+            let capacity = self.machine.gpu(*gpu).unwrap().capacity;
+            assert!(
+                charged + hidden <= capacity,
+                "{command:?} at {:?}: {charged} charged and {hidden} hidden of {capacity}",
+                self.now
+            );
+            charges.insert((*client, *gpu), earlier);
+        }
+    }
+
+    /// The machine wants to know what is on a GPU.
+    fn look(&mut self, command: &Command) {
+        let Command::Measure { gpu } = command else { return };
+        if self.measures {
+            let at = self.now + Duration::from_micros(self.rng.below(2000));
+            self.at(at, Happening::Read(*gpu, self.now));
+        } else {
+            let believe = Event::Present { gpu: *gpu, begun: self.now, bytes: BTreeMap::new() };
+            self.at(self.now, Happening::ToMachine(believe));
+        }
+    }
+
     fn undrainable(&self, client: ClientId, id: GpuId) -> bool {
         let view = self.machine.gpu(id).unwrap();
         view.holders.iter().any(|h| h.client == client && h.state == LockState::Undrainable)
@@ -410,25 +517,44 @@ impl World {
     }
 
     fn check_state(&self) {
+        let mut in_host = 0;
         for view in self.machine.gpus() {
             let id = view.gpu;
-            assert!(view.charged <= view.capacity, "{id:?}: {} charged of {}", view.charged, view.capacity);
+            let lied = self.measures && self.unfreed().iter().any(|(_, gpu, _)| *gpu == id);
+            assert!(view.charged <= view.capacity || lied, "{id:?}: {} charged of {}", view.charged, view.capacity);
             let models = self.models.values().filter_map(|m| m.places.get(&id));
-            let mapped: u64 = models.map(|p| p.mapped).sum();
+            let mapped: u64 = models.clone().map(|p| p.mapped).sum();
+            let demand: u64 = models.map(|p| p.demand).sum();
+            in_host += demand.saturating_sub(view.capacity);
+            assert!(
+                demand <= view.promised || self.host.is_none(),
+                "{id:?}: {demand} needed, {} promised",
+                view.promised
+            );
             assert!(mapped <= view.charged, "{id:?}: {mapped} mapped, {} charged", view.charged);
             if self.now < self.tolerant || self.machine.settings().anti_thrash == AntiThrash::Off {
                 continue;
             }
             let aside = |h: &HolderView| matches!(h.state, LockState::Suspended | LockState::Undrainable);
-            let holders = view.holders.iter().filter(|h| !aside(h));
-            let units: BTreeSet<(u64, ClientId)> = holders
-                .filter(|h| self.models.get(&h.client).is_none_or(|m| m.plan.stopped.is_none()))
-                .map(|h| match self.models.get(&h.client).map_or(0, |m| m.plan.gang) {
-                    0 => (0, h.client),
-                    gang => (gang, ClientId(0)),
-                })
-                .collect();
-            assert!(units.len() <= 1, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
+            let holders = view
+                .holders
+                .iter()
+                .filter(|h| !aside(h) && self.models.get(&h.client).is_none_or(|m| m.plan.stopped.is_none()));
+            let gang = |h: &HolderView| match self.models.get(&h.client).map_or(0, |m| m.plan.gang) {
+                0 => (0, h.client),
+                gang => (gang, ClientId(0)),
+            };
+            let units: BTreeSet<(u64, ClientId)> = holders.clone().map(gang).collect();
+            // Those who leave it idle run together.
+            let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
+            let full = |h: &HolderView| self.models.get(&h.client).and_then(|m| m.plan.fullness).unwrap_or(1000);
+            let light = auto && holders.map(full).sum::<u32>() <= 1100;
+            assert!(units.len() <= 1 || light, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
+        }
+        if let Some(host) = self.host {
+            let (_, promised) = self.machine.host();
+            assert!(promised <= host, "{promised} promised of {host} in the host");
+            assert!(in_host <= host, "{in_host} needed of {host} in the host");
         }
     }
 
@@ -475,6 +601,22 @@ impl World {
                     self.receive(id, command);
                 }
             }
+            Happening::Frees(id, gpu) => {
+                if let Some(place) = self.models.get_mut(&id).and_then(|m| m.places.get_mut(&gpu)) {
+                    place.hidden = 0;
+                }
+            }
+            Happening::Sample => {
+                let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
+                gpus.into_iter().for_each(|gpu| self.at(self.now, Happening::Read(gpu, self.now)));
+                self.at(self.now + ms(200), Happening::Sample);
+            }
+            Happening::Read(gpu, begun) => {
+                let has = |m: &Model| m.places.get(&gpu).map(|p| p.mapped + p.hidden);
+                let bytes = self.models.iter().filter_map(|(id, m)| Some((*id, has(m)?))).collect();
+                let at = self.now + Duration::from_micros(self.rng.below(2000));
+                self.at(at, Happening::ToMachine(Event::Present { gpu, begun, bytes }));
+            }
             Happening::Kill(id) => {
                 if self.connected.contains(&id) {
                     self.gone(id);
@@ -485,7 +627,7 @@ impl World {
 
     fn start(&mut self, id: ClientId) {
         let plan = self.models[&id].plan.clone();
-        self.say(id, Event::Connected { client: id, gang: plan.gang });
+        self.say(id, Event::Connected { client: id, gang: plan.gang, user: plan.user });
         for gpu in &plan.gpus {
             self.say(id, Event::Attached { client: id, gpu: *gpu, engine: plan.engine });
         }
@@ -500,6 +642,9 @@ impl World {
         m.finished.get_or_insert(self.now);
         m.places.clear();
         m.holds.clear();
+        // Killed while it was stopped: nobody reads these any more.
+        m.stopped = false;
+        m.inbox.clear();
         self.queue.retain(|_, w| match w {
             Happening::ToMachine(e) => event_of(e) != Some(id),
             Happening::ToClient(c, _) => *c != id,
@@ -513,8 +658,9 @@ impl World {
     fn report(&mut self, id: ClientId, gpu: GpuId) {
         let Some(m) = self.models.get_mut(&id) else { return };
         let Some(p) = m.places.get(&gpu) else { return };
-        let demand = m.plan.demand;
+        let demand = p.demand;
         let report = MemoryReport {
+            limit_ack: p.limit_seq,
             ack: p.seq,
             demand,
             mapped: p.mapped,
@@ -531,16 +677,39 @@ impl World {
             Command::Attached { gpu, .. } => {
                 m.attached.insert(gpu);
                 let all = m.attached == m.plan.gpus;
-                self.report(id, gpu);
+                if self.host.is_none() {
+                    // A limit is no matter: what it plans it has.
+                    let demand = m.plan.demand;
+                    m.places.get_mut(&gpu).unwrap().demand = demand;
+                    self.report(id, gpu);
+                }
                 if all {
                     let cpu = self.models[&id].plan.cpu;
                     self.at(now + cpu, Happening::PhaseBegins(id));
                 }
             }
-            Command::Limit { gpu, bytes, .. } => {
+            Command::Limit { gpu, bytes, seq, .. } => {
                 if let Some(p) = m.places.get_mut(&gpu) {
+                    assert!(seq > p.limit_seq || bytes == p.limit, "limit {seq} after {}", p.limit_seq);
                     p.limit = bytes;
+                    p.limit_seq = seq;
                 }
+                if self.host.is_some() {
+                    self.grow(id, gpu);
+                    self.report(id, gpu);
+                }
+                self.work(id);
+            }
+            Command::Prepare { gpu, bytes, .. } => {
+                let Some(p) = m.places.get(&gpu) else { return };
+                assert!(bytes <= p.mapped.max(p.demand), "told to lose more than it has");
+            }
+            Command::Denied { gpu, .. } => {
+                let Some(p) = m.places.get_mut(&gpu) else { return };
+                p.wishes = None;
+                p.denied = true;
+                self.grow(id, gpu);
+                self.report(id, gpu);
                 self.work(id);
             }
             Command::Allowance { gpu, seq, bytes, .. } => {
@@ -565,12 +734,17 @@ impl World {
                 self.maybe_quiet(id);
             }
             Command::Contended { gpus, waiters, grace, .. } => {
-                for g in gpus {
+                for g in &gpus {
                     if waiters > 0 {
-                        m.contended.insert(g, grace)
+                        m.contended.insert(*g, grace)
                     } else {
-                        m.contended.remove(&g)
+                        m.contended.remove(g)
                     };
+                }
+                if let Some(permille) = m.plan.fullness.filter(|_| waiters > 0) {
+                    for gpu in gpus {
+                        self.say(id, Event::Fullness { client: id, gpu, permille });
+                    }
                 }
                 self.maybe_quiet(id);
             }
@@ -596,7 +770,27 @@ impl World {
                     self.at(now + drain, Happening::Drained(id, gpus));
                 }
             }
-            Command::Waiting { .. } | Command::Probe { .. } | Command::Undrainable { .. } => {}
+            Command::Room { .. } | Command::Measure { .. } => {}
+            Command::Waiting { .. } | Command::Probe { .. } | Command::Undrainable { .. } | Command::Stays { .. } => {}
+        }
+    }
+
+    /// Allocates what its limit allows, and asks for more where that is too little. Denied, it makes do with what it has.
+    fn grow(&mut self, id: ClientId, gpu: GpuId) {
+        let now = self.now;
+        let Some(m) = self.models.get_mut(&id) else { return };
+        let plan = m.plan.demand;
+        let Some(p) = m.places.get_mut(&gpu) else { return };
+        let wanted = if p.denied { plan.min(p.limit) } else { plan };
+        if wanted <= p.limit {
+            p.wishes = None;
+            p.demand = p.demand.max(wanted);
+        } else if p.wishes.is_none() {
+            // In two halves, so that several hold one and want the other.
+            p.demand = p.demand.max((plan / 2).min(p.limit));
+            p.wishes = Some(now);
+            self.report(id, gpu);
+            self.say(id, Event::Wished { client: id, gpu, bytes: plan });
         }
     }
 
@@ -604,8 +798,9 @@ impl World {
     fn obey(&mut self, id: ClientId, gpu: GpuId) {
         let now = self.now;
         let Some(m) = self.models.get_mut(&id) else { return };
-        let (demand, rate, pinned) = (m.plan.demand, m.plan.rate, m.plan.pinned);
+        let (rate, pinned) = (m.plan.rate, m.plan.pinned);
         let Some(p) = m.places.get_mut(&gpu) else { return };
+        let demand = p.demand;
         let Some((_, bytes)) = p.todo.front().copied() else { return };
         if bytes < p.mapped {
             let move_out = p.mapped - bytes.max(pinned.min(p.mapped));
@@ -617,7 +812,9 @@ impl World {
             let (seq, bytes) = p.todo.pop_front().unwrap();
             p.seq = seq;
             p.allowance = bytes;
-            p.mapped = p.mapped.max(bytes.min(demand));
+            let grown = bytes.min(demand).saturating_sub(p.mapped);
+            p.mapped += grown;
+            p.hidden = p.hidden.saturating_sub(grown);
             self.report(id, gpu);
             self.work(id);
             self.obey(id, gpu);
@@ -636,7 +833,14 @@ impl World {
         p.busy = false;
         p.seq = seq;
         p.allowance = bytes;
-        p.mapped = p.mapped.min(bytes.max(pinned));
+        let freed = p.mapped.saturating_sub(bytes.max(pinned));
+        p.mapped -= freed;
+        if let Some(lie) = m.plan.lie.filter(|_| freed > 0) {
+            p.hidden = (p.hidden + freed).min(lie.bytes.max(p.hidden));
+            if let Some(late) = lie.late {
+                self.at(self.now + late, Happening::Frees(id, gpu));
+            }
+        }
         self.report(id, gpu);
         self.obey(id, gpu);
         self.work(id);
@@ -682,7 +886,9 @@ impl World {
         let (now, off) = (self.now, self.grows());
         let Some(m) = self.models.get_mut(&id) else { return };
         let mapped = m.places.values().all(|p| {
-            (p.mapped >= m.plan.demand.min(p.limit.min(p.allowance.max(p.mapped))) && p.todo.is_empty())
+            (p.mapped >= p.demand.min(p.limit.min(p.allowance.max(p.mapped)))
+                && p.todo.is_empty()
+                && p.wishes.is_none())
                 || (off && m.plan.engine == Engine::Managed)
         });
         if m.phase == Phase::Gpu
@@ -809,17 +1015,23 @@ impl World {
     }
 }
 
-pub fn addressee(command: &Command) -> ClientId {
+/// The client that is told, if any is.
+pub fn addressee(command: &Command) -> Option<ClientId> {
     match command {
+        Command::Measure { .. } => None,
         Command::Attached { client, .. }
         | Command::Limit { client, .. }
+        | Command::Denied { client, .. }
         | Command::Allowance { client, .. }
         | Command::Grant { client, .. }
         | Command::Revoke { client, .. }
         | Command::Contended { client, .. }
         | Command::Waiting { client, .. }
         | Command::Undrainable { client, .. }
-        | Command::Probe { client } => *client,
+        | Command::Stays { client, .. }
+        | Command::Room { client, .. }
+        | Command::Prepare { client, .. }
+        | Command::Probe { client } => Some(*client),
     }
 }
 
@@ -830,11 +1042,20 @@ fn event_of(event: &Event) -> Option<ClientId> {
         | Event::Attached { client, .. }
         | Event::Detached { client, .. }
         | Event::Memory { client, .. }
+        | Event::Wished { client, .. }
+        | Event::Squeezed { client, .. }
+        | Event::Fullness { client, .. }
+        | Event::Held { client, .. }
         | Event::Requested { client, .. }
         | Event::Cancelled { client, .. }
         | Event::Released { client, .. }
         | Event::Stuck { client, .. }
         | Event::Stopped { client, .. } => Some(*client),
-        Event::Tick | Event::Configure(_) | Event::GpuFound { .. } | Event::GpuOverhead { .. } => None,
+        Event::Tick
+        | Event::Configure(_)
+        | Event::GpuFound { .. }
+        | Event::GpuOverhead { .. }
+        | Event::Present { .. }
+        | Event::HostMemory { .. } => None,
     }
 }

@@ -14,6 +14,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+#[path = "../manager/mod.rs"]
+pub mod manager;
+
+use manager::Manager;
+
 /// Long enough for a loaded machine; nothing waits this long unless it fails.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(5);
@@ -57,6 +62,8 @@ pub struct Setup {
     /// Seconds.
     pub time_quantum: u32,
     pub anti_thrash: &'static str,
+    /// Host memory for what is swapped out.
+    pub swap_max: &'static str,
     /// More of the simulator's settings.
     pub simulator: Vec<(&'static str, String)>,
     /// Symbols that its driver lacks, as older ones do.
@@ -71,6 +78,7 @@ impl Default for Setup {
             context: 4 * MIB,
             time_quantum: 1,
             anti_thrash: "auto",
+            swap_max: "80%",
             simulator: Vec::new(),
             without: "",
         }
@@ -89,6 +97,8 @@ pub struct Machine {
     pub setup: Setup,
     directory: Directory,
     scheduler: Option<Child>,
+    /// What keeps connections when a scheduler ends.
+    pub manager: Option<Manager>,
     /// How many schedulers there have been; each writes a log and a trace of its own.
     runs: u32,
     launched: AtomicU32,
@@ -111,6 +121,8 @@ impl Machine {
         let directory = Directory::new();
         let libraries = directory.0.join("lib");
         fs::create_dir(&libraries).expect("a directory for the libraries");
+        // As a service's, it stays when the scheduler goes.
+        fs::create_dir(directory.0.join("run")).expect("a directory for the socket");
         for (file, name) in [("libcuda.so", "libcuda.so.1"), ("libnvidia_ml.so", "libnvidia-ml.so.1")] {
             symlink(artifact(file), libraries.join(name)).expect("a link to a library");
         }
@@ -122,11 +134,19 @@ impl Machine {
             assert!(install.status().is_ok_and(|status| status.success()), "install.sh");
         }
         let config = format!(
-            "time-quantum = {}\nanti-thrash = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n",
-            setup.time_quantum, setup.anti_thrash, setup.reserve, setup.context
+            "time-quantum = {}\nanti-thrash = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n",
+            setup.time_quantum, setup.anti_thrash, setup.reserve, setup.context, setup.swap_max
         );
         fs::write(directory.0.join("nvshare.toml"), config).expect("the configuration");
-        Self { setup, directory, scheduler: None, runs: 0, launched: AtomicU32::new(0) }
+        Self { setup, directory, scheduler: None, manager: None, runs: 0, launched: AtomicU32::new(0) }
+    }
+
+    /// A machine with a scheduler whose connections outlive it.
+    pub fn with_manager(setup: Setup) -> Self {
+        let mut machine = Self::new(setup);
+        machine.manager = Some(Manager::new(&machine.directory.0));
+        machine.start_scheduler();
+        machine
     }
 
     /// A machine with a scheduler.
@@ -158,6 +178,9 @@ impl Machine {
         command.args(["--no-bus", "--log-level", "debug"]);
         command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
         self.simulate(&mut command);
+        if let Some(manager) = &self.manager {
+            command = manager.wrap(&command);
+        }
         command.stderr(File::create(&log).expect("the scheduler's log"));
         self.scheduler = Some(spawn(&mut command));
         wait_for("the scheduler to serve", || fs::read_to_string(&log).ok()?.contains("serves").then_some(()));
@@ -171,6 +194,13 @@ impl Machine {
         let mut child = self.scheduler.take().expect("a scheduler runs");
         child.kill().expect("kill the scheduler");
         child.wait().expect("its end");
+    }
+
+    /// Has the scheduler end by itself.
+    pub fn stop_scheduler(&mut self) {
+        // SAFETY: a plain call; the process is a child of this one.
+        unsafe { libc::kill(self.scheduler_pid() as i32, libc::SIGTERM) };
+        self.scheduler.take().expect("a scheduler runs").wait().expect("its end");
     }
 
     /// Runs `nvsharectl`, which must succeed.
@@ -261,6 +291,12 @@ impl Machine {
         launch.command.args(words.split_whitespace());
         launch.name = words.to_owned();
         launch
+    }
+
+    /// The same, in the control group of that file from the beginning.
+    pub fn program_in(&self, group: &Path, words: &str) -> Launch<'_> {
+        let script = format!("echo $$ > {} && exec {} {words}", group.display(), artifact("cuda-program").display());
+        self.command(Path::new("/bin/sh"), &["-c", &script])
     }
 
     /// Any command, under nvshare and traced.
@@ -570,7 +606,7 @@ pub fn holders(trace: &[Move]) -> Vec<(Move, Vec<u64>)> {
             (run, holders) = (m.run, Vec::new());
         }
         match m.what.as_str() {
-            "grant" => holders.push(m.client),
+            "grant" | "held" => holders.push(m.client),
             // Who cannot drain does not count as a holder.
             "release" | "detach" | "disconnect" | "undrainable" => holders.retain(|c| *c != m.client),
             _ => continue,

@@ -1,13 +1,13 @@
 //! What a client says to the scheduler.
 
 use crate::{
-    SlotSet, Text, Uuid,
+    Secret, SlotSet, Text, Uuid,
     message::{byte_enum, messages},
 };
 
 messages! {
     pub enum ClientMessage {
-        /// The first message of a connection, and only the first.
+        /// The first message of a connection, and only the first, but for [`Resume`](crate::SchedulerMessage::Resume).
         1 (handshake) => Hello {
             min_version: u16,
             max_version: u16,
@@ -31,6 +31,8 @@ messages! {
             total: u64,
             /// The device's name, for hosts where the scheduler has no NVML.
             name: Text<64>,
+            /// Why that engine.
+            (since 2) reason: EngineReason,
         },
 
         /// The last context on that GPU is gone, and with it every byte and lock.
@@ -52,6 +54,11 @@ messages! {
             pinned: u64,
             /// What `cuMemGetInfo` said was free on the whole GPU just now, or [`u64::MAX`] where it was not asked.
             device_free: u64,
+            /// The sequence number of the newest [`Limit`](crate::SchedulerMessage::Limit) that was in effect when this
+            /// was written; 0 before the first.
+            (since 2) limit_ack: u32,
+            /// Bytes of host memory that this client holds for contents of that GPU, whether anything is in them or not.
+            (since 2) host: u64,
         },
 
         /// Wants the lock of all GPUs in the set, at once or not at all. Replaces a request that still waits.
@@ -70,6 +77,61 @@ messages! {
 
         /// No longer wants the lock it requested.
         8 => Cancel { gpus: SlotSet },
+
+        /// This process gives memory to others, under this name: whoever knows it may ask for some.
+        9 (since 2) => Exporter { key: Secret },
+
+        /// Asks for memory that another process of the same user has exported: descriptors of its chunks from number
+        /// `first` on. The answer is [`Opened`](crate::SchedulerMessage::Opened); a newer question replaces an older one.
+        10 (since 2) => Open { ticket: u32, exporter: Secret, secret: Secret, range: u32, allocation: u64, first: u32 },
+
+        /// The answer to [`Export`](crate::SchedulerMessage::Export); with it come the descriptors of as many chunks as
+        /// fit, from the one asked for on. All chunks but the last have `chunk` bytes.
+        11 (since 2) => Exported { ticket: u64, outcome: Sharing, slot: u32, bytes: u64, chunk: u64 },
+
+        /// Needs a limit of so many bytes on that GPU, for an allocation that waits. Answered by a
+        /// [`Limit`](crate::SchedulerMessage::Limit) that is as high, or by [`Denied`](crate::SchedulerMessage::Denied).
+        12 (since 2) => Wish { slot: u32, bytes: u64 },
+
+        /// The driver found no memory on that GPU for something of its own; asks for so much room, for a moment. Answered by
+        /// [`Room`](crate::SchedulerMessage::Room).
+        13 (since 2) => Squeeze { slot: u32, bytes: u64 },
+
+        /// How full this client keeps a GPU that it holds alone, in thousandths: how much of the time work waits there.
+        /// More than 1100: it wants nobody beside it.
+        21 (since 3) => Fullness { slot: u32, permille: u32 },
+
+        /// Exported memory is no longer this client's: the next report of its memory leaves it out.
+        16 (since 2) => Withdrawn { range: u32 },
+
+        /// Has memory open that another process exported. Said again on each new connection; the first time the scheduler
+        /// knows it from `Opened`. `adopted`: this client's reports count it.
+        17 (since 2) => Imported { slot: u32, exporter: Secret, range: u32, bytes: u64, adopted: u8 },
+
+        /// From the next report on, this client counts that memory as its own, pinned: nobody else does any more.
+        18 (since 2) => Adopted { exporter: Secret, range: u32 },
+
+        /// No longer has that memory open.
+        19 (since 2) => Closed { exporter: Secret, range: u32 },
+
+        /// The end of what is said after [`Resume`](crate::SchedulerMessage::Resume), and only there: has the lock of those
+        /// GPUs, from the scheduler before.
+        20 (since 3) => Held { gpus: SlotSet },
+    }
+}
+
+byte_enum! {
+    /// How it went to get at another process's memory.
+    pub enum Sharing {
+        /// Here it is.
+        Done = 0,
+        /// No process that this one may open memory of has any by that name.
+        Unknown = 1,
+        /// There is such memory, but it could not be passed on.
+        Failed = 2,
+        /// Not now: the other process has been asked too much already, or the scheduler has just started and may not know
+        /// it yet. To be asked again.
+        Busy = 3,
     }
 }
 
@@ -91,6 +153,28 @@ byte_enum! {
         Managed = 1,
         /// Nothing can move: everything is pinned.
         None = 2,
+    }
+}
+
+byte_enum! {
+    /// Why a client's memory on a GPU has its engine.
+    #[derive(Default)]
+    pub enum EngineReason {
+        /// An older library does not say.
+        #[default]
+        Unsaid = 0,
+        /// It is the best, and the GPU has it.
+        Best = 1,
+        /// The user asked for it.
+        Asked = 2,
+        /// The program may exceed the GPU by itself.
+        Oversubscription = 3,
+        /// Engine `swap` would have been taken, but the GPU or its driver has no virtual memory management.
+        NoVmm = 4,
+        /// Engine `managed` was asked for, but the GPU's managed memory cannot be moved.
+        NoManaged = 5,
+        /// The GPU has neither.
+        Neither = 6,
     }
 }
 
@@ -120,5 +204,9 @@ byte_enum! {
         /// Work is submitted by a way that passes no gate (another API on the same GPU), so nobody can tell whether all of
         /// it is done. Said once, whether the lock was asked for or not; the client's memory stays on the GPU.
         Unseen = 3,
+        /// An eviction found no room in host memory; what had left has, and the rest stays. Since version 2.
+        HostFull = 4,
+        /// No context works any more, so nothing can be copied; the memory is free when the program ends. Since version 2.
+        Broken = 5,
     }
 }

@@ -26,6 +26,16 @@ impl fmt::Debug for Uuid {
     }
 }
 
+/// 128 random bits: who knows them has been told. They appear in no log.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Secret(pub [u8; 16]);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("…")
+    }
+}
+
 /// A short text of at most `N` bytes, padded with zeros. For people to read; nothing is decided by it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Text<const N: usize>([u8; N]);
@@ -163,6 +173,15 @@ macro_rules! integer_fields {
 integer_fields!(u8, u16, u32, u64);
 
 impl Field for Uuid {
+    fn put(&self, packet: &mut Packet) {
+        packet.put(&self.0);
+    }
+    fn get(reader: &mut Reader<'_>, _: &'static str) -> Result<Self, WireError> {
+        reader.bytes().map(Self)
+    }
+}
+
+impl Field for Secret {
     fn put(&self, packet: &mut Packet) {
         packet.put(&self.0);
     }

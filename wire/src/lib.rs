@@ -24,8 +24,15 @@
 //!       ◀──────────────────────────── Allowance(0)        evict: copy out, unmap
 //! Memory(mapped 0, ack) ────────────▶
 //! ```
+//! Memory that one program lets another use goes the same way, on demand; the scheduler keeps none of it:
+//! ```text
+//! importer                            scheduler                            exporter
+//! Open(ticket, secret) ─────────────▶ same user, same container? Export ──▶
+//!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
+//! ```
 //! The *GPU lock* (Grant, Revoke, Release) says who may submit; the *allowance* says how many bytes a client may have
-//! mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed.
+//! mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed. The *limit* says what
+//! it may allocate: a promise that there is a place for it, on the GPU or in the host (Wish asks for a higher one).
 
 #![cfg_attr(not(test), no_std)]
 
@@ -38,10 +45,13 @@ pub mod scheduler;
 pub mod version;
 
 pub use client::ClientMessage;
-pub use codec::{Text, Uuid};
+pub use codec::{Secret, Text, Uuid};
 pub use error::WireError;
 pub use header::{HEADER_LEN, MAX_LEN};
 pub use scheduler::SchedulerMessage;
+
+/// How many descriptors come with one packet, at most.
+pub const MAX_DESCRIPTORS: usize = 16;
 
 /// GPUs of one client as a set of its slots: bit *n* is slot *n*.
 pub type SlotSet = u64;

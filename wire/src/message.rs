@@ -3,12 +3,15 @@
 /// Declares one direction's messages as an enum with `encode(version)` and `decode(packet, version)`.
 ///
 /// Kinds in `handshake` have version 0 in their header and a layout that never changes, because they are exchanged
-/// before the two sides have agreed on a version.
+/// before the two sides have agreed on a version. `(since 2)` before a kind or a field says with which version it came: on
+/// an older connection that kind is unknown, and that field is left out and read as its default.
 macro_rules! messages {
     (
         $(#[$meta:meta])* pub enum $name:ident { $(
             $(#[$doc:meta])*
-            $kind:literal $(($handshake:ident))? => $variant:ident { $( $(#[$fdoc:meta])* $field:ident: $type:ty ),* $(,)? }
+            $kind:literal $(($handshake:ident $($since:literal)?))? => $variant:ident {
+                $( $(#[$fdoc:meta])* $((since $fsince:literal))? $field:ident: $type:ty ),* $(,)?
+            }
         ),* $(,)? }
     ) => {
         $(#[$meta])*
@@ -21,9 +24,9 @@ macro_rules! messages {
                 use $crate::codec::Field;
                 match self { $(
                     Self::$variant { $($field),* } => {
-                        let version = messages!(@version version $($handshake)?);
+                        let version = messages!(@version version $($handshake $($since)?)?);
                         let mut packet = $crate::codec::Packet::new($crate::header::Header { version, kind: $kind });
-                        $( $field.put(&mut packet); )*
+                        $( if messages!(@has version $($fsince)?) { $field.put(&mut packet); } )*
                         packet.finish()
                     }
                 )* }
@@ -34,12 +37,12 @@ macro_rules! messages {
                 use $crate::codec::Field;
                 let (header, mut reader) = $crate::header::Header::read(packet)?;
                 match header.kind {
-                    $( $kind => {
-                        let expected = messages!(@version version $($handshake)?);
+                    $( $kind if messages!(@known version $($handshake $($since)?)?) => {
+                        let expected = messages!(@version version $($handshake $($since)?)?);
                         if header.version != expected {
                             return Err($crate::WireError::Version { got: header.version, expected });
                         }
-                        $( let $field = <$type>::get(&mut reader, stringify!($field))?; )*
+                        $( let $field = messages!(@get $type, reader, stringify!($field), version $($fsince)?); )*
                         reader.finish()?;
                         Ok(Self::$variant { $($field),* })
                     } )*
@@ -49,7 +52,15 @@ macro_rules! messages {
         }
     };
     (@version $version:ident handshake) => { 0 };
-    (@version $version:ident) => { $version };
+    (@version $version:ident $(since $since:literal)?) => { $version };
+    (@known $version:ident since $since:literal) => { $version >= $since };
+    (@known $version:ident $($handshake:ident)?) => { true };
+    (@get $type:ty, $reader:ident, $name:expr, $version:ident) => { <$type>::get(&mut $reader, $name)? };
+    (@get $type:ty, $reader:ident, $name:expr, $version:ident $since:literal) => {
+        if $version >= $since { <$type>::get(&mut $reader, $name)? } else { <$type>::default() }
+    };
+    (@has $version:ident) => { true };
+    (@has $version:ident $since:literal) => { $version >= $since };
 }
 
 /// Declares an enum that travels as one byte; other values are an error of that field.

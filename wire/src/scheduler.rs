@@ -1,7 +1,8 @@
 //! What the scheduler says to a client.
 
 use crate::{
-    SlotSet, Text,
+    Secret, SlotSet, Text,
+    client::Sharing,
     message::{byte_enum, messages},
 };
 
@@ -21,8 +22,18 @@ messages! {
         /// Room for a context was made on that GPU; it may be created now.
         66 => Attached { slot: u32 },
 
-        /// The most that this client's demand on that GPU can be: an allocation beyond it fails.
-        67 => Limit { slot: u32, bytes: u64 },
+        /// The most that this client's demand on that GPU can be, as a promise: the memory for it is there, on the GPU or in
+        /// the host. An allocation beyond it needs a higher limit ([`Wish`](crate::ClientMessage::Wish)) or fails. A limit
+        /// may fall, though never below a demand that was reported; `limit_ack` of the next report says that it is known.
+        67 => Limit {
+            slot: u32,
+            bytes: u64,
+            (since 2) seq: u32,
+            /// What the limit can be at most, whoever asks.
+            (since 2) most: u64,
+            /// Bytes of host memory that this client may keep although nothing is in them.
+            (since 2) spare: u64,
+        },
 
         /// How many bytes this client may have mapped on that GPU from now on. More than before is credit; less means
         /// *evict*: bring `mapped` down to it, then report with this `seq` as `ack`. Pinned bytes stay.
@@ -40,6 +51,36 @@ messages! {
 
         /// Why this client still waits. Nothing to act on: traced with `NVSHARE_DEBUG=1`.
         72 => Waiting { gpus: SlotSet, why: WaitReason },
+
+        /// Somebody who may asks for memory that this client has exported: to be answered, whatever the answer, with
+        /// [`Exported`](crate::ClientMessage::Exported).
+        73 (since 2) => Export { ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32 },
+
+        /// The answer to [`Open`](crate::ClientMessage::Open), with descriptors of chunks if it is `Done`.
+        74 (since 2) => Opened { ticket: u32, outcome: Sharing, bytes: u64, chunk: u64 },
+
+        /// Memory that this client has open is no longer its exporter's. This client is to count it as its own, and to
+        /// say so with [`Adopted`](crate::ClientMessage::Adopted).
+        75 (since 2) => Adopt { exporter: Secret, range: u32 },
+
+        /// A limit of so many bytes cannot be promised: what waits for it fails.
+        76 (since 2) => Denied { slot: u32, bytes: u64 },
+
+        /// So much is free on that GPU now, and kept for this client for a moment; perhaps less than it asked for.
+        77 (since 2) => Room { slot: u32, bytes: u64 },
+
+        /// So many bytes of this client are likely to leave that GPU when its turn is over: host memory for them may be made
+        /// until then.
+        78 (since 2) => Prepare { slot: u32, bytes: u64 },
+
+        /// This scheduler has just started, and the connection was kept for it: it knows nothing of what was said on it
+        /// before. This client is to say all of it again, as on a new connection: `Hello` (which is not answered), each GPU
+        /// with its memory, and, to end with, [`Held`](crate::ClientMessage::Held). What it asked for before and was not
+        /// answered, it is to ask for again after that. Sequence numbers begin anew.
+        79 (since 3) => Resume {
+            /// The client's id, which stays.
+            client: u64,
+        },
     }
 }
 

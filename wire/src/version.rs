@@ -7,7 +7,17 @@
 /// The oldest version this build speaks.
 pub const MIN: u16 = 1;
 /// The newest version this build speaks.
-pub const MAX: u16 = 1;
+pub const MAX: u16 = 3;
+/// The version from which on limits are promises: numbered, acknowledged, and raised or refused when asked for.
+pub const PROMISES: u16 = 2;
+/// The version from which on programs share memory through the scheduler.
+pub const SHARING: u16 = 2;
+
+/// The version from which on a connection outlives the scheduler: a new one that was handed it says
+/// [`Resume`](crate::SchedulerMessage::Resume).
+pub const RESUMING: u16 = 3;
+/// The version from which on a client says how full it keeps a GPU.
+pub const FULLNESS: u16 = 3;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

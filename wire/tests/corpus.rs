@@ -2,21 +2,28 @@
 //! exactly as it was. Run with `NVSHARE_WRITE_CORPUS=1` to write the message of each kind that the corpus begins with.
 
 use nvshare_wire::{
-    ClientMessage, SchedulerMessage, Text, Uuid,
-    client::{Engine, GpuKind, ReleaseReason, StuckReason},
+    ClientMessage, SchedulerMessage, Secret, Text, Uuid,
+    client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
     scheduler::{Refusal, WaitReason},
 };
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
-const VERSION: u16 = 1;
+const KEY: Secret = Secret([0x6b; 16]);
+const SECRET: Secret = Secret([0x73; 16]);
 
-fn client_messages() -> Vec<(&'static str, ClientMessage)> {
+/// The version that a packet was written in; the kinds of a handshake have none.
+fn version(packet: &[u8]) -> u16 {
+    packet.first_chunk().map_or(1, |bytes| u16::from_le_bytes(*bytes)).max(1)
+}
+
+fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
     use ClientMessage::*;
     let uuid = Uuid([0x5a, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
     let (slot, gpus) = (1, 0b11);
     vec![
         (
             "hello",
+            1,
             Hello {
                 min_version: 1,
                 max_version: 1,
@@ -28,6 +35,7 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
         ),
         (
             "attach",
+            1,
             Attach {
                 slot,
                 uuid,
@@ -35,11 +43,26 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
                 engine: Engine::Managed,
                 total: 141 << 30,
                 name: Text::new("NVIDIA H200"),
+                reason: EngineReason::Unsaid,
             },
         ),
-        ("detach", Detach { slot }),
+        (
+            "attach-2",
+            2,
+            Attach {
+                slot,
+                uuid,
+                kind: GpuKind::Gpu,
+                engine: Engine::Managed,
+                total: 141 << 30,
+                name: Text::new("NVIDIA H200"),
+                reason: EngineReason::Oversubscription,
+            },
+        ),
+        ("detach", 1, Detach { slot }),
         (
             "memory",
+            1,
             Memory {
                 slot,
                 ack: 3,
@@ -48,28 +71,64 @@ fn client_messages() -> Vec<(&'static str, ClientMessage)> {
                 swapped: 2 << 30,
                 pinned: 2 << 20,
                 device_free: u64::MAX,
+                limit_ack: 0,
+                host: 0,
             },
         ),
-        ("request", Request { gpus }),
-        ("release", Release { gpus, reason: ReleaseReason::NoMemory, busy_us: 1_500_000 }),
-        ("stuck", Stuck { gpus, reason: StuckReason::Capturing }),
-        ("cancel", Cancel { gpus }),
+        (
+            "memory-2",
+            2,
+            Memory {
+                slot,
+                ack: 3,
+                demand: 8 << 30,
+                mapped: 6 << 30,
+                swapped: 2 << 30,
+                pinned: 2 << 20,
+                device_free: 1 << 30,
+                limit_ack: 4,
+                host: 3 << 30,
+            },
+        ),
+        ("request", 1, Request { gpus }),
+        ("release", 1, Release { gpus, reason: ReleaseReason::NoMemory, busy_us: 1_500_000 }),
+        ("stuck", 1, Stuck { gpus, reason: StuckReason::Capturing }),
+        ("cancel", 1, Cancel { gpus }),
+        ("wish", 2, Wish { slot, bytes: 9 << 30 }),
+        ("squeeze", 2, Squeeze { slot, bytes: 64 << 20 }),
+        ("fullness", 3, Fullness { slot, permille: 345 }),
+        ("exporter", 2, Exporter { key: KEY }),
+        ("open", 2, Open { ticket: 4, exporter: KEY, secret: SECRET, range: 2, allocation: 9, first: 16 }),
+        ("exported", 2, Exported { ticket: 5, outcome: Sharing::Done, slot, bytes: 80 << 20, chunk: 64 << 20 }),
+        ("withdrawn", 2, Withdrawn { range: 2 }),
+        ("imported", 2, Imported { slot, exporter: KEY, range: 2, bytes: 80 << 20, adopted: 1 }),
+        ("adopted", 2, Adopted { exporter: KEY, range: 2 }),
+        ("closed", 2, Closed { exporter: KEY, range: 2 }),
+        ("held", 3, Held { gpus }),
     ]
 }
 
-fn scheduler_messages() -> Vec<(&'static str, SchedulerMessage)> {
+fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
     use SchedulerMessage::*;
     let (slot, gpus) = (1, 0b11);
     vec![
-        ("welcome", Welcome { version: 1, client: 7 }),
-        ("refused", Refused { reason: Refusal::TooMany, text: Text::new("this user has 4096 connections") }),
-        ("attached", Attached { slot }),
-        ("limit", Limit { slot, bytes: 139 << 30 }),
-        ("allowance", Allowance { slot, seq: 3, bytes: 6 << 30 }),
-        ("grant", Grant { gpus }),
-        ("revoke", Revoke { gpus }),
-        ("contended", Contended { gpus, waiters: 2, grace_us: 1000 }),
-        ("waiting", Waiting { gpus, why: WaitReason::Pinned }),
+        ("welcome", 1, Welcome { version: 1, client: 7 }),
+        ("refused", 1, Refused { reason: Refusal::TooMany, text: Text::new("this user has 4096 connections") }),
+        ("attached", 1, Attached { slot }),
+        ("limit", 1, Limit { slot, bytes: 139 << 30, seq: 0, most: 0, spare: 0 }),
+        ("limit-2", 2, Limit { slot, bytes: 100 << 30, seq: 4, most: 139 << 30, spare: u64::MAX }),
+        ("allowance", 1, Allowance { slot, seq: 3, bytes: 6 << 30 }),
+        ("grant", 1, Grant { gpus }),
+        ("revoke", 1, Revoke { gpus }),
+        ("contended", 1, Contended { gpus, waiters: 2, grace_us: 1000 }),
+        ("waiting", 1, Waiting { gpus, why: WaitReason::Pinned }),
+        ("denied", 2, Denied { slot, bytes: 9 << 30 }),
+        ("room", 2, Room { slot, bytes: 64 << 20 }),
+        ("export", 2, Export { ticket: 5, secret: SECRET, range: 2, allocation: 9, first: 16 }),
+        ("opened", 2, Opened { ticket: 4, outcome: Sharing::Busy, bytes: 80 << 20, chunk: 64 << 20 }),
+        ("adopt", 2, Adopt { exporter: KEY, range: 2 }),
+        ("prepare", 2, Prepare { slot, bytes: 12 << 30 }),
+        ("resume", 3, Resume { client: 7 }),
     ]
 }
 
@@ -98,10 +157,11 @@ fn check<'a>(
             kinds.insert(kind);
         }
     }
-    assert_eq!(kinds.len(), real.len(), "a kind is missing from the corpus: {kinds:?}");
+    let written = real.iter().filter_map(|(_, packet)| Some(again(packet)?.0)).collect();
+    assert_eq!(kinds, written, "a kind is missing from the corpus");
     for (name, packet) in real {
         let file = fs::read(folder(target).join(name)).unwrap();
-        assert_eq!(file, packet, "version {VERSION} of {name} is not written as it was: layouts never change");
+        assert_eq!(file, packet, "{name} is not written as it was: layouts never change");
     }
 }
 
@@ -112,17 +172,17 @@ fn kind(debug: String) -> String {
 #[test]
 fn client_corpus() {
     let real = client_messages();
-    check("client_message", real.iter().map(|(n, m)| (*n, m.encode(VERSION).as_bytes().to_vec())), |packet| {
-        let message = ClientMessage::decode(packet, VERSION).ok()?;
-        Some((kind(format!("{message:?}")), message.encode(VERSION).as_bytes().to_vec()))
+    check("client_message", real.iter().map(|(n, v, m)| (*n, m.encode(*v).as_bytes().to_vec())), |packet| {
+        let message = ClientMessage::decode(packet, version(packet)).ok()?;
+        Some((kind(format!("{message:?}")), message.encode(version(packet)).as_bytes().to_vec()))
     });
 }
 
 #[test]
 fn scheduler_corpus() {
     let real = scheduler_messages();
-    check("scheduler_message", real.iter().map(|(n, m)| (*n, m.encode(VERSION).as_bytes().to_vec())), |packet| {
-        let message = SchedulerMessage::decode(packet, VERSION).ok()?;
-        Some((kind(format!("{message:?}")), message.encode(VERSION).as_bytes().to_vec()))
+    check("scheduler_message", real.iter().map(|(n, v, m)| (*n, m.encode(*v).as_bytes().to_vec())), |packet| {
+        let message = SchedulerMessage::decode(packet, version(packet)).ok()?;
+        Some((kind(format!("{message:?}")), message.encode(version(packet)).as_bytes().to_vec()))
     });
 }

@@ -1,16 +1,33 @@
 //! Every message survives a round trip, and no bytes make the decoder do anything but return.
 
 use nvshare_wire::{
-    ClientMessage, HEADER_LEN, MAX_LEN, SchedulerMessage, Text, Uuid, WireError,
-    client::{Engine, GpuKind, ReleaseReason, StuckReason},
+    ClientMessage, HEADER_LEN, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, WireError,
+    client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
     scheduler::{Refusal, WaitReason},
     version,
 };
 use proptest::prelude::*;
 
+fn secret() -> impl Strategy<Value = Secret> {
+    any::<[u8; 16]>().prop_map(Secret)
+}
+
+fn sharing() -> impl Strategy<Value = Sharing> {
+    prop_oneof![Just(Sharing::Done), Just(Sharing::Unknown), Just(Sharing::Failed), Just(Sharing::Busy)]
+}
+
 fn client_message() -> impl Strategy<Value = ClientMessage> {
     use ClientMessage::*;
     let engine = prop_oneof![Just(Engine::Swap), Just(Engine::Managed), Just(Engine::None)];
+    let reason = prop_oneof![
+        Just(EngineReason::Unsaid),
+        Just(EngineReason::Best),
+        Just(EngineReason::Asked),
+        Just(EngineReason::Oversubscription),
+        Just(EngineReason::NoVmm),
+        Just(EngineReason::NoManaged),
+        Just(EngineReason::Neither)
+    ];
     let gpu_kind = prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)];
     let release = prop_oneof![
         Just(ReleaseReason::Idle),
@@ -22,7 +39,9 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(StuckReason::NeedsHost),
         Just(StuckReason::LongWork),
         Just(StuckReason::Capturing),
-        Just(StuckReason::Unseen)
+        Just(StuckReason::Unseen),
+        Just(StuckReason::HostFull),
+        Just(StuckReason::Broken)
     ];
     prop_oneof![
         (any::<(u16, u16, u32, u64, u64)>(), ".{0,40}").prop_map(
@@ -30,27 +49,56 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
                 Hello { min_version, max_version, flags, resume, gang, library: Text::new(&t) }
             }
         ),
-        (any::<(u32, [u8; 16], u64)>(), gpu_kind, engine, ".{0,80}").prop_map(
-            |((slot, uuid, total), kind, engine, t)| {
-                Attach { slot, uuid: Uuid(uuid), kind, engine, total, name: Text::new(&t) }
+        (any::<(u32, [u8; 16], u64)>(), gpu_kind, engine, reason, ".{0,80}").prop_map(
+            |((slot, uuid, total), kind, engine, reason, t)| {
+                Attach { slot, uuid: Uuid(uuid), kind, engine, total, name: Text::new(&t), reason }
             }
         ),
         any::<u32>().prop_map(|slot| Detach { slot }),
-        any::<(u32, u32, u64, u64, u64, u64, u64)>().prop_map(
-            |(slot, ack, demand, mapped, swapped, pinned, device_free)| Memory {
+        any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>().prop_map(
+            |(slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host)| Memory {
                 slot,
                 ack,
                 demand,
                 mapped,
                 swapped,
                 pinned,
-                device_free
+                device_free,
+                limit_ack,
+                host
             }
         ),
+        any::<(u32, u64)>().prop_map(|(slot, bytes)| Wish { slot, bytes }),
+        any::<(u32, u64)>().prop_map(|(slot, bytes)| Squeeze { slot, bytes }),
+        any::<(u32, u32)>().prop_map(|(slot, permille)| Fullness { slot, permille }),
         any::<u64>().prop_map(|gpus| Request { gpus }),
         (any::<(u64, u64)>(), release).prop_map(|((gpus, busy_us), reason)| Release { gpus, reason, busy_us }),
         (any::<u64>(), stuck).prop_map(|(gpus, reason)| Stuck { gpus, reason }),
         any::<u64>().prop_map(|gpus| Cancel { gpus }),
+        secret().prop_map(|key| Exporter { key }),
+        (any::<(u32, u32, u64, u32)>(), secret(), secret()).prop_map(
+            |((ticket, range, allocation, first), exporter, secret)| {
+                Open { ticket, exporter, secret, range, allocation, first }
+            }
+        ),
+        (any::<(u64, u32, u64, u64)>(), sharing()).prop_map(|((ticket, slot, bytes, chunk), outcome)| Exported {
+            ticket,
+            outcome,
+            slot,
+            bytes,
+            chunk
+        }),
+        any::<u32>().prop_map(|range| Withdrawn { range }),
+        (any::<(u32, u32, u64, u8)>(), secret()).prop_map(|((slot, range, bytes, adopted), exporter)| Imported {
+            slot,
+            exporter,
+            range,
+            bytes,
+            adopted
+        }),
+        (secret(), any::<u32>()).prop_map(|(exporter, range)| Adopted { exporter, range }),
+        (secret(), any::<u32>()).prop_map(|(exporter, range)| Closed { exporter, range }),
+        any::<u64>().prop_map(|gpus| Held { gpus }),
     ]
 }
 
@@ -68,25 +116,48 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<(u16, u64)>().prop_map(|(version, client)| Welcome { version, client }),
         (refusal, ".{0,140}").prop_map(|(reason, t)| Refused { reason, text: Text::new(&t) }),
         any::<u32>().prop_map(|slot| Attached { slot }),
-        any::<(u32, u64)>().prop_map(|(slot, bytes)| Limit { slot, bytes }),
+        any::<(u32, u64, u32, u64, u64)>().prop_map(|(slot, bytes, seq, most, spare)| Limit {
+            slot,
+            bytes,
+            seq,
+            most,
+            spare
+        }),
+        any::<(u32, u64)>().prop_map(|(slot, bytes)| Denied { slot, bytes }),
+        any::<(u32, u64)>().prop_map(|(slot, bytes)| Room { slot, bytes }),
         any::<(u32, u32, u64)>().prop_map(|(slot, seq, bytes)| Allowance { slot, seq, bytes }),
         any::<u64>().prop_map(|gpus| Grant { gpus }),
         any::<u64>().prop_map(|gpus| Revoke { gpus }),
         any::<(u64, u32, u32)>().prop_map(|(gpus, waiters, grace_us)| Contended { gpus, waiters, grace_us }),
         (any::<u64>(), why).prop_map(|(gpus, why)| Waiting { gpus, why }),
+        (any::<(u64, u32, u64, u32)>(), secret()).prop_map(|((ticket, range, allocation, first), secret)| Export {
+            ticket,
+            secret,
+            range,
+            allocation,
+            first
+        }),
+        (any::<(u32, u64, u64)>(), sharing()).prop_map(|((ticket, bytes, chunk), outcome)| Opened {
+            ticket,
+            outcome,
+            bytes,
+            chunk
+        }),
+        (secret(), any::<u32>()).prop_map(|(exporter, range)| Adopt { exporter, range }),
+        any::<u64>().prop_map(|client| Resume { client }),
     ]
 }
 
 proptest! {
     #[test]
-    fn client_messages_round_trip(message in client_message(), version in 1u16..) {
+    fn client_messages_round_trip(message in client_message(), version in 3u16..) {
         let packet = message.encode(version);
         prop_assert!(packet.as_bytes().len() <= MAX_LEN);
         prop_assert_eq!(ClientMessage::decode(packet.as_bytes(), version), Ok(message));
     }
 
     #[test]
-    fn scheduler_messages_round_trip(message in scheduler_message(), version in 1u16..) {
+    fn scheduler_messages_round_trip(message in scheduler_message(), version in 3u16..) {
         let packet = message.encode(version);
         prop_assert!(packet.as_bytes().len() <= MAX_LEN);
         prop_assert_eq!(SchedulerMessage::decode(packet.as_bytes(), version), Ok(message));
@@ -95,15 +166,15 @@ proptest! {
     /// A packet that was cut or lengthened anywhere is refused.
     #[test]
     fn no_other_length_is_accepted(message in client_message(), len in 0usize..MAX_LEN + 8) {
-        let packet = message.encode(1);
+        let packet = message.encode(2);
         let mut bytes = packet.as_bytes().to_vec();
         prop_assume!(len != bytes.len());
         bytes.resize(len, 0);
-        prop_assert!(ClientMessage::decode(&bytes, 1).is_err());
+        prop_assert!(ClientMessage::decode(&bytes, 2).is_err());
         // Nor with a header that says so.
         if len >= HEADER_LEN {
             bytes[4..8].copy_from_slice(&(len as u32).to_le_bytes());
-            prop_assert!(ClientMessage::decode(&bytes, 1).is_err());
+            prop_assert!(ClientMessage::decode(&bytes, 2).is_err());
         }
     }
 
@@ -152,6 +223,24 @@ fn errors_name_what_is_wrong() {
     let mut bytes = packet.as_bytes().to_vec();
     *bytes.last_mut().unwrap() = 9;
     assert_eq!(ClientMessage::decode(&bytes, 1), Err(WireError::Value { field: "reason", value: 9 }));
+}
+
+/// What came later is left out of what an older peer is sent, and unknown in what it sends.
+#[test]
+fn an_older_peer_hears_nothing_new() {
+    let limit = |seq, most, spare| SchedulerMessage::Limit { slot: 1, bytes: 5, seq, most, spare };
+    let packet = limit(7, 8, 9).encode(1);
+    assert_eq!(packet.as_bytes().len(), HEADER_LEN + 12);
+    assert_eq!(SchedulerMessage::decode(packet.as_bytes(), 1), Ok(limit(0, 0, 0)));
+    let attach = |reason| {
+        let (kind, engine) = (GpuKind::Gpu, Engine::Managed);
+        ClientMessage::Attach { slot: 1, uuid: Uuid([5; 16]), kind, engine, total: 5, name: Text::new("GPU"), reason }
+    };
+    let packet = attach(EngineReason::Asked).encode(1);
+    assert_eq!(ClientMessage::decode(packet.as_bytes(), 1), Ok(attach(EngineReason::Unsaid)));
+    let wish = ClientMessage::Wish { slot: 1, bytes: 5 };
+    assert_eq!(ClientMessage::decode(wish.encode(2).as_bytes(), 2), Ok(wish));
+    assert_eq!(ClientMessage::decode(wish.encode(1).as_bytes(), 1), Err(WireError::Kind { kind: 12 }));
 }
 
 /// Version 1's bytes are what they were when it was released: an old library depends on them.

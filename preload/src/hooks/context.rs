@@ -7,7 +7,8 @@ use crate::{
     gpu::{self, Gpu},
     hooks::{gated, hooks},
     loader,
-    memory::pinned,
+    memory::{pinned, shared},
+    peers,
     sys::{
         sync::Mutex,
         time::{self, Instant},
@@ -57,7 +58,10 @@ fn destroying(
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
     let Some(gpu) = gpu.filter(|_| client::is_on()) else { return real() };
-    let _no_move = gpu.moving.lock();
+    let mut mover = gpu.moving.lock();
+    if let Some(space) = gpu.space() {
+        mover.leave(context, space, &|account| gpu.report(account));
+    }
     let (result, last) = gpu.work.without(context, || {
         let result = real();
         (result, result == SUCCESS && is_gone())
@@ -65,6 +69,7 @@ fn destroying(
     if let Some(last) = last {
         capture::end_all_in(context);
         pinned::drop_context(gpu, context, last);
+        shared::drop_context(gpu, context, last);
     }
     if let (Some(last), Some(space)) = (last, gpu.space()) {
         let mut guard = space.lock();
@@ -120,11 +125,14 @@ fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresu
 }
 
 fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
+    if !client::is_on() {
+        return real();
+    }
     let mut context = core::ptr::null_mut();
     // SAFETY: a valid place, and the program's own green context.
     unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
     let result = real();
-    if result != SUCCESS || !client::is_on() {
+    if result != SUCCESS {
         return result;
     }
     gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
@@ -145,8 +153,8 @@ fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUres
         if client::is_on()
             && let Some(gpu) = gpu::current()
         {
-            // What the stream was given before is no longer asked of it.
-            gpu.work.leave_stream(stream);
+            // Nobody can ask the stream while it captures.
+            gpu.work.mark_stream(stream);
         }
         capture::begin(stream, real)
     })
@@ -211,6 +219,14 @@ hooks! { real, flavour;
     }
     [cuGreenCtxCreate] (place: *mut P, resources: P, device: CUdevice, flags: u32) { making_green(place, device, real) }
     [cuGreenCtxDestroy] (green: P) { destroying_green(green, real) }
+
+    [cuCtxEnablePeerAccess] (peer: CUcontext, flags: u32) {
+        let result = real();
+        if result == SUCCESS {
+            peers::enabled(peer);
+        }
+        result
+    }
 
     // ---- captures ----
     [cuStreamBeginCapture | cuStreamBeginCapture_ptsz] (stream: CUstream) { beginning_capture(flavour.stream(stream), real) }

@@ -3,10 +3,14 @@
 use crate::{
     capture, client,
     cuda::*,
+    epoch,
     gate::{Gate, closed},
-    gpu,
+    gpu::{self, Gpu},
     hooks::hooks,
-    threads::{self, OUTSIDE},
+    peers,
+    squeeze::retried,
+    threads::{self, OUTSIDE, Slot},
+    work,
 };
 use core::{ffi::c_void, sync::atomic::Ordering};
 
@@ -33,8 +37,9 @@ pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresu
 
 /// The same for a kernel or a graph.
 #[inline]
-fn launched(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
-    pass(stream, weight, closed::FOR_ALL, call)
+fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult) -> CUresult {
+    // Code that is loaded at its first launch, and what its stack needs: outside of the gate, room is made.
+    retried(|| pass(stream, weight, closed::FOR_ALL, &call))
 }
 
 /// A call that gives the GPU no work but names memory: the driver looks at what is there now, so it must be there. Beside a
@@ -44,33 +49,77 @@ pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
     if capture::any() { call() } else { pass(NULL, NOTHING, closed::MEMORY, call) }
 }
 
-#[inline]
-fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
-    if !client::is_on() {
-        return call();
-    }
-    let Some(gpu) = gpu::current() else { return call() };
+/// The same for memory of that GPU, whichever context is current.
+pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
     let slot = threads::mine();
-    // A call from inside another, or one that goes into a graph, gives the GPU nothing now.
-    if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
+    if !client::is_on() || capture::any() || slot.inside.load(Ordering::Relaxed) != OUTSIDE {
         return call();
     }
-    gpu.work.throttle(stream);
-    while !gpu.gate.try_enter(gpu.index, slot, reasons) {
-        gpu.wait(reasons);
+    while !gpu.gate.try_enter(gpu.index, slot, closed::MEMORY) {
+        gpu.wait(closed::MEMORY);
         if !client::is_on() {
             return call();
         }
     }
     let result = call();
-    if weight > NOTHING {
-        gpu.work.note(slot, gpu.index, stream);
-    }
     Gate::leave(gpu.index, slot);
-    if weight > NOTHING {
-        gpu.work.submitted(slot, weight, stream);
+    result
+}
+
+#[inline]
+fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    let entered = enter_as_before(stream, reasons).or_else(|| enter(stream, reasons));
+    let result = call();
+    if let Some((gpu, slot)) = entered {
+        if weight > NOTHING {
+            gpu.note(slot, stream);
+        }
+        Gate::leave(gpu.index, slot);
+        if weight > NOTHING {
+            gpu.work.submitted(slot, weight, stream);
+        }
     }
     result
+}
+
+type Entered = Option<(&'static Gpu, &'static Slot)>;
+
+/// The way that this thread's last launch went, if it is as it was and the gate is open.
+#[inline]
+fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
+    let slot = threads::known()?;
+    let is_as_before = slot.way.load(Ordering::Relaxed) == epoch::now()
+        && slot.stream.load(Ordering::Relaxed) == work::name_of(stream)
+        && slot.inside.load(Ordering::Relaxed) == OUTSIDE;
+    // SAFETY: NULL, or one of the table of GPUs.
+    let gpu = unsafe { slot.gpu.load(Ordering::Relaxed).as_ref() }.filter(|_| is_as_before)?;
+    gpu.gate.try_enter(gpu.index, slot, reasons).then_some((gpu, slot))
+}
+
+/// Waits until it may enter. `None`: the call does not concern the gate.
+#[inline(never)]
+fn enter(stream: CUstream, reasons: u32) -> Entered {
+    let gpu = client::is_on().then(gpu::current)??;
+    let slot = threads::mine();
+    // A call from inside another, or one that goes into a graph, gives the GPU nothing now.
+    if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
+        return None;
+    }
+    gpu.work.throttle(stream);
+    loop {
+        let closed = if gpu.gate.try_enter(gpu.index, slot, reasons) {
+            // Its work may touch memory of these, too.
+            gpu.companions().find(|other| other.gate.is_closed_for(reasons))
+        } else {
+            Some(gpu)
+        };
+        let Some(closed) = closed else { return Some((gpu, slot)) };
+        slot.inside.store(OUTSIDE, Ordering::Release);
+        closed.wait(reasons);
+        if !client::is_on() {
+            return None;
+        }
+    }
 }
 
 /// The stream of calls that name none.
@@ -96,16 +145,31 @@ hooks! { real, flavour;
     [cuLaunchGrid] (f: CUfunction, width: i32, height: i32) { launched(flavour.stream(NULL), ONE, real) }
     [cuLaunchGridAsync] (f: CUfunction, width: i32, height: i32, stream: CUstream) { launched(flavour.stream(stream), ONE, real) }
     [cuGraphLaunch | cuGraphLaunch_ptsz] (graph: CUgraphExec, stream: CUstream) { launched(flavour.stream(stream), GRAPH, real) }
-    [cuGraphUpload | cuGraphUpload_ptsz] (graph: CUgraphExec, stream: CUstream) { gated(flavour.stream(stream), ONE, real) }
+    [cuGraphUpload | cuGraphUpload_ptsz] (graph: CUgraphExec, stream: CUstream) {
+        retried(|| gated(flavour.stream(stream), ONE, real))
+    }
 
     // ---- copies ----
-    [cuMemcpy | cuMemcpy_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
-    [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
+    [cuMemcpy | cuMemcpy_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
+        peers::touching([to, from]);
         gated(flavour.stream(NULL), bytes(n), real)
     }
-    [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
-    [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
-    [cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
+    [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
+        peers::copying([to_context, from_context]);
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
+    [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) {
+        peers::touching([to, 0]);
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
+    [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) {
+        peers::touching([0, from]);
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
+    [cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
+        peers::touching([to, from]);
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
     [cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds] (to: CUarray, at: Size, from: CUdeviceptr, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
     [cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds] (to: CUdeviceptr, from: CUarray, at: Size, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
     [cuMemcpyHtoA_v2 | cuMemcpyHtoA_v2_ptds] (to: CUarray, at: Size, from: P, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
@@ -113,20 +177,34 @@ hooks! { real, flavour;
     [cuMemcpyAtoA_v2 | cuMemcpyAtoA_v2_ptds] (to: CUarray, at: Size, from: CUarray, from_at: Size, n: Size) {
         gated(flavour.stream(NULL), bytes(n), real)
     }
-    [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds | cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds | cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: P) { gated(flavour.stream(NULL), ONE, real) }
+    [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
+        // SAFETY: the driver reads it too; NULL is its error to give.
+        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
+        gated(flavour.stream(NULL), ONE, real)
+    }
+    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) {
+        // SAFETY: as above.
+        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
+        gated(flavour.stream(NULL), ONE, real)
+    }
     [cuMemcpyAsync | cuMemcpyAsync_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
+        peers::touching([to, from]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz] (
         to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size, stream: CUstream,
-    ) { gated(flavour.stream(stream), bytes(n), real) }
+    ) {
+        peers::copying([to_context, from_context]); gated(flavour.stream(stream), bytes(n), real) }
     [cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz] (to: CUdeviceptr, from: P, n: Size, stream: CUstream) {
+        peers::touching([to, 0]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz] (to: P, from: CUdeviceptr, n: Size, stream: CUstream) {
+        peers::touching([0, from]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
+        peers::touching([to, from]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyHtoAAsync_v2 | cuMemcpyHtoAAsync_v2_ptsz] (to: CUarray, at: Size, from: P, n: Size, stream: CUstream) {
@@ -135,13 +213,40 @@ hooks! { real, flavour;
     [cuMemcpyAtoHAsync_v2 | cuMemcpyAtoHAsync_v2_ptsz] (to: P, from: CUarray, at: Size, n: Size, stream: CUstream) {
         gated(flavour.stream(stream), bytes(n), real)
     }
-    [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz | cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz | cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: P, stream: CUstream) { gated(flavour.stream(stream), ONE, real) }
+    [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: *const Copy2D, stream: CUstream) {
+        // SAFETY: as above.
+        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
+        gated(flavour.stream(stream), ONE, real)
+    }
+    [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: *const Copy3D, stream: CUstream) {
+        // SAFETY: as above.
+        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
+        gated(flavour.stream(stream), ONE, real)
+    }
+    [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: *const Copy3D) {
+        // SAFETY: the driver reads it too; NULL is its error to give.
+        peers::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
+        gated(flavour.stream(NULL), ONE, real)
+    }
+    [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: *const Copy3D, stream: CUstream) {
+        // SAFETY: as above.
+        peers::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
+        gated(flavour.stream(stream), ONE, real)
+    }
     [cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz] (
-        to: P, from: P, sizes: P, count: Size, attributes: P, indexes: P, n: Size, failed: P, stream: CUstream,
-    ) { gated(flavour.stream(stream), GRAPH, real) }
+        to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, failed: P, stream: CUstream,
+    ) {
+        // SAFETY: the program passes that many of each.
+        unsafe { peers::touching_all(to, from, count) };
+        gated(flavour.stream(stream), GRAPH, real)
+    }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (
-        to: P, from: P, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
-    ) { gated(flavour.stream(stream), GRAPH, real) }
+        to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
+    ) {
+        // SAFETY: the program passes that many of each.
+        unsafe { peers::touching_all(to, from, count) };
+        gated(flavour.stream(stream), GRAPH, real)
+    }
     [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: P, failed: P, flags: u64, stream: CUstream) {
         gated(flavour.stream(stream), GRAPH, real)
     }
@@ -207,7 +312,14 @@ hooks! { real, flavour;
     }
 
     // ---- calls that name memory: the driver looks at what is there now, so it must be there; they give the GPU nothing ----
-    [cuGraphAddMemcpyNode | cuGraphAddMemsetNode] (
+    [cuGraphAddMemcpyNode] (
+        node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
+    ) {
+        // SAFETY: the driver reads it too; NULL is its error to give.
+        peers::touching_by(|| unsafe { params.as_ref() }.map(Copy3D::addresses));
+        naming(real)
+    }
+    [cuGraphAddMemsetNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: P, context: CUcontext,
     ) { naming(real) }
     [cuGraphAddBatchMemOpNode | cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) {
@@ -228,14 +340,14 @@ hooks! { real, flavour;
     [cuGraphExecUpdate] (graph: CUgraphExec, from: CUgraph, node: P, outcome: P) { naming(real) }
     [cuGraphExecUpdate_v2] (graph: CUgraphExec, from: CUgraph, outcome: P) { naming(real) }
     [cuGraphInstantiate | cuGraphInstantiate_v2] (place: P, graph: CUgraph, node: P, log: P, size: Size) {
-        naming(real)
+        retried(|| naming(real))
     }
-    [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { naming(real) }
+    [cuGraphInstantiateWithFlags] (place: P, graph: CUgraph, flags: u64) { retried(|| naming(real)) }
     [cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz] (place: P, graph: CUgraph, params: *const InstantiateParams) {
         // SAFETY: the driver reads it too; NULL is its error to give.
         match unsafe { params.as_ref() } {
-            Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => gated(flavour.stream(p.upload_stream), ONE, real),
-            _ => naming(real),
+            Some(p) if p.flags & GRAPH_INSTANTIATE_UPLOAD != 0 => retried(|| gated(flavour.stream(p.upload_stream), ONE, real)),
+            _ => retried(|| naming(real)),
         }
     }
     [cuTexObjectCreate] (place: P, resource: P, texture: P, view: P) { naming(real) }
@@ -245,15 +357,84 @@ hooks! { real, flavour;
     }
 
     // ---- stream memory operations: they read and write device memory in stream order ----
-    [cuStreamWaitValue32 | cuStreamWaitValue32_ptsz | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz | cuStreamWriteValue32 | cuStreamWriteValue32_ptsz | cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz] (
+    // A wait gives what runs no help to end, so it waits with the kernels.
+    [cuStreamWaitValue32 | cuStreamWaitValue32_ptsz | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz] (
+        stream: CUstream, at: CUdeviceptr, value: u32, flags: u32,
+    ) { launched(flavour.stream(stream), ONE, real) }
+    [cuStreamWaitValue64 | cuStreamWaitValue64_ptsz | cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz] (
+        stream: CUstream, at: CUdeviceptr, value: u64, flags: u32,
+    ) { launched(flavour.stream(stream), ONE, real) }
+    [cuStreamWriteValue32 | cuStreamWriteValue32_ptsz | cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz] (
         stream: CUstream, at: CUdeviceptr, value: u32, flags: u32,
     ) { gated(flavour.stream(stream), ONE, real) }
-    [cuStreamWaitValue64 | cuStreamWaitValue64_ptsz | cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz | cuStreamWriteValue64 | cuStreamWriteValue64_ptsz | cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz] (
+    [cuStreamWriteValue64 | cuStreamWriteValue64_ptsz | cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz] (
         stream: CUstream, at: CUdeviceptr, value: u64, flags: u32,
     ) { gated(flavour.stream(stream), ONE, real) }
     [cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz | cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz] (
         stream: CUstream, count: u32, params: P, flags: u32,
     ) { gated(flavour.stream(stream), ONE, real) }
+}
+
+/// One side of `CUDA_MEMCPY2D`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Side2D {
+    at: [Size; 2],
+    kind: i32,
+    host: usize,
+    device: CUdeviceptr,
+    array: CUarray,
+    pitch: Size,
+}
+
+/// `CUDA_MEMCPY2D`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Copy2D {
+    from: Side2D,
+    to: Side2D,
+    extent: [Size; 2],
+}
+
+impl Copy2D {
+    fn addresses(&self) -> [CUdeviceptr; 2] {
+        [&self.from, &self.to].map(|side| on_device(side.kind, side.device))
+    }
+}
+
+/// One side of `CUDA_MEMCPY3D` and of `CUDA_MEMCPY3D_PEER`, which alone has the context.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Side3D {
+    at: [Size; 4],
+    kind: i32,
+    host: usize,
+    device: CUdeviceptr,
+    array: CUarray,
+    context: CUcontext,
+    pitch: [Size; 2],
+}
+
+/// Both of these.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Copy3D {
+    from: Side3D,
+    to: Side3D,
+    extent: [Size; 3],
+}
+
+impl Copy3D {
+    pub fn addresses(&self) -> [CUdeviceptr; 2] {
+        [&self.from, &self.to].map(|side| on_device(side.kind, side.device))
+    }
+}
+
+/// The address of one side of a copy, if it has one that may be a GPU's.
+fn on_device(kind: i32, address: CUdeviceptr) -> CUdeviceptr {
+    const DEVICE: i32 = 2;
+    const UNIFIED: i32 = 4;
+    if matches!(kind, DEVICE | UNIFIED) { address } else { 0 }
 }
 
 /// The beginning of `CUlaunchConfig`.

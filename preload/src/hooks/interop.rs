@@ -16,11 +16,23 @@ type P = *mut c_void;
 fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     naming(|| {
         let result = call();
-        if result == SUCCESS && client::is_on() {
-            crate::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::freeze));
+        if result == SUCCESS {
+            freeze();
         }
         result
     })
+}
+
+fn freeze() {
+    if client::is_on() {
+        crate::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::freeze));
+    }
+}
+
+/// A context that another API shares. Room for it may take a while, so it is not made inside the gate.
+fn creating_tied(device: CUdevice, context: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
+    let result = context::creating(device, context, real);
+    if result == SUCCESS { tied(|| SUCCESS) } else { result }
 }
 
 hooks! { real, flavour;
@@ -35,12 +47,12 @@ hooks! { real, flavour;
     [cuImportExternalMemory | cuImportExternalSemaphore] (place: P, description: P) { tied(real) }
     [cuStreamBeginCaptureToCig | cuStreamBeginCaptureToCig_ptsz] (stream: CUstream, params: P) { tied(real) }
     [cuGLCtxCreate | cuGLCtxCreate_v2] (context: *mut CUcontext, flags: u32, device: CUdevice) {
-        tied(|| context::creating(device, context, real)) // `creating` becomes pub(super)
+        creating_tied(device, context, real)
     }
     [cuVDPAUCtxCreate | cuVDPAUCtxCreate_v2] (
         context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, lookup: P,
-    ) { tied(|| context::creating(device, context, real)) }
+    ) { creating_tied(device, context, real) }
     [cuGetExportTable] (table: P, id: *const [u8; 16]) {
-        if driver::anybody_submits_unseen() { tied(real) } else { real() }
+        if client::is_on() && driver::anybody_submits_unseen() { tied(real) } else { real() }
     }
 }

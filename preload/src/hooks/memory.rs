@@ -6,16 +6,23 @@ use crate::{
     cuda::*,
     driver,
     gpu::{self, Gpu},
-    hooks::{hooks, pinned},
+    hooks::{gated, hooks, pinned, vmm},
+    limit::{self, Outcome},
     link,
     memory::{
+        engine::{self, check},
         pinned::Kind,
-        space::{Allocation, current_context},
+        shared, slab,
+        space::{Allocation, Space, current_context},
     },
     settings,
-    sys::time::{self, Instant},
+    sys::{
+        sync::Mutex,
+        time::{self, Instant},
+    },
     trace::trace,
 };
+use alloc::vec::Vec;
 use core::ffi::c_void;
 use core::time::Duration;
 
@@ -25,6 +32,8 @@ type P = *mut c_void;
 const PITCH: usize = 512;
 /// Between looks whether freed memory that an allocation needs is there.
 const FREE_LOOK: Duration = Duration::from_micros(100);
+/// And whether memory of others is.
+const OTHERS_LOOK: Duration = Duration::from_millis(3);
 
 /// How long an allocation that finds no memory waits for freed memory that work may still use.
 const FREED_PATIENCE: Duration = Duration::from_secs(10);
@@ -34,32 +43,20 @@ const OTHERS_PATIENCE: Duration = Duration::from_millis(400);
 /// And how long while the scheduler is away, which knows better: until it is done without.
 const AWAY_PATIENCE: Duration = Duration::from_millis(3500);
 
+/// And how long then, once a process, for others to show that they will make room ([`crate::alone`]).
+const COMPANY_PATIENCE: Duration = Duration::from_millis(2500);
+
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if client::is_on() && !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
     crate::errno::preserved(|| {
-        let context = match current_context() {
-            Ok(context) if context.is_null() || is_broken() => return real(),
-            Ok(context) => context as usize,
+        let context = match working_context() {
+            Ok(Some(context)) => context,
+            Ok(None) => return real(),
             Err(error) => return error,
         };
-        let begin = Instant::now();
-        let result = loop {
-            let mut guard = space.lock();
-            let before = guard.account;
-            let result = guard.allocate(size as u64, context, settings::get().oversubscribe, &gpu.work);
-            let after = guard.account;
-            gpu.account_changed(&before, &after);
-            // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
-            let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
-            let patience = if client::is_connected() { OTHERS_PATIENCE } else { AWAY_PATIENCE };
-            let may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < patience;
-            if result != Err(ERROR_OUT_OF_MEMORY) || !(comes || may_come) {
-                break result;
-            }
-            drop(guard);
-            time::sleep(FREE_LOOK);
-        };
+        let beyond = settings::get().oversubscribe;
+        let result = patiently(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
         trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
         match result {
             Ok(allocated) => {
@@ -70,6 +67,78 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
             Err(error) => error,
         }
     })
+}
+
+/// `cuMemAllocManaged`: what is not small is moved by prefetches, and so is demand like any other memory.
+fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
+    let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
+    let movable = client::is_on() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
+    let gpu = if movable { gpu::current() } else { None };
+    let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
+    if !engine::can_prefetch(gpu.index as CUdevice) {
+        return counted();
+    }
+    crate::errno::preserved(|| {
+        let context = match working_context() {
+            Ok(Some(context)) => context,
+            Ok(None) => return real(),
+            Err(error) => return error,
+        };
+        let beyond = settings::get().oversubscribe;
+        let make = || {
+            check(real())?;
+            // SAFETY: the driver has just written there.
+            Ok(unsafe { place.read() })
+        };
+        let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
+        let result = patiently(gpu, space, size, take);
+        trace!("GPU {}: allocate {size} of managed memory: {result:x?}", gpu.index);
+        result.map_or_else(|error| error, |_| SUCCESS)
+    })
+}
+
+/// The current context; `None` where there is none that works, and the driver is to say what is wrong.
+pub(super) fn working_context() -> Result<Option<usize>, CUresult> {
+    let context = current_context()?;
+    Ok(Some(context as usize).filter(|context| *context != 0 && !is_broken()))
+}
+
+/// Takes so much memory, and waits a little for what may come where there is none.
+pub(super) fn patiently<T>(
+    gpu: &Gpu,
+    space: &Mutex<Space>,
+    size: Size,
+    take: impl Fn(&mut Space) -> Result<T, CUresult>,
+) -> Result<T, CUresult> {
+    let begin = Instant::now();
+    loop {
+        let mut guard = space.lock();
+        let before = guard.account;
+        let result = take(&mut guard);
+        let after = guard.account;
+        gpu.account_changed(&before, &after);
+        // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
+        let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
+        let patience = if client::is_connected() { OTHERS_PATIENCE } else { AWAY_PATIENCE };
+        let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < patience;
+        let is_alone = !client::is_connected();
+        let may_find_company =
+            is_alone && guard.account.may_find_company(size as u64, gpu.total()) && begin.elapsed() < COMPANY_PATIENCE;
+        drop(guard);
+        if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
+            return result;
+        }
+        match limit::raise(gpu, size as u64, after.limit) {
+            Outcome::Raised if begin.elapsed() < FREED_PATIENCE => continue,
+            Outcome::Denied => may_come = false,
+            Outcome::Raised | Outcome::Beyond => {}
+        }
+        if !(comes || may_come || may_find_company) {
+            space.lock().account.searched |= is_alone;
+            return result;
+        }
+        time::sleep(if comes { FREE_LOOK } else { OTHERS_LOOK });
+    }
 }
 
 /// Frees it if it is an allocation of ours, on whichever GPU.
@@ -92,17 +161,28 @@ pub(super) fn free(address: CUdeviceptr) -> bool {
     client::is_on() && crate::errno::preserved(|| gpu::attached().any(free))
 }
 
-/// The allocation of ours that holds this address, and its GPU.
+/// The allocation of ours that holds this address, and its GPU. Of the program's managed memory the driver knows all.
 fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     if !client::is_on() {
         return None;
     }
-    gpu::attached().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)))
+    let found = gpu::attached().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)));
+    found.or_else(|| shared::find(address)).filter(|(_, allocation)| !allocation.managed)
+}
+
+/// The same of those that are this process's own.
+pub(super) fn find_own(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
+    find(address).filter(|(_, allocation)| !allocation.is_foreign())
+}
+
+/// The GPU of an allocation of ours that holds this address.
+pub fn gpu_of(address: CUdeviceptr) -> Option<&'static Gpu> {
+    find(address).map(|(gpu, _)| gpu)
 }
 
 /// Whether the current context is broken, by an illegal address say: then every call gives the error that broke it, and
 /// the driver is asked for it.
-fn is_broken() -> bool {
+pub(super) fn is_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
     ERRORS_OF_A_BROKEN_CONTEXT.contains(&unsafe { driver::cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
@@ -113,11 +193,39 @@ pub(super) fn is_ours(address: CUdeviceptr) -> bool {
     find(address).is_some()
 }
 
+/// Whether a handle for other processes can be had of it.
+fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
+    let can = |space: &Mutex<Space>| {
+        let space = space.lock();
+        space.find(address).is_some() && space.engine().shares(space.gpu())
+    };
+    shared::is_offered() && gpu.space().is_some_and(can)
+}
+
+/// Makes a call that gives others memory of ours: its range is on the GPU then, and stays for good. The call is told where
+/// its chunks are.
+pub(super) fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
+    gated::naming_on(gpu, || {
+        let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
+        let mut guard = space.lock();
+        let before = guard.account;
+        let Some(base) = guard.range_of(address) else { return ERROR_NOT_SUPPORTED };
+        if !guard.pin(base) {
+            return ERROR_NOT_SUPPORTED;
+        }
+        let after = guard.account;
+        gpu.account_changed(&before, &after);
+        let chunks = guard.chunk_addresses(base);
+        drop(guard);
+        call(chunks)
+    })
+}
+
 /// Writes through a pointer of the program, which may be NULL where the driver allows that.
 ///
 /// # Safety
 /// NULL or valid for a `T`.
-unsafe fn put<T>(place: *mut T, value: T) {
+pub(super) unsafe fn put<T>(place: *mut T, value: T) {
     if !place.is_null() {
         // SAFETY: the caller's promise. The driver's attributes need not be aligned for us.
         unsafe { place.write_unaligned(value) };
@@ -140,11 +248,9 @@ unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a:
                 put(data.cast(), 0u64);
                 return Some(ERROR_INVALID_VALUE);
             }
-            SYNC_MEMOPS
-            | IS_MANAGED
-            | IS_LEGACY_CUDA_IPC_CAPABLE
-            | IS_GPU_DIRECT_RDMA_CAPABLE
-            | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(is_exportable(address, gpu))),
+            SYNC_MEMOPS | IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(gpu.is_rdma_capable())),
             ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
             BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), a.id),
             DEVICE_ORDINAL => put(data.cast(), gpu.index as i32),
@@ -173,6 +279,7 @@ hooks! { real, flavour;
         }
         result
     }
+    [cuMemAllocManaged] (place: *mut CUdeviceptr, size: Size, flags: u32) { allocate_managed(place, size, flags, real) }
     [cuMemFree_v2] (address: CUdeviceptr) {
         if is_broken() { real() } else if free(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
     }
@@ -200,21 +307,26 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
-        let Some((_, allocation)) = find(address).filter(|_| !is_broken()) else { return real() };
+        let allocated = find(address).map(|(_, allocation)| (allocation.base, allocation.size));
+        let Some((begin, len)) = allocated.or_else(|| vmm::extent(address)).filter(|_| !is_broken()) else { return real() };
         // SAFETY: the program's own places; the driver allows NULL.
         unsafe {
-            put(base, allocation.base);
-            put(size, allocation.size as usize);
+            put(base, begin);
+            put(size, len as usize);
         }
         SUCCESS
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
-        let Some((gpu, allocation)) = find(address).filter(|_| !data.is_null()) else { return real() };
+        let Some((gpu, allocation)) = find(address).filter(|_| !data.is_null()) else {
+            return vmm::attribute(data, which, address, real);
+        };
         // SAFETY: the program's own place for that attribute.
         unsafe { attribute(data, which, address, gpu, &allocation) }.unwrap_or_else(real)
     }
     [cuPointerGetAttributes] (n: u32, which: *const i32, data: *mut P, address: CUdeviceptr) {
-        let Some((gpu, allocation)) = find(address).filter(|_| !which.is_null() && !data.is_null()) else { return real() };
+        let Some((gpu, allocation)) = find(address).filter(|_| !which.is_null() && !data.is_null()) else {
+            return vmm::attributes(n, which, data, address, real);
+        };
         // The driver answers first what only it knows; of an address that is not mapped now it knows nothing. Like the
         // driver, this gives no error for an attribute that an address does not have.
         let _ = real();
@@ -228,23 +340,37 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
-        // SYNC_MEMOPS, the only one that can be set, speaks of copies by other devices, which cannot reach what moves.
+        // SYNC_MEMOPS, the only one that can be set, says that another device is about to be given the memory.
+        let is_set = !value.is_null() && which == pointer_attribute::SYNC_MEMOPS;
         match find(address) {
-            Some(_) if !value.is_null() && which == pointer_attribute::SYNC_MEMOPS => SUCCESS,
-            _ => real(),
+            Some((_, allocation)) if allocation.is_foreign() => real(), // it does not move
+            Some((gpu, allocation)) if is_set => escaping(gpu, allocation.base, |chunks| {
+                for chunk in chunks {
+                    // SAFETY: the program's own value, for a chunk that is there. The driver copies no differently
+                    // whatever it answers.
+                    unsafe { driver::cuPointerSetAttribute(value, which, chunk) };
+                }
+                SUCCESS
+            }),
+            Some(_) => real(),
+            None if is_set => vmm::escaping_at(address, 1, real),
+            None => real(),
         }
     }
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
-        // Who has the handle would go on using chunks that have been given back.
-        if is_ours(address) { ERROR_NOT_SUPPORTED } else { real() }
+        // Who has the handle goes on using the chunks that are there now.
+        match find_own(address) {
+            Some((gpu, allocation)) if !handle.is_null() => escaping(gpu, allocation.base, |_| real()),
+            _ => vmm::escaping_at(address, size, real),
+        }
     }
     [cuMulticastBindAddr] (object: Handle, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
-        if is_ours(address) { ERROR_INVALID_VALUE } else { real() }
+        if is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
     }
     [cuMulticastBindAddr_v2] (object: Handle, device: CUdevice, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
-        if is_ours(address) { ERROR_INVALID_VALUE } else { real() }
+        if is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
     }
     [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, offset: u64, address: CUdeviceptr, size: u64, flags: u64) {
-        if is_ours(address) { ERROR_INVALID_VALUE } else { real() }
+        if is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size as usize, real) }
     }
 }

@@ -4,7 +4,10 @@
 //! - [`gated`]: launches, copies and memsets: they wait at the gate.
 //! - [`memory`]: allocations, frees, and questions about memory: they never wait for the GPU lock.
 //! - [`pinned`]: allocations that stay the driver's: counted.
+//! - [`vmm`]: memory that the program reserves, makes and maps itself.
+//! - [`squeezed`]: calls in which the driver takes memory for itself.
 //! - [`context`]: initialisation, contexts, captures, look-ups.
+//! - [`ipc`]: memory that other processes use.
 //! - [`interop`]: what may submit work that passes no hook.
 //!
 //! What is not here passes through untouched; `coverage/entry-points.tsv` says why, for every entry point of the driver.
@@ -12,8 +15,11 @@
 pub mod context;
 pub mod gated;
 pub mod interop;
+pub mod ipc;
 pub mod memory;
 pub mod pinned;
+pub mod squeezed;
+pub mod vmm;
 
 use crate::{
     cuda::{CUstream, STREAM_PER_THREAD},
@@ -32,7 +38,15 @@ pub struct Hook {
 unsafe impl Sync for Hook {}
 
 pub fn all() -> impl Iterator<Item = &'static Hook> {
-    gated::HOOKS.iter().chain(memory::HOOKS).chain(pinned::HOOKS).chain(context::HOOKS).chain(interop::HOOKS)
+    gated::HOOKS
+        .iter()
+        .chain(memory::HOOKS)
+        .chain(pinned::HOOKS)
+        .chain(vmm::HOOKS)
+        .chain(context::HOOKS)
+        .chain(interop::HOOKS)
+        .chain(ipc::HOOKS)
+        .chain(squeezed::HOOKS)
 }
 
 /// Whether this is the address of a hook.

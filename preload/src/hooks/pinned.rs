@@ -8,18 +8,19 @@ use crate::{
     hooks::{hooks, memory},
     memory::pinned::{self, Kind},
     settings,
+    squeeze::retried,
 };
 use core::ffi::c_void;
 
 type P = *mut c_void;
 
 /// An allocation of so many bytes, whose name the driver writes to `place`.
-fn allocate(
+pub(super) fn allocate(
     gpu: Option<&'static Gpu>,
     kind: Kind,
     place: *const u64,
     size: u64,
-    real: impl FnOnce() -> CUresult,
+    real: impl Fn() -> CUresult,
 ) -> CUresult {
     if !client::is_on() {
         return real();
@@ -27,7 +28,7 @@ fn allocate(
     if !pinned::fits(gpu, size) && !settings::get().oversubscribe {
         return ERROR_OUT_OF_MEMORY;
     }
-    let result = real();
+    let result = retried(real);
     // SAFETY: the driver has just written there.
     if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
         crate::errno::preserved(|| pinned::add(gpu, kind, *name, size));
@@ -36,7 +37,7 @@ fn allocate(
 }
 
 /// The same in stream order; what is captured is the graph's.
-fn allocate_async(place: *const u64, size: Size, stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+fn allocate_async(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
     if capture::any() && capture::is_capturing(stream) {
         return real();
     }
@@ -110,7 +111,7 @@ impl From<&Array3D> for Texels {
 }
 
 /// An array, with `levels` of halved resolution.
-fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real: impl FnOnce() -> CUresult) -> CUresult
+fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real: impl Fn() -> CUresult) -> CUresult
 where
     Texels: for<'a> From<&'a D>,
 {
@@ -131,36 +132,6 @@ pub(super) fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CU
 }
 
 hooks! { real, flavour;
-    [cuMemCreate] (handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64) {
-        allocate(pinned::gpu_of(prop), Kind::Chunk, handle, size as u64, real)
-    }
-    [cuMemRelease] (handle: Handle) { free(Kind::Chunk, handle, real) }
-    [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
-        if memory::is_ours(address as CUdeviceptr) {
-            return ERROR_INVALID_VALUE; // as for any memory that the program did not make with cuMemCreate
-        }
-        let result = real();
-        // SAFETY: the driver has just written there.
-        if let (true, SUCCESS, Some(handle)) = (client::is_on(), result, unsafe { handle.as_ref() }) {
-            pinned::retain(*handle);
-        }
-        result
-    }
-    [cuMemMap] (address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64) {
-        let result = real();
-        if result == SUCCESS && client::is_on() {
-            pinned::map(address, handle);
-        }
-        result
-    }
-    [cuMemUnmap] (address: CUdeviceptr, size: Size) {
-        let result = real();
-        if result == SUCCESS && client::is_on() {
-            crate::errno::preserved(|| pinned::unmap(address, size));
-        }
-        result
-    }
-
     [cuArrayCreate_v2] (array: *mut CUarray, descriptor: *const Array) { make_array(array, descriptor, 1, real) }
     [cuArray3DCreate_v2] (array: *mut CUarray, descriptor: *const Array3D) { make_array(array, descriptor, 1, real) }
     [cuMipmappedArrayCreate] (array: *mut CUarray, descriptor: *const Array3D, levels: u32) {
@@ -168,9 +139,6 @@ hooks! { real, flavour;
     }
     [cuArrayDestroy | cuMipmappedArrayDestroy] (array: CUarray) { free(Kind::Array, array as u64, real) }
 
-    [cuMemAllocManaged] (place: *mut CUdeviceptr, size: Size, flags: u32) {
-        allocate(gpu::current(), Kind::Address, place, size as u64, real)
-    }
     [cuMemAllocAsync | cuMemAllocAsync_ptsz] (place: *mut CUdeviceptr, size: Size, stream: CUstream) {
         allocate_async(place, size, flavour.stream(stream), real)
     }

@@ -5,12 +5,50 @@
 
 use crate::cuda::*;
 use crate::driver::{self, *};
-use nvshare_wire::client;
+use core::sync::atomic::{AtomicU64, Ordering};
+use nvshare_wire::client::{self, EngineReason};
 
 /// Every range and chunk is a multiple of this: the granularity of `cuMemCreate` on all GPUs that have it.
 pub const GRANULE: u64 = 2 << 20;
 /// As large as a chunk gets: larger ones are no faster to make and to map [H200], and smaller ones flow sooner.
 pub const CHUNK: u64 = 64 << 20;
+
+/// What chunks are made for, beside this program's own use of them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Flags {
+    /// How they may be given to other processes, as `CUmemAllocationHandleType`.
+    pub handle_types: i32,
+    /// Whether other devices may reach them.
+    pub rdma: u8,
+    /// The size of an allocation of managed memory that the program has made; 0 for other memory.
+    pub managed: u64,
+    /// Whether this library may export them: where the GPU can do that, they are made for it.
+    pub exportable: bool,
+    /// GPUs that may touch them where this library maps them, beside their own: a bit for each.
+    pub peers: u64,
+}
+
+impl Flags {
+    /// How much of a chunk is inside its allocation: what is prefetched must be.
+    pub fn inside(self, offset: u64, len: u64) -> u64 {
+        if self.managed > 0 { len.min(self.managed.saturating_sub(offset)) } else { len }
+    }
+}
+
+/// How chunks of a GPU are made.
+pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
+    let exportable = flags.exportable && Swap.shares(gpu);
+    AllocationProp {
+        kind: MEM_ALLOCATION_TYPE_PINNED,
+        requested_handle_types: flags.handle_types | if exportable { MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR } else { 0 },
+        location: Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu },
+        win32_handle_meta_data: core::ptr::null_mut(),
+        compression_type: 0,
+        gpu_direct_rdma_capable: flags.rdma,
+        usage: 0,
+        reserved: [0; 4],
+    }
+}
 
 pub trait Engine: Sync + core::fmt::Debug {
     fn kind(&self) -> client::Engine;
@@ -18,17 +56,57 @@ pub trait Engine: Sync + core::fmt::Debug {
     fn reserve(&self, len: u64) -> Result<u64, CUresult>;
     fn unreserve(&self, base: u64, len: u64);
     /// Backs a chunk with memory on the GPU. Its contents are undefined.
-    fn map(&self, gpu: CUdevice, at: u64, len: u64) -> Result<Handle, CUresult>;
+    fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult>;
     /// Frees the chunk's memory on the GPU. No work that touches it may be running.
     fn unmap(&self, at: u64, len: u64, handle: Handle);
     /// Whether contents must be copied to a buffer of ours before `unmap` and back after `map`.
     fn copies(&self) -> bool;
+    /// Whether chunks can be passed on to other processes.
+    fn shares(&self, _: CUdevice) -> bool {
+        false
+    }
     /// For engines that do not copy: moves the chunk onto the GPU or off it.
     fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream);
 }
 
+fn devices(set: u64) -> impl Iterator<Item = CUdevice> {
+    (0..u64::BITS).filter(move |bit| set >> bit & 1 == 1).map(|bit| bit as CUdevice)
+}
+
+/// Lets a GPU touch what is mapped there.
+pub fn let_in(gpu: CUdevice, at: u64, len: u64) -> Result<(), CUresult> {
+    let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu };
+    let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
+    // SAFETY: a valid place, and a chunk of ours that is mapped there.
+    check(unsafe { cuMemSetAccess(at, len as usize, &access, 1) })
+}
+
 #[derive(Debug)]
 pub struct Swap;
+
+/// The GPUs whose chunks can be made so that they may be exported, as bits. It costs nothing [H200].
+static SHARING: AtomicU64 = AtomicU64::new(0);
+
+/// `cuMemCreate` for a chunk of ours. Where it may not be made to be exported, in some containers say, it is made without.
+fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
+    let create = |flags| {
+        let mut handle = 0;
+        // SAFETY: valid places.
+        check(unsafe { cuMemCreate(&mut handle, len as usize, &properties(gpu, flags), 0) }).map(|()| handle)
+    };
+    match create(flags) {
+        Err(error) if error != ERROR_OUT_OF_MEMORY && flags.exportable && Swap.shares(gpu) => {
+            let handle = create(Flags { exportable: false, ..flags })?;
+            SHARING.fetch_and(!bit(gpu), Ordering::Relaxed);
+            Ok(handle)
+        }
+        result => result,
+    }
+}
+
+fn bit(gpu: CUdevice) -> u64 {
+    u32::try_from(gpu).ok().and_then(|gpu| 1u64.checked_shl(gpu)).unwrap_or(0)
+}
 
 impl Engine for Swap {
     fn kind(&self) -> client::Engine {
@@ -47,25 +125,13 @@ impl Engine for Swap {
         unsafe { cuMemAddressFree(base, len as usize) };
     }
 
-    fn map(&self, gpu: CUdevice, at: u64, len: u64) -> Result<Handle, CUresult> {
-        let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu };
-        let prop = AllocationProp {
-            kind: MEM_ALLOCATION_TYPE_PINNED,
-            requested_handle_types: 0,
-            location,
-            win32_handle_meta_data: core::ptr::null_mut(),
-            compression_type: 0,
-            gpu_direct_rdma_capable: 0,
-            usage: 0,
-            reserved: [0; 4],
-        };
-        let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
-        let mut handle = 0;
+    fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult> {
+        let handle = create(gpu, len, flags)?;
         // SAFETY: valid places; `at..at + len` is inside a reservation of ours with nothing mapped there.
         unsafe {
-            check(cuMemCreate(&mut handle, len as usize, &prop, 0))?;
             let mapped = check(cuMemMap(at, len as usize, 0, handle, 0)).and_then(|()| {
-                check(cuMemSetAccess(at, len as usize, &access, 1)).inspect_err(|_| {
+                let mut all = core::iter::once(gpu).chain(devices(flags.peers));
+                all.try_for_each(|device| let_in(device, at, len)).inspect_err(|_| {
                     cuMemUnmap(at, len as usize);
                 })
             });
@@ -87,6 +153,10 @@ impl Engine for Swap {
 
     fn copies(&self) -> bool {
         true
+    }
+
+    fn shares(&self, gpu: CUdevice) -> bool {
+        SHARING.load(Ordering::Relaxed) & bit(gpu) != 0
     }
 
     fn prefetch(&self, _: CUdevice, _: u64, _: u64, _: bool, _: CUstream) {}
@@ -112,7 +182,7 @@ impl Engine for Managed {
         unsafe { cuMemFree_v2(base) };
     }
 
-    fn map(&self, _: CUdevice, _: u64, _: u64) -> Result<Handle, CUresult> {
+    fn map(&self, _: CUdevice, _: u64, _: u64, _: Flags) -> Result<Handle, CUresult> {
         Ok(0)
     }
 
@@ -129,21 +199,38 @@ impl Engine for Managed {
     }
 }
 
+/// Whether a GPU has this.
+pub fn has(gpu: CUdevice, attribute: i32) -> bool {
+    let mut value = 0;
+    // SAFETY: a valid place.
+    unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, gpu) == SUCCESS && value != 0 }
+}
+
+/// Whether managed memory can be moved by prefetches.
+pub fn can_prefetch(gpu: CUdevice) -> bool {
+    has(gpu, DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)
+}
+
 /// The engine for a GPU: the one asked for where the GPU has it, else the best it has; `None`: its memory stays where
-/// the driver put it.
-pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> Option<&'static dyn Engine> {
-    let has = |attribute| {
-        let mut value = 0;
-        // SAFETY: a valid place.
-        unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, gpu) == SUCCESS && value != 0 }
-    };
-    let swap = || has(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED).then_some(&Swap as &dyn Engine);
-    let managed = || has(DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS).then_some(&Managed as &dyn Engine);
-    match asked {
-        Some(client::Engine::None) => None,
-        Some(client::Engine::Managed) => managed().or_else(swap),
-        Some(client::Engine::Swap) | None => swap().or_else(managed),
+/// the driver put it. And why.
+pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<&'static dyn Engine>, EngineReason) {
+    if has(gpu, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
+        SHARING.fetch_or(bit(gpu), Ordering::Relaxed);
     }
+    let swap = || has(gpu, DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED).then_some(&Swap as &dyn Engine);
+    let managed = || can_prefetch(gpu).then_some(&Managed as &dyn Engine);
+    let (first, second, without_first) = match asked {
+        Some(client::Engine::None) => return (None, EngineReason::Asked),
+        Some(client::Engine::Managed) => (managed(), swap(), EngineReason::NoManaged),
+        Some(client::Engine::Swap) | None => (swap(), managed(), EngineReason::NoVmm),
+    };
+    let reason = match (first.is_some(), second.is_some()) {
+        (true, _) if asked.is_some() => EngineReason::Asked,
+        (true, _) => EngineReason::Best,
+        (false, true) => without_first,
+        (false, false) => EngineReason::Neither,
+    };
+    (first.or(second), reason)
 }
 
 pub fn check(result: CUresult) -> Result<(), CUresult> {

@@ -4,6 +4,7 @@
 use crate::{
     cuda::*,
     gpu::{self, Gpu},
+    limit::{self, Outcome},
     memory::{engine::GRANULE, space::current_context},
     sys::sync::Mutex,
 };
@@ -106,7 +107,9 @@ pub fn unmap(at: CUdeviceptr, size: Size) {
 
 /// Whether the program may have so many more bytes on that GPU.
 pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
-    gpu.and_then(Gpu::space).is_none_or(|space| bytes <= space.lock().account.free())
+    let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return true };
+    let account = space.lock().account;
+    bytes <= account.free() || limit::raise(gpu, bytes, account.limit) == Outcome::Raised
 }
 
 /// The GPU of a VMM allocation; none for one in host memory.

@@ -4,8 +4,12 @@
 //! addresses never change, and what was freed is not reused before all work that was submitted earlier is done.
 
 use super::{
-    engine::{CHUNK, Engine, GRANULE, check},
+    alias::Aliases,
+    engine::{self, CHUNK, Engine, Flags, GRANULE, check},
     host::Buffer,
+    mover::Leaving,
+    print::Print,
+    shared,
     slab::{self, Slab},
 };
 use crate::{
@@ -17,6 +21,7 @@ use alloc::{
     collections::{BTreeMap, VecDeque},
     vec::Vec,
 };
+use nvshare_wire::Secret;
 
 /// More allowances than an eviction of any GPU has steps.
 const MANY_PENDING: usize = 4096;
@@ -33,8 +38,10 @@ pub struct Space {
     /// Allowances that have not been carried out, in order, by sequence number: an eviction is asked for in steps, so that
     /// what has left can be passed on while the rest still leaves.
     pending: VecDeque<(u32, u64)>,
+    /// How chunks of allocations are made, as those of `cuMemAlloc` are.
+    flags: Flags,
     /// Buffers not in use.
-    pub(super) spare: Vec<Buffer>,
+    spare: Vec<Buffer>,
     pub account: Account,
 }
 
@@ -53,14 +60,24 @@ pub struct Account {
     pub allowance: u64,
     /// The newest allowance that was carried out.
     pub ack: u32,
-    /// The most that demand may become.
+    /// The most that demand may become, the number of that limit, and the most that it can be raised to.
     pub limit: u64,
+    pub limit_seq: u32,
+    pub most: u64,
+    /// Bytes of buffers that hold nothing, or a copy of what is on the GPU; and how many of them may be kept.
+    pub spare: u64,
+    pub keep: u64,
     /// Bytes whose copy, in or out, is under way.
     pub flying: u64,
-    /// Freed bytes that work submitted earlier may still use; part of demand until then.
+    /// Freed bytes that work submitted earlier may still use, or that are on the move; part of demand until then.
     pub freeing: u64,
     /// What is not on the GPU comes when it is touched.
     pub faults: bool,
+    /// Without a scheduler: what this client may need, with others there who make room for it; 0 without them.
+    pub company: u64,
+    /// An allocation found no room, and nobody to make some; and others that might were waited for in vain.
+    pub refused: bool,
+    pub searched: bool,
     /// It stays on the GPU, since nobody knows when the program's work is done.
     pub frozen: bool,
 }
@@ -70,6 +87,8 @@ pub struct Account {
 enum Use {
     Whole,
     Slab(Box<Slab>),
+    /// What the program made with `cuMemCreate`: it knows no address of it but its aliases.
+    Created,
 }
 
 #[derive(Debug)]
@@ -79,12 +98,37 @@ struct Range {
     chunks: Vec<Chunk>,
     /// Freed while a chunk was on its way; the mover takes the range apart when it is done with it.
     dead: bool,
+    /// The driver has taken its addresses back.
+    gone: bool,
+    /// It stays on the GPU for good, and is on the account as such.
+    pinned: bool,
+    /// What other processes know it by; it is pinned, then.
+    exported: Option<Exported>,
+    aliases: Aliases,
+}
+
+/// The name of a range that other processes may open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exported {
+    pub range: u32,
+    pub secret: Secret,
+}
+
+/// How exporting a range went.
+#[derive(Debug)]
+pub enum Export {
+    /// The allocation in it, and where in it.
+    Done(Exported, Allocation, u32),
+    /// Not all of it is on the GPU.
+    Away,
+    Impossible,
 }
 
 #[derive(Debug)]
 pub(super) struct Chunk {
     pub offset: u64,
     pub len: u64,
+    pub flags: Flags,
     pub place: Place,
 }
 
@@ -93,10 +137,22 @@ pub(super) struct Chunk {
 pub(super) enum Place {
     /// Nowhere: it never had contents.
     Nowhere,
-    Gpu(Handle),
-    Host(Option<Buffer>),
+    /// On the GPU; `copy` is what it last left in host memory, and may be the same still.
+    Gpu { handle: Handle, copy: Option<HostCopy> },
+    /// In host memory; without a copy of ours, where the driver moves it.
+    Host(Option<HostCopy>),
+    /// Nowhere, and all of it is this value.
+    Constant(u32),
     /// The mover has it.
     Moving,
+}
+
+/// A chunk's bytes in host memory.
+#[derive(Debug)]
+pub(super) struct HostCopy {
+    pub buffer: Buffer,
+    /// What it holds, where that is known.
+    pub print: Option<Print>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -106,7 +162,20 @@ pub struct Allocation {
     pub size: u64,
     pub id: u64,
     pub context: usize,
+    /// The program made it as managed memory, and the driver knows all about it.
+    pub managed: bool,
     range: u64,
+}
+
+impl Allocation {
+    /// One of another process.
+    pub fn foreign(base: u64, size: u64, id: u64, context: usize) -> Self {
+        Self { base, size, id, context, managed: false, range: 0 }
+    }
+
+    pub fn is_foreign(&self) -> bool {
+        self.range == 0
+    }
 }
 
 #[derive(Debug)]
@@ -124,9 +193,25 @@ pub struct Allocated {
     pub backed: bool,
 }
 
+impl Chunk {
+    /// Neither on the GPU nor on its way.
+    fn is_away(&self) -> bool {
+        matches!(self.place, Place::Nowhere | Place::Host(_) | Place::Constant(_))
+    }
+
+    fn take(&mut self) -> Self {
+        let place = core::mem::replace(&mut self.place, Place::Moving);
+        Self { offset: self.offset, len: self.len, flags: self.flags, place }
+    }
+}
+
 impl Account {
     pub fn is_complete(&self) -> bool {
         self.mapped >= self.demand
+    }
+    /// Whether more of what is lacking is allowed already.
+    pub fn may_grow(&self) -> bool {
+        !self.is_complete() && self.room() > 0
     }
     /// Whether the program may run as far as memory goes. Where pages come when they are touched, it always may.
     pub fn can_run(&self) -> bool {
@@ -142,14 +227,38 @@ impl Account {
         let most = total - total / 8;
         self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
-    fn room(&self) -> u64 {
+    /// Without a scheduler: whether so many more bytes would fit with the whole GPU, which has `total`, to itself, and nobody
+    /// knows yet whether there are others who make room.
+    pub fn may_find_company(&self, bytes: u64, total: u64) -> bool {
+        let most = total - total / 8;
+        !self.searched && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
+    }
+    /// Whether somebody will make room for what does not fit now.
+    fn room_comes(&self) -> bool {
+        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.company
+    }
+    fn pin(&mut self, bytes: u64) {
+        (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);
+    }
+    fn unpin(&mut self, bytes: u64) {
+        (self.demand, self.mapped, self.pinned) = (self.demand + bytes, self.mapped + bytes, self.pinned - bytes);
+    }
+    pub(super) fn room(&self) -> u64 {
         self.allowance.saturating_sub(self.mapped + self.pinned)
+    }
+}
+
+impl Range {
+    /// Whether the mover may take chunks of it.
+    fn moves(&self) -> bool {
+        !self.dead && !self.pinned
     }
 }
 
 impl Space {
     pub fn new(gpu: CUdevice, engine: &'static dyn Engine, limit: u64) -> Self {
         let faults = !engine.copies();
+        let can_rdma = !faults && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let account = Account {
             demand: 0,
             mapped: 0,
@@ -158,9 +267,16 @@ impl Space {
             allowance: u64::MAX,
             ack: 0,
             limit,
+            limit_seq: 0,
+            most: 0,
+            spare: 0,
+            keep: u64::MAX,
             flying: 0,
             freeing: 0,
             faults,
+            company: 0,
+            refused: false,
+            searched: false,
             frozen: false,
         };
         Self {
@@ -171,6 +287,7 @@ impl Space {
             freed: VecDeque::new(),
             next_id: 1,
             pending: VecDeque::new(),
+            flags: Flags { rdma: u8::from(can_rdma), exportable: true, ..Flags::default() },
             spare: Vec::new(),
             account,
         }
@@ -178,6 +295,11 @@ impl Space {
 
     pub fn engine(&self) -> &'static dyn Engine {
         self.engine
+    }
+
+    /// How a certain chunk moves.
+    pub(super) fn engine_of(&self, flags: Flags) -> &'static dyn Engine {
+        if flags.managed > 0 { &engine::Managed } else { self.engine }
     }
 
     /// The allocation that holds this address.
@@ -193,13 +315,35 @@ impl Space {
             self.allocate_in_slab(size, beyond)?
         } else {
             let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
-            let (base, backed) = self.make_range(len, Use::Whole, beyond)?;
+            let (base, backed) = self.make_range(len, Use::Whole, self.flags, beyond)?;
             (base, base, backed)
         };
         let id = self.next_id;
         self.next_id += 1;
-        self.allocations.insert(address, Allocation { base: address, size, id, context, range });
+        self.allocations.insert(address, Allocation { base: address, size, id, context, managed: false, range });
         Ok(Allocated { address, backed })
+    }
+
+    /// The same for managed memory, which `make` makes.
+    pub fn allocate_managed(
+        &mut self,
+        size: u64,
+        context: usize,
+        beyond: bool,
+        work: &Work,
+        make: impl FnOnce() -> Result<u64, CUresult>,
+    ) -> Result<u64, CUresult> {
+        self.reclaim(work);
+        let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
+        if len > self.account.free() && !beyond {
+            return Err(ERROR_OUT_OF_MEMORY);
+        }
+        let base = make()?;
+        self.add_range(base, len, Use::Whole, Flags { managed: size, ..Flags::default() })?;
+        let id = self.next_id;
+        self.next_id += 1;
+        self.allocations.insert(base, Allocation { base, size, id, context, managed: true, range: base });
+        Ok(base)
     }
 
     fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, bool), CUresult> {
@@ -210,7 +354,7 @@ impl Space {
                 return Ok((*base, base + offset, true));
             }
         }
-        let (base, backed) = self.make_range(GRANULE, Use::Slab(Box::new(Slab::new())), beyond)?;
+        let (base, backed) = self.make_range(GRANULE, Use::Slab(Box::new(Slab::new())), self.flags, beyond)?;
         match self.ranges.get_mut(&base).map(|r| &mut r.purpose) {
             Some(Use::Slab(slab)) => {
                 slab.take(size).map(|offset| (base, base + offset, backed)).ok_or(ERROR_OUT_OF_MEMORY)
@@ -219,32 +363,52 @@ impl Space {
         }
     }
 
-    fn make_range(&mut self, len: u64, purpose: Use, beyond: bool) -> Result<(u64, bool), CUresult> {
+    /// Makes memory without an address that the program knows; gives the base of its range.
+    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<u64, CUresult> {
+        self.reclaim(work);
+        self.make_range(len, Use::Created, flags, beyond).map(|(base, _)| base)
+    }
+
+    /// Nothing refers to what [`create`](Self::create) made any more.
+    pub fn destroy(&mut self, base: u64) {
+        self.drop_range(base);
+    }
+
+    fn make_range(&mut self, len: u64, purpose: Use, flags: Flags, beyond: bool) -> Result<(u64, bool), CUresult> {
         if len > self.account.free() && !beyond {
             return Err(ERROR_OUT_OF_MEMORY);
         }
         let base = self.engine.reserve(len)?;
-        let chunks = (0..len.div_ceil(CHUNK))
-            .map(|i| Chunk { offset: i * CHUNK, len: CHUNK.min(len - i * CHUNK), place: Place::Nowhere })
+        self.add_range(base, len, purpose, flags)
+    }
+
+    fn add_range(&mut self, base: u64, len: u64, purpose: Use, flags: Flags) -> Result<(u64, bool), CUresult> {
+        let engine = self.engine_of(flags);
+        // What may be given to others is one thing to them.
+        let step = if flags.handle_types == 0 { CHUNK } else { len };
+        let chunks = (0..len.div_ceil(step))
+            .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, place: Place::Nowhere })
             .collect();
-        let mut range = Range { len, purpose, chunks, dead: false };
+        let (pinned, exported, aliases) = (false, None, Aliases::default());
+        let mut range = Range { len, purpose, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
         // Only while nothing else is lacking: what is restored first must not find its place taken.
         let lacking = self.account.demand - len > self.account.mapped;
         let mut backed = !lacking && len <= self.account.room();
         if backed {
             for chunk in &mut range.chunks {
-                match self.engine.map(self.gpu, base + chunk.offset, chunk.len) {
+                match engine.map(self.gpu, base + chunk.offset, chunk.len, flags) {
                     Ok(handle) => {
-                        chunk.place = Place::Gpu(handle);
+                        chunk.place = Place::Gpu { handle, copy: None };
                         self.account.mapped += chunk.len;
                     }
                     // Others have not let go yet; the mover tries again. Without a scheduler nobody will.
-                    Err(ERROR_OUT_OF_MEMORY) if self.account.allowance != u64::MAX => {
+                    Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backed = false;
                         break;
                     }
                     Err(error) => {
+                        self.account.refused |= error == ERROR_OUT_OF_MEMORY;
                         self.dismantle(base, range);
                         return Err(error);
                     }
@@ -256,22 +420,37 @@ impl Space {
     }
 
     /// Takes a range apart. Nothing may be using it.
-    fn dismantle(&mut self, base: u64, range: Range) {
+    fn dismantle(&mut self, base: u64, mut range: Range) {
+        let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
+        if range.pinned {
+            self.account.unpin(range.len);
+        }
+        if range.dead {
+            self.account.freeing -= range.len;
+        }
         for chunk in range.chunks {
             match chunk.place {
-                Place::Gpu(handle) => {
-                    self.engine.unmap(base + chunk.offset, chunk.len, handle);
+                Place::Gpu { handle, copy } => {
+                    range.aliases.hide(chunk.offset);
+                    engine.unmap(base + chunk.offset, chunk.len, handle);
                     self.account.mapped -= chunk.len;
+                    self.account.spare -= copy.as_ref().map_or(0, |c| c.buffer.len());
+                    self.add_spare(copy.map(|c| c.buffer));
                 }
-                Place::Host(buffer) => {
+                Place::Host(copy) => {
                     self.account.swapped -= chunk.len;
-                    self.spare.extend(buffer);
+                    self.add_spare(copy.map(|c| c.buffer));
                 }
-                Place::Nowhere | Place::Moving => {}
+                Place::Nowhere | Place::Constant(_) | Place::Moving => {}
             }
             self.account.demand -= chunk.len;
         }
-        self.engine.unreserve(base, range.len);
+        if !range.gone {
+            engine.unreserve(base, range.len);
+        }
+        if let Some(Exported { range, .. }) = range.exported {
+            shared::withdraw(range);
+        }
         self.settle();
     }
 
@@ -321,7 +500,7 @@ impl Space {
     fn release(&mut self, allocation: Allocation) {
         let Some(range) = self.ranges.get_mut(&allocation.range) else { return };
         let empty = match &mut range.purpose {
-            Use::Whole => true,
+            Use::Whole | Use::Created => true,
             Use::Slab(slab) => {
                 slab.give_back(allocation.base - allocation.range, allocation.size);
                 slab.is_empty()
@@ -335,7 +514,9 @@ impl Space {
     fn drop_range(&mut self, base: u64) {
         let Some(range) = self.ranges.get_mut(&base) else { return };
         if range.chunks.iter().any(|c| matches!(c.place, Place::Moving)) {
-            range.dead = true;
+            if !core::mem::replace(&mut range.dead, true) {
+                self.account.freeing += range.len; // its place may be taken: it goes in a moment
+            }
         } else if let Some(range) = self.ranges.remove(&base) {
             self.dismantle(base, range);
         }
@@ -346,14 +527,148 @@ impl Space {
         let gone: Vec<_> = self.allocations.values().filter(|a| last || a.context == context).copied().collect();
         for allocation in gone {
             self.allocations.remove(&allocation.base);
-            self.release(allocation);
+            self.release_gone(allocation);
         }
+        self.buffers().for_each(|buffer| buffer.forget_context(context));
         if last {
-            self.account.freeing = 0;
             for freed in core::mem::take(&mut self.freed) {
-                self.release(freed.allocation);
+                self.account.freeing -= self.room_of(&freed.allocation);
+                self.release_gone(freed.allocation);
             }
         }
+    }
+
+    /// The same for one of a context that is gone: the driver has freed what was managed memory.
+    fn release_gone(&mut self, allocation: Allocation) {
+        if let Some(range) = self.ranges.get_mut(&allocation.range) {
+            range.gone = allocation.managed;
+        }
+        self.release(allocation);
+    }
+
+    // ---- memory that others reach ----
+
+    /// Whether allocations can be given to other devices, as those of `cuMemAlloc` can on such a GPU.
+    pub fn is_rdma_capable(&self) -> bool {
+        self.flags.rdma != 0 && engine::has(self.gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+    }
+
+    /// From now on another GPU may touch all allocations here. Nothing is on the move.
+    pub fn let_in(&mut self, gpu: u32) {
+        if !self.engine.copies() {
+            return; // managed memory is within everybody's reach
+        }
+        self.flags.peers |= 1 << gpu;
+        let allocations = self.ranges.iter_mut().filter(|(_, range)| !matches!(range.purpose, Use::Created));
+        let chunks = allocations.flat_map(|(base, range)| range.chunks.iter_mut().map(move |chunk| (base, chunk)));
+        for (base, chunk) in chunks.filter(|(_, chunk)| chunk.flags.managed == 0) {
+            chunk.flags.peers = self.flags.peers;
+            if let Place::Gpu { .. } = chunk.place {
+                let _ = engine::let_in(gpu as CUdevice, base + chunk.offset, chunk.len);
+            }
+        }
+    }
+
+    // ---- memory that the program maps itself ----
+
+    /// The program maps a range at an address of its own. What is on its way is mapped there when it arrives.
+    pub fn add_alias(&mut self, base: u64, at: u64) -> Result<(), CUresult> {
+        let Some(range) = self.ranges.get_mut(&base) else { return Err(ERROR_INVALID_VALUE) };
+        range.aliases.add(at);
+        for chunk in &range.chunks {
+            if let Place::Gpu { handle, .. } = chunk.place {
+                range.aliases.show(chunk.offset, chunk.len, handle).inspect_err(|_| range.aliases.remove(at))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The program has unmapped it there.
+    pub fn remove_alias(&mut self, base: u64, at: u64) {
+        if let Some(range) = self.ranges.get_mut(&base) {
+            range.aliases.remove(at);
+        }
+    }
+
+    /// The aliases of a range, to ask and to give rights.
+    pub fn aliases(&mut self, base: u64) -> Option<&mut Aliases> {
+        self.ranges.get_mut(&base).map(|range| &mut range.aliases)
+    }
+
+    /// The driver's handle of a range that is all on the GPU: of its first chunk.
+    pub fn on_gpu(&self, base: u64) -> Option<Handle> {
+        let chunks = &self.ranges.get(&base)?.chunks;
+        let handles =
+            chunks.iter().map(|chunk| if let Place::Gpu { handle, .. } = chunk.place { Some(handle) } else { None });
+        handles.reduce(|first, next| first.filter(|_| next.is_some()))?
+    }
+
+    /// Keeps a range on the GPU for good; `false` if it is not there. It no longer counts as demand, but as pinned.
+    pub fn pin(&mut self, base: u64) -> bool {
+        let is_there = self.on_gpu(base).is_some();
+        let Some(range) = self.ranges.get_mut(&base).filter(|_| is_there) else { return false };
+        if !core::mem::replace(&mut range.pinned, true) {
+            self.account.pin(range.len);
+        }
+        true
+    }
+
+    /// The base of the range that an allocation is in, for [`pin`](Self::pin).
+    pub fn range_of(&self, address: u64) -> Option<u64> {
+        self.find(address).map(|allocation| allocation.range)
+    }
+
+    /// Where the chunks of a range are.
+    pub fn chunk_addresses(&self, base: u64) -> Vec<u64> {
+        let range = self.ranges.get(&base);
+        range.map_or_else(Vec::new, |range| range.chunks.iter().map(|chunk| base + chunk.offset).collect())
+    }
+
+    // ---- what other processes may open ----
+
+    /// Exports the range of the allocation that has this address: pins it, if all of it is on the GPU and `can_share` its
+    /// chunks. `new` makes its name, the first time.
+    pub fn export(
+        &mut self,
+        address: u64,
+        can_share: impl Fn(Handle) -> bool,
+        new: impl FnOnce() -> Option<Exported>,
+    ) -> Export {
+        let allocation = self.find(address).filter(|allocation| !allocation.managed && self.engine.copies());
+        let Some(allocation) = allocation else { return Export::Impossible };
+        let base = allocation.range;
+        let Ok(offset) = u32::try_from(allocation.base - base) else { return Export::Impossible };
+        if let Some(exported) = self.ranges.get(&base).and_then(|range| range.exported) {
+            return Export::Done(exported, allocation, offset);
+        }
+        match self.on_gpu(base) {
+            Some(first) if can_share(first) => {}
+            Some(_) => return Export::Impossible,
+            None => return Export::Away,
+        }
+        let Some(exported) = new().filter(|_| self.pin(base)) else { return Export::Impossible };
+        if let Some(range) = self.ranges.get_mut(&base) {
+            range.exported = Some(exported);
+        }
+        Export::Done(exported, allocation, offset)
+    }
+
+    /// An exported range that still has that allocation: its bytes, those of each chunk but the last, and its chunks from
+    /// that one on.
+    pub fn exported(
+        &self,
+        exported: Exported,
+        allocation: u64,
+        first: usize,
+    ) -> Option<(u64, u64, impl Iterator<Item = Handle>)> {
+        let (base, range) = self.ranges.iter().find(|(_, range)| range.exported == Some(exported))?;
+        let mut inside = self.allocations.range(*base..base + range.len);
+        inside.find(|(_, a)| a.id == allocation)?;
+        let handles = range.chunks.iter().skip(first).map_while(|chunk| match chunk.place {
+            Place::Gpu { handle, .. } => Some(handle),
+            _ => None,
+        });
+        Some((range.len, CHUNK, handles))
     }
 
     // ---- what the scheduler allows ----
@@ -370,14 +685,66 @@ impl Space {
 
     /// A new scheduler, whose allowances are yet to come: what is mapped stays until it says otherwise.
     pub fn meet_scheduler(&mut self) {
+        self.meet_successor();
+        (self.account.most, self.account.keep) = (0, u64::MAX);
+    }
+
+    /// A scheduler in the place of the one before, on its connection: what may be wished for is as it was.
+    pub fn meet_successor(&mut self) {
         self.pending.clear();
         (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
+        self.account.limit_seq = 0;
     }
 
     /// There is no scheduler.
     pub fn run_free(&mut self, limit: u64) {
         self.pending.clear();
         (self.account.allowance, self.account.limit) = (u64::MAX, limit);
+        (self.account.most, self.account.keep) = (0, u64::MAX);
+    }
+
+    /// A new limit arrived; from an older scheduler without a number, and then it is all there is to know.
+    pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
+        self.account.limit = bytes;
+        let keep = if seq == 0 { u64::MAX } else { keep };
+        (self.account.limit_seq, self.account.most, self.account.keep) = (seq, most, keep);
+    }
+
+    /// Keeps buffers for the next eviction. Those that are too much are taken away [later](Self::take_surplus).
+    pub(super) fn add_spare(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
+        for buffer in buffers {
+            self.account.spare += buffer.len();
+            self.spare.push(buffer);
+        }
+    }
+
+    /// A kept buffer of that length.
+    pub(super) fn take_spare(&mut self, len: u64) -> Option<Buffer> {
+        let at = self.spare.iter().position(|buffer| buffer.len() == len)?;
+        self.account.spare -= len;
+        Some(self.spare.swap_remove(at))
+    }
+
+    /// The last ones of those that are kept.
+    pub(super) fn take_last_spare(&mut self, count: usize) -> Vec<Buffer> {
+        let taken = self.spare.split_off(self.spare.len().saturating_sub(count));
+        self.account.spare -= taken.iter().map(Buffer::len).sum::<u64>();
+        taken
+    }
+
+    /// Buffers beyond what may be kept: first those that hold nothing, then copies of what is on the GPU.
+    pub fn take_surplus(&mut self) -> Vec<Buffer> {
+        let mut surplus = Vec::new();
+        while self.account.spare > self.account.keep {
+            let Some(buffer) = self.take_last_spare(1).pop().or_else(|| self.take_copy_if(|_| true)) else { break };
+            surplus.push(buffer);
+        }
+        surplus
+    }
+
+    /// There is no scheduler, and others lack memory: so many bytes are to leave, and none to come.
+    pub fn make_room_for_others(&mut self, bytes: u64) {
+        self.account.allowance = self.account.mapped.saturating_sub(bytes) + self.account.pinned;
     }
 
     /// An eviction got as far as it can: what is left stays.
@@ -402,57 +769,111 @@ impl Space {
 
     // ---- for the mover ----
 
-    /// The next chunk that can leave: it is the mover's until [`put`](Self::put).
-    pub(super) fn take_mapped(&mut self) -> Option<(u64, Chunk)> {
-        self.take_chunk(|place| matches!(place, Place::Gpu(_)))
-    }
-
-    /// The next chunk that is not on the GPU, if the allowance has room for it. It counts as mapped from here on.
-    pub(super) fn take_lacking(&mut self) -> Option<(u64, Chunk)> {
+    /// Takes a chunk that is not on the GPU still, if the allowance has room for it. It counts as mapped from here on.
+    pub(super) fn take_lacking(&mut self, base: u64, offset: u64) -> Option<Chunk> {
         let room = self.account.room();
-        let found = self.take_chunk_if(|c| matches!(c.place, Place::Nowhere | Place::Host(_)) && c.len <= room)?;
-        self.account.mapped += found.1.len;
-        if matches!(found.1.place, Place::Host(_)) {
-            self.account.swapped -= found.1.len;
+        let range = self.ranges.get_mut(&base).filter(|range| range.moves())?;
+        let chunk = range.chunks.iter_mut().find(|c| c.offset == offset && c.is_away() && c.len <= room)?;
+        let taken = chunk.take();
+        self.account.flying += taken.len;
+        self.account.mapped += taken.len;
+        if matches!(taken.place, Place::Host(_)) {
+            self.account.swapped -= taken.len;
         }
-        Some(found)
+        Some(taken)
     }
 
-    /// Whether [`take_lacking`](Self::take_lacking) would find one.
+    /// All chunks that are not on the GPU: base, offset and length.
+    pub(super) fn lacking(&self) -> Vec<(u64, u64, u64)> {
+        let live = self.ranges.iter().filter(|(_, range)| range.moves());
+        let chunks = live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
+        chunks.filter(|(_, c)| c.is_away()).map(|(base, c)| (base, c.offset, c.len)).collect()
+    }
+
+    /// Whether the allowance has room for one of [those](Self::lacking).
     pub fn can_restore(&self) -> bool {
         let room = self.account.room();
-        let lacking = |c: &Chunk| matches!(c.place, Place::Nowhere | Place::Host(_)) && c.len <= room;
-        !self.account.is_complete() && self.ranges.values().any(|r| !r.dead && r.chunks.iter().any(lacking))
+        let lacking = |c: &Chunk| c.is_away() && c.len <= room;
+        !self.account.is_complete() && self.ranges.values().any(|r| r.moves() && r.chunks.iter().any(lacking))
     }
 
-    fn take_chunk(&mut self, wanted: impl Fn(&Place) -> bool) -> Option<(u64, Chunk)> {
-        self.take_chunk_if(|c| wanted(&c.place))
-    }
-
-    fn take_chunk_if(&mut self, wanted: impl Fn(&Chunk) -> bool) -> Option<(u64, Chunk)> {
-        let live = self.ranges.iter_mut().filter(|(_, range)| !range.dead);
-        let taken = live
-            .flat_map(|(base, range)| range.chunks.iter_mut().map(move |c| (*base, c)))
-            .find(|(_, c)| wanted(c))
-            .map(|(base, c)| {
-                let place = core::mem::replace(&mut c.place, Place::Moving);
-                (base, Chunk { offset: c.offset, len: c.len, place })
-            });
-        self.account.flying += taken.as_ref().map_or(0, |(_, c)| c.len);
-        taken
-    }
-
-    /// Lengths of the chunks that would leave next, for up to so many bytes.
-    pub(super) fn mapped_lengths(&self, bytes: u64) -> Vec<u64> {
-        let mapped = self.ranges.values().filter(|r| !r.dead).flat_map(|r| &r.chunks);
-        let mapped = mapped.filter(|c| matches!(c.place, Place::Gpu(_)));
+    /// The chunks that would leave next, for that many bytes: first those of which a copy exists.
+    fn leaving(&self, bytes: u64) -> Vec<(u64, &Chunk)> {
+        let mut leaving = Vec::new();
         let mut sum = 0u64;
-        let enough = |len: &u64| {
-            let more = sum < bytes;
-            sum += len;
-            more
+        for with_copy in [true, false] {
+            let live = self.ranges.iter().filter(|(_, range)| range.moves());
+            for (base, chunk) in live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c))) {
+                if sum >= bytes {
+                    return leaving;
+                }
+                if matches!(&chunk.place, Place::Gpu { copy, .. } if copy.is_some() == with_copy) {
+                    leaving.push((base, chunk));
+                    sum += chunk.len;
+                }
+            }
+        }
+        leaving
+    }
+
+    /// Takes them: they are the mover's until [`put`](Self::put), and nobody takes them off the GPU meanwhile.
+    pub(super) fn take_leaving(&mut self, bytes: u64) -> Vec<Leaving> {
+        let names: Vec<_> = self.leaving(bytes).into_iter().map(|(base, chunk)| (base, chunk.offset)).collect();
+        names.into_iter().filter_map(|(base, offset)| self.take_mapped(base, offset)).collect()
+    }
+
+    fn take_mapped(&mut self, base: u64, offset: u64) -> Option<Leaving> {
+        let chunk = self.ranges.get_mut(&base)?.chunks.iter_mut().find(|c| c.offset == offset)?.take();
+        self.account.flying += chunk.len;
+        if let Place::Gpu { copy: Some(copy), .. } = &chunk.place {
+            self.account.spare -= copy.buffer.len();
+        }
+        let is_copied = self.engine_of(chunk.flags).copies();
+        Some(Leaving { base, chunk, is_copied, print: None })
+    }
+
+    /// Lengths of the buffers that would be needed if so many bytes left.
+    pub(super) fn buffers_for(&self, bytes: u64) -> Vec<u64> {
+        let needs = |chunk: &Chunk| {
+            self.engine_of(chunk.flags).copies() && matches!(chunk.place, Place::Gpu { copy: None, .. })
         };
-        mapped.map(|c| c.len).take_while(enough).collect()
+        self.leaving(bytes).into_iter().filter(|(_, chunk)| needs(chunk)).map(|(_, chunk)| chunk.len).collect()
+    }
+
+    /// Lengths of the buffers that are kept.
+    pub(super) fn spare_lengths(&self) -> Vec<u64> {
+        self.spare.iter().map(Buffer::len).collect()
+    }
+
+    /// The buffer of a copy that is not needed, as its chunk is on the GPU.
+    pub(super) fn take_copy(&mut self, len: u64) -> Option<Buffer> {
+        self.take_copy_if(|chunk| chunk.len == len)
+    }
+
+    fn take_copy_if(&mut self, wanted: impl Fn(&Chunk) -> bool) -> Option<Buffer> {
+        let mut chunks = self.ranges.values_mut().flat_map(|range| &mut range.chunks).filter(|c| wanted(c));
+        let buffer = chunks.find_map(|chunk| match &mut chunk.place {
+            Place::Gpu { copy, .. } => copy.take().map(|copy| copy.buffer),
+            _ => None,
+        })?;
+        self.account.spare -= buffer.len();
+        Some(buffer)
+    }
+
+    /// A chunk that was to come back did not: it is where it was.
+    pub(super) fn stays_away(&mut self, base: u64, offset: u64, len: u64, place: Place) {
+        self.left(len, matches!(place, Place::Host(_)));
+        self.put(base, offset, place);
+    }
+
+    /// All buffers.
+    pub(super) fn buffers(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        let chunks = self.ranges.values_mut().flat_map(|range| &mut range.chunks);
+        let copies = chunks.filter_map(|chunk| match &mut chunk.place {
+            Place::Gpu { copy, .. } | Place::Host(copy) => copy.as_mut().map(|copy| &mut copy.buffer),
+            _ => None,
+        });
+        copies.chain(&mut self.spare)
     }
 
     /// The mover is done with a chunk: `place` is where it is now.
@@ -460,12 +881,32 @@ impl Space {
         let Some(range) = self.ranges.get_mut(&base) else { return };
         let dead = range.dead;
         if let Some(chunk) = range.chunks.iter_mut().find(|c| c.offset == offset) {
+            if let Place::Gpu { handle, .. } = place {
+                // For aliases that were added while it was on its way out, and then stayed.
+                let _ = range.aliases.show(offset, chunk.len, handle);
+            }
+            // What comes back leaves a copy that is not needed.
+            if let Place::Gpu { copy: Some(copy), .. } = &place {
+                self.account.spare += copy.buffer.len();
+            }
             chunk.place = place;
             self.account.flying -= chunk.len;
         }
         if dead {
             self.drop_range(base);
         }
+    }
+
+    /// A chunk is about to leave: unmaps it from the range's aliases.
+    pub(super) fn hide(&mut self, base: u64, offset: u64) {
+        if let Some(range) = self.ranges.get_mut(&base) {
+            range.aliases.hide(offset);
+        }
+    }
+
+    /// A chunk is back: maps it at the range's aliases.
+    pub(super) fn show(&mut self, base: u64, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
+        self.ranges.get_mut(&base).map_or(Ok(()), |range| range.aliases.show(offset, len, handle))
     }
 
     /// A chunk that left the GPU (its memory is freed): accounts for it.

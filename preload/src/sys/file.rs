@@ -1,7 +1,10 @@
 //! Reading small files of /proc, and who a descriptor belongs to.
 
 use alloc::vec::Vec;
-use core::ffi::CStr;
+use core::{
+    ffi::CStr,
+    sync::atomic::{AtomicI32, AtomicU64, Ordering},
+};
 use rustix::fd::{AsFd, BorrowedFd, RawFd};
 use rustix::fs::{Mode, OFlags};
 
@@ -14,6 +17,37 @@ pub fn read(path: &CStr) -> Vec<u8> {
         contents.extend_from_slice(part.get(..n).unwrap_or(&[]));
     }
     contents
+}
+
+/// Which descriptor a fork's child must close. Written by one thread; the child of a fork in the middle of that finds
+/// either none or a number that is not that file's.
+#[derive(Debug)]
+pub struct Name {
+    descriptor: AtomicI32,
+    device: AtomicU64,
+    inode: AtomicU64,
+}
+
+impl Name {
+    pub const fn none() -> Self {
+        Self { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+    }
+
+    pub fn set(&self, name: Option<(RawFd, Identity)>) {
+        self.descriptor.store(-1, Ordering::SeqCst);
+        if let Some((descriptor, Identity { device, inode })) = name {
+            self.device.store(device, Ordering::SeqCst);
+            self.inode.store(inode, Ordering::SeqCst);
+            self.descriptor.store(descriptor, Ordering::SeqCst);
+        }
+    }
+
+    pub fn get(&self) -> Option<(RawFd, Identity)> {
+        let descriptor = self.descriptor.load(Ordering::SeqCst);
+        let identity =
+            Identity { device: self.device.load(Ordering::SeqCst), inode: self.inode.load(Ordering::SeqCst) };
+        (descriptor >= 0).then_some((descriptor, identity))
+    }
 }
 
 /// What tells one open socket or pipe from all others: its number may be another file's once the program has closed it.

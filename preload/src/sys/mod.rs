@@ -9,6 +9,7 @@
 pub mod alloc;
 pub mod c;
 pub mod file;
+pub mod lock_file;
 #[cfg(not(test))]
 mod panic;
 pub mod sync;

@@ -25,5 +25,8 @@ core::arch::global_asm!(
     ".globl _Unwind_Resume",
     ".hidden _Unwind_Resume",
     "_Unwind_Resume:",
+    #[cfg(target_arch = "x86_64")]
     "ud2",
+    #[cfg(target_arch = "aarch64")]
+    "brk #1",
 );

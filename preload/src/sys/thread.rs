@@ -96,60 +96,44 @@ core::arch::global_asm!(
     ".popsection",
 );
 
+/// Where the calling thread's word is.
+#[inline(always)]
+fn place() -> *mut *const c_void {
+    let place: *mut *const c_void;
+    // SAFETY: says where this thread's own storage is.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        core::arch::asm!(
+            "mov {place}, qword ptr fs:[0]",
+            "add {place}, qword ptr [rip + nvshare_thread@GOTTPOFF]",
+            place = out(reg) place,
+            options(pure, readonly, nostack),
+        );
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        core::arch::asm!(
+            "mrs {thread}, tpidr_el0",
+            "adrp {place}, :gottprel:nvshare_thread",
+            "ldr {place}, [{place}, :gottprel_lo12:nvshare_thread]",
+            "add {place}, {place}, {thread}",
+            thread = out(reg) _,
+            place = out(reg) place,
+            options(pure, readonly, nostack, preserves_flags),
+        );
+    }
+    place
+}
+
 /// The calling thread's word; NULL before it was set.
 #[inline(always)]
 pub fn mine() -> *const c_void {
-    let word: *const c_void;
-    // SAFETY: reads this thread's own storage.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        core::arch::asm!(
-            "mov {word}, qword ptr [rip + nvshare_thread@GOTTPOFF]",
-            "mov {word}, qword ptr fs:[{word}]",
-            word = out(reg) word,
-            options(readonly, nostack, preserves_flags),
-        );
-    }
-    // SAFETY: as above.
-    #[cfg(target_arch = "aarch64")]
-    unsafe {
-        core::arch::asm!(
-            "mrs {thread}, tpidr_el0",
-            "adrp {word}, :gottprel:nvshare_thread",
-            "ldr {word}, [{word}, :gottprel_lo12:nvshare_thread]",
-            "ldr {word}, [{thread}, {word}]",
-            thread = out(reg) _,
-            word = out(reg) word,
-            options(readonly, nostack, preserves_flags),
-        );
-    }
-    word
+    // SAFETY: this thread's own storage.
+    unsafe { place().read() }
 }
 
 pub fn set_mine(word: *const c_void) {
-    // SAFETY: writes this thread's own storage.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        core::arch::asm!(
-            "mov {at}, qword ptr [rip + nvshare_thread@GOTTPOFF]",
-            "mov qword ptr fs:[{at}], {word}",
-            at = out(reg) _,
-            word = in(reg) word,
-            options(nostack, preserves_flags),
-        );
-    }
     // SAFETY: as above.
-    #[cfg(target_arch = "aarch64")]
-    unsafe {
-        core::arch::asm!(
-            "mrs {thread}, tpidr_el0",
-            "adrp {at}, :gottprel:nvshare_thread",
-            "ldr {at}, [{at}, :gottprel_lo12:nvshare_thread]",
-            "str {word}, [{thread}, {at}]",
-            thread = out(reg) _,
-            at = out(reg) _,
-            word = in(reg) word,
-            options(nostack, preserves_flags),
-        );
-    }
+    unsafe { place().write(word) }
 }

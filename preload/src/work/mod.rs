@@ -7,21 +7,21 @@
 //!
 //! **Marks** bound it. Every few submissions a thread records a point in its stream; when too much is outstanding, whoever
 //! submits next waits for the oldest mark first. What is too much follows from how long marks took and how much was before
-//! them: the window is kept at about [`RUN_AHEAD`] µs of GPU time, far more than the GPU needs to stay busy, so bounding
-//! costs nothing, and a revoke finds no more than that in the queues. Nobody is kept waiting for long: work may be waiting
-//! for what its program does next.
+//! them: the window is kept at about [`RUN_AHEAD`] µs of GPU time, far more than the GPU needs to stay busy, and a revoke
+//! finds no more than that in the queues. Nobody is kept waiting for long: work may be waiting for what its program does
+//! next.
 //!
 //! **Fences** tell when it is done: a point in every stream that was given work.
 
 mod point;
 
-pub use point::with_current;
 use point::{Context, Point, is_legacy};
+pub use point::{is_dead, with_current};
 
 use crate::{
     capture,
     cuda::*,
-    driver,
+    driver, epoch, gpu,
     sys::{
         sync::Mutex,
         time::{self, Instant},
@@ -41,16 +41,22 @@ use core::{
 /// How much GPU time may be queued ahead while nobody waits, and while somebody does.
 const RUN_AHEAD: u32 = 100_000;
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
-/// Submissions between two marks: a mark costs about 2 µs, a launch 3 to 5 µs [H200].
+/// Streams beyond which no samples are taken: each costs an event in every one.
+const MOST_SAMPLED: usize = 32;
+/// Submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch.
 const MOST_PER_MARK: u32 = 64;
 /// The window a program starts with, in submissions, before anything is known about its kernels, and the largest.
-const FIRST_WINDOW: u32 = 4;
+const FIRST_WINDOW: u32 = 1;
 const MOST_WINDOW: u32 = 4096;
 /// So that the window moves on in small steps.
 const MARKS_PER_WINDOW: u32 = 8;
-/// How long a thread waits for a mark at first: half as long each time it was in vain, so that a program whose work waits
-/// for what it submits next is delayed by no more than twice this.
-const MARK_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a thread waits for a mark at first: longer where work took longer lately; half as long each time it was in vain,
+/// so that a program whose work waits for what it submits next is delayed by no more than twice this, and less each time.
+const MARK_PATIENCE: Duration = Duration::from_millis(1500);
+const MOST_PATIENCE: Duration = Duration::from_secs(3);
+const MOST_HALVINGS: u32 = 20;
+/// Work that is done so soon after a submission may have needed it.
+const PROMPTLY: Duration = Duration::from_millis(20);
 /// How long if all that is not done is in other streams than its own.
 const OTHERS_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -66,6 +72,8 @@ pub struct Work {
     full: AtomicBool,
     /// The longest that a mark took lately, in microseconds.
     slowest: AtomicU64,
+    /// GPUs whose work may touch memory of this one.
+    companions: AtomicU64,
     inner: Mutex<Inner>,
 }
 
@@ -79,10 +87,14 @@ struct Inner {
     marks: VecDeque<Mark>,
     /// Submissions before marks that are not done.
     outstanding: u32,
-    /// Submissions that may be outstanding.
+    /// Submissions that may be outstanding when another is made.
     window: u32,
-    /// The oldest mark, once it was waited for in vain, and how often.
-    stalled: Option<(Instant, u32)>,
+    /// The longest that one submission took lately, in microseconds: the mean of those before a mark.
+    longest: u64,
+    /// The oldest mark, once it was waited for in vain.
+    given_up: Option<GivenUp>,
+    /// How often lately a mark was done as soon as it was waited for no longer: it had needed what came next.
+    needy: u32,
 }
 
 /// What tells a stream from others: the default streams have one handle for all contexts, or for all threads.
@@ -122,24 +134,31 @@ struct Mark {
     ahead: u32,
 }
 
+#[derive(Debug)]
+struct GivenUp {
+    /// When the mark was made, and when it was first waited for no longer.
+    mark: Instant,
+    first: Instant,
+    times: u32,
+}
+
 /// Everything that had been submitted when it was made.
 #[derive(Debug, Default)]
 pub struct Fence {
     points: Vec<Arc<Point>>,
+    /// The same for work of companions.
+    others: Vec<(&'static Work, Fence)>,
 }
-
-/// Counts how often a stream anywhere got a point. A thread that noted its stream after the last time need not note it
-/// again: it is known to be dirty.
-static POINTS: AtomicU64 = AtomicU64::new(1);
 
 impl Work {
     pub const fn new() -> Self {
         Self {
-            per_mark: AtomicU32::new(FIRST_WINDOW / MARKS_PER_WINDOW),
+            per_mark: AtomicU32::new(1),
             run_ahead: AtomicU32::new(RUN_AHEAD),
             done: AtomicU64::new(0),
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),
+            companions: AtomicU64::new(0),
             inner: Mutex::new(Inner {
                 contexts: Vec::new(),
                 streams: BTreeMap::new(),
@@ -147,7 +166,9 @@ impl Work {
                 marks: VecDeque::new(),
                 outstanding: 0,
                 window: FIRST_WINDOW,
-                stalled: None,
+                longest: 0,
+                given_up: None,
+                needy: 0,
             }),
         }
     }
@@ -160,23 +181,12 @@ impl Work {
         }
     }
 
-    /// During a submission, after the driver has it: notes which stream it went to.
-    #[inline]
-    pub fn note(&self, slot: &threads::Slot, gpu: u32, stream: CUstream) {
-        let noted = (u64::from(gpu) << 56) | POINTS.load(Ordering::Acquire);
-        // The legacy stream is another one in each context, and goes by its context's name here.
-        let name = if is_legacy(stream) { current_context() } else { stream };
-        if slot.stream.load(Ordering::Relaxed) != name as usize
-            || slot.noted.load(Ordering::Relaxed) != noted
-            || stream == STREAM_PER_THREAD
-        {
-            self.note_anew(stream);
-            slot.stream.store(name as usize, Ordering::Relaxed);
-            slot.noted.store(noted, Ordering::Relaxed);
-        }
+    pub fn is_full(&self) -> bool {
+        self.full.load(Ordering::Relaxed)
     }
 
-    fn note_anew(&self, stream: CUstream) {
+    /// A submission went to that stream.
+    pub fn note(&self, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let mut inner = self.inner.lock();
         let stream = Stream::of(stream, context);
@@ -220,55 +230,74 @@ impl Work {
     fn look_whether_full(&self, inner: &mut Inner) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
         let old = inner.marks.front().is_some_and(|oldest| oldest.since.elapsed() > run_ahead);
-        self.full.store(old || inner.outstanding > inner.window, Ordering::Relaxed);
+        let full = old || inner.outstanding > inner.window;
+        if full && !self.full.swap(true, Ordering::Relaxed) {
+            epoch::end();
+        } else if !full {
+            self.full.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Waits until the oldest mark is done, and learns from how long it took. A mark may be behind a kernel that only ends
     /// when the program tells it to, perhaps by what this very thread does next: so it is not waited for for long.
     fn wait_for_oldest(&self, stream: CUstream) {
         let begin = Instant::now();
-        let oldest = self.inner.lock().marks.front().map(|m| m.since);
-        let Some(since) = oldest else { return self.full.store(false, Ordering::Relaxed) };
+        let mut inner = self.inner.lock();
+        // What is done already may have been for long.
+        self.collect(&mut inner, false);
+        self.look_whether_full(&mut inner);
+        let Some(oldest) = inner.marks.front().map(|m| m.since).filter(|_| self.is_full()) else { return };
+        let patience =
+            self.slowest().map_or(MARK_PATIENCE, |slowest| (slowest * 2).clamp(MARK_PATIENCE, MOST_PATIENCE));
+        let known = inner.given_up.as_ref().filter(|g| g.mark == oldest);
+        let (times, first) = known.map_or((0, None), |g| (g.times, Some(g.first)));
+        let patience = patience / (1 << (inner.needy + times).min(MOST_HALVINGS));
+        drop(inner);
         loop {
+            let waited = begin.elapsed();
+            // Tiny kernels are done within microseconds; for others a sleep is short against the window.
+            if waited > Duration::from_micros(50) {
+                time::sleep(Duration::from_micros(50));
+            }
             let mut inner = self.inner.lock();
             self.collect(&mut inner, true);
-            if inner.marks.front().is_none_or(|m| m.since != since) {
-                self.look_whether_full(&mut inner);
-                return;
+            if inner.marks.front().is_none_or(|m| m.since != oldest) {
+                return self.look_whether_full(&mut inner);
             }
-            let vain = inner.stalled.filter(|(mark, _)| *mark == since).map_or(0, |(_, times)| times);
-            let waited = begin.elapsed();
-            let patience = MARK_PATIENCE / (1 << vain.min(20));
             if waited > patience || (waited > OTHERS_PATIENCE && is_idle(stream)) {
-                inner.stalled = Some((since, vain + 1));
+                let first = first.unwrap_or_else(Instant::now);
+                inner.given_up = Some(GivenUp { mark: oldest, first, times: times + 1 });
                 return;
-            }
-            drop(inner);
-            // Tiny kernels are done within microseconds; for others a sleep is short against the window.
-            if begin.elapsed() > Duration::from_micros(50) {
-                time::sleep(Duration::from_micros(50));
             }
         }
     }
 
     /// A mark was seen to become done: it took so long with so many submissions outstanding.
     fn learn(&self, inner: &mut Inner, took: Duration, ahead: u32, exact: bool) {
-        let took = took.as_micros().max(1);
-        let run_ahead = self.run_ahead.load(Ordering::Relaxed);
-        let fitting = u128::from(ahead) * u128::from(run_ahead) / took;
-        let most = u128::from(inner.window.saturating_mul(2).min(MOST_WINDOW));
-        let window = fitting.clamp(1, most) as u32;
-        if !exact {
-            return self.set_window(inner, window.max(inner.window));
+        let micros = (took.as_micros() as u64).max(1);
+        let ahead = u64::from(ahead.max(1));
+        if exact {
+            self.was_slow(took);
+            inner.longest = forgetting(inner.longest, micros / ahead);
         }
-        self.set_window(inner, window);
-        let slowest = self.slowest.load(Ordering::Relaxed);
-        self.slowest.store((took as u64).max(slowest - slowest / 8), Ordering::Relaxed);
+        let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
+        let fitting = ahead.saturating_mul(run_ahead) / micros;
+        // Twice as wide at most, so that what is queued of unknown kernels stays little. None where a single submission
+        // takes longer, or did lately: a short one in between does not say that more of them follow.
+        let most = inner.window.saturating_mul(2).clamp(1, MOST_WINDOW).into();
+        let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
+        self.set_window(inner, if exact { window } else { window.max(inner.window) });
     }
 
-    /// The longest that submitted work took lately.
-    pub fn slowest(&self) -> Duration {
-        Duration::from_micros(self.slowest.load(Ordering::Relaxed))
+    fn was_slow(&self, took: Duration) {
+        let slowest = forgetting(self.slowest.load(Ordering::Relaxed), took.as_micros() as u64);
+        self.slowest.store(slowest, Ordering::Relaxed);
+    }
+
+    /// The longest that submitted work took lately; `None` before that was ever seen.
+    pub fn slowest(&self) -> Option<Duration> {
+        let slowest = self.slowest.load(Ordering::Relaxed);
+        (slowest > 0).then(|| Duration::from_micros(slowest))
     }
 
     fn set_window(&self, inner: &mut Inner, window: u32) {
@@ -282,7 +311,7 @@ impl Work {
         let from = self.run_ahead.swap(to, Ordering::Relaxed);
         if to < from {
             let mut inner = self.inner.lock();
-            let window = (inner.window / (from / to)).max(1);
+            let window = inner.window.div_ceil(from / to);
             self.set_window(&mut inner, window);
         }
     }
@@ -302,6 +331,17 @@ impl Work {
             !done
         });
         inner.outstanding = inner.outstanding.saturating_sub(weight);
+        if let Some(given_up) = &inner.given_up
+            && inner.marks.front().is_none_or(|m| m.since != given_up.mark)
+        {
+            if given_up.times > 1 {
+                inner.needy = 0;
+                self.was_slow(given_up.first - given_up.mark);
+            } else if given_up.first.elapsed() < PROMPTLY {
+                inner.needy = (inner.needy + 1).min(MOST_HALVINGS);
+            }
+            inner.given_up = None;
+        }
         if let Some((since, ahead)) = newest {
             self.learn(inner, since.elapsed(), ahead, waited);
         }
@@ -313,11 +353,41 @@ impl Work {
         self.done.load(Ordering::Relaxed)
     }
 
-    /// A fence behind everything submitted so far, or `None` where it cannot be made now: where a capture forbids it, say.
+    pub fn companions(&self) -> u64 {
+        self.companions.load(Ordering::SeqCst)
+    }
+
+    pub fn set_companions(&self, gpus: u64) {
+        self.companions.store(gpus, Ordering::SeqCst);
+    }
+
+    /// A fence behind everything submitted so far that may touch memory of this GPU, or `None` where it cannot be made now:
+    /// where a capture forbids it, say.
     pub fn fence(&self) -> Option<Fence> {
+        let mut fence = self.fence_of_own()?;
+        let others = gpu::attached().filter(|gpu| self.companions() >> gpu.index & 1 == 1);
+        for work in others.map(|gpu| &gpu.work) {
+            fence.others.push((work, work.fence_of_own()?));
+        }
+        Some(fence)
+    }
+
+    /// The same in the middle of work: only where that makes no stream wait for another, and costs little.
+    pub fn sample(&self) -> Option<Fence> {
+        let inner = self.inner.lock();
+        let legacy = |stream: &Stream| is_legacy(stream.handle());
+        let marks_legacy = inner.streams.iter().any(|(stream, state)| state.dirty && legacy(stream));
+        if inner.streams.len() > MOST_SAMPLED || (marks_legacy && !inner.streams.keys().all(legacy)) {
+            return None;
+        }
+        drop(inner);
+        self.fence()
+    }
+
+    fn fence_of_own(&self) -> Option<Fence> {
         let mut inner = self.inner.lock();
         inner.left.retain(|point| !point.is_done());
-        let mut fence = Fence { points: inner.left.clone() };
+        let mut fence = Fence { points: inner.left.clone(), others: Vec::new() };
         inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
         for stream in dirty {
@@ -334,6 +404,12 @@ impl Work {
 
     /// Whether all of it is done. A fence that is done stays done and costs nothing to ask.
     pub fn is_done(&self, fence: &mut Fence) -> bool {
+        while let Some((work, other)) = fence.others.last_mut() {
+            if !work.is_done(other) {
+                return false;
+            }
+            fence.others.pop();
+        }
         // Not while a context goes.
         let _inner = self.inner.lock();
         while let Some(point) = fence.points.last() {
@@ -345,18 +421,29 @@ impl Work {
         true
     }
 
-    /// The program destroys a stream, or begins to capture on it: what it was given goes on.
+    /// The program begins to capture on a stream: a last moment to record a point behind what it was given.
+    pub fn mark_stream(&self, stream: CUstream) {
+        self.with_marked(stream, |_, _| {});
+    }
+
+    /// The program destroys a stream: what it was given goes on.
     pub fn leave_stream(&self, stream: CUstream) {
+        self.with_marked(stream, |inner, stream| {
+            if let Some(State { last: Some(point), .. }) = inner.streams.remove(&stream) {
+                inner.left.push(point);
+            }
+            epoch::end();
+        });
+    }
+
+    fn with_marked(&self, stream: CUstream, then: impl FnOnce(&mut Inner, Stream)) {
         let Some(context) = context_of(stream) else { return };
         let stream = Stream::of(stream, context);
         let mut inner = self.inner.lock();
         if inner.streams.get(&stream).is_some_and(|state| state.dirty) {
             let _ = with_current(stream.context, || inner.point_in(stream));
         }
-        if let Some(State { last: Some(point), .. }) = inner.streams.remove(&stream) {
-            inner.left.push(point);
-        }
-        POINTS.fetch_add(1, Ordering::AcqRel);
+        then(&mut inner, stream);
     }
 
     /// A context was created or retained.
@@ -432,11 +519,13 @@ impl Inner {
     /// Records a point in a stream, whose context is current.
     fn point_in(&mut self, stream: Stream) -> Option<Arc<Point>> {
         let context = self.contexts.iter_mut().find(|c| c.handle == stream.context)?;
+        // Before the point: a thread that sees this epoch has submitted before it, one that sees the next waits for this to
+        // be done and notes the stream anew.
+        epoch::end();
         match context.record(stream.handle()) {
             Ok(point) => {
                 let state = self.streams.entry(stream).or_default();
                 *state = State { dirty: false, last: Some(point.clone()) };
-                POINTS.fetch_add(1, Ordering::AcqRel);
                 Some(point)
             }
             Err(error) => {
@@ -455,8 +544,13 @@ impl Inner {
         self.left.retain(|point| point.context != context);
         self.marks.retain(|mark| mark.point.context != context);
         self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
-        POINTS.fetch_add(1, Ordering::AcqRel);
+        epoch::end();
     }
+}
+
+/// The largest of the figures seen lately: one that is not seen again is forgotten little by little.
+fn forgetting(known: u64, seen: u64) -> u64 {
+    seen.max(known - known / 8)
 }
 
 /// The context of a stream of the calling thread's.
@@ -470,6 +564,13 @@ fn context_of(stream: CUstream) -> Option<CUcontext> {
         }
     }
     (!context.is_null()).then_some(context)
+}
+
+/// What a thread knows a stream by from one launch to the next. The legacy stream is another one in each context, and goes
+/// by its context's name.
+#[inline]
+pub fn name_of(stream: CUstream) -> usize {
+    if is_legacy(stream) { current_context() as usize } else { stream as usize }
 }
 
 /// The calling thread's, or NULL.

@@ -134,7 +134,7 @@ pub fn free(at: u64) -> Done {
             _ => return Err(Error::INVALID_VALUE),
         }
     };
-    if range(at).is_none_or(|(start, _)| start != at) {
+    if range(at).is_none_or(|(start, _)| start != at) || crate::ipc::is_open(base) {
         return Err(Error::INVALID_VALUE);
     }
     current.synchronise()?;

@@ -176,6 +176,7 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
         102 => vmm,           // virtual memory management
         103 => vmm,           // shared by file descriptor
         106 => 32,            // blocks a multiprocessor
+        110 => vmm,           // reached by other devices
         115 => 1,             // memory pools
         119 => 1,             // which pool handles: file descriptors
         120 | 122 | 123 => 1, // clusters, 64-bit stream memory operations

@@ -5,7 +5,7 @@
 //! context's legacy stream, and the `_ptsz` or `_ptds` symbol, for which it is the thread's own.
 
 use crate::{
-    alloc, array, capture, context, copy, device, error, event, fill, graph, green, host, launch,
+    alloc, array, capture, context, copy, device, error, event, fill, graph, green, host, ipc, launch,
     lookup::{self, Export},
     managed::{self, Location},
     module, peer, pointer, pool,
@@ -166,6 +166,11 @@ exports! {
         "cuMemGetAccess" 10020 cuMemGetAccess = vmm::get_access, (flags: *mut u64, location: *const Location, at: u64);
         "cuMemExportToShareableHandle" 10020 cuMemExportToShareableHandle = vmm::export, (shared: *mut i32, handle: u64, kind: u32, flags: u64);
         "cuMemImportFromShareableHandle" 10020 cuMemImportFromShareableHandle = vmm::import, (handle: *mut u64, shared: usize, kind: u32);
+        "cuIpcGetMemHandle" 4010 cuIpcGetMemHandle = ipc::export, (handle: *mut ipc::Handle, at: u64);
+        "cuIpcOpenMemHandle" 4010 cuIpcOpenMemHandle = ipc::open, (at: *mut u64, handle: ipc::Handle, flags: u32);
+        "cuIpcOpenMemHandle" 11000 cuIpcOpenMemHandle_v2 = ipc::open, (at: *mut u64, handle: ipc::Handle, flags: u32);
+        "cuIpcCloseMemHandle" 4010 cuIpcCloseMemHandle = ipc::close, (at: u64);
+        "cuMemGetHandleForAddressRange" 11070 cuMemGetHandleForAddressRange = vmm::range_handle, (handle: *mut i32, at: u64, size: usize, kind: u32, flags: u64);
         // Pools
         "cuDeviceGetDefaultMemPool" 11020 cuDeviceGetDefaultMemPool = pool::device_default, (pool: *mut usize, device: i32);
         "cuDeviceGetMemPool" 11020 cuDeviceGetMemPool = pool::device_get, (pool: *mut usize, device: i32);

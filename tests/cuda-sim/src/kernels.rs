@@ -50,6 +50,7 @@ static KERNELS: &[Kernel] = &[
         run: |c, &[at, count, seed, _]| each(c, at, count, Pass::Update, |i, x| unmix(i, x, seed as u32)),
     },
     Kernel { name: "sum_u32", params: &[8, 8, 8], run: sum },
+    Kernel { name: "nvshare_print", params: &[8, 8, 8, 4], run: print },
     Kernel { name: "spin_ns", params: &[8], run: |c, &[ns, ..]| spin_ns(c, ns) },
     Kernel { name: "spin_until", params: &[8], run: |c, &[flag, ..]| spin_until(c, flag) },
 ];
@@ -180,6 +181,42 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
             unsafe { AtomicU64::from_ptr(at.cast()) }.fetch_add(sum, Ordering::Relaxed);
         }
     })
+}
+
+/// What `preload/src/memory/print.ptx` computes, written anew: two sums over parts of chunks, and whether all of a part is
+/// what its chunk begins with.
+fn print(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS]) -> Done {
+    let gpu = context.gpu;
+    let [chunks, parts]: [u64; 2] = memory::read(list, gpu)?;
+    for chunk in 0..chunks {
+        let [at, all_words]: [u64; 2] = memory::read(list + 16 * (1 + chunk), gpu)?;
+        let value = u64::from(memory::read::<u32>(at, gpu)?);
+        let value = value << 32 | value;
+        for part in 0..parts {
+            let (begin, end) = ((part * words).min(all_words), ((part + 1) * words).min(all_words));
+            let (mut sums, mut differs) = ([0_u64; 2], 0);
+            sweep(context, at + 16 * begin, 4 * (end - begin), Pass::Read, |first, elements, n| {
+                for i in 0..n / 4 {
+                    // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
+                    let [a, b] = unsafe { elements.cast::<[u64; 2]>().add(i as usize).read_unaligned() };
+                    differs |= (a ^ value) | (b ^ value);
+                    let key = (begin + first / 4 + i).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed);
+                    let (a, b) = (mixed(a ^ key), mixed(b ^ key.wrapping_add(0xd1b5_4a32_d192_ed03)));
+                    sums[0] = sums[0].wrapping_add(a).wrapping_add(b);
+                    sums[1] = sums[1].wrapping_add(mixed(a.wrapping_add(b.rotate_left(32))));
+                }
+            })?;
+            memory::write(out + 32 * (chunk * parts + part), gpu, [sums[0], sums[1], differs, value])?;
+        }
+    }
+    Ok(())
+}
+
+/// The finaliser of MurmurHash3.
+fn mixed(x: u64) -> u64 {
+    let x = (x ^ x >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    let x = (x ^ x >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    x ^ x >> 33
 }
 
 /// Goes over memory piece by piece and takes the time that the GPU would.

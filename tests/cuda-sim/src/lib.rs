@@ -2,7 +2,7 @@
 //!
 //! [`exports`] has every symbol in one table, and which function does it; [`lookup`] finds them by name and version.
 //! [`device`], [`context`], [`green`] and [`peer`] are about GPUs; [`memory`] is the table of addresses, and [`alloc`], [`vmm`],
-//! [`managed`], [`host`], [`pool`] and [`array`] are the ways into it; [`stream`] queues [`work`], which is done by
+//! [`managed`], [`host`], [`pool`], [`array`] and [`ipc`] are the ways into it; [`stream`] queues [`work`], which is done by
 //! [`kernels`], [`copy`], [`fill`] and [`value`]; [`event`], [`capture`] and [`graph`] are what is built on streams;
 //! [`module`] and [`launch`] lead to kernels. What processes share is in the crate `cuda-sim-gpus`.
 
@@ -19,6 +19,7 @@ mod fill;
 mod graph;
 mod green;
 mod host;
+mod ipc;
 mod kernels;
 mod launch;
 mod lookup;
@@ -35,7 +36,7 @@ mod vmm;
 mod work;
 
 use error::{Done, Error};
-use std::{collections::HashMap, sync::Mutex};
+use std::{collections::HashMap, io::Write, sync::Mutex};
 
 /// Writes an answer to where the program wants it.
 fn out<T>(to: *mut T, value: T) -> Done {
@@ -75,12 +76,18 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
     call().map_or_else(|e| e.0, |()| 0)
 }
 
-/// `CUDA_SIM_FAIL`: counts the calls that it names.
+/// `CUDA_SIM_FAIL`: counts the calls that it names, and writes down those that fail.
 fn meant_to_fail(symbol: &str) -> bool {
     static CALLS: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
     let Some(nth) = cuda_sim_gpus::Config::get().fail.get(symbol) else { return false };
     let mut calls = CALLS.lock().unwrap_or_else(|e| e.into_inner());
     let count = calls.get_or_insert_default().entry(symbol.to_owned()).or_insert(0);
     *count += 1;
-    count == nth
+    let fails = nth.contains(count);
+    if fails {
+        let path = cuda_sim_gpus::Config::get().dir.join("failed");
+        let file = std::fs::File::options().append(true).create(true).open(path);
+        let _ = file.and_then(|mut file| file.write_all(format!("{} {symbol}\n", std::process::id()).as_bytes()));
+    }
+    fails
 }

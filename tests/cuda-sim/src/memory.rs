@@ -12,9 +12,15 @@ use cuda_sim_gpus::Account;
 use std::{
     collections::BTreeMap,
     ops::Bound,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd},
+        unix::fs::{FileExt, MetadataExt},
+    },
     ptr,
-    sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64, atomic::Ordering},
+    sync::{
+        Arc, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
 };
 
 /// Granularity of physical memory and of mappings.
@@ -28,7 +34,12 @@ pub struct Chunk {
     pub gpu: usize,
     pub len: u64,
     alias: *mut u8,
-    pub fd: Option<OwnedFd>,
+    /// It may be exported.
+    pub shareable: bool,
+    /// What other processes have it by; made when it is first exported.
+    fd: OnceLock<OwnedFd>,
+    /// Made so that other devices may reach it.
+    pub rdma: AtomicBool,
     /// Imported chunks are on their exporter's account.
     accounted: bool,
 }
@@ -45,21 +56,49 @@ impl Chunk {
         if !Account::get().take(gpu, len) {
             return Err(Error::OUT_OF_MEMORY);
         }
-        let chunk = if shareable { Self::memfd(gpu, len) } else { Self::anonymous(gpu, len) };
+        let chunk = Self::anonymous(gpu, len, shareable);
         chunk.inspect_err(|_| Account::get().give(gpu, len)).map(Arc::new)
     }
 
-    fn anonymous(gpu: usize, len: u64) -> Result<Chunk, Error> {
+    fn anonymous(gpu: usize, len: u64, shareable: bool) -> Result<Chunk, Error> {
         let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
         // SAFETY: a hint about a mapping of this size that was just made. A forked child has no use for it.
         unsafe {
             libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
             libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
         }
-        Ok(Chunk { gpu, len, alias, fd: None, accounted: true })
+        let (fd, rdma) = (OnceLock::new(), AtomicBool::new(false));
+        Ok(Chunk { gpu, len, alias, shareable, fd, rdma, accounted: true })
     }
 
-    fn memfd(gpu: usize, len: u64) -> Result<Chunk, Error> {
+    /// A descriptor for other processes. The bytes move into a file that they can map; few chunks are ever exported, and
+    /// anonymous memory is faster.
+    pub fn export(&self) -> Result<OwnedFd, Error> {
+        self.shared()?.try_clone().map_err(|_| Error::OPERATING_SYSTEM)
+    }
+
+    /// The descriptor that this process keeps, by its number, and the file's inode.
+    pub fn file_name(&self) -> Result<(u64, u64), Error> {
+        let fd = self.shared()?.as_raw_fd();
+        let meta = std::fs::metadata(format!("/proc/self/fd/{fd}")).map_err(|_| Error::OPERATING_SYSTEM)?;
+        Ok((fd as u64, meta.ino()))
+    }
+
+    fn shared(&self) -> Result<&OwnedFd, Error> {
+        // Nobody touches memory meanwhile.
+        let _table = space_mut();
+        match self.fd.get() {
+            Some(fd) => Ok(fd),
+            None => {
+                let fd = self.file()?;
+                Ok(self.fd.get_or_init(|| fd))
+            }
+        }
+    }
+
+    /// Moves the bytes into a file, which takes their place.
+    fn file(&self) -> Result<OwnedFd, Error> {
+        let (gpu, len) = (self.gpu, self.len);
         let name = std::ffi::CString::new(format!("cuda-sim-gpu{gpu}")).map_err(|_| Error::UNKNOWN)?;
         // SAFETY: a valid name; the descriptor is new and ours.
         let fd = unsafe {
@@ -69,17 +108,21 @@ impl Chunk {
             }
             OwnedFd::from_raw_fd(fd)
         };
-        Self::of_fd(gpu, len, fd, true)
+        // SAFETY: the alias has `len` bytes, which nobody writes to while the table is locked.
+        let bytes = unsafe { std::slice::from_raw_parts(self.alias, len as usize) };
+        let file = std::fs::File::from(fd);
+        file.write_all_at(bytes, 0).map_err(|_| Error::OPERATING_SYSTEM)?;
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        // SAFETY: it replaces the alias by a file of the same length and contents.
+        let at = unsafe { libc::mmap(self.alias.cast(), len as usize, prot, flags, file.as_raw_fd(), 0) };
+        if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(file.into()) }
     }
 
     /// The chunk behind a descriptor that another process exported.
     pub fn import(gpu: usize, len: u64, fd: OwnedFd) -> Result<Arc<Chunk>, Error> {
-        Self::of_fd(gpu, len, fd, false).map(Arc::new)
-    }
-
-    fn of_fd(gpu: usize, len: u64, fd: OwnedFd, accounted: bool) -> Result<Chunk, Error> {
         let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd.as_raw_fd())?;
-        Ok(Chunk { gpu, len, alias, fd: Some(fd), accounted })
+        let (fd, rdma) = (OnceLock::from(fd), AtomicBool::new(false));
+        Ok(Arc::new(Chunk { gpu, len, alias, shareable: true, fd, rdma, accounted: false }))
     }
 }
 

@@ -6,6 +6,7 @@ use crate::{
     memory::{Backing, Mapping, space},
     out,
 };
+use std::sync::atomic::Ordering;
 
 const HOST: u32 = 1;
 const DEVICE: u32 = 2;
@@ -20,7 +21,10 @@ pub fn attribute(data: *mut u64, attribute: u32, at: u64) -> Done {
 fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let host = matches!(mapping.backing, Backing::Host { .. });
     let managed = matches!(mapping.backing, Backing::Managed(_));
-    let vmm = matches!(mapping.backing, Backing::Chunk { legacy: false, .. });
+    let (shareable, rdma) = match &mapping.backing {
+        Backing::Chunk { chunk, legacy: false, .. } => (chunk.shareable, chunk.rdma.load(Ordering::Relaxed)),
+        _ => (false, false),
+    };
     let (base, len) = alloc::range(at).unwrap_or((mapping.at, mapping.len));
     let (as_u32, as_i32, as_bool) = (data.cast::<u32>(), data.cast::<i32>(), data.cast::<u8>());
     match attribute {
@@ -30,7 +34,8 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         3 => out(data, at),
         4 if host || managed => out(data, at),
         4 => Err(Error::INVALID_VALUE),
-        6 | 10 | 15 | 21 => out(as_bool, 0),
+        6 | 10 | 21 => out(as_bool, 0),
+        15 => out(as_bool, u8::from(rdma)),
         7 | 20 => out(data, mapping.id),
         8 => out(as_bool, u8::from(managed)),
         9 => {
@@ -43,7 +48,7 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         11 => out(data, base),
         12 => out(data, len),
         13 => out(as_bool, 1),
-        14 => out(data, u64::from(vmm)),
+        14 => out(data, u64::from(shareable)),
         16 => out(as_u32, 3),
         17 => out(data, crate::pool::owner(mapping.at).unwrap_or(0) as u64),
         18 => out(data, mapping.len),

@@ -12,8 +12,8 @@ use std::{
     collections::HashMap,
     ffi::CString,
     fs,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd},
-    sync::{Arc, LazyLock, Mutex, MutexGuard},
+    os::fd::{AsRawFd, BorrowedFd, IntoRawFd},
+    sync::{Arc, LazyLock, Mutex, MutexGuard, atomic::Ordering},
 };
 
 const PINNED: u32 = 1;
@@ -94,6 +94,7 @@ pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flag
     }
     whole(size as u64)?;
     let chunk = Chunk::new(properties.gpu()?, size as u64, properties.handle_types == FILE_DESCRIPTOR)?;
+    chunk.rdma.store(properties.rdma != 0, Ordering::Relaxed);
     out(handle, hold(chunk))
 }
 
@@ -121,8 +122,9 @@ pub fn retain(handle: *mut u64, at: u64) -> Done {
 pub fn properties(properties: *mut Properties, handle: u64) -> Done {
     let chunk = chunk(handle)?;
     let location = Location { kind: Location::DEVICE, id: device::ordinal(chunk.gpu) };
-    let handle_types = if chunk.fd.is_some() { FILE_DESCRIPTOR } else { 0 };
-    out(properties, Properties { kind: PINNED, handle_types, location, ..Properties::default() })
+    let handle_types = if chunk.shareable { FILE_DESCRIPTOR } else { 0 };
+    let rdma = u8::from(chunk.rdma.load(Ordering::Relaxed));
+    out(properties, Properties { kind: PINNED, handle_types, location, rdma, ..Properties::default() })
 }
 
 /// `cuMemAddressReserve`
@@ -211,7 +213,7 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
         if access.location.kind != Location::DEVICE || !matches!(access.flags, 0 | 1 | 3) {
             return Err(Error::INVALID_VALUE);
         }
-        let bit = 1 << device::gpu(access.location.id)?;
+        let bit = 1 << device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // (driver 580)
         for start in &starts {
             if let Some(mapping) = space.exact_mut(*start) {
                 mapping.read = mapping.read & !bit | if access.flags & 1 != 0 { bit } else { 0 };
@@ -237,26 +239,46 @@ pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
 /// `cuMemExportToShareableHandle`: the descriptor is the program's.
 pub fn export(shared: *mut i32, handle: u64, kind: u32, flags: u64) -> Done {
     let chunk = chunk(handle)?;
-    let fd = chunk.fd.as_ref().filter(|_| kind == FILE_DESCRIPTOR && flags == 0).ok_or(Error::INVALID_VALUE)?;
-    let copy = fd.as_fd().try_clone_to_owned().map_err(|_| Error::OPERATING_SYSTEM)?;
-    out(shared, copy.into_raw_fd())
+    if !chunk.shareable || kind != FILE_DESCRIPTOR || flags != 0 {
+        return Err(Error::INVALID_VALUE);
+    }
+    out(shared, chunk.export()?.into_raw_fd())
 }
 
 /// `cuMemImportFromShareableHandle`: the descriptor travels in the pointer's place.
 pub fn import(handle: *mut u64, shared: usize, kind: u32) -> Done {
-    let fd = i32::try_from(shared).map_err(|_| Error::INVALID_VALUE)?;
+    let fd = i32::try_from(shared).map_err(|_| Error::UNKNOWN)?;
     if kind != FILE_DESCRIPTOR {
         return Err(Error::INVALID_VALUE);
     }
-    let name = fs::read_link(format!("/proc/self/fd/{fd}")).map_err(|_| Error::INVALID_VALUE)?;
+    out(handle, hold(imported(fd)?))
+}
+
+/// The chunk behind a descriptor; what is none is an unknown error, as on an H200.
+pub fn imported(fd: i32) -> Result<Arc<Chunk>, Error> {
+    let name = fs::read_link(format!("/proc/self/fd/{fd}")).map_err(|_| Error::UNKNOWN)?;
     let name = name.to_string_lossy().into_owned();
     let gpu = name
         .strip_prefix("/memfd:cuda-sim-gpu")
         .and_then(|rest| rest.split(' ').next()?.parse().ok())
-        .ok_or(Error::INVALID_VALUE)?;
+        .ok_or(Error::UNKNOWN)?;
     // SAFETY: the descriptor is open: its name was just read.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned().map_err(|_| Error::OPERATING_SYSTEM)?;
     let path = CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(|_| Error::UNKNOWN)?;
     let len = fs::metadata(path.to_string_lossy().as_ref()).map_err(|_| Error::OPERATING_SYSTEM)?.len();
-    out(handle, hold(Chunk::import(gpu, len, fd)?))
+    Chunk::import(gpu, len, fd)
+}
+
+/// `cuMemGetHandleForAddressRange`: a descriptor that stands for one, with nothing behind it.
+pub fn range_handle(handle: *mut i32, at: u64, size: usize, kind: u32, _flags: u64) -> Done {
+    const DMA_BUF: u32 = 1;
+    let is_there = space().at(at).is_some_and(|m| m.gpu().is_some() && at + size as u64 <= m.end());
+    if kind != DMA_BUF || handle.is_null() || !is_there || size == 0 {
+        return Err(Error::INVALID_VALUE);
+    }
+    // SAFETY: a valid name; the descriptor is new, and the program's.
+    match unsafe { libc::memfd_create(c"cuda-sim-dma-buf".as_ptr(), libc::MFD_CLOEXEC) } {
+        -1 => Err(Error::OPERATING_SYSTEM),
+        descriptor => out(handle, descriptor),
+    }
 }

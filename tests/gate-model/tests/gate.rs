@@ -75,7 +75,7 @@ impl Gpus {
     fn new() -> Arc<Self> {
         let gates = [Gate::new(), Gate::new()];
         // All of it is made now: what threads make in passing would multiply the orders to look at.
-        assert!(gates.iter().all(|gate| gate.is_open() && gate.waiting() == 0));
+        assert!(gates.iter().all(|gate| !gate.is_closed_for(closed::FOR_ALL) && gate.waiting() == 0));
         assert_eq!((threads::submitted(GPU), futex::interrupt()), (0, ()));
         Arc::new(Self { gates, given: Default::default() })
     }
@@ -218,7 +218,7 @@ fn close_and_open(gpus: &Gpus, why: u32) {
     if Gate::is_quiet(GPU) {
         gpus.given(GPU);
     }
-    assert!(gate.is_closed_for(why) && !gate.is_open());
+    assert!(gate.is_closed_for(why) && gate.is_closed_for(closed::FOR_ALL));
     gate.open(why);
 }
 
@@ -239,7 +239,7 @@ fn a_gate_is_open_only_with_no_reason_left_to_be_closed() {
         close_and_open(&gpus, closed::LOCK);
         submitter.join().unwrap();
         other.join().unwrap();
-        assert!(gpus.gates[GPU as usize].is_open());
+        assert!(!gpus.gates[GPU as usize].is_closed_for(closed::FOR_ALL));
     });
 }
 

@@ -1,7 +1,13 @@
 //! What the simulated machine looks like, read once from the environment.
 
 use crate::MAX_GPUS;
-use std::{collections::HashMap, env, fmt::Write as _, path::PathBuf, sync::OnceLock};
+use std::{
+    collections::{BTreeSet, HashMap},
+    env,
+    fmt::Write as _,
+    path::PathBuf,
+    sync::OnceLock,
+};
 
 /// The simulated machine. Sizes are in bytes, bandwidths in bytes a second.
 #[derive(Debug)]
@@ -27,7 +33,7 @@ pub struct Config {
     /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
     pub driver: i32,
     /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails with out of memory.
-    pub fail: HashMap<String, u64>,
+    pub fail: HashMap<String, BTreeSet<u64>>,
 }
 
 impl Config {
@@ -112,11 +118,14 @@ pub fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-fn failures(text: &str) -> HashMap<String, u64> {
-    text.split(',')
-        .filter_map(|part| part.split_once(':'))
-        .filter_map(|(symbol, n)| Some((symbol.trim().to_owned(), n.trim().parse().ok()?)))
-        .collect()
+fn failures(text: &str) -> HashMap<String, BTreeSet<u64>> {
+    let mut failures: HashMap<String, BTreeSet<u64>> = HashMap::new();
+    for (symbol, n) in text.split(',').filter_map(|part| part.split_once(':')) {
+        if let Ok(n) = n.trim().parse() {
+            failures.entry(symbol.trim().to_owned()).or_default().insert(n);
+        }
+    }
+    failures
 }
 
 #[cfg(test)]
@@ -136,8 +145,8 @@ mod tests {
     #[test]
     fn failures_name_the_call() {
         assert_eq!(
-            failures("cuMemCreate:3, cuMemAlloc_v2:1"),
-            HashMap::from([("cuMemCreate".into(), 3), ("cuMemAlloc_v2".into(), 1)])
+            failures("cuMemCreate:3, cuMemAlloc_v2:1, cuMemCreate:7"),
+            HashMap::from([("cuMemCreate".into(), [3, 7].into()), ("cuMemAlloc_v2".into(), [1].into())])
         );
     }
 }

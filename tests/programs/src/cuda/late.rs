@@ -1,12 +1,23 @@
 //! Calls that few programs make and that older drivers lack: each is looked up when it is made.
 
-use super::api::dlsym;
+use super::api::{Location, Properties, dlsym};
 use std::{ffi::c_void, mem};
 
 /// `CUipcEventHandle`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct EventHandle(pub [u64; 8]);
+
+/// `CUipcMemHandle`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct MemHandle(pub [u8; 64]);
+
+impl Default for MemHandle {
+    fn default() -> Self {
+        Self([0; 64])
+    }
+}
 
 /// `CUstreamBatchMemOpParams`
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +38,29 @@ pub const WRITE: u32 = 2;
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Resource(pub [u64; 18]);
+
+/// One side of [`Copy2D`].
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Side2D {
+    pub x: usize,
+    pub y: usize,
+    pub kind: u32,
+    pub host: usize,
+    pub device: u64,
+    pub array: usize,
+    pub pitch: usize,
+}
+
+/// `CUDA_MEMCPY2D`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Copy2D {
+    pub from: Side2D,
+    pub to: Side2D,
+    pub width: usize,
+    pub height: usize,
+}
 
 /// `CUstreamCallback`
 pub type Callback = unsafe extern "C" fn(usize, u32, *mut c_void);
@@ -57,6 +91,22 @@ late! {
     cuMemHostUnregister(at: *mut u8);
     cuIpcGetEventHandle(handle: *mut EventHandle, event: usize);
     cuIpcOpenEventHandle(event: *mut usize, handle: EventHandle);
+    cuIpcGetMemHandle(handle: *mut MemHandle, at: u64);
+    cuIpcOpenMemHandle_v2(at: *mut u64, handle: MemHandle, flags: u32);
+    cuIpcCloseMemHandle(at: u64);
+    cuCtxEnablePeerAccess(peer: usize, flags: u32);
+    cuMemcpy2D_v2(copy: *const Copy2D);
+    cuMemcpyPeer(to: u64, to_context: usize, from: u64, from_context: usize, len: usize);
+    cuMemcpyPeerAsync(to: u64, to_context: usize, from: u64, from_context: usize, len: usize, stream: usize);
+    cuMemRetainAllocationHandle(handle: *mut u64, at: u64);
+    cuMemGetAccess(flags: *mut u64, location: *const Location, at: u64);
+    cuMemGetAllocationPropertiesFromHandle(properties: *mut Properties, handle: u64);
+    cuMemExportToShareableHandle(shareable: *mut i32, handle: u64, kind: u32, flags: u64);
+    cuMemImportFromShareableHandle(handle: *mut u64, shareable: usize, kind: u32);
+    cuMemGetHandleForAddressRange(handle: *mut i32, at: u64, size: usize, kind: u32, flags: u64);
+    cuPointerSetAttribute(value: *const u32, which: u32, at: u64);
+    cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, at: u64);
+    cuPointerGetAttribute(data: *mut u64, which: u32, at: u64);
     cuCtxCreate_v2(context: *mut usize, flags: u32, device: i32);
     cuCtxDestroy_v2(context: usize);
     cuDeviceGetDevResource(device: i32, resource: *mut Resource, kind: u32);

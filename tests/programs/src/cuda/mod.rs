@@ -65,7 +65,7 @@ const GRANULARITY: usize = 2 << 20;
 #[derive(Debug)]
 pub struct Gpu {
     pub device: i32,
-    context: usize,
+    pub context: usize,
     fill: usize,
     add: usize,
     mix: usize,

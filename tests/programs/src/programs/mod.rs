@@ -1,17 +1,22 @@
 //! The programs, a file each.
 
 mod account;
+mod across;
 mod bursts;
 mod captures;
 mod churn;
 mod deep;
 mod endless;
+mod escapes;
 mod forks;
 mod graph;
 mod green;
 mod host_waits;
 mod info;
 mod latency;
+mod launches;
+mod link;
+mod maps;
 mod mix;
 mod nulls;
 mod open_captures;
@@ -20,8 +25,10 @@ mod pair;
 mod per_thread;
 mod persistent;
 mod proxy;
+mod share;
 mod stranger;
 mod streams;
+mod weights;
 
 use crate::{args::Args, report::Report};
 use std::error::Error;
@@ -42,6 +49,8 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ("info", info::run, "what the driver says about the GPU and its memory"),
     ("oversub", oversub::run, "--mem 2G --chunk 64M --kind alloc|vmm|managed: allocate until it fails, touch, verify"),
     ("latency", latency::run, "--launches 100000: the cost of launching an empty kernel"),
+    ("launches", launches::run, "--ms 3000 --ns 1000 --pause-us 20: kernels, and a pause of the host after each"),
+    ("link", link::run, "--mem 256M --rounds 4: how fast memory can be copied out, in, and both at once, in GiB/s"),
     (
         "persistent",
         persistent::run,
@@ -91,7 +100,32 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "--how stream|context --rounds 20: leave a capture open when its stream or context is destroyed, then work",
     ),
     ("green", green::run, "--mem 16M --rounds 20 --primary 1: work in a green context"),
-    ("stranger", stranger::run, "--mem 256M --seconds 5: hold memory and do nothing"),
+    (
+        "share",
+        share::run,
+        "--role export|import --file F --mem 16M --count 1 --private 16M --rounds 10: use the same memory in two processes",
+    ),
+    (
+        "weights",
+        weights::run,
+        "--mem 64M --reserve 16M --state 4M --rounds 10 --pause-ms 50: weights that are only read, a reserve that is not used, verify",
+    ),
+    (
+        "across",
+        across::run,
+        "--mem 16M --how copy|pitched|kernel|map --rounds 20 --pause-ms 10: two GPUs that reach into each other's memory, verify",
+    ),
+    (
+        "escapes",
+        escapes::run,
+        "--mem 16M --beside 32M --how sync|range|export|none --kind alloc|vmm --seconds 5: hold memory, part of it given to others, verify",
+    ),
+    (
+        "maps",
+        maps::run,
+        "--mem 48M --seconds 2 --seed 1 --pause-ms 20 | --unused 1: random steps of virtual memory management, each answer compared with a model",
+    ),
+    ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];
 
 pub fn find(name: &str) -> Option<Program> {

@@ -1,0 +1,118 @@
+//! How long a hand-over takes where memory must move: two programs on a GPU that has room for one, beside the link's own
+//! speed, in the same run. For a machine with an NVIDIA GPU; the GPU is made small by a program that holds the rest of it.
+//!
+//! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--json FILE]`
+//!
+//! `--programs` is where `nvshare-scheduler`, `libnvshare.so` and `cuda-program` are (else: where this bench was built).
+//! On a simulated GPU (`LD_LIBRARY_PATH` says where it is) it runs as well, and its figures mean nothing.
+
+mod results;
+mod stage;
+
+use std::{
+    collections::BTreeMap,
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+use results::{Figure, Results};
+use serde_json::Value;
+use stage::{Stage, bytes, kill, option};
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+fn main() {
+    let mut results = Results::from_arguments();
+    let stage = Stage::new();
+    let (memory, leave) = (bytes(&option("--mem", "14G")), bytes(&option("--leave", "17G")));
+    let seconds: f64 = option("--seconds", "20").parse().expect("seconds");
+
+    let part = (memory / 4).min(1 << 30).to_string();
+    let Some(link) = stage.ask(&["link", "--mem", &part, "--rounds", "8"]) else {
+        println!("no GPU here: nothing is measured");
+        return;
+    };
+    let speed = |name: &str| link[name].as_f64().expect("a speed");
+    println!("the link: {:.1} GiB/s out, {:.1} in, {:.1} each way at once", speed("out"), speed("in"), speed("both"));
+
+    let holder = stage.ballast(leave);
+    let trace = stage.file("trace.jsonl");
+    let scheduler = stage.scheduler("time-quantum = 1\nanti-thrash = \"on\"\n", &trace);
+    let begin = Instant::now();
+    let mem = memory.to_string();
+    // Long enough for some hand-overs; they end when they are told to.
+    let mut pair: Vec<Child> = (0..2)
+        .map(|_| {
+            let words = ["mix", "--mem", &mem, "--reps", "40", "--rounds", "100000000"];
+            stage.shared(&words).stdout(Stdio::null()).spawn().expect("it runs")
+        })
+        .collect();
+    while begin.elapsed().as_secs_f64() < seconds {
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(pair.iter_mut().all(|p| p.try_wait().expect("a child").is_none()), "a program ended early");
+    }
+    pair.into_iter().chain([scheduler, holder]).for_each(kill);
+
+    let text = std::fs::read_to_string(&trace).expect("a trace");
+    let moves: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let hand_overs = hand_overs(&moves);
+    println!("{:>12} {:>12} {:>12} {:>12} {:>14}", "drain, ms", "to grant", "to run", "moved, GiB", "GiB/s each way");
+    for h in &hand_overs {
+        let rate = h.moved / (h.mapped / 1e3).max(1e-6);
+        println!("{:>12.0} {:>12.0} {:>12.0} {:>12.2} {:>14.1}", h.drain, h.grant, h.mapped, h.moved, rate);
+    }
+    // The first ones make the host buffers.
+    let warm = hand_overs.get(2..).unwrap_or(&[]);
+    let Some(middle) = median(warm.iter().map(|h| h.mapped)) else { return println!("too few hand-overs") };
+    let moved = median(warm.iter().map(|h| h.moved)).unwrap_or_default();
+    println!(
+        "from release to all there: {middle:.0} ms for {moved:.2} GiB; the link's own: {:.0} ms",
+        moved / speed("both") * 1e3
+    );
+    let note = format!("{moved:.2} GiB each way; the link alone {:.1} GiB/s each way at once", speed("both"));
+    results.add(Figure { name: "exchange-ms", value: middle, unit: "ms", note });
+    results.write();
+}
+
+struct HandOver {
+    /// From the revoke to the release, from there to the next grant, and to the last byte of the next program, in ms.
+    drain: f64,
+    grant: f64,
+    mapped: f64,
+    moved: f64,
+}
+
+fn hand_overs(moves: &[Value]) -> Vec<HandOver> {
+    let ms = |m: &Value| m["ms"].as_f64().unwrap_or_default();
+    let mut revoked: BTreeMap<u64, f64> = BTreeMap::new();
+    let mut released: Option<(u64, f64)> = None;
+    let mut list = Vec::new();
+    for (at, event) in moves.iter().enumerate() {
+        let pid = event["pid"].as_u64().unwrap_or_default();
+        match event["what"].as_str() {
+            Some("revoke") => drop(revoked.entry(pid).or_insert(ms(event))),
+            Some("release") => released = Some((pid, ms(event))),
+            Some("grant") => {
+                let Some((from, when)) = released.filter(|(from, _)| *from != pid) else { continue };
+                let drain = revoked.remove(&from).map_or(0.0, |since| when - since);
+                // What it maps from the release on, before it gives the lock back itself.
+                let own = |m: &&Value| m["pid"].as_u64() == Some(pid);
+                let back =
+                    moves[at..].iter().position(|m| own(&m) && m["what"] == "release").map_or(moves.len(), |n| at + n);
+                let mapped: Vec<&Value> =
+                    moves[..back].iter().filter(own).filter(|m| m["what"] == "mapped" && ms(m) >= when).collect();
+                let Some(last) = mapped.last() else { continue };
+                let moved = mapped.iter().filter_map(|m| m["bytes"].as_f64()).sum::<f64>() / GIB;
+                list.push(HandOver { drain, grant: ms(event) - when, mapped: ms(last) - when, moved });
+            }
+            _ => {}
+        }
+    }
+    list
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}

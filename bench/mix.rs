@@ -1,0 +1,116 @@
+//! Two equal jobs at once against the same two one after the other, on a GPU that has room for one of them: jobs that need a
+//! part of the GPU's memory and a part of its time, in periods, under time quanta. What overlaps is gained, what moves is lost.
+//! For a machine with an NVIDIA GPU; the GPU is made small by a program that holds the rest of it.
+//!
+//! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares 0.5,0.9] [--periods 1,10]
+//! [--quanta 5,30,1000] [--work 30] [--json FILE]`
+//!
+//! `--work`: seconds that one job takes alone, at least three periods. `--programs`: see `exchange.rs`. On a simulated GPU the
+//! figures mean nothing.
+
+mod results;
+mod stage;
+
+use std::{
+    process::{Child, Command, Stdio},
+    time::Instant,
+};
+
+use results::{Figure, Results};
+use stage::{Stage, bytes, kill, option};
+
+/// A job: so much memory, so much of each period on the GPU, so many periods.
+struct Job {
+    memory: String,
+    share: f64,
+    period: f64,
+    periods: u64,
+    /// Passes over its memory that take its part of a period.
+    passes: u64,
+}
+
+fn numbers(name: &str, default: &str) -> Vec<f64> {
+    option(name, default).split(',').map(|n| n.parse().expect("a number")).collect()
+}
+
+fn main() {
+    let mut results = Results::from_arguments();
+    let stage = Stage::new();
+    if stage.ask(&["info"]).is_none() {
+        println!("no GPU here: nothing is measured");
+        return;
+    }
+    let leave = bytes(&option("--leave", "17G"));
+    let work: f64 = option("--work", "30").parse().expect("seconds");
+    let holder = stage.ballast(leave);
+    println!(
+        "{:>8} {:>6} {:>8} {:>9} {:>9} {:>9} {:>9}",
+        "memory", "share", "period", "quantum", "alone", "both", "ratio"
+    );
+    for memory in option("--sizes", "7.2G,15.3G").split(',') {
+        for share in numbers("--shares", "0.5,0.9") {
+            for period in numbers("--periods", "1,10") {
+                let Some(job) = Job::new(&stage, bytes(memory).to_string(), share, period, work) else {
+                    println!("{memory:>8}: does not fit into what is left of this GPU");
+                    continue;
+                };
+                let alone = seconds(vec![job.command(|words| stage.program(words))]);
+                for quantum in numbers("--quanta", "5,30,1000") {
+                    let scheduler = stage.scheduler(&format!("time-quantum = {quantum}\n"), &stage.file("trace.jsonl"));
+                    let both = seconds((0..2).map(|_| job.command(|words| stage.shared(words))).collect());
+                    kill(scheduler);
+                    let ratio = both / (2.0 * alone);
+                    println!(
+                        "{memory:>8} {share:>6} {period:>6} s {quantum:>7} s {alone:>7.1} s {both:>7.1} s {ratio:>9.3}"
+                    );
+                    let name = format!("mix-{memory}-{share}-{period}s-tq{quantum}");
+                    let note = format!("both jobs done, over one after the other; alone {alone:.1} s");
+                    results.add(Figure { name: name.leak(), value: ratio, unit: "ratio", note });
+                }
+            }
+        }
+    }
+    kill(holder);
+    results.write();
+}
+
+impl Job {
+    /// Calibrates it, so that it does the same work in every run.
+    fn new(stage: &Stage, memory: String, share: f64, period: f64, work: f64) -> Option<Self> {
+        let milliseconds = (share * period * 1e3).to_string();
+        let report =
+            stage.ask(&["mix", "--mem", &memory, "--chunks", "8", "--gpu-ms", &milliseconds, "--rounds", "2"])?;
+        let passes = report["passes"].as_u64()?;
+        Some(Self { memory, share, period, periods: (work / period).ceil().max(3.0) as u64, passes })
+    }
+
+    fn command(&self, program: impl FnOnce(&[&str]) -> Command) -> Command {
+        let pause = ((1.0 - self.share) * self.period * 1e3).to_string();
+        let (passes, periods) = (self.passes.to_string(), self.periods.to_string());
+        let words = [
+            "mix",
+            "--mem",
+            &self.memory,
+            "--chunks",
+            "8",
+            "--reps",
+            &passes,
+            "--rounds",
+            &periods,
+            "--cpu-ms",
+            &pause,
+        ];
+        program(&words)
+    }
+}
+
+/// How long these take at once; each checks its results.
+fn seconds(commands: Vec<Command>) -> f64 {
+    let begin = Instant::now();
+    let children: Vec<Child> =
+        commands.into_iter().map(|mut c| c.stdout(Stdio::null()).spawn().expect("it runs")).collect();
+    for mut child in children {
+        assert!(child.wait().expect("a child").success(), "a job failed");
+    }
+    begin.elapsed().as_secs_f64()
+}

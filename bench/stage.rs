@@ -1,0 +1,118 @@
+//! What benchmarks with real programs need: where the programs are, a GPU that another program makes small, a scheduler.
+#![allow(dead_code)] // each benchmark uses a part
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use serde_json::Value;
+
+pub struct Stage {
+    programs: PathBuf,
+    directory: PathBuf,
+}
+
+/// What the command line says after that name.
+pub fn option(name: &str, default: &str) -> String {
+    std::env::args().skip_while(|a| a != name).nth(1).unwrap_or_else(|| default.to_owned())
+}
+
+/// Reads `14G` or `7.2G`.
+pub fn bytes(text: &str) -> u64 {
+    let number = text.trim_end_matches(['K', 'M', 'G']);
+    let shift = match text.chars().last() {
+        Some('K') => 10,
+        Some('M') => 20,
+        Some('G') => 30,
+        _ => 0,
+    };
+    (number.parse::<f64>().expect("a size") * (1u64 << shift) as f64) as u64
+}
+
+/// Ends it at once.
+pub fn kill(mut child: Child) {
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+impl Stage {
+    pub fn new() -> Self {
+        let exe = std::env::current_exe().expect("the path of this program");
+        let built = exe.parent().and_then(Path::parent).map(Path::to_owned).unwrap_or_default();
+        let programs = match option("--programs", "").as_str() {
+            "" => built,
+            directory => PathBuf::from(directory),
+        };
+        let directory = std::env::temp_dir().join(format!("nvshare-bench-{}", std::process::id()));
+        std::fs::create_dir_all(directory.join("control")).expect("a directory");
+        Self { programs, directory }
+    }
+
+    pub fn program(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(self.programs.join("cuda-program"));
+        command.args(words).stderr(Stdio::null());
+        command
+    }
+
+    /// The same under nvshare.
+    pub fn shared(&self, words: &[&str]) -> Command {
+        let mut command = self.program(words);
+        command.env("LD_PRELOAD", self.programs.join("libnvshare.so")).env("NVSHARE_SOCKET", self.socket());
+        command
+    }
+
+    /// A program that holds all of the GPU but so many bytes.
+    pub fn ballast(&self, leave: u64) -> Child {
+        let free = self.ask(&["info"]).and_then(|info| info["free"].as_u64()).expect("free memory");
+        // The ballast's own context is gone from what `info` saw, and comes with the ballast.
+        let bytes = free.saturating_sub(leave).to_string();
+        let holder = self.program(&["stranger", "--mem", &bytes, "--seconds", "3600"]).stdout(Stdio::null()).spawn();
+        std::thread::sleep(Duration::from_secs(5));
+        holder.expect("it runs")
+    }
+
+    /// A file of this run's own.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.join("scheduler.sock")
+    }
+
+    /// What a program prints; `None` if it fails.
+    pub fn ask(&self, words: &[&str]) -> Option<Value> {
+        let output = self.program(words).output().ok().filter(|output| output.status.success())?;
+        serde_json::from_slice(&output.stdout).ok()
+    }
+
+    /// A scheduler with that configuration.
+    pub fn scheduler(&self, configuration: &str, trace: &Path) -> Child {
+        let _ = std::fs::remove_file(self.socket());
+        let config = self.directory.join("nvshare.toml");
+        std::fs::write(&config, configuration).expect("a configuration");
+        let mut command = Command::new(self.programs.join("nvshare-scheduler"));
+        command
+            .arg("--no-bus")
+            .arg("--socket")
+            .arg(self.socket())
+            .arg("--config")
+            .arg(config)
+            .arg("--trace")
+            .arg(trace);
+        command.arg("--control-socket").arg(self.directory.join("control/control.sock"));
+        let child = command.stderr(Stdio::null()).spawn().expect("the scheduler runs");
+        while !self.socket().exists() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        child
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}

@@ -1,0 +1,84 @@
+//! Memory that other processes use: handles of it, where it is ours ([`crate::memory::shared`]). None of these calls waits
+//! for the GPU lock, though one may wait for memory.
+//!
+//! Handles that the driver made, and events, are the driver's.
+
+use crate::{
+    client,
+    cuda::*,
+    gate::closed,
+    gpu,
+    hooks::{hooks, memory},
+    memory::shared::{self, Attempt, IpcHandle},
+    sys::time::{self, Instant},
+};
+use core::time::Duration;
+
+/// How long memory that is to be exported may take to come back to the GPU: a few turns of others. A program that launches
+/// something instead would wait as long.
+const RETURN_PATIENCE: Duration = Duration::from_secs(120);
+/// Between looks whether it is there.
+const LOOK: Duration = Duration::from_millis(1);
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flags there are.
+const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+
+/// `CUipcMemHandle`, as it is passed by value.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct MemHandle(IpcHandle);
+
+fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
+    let own = memory::find_own(address).filter(|_| !place.is_null() && shared::is_offered() && !memory::is_broken());
+    let Some((gpu, _)) = own else { return real() };
+    crate::errno::preserved(|| {
+        let begin = Instant::now();
+        loop {
+            match shared::export(gpu, address) {
+                Attempt::Done(handle) => {
+                    // SAFETY: the program's own place, not NULL.
+                    unsafe { place.write_unaligned(MemHandle(handle)) };
+                    return SUCCESS;
+                }
+                Attempt::Impossible => return real(),
+                Attempt::Away if begin.elapsed() >= RETURN_PATIENCE || !client::is_on() => return ERROR_OUT_OF_MEMORY,
+                // Room is made for those who ask for the lock. Once the memory is there, who has the lock does not matter.
+                Attempt::Away => gpu.wait(closed::MEMORY),
+            }
+            time::sleep(LOOK);
+        }
+    })
+}
+
+fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOnce() -> CUresult) -> CUresult {
+    let Some(gpu) = client::is_on().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
+        return real();
+    };
+    if place.is_null() || flags != LAZY_ENABLE_PEER_ACCESS {
+        return ERROR_INVALID_VALUE;
+    }
+    crate::errno::preserved(|| {
+        let context = match memory::working_context() {
+            Ok(Some(context)) => context,
+            Ok(None) => return real(),
+            Err(error) => return error,
+        };
+        match shared::open(&handle.0, gpu, context) {
+            Ok(address) => {
+                // SAFETY: the program's own place, not NULL.
+                unsafe { place.write_unaligned(address) };
+                SUCCESS
+            }
+            Err(error) => error,
+        }
+    })
+}
+
+hooks! { real, flavour;
+    [cuIpcGetMemHandle] (handle: *mut MemHandle, address: CUdeviceptr) { export(handle, address, real) }
+    [cuIpcOpenMemHandle | cuIpcOpenMemHandle_v2] (place: *mut CUdeviceptr, handle: MemHandle, flags: u32) {
+        open(place, &handle, flags, real)
+    }
+    [cuIpcCloseMemHandle] (address: CUdeviceptr) {
+        if client::is_on() && crate::errno::preserved(|| shared::close(address)).is_some() { SUCCESS } else { real() }
+    }
+}

@@ -1,0 +1,48 @@
+//! Other devices that read and write GPU memory by themselves: network cards, disks, and copies by the CPU past the driver.
+//! What they were given no call tells. But whoever gives it to them has their driver's device open.
+
+use core::mem::MaybeUninit;
+use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};
+
+/// InfiniBand and RoCE, GPUDirect Storage, GDRCopy.
+const DEVICES: [&[u8]; 3] = [b"/dev/infiniband/uverbs", b"/dev/nvidia-fs", b"/dev/gdrdrv"];
+
+fn is_one(path: &[u8]) -> bool {
+    DEVICES.iter().any(|device| path.starts_with(device))
+}
+
+/// Whether such a device may be reaching memory of this program. Where nobody can say, none is.
+pub fn may_reach_memory() -> bool {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let Ok(folder) = open(c"/proc/self/fd", flags, Mode::empty()) else { return false };
+    let mut buffer = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(&folder, &mut buffer);
+    while let Some(Ok(entry)) = entries.next() {
+        if readlinkat(&folder, entry.file_name(), alloc::vec::Vec::new()).is_ok_and(|path| is_one(path.as_bytes())) {
+            return true;
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+
+    #[test]
+    fn devices_that_reach_gpu_memory_are_told_from_others() {
+        for path in ["/dev/infiniband/uverbs0", "/dev/nvidia-fs12", "/dev/gdrdrv"] {
+            assert!(is_one(path.as_bytes()), "{path}");
+        }
+        for path in ["/dev/nvidia0", "/dev/infiniband/rdma_cm", "socket:[1]", "/tmp/dev/gdrdrv", ""] {
+            assert!(!is_one(path.as_bytes()), "{path}");
+        }
+    }
+
+    #[test]
+    fn many_open_files_are_none_of_them() {
+        let _open: std::vec::Vec<_> = (0..200).map(|_| File::open("/dev/null").unwrap()).collect();
+        assert!(!may_reach_memory());
+    }
+}

@@ -1,0 +1,117 @@
+//! GPUs of this process whose work reaches into each other's memory: by `cuCtxEnablePeerAccess`, by copies from one to the
+//! other, by rights that the program gave. Such GPUs are *companions*. Work of one may touch memory of all, so it passes
+//! only when the gates of all are open, and the memory of one leaves only when the work of all is done; their locks are
+//! held together or not at all.
+
+use crate::{
+    client,
+    cuda::*,
+    driver, epoch,
+    gpu::{self, Gpu},
+    hooks::memory,
+    sys::sync::Mutex,
+    trace::trace,
+};
+
+/// From now on work of either GPU may touch memory of the other.
+pub fn couple(a: &'static Gpu, b: &'static Gpu) {
+    static ONE: Mutex<()> = Mutex::new(());
+    if a.index == b.index || a.is_companion_of(b) {
+        return;
+    }
+    let _one = ONE.lock();
+    if a.is_companion_of(b) {
+        return;
+    }
+    // What is moving comes back with the rights it left with.
+    let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
+    let mut movers = [(first, first.moving.lock()), (second, second.moving.lock())];
+    for (gpu, mover) in &mut movers {
+        if let Some(space) = gpu.space() {
+            mover.rest(space, &|account| gpu.report(account));
+        }
+    }
+    let together =
+        [a, b].iter().flat_map(|gpu| gpu.companions()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
+    for gpu in gpu::attached().filter(|g| together >> g.index & 1 == 1) {
+        gpu.work.set_companions(together & !(1 << gpu.index));
+    }
+    epoch::end();
+    trace!("GPUs {} and {} reach each other's memory", a.index, b.index);
+    reach(a, b);
+    reach(b, a);
+    crate::link::wake();
+}
+
+/// Lets work of one GPU touch memory of the other, as it may with memory from `cuMemAlloc`.
+fn reach(from: &Gpu, to: &Gpu) {
+    let mut can = 0;
+    // SAFETY: a valid place.
+    let asked = unsafe { driver::cuDeviceCanAccessPeer(&mut can, from.index as CUdevice, to.index as CUdevice) };
+    if let (SUCCESS, true, Some(space)) = (asked, can != 0, to.space()) {
+        space.lock().let_in(from.index);
+    }
+}
+
+/// Whether this process uses more than one GPU: else there is nothing to do here.
+fn are_several() -> bool {
+    client::is_on() && gpu::are_several()
+}
+
+/// The program enables access of its current context to another.
+pub fn enabled(context: CUcontext) {
+    if !are_several() {
+        return;
+    }
+    let other = gpu::attached().find(|gpu| gpu.work.has_context(context));
+    if let (Some(gpu), Some(other)) = (gpu::current(), other) {
+        crate::errno::preserved(|| couple(gpu, other));
+    }
+}
+
+/// The program copies between contexts.
+pub fn copying(contexts: [CUcontext; 2]) {
+    contexts.into_iter().filter(|context| !context.is_null()).for_each(enabled);
+}
+
+/// The program copies from or to these addresses.
+pub fn touching(addresses: [CUdeviceptr; 2]) {
+    if !are_several() {
+        return;
+    }
+    let Some(gpu) = gpu::current() else { return };
+    for other in addresses.into_iter().filter(|address| *address != 0).filter_map(memory::gpu_of) {
+        crate::errno::preserved(|| couple(gpu, other));
+    }
+}
+
+/// The same, where only reading the program's arguments tells.
+pub fn touching_by(addresses: impl FnOnce() -> Option<[CUdeviceptr; 2]>) {
+    if are_several() {
+        addresses().inspect(|addresses| touching(*addresses));
+    }
+}
+
+pub fn copying_by(contexts: impl FnOnce() -> Option<[CUcontext; 2]>) {
+    if are_several() {
+        contexts().inspect(|contexts| copying(*contexts));
+    }
+}
+
+/// The program makes so many copies from and to these addresses.
+///
+/// # Safety
+/// NULL, or that many are there.
+pub unsafe fn touching_all(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) {
+    if are_several() && !to.is_null() && !from.is_null() {
+        // SAFETY: the caller's promise.
+        (0..count).for_each(|i| touching(unsafe { [*to.add(i), *from.add(i)] }));
+    }
+}
+
+/// The program gives a GPU rights to memory of another.
+pub fn given(owner: &'static Gpu, device: CUdevice) {
+    if let Some(gpu) = gpu::by_ordinal(device) {
+        couple(owner, gpu);
+    }
+}

@@ -1,0 +1,45 @@
+//! `nvsharectl lock`: runs a command while nobody else has a GPU's lock, as `systemd-inhibit` runs one under its own.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use super::{CtlError, Target, block_on};
+
+/// Which lock, and what people read about who has it.
+#[derive(Debug)]
+pub struct Wish {
+    pub gpu: String,
+    pub who: Option<String>,
+    pub why: String,
+}
+
+/// Waits for the lock, runs the command and gives its exit code: its own, or 128 and the signal that ended it.
+pub fn lock(target: &Target, wish: &Wish, command: &[OsString]) -> Result<u8, CtlError> {
+    let Some((program, arguments)) = command.split_first() else {
+        return Err(CtlError::Failed("there is no command to run".into()));
+    };
+    let who = wish.who.clone().unwrap_or_else(|| program.to_string_lossy().into_owned());
+    let lock = block_on(async {
+        let scheduler = target.connect().await?;
+        Ok(scheduler.acquire_lock(&wish.gpu, &who, &wish.why, HashMap::new()).await?)
+    })?;
+    // Closed by this process's end, however that comes; the command does not get it.
+    let mut lines = BufReader::new(UnixStream::from(std::os::fd::OwnedFd::from(lock)));
+    let mut line = String::new();
+    while line != "granted\n" {
+        line.clear();
+        let gone = || CtlError::Failed("the scheduler has stopped before it gave the lock".into());
+        if lines.read_line(&mut line).map_err(|_| gone())? == 0 {
+            return Err(gone());
+        }
+    }
+    let status = Command::new(program).args(arguments).status();
+    let status =
+        status.map_err(|error| CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error })?;
+    let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
+    Ok(u8::try_from(code).unwrap_or(1))
+}

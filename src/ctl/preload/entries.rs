@@ -1,0 +1,249 @@
+//! The text of `/etc/ld.so.preload`: which entries the loader reads in it, and the text with ours in it and without. Pure:
+//! bytes in, bytes out.
+//!
+//! What is not ours keeps every byte. What is put in is a line of its own at the end, so that taking it out again gives
+//! back the bytes that were there.
+
+use std::ops::Range;
+
+/// The file name by which an entry is known as ours, wherever it lies.
+pub const LIBRARY: &[u8] = b"libnvshare.so";
+
+/// Why nothing can be added to a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// The loader stops reading there.
+    Nul,
+    /// It would read other names in the longer text than in this one, because of comments.
+    Comments,
+}
+
+/// Where the loader reads entries, in their order.
+pub fn entries(text: &[u8]) -> Vec<Range<usize>> {
+    let seen = without_comments(text);
+    // The loader stops at a NUL; what stands behind it counts here, so that it is taken out too.
+    let separates = |byte: u8| matches!(byte, b' ' | b'\t' | b'\n' | b':' | 0);
+    let mut found = Vec::new();
+    let mut start = None;
+    for at in 0..=seen.len() {
+        match (start, seen.get(at).is_none_or(|byte| separates(*byte))) {
+            (None, false) => start = Some(at),
+            (Some(from), true) => {
+                found.push(from..at);
+                start = None;
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// The names in a text.
+pub fn names(text: &[u8]) -> Vec<&[u8]> {
+    entries(text).into_iter().map(|entry| &text[entry]).collect()
+}
+
+/// Whether that name is a `libnvshare.so`. A line that ends in CR LF has the CR in its last name, as the loader sees it.
+pub fn is_ours(name: &[u8]) -> bool {
+    let name = name.strip_suffix(b"\r").unwrap_or(name);
+    name.rsplit(|byte| *byte == b'/').next() == Some(LIBRARY)
+}
+
+/// The text with that library in it, once: in place of what was ours before, else at the end.
+pub fn with(text: &[u8], library: &[u8]) -> Result<Vec<u8>, Refusal> {
+    if text.contains(&0) {
+        return Err(Refusal::Nul);
+    }
+    let ours = ours(text);
+    let mut new = text.to_vec();
+    match ours.split_first() {
+        Some((first, [])) if text[first.clone()] == *library => return Ok(new),
+        Some((first, rest)) => {
+            for entry in rest.iter().rev() {
+                new.drain(with_its_separator(&new, entry));
+            }
+            new.splice(first.clone(), library.iter().copied());
+        }
+        None if text.is_empty() || text.ends_with(b"\n") => new.extend([library, b"\n"].concat()),
+        None => new.extend([b"\n", library].concat()),
+    }
+    let mut expected: Vec<&[u8]> = Vec::new();
+    let mut placed = false;
+    for name in names(text) {
+        if !is_ours(name) {
+            expected.push(name);
+        } else if !std::mem::replace(&mut placed, true) {
+            expected.push(library);
+        }
+    }
+    if !placed {
+        expected.push(library);
+    }
+    if names(&new) == expected { Ok(new) } else { Err(Refusal::Comments) }
+}
+
+/// The text with nothing of ours in it.
+pub fn without(text: &[u8]) -> Vec<u8> {
+    let mut text = text.to_vec();
+    // One at a time: which comments the loader sees depends on the text's length.
+    while let Some(entry) = ours(&text).first() {
+        text.drain(with_its_separator(&text, entry));
+    }
+    text
+}
+
+fn ours(text: &[u8]) -> Vec<Range<usize>> {
+    entries(text).into_iter().filter(|entry| is_ours(&text[entry.clone()])).collect()
+}
+
+/// What goes when an entry goes: its line if it is alone there, else one separator too. A NUL hides what stands behind it.
+fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
+    let Range { start, end } = *entry;
+    let before = start.checked_sub(1).map(|at| text[at]);
+    match (before, text.get(end)) {
+        (None | Some(b'\n'), Some(1..)) => start..end + 1,
+        (Some(1..), _) => start - 1..end,
+        _ => start..end,
+    }
+}
+
+/// The text as the loader of glibc sees it: comments are blanks. It looks for each comment from the start of the file, in
+/// as many bytes as are left behind the one before, so a second comment may be found or not.
+fn without_comments(text: &[u8]) -> Vec<u8> {
+    let mut text = text.to_vec();
+    let mut rest = text.len();
+    while let Some(mut at) = text[..rest].iter().position(|byte| *byte == b'#') {
+        rest -= at;
+        loop {
+            text[at] = b' ';
+            at += 1;
+            rest -= 1;
+            if rest == 0 || text.get(at).is_none_or(|byte| *byte == b'\n') {
+                break;
+            }
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PATH: &[u8] = b"/usr/lib/libnvshare.so";
+
+    fn with(text: &str) -> Result<String, Refusal> {
+        super::with(text.as_bytes(), PATH).map(|new| String::from_utf8(new).expect("text"))
+    }
+
+    fn without(text: &str) -> String {
+        String::from_utf8(super::without(text.as_bytes())).expect("text")
+    }
+
+    #[test]
+    fn ours_is_added_as_a_line_at_the_end() {
+        for (before, after) in [
+            ("", "/usr/lib/libnvshare.so\n"),
+            ("a.so\n", "a.so\n/usr/lib/libnvshare.so\n"),
+            ("a.so", "a.so\n/usr/lib/libnvshare.so"),
+            ("a.so:b.so c.so", "a.so:b.so c.so\n/usr/lib/libnvshare.so"),
+            ("a.so\r\n", "a.so\r\n/usr/lib/libnvshare.so\n"),
+            ("a.so # why", "a.so # why\n/usr/lib/libnvshare.so"),
+            ("# /usr/lib/libnvshare.so\n", "# /usr/lib/libnvshare.so\n/usr/lib/libnvshare.so\n"),
+        ] {
+            assert_eq!(with(before).as_deref(), Ok(after), "{before:?}");
+            assert_eq!(without(after), before);
+        }
+    }
+
+    #[test]
+    fn an_older_one_of_ours_is_replaced_where_it_stands() {
+        for (before, after) in [
+            ("/opt/libnvshare.so\n", "/usr/lib/libnvshare.so\n"),
+            ("libnvshare.so", "/usr/lib/libnvshare.so"),
+            ("/usr/lib/libnvshare.so\r\n", "/usr/lib/libnvshare.so\n"),
+            ("a.so:/opt/$LIB/libnvshare.so b.so", "a.so:/usr/lib/libnvshare.so b.so"),
+            ("/opt/libnvshare.so\na.so\n/usr/lib/libnvshare.so\n", "/usr/lib/libnvshare.so\na.so\n"),
+        ] {
+            assert_eq!(with(before).as_deref(), Ok(after), "{before:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_ours_goes_and_the_rest_keeps_its_bytes() {
+        for (before, after) in [
+            ("/usr/lib/libnvshare.so", ""),
+            ("libnvshare.so\n", ""),
+            ("\nlibnvshare.so\n\n", "\n\n"),
+            ("a.so libnvshare.so b.so\n", "a.so b.so\n"),
+            ("libnvshare.so:b.so\n", "b.so\n"),
+            ("a.so:libnvshare.so\n", "a.so\n"),
+            ("a.so\r\n/x/libnvshare.so\r\nb.so\r\n", "a.so\r\nb.so\r\n"),
+            ("/x/libnvshare.so a.so /y/libnvshare.so", "a.so"),
+            ("a.so\0libnvshare.so\0b.so", "a.so\0\0b.so"),
+            ("# libnvshare.so\n", "# libnvshare.so\n"),
+            ("mylibnvshare.so libnvshare.so.1", "mylibnvshare.so libnvshare.so.1"),
+        ] {
+            assert_eq!(without(before), after, "{before:?}");
+        }
+    }
+
+    #[test]
+    fn a_text_that_the_loader_would_read_otherwise_is_refused() {
+        assert_eq!(with("a.so\0b.so"), Err(Refusal::Nul));
+        // The second comment is seen only while what follows the first is as long as what precedes the second.
+        assert_eq!(with("# one\n# two\n"), Err(Refusal::Comments));
+    }
+
+    fn texts() -> impl Strategy<Value = Vec<u8>> {
+        let piece = prop_oneof![
+            4 => "[a-c/.]{1,4}".prop_map(String::into_bytes),
+            4 => prop::sample::select(vec![&b" "[..], b"\t", b"\n", b"\r\n", b":", b"\n\n"]).prop_map(<[u8]>::to_vec),
+            1 => Just(b"#".to_vec()),
+            1 => Just(b"/x/libnvshare.so".to_vec()),
+            1 => Just(PATH.to_vec()),
+            1 => any::<u8>().prop_map(|byte| vec![byte]),
+        ];
+        prop::collection::vec(piece, 0..24).prop_map(|pieces| pieces.concat())
+    }
+
+    proptest! {
+        #[test]
+        fn on_and_off_again_gives_the_same_bytes(text in texts()) {
+            let clean = super::without(&text);
+            if let Ok(on) = super::with(&clean, PATH) {
+                prop_assert_eq!(super::without(&on), clean);
+            }
+        }
+
+        #[test]
+        fn on_is_on_once_and_twice_is_once(text in texts()) {
+            if let Ok(on) = super::with(&text, PATH) {
+                prop_assert_eq!(names(&on).into_iter().filter(|name| is_ours(name)).collect::<Vec<_>>(), vec![PATH]);
+                prop_assert_eq!(super::with(&on, PATH), Ok(on.clone()));
+            }
+        }
+
+        #[test]
+        fn off_leaves_none_of_ours(text in texts()) {
+            let off = super::without(&text);
+            prop_assert!(!names(&off).into_iter().any(is_ours));
+            prop_assert_eq!(super::without(&off), off);
+        }
+
+        #[test]
+        fn others_keep_their_order(text in texts()) {
+            let others = |text: &[u8]| -> Vec<Vec<u8>> {
+                names(text).into_iter().filter(|name| !is_ours(name)).map(<[u8]>::to_vec).collect()
+            };
+            if let Ok(on) = super::with(&text, PATH) {
+                prop_assert_eq!(others(&on), others(&text));
+            }
+            if !text.contains(&b'#') {
+                prop_assert_eq!(others(&super::without(&text)), others(&text));
+            }
+        }
+    }
+}

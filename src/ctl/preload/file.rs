@@ -1,0 +1,193 @@
+//! `/etc/ld.so.preload` on disk: read, and replaced in one step, with the old file kept aside until the new one has proved
+//! itself. Whoever loses power or is killed at any point leaves the whole old file or the whole new one.
+
+use std::fs::{File, Metadata, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use tempfile::{Builder, NamedTempFile, TempPath};
+use xattr::FileExt;
+
+use crate::ctl::CtlError;
+
+pub const FILE: &str = "/etc/ld.so.preload";
+/// What is written beside the file, and swept away if it was left there.
+const BESIDE: &str = ".ld.so.preload.nvshare-";
+/// Root's alone: nobody else can hold it. It is gone when the machine restarts.
+const LOCK: &str = "/run/nvshare-preload.lock";
+/// As long as a change may take that somebody else makes.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// More than anybody's has.
+const SIZE_MAX: u64 = 64 << 10;
+
+/// The file as it was found; where there is none, `before` is.
+#[derive(Debug)]
+pub struct Found {
+    path: PathBuf,
+    before: Option<(Vec<u8>, Metadata)>,
+}
+
+/// Reads the file. A link is followed: what it names is the file.
+pub fn read() -> Result<Found, CtlError> {
+    let file = Path::new(FILE);
+    let metadata = match file.symlink_metadata() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found { path: file.into(), before: None }),
+        metadata => metadata.map_err(|e| cannot("read", file, &e))?,
+    };
+    let path = file.canonicalize().map_err(|e| match metadata.is_symlink() {
+        true => CtlError::Failed(format!("{FILE} is a link that leads nowhere ({e}): remove it first")),
+        false => cannot("read", file, &e),
+    })?;
+    if !path.metadata().is_ok_and(|metadata| metadata.is_file()) {
+        return Err(CtlError::Failed(format!("{FILE} is not a regular file: remove it first")));
+    }
+    let before = read_regular(&path).map_err(|e| cannot("read", &path, &e))?;
+    Ok(Found { path, before: Some(before) })
+}
+
+fn read_regular(path: &Path) -> io::Result<(Vec<u8>, Metadata)> {
+    let file = File::open(path)?;
+    let metadata = file.metadata()?;
+    let mut bytes = Vec::new();
+    file.take(SIZE_MAX + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > SIZE_MAX {
+        true => Err(io::Error::other("it is longer than 64 KiB, which no list of libraries is")),
+        false => Ok((bytes, metadata)),
+    }
+}
+
+/// Waits until nobody else changes the file.
+pub fn lock() -> Result<File, CtlError> {
+    let path = Path::new(LOCK);
+    let open = File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
+    let file = open.map_err(|e| cannot("open", path, &e))?;
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::Error(e)) => return Err(cannot("lock", path, &e)),
+            Err(TryLockError::WouldBlock) if Instant::now() > until => {
+                return Err(CtlError::Failed(format!("another nvsharectl has been changing {FILE} for too long")));
+            }
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
+
+impl Found {
+    pub fn text(&self) -> &[u8] {
+        self.before.as_ref().map_or(&[], |(text, _)| text)
+    }
+
+    /// Whether the loader can read it for every user; where it cannot, it says nothing and loads nothing.
+    pub fn hidden(&self) -> bool {
+        self.before.as_ref().is_some_and(|(_, metadata)| metadata.mode() & 0o044 != 0o044)
+    }
+
+    /// Puts a file with that text in this one's place. No text and no link: no file.
+    pub fn replace(self, text: &[u8]) -> Result<Replaced, CtlError> {
+        let Self { path, before } = self;
+        let replaced = replace(&path, before.as_ref(), text);
+        replaced.map_err(|e| cannot("change", &path, &e))
+    }
+}
+
+/// The file has been replaced; the old one is still there under another name.
+#[derive(Debug)]
+pub struct Replaced {
+    path: PathBuf,
+    old: Option<TempPath>,
+}
+
+impl Replaced {
+    /// Puts the old one back: the same file, not a copy.
+    pub fn undo(self) -> Result<(), CtlError> {
+        let undone = match self.old {
+            Some(old) => old.persist(&self.path).map_err(|e| e.error),
+            None => std::fs::remove_file(&self.path),
+        };
+        undone.and_then(|()| sync_directory(&self.path)).map_err(|e| cannot("put back", &self.path, &e))
+    }
+}
+
+fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io::Result<Replaced> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    sweep(directory);
+    let old = before.map(|_| keep(path, directory)).transpose()?;
+    if let (Some(old), Some((read, _))) = (&old, before)
+        && read_regular(old)?.0 != *read
+    {
+        return Err(io::Error::other("somebody else has just changed it: try again"));
+    }
+    if text.is_empty() && path == Path::new(FILE) {
+        if before.is_some() {
+            std::fs::remove_file(path)?;
+        }
+    } else {
+        let new = beside(directory, before.map(|(_, metadata)| metadata), old.as_deref(), text)?;
+        match before {
+            Some(_) => drop(new.persist(path)?),
+            // Somebody may have made one since.
+            None => drop(new.persist_noclobber(path)?),
+        }
+    }
+    sync_directory(path)?;
+    Ok(Replaced { path: path.into(), old })
+}
+
+/// A second name for the file, which goes with the value.
+fn keep(path: &Path, directory: &Path) -> io::Result<TempPath> {
+    let link = Builder::new().prefix(BESIDE).make_in(directory, |name| std::fs::hard_link(path, name));
+    link.map(NamedTempFile::into_temp_path)
+}
+
+/// A file with that text, all on disk, and with everything else that the old one has.
+fn beside(directory: &Path, like: Option<&Metadata>, old: Option<&Path>, text: &[u8]) -> io::Result<NamedTempFile> {
+    let mut new = Builder::new().prefix(BESIDE).tempfile_in(directory)?;
+    new.write_all(text)?;
+    let file = new.as_file();
+    if let Some(metadata) = like {
+        fchown(file, Some(metadata.uid()), Some(metadata.gid()))?;
+    }
+    file.set_permissions(PermissionsExt::from_mode(like.map_or(0o644, |metadata| metadata.mode() & 0o7777)))?;
+    if let Some(old) = old {
+        let old = File::open(old)?;
+        // A file system without attributes has none to copy, and those that only the system sets, it sets.
+        for name in old.list_xattr().into_iter().flatten() {
+            if let Some(value) = old.get_xattr(&name)? {
+                let _ = file.set_xattr(&name, &value);
+            }
+        }
+    }
+    file.sync_all()?;
+    Ok(new)
+}
+
+fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+}
+
+/// Removes what one that was killed has left.
+fn sweep(directory: &Path) {
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        if entry.file_name().as_encoded_bytes().starts_with(BESIDE.as_bytes()) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// The sentence for an error, with what helps.
+fn cannot(verb: &str, path: &Path, error: &io::Error) -> CtlError {
+    use io::ErrorKind as Kind;
+    let hint = match error.kind() {
+        Kind::PermissionDenied if rustix::process::geteuid().is_root() => {
+            " (is it immutable? `lsattr` shows it, `chattr -i` ends it)"
+        }
+        Kind::ReadOnlyFilesystem => " (mount it for writing, or change the image that it comes from)",
+        Kind::ResourceBusy | Kind::CrossesDevices => " (something is mounted there: unmount it first)",
+        _ => "",
+    };
+    CtlError::Failed(format!("cannot {verb} {}: {error}{hint}", path.display()))
+}

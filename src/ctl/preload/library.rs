@@ -1,0 +1,138 @@
+//! `libnvshare.so` as a file: where it is, and whether it is fit to be loaded by every process of this machine. Nothing
+//! here runs it.
+
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use object::elf;
+use object::read::elf::{FileHeader, NativeElfFile, ProgramHeader};
+
+use super::entries;
+use crate::ctl::CtlError;
+
+/// More than any library of ours has.
+const SIZE_MAX: u64 = 64 << 20;
+
+const MACHINE: elf::Machine = if cfg!(target_arch = "aarch64") { elf::EM_AARCH64 } else { elf::EM_X86_64 };
+
+/// The library that was asked for, else the one that is installed beside this program. The path has no links in it: what
+/// is checked today should be what is loaded tomorrow.
+pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
+    let exe = std::env::current_exe().unwrap_or_default();
+    let bin = exe.parent().unwrap_or(Path::new("/usr/bin"));
+    let multiarch = format!("lib/{}-linux-gnu", std::env::consts::ARCH);
+    let places: Vec<PathBuf> = match asked {
+        Some(path) => vec![path.into()],
+        None => {
+            let prefix = bin.parent().unwrap_or(Path::new("/"));
+            let directories = [&multiarch, "lib64", "lib"].map(|directory| prefix.join(directory));
+            directories.into_iter().chain([bin.into()]).map(|directory| directory.join("libnvshare.so")).collect()
+        }
+    };
+    let found = places.iter().find_map(|place| place.canonicalize().ok());
+    found.ok_or_else(|| {
+        let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
+        CtlError::Failed(format!("there is no library {}: name it with --library", places.join(" nor ")))
+    })
+}
+
+/// Whether the loader could read that path in its list, and `disable` would know it again.
+pub fn check_name(path: &Path) -> Result<(), String> {
+    let name = path.as_os_str().as_bytes();
+    if !entries::is_ours(name) || name.ends_with(b"\r") {
+        return Err("its file name is not libnvshare.so, by which nvsharectl knows its own entry".into());
+    }
+    // Comments begin with `#`, and `$` with something that the loader replaces.
+    if name.iter().any(|byte| byte.is_ascii_whitespace() || byte.is_ascii_control() || b":#$".contains(byte)) {
+        return Err("there is a blank, a colon, a # or a $ in its path, which the loader cannot read: \
+                    install it elsewhere"
+            .into());
+    }
+    Ok(())
+}
+
+/// Whether everybody can read it and nobody but root can change it, by itself or by its directories.
+pub fn check_owner(path: &Path) -> Result<(), String> {
+    for (level, part) in path.ancestors().enumerate() {
+        let part_name = part.display();
+        let metadata = part.symlink_metadata().map_err(|e| format!("{part_name}: {e}"))?;
+        let mode = metadata.mode();
+        if level == 0 && !metadata.is_file() {
+            return Err("it is not a regular file".into());
+        }
+        if metadata.uid() != 0 {
+            return Err(format!(
+                "{part_name} belongs to user {}, who could change what everybody loads",
+                metadata.uid()
+            ));
+        }
+        if mode & 0o002 != 0 || (mode & 0o020 != 0 && metadata.gid() != 0) {
+            return Err(format!("{part_name} can be changed by others than root (mode {:o})", mode & 0o7777));
+        }
+        let (needed, verb) = if level == 0 { (0o444, "read") } else { (0o111, "entered") };
+        if mode & needed != needed {
+            return Err(format!("{part_name} cannot be {verb} by everybody (mode {:o})", mode & 0o7777));
+        }
+    }
+    Ok(())
+}
+
+/// The version of a `libnvshare.so` for this machine; of anything else, what it is instead.
+pub fn version(path: &Path) -> Result<String, String> {
+    let regular = path.metadata().map_err(|e| e.to_string())?.is_file();
+    if !regular {
+        return Err("it is not a regular file".into());
+    }
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).map_err(|e| e.to_string())?;
+    file.take(SIZE_MAX).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+    let foreign = |_| "it is not a shared object for this machine's programs".to_owned();
+    let file = NativeElfFile::<&[u8]>::parse(&*bytes).map_err(foreign)?;
+    let (header, endian) = (file.elf_header(), file.endian());
+    if header.e_machine(endian) != MACHINE || header.e_type(endian) != elf::ET_DYN {
+        return Err("it is not a shared object for this machine's programs".into());
+    }
+    for segment in file.elf_program_headers() {
+        let Ok(Some(mut notes)) = segment.notes(endian, &*bytes) else { continue };
+        while let Ok(Some(note)) = notes.next() {
+            if note.name() == b"nvshare"
+                && let Ok(version) = std::str::from_utf8(note.desc())
+            {
+                return Ok(version.into());
+            }
+        }
+    }
+    Err("it is not nvshare's, or not whole: it names no version of nvshare".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_one_that_the_loader_reads_as_it_stands() {
+        assert_eq!(check_name(Path::new("/usr/lib/libnvshare.so")), Ok(()));
+        assert_eq!(check_name(Path::new("/usr/l\u{ef}b/libnvshare.so")), Ok(()));
+        for bad in [
+            "/a b/libnvshare.so",
+            "/a:/libnvshare.so",
+            "/a#/libnvshare.so",
+            "/$LIB/libnvshare.so",
+            "/a\r/libnvshare.so",
+        ] {
+            assert!(check_name(Path::new(bad)).unwrap_err().contains("install it elsewhere"), "{bad}");
+        }
+        for bad in ["/usr/lib/libnvshare.so.1", "/usr/lib/libnvshare.so\r", "/usr/lib/other.so"] {
+            assert!(check_name(Path::new(bad)).unwrap_err().contains("file name"), "{bad}");
+        }
+    }
+
+    #[test]
+    fn only_the_library_has_a_version() {
+        assert!(version(Path::new("/bin/true")).unwrap_err().contains("names no version"));
+        assert!(version(Path::new("/etc/passwd")).unwrap_err().contains("not a shared object"));
+        assert!(version(Path::new("/")).unwrap_err().contains("regular file"));
+    }
+}

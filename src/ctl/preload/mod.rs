@@ -1,0 +1,141 @@
+//! `nvsharectl preload`: the entry in `/etc/ld.so.preload` that has every program of this machine load `libnvshare.so`.
+//!
+//! - `entries`: the text of that file, in bytes. `file`: the file on disk.
+//! - `library`: `libnvshare.so` as a file. `trial`: programs that are run with it.
+//! - `verify`: whether the library may be loaded everywhere. `state`: what is in force.
+//!
+//! A library that cannot be loaded stops every program of the system from starting. So nothing is put in force that has
+//! not been tried: first by programs that alone see the new file, then, with the file in place, by programs that see it
+//! like all others; if these fail, the old file comes back. Between the two a system that loses power has a file that
+//! passed the first trial. `disable` starts no program, and where nvsharectl is linked statically (`make build` does so)
+//! it runs even when no other program does.
+
+pub mod entries;
+mod file;
+mod library;
+mod state;
+mod trial;
+mod verify;
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use file::FILE;
+use state::State;
+use trial::{By, User};
+use verify::Report;
+
+use super::{CtlError, Target};
+
+/// What there is to print, and the exit code.
+#[derive(Debug)]
+pub struct Answer {
+    pub text: String,
+    pub exit_code: u8,
+}
+
+/// `preload status` ends so when the library is not preloaded.
+const OFF: u8 = 4;
+
+impl Answer {
+    fn done(text: String) -> Self {
+        Self { text, exit_code: 0 }
+    }
+}
+
+pub fn status(target: &Target, json: bool) -> Result<Answer, CtlError> {
+    let state = State::of(&file::read()?, state::scheduler_version(target));
+    let text = if json { format!("{:#}\n", state.json()) } else { state.text() };
+    Ok(Answer { text, exit_code: if state.on() { 0 } else { OFF } })
+}
+
+pub fn verify(asked: Option<&Path>, json: bool) -> Result<Answer, CtlError> {
+    let library = library::find(asked)?;
+    let alone = [library.as_os_str().as_bytes(), b"\n"].concat();
+    // A file that `enable` would refuse is no reason not to look at the library.
+    let text = file::read().ok().and_then(|found| entries::with(found.text(), library.as_os_str().as_bytes()).ok());
+    let report = verify::verify(&library, &text.unwrap_or(alone));
+    let text = if json { format!("{:#}\n", report.json()) } else { report.text() };
+    Ok(Answer { text, exit_code: u8::from(!report.is_good()) })
+}
+
+pub fn enable(asked: Option<&Path>) -> Result<Answer, CtlError> {
+    only_root("enable")?;
+    let library = library::find(asked)?;
+    library::check_name(&library).map_err(|why| CtlError::Failed(format!("{}: {why}", library.display())))?;
+    let _lock = file::lock()?;
+    let found = file::read()?;
+    if found.hidden() {
+        return Err(CtlError::Failed(format!(
+            "{FILE} cannot be read by everybody, and the loader heeds it only where it can: chmod 644 {FILE}"
+        )));
+    }
+    let text = entries::with(found.text(), library.as_os_str().as_bytes()).map_err(|refusal| {
+        CtlError::Failed(match refusal {
+            entries::Refusal::Nul => {
+                format!("there is a NUL byte in {FILE}, where the loader stops reading: remove it")
+            }
+            entries::Refusal::Comments => format!(
+                "{FILE} has comments that the loader would read as names of libraries in a longer file: remove them"
+            ),
+        })
+    })?;
+    let on_already = text == found.text();
+    let report = verify::verify(&library, &text);
+    if !report.is_good() {
+        let state = if on_already {
+            format!("It is in force all the same, from {FILE}; `nvsharectl preload disable` ends that")
+        } else {
+            format!("{FILE} is as it was")
+        };
+        return Err(CtlError::Failed(format!("the library cannot be preloaded\n{}{state}.", report.text())));
+    }
+    if on_already {
+        return Ok(Answer::done(format!("Already on: {FILE} names {}.\n", library.display())));
+    }
+    put_in_force(found, &text, &library)?;
+    Ok(Answer::done(format!(
+        "On: {FILE} names {}. Programs that start from now on load it.\n{}",
+        library.display(),
+        notes(&report)
+    )))
+}
+
+/// Replaces the file, and puts the old one back if a program notices.
+fn put_in_force(found: file::Found, text: &[u8], library: &Path) -> Result<(), CtlError> {
+    let replaced = found.replace(text)?;
+    let trials = trial::all(By::File, library, &[User::Caller, User::Nobody]).unwrap_or_default();
+    let Some((what, why)) = trials.into_iter().find_map(|trial| Some((trial.what, trial.result.err()?))) else {
+        return Ok(());
+    };
+    replaced.undo()?;
+    Err(CtlError::Failed(format!("with the library in {FILE}, {what} {why}. {FILE} is back as it was.")))
+}
+
+fn notes(report: &Report) -> String {
+    let mut notes = report.notes.clone();
+    if Path::new("/lib/ld-linux.so.2").exists() {
+        notes.push("32-bit programs cannot load it, and each of them says so on stderr".into());
+    }
+    notes.iter().map(|note| format!("  note: {note}\n")).collect()
+}
+
+/// Starts no program, and looks at no library.
+pub fn disable() -> Result<Answer, CtlError> {
+    only_root("disable")?;
+    let _lock = file::lock()?;
+    let found = file::read()?;
+    let text = entries::without(found.text());
+    if text == found.text() {
+        return Ok(Answer::done(format!("Already off: {FILE} does not name libnvshare.so.\n")));
+    }
+    drop(found.replace(&text)?);
+    Ok(Answer::done("Off: programs that start from now on do not load libnvshare.so. Those that run keep it.\n".into()))
+}
+
+fn only_root(verb: &str) -> Result<(), CtlError> {
+    if rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    Err(CtlError::Failed(format!("only root may change {FILE}: sudo nvsharectl preload {verb}")))
+}

@@ -1,0 +1,220 @@
+//! Running real programs with the library in them, and saying what is wrong if they notice.
+//!
+//! What runs: `/bin/true`, which is nothing but the loader and the C library, so what harms it harms everything;
+//! a shell that starts it, for the fork between; `/bin/cat /proc/self/maps`, which shows whether the library was loaded at
+//! all; and a setuid program, where the loader hears no `LD_PRELOAD` but does read `/etc/ld.so.preload`.
+
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use rustix::fs::CWD;
+use rustix::mount::{
+    MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, mount, mount_change, move_mount, open_tree,
+};
+use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+use wait_timeout::ChildExt;
+
+use super::file::FILE;
+
+/// Each of these programs takes milliseconds; a machine may be very busy.
+const LIMIT: Duration = Duration::from_secs(20);
+/// As much of a program's output as is looked at.
+const OUTPUT_MAX: u64 = 256 << 10;
+/// The user and the group that own nothing: `nobody`, on every Linux.
+const NOBODY: u32 = 65534;
+
+/// A mount of its own, of a directory and what is mounted below.
+const CLONE: OpenTreeFlags =
+    OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::AT_RECURSIVE).union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
+
+/// How the library comes into a program.
+#[derive(Debug, Clone, Copy)]
+pub enum By<'a> {
+    /// `LD_PRELOAD`.
+    Environment(&'a Path),
+    /// `/etc/ld.so.preload` as it is, for everybody.
+    File,
+    /// `/etc/ld.so.preload` with this text, which nobody but the programs of this trial sees.
+    Rehearsal(&'a [u8]),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum User {
+    Caller,
+    Nobody,
+}
+
+impl User {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Nobody => "nobody",
+            Self::Caller if rustix::process::geteuid().is_root() => "root",
+            Self::Caller => "you",
+        }
+    }
+}
+
+/// What was tried, in words, and how it went.
+#[derive(Debug)]
+pub struct Trial {
+    pub what: String,
+    pub result: Result<(), String>,
+}
+
+/// Tries the library as each of the users, up to the first failure. An error says why there could be no rehearsal.
+pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String> {
+    let By::Rehearsal(text) = by else { return Ok(each(by, library, users)) };
+    // A mount namespace belongs to a thread, and to what that thread starts.
+    std::thread::scope(|scope| {
+        let rehearsal = scope.spawn(|| {
+            stage(text).map_err(|e| format!("no mount namespace: {e}"))?;
+            Ok(each(by, library, users))
+        });
+        rehearsal.join().unwrap_or_else(|_| Err("no mount namespace".into()))
+    })
+}
+
+/// Gives this thread an `/etc` of its own, the same but for one file.
+fn stage(text: &[u8]) -> std::io::Result<()> {
+    // SAFETY: descriptors stay shared; the thread's root, working directory and umask become its own.
+    unsafe { unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS)? };
+    mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
+    let real = open_tree(CWD, "/etc", CLONE)?;
+    mount("tmpfs", "/etc", "tmpfs", MountFlags::NOSUID | MountFlags::NODEV, Some(c"mode=0755"))?;
+    let etc = Path::new("/etc");
+    let mirror = etc.join(".etc");
+    std::fs::create_dir(&mirror)?;
+    move_mount(&real, "", CWD, &mirror, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
+    for entry in std::fs::read_dir(&mirror)? {
+        let name = entry?.file_name();
+        if Path::new("/etc").join(&name) != Path::new(FILE) {
+            symlink(Path::new(".etc").join(&name), etc.join(&name))?;
+        }
+    }
+    std::fs::write(FILE, text)?;
+    std::fs::set_permissions(FILE, PermissionsExt::from_mode(0o644))
+}
+
+/// Up to the first that fails.
+fn each(by: By, library: &Path, users: &[User]) -> Vec<Trial> {
+    let mut programs: Vec<(&[&str], Prints)> = vec![
+        (&["/bin/true"], Prints::Nothing),
+        (&["/bin/sh", "-c", "/bin/true; exit $?"], Prints::Nothing),
+        (&["/bin/cat", "/proc/self/maps"], Prints::WhatIsLoaded),
+    ];
+    let setuid = setuid_program().map(|program| [program, "--version"]);
+    let mut trials = Vec::new();
+    for user in users {
+        if let (User::Nobody, By::File | By::Rehearsal(_), Some(words)) = (user, by, &setuid) {
+            programs.push((words, Prints::Something));
+        }
+        for (words, prints) in &programs {
+            let result = output(by, *user, words).and_then(|output| output.check(*prints, library));
+            let failed = result.is_err();
+            trials.push(Trial { what: format!("{} as {}", words.join(" "), user.name()), result });
+            if failed {
+                return trials;
+            }
+        }
+    }
+    trials
+}
+
+/// A program that runs with root's rights whoever starts it, and only prints its version if asked to.
+fn setuid_program() -> Option<&'static str> {
+    ["/usr/bin/su", "/bin/su", "/usr/bin/mount", "/bin/mount"].into_iter().find(|program| {
+        let metadata = Path::new(program).symlink_metadata();
+        metadata.is_ok_and(|m| m.is_file() && m.uid() == 0 && m.mode() & 0o4001 == 0o4001)
+    })
+}
+
+/// What a program has to say on its standard output; on the other, nothing.
+#[derive(Debug, Clone, Copy)]
+enum Prints {
+    Nothing,
+    Something,
+    WhatIsLoaded,
+}
+
+#[derive(Debug)]
+struct Output {
+    status: ExitStatus,
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+}
+
+impl Output {
+    fn check(&self, prints: Prints, library: &Path) -> Result<(), String> {
+        match (self.status.success(), &*self.stderr) {
+            (true, []) => match prints {
+                Prints::Nothing if !self.stdout.is_empty() => Err(format!("printed {}", quote(&self.stdout))),
+                Prints::WhatIsLoaded if !contains(&self.stdout, library) => {
+                    Err(format!("did not load {}: the loader did not read it, or is not glibc's", library.display()))
+                }
+                _ => Ok(()),
+            },
+            (true, said) => Err(format!("printed {}", quote(said))),
+            (false, []) => Err(format!("ended with {}", self.status)),
+            (false, said) => Err(format!("ended with {} and printed {}", self.status, quote(said))),
+        }
+    }
+}
+
+fn output(by: By, user: User, words: &[&str]) -> Result<Output, String> {
+    let mut command = Command::new(words[0]);
+    command.args(&words[1..]).env_clear().current_dir("/").process_group(0);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    if let By::Environment(library) = by {
+        command.env("LD_PRELOAD", library);
+    }
+    if user == User::Nobody {
+        // Leaves root's groups, too.
+        command.uid(NOBODY).gid(NOBODY);
+    }
+    let until = Instant::now() + LIMIT;
+    let mut child = command.spawn().map_err(|e| format!("cannot be started: {e}"))?;
+    let stdout = reader(child.stdout.take());
+    let stderr = reader(child.stderr.take());
+    let status = child.wait_timeout(LIMIT).map_err(|e| format!("cannot be waited for: {e}"))?;
+    let Some(status) = status else {
+        if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+        let _ = child.wait();
+        return Err(format!("did not end within {} s", LIMIT.as_secs()));
+    };
+    // What it left running may keep them open.
+    let read = |from: Receiver<Vec<u8>>| {
+        let left = until.saturating_duration_since(Instant::now());
+        from.recv_timeout(left).map_err(|_| "left something behind that keeps its output open".to_owned())
+    };
+    Ok(Output { status, stdout: read(stdout)?, stderr: read(stderr)? })
+}
+
+fn reader(pipe: Option<impl Read + Send + 'static>) -> Receiver<Vec<u8>> {
+    let (send, receive) = channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = pipe.map(|pipe| pipe.take(OUTPUT_MAX).read_to_end(&mut bytes));
+        let _ = send.send(bytes);
+    });
+    receive
+}
+
+fn contains(maps: &[u8], library: &Path) -> bool {
+    let maps = String::from_utf8_lossy(maps);
+    maps.lines().any(|line| line.splitn(6, ' ').nth(5).is_some_and(|path| Path::new(path.trim_start()) == library))
+}
+
+/// The first line, shortened; escapes, because a terminal shows it.
+fn quote(said: &[u8]) -> String {
+    let said = String::from_utf8_lossy(said);
+    let line: String = said.lines().next().unwrap_or_default().chars().take(300).collect();
+    format!("{line:?}")
+}

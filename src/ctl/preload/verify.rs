@@ -1,0 +1,97 @@
+//! `nvsharectl preload verify`: whether the library can be loaded into everything that root and others start.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::trial::{self, By, Trial, User};
+use super::{entries, library};
+
+/// What was looked at and what was found.
+#[derive(Debug)]
+pub struct Report {
+    pub library: PathBuf,
+    pub version: Option<String>,
+    pub checks: Vec<Trial>,
+    /// What could not be tried here, and why.
+    pub notes: Vec<String>,
+}
+
+/// Checks the file, and then runs programs with it; `rehearse` is the text that `/etc/ld.so.preload` would have.
+pub fn verify(path: &Path, rehearse: &[u8]) -> Report {
+    let version = library::version(path);
+    let check = |what: &str, result| Trial { what: what.into(), result };
+    let checks = vec![
+        check("a libnvshare.so for this machine", version.clone().map(drop)),
+        check("a path that the loader can read in its list", library::check_name(path)),
+        check("everybody can read it, only root can change it or a directory above it", library::check_owner(path)),
+    ];
+    let mut report = Report { library: path.into(), version: version.ok(), checks, notes: Vec::new() };
+    let root = rustix::process::geteuid().is_root();
+    // Nothing that others can change, or that is something else, is run as root.
+    let fit = if root { report.is_good() } else { report.version.is_some() && report.checks[1].result.is_ok() };
+    if !fit {
+        report.notes.push("no program was run with it".into());
+        return report;
+    }
+    let users: &[User] = if root { &[User::Caller, User::Nobody] } else { &[User::Caller] };
+    let environment = |report: &mut Report, why: String| {
+        report.notes.push(why);
+        trial::all(By::Environment(path), path, users).unwrap_or_default()
+    };
+    let trials = if root {
+        trial::all(By::Rehearsal(rehearse), path, users).unwrap_or_else(|why| {
+            environment(&mut report, format!("setuid programs were not tried, which takes a rehearsal: {why}"))
+        })
+    } else {
+        environment(
+            &mut report,
+            "tried as yourself only: root can try it as root, as nobody and with setuid programs".into(),
+        )
+    };
+    report.checks.extend(trials);
+    if !report.is_good() && others_are_bad(rehearse) {
+        report.notes.push("what else is in /etc/ld.so.preload does harm by itself: mend or remove that first".into());
+    }
+    report
+}
+
+/// Whether programs notice the other entries.
+fn others_are_bad(rehearse: &[u8]) -> bool {
+    let others = entries::without(rehearse);
+    let trials = trial::all(By::Rehearsal(&others), Path::new(""), &[User::Caller]).unwrap_or_default();
+    trials.first().is_some_and(|trial| trial.result.is_err())
+}
+
+impl Report {
+    pub fn is_good(&self) -> bool {
+        self.checks.iter().all(|check| check.result.is_ok())
+    }
+
+    pub fn text(&self) -> String {
+        let version = self.version.as_ref().map_or(String::new(), |version| format!(", version {version}"));
+        let mut text = format!("{}{version}\n", self.library.display());
+        for check in &self.checks {
+            let _ = match &check.result {
+                Ok(()) => writeln!(text, "  right  {}", check.what),
+                Err(why) => writeln!(text, "  WRONG  {}: {why}", check.what),
+            };
+        }
+        for note in &self.notes {
+            let _ = writeln!(text, "  note: {note}");
+        }
+        text
+    }
+
+    pub fn json(&self) -> Value {
+        let check = |check: &Trial| json!({ "what": check.what, "right": check.result.is_ok(), "why": check.result.as_ref().err() });
+        json!({
+            "library": self.library.to_string_lossy(),
+            "version": self.version,
+            "right": self.is_good(),
+            "checks": self.checks.iter().map(check).collect::<Vec<_>>(),
+            "notes": self.notes,
+        })
+    }
+}

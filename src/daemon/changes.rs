@@ -1,0 +1,172 @@
+//! Settings that were changed while the daemon ran (`nvsharectl set`, D-Bus): they outrank the configuration file, and
+//! outlive the daemon in a file of their own, in the directory that systemd gives it (`StateDirectory=`). Without one they
+//! last as long as the daemon. Nothing is ever written to the configuration file.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+use std::time::Duration;
+
+use serde::Deserialize;
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use super::bus_server::Change;
+use super::config::{self, ConfigError};
+use crate::bus::anti_thrash_name;
+use crate::scheduler::{AntiThrash, Settings};
+
+const FILE: &str = "settings.toml";
+const HEADER: &str = "# What was changed with `nvsharectl set` or over D-Bus. `nvsharectl reset` forgets it.\n";
+
+/// What was changed, and where that is kept.
+#[derive(Debug, Default)]
+pub struct Changes {
+    changed: Changed,
+    /// Writes the file, since that can take long.
+    writer: Option<Sender<(String, oneshot::Sender<()>)>>,
+}
+
+/// The file as it is written; keys of later versions are left alone.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Changed {
+    #[serde(default, deserialize_with = "config::read_time_quantum")]
+    time_quantum: Option<Duration>,
+    #[serde(default, deserialize_with = "config::read_max_wait")]
+    max_wait: Option<Duration>,
+    #[serde(default, deserialize_with = "config::read_anti_thrash")]
+    anti_thrash: Option<AntiThrash>,
+}
+
+impl Changes {
+    /// Reads what an earlier daemon left in that directory. A file that is wrong is reported, and counts for nothing.
+    pub fn open(directory: Option<&Path>) -> Self {
+        let Some(directory) = directory else { return Self::default() };
+        let path = directory.join(FILE);
+        let changed = match read(&path) {
+            Ok(changed) => changed,
+            Err(e) => {
+                warn!(name: "settings-ignored", "settings that were changed at run time are ignored: {e}");
+                Changed::default()
+            }
+        };
+        if changed != Changed::default() {
+            let text = changed.text().trim().replace('\n', ", ");
+            info!(name: "settings-kept", "settings that were changed at run time outrank the configuration file: {text}");
+        }
+        let (writer, texts) = mpsc::channel::<(String, oneshot::Sender<()>)>();
+        let thread = thread::Builder::new().name("state".into()).spawn(move || {
+            for (text, written) in texts {
+                if let Err(e) = write(&path, &text) {
+                    warn!(
+                        name: "settings-unsaved",
+                        "a changed setting is in effect, and will not outlive the scheduler: {}: {e}",
+                        path.display()
+                    );
+                }
+                let _ = written.send(());
+            }
+        });
+        Self { changed, writer: thread.is_ok().then_some(writer) }
+    }
+
+    pub fn apply(&self, settings: &mut Settings) {
+        let Changed { time_quantum, max_wait, anti_thrash } = self.changed;
+        settings.time_quantum = time_quantum.unwrap_or(settings.time_quantum);
+        settings.max_wait = max_wait.unwrap_or(settings.max_wait);
+        settings.anti_thrash = anti_thrash.unwrap_or(settings.anti_thrash);
+    }
+
+    /// Remembers one more. `written` hears when it is in the file.
+    pub fn change(&mut self, change: Change, written: oneshot::Sender<()>) {
+        match change {
+            Change::TimeQuantum(quantum) => self.changed.time_quantum = Some(quantum),
+            Change::MaxWait(most) => self.changed.max_wait = Some(most),
+            Change::AntiThrash(mode) => self.changed.anti_thrash = Some(mode),
+        }
+        self.save(written);
+    }
+
+    /// Forgets them all.
+    pub fn reset(&mut self, written: oneshot::Sender<()>) {
+        self.changed = Changed::default();
+        self.save(written);
+    }
+
+    fn save(&self, written: oneshot::Sender<()>) {
+        match &self.writer {
+            Some(writer) => drop(writer.send((self.changed.text(), written))),
+            None => drop(written.send(())),
+        }
+    }
+}
+
+impl Changed {
+    /// Empty where nothing was changed.
+    fn text(&self) -> String {
+        let quantum = self.time_quantum.map(|quantum| format!("time-quantum = \"{}s\"\n", quantum.as_secs()));
+        let most = self.max_wait.map(|most| format!("max-wait = \"{}s\"\n", most.as_secs()));
+        let mode = self.anti_thrash.map(|mode| format!("anti-thrash = \"{}\"\n", anti_thrash_name(mode)));
+        [quantum, most, mode].into_iter().flatten().collect()
+    }
+}
+
+fn read(path: &Path) -> Result<Changed, ConfigError> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => config::parse(&text, path),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Changed::default()),
+        Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
+    }
+}
+
+/// All of it or nothing, whenever the power fails.
+fn write(path: &Path, text: &str) -> io::Result<()> {
+    if text.is_empty() {
+        return match std::fs::remove_file(path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        };
+    }
+    let beside: PathBuf = path.with_extension("new");
+    let mut file = File::create(&beside)?;
+    file.write_all(format!("{HEADER}{text}").as_bytes())?;
+    file.sync_all()?;
+    std::fs::rename(&beside, path)?;
+    match path.parent() {
+        Some(directory) => File::open(directory)?.sync_all(),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let changed = Changed {
+            time_quantum: Some(Duration::from_secs(45)),
+            max_wait: Some(Duration::ZERO),
+            anti_thrash: Some(AntiThrash::On),
+        };
+        let text = format!("{HEADER}{}", changed.text());
+        assert_eq!(config::parse(&text, Path::new(FILE)), Ok(changed.clone()));
+        let later = format!("{text}of-a-later-version = 3\n");
+        assert_eq!(config::parse(&later, Path::new(FILE)), Ok(changed));
+        assert_eq!(Changed::default().text(), "");
+    }
+
+    #[test]
+    fn what_nobody_changed_is_left_as_the_file_says() {
+        let mut settings = config::Config::default().settings;
+        let before = settings.clone();
+        Changes::default().apply(&mut settings);
+        assert_eq!(settings, before);
+        let changed = Changed { time_quantum: Some(Duration::from_secs(7)), ..Changed::default() };
+        Changes { changed, writer: None }.apply(&mut settings);
+        assert_eq!(settings, Settings { time_quantum: Duration::from_secs(7), ..before });
+    }
+}

@@ -1,0 +1,77 @@
+//! What administrators ask of the scheduling loop: to show things, to change settings, to read the configuration again.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_local;
+use tracing::{info, warn};
+
+use super::bus_server::Request;
+use super::changes::Changes;
+use super::clients::Shared;
+use super::config::Config;
+use super::hub::Hub;
+use super::{Options, lock, log, systemd};
+
+pub struct Control {
+    pub options: Options,
+    pub log: log::Control,
+    pub changes: Changes,
+}
+
+impl Control {
+    /// Answers the D-Bus object. Callers have been authorised there.
+    pub fn answer(&mut self, hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: Request) {
+        // An answer that nobody waits for any more is no error.
+        match request {
+            Request::Clients(reply) => drop(reply.send(hub.borrow().list_clients())),
+            Request::Gpus(reply) => drop(reply.send(hub.borrow().list_gpus())),
+            Request::Set(change, reply) => {
+                let mut hub = hub.borrow_mut();
+                let mut config = hub.config.clone();
+                change.apply(&mut config.settings);
+                hub.configure(config);
+                self.changes.change(change, reply);
+            }
+            Request::Lock(wish, reply) => drop(reply.send(lock::acquire(hub, shared, wish))),
+            Request::Reload(reply) => drop(reply.send(self.reload(hub))),
+            Request::Reset(reply) => match self.reset(hub) {
+                Ok(written) => drop(spawn_local(async move {
+                    let _ = written.await;
+                    let _ = reply.send(Ok(()));
+                })),
+                Err(e) => drop(reply.send(Err(e))),
+            },
+        }
+    }
+
+    /// Reads the configuration file again. One that is wrong changes nothing.
+    pub fn reload(&self, hub: &RefCell<Hub>) -> Result<(), String> {
+        systemd::reloading();
+        let result = self.configure(hub, &self.changes);
+        match &result {
+            Ok(()) => info!(name: "configuration-read", "the configuration was read again"),
+            Err(e) => warn!(name: "configuration-wrong", "the configuration stays as it was: {e}"),
+        }
+        systemd::ready();
+        result
+    }
+
+    /// Forgets what was changed at run time. What is returned hears when that is on the disk.
+    fn reset(&mut self, hub: &RefCell<Hub>) -> Result<oneshot::Receiver<()>, String> {
+        self.configure(hub, &Changes::default())?;
+        info!(name: "settings-reset", "settings that were changed at run time are forgotten");
+        let (done, written) = oneshot::channel();
+        self.changes.reset(done);
+        Ok(written)
+    }
+
+    fn configure(&self, hub: &RefCell<Hub>, changes: &Changes) -> Result<(), String> {
+        let mut config = Config::load(self.options.config.as_deref()).map_err(|e| e.to_string())?;
+        changes.apply(&mut config.settings);
+        self.log.set(self.options.log_level.unwrap_or(config.log_level));
+        hub.borrow_mut().configure(config);
+        Ok(())
+    }
+}

@@ -1,0 +1,269 @@
+//! Connections that outlive the daemon. systemd keeps them (`FDSTORE=1`), and hands them to the next daemon, which knows
+//! nothing of what was said on them: what the one before had read and not acted upon is lost, and so is what it had
+//! decided and not sent. So each client is asked to say all of it again, and what it said before that is thrown away.
+//!
+//! Nothing is decided before all have answered: who has not may hold a lock. Those whose process is stopped are not
+//! waited for, and are let in when they answer. Programs that connect meanwhile are welcomed, and heard afterwards.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, SlotSet, version};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::mpsc;
+use tokio::task::spawn_local;
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::clients::{self, Counted, Hello, Link, Shared};
+use super::hub::{Arrival, Hub};
+use super::peer::{self, Identity};
+use super::{socket, systemd};
+use crate::scheduler::ClientId;
+
+/// How long a client may take to answer. One that moves its memory just now takes a moment.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Between looks whether those that have not answered are stopped.
+const LOOK: Duration = Duration::from_millis(50);
+/// No client has more to say.
+const MAX_PACKETS: usize = 1024;
+
+/// What systemd knows a connection by, and the next daemon has to know before it can ask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Name {
+    /// What is spoken on it.
+    pub version: u16,
+    pub client: u64,
+    /// When its process began, as the kernel counts; 0 where that is not known. It tells the process from a later one with
+    /// its number.
+    pub began: u64,
+}
+
+impl Name {
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.strip_prefix('v')?.split('.');
+        let version = parts.next()?.parse().ok()?;
+        let mut number = || u64::from_str_radix(parts.next()?, 16).ok();
+        let (client, began) = (number()?, number()?);
+        parts.next().is_none().then_some(Self { version, client, began })
+    }
+}
+
+impl fmt::Display for Name {
+    /// Short: the names of all connections together are one environment variable, which has 128 KiB at most.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "v{}.{:x}.{:x}", self.version, self.client, self.began)
+    }
+}
+
+/// A connection of the daemon before.
+#[derive(Debug)]
+pub struct Kept {
+    pub name: Name,
+    pub socket: OwnedFd,
+}
+
+/// A client that is asked.
+struct Asked {
+    name: Name,
+    link: Rc<Link>,
+    identity: Arc<Identity>,
+    pidfd: Option<AsyncFd<OwnedFd>>,
+    counted: Counted,
+}
+
+/// All that it says.
+struct Statement {
+    asked: Asked,
+    hello: Hello,
+    packets: Vec<Vec<u8>>,
+    held: SlotSet,
+}
+
+/// Takes over the connections that were kept; returns when everybody whose answer matters has given it.
+pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<Kept>, shared: &Rc<Shared>) {
+    let begin = Instant::now();
+    let count = kept.len();
+    let (answer, mut answers) = mpsc::unbounded_channel();
+    let mut silent: BTreeMap<u64, (Rc<Link>, Arc<Identity>)> = BTreeMap::new();
+    for Kept { name, socket } in kept {
+        hub.borrow_mut().reserve_id(ClientId(name.client));
+        let Some(asked) = ask(hub, name, socket, shared) else {
+            systemd::forget(&name.to_string());
+            continue;
+        };
+        silent.insert(name.client, (asked.link.clone(), asked.identity.clone()));
+        let answer = answer.clone();
+        spawn_local(async move {
+            let statement = hear(asked).await;
+            let _ = answer.send((name, statement));
+        });
+    }
+    drop(answer);
+
+    let mut statements = Vec::new();
+    while !silent.is_empty() && begin.elapsed() < PATIENCE {
+        match tokio::time::timeout(LOOK, answers.recv()).await {
+            Ok(Some((name, statement))) => {
+                silent.remove(&name.client);
+                match statement {
+                    Some(statement) => statements.push(statement),
+                    None => systemd::forget(&name.to_string()),
+                }
+            }
+            Ok(None) => break,
+            Err(_) => silent.retain(|_, (_, identity)| !peer::is_stopped(identity.pid)),
+        }
+    }
+    for (link, identity) in silent.values() {
+        let Identity { pid, uid, unit, name, .. } = &**identity;
+        warn!(name: "client-silent", pid, uid, unit, "{name} does not answer, and is hung up on");
+        link.close();
+    }
+    if count > 0 {
+        let milliseconds = begin.elapsed().as_millis() as u64;
+        let resumed = statements.len();
+        info!(name: "resumed", milliseconds, "{resumed} of {count} programs go on, after {milliseconds} ms");
+    }
+    admit(hub, statements, shared);
+
+    let (hub, shared) = (hub.clone(), shared.clone());
+    spawn_local(async move {
+        while let Some((name, statement)) = answers.recv().await {
+            match statement {
+                Some(statement) => admit(&hub, vec![statement], &shared),
+                None => systemd::forget(&name.to_string()),
+            }
+        }
+    });
+}
+
+/// `None` where there is nobody to ask.
+fn ask(hub: &Rc<RefCell<Hub>>, name: Name, socket: OwnedFd, shared: &Shared) -> Option<Asked> {
+    let speaks = (version::RESUMING..=version::MAX).contains(&name.version);
+    let keeps = hub.borrow().config.keep_connections;
+    let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
+        // A child of the process may have the connection still.
+        let lives = identity.pid == 0 || pidfd.is_some();
+        lives && (name.began == 0 || peer::began(identity.pid).is_none_or(|began| began == name.began))
+    });
+    let Some((identity, pidfd)) = known.filter(|_| speaks && keeps) else {
+        socket::hang_up(socket.as_fd());
+        return None;
+    };
+    let link = Rc::new(Link::new(socket, name.version).ok()?);
+    let pidfd = pidfd.map(socket::watch).transpose().ok()?;
+    let (counted, _) = Counted::new(shared.connections.clone(), identity.uid);
+    link.send(SchedulerMessage::Resume { client: name.client });
+    Some(Asked { name, link, identity: Arc::new(identity), pidfd, counted })
+}
+
+/// Waits for all that one client says; `None` if it is gone.
+async fn hear(asked: Asked) -> Option<Statement> {
+    let (hello, packets, held) = tokio::select! {
+        said = listen(&asked.link, asked.name) => said?,
+        () = clients::died(asked.pidfd.as_ref()) => return None,
+        // Never the first to end.
+        () = async { asked.link.flush().await; std::future::pending().await } => return None,
+    };
+    Some(Statement { asked, hello, packets, held })
+}
+
+async fn listen(link: &Link, name: Name) -> Option<(Hello, Vec<Vec<u8>>, SlotSet)> {
+    let mut buffer = [0; MAX_LEN];
+    let mut hello = None;
+    let mut packets = Vec::new();
+    loop {
+        // Descriptors come with answers to the daemon before: they are closed.
+        let packet = clients::packet(link, &mut buffer, &mut Vec::new()).await.ok()??;
+        match ClientMessage::decode(packet, name.version) {
+            Ok(ClientMessage::Hello { min_version: min, max_version: max, flags: _, resume, gang, library }) => {
+                if resume != name.client || !(min..=max).contains(&name.version) {
+                    return None;
+                }
+                hello = Some(Hello { min, max, gang, library });
+                packets.clear();
+            }
+            Ok(ClientMessage::Held { gpus }) if hello.is_some() => return Some((hello?, packets, gpus)),
+            Ok(_) if hello.is_some() => {
+                if packets.len() == MAX_PACKETS {
+                    return None;
+                }
+                packets.push(packet.to_vec());
+            }
+            _ => {}
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Lets clients in with all that they said: first what is where, then who has which lock, then what they want.
+fn admit(hub: &Rc<RefCell<Hub>>, mut statements: Vec<Statement>, shared: &Rc<Shared>) {
+    statements.sort_by_key(|statement| statement.asked.name.client);
+    let mut wishes = Vec::new();
+    for Statement { asked, hello, packets, .. } in &mut statements {
+        let client = ClientId(asked.name.client);
+        let arrival = Arrival {
+            link: asked.link.clone(),
+            identity: asked.identity.clone(),
+            version: asked.name.version,
+            gang: hello.gang,
+            library: hello.library.as_str().to_owned(),
+            lasts: true,
+        };
+        hub.borrow_mut().resume(client, arrival, asked.name);
+        for packet in std::mem::take(packets) {
+            if is_wish(&packet, asked.name.version) {
+                wishes.push((client, packet));
+            } else {
+                // What other threads of it said of a GPU, before it had said which GPU that is, it says again.
+                let _ = hub.borrow_mut().receive(client, &packet, Vec::new());
+            }
+        }
+    }
+    for Statement { asked, held, .. } in &statements {
+        hub.borrow_mut().held(ClientId(asked.name.client), *held);
+    }
+    for (client, packet) in wishes {
+        let _ = hub.borrow_mut().receive(client, &packet, Vec::new());
+    }
+    for Statement { asked, .. } in statements {
+        let Asked { name, link, identity, pidfd, counted } = asked;
+        let (hub, shared) = (hub.clone(), shared.clone());
+        spawn_local(async move {
+            clients::converse(&hub, ClientId(name.client), &link, &identity, pidfd.as_ref(), &shared).await;
+            drop(counted);
+        });
+    }
+}
+
+fn is_wish(packet: &[u8], version: u16) -> bool {
+    use ClientMessage::{Open, Request, Squeeze, Wish};
+    let message = ClientMessage::decode(packet, version);
+    matches!(message, Ok(Open { .. } | Request { .. } | Squeeze { .. } | Wish { .. }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_they_are_written_and_short() {
+        let name = Name { version: 3, client: 0xabcdef, began: 0x12_3456_789a };
+        assert_eq!(Name::parse(&name.to_string()), Some(name));
+        for other in ["", "clients", "control", "v3", "v3.1", "v3.1.2.3", "vx.1.2", "v3.-1.2", "v3.1.2 "] {
+            assert_eq!(Name::parse(other), None, "{other}");
+        }
+        // As many as nvshare.service has kept at most, in one environment variable with the sockets' own.
+        let unit = include_str!("../../systemd/nvshare.service");
+        let most = unit.lines().find_map(|line| line.strip_prefix("FileDescriptorStoreMax="));
+        let most: usize = most.expect("nvshare.service keeps descriptors").parse().expect("a number");
+        let longest = Name { version: 99, client: 1 << 40, began: 1 << 44 }.to_string().len() + 1;
+        assert!(most * longest + 64 < 128 << 10);
+    }
+}

@@ -1,0 +1,265 @@
+//! Bytes that have left a GPU by nothing but their client's word. Clients of the same user get them at once; those of
+//! other users get them once a measurement that was begun later shows that they are gone.
+//!
+//! An account's charge is what its client can have there if it is believed. What it can have there if it is not believed
+//! is as much as its charge has ever been since it was last measured; the difference is *in doubt*. Nobody waits for ever:
+//! bytes that no measurement says anything about are believed after a while, and those that are still measured then are
+//! *present*: they count as pinned. From such a client all is asked for at once, or it could go on like that by and by.
+
+use super::{
+    api::*,
+    bank::Account,
+    machine::{Gpu, Machine},
+    timers::Wake,
+};
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+/// How long bytes can be in doubt.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// More highs than these are taken together.
+const MANY_HIGHS: usize = 64;
+
+#[derive(Debug, Clone, Default)]
+pub(super) struct Doubt {
+    /// Until then the charge was so high, for charges that were not measured since: each lower than the one before it.
+    highs: VecDeque<(Time, u64)>,
+    /// Bytes beyond the charge that the newest measurement found, and since when it has been that many.
+    found: Option<(Time, u64)>,
+    /// Those that are there whatever the client says.
+    present: u64,
+}
+
+impl Doubt {
+    /// The charge falls from that height.
+    pub fn fell(&mut self, now: Time, from: u64) {
+        while self.highs.back().is_some_and(|(_, bytes)| *bytes <= from) {
+            self.highs.pop_back();
+        }
+        let many = self.highs.len() >= MANY_HIGHS;
+        match self.highs.back_mut().filter(|_| many) {
+            Some((until, _)) => *until = now,
+            None => self.highs.push_back((now, from)),
+        }
+    }
+
+    /// The highest charge that was not measured.
+    fn high(&self, charge: u64) -> u64 {
+        self.highs.front().map_or(charge, |(_, high)| charge.max(*high))
+    }
+
+    /// Bytes beyond the charge that are known to be there.
+    pub fn present(&self) -> u64 {
+        self.present
+    }
+
+    /// Bytes beyond that charge, and beyond those, that may be there.
+    pub fn doubted(&self, charge: u64) -> u64 {
+        let found = self.found.map_or(0, |(_, bytes)| bytes.saturating_sub(self.present));
+        (self.high(charge) - charge).saturating_add(found)
+    }
+
+    /// Whether a measurement could tell more than the newest has.
+    fn is_unmeasured(&self) -> bool {
+        !self.highs.is_empty()
+    }
+
+    /// So much is there, measured at a moment that was not before `begun`; `None`: the client is to be believed.
+    fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64) {
+        let most = charge.saturating_add(self.present).saturating_add(self.doubted(charge));
+        while self.highs.front().is_some_and(|(until, _)| *until <= begun) {
+            self.highs.pop_front();
+        }
+        let beyond = bytes.map_or(0, |bytes| bytes.min(most).saturating_sub(self.high(charge)));
+        let since = self.found.filter(|(_, found)| *found >= beyond).map_or(begun, |(since, _)| since);
+        self.found = (beyond > 0).then_some((since, beyond));
+        self.present = self.present.min(beyond);
+    }
+
+    /// Ends what has been in doubt for long. Says whether more is known to be there than before.
+    fn expire(&mut self, now: Time) -> bool {
+        while self.highs.front().is_some_and(|(until, _)| *until + PATIENCE <= now) {
+            self.highs.pop_front();
+        }
+        let before = self.present;
+        if let Some((since, found)) = self.found
+            && since + PATIENCE <= now
+        {
+            self.present = found;
+        }
+        self.present > before
+    }
+
+    /// When there is something to expire.
+    pub fn expires(&self) -> Option<Time> {
+        let high = self.highs.front().map(|(until, _)| *until);
+        let found = self.found.filter(|(_, bytes)| *bytes > self.present).map(|(since, _)| since);
+        [high, found].into_iter().flatten().min().map(|since| since + PATIENCE)
+    }
+}
+
+impl Account {
+    pub fn doubted(&self) -> u64 {
+        self.doubt.doubted(self.charge)
+    }
+}
+
+impl Gpu {
+    /// Bytes that clients of others than that user say are gone, and that may be there.
+    pub(super) fn doubted_for(&self, user: UserId) -> u64 {
+        let others = self.bank.doubted.iter().filter(|(other, _)| **other != user);
+        others.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
+    }
+}
+
+impl Machine {
+    fn doubted_for(&self, client: ClientId, id: GpuId) -> u64 {
+        let user = self.clients.get(&client).map(|c| c.user);
+        user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.doubted_for(user))
+    }
+
+    /// Bytes that are free for that client.
+    pub(super) fn free_for(&self, client: ClientId, id: GpuId) -> u64 {
+        let free = self.gpus.get(&id).map_or(0, |gpu| gpu.free(&self.settings));
+        free.saturating_sub(self.doubted_for(client, id))
+    }
+
+    /// Bytes that are on their way to those clients, or to nobody: to be evicted, or to be measured, which is asked for.
+    pub(super) fn coming(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
+        let doubted = to.iter().map(|client| self.ask_about_doubts(*client, id)).max().unwrap_or(0);
+        self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming.saturating_add(doubted))
+    }
+
+    /// How much is in doubt for that client, which waits for it.
+    pub(super) fn ask_about_doubts(&mut self, client: ClientId, id: GpuId) -> u64 {
+        let doubted = self.doubted_for(client, id);
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| doubted > 0 && !gpu.asked) else { return doubted };
+        // What was found is looked at again now and then, whoever waits.
+        let mut seats = gpu.seats.iter().filter_map(|client| self.seat(*client, id));
+        if seats.any(|seat| seat.account.doubt.is_unmeasured()) {
+            self.gpus.entry(id).and_modify(|gpu| gpu.asked = true);
+            self.out.push(Command::Measure { gpu: id });
+        }
+        doubted
+    }
+
+    pub(super) fn present(&mut self, id: GpuId, begun: Time, bytes: &BTreeMap<ClientId, u64>) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.asked = false;
+        for client in gpu.seats.clone() {
+            let Some(seat) = self.seat_mut(client, id) else { continue };
+            let charge = seat.account.charge;
+            seat.account.doubt.measured(begun, bytes.get(&client).copied(), charge);
+            self.enter(client, id);
+        }
+        self.watch_doubts(id);
+        self.touch(id);
+    }
+
+    /// Sees to it that doubts end.
+    pub(super) fn watch_doubts(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.get(&id) else { return };
+        let seats = gpu.seats.iter().filter_map(|client| self.seat(*client, id));
+        let next = seats.filter_map(|seat| seat.account.doubt.expires()).min();
+        self.timers.set(Wake::Doubts(id), next);
+    }
+
+    pub(super) fn end_doubts(&mut self, id: GpuId) {
+        let now = self.now;
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.asked = false;
+        for client in gpu.seats.clone() {
+            let Some(seat) = self.seat_mut(client, id) else { continue };
+            if seat.account.doubt.expire(now) {
+                self.out.push(Command::Stays { client, gpu: id, why: Stay::Unfreed });
+            }
+            self.enter(client, id);
+        }
+        self.watch_doubts(id);
+        self.touch(id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Time {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn what_a_later_measurement_does_not_find_is_gone() {
+        let mut doubt = Doubt::default();
+        doubt.fell(at(10), 8);
+        assert_eq!((doubt.doubted(2), doubt.doubted(9)), (6, 0), "it may have grown again");
+        doubt.measured(at(9), Some(8), 2);
+        assert_eq!(doubt.doubted(2), 6, "that was before");
+        doubt.measured(at(10), Some(2), 2);
+        assert_eq!((doubt.doubted(2), doubt.expires()), (0, None));
+    }
+
+    #[test]
+    fn the_highest_charge_since_the_measurement_counts() {
+        let mut doubt = Doubt::default();
+        for (ms, from) in [(10, 8), (20, 3), (30, 5)] {
+            doubt.fell(at(ms), from);
+        }
+        doubt.measured(at(10), Some(1), 1);
+        assert_eq!(doubt.doubted(1), 4, "5 until 30 ms");
+        doubt.measured(at(30), Some(1), 1);
+        assert_eq!(doubt.doubted(1), 0);
+    }
+
+    #[test]
+    fn what_is_found_over_and_over_is_there() {
+        let mut doubt = Doubt::default();
+        doubt.fell(at(10), 8);
+        doubt.measured(at(20), Some(7), 2);
+        assert_eq!((doubt.doubted(2), doubt.present()), (5, 0));
+        assert!(!doubt.expire(at(1000)));
+        doubt.measured(at(2000), Some(6), 2);
+        assert!(doubt.expire(at(20) + PATIENCE) && !doubt.expire(at(30) + PATIENCE));
+        assert_eq!((doubt.doubted(2), doubt.present()), (0, 4));
+        doubt.measured(at(9000), Some(3), 2);
+        assert_eq!(doubt.present(), 1);
+        doubt.measured(at(9010), Some(2), 2);
+        assert_eq!((doubt.present(), doubt.doubted(2), doubt.expires()), (0, 0, None));
+    }
+
+    #[test]
+    fn more_is_never_found_than_was_in_doubt() {
+        let mut doubt = Doubt::default();
+        doubt.measured(at(10), Some(9), 2);
+        assert_eq!(
+            (doubt.doubted(2), doubt.expires()),
+            (0, None),
+            "it has freed nothing; contexts are not counted here"
+        );
+        doubt.fell(at(20), 4);
+        doubt.measured(at(20), Some(9), 2);
+        assert_eq!(doubt.doubted(2), 2);
+    }
+
+    #[test]
+    fn what_is_never_measured_is_believed_in_the_end() {
+        let mut doubt = Doubt::default();
+        doubt.fell(at(10), 8);
+        assert_eq!(doubt.expires(), Some(at(10) + PATIENCE));
+        assert!(!doubt.expire(at(10) + PATIENCE));
+        assert_eq!(doubt.doubted(2), 0);
+    }
+
+    #[test]
+    fn many_reports_are_few_highs() {
+        let mut doubt = Doubt::default();
+        for i in 0..10_000 {
+            doubt.fell(at(i), 20_000 - i);
+        }
+        assert!(doubt.highs.len() <= MANY_HIGHS);
+        doubt.measured(at(9_998), Some(1), 1);
+        assert!(doubt.doubted(1) >= 10_000);
+        doubt.measured(at(9_999), Some(1), 1);
+        assert_eq!(doubt.doubted(1), 0);
+    }
+}

@@ -1,0 +1,128 @@
+//! What one client was promised on one GPU: a limit on its demand. Who is promised what is decided in `limits`.
+//!
+//! A promise's *charge* is the most that the client's demand can be at this moment, whatever messages are still on their
+//! way: a limit that was lowered counts as it was until the client has said that it knows the new one.
+
+use super::api::Time;
+use std::collections::VecDeque;
+
+/// A client that acknowledges nothing is sent no more limits that are lower.
+const MANY_STEPS: usize = 64;
+
+#[derive(Debug, Clone, Default)]
+pub(super) struct Promise {
+    /// The newest limit.
+    pub limit: u64,
+    pub seq: u32,
+    /// What the limit is to be once there is room for it.
+    pub target: u64,
+    /// A higher limit that the client waits for.
+    pub wish: Option<Wish>,
+    /// Since when it has had a lower limit to acknowledge.
+    pub lowered: Option<Time>,
+    /// Its part of the GPU's sum.
+    pub counted: u64,
+    acked: u32,
+    demand: u64,
+    /// Limits that the client may still be acting on: every one is smaller than the one before it.
+    steps: VecDeque<(u32, u64)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Wish {
+    pub bytes: u64,
+    pub since: Time,
+    /// Orders wishes.
+    pub number: u64,
+}
+
+impl Promise {
+    pub fn charge(&self) -> u64 {
+        self.steps.front().map_or(0, |(_, bytes)| *bytes).max(self.limit).max(self.demand)
+    }
+
+    pub fn demand(&self) -> u64 {
+        self.demand
+    }
+
+    /// Whether it can be lowered, as far as its client goes.
+    pub fn listens(&self) -> bool {
+        self.steps.len() < MANY_STEPS
+    }
+
+    /// A new limit. `told`: the client knows of those before it.
+    pub fn set(&mut self, now: Time, bytes: u64, told: bool) {
+        if !told {
+            self.steps.clear();
+            self.limit = bytes;
+        }
+        self.seq = self.seq.wrapping_add(1);
+        if bytes < self.limit {
+            self.lowered.get_or_insert(now);
+        }
+        while self.steps.back().is_some_and(|(_, b)| *b <= bytes) {
+            self.steps.pop_back();
+        }
+        self.steps.push_back((self.seq, bytes));
+        self.limit = bytes;
+    }
+
+    /// A report of the client's. Returns whether the charge fell.
+    pub fn reported(&mut self, ack: u32, demand: u64) -> bool {
+        let before = self.charge();
+        self.demand = demand;
+        self.acked = ack.min(self.seq).max(self.acked);
+        // With the acknowledged limit in effect it can take up any later one.
+        while self.steps.front().is_some_and(|(seq, _)| *seq < self.acked) {
+            self.steps.pop_front();
+        }
+        if self.acked == self.seq {
+            self.lowered = None;
+        }
+        self.charge() < before
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    const NOW: Time = Duration::from_secs(7);
+
+    #[test]
+    fn a_lower_limit_counts_once_it_is_acknowledged() {
+        let mut promise = Promise::default();
+        promise.set(NOW, 10, true);
+        assert!(!promise.reported(1, 4));
+        promise.set(NOW, 6, true);
+        assert_eq!((promise.limit, promise.charge(), promise.lowered), (6, 10, Some(NOW)));
+        assert!(!promise.reported(1, 8), "it grew before it knew");
+        assert!(promise.reported(2, 8));
+        assert_eq!((promise.charge(), promise.lowered), (8, None), "a limit takes nothing back");
+        assert!(promise.reported(2, 3));
+        assert_eq!(promise.charge(), 6);
+    }
+
+    #[test]
+    fn an_acknowledgement_of_what_was_never_sent_is_none() {
+        let mut promise = Promise::default();
+        promise.set(NOW, 10, true);
+        promise.reported(u32::MAX, 0);
+        promise.set(NOW, 2, true);
+        assert_eq!(promise.charge(), 10);
+    }
+
+    #[test]
+    fn a_limit_that_was_lowered_and_raised_again_counts_as_the_highest() {
+        let mut promise = Promise::default();
+        for (bytes, charge) in [(10, 10), (2, 10), (5, 10), (4, 10)] {
+            promise.set(NOW, bytes, true);
+            assert_eq!(promise.charge(), charge);
+        }
+        promise.reported(2, 0);
+        assert_eq!(promise.charge(), 5, "5 may be in effect before 4 is");
+        promise.reported(4, 0);
+        assert_eq!(promise.charge(), 4);
+    }
+}

@@ -1,0 +1,95 @@
+//! Memory that cannot leave its GPU, though its client does not run: the host is full, a context is broken, or a client does
+//! not answer. Its bytes then count as fixed, others are asked for theirs, and everything is as before when it can.
+
+use super::{
+    api::*,
+    locks::Hold,
+    machine::{Client, Machine},
+    timers::Wake,
+};
+use std::time::Duration;
+
+/// A client that could not evict is asked again after the first, then twice that, at most the second.
+const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
+/// An eviction without progress is late after this, or after so many times what it should take.
+const LATE: Duration = Duration::from_secs(3);
+const LATE_TIMES: u32 = 4;
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Staying {
+    pub why: Stay,
+}
+
+impl Client {
+    /// Why nothing of it can leave that GPU now.
+    pub fn stays(&self, id: GpuId) -> Option<Stay> {
+        let seat = self.seats.get(&id)?;
+        match seat.staying {
+            _ if self.stopped => Some(Stay::Stopped),
+            _ if seat.hold.as_ref().is_some_and(Hold::is_undrainable) => Some(Stay::Undrainable),
+            staying => staying.map(|staying| staying.why),
+        }
+    }
+}
+
+impl Machine {
+    /// A client could not carry out an eviction, and has given it up.
+    pub(super) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: Stay) {
+        for id in gpus {
+            let Some(seat) = self.seat_mut(client, *id) else { continue };
+            seat.stay_backoff = (seat.stay_backoff * 2).clamp(AGAIN.0, AGAIN.1);
+            let (until, mapped) = (seat.stay_backoff, seat.account.report.mapped);
+            let lower = seat.account.allowance < mapped;
+            self.stay(client, *id, why);
+            self.timers.set(Wake::Stay(client, *id), Some(self.now + until));
+            if lower {
+                self.allow(client, *id, mapped); // which it has still; it raises no charge
+            }
+            self.touch(*id);
+        }
+    }
+
+    fn stay(&mut self, client: ClientId, id: GpuId, why: Stay) {
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        let new = seat.staying.replace(Staying { why }).is_none_or(|old| old.why != why);
+        if new {
+            self.out.push(Command::Stays { client, gpu: id, why });
+        }
+        self.enter(client, id);
+        self.touch(id);
+    }
+
+    /// It is worth asking it again.
+    pub(super) fn stay_is_over(&mut self, client: ClientId, id: GpuId) {
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        if seat.staying.take().is_some() {
+            self.enter(client, id);
+            self.touch(id);
+        }
+    }
+
+    /// After a report: an eviction that was late, or failed before, may be done.
+    pub(super) fn evicted_at_last(&mut self, client: ClientId, id: GpuId) {
+        let now = self.now;
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        let (done, late) = (seat.account.eviction.is_none(), seat.staying.is_some_and(|s| s.why == Stay::Late));
+        if done && seat.staying.is_none() && seat.account.report.mapped <= seat.account.allowance {
+            seat.stay_backoff = Duration::ZERO;
+        }
+        if late && (done || seat.account.eviction.as_ref().is_some_and(|e| e.progress == now)) {
+            self.stay_is_over(client, id);
+        }
+    }
+
+    /// When the eviction that a client was asked for will be late.
+    pub(super) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
+        let (seat, gpu) = (self.seat(client, id)?, self.gpus.get(&id)?);
+        let eviction = seat.account.eviction.as_ref().filter(|_| seat.staying.is_none())?;
+        let rest = seat.account.report.mapped.saturating_sub(seat.account.allowance);
+        Some(eviction.progress.saturating_add(LATE.max(gpu.moving(rest).saturating_mul(LATE_TIMES))))
+    }
+
+    pub(super) fn is_late(&mut self, client: ClientId, id: GpuId) {
+        self.stay(client, id, Stay::Late);
+    }
+}

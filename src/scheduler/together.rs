@@ -1,0 +1,115 @@
+//! Clients that run at the same moment, in `auto`: those that leave a GPU idle between their launches lose half of it by
+//! taking turns, and those that keep it busy lose some of it by not taking them. A client says how full it keeps a GPU, which
+//! it can tell only while it is alone there; what was said is believed for a while, and then they are alone again, in short
+//! turns, for long enough to say it anew.
+
+use super::{
+    api::*,
+    locks::Unit,
+    machine::{Machine, Seat},
+};
+use std::time::Duration;
+
+/// Of a GPU, in thousandths, what clients that run together may fill: one of them may fill it, beside others that hardly do.
+const FULL: u32 = 1100;
+/// What a client that says nothing is taken to fill.
+const UNKNOWN: u32 = 1000;
+/// How long clients run together before they are asked again.
+const TOGETHER: Duration = Duration::from_secs(10);
+/// A turn that is long enough for a client to say how full it keeps the GPU.
+pub(super) const MEASURED: Duration = Duration::from_millis(150);
+
+/// How full a client keeps a GPU, in thousandths.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Fullness {
+    said: Option<u32>,
+    /// It was alone, and waited for, for long enough, and said nothing.
+    silent: bool,
+    /// It had no more work before it could say anything.
+    brief: bool,
+}
+
+impl Fullness {
+    pub fn permille(self) -> Option<u32> {
+        self.said.or(self.silent.then_some(UNKNOWN))
+    }
+
+    /// Whether a turn that is long enough would tell.
+    pub fn is_open(self) -> bool {
+        self.permille().is_none() && !self.brief
+    }
+
+    /// A turn ended, after somebody had waited so long for it. `idle`: because it had no more work.
+    pub fn turn_ended(&mut self, waited: Duration, idle: bool) {
+        self.silent |= waited >= MEASURED;
+        self.brief = idle;
+    }
+}
+
+impl Machine {
+    /// It says how full it keeps that GPU; or, by more than there is, that it wants it alone.
+    pub(super) fn fullness(&mut self, client: ClientId, id: GpuId, permille: u32) {
+        let alone = self.gpus.get(&id).is_some_and(|g| g.holders.len() == 1);
+        let measured = |s: &&mut Seat| permille > FULL || (alone && s.hold.is_some());
+        let Some(seat) = self.seat_mut(client, id).filter(measured) else { return };
+        seat.fullness = Fullness { said: Some(permille), ..Fullness::default() };
+        self.touch(id);
+    }
+
+    /// Whether that unit may hold the lock beside those who do.
+    pub(super) fn may_join(&self, unit: Unit, id: GpuId) -> bool {
+        self.run_together(id, self.running(id).chain(self.members(unit, id)))
+    }
+
+    /// Whether the holders of a GPU may go on together.
+    pub(super) fn may_stay(&self, id: GpuId) -> bool {
+        let since = self.running(id).filter_map(|c| Some(self.seat(c, id)?.hold.as_ref()?.since)).max();
+        let expired = since.is_some_and(|since| self.now >= since.saturating_add(TOGETHER));
+        !expired && self.run_together(id, self.running(id))
+    }
+
+    /// Whether all holders of a GPU could be counted as such, those included that are not now.
+    pub(super) fn may_all_stay(&self, id: GpuId) -> bool {
+        let holders = self.gpus.get(&id).into_iter().flat_map(|g| g.holders.values().copied());
+        self.run_together(id, holders)
+    }
+
+    /// When they will have to take turns again, if nothing else happens.
+    pub(super) fn together_until(&self, id: GpuId) -> Option<Time> {
+        let since: Vec<Time> = self.running(id).filter_map(|c| Some(self.seat(c, id)?.hold.as_ref()?.since)).collect();
+        let last = since.iter().max().filter(|_| since.len() > 1)?;
+        (self.settings.anti_thrash == AntiThrash::Auto).then(|| last.saturating_add(TOGETHER))
+    }
+
+    /// What holders said before they ran together is no longer believed.
+    pub(super) fn forget_fullness(&mut self, id: GpuId) {
+        for client in self.running(id).collect::<Vec<_>>() {
+            if let Some(seat) = self.seat_mut(client, id) {
+                seat.fullness = Fullness::default();
+            }
+        }
+    }
+
+    /// Holders that are counted as such.
+    fn running(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
+        let holders = self.gpus.get(&id).into_iter().flat_map(|g| g.holders.values().copied());
+        holders.filter(move |c| self.seat(*c, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| !h.is_aside()))
+    }
+
+    /// Whether these, together, leave the GPU idle at times, and all of their bytes fit.
+    fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
+        let Some(gpu) = self.gpus.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
+            return false;
+        };
+        let (mut full, mut need, mut own) = (0u32, 0u64, 0u64);
+        for client in clients {
+            let Some(seat) = self.seat(client, id) else { return false };
+            let Some(permille) = seat.fullness.permille() else { return false };
+            full = full.saturating_add(permille);
+            need = need.saturating_add(self.need(client, id));
+            own = own.saturating_add(seat.account.fixed());
+        }
+        let room = gpu.capacity(&self.settings).saturating_sub(gpu.bank.fixed.saturating_sub(own));
+        full <= FULL && need <= room
+    }
+}

@@ -1,0 +1,64 @@
+//! Holds memory, part of which it gives to others, as programs do before other devices or processes use it.
+
+use super::{Outcome, expect};
+use crate::{
+    args::Args,
+    cuda::{Buffer, Gpu, Kind, api, cu, late::late_cu},
+    report::Report,
+};
+use std::{os::fd::FromRawFd, os::fd::OwnedFd, thread, time::Duration};
+
+const SYNC_MEMOPS: u32 = 6;
+const DMA_BUF: u32 = 1;
+const DESCRIPTOR: u32 = 1;
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let (memory, beside) = (args.size("mem", "16M") as usize, args.size("beside", "32M"));
+    let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc or vmm")?;
+    let gpu = Gpu::open(0)?;
+    // Several, so that what else there is can leave.
+    let others = (0..4).map(|_| Buffer::new(Kind::Alloc, beside as usize / 4)).collect::<Result<Vec<_>, _>>()?;
+    let mut descriptor = -1;
+    let (at, owner) = match args.text("how", "none") {
+        "export" => (export(memory, &mut descriptor)?, None),
+        how => {
+            let buffer = Buffer::new(kind, memory)?;
+            match how {
+                "sync" => late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))?,
+                "range" => late_cu!(cuMemGetHandleForAddressRange(&mut descriptor, buffer.at, memory, DMA_BUF, 0))?,
+                _ => {}
+            }
+            (buffer.at, Some(buffer))
+        }
+    };
+    // SAFETY: the driver made it for this program.
+    let _descriptor = (descriptor >= 0).then(|| unsafe { OwnedFd::from_raw_fd(descriptor) });
+    let count = memory as u64 / 4;
+    gpu.fill(at, count, 5, 0)?;
+    others.iter().try_for_each(|other| gpu.fill(other.at, other.count(), 6, 0))?;
+    gpu.synchronise()?;
+    eprintln!("holding");
+    thread::sleep(Duration::from_secs_f64(args.number("seconds", "5")));
+    expect("sum", gpu.sum(at, count)?, count * 5)?;
+    for other in others {
+        expect("sum beside", gpu.sum(other.at, other.count())?, other.count() * 6)?;
+        other.free()?;
+    }
+    owner.map_or(Ok(()), Buffer::free)?;
+    report.integer("mem", memory as u64);
+    Ok(())
+}
+
+/// Memory that has been exported.
+fn export(len: usize, descriptor: &mut i32) -> crate::cuda::Result<u64> {
+    let location = api::Location { kind: 1, id: 0 };
+    let (mut at, mut handle) = (0, 0);
+    let properties = api::Properties { kind: 1, handle_types: DESCRIPTOR, location, ..Default::default() };
+    cu!(cuMemCreate(&mut handle, len, &properties, 0))?;
+    cu!(cuMemAddressReserve(&mut at, len, 0, 0, 0))?;
+    cu!(cuMemMap(at, len, 0, handle, 0))?;
+    cu!(cuMemSetAccess(at, len, &api::Access { location, flags: 3 }, 1))?;
+    late_cu!(cuMemExportToShareableHandle(descriptor, handle, DESCRIPTOR, 0))?;
+    cu!(cuMemRelease(handle))?;
+    Ok(at)
+}

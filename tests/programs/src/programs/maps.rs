@@ -1,0 +1,484 @@
+//! Random steps of virtual memory management: memory by its handles, mapped at several addresses at once, with changing
+//! rights. A model says what each call must answer and what must be where, whatever else happens on the GPU.
+
+use super::{Outcome, Random, expect};
+use crate::{
+    args::Args,
+    cuda::{Api, Gpu, api, late},
+    report::Report,
+};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+const GRANULE: u64 = 2 << 20;
+const DESCRIPTOR: u32 = 1;
+const INVALID_VALUE: u32 = 1;
+const NOT_FOUND: u32 = 500;
+const NOT_SUPPORTED: u32 = 801;
+/// What may be exported lies there until it is freed: so little that everybody has room beside it.
+const MOST_EXPORTED: u64 = 8 << 20;
+
+/// Memory as the program knows it.
+#[derive(Debug)]
+struct Memory {
+    /// References, each by a handle that may or may not be like the others.
+    handles: Vec<u64>,
+    len: u64,
+    types: u32,
+    rdma: u8,
+    /// What all of it is filled with, and what else shares it: index of [`Model::contents`].
+    content: usize,
+    imported: bool,
+    exported: bool,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    at: u64,
+    memory: usize,
+    rights: u32,
+}
+
+struct Model {
+    gpu: std::sync::Arc<Gpu>,
+    random: Random,
+    /// `None` where nothing refers to it any more.
+    memory: Vec<Option<Memory>>,
+    contents: Vec<Option<u32>>,
+    reservations: Vec<(u64, u64)>,
+    mappings: Vec<Mapping>,
+    dead: Vec<u64>,
+    limit: u64,
+    /// Nothing is written or read, so that no step needs the GPU.
+    unused: bool,
+    steps: u64,
+    checks: u64,
+}
+
+/// Calls the driver; the answer is its number.
+macro_rules! ask {
+    ($call:ident($($arg:expr),* $(,)?)) => {
+        // SAFETY: pointers are to live places of the right type.
+        unsafe { (Api::get().$call)($($arg),*) }
+    };
+}
+
+macro_rules! ask_late {
+    ($call:ident($($arg:expr),* $(,)?)) => {
+        // SAFETY: as above.
+        unsafe { late::$call($($arg),*) }
+    };
+}
+
+const HERE: api::Location = api::Location { kind: 1, id: 0 };
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let time = Duration::from_secs_f64(args.number("seconds", "2"));
+    let pause = args.milliseconds("pause-ms", "20");
+    let mut model = Model {
+        gpu: Gpu::open(0)?,
+        random: Random::new(args.size("seed", "1")),
+        memory: Vec::new(),
+        contents: Vec::new(),
+        reservations: Vec::new(),
+        mappings: Vec::new(),
+        dead: vec![0x1234_5000],
+        limit: args.size("mem", "48M"),
+        unused: args.given("unused"),
+        steps: 0,
+        checks: 0,
+    };
+    let start = Instant::now();
+    while start.elapsed() < time {
+        model.step().map_err(|e| format!("step {}: {e}", model.steps))?;
+        if model.random.below(20) == 0 {
+            thread::sleep(pause);
+        }
+    }
+    model.end()?;
+    report.integer("steps", model.steps);
+    report.integer("checks", model.checks);
+    Ok(())
+}
+
+impl Model {
+    fn step(&mut self) -> Outcome {
+        self.steps += 1;
+        match self.random.below(24) {
+            0..=2 => self.create(),
+            3 => self.reserve(),
+            4..=7 => self.map(),
+            8..=10 => self.set_access(),
+            11..=15 | 20 if self.unused => Ok(()),
+            11..=13 => self.write(),
+            14..=15 => self.check_one(),
+            16..=17 => self.unmap(),
+            18 => self.release(),
+            19 => self.retain(),
+            20 => self.export(),
+            21..=22 => self.look(),
+            _ => self.free_addresses(),
+        }
+    }
+
+    fn used(&self) -> u64 {
+        self.memory.iter().flatten().filter(|m| !m.imported).map(|m| m.len).sum()
+    }
+
+    /// One that exists.
+    fn any_memory(&mut self) -> Option<usize> {
+        let all: Vec<usize> = (0..self.memory.len()).filter(|i| self.memory[*i].is_some()).collect();
+        all.get(self.random.below(all.len() as u64) as usize).copied()
+    }
+
+    fn any_mapping(&mut self) -> Option<usize> {
+        let n = self.mappings.len() as u64;
+        (n > 0).then(|| self.random.below(n) as usize)
+    }
+
+    fn of(&self, mapping: &Mapping) -> &Memory {
+        self.memory[mapping.memory].as_ref().expect("a mapping keeps its memory")
+    }
+
+    fn overlapping(&self, at: u64, len: u64) -> Vec<usize> {
+        let mut all: Vec<usize> = (0..self.mappings.len())
+            .filter(|i| {
+                let m = &self.mappings[*i];
+                m.at < at + len && at < m.at + self.of(m).len
+            })
+            .collect();
+        all.sort_by_key(|i| self.mappings[*i].at);
+        all
+    }
+
+    /// Whether whole mappings make up that range, without holes.
+    fn makes_up(&self, at: u64, len: u64) -> bool {
+        let all = self.overlapping(at, len);
+        let end = all.iter().try_fold(at, |next, i| {
+            let m = &self.mappings[*i];
+            (m.at == next).then(|| m.at + self.of(m).len)
+        });
+        !all.is_empty() && end == Some(at + len)
+    }
+
+    fn is_reserved(&self, at: u64, len: u64) -> bool {
+        self.reservations.iter().any(|(start, size)| *start <= at && at + len <= start + size)
+    }
+
+    fn create(&mut self) -> Outcome {
+        let granules = if self.random.below(8) == 0 { 33 } else { 1 + self.random.below(10) };
+        let types = if granules < 4 && self.random.below(3) == 0 { DESCRIPTOR } else { 0 };
+        let (len, rdma) = (granules * GRANULE, self.random.below(2) as u8);
+        if self.used() + len > self.limit {
+            return Ok(());
+        }
+        let mut properties = api::Properties { kind: 1, handle_types: types, location: HERE, ..Default::default() };
+        properties.flags[1] = rdma;
+        let mut handle = 0;
+        expect("odd size", ask!(cuMemCreate(&mut handle, 4096, &properties, 0)), INVALID_VALUE)?;
+        expect("cuMemCreate", ask!(cuMemCreate(&mut handle, len as usize, &properties, 0)), 0)?;
+        self.contents.push(None);
+        let content = self.contents.len() - 1;
+        self.memory.push(Some(Memory {
+            handles: vec![handle],
+            len,
+            types,
+            rdma,
+            content,
+            imported: false,
+            exported: false,
+        }));
+        Ok(())
+    }
+
+    fn reserve(&mut self) -> Outcome {
+        if self.reservations.len() >= 4 {
+            return Ok(());
+        }
+        let (mut at, len) = (0, (20 + self.random.below(60)) * GRANULE);
+        expect("cuMemAddressReserve", ask!(cuMemAddressReserve(&mut at, len as usize, 0, 0, 0)), 0)?;
+        self.reservations.push((at, len));
+        Ok(())
+    }
+
+    fn map(&mut self) -> Outcome {
+        let Some(memory) = self.any_memory() else { return Ok(()) };
+        let n = self.reservations.len() as u64;
+        let Some((start, size)) = self.reservations.get(self.random.below(n) as usize).copied() else { return Ok(()) };
+        let entry = self.memory[memory].as_ref().expect("it exists");
+        let (len, handle) = (entry.len, entry.handles.first().copied());
+        let mut at = start + self.random.below(size / GRANULE) * GRANULE;
+        // Side by side, often.
+        if let Some(last) = self.mappings.last().filter(|m| m.at >= start && m.at < start + size)
+            && self.random.below(2) == 0
+        {
+            at = last.at + self.of(last).len;
+        }
+        let free = self.is_reserved(at, len) && self.overlapping(at, len).is_empty();
+        let Some(handle) = handle else { return Ok(()) };
+        match self.random.below(8) {
+            0 => expect("map odd", ask!(cuMemMap(at + 4096, len as usize, 0, handle, 0)), INVALID_VALUE),
+            1 => {
+                let dead = self.dead[self.random.below(self.dead.len() as u64) as usize];
+                let lives = self.memory.iter().flatten().any(|m| m.handles.contains(&dead));
+                if lives {
+                    Ok(())
+                } else {
+                    expect("map dead", ask!(cuMemMap(at, len as usize, 0, dead, 0)), INVALID_VALUE)
+                }
+            }
+            2 if len > GRANULE && free => {
+                let part = (len - GRANULE) as usize;
+                expect("map part", ask!(cuMemMap(at, part, 0, handle, 0)), NOT_SUPPORTED)?;
+                expect("map behind", ask!(cuMemMap(at, part, GRANULE as usize, handle, 0)), NOT_SUPPORTED)
+            }
+            _ => {
+                let want = if free { 0 } else { INVALID_VALUE };
+                expect("cuMemMap", ask!(cuMemMap(at, len as usize, 0, handle, 0)), want)?;
+                if free {
+                    self.mappings.push(Mapping { at, memory, rights: 0 });
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// A range that begins at a mapping: it, it and its neighbours, a part of it, or more than is there.
+    fn any_range(&mut self) -> Option<(u64, u64)> {
+        let first = self.any_mapping()?;
+        let at = self.mappings[first].at;
+        let mut len = self.of(&self.mappings[first]).len;
+        match self.random.below(6) {
+            0 => len += (1 + self.random.below(3)) * GRANULE,
+            1 => len = (len - GRANULE).max(GRANULE),
+            2 | 3 => {
+                while let Some(next) = self.mappings.iter().find(|m| m.at == at + len) {
+                    len += self.of(next).len;
+                }
+            }
+            _ => {}
+        }
+        Some((at, len))
+    }
+
+    fn set_access(&mut self) -> Outcome {
+        let Some((at, len)) = self.any_range() else { return Ok(()) };
+        let rights = [0, 1, 3, 3, 3][self.random.below(5) as usize];
+        let access = api::Access { location: HERE, flags: rights };
+        let elsewhere = api::Access { location: api::Location { kind: 1, id: 77 }, flags: 3 };
+        let odd = api::Access { location: HERE, flags: 2 };
+        let whole = self.makes_up(at, len);
+        if whole {
+            expect("access of no GPU", ask!(cuMemSetAccess(at, len as usize, &elsewhere, 1)), INVALID_VALUE)?;
+            expect("odd access", ask!(cuMemSetAccess(at, len as usize, &odd, 1)), INVALID_VALUE)?;
+        }
+        let want = if whole { 0 } else { INVALID_VALUE };
+        expect("cuMemSetAccess", ask!(cuMemSetAccess(at, len as usize, &access, 1)), want)?;
+        if whole {
+            for i in self.overlapping(at, len) {
+                self.mappings[i].rights = rights;
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self) -> Outcome {
+        let Some(i) = self.any_mapping().filter(|i| self.mappings[*i].rights == 3) else { return Ok(()) };
+        let value = self.random.next() as u32;
+        let (at, len, content) =
+            (self.mappings[i].at, self.of(&self.mappings[i]).len, self.of(&self.mappings[i]).content);
+        self.gpu.fill(at, len / 4, value, 0)?;
+        // Unmapping waits for nothing.
+        self.gpu.synchronise()?;
+        self.contents[content] = Some(value);
+        Ok(())
+    }
+
+    fn check_one(&mut self) -> Outcome {
+        match self.any_mapping() {
+            Some(i) => self.check(i),
+            None => Ok(()),
+        }
+    }
+
+    fn check(&mut self, i: usize) -> Outcome {
+        let (mapping, memory) = (&self.mappings[i], self.of(&self.mappings[i]));
+        let Some(value) = self.contents[memory.content].filter(|_| mapping.rights != 0) else { return Ok(()) };
+        let (at, count) = (mapping.at, memory.len / 4);
+        self.checks += 1;
+        expect("sum", self.gpu.sum(at, count)?, count * u64::from(value))
+    }
+
+    fn unmap(&mut self) -> Outcome {
+        let Some((at, len)) = self.any_range() else { return Ok(()) };
+        let whole = self.makes_up(at, len);
+        let want = if whole { 0 } else { INVALID_VALUE };
+        expect("cuMemUnmap", ask!(cuMemUnmap(at, len as usize)), want)?;
+        if whole {
+            let mut gone = self.overlapping(at, len);
+            gone.sort_unstable();
+            for i in gone.into_iter().rev() {
+                let memory = self.mappings.swap_remove(i).memory;
+                self.forget_unused(memory);
+            }
+            expect("unmap again", ask!(cuMemUnmap(at, len as usize)), 0)?;
+        }
+        Ok(())
+    }
+
+    fn forget_unused(&mut self, memory: usize) {
+        let mapped = self.mappings.iter().any(|m| m.memory == memory);
+        if !mapped && self.memory[memory].as_ref().is_some_and(|m| m.handles.is_empty()) {
+            self.memory[memory] = None;
+        }
+    }
+
+    fn release(&mut self) -> Outcome {
+        let Some(i) = self.any_memory() else { return Ok(()) };
+        let Some(entry) = self.memory[i].as_mut() else { return Ok(()) };
+        let (Some(handle), imported) = (entry.handles.pop(), entry.imported) else { return Ok(()) };
+        expect("cuMemRelease", ask!(cuMemRelease(handle)), 0)?;
+        self.forget_unused(i);
+        // The driver gives numbers out again; those of memory that moves are nobody else's.
+        if !imported && !self.memory.iter().flatten().any(|m| m.handles.contains(&handle)) {
+            self.dead.push(handle);
+            expect("release again", ask!(cuMemRelease(handle)), INVALID_VALUE)?;
+        }
+        Ok(())
+    }
+
+    fn retain(&mut self) -> Outcome {
+        let Some(i) = self.any_mapping() else { return Ok(()) };
+        let (at, memory) = (self.mappings[i].at, self.mappings[i].memory);
+        let inside = at + self.random.below(self.of(&self.mappings[i]).len);
+        let mut handle = 0;
+        expect("cuMemRetainAllocationHandle", ask_late!(cuMemRetainAllocationHandle(&mut handle, inside)), 0)?;
+        let entry = self.memory[memory].as_mut().expect("a mapping keeps its memory");
+        entry.handles.push(handle);
+        Ok(())
+    }
+
+    /// Exports memory and imports it again: two names of the same bytes.
+    fn export(&mut self) -> Outcome {
+        let Some(i) = self.any_memory() else { return Ok(()) };
+        let entry = self.memory[i].as_ref().expect("it exists");
+        let (len, types, rdma, content, imported) = (entry.len, entry.types, entry.rdma, entry.content, entry.imported);
+        let Some(handle) = entry.handles.first().copied().filter(|_| !imported) else { return Ok(()) };
+        let mut descriptor = -1;
+        let others = self.memory.iter().enumerate().filter(|(other, _)| *other != i).filter_map(|(_, m)| m.as_ref());
+        let exported: u64 = others.filter(|m| m.exported).map(|m| m.len).sum();
+        if types == 0 {
+            let answer = ask_late!(cuMemExportToShareableHandle(&mut descriptor, handle, DESCRIPTOR, 0));
+            return expect("export", answer, INVALID_VALUE);
+        }
+        if exported + len > MOST_EXPORTED {
+            return Ok(());
+        }
+        let answer = ask_late!(cuMemExportToShareableHandle(&mut descriptor, handle, DESCRIPTOR, 0));
+        expect("cuMemExportToShareableHandle", answer, 0)?;
+        if let Some(entry) = &mut self.memory[i] {
+            entry.exported = true;
+        }
+        let mut other = 0;
+        let answer = ask_late!(cuMemImportFromShareableHandle(&mut other, descriptor as usize, DESCRIPTOR));
+        // SAFETY: a descriptor that was made for this program.
+        unsafe { libc::close(descriptor) };
+        expect("cuMemImportFromShareableHandle", answer, 0)?;
+        self.memory.push(Some(Memory {
+            handles: vec![other],
+            len,
+            types,
+            rdma,
+            content,
+            imported: true,
+            exported: false,
+        }));
+        Ok(())
+    }
+
+    /// Asks about a mapping, and about where there is none.
+    fn look(&mut self) -> Outcome {
+        let Some(i) = self.any_mapping() else { return Ok(()) };
+        let (mapping, memory) = (&self.mappings[i], self.of(&self.mappings[i]));
+        let (at, len, rights) = (mapping.at, memory.len, mapping.rights);
+        let (types, rdma, imported) = (memory.types, memory.rdma, memory.imported);
+        let handle = memory.handles.first().copied();
+        let inside = at + self.random.below(len);
+        let (mut base, mut size) = (0, 0);
+        expect("cuMemGetAddressRange", ask_late!(cuMemGetAddressRange_v2(&mut base, &mut size, inside)), 0)?;
+        expect("its base", base, at)?;
+        expect("its size", size as u64, len)?;
+        for (which, want) in [(11, at), (12, len), (9, 0), (2, 2), (3, inside), (14, u64::from(types))] {
+            let mut value = 0;
+            expect("cuPointerGetAttribute", ask_late!(cuPointerGetAttribute(&mut value, which, inside)), 0)?;
+            expect(&format!("attribute {which}"), value, want)?;
+        }
+        let mut value = 0;
+        expect("which context", ask_late!(cuPointerGetAttribute(&mut value, 1, inside)), INVALID_VALUE)?;
+        let mut flags = 0;
+        expect("cuMemGetAccess", ask_late!(cuMemGetAccess(&mut flags, &HERE, inside)), 0)?;
+        expect("access", flags, u64::from(rights))?;
+        let host = api::Location { kind: 2, id: 0 };
+        expect("access of the host", ask_late!(cuMemGetAccess(&mut flags, &host, inside)), INVALID_VALUE)?;
+        if let Some(handle) = handle {
+            let mut properties = api::Properties::default();
+            let answer = ask_late!(cuMemGetAllocationPropertiesFromHandle(&mut properties, handle));
+            expect("cuMemGetAllocationPropertiesFromHandle", answer, 0)?;
+            expect("its types", properties.handle_types, types)?;
+            expect("its GPU", properties.location.id, 0)?;
+            expect("rdma", properties.flags[1], if imported { properties.flags[1] } else { rdma })?;
+        }
+        let (start, size) = self.reservations[self.random.below(self.reservations.len() as u64) as usize];
+        let hole = start + self.random.below(size / GRANULE) * GRANULE;
+        if self.overlapping(hole, 1).is_empty() {
+            let (mut base, mut handle) = (0, 0);
+            let answer = ask_late!(cuMemGetAddressRange_v2(&mut base, std::ptr::null_mut(), hole));
+            expect("range of a hole", answer, NOT_FOUND)?;
+            expect("access to a hole", ask_late!(cuMemGetAccess(&mut flags, &HERE, hole)), INVALID_VALUE)?;
+            let answer = ask_late!(cuMemRetainAllocationHandle(&mut handle, hole));
+            expect("memory of a hole", answer, INVALID_VALUE)?;
+            let answer = ask_late!(cuPointerGetAttribute(&mut value, 12, hole));
+            expect("size of a hole", answer, INVALID_VALUE)?;
+        }
+        Ok(())
+    }
+
+    fn free_addresses(&mut self) -> Outcome {
+        if self.reservations.is_empty() {
+            return Ok(());
+        }
+        let i = self.random.below(self.reservations.len() as u64) as usize;
+        let (at, len) = self.reservations[i];
+        let empty = self.overlapping(at, len).is_empty();
+        let want = if empty { 0 } else { INVALID_VALUE };
+        expect("cuMemAddressFree", ask!(cuMemAddressFree(at, len as usize)), want)?;
+        if empty {
+            self.reservations.swap_remove(i);
+        }
+        Ok(())
+    }
+
+    /// Checks everything and gives it back.
+    fn end(&mut self) -> Outcome {
+        (0..self.mappings.len()).try_for_each(|i| self.check(i))?;
+        let mut free = [0, 0];
+        expect("cuMemGetInfo", ask!(cuMemGetInfo_v2(&mut free[0], std::ptr::null_mut())), 0)?;
+        let taken = self.used();
+        for mapping in std::mem::take(&mut self.mappings) {
+            let len = self.memory[mapping.memory].as_ref().expect("a mapping keeps its memory").len;
+            expect("cuMemUnmap", ask!(cuMemUnmap(mapping.at, len as usize)), 0)?;
+        }
+        for handle in self.memory.iter().flatten().flat_map(|m| &m.handles) {
+            expect("cuMemRelease", ask!(cuMemRelease(*handle)), 0)?;
+        }
+        for (at, len) in &self.reservations {
+            expect("cuMemAddressFree", ask!(cuMemAddressFree(*at, *len as usize)), 0)?;
+        }
+        expect("cuMemGetInfo", ask!(cuMemGetInfo_v2(&mut free[1], std::ptr::null_mut())), 0)?;
+        // Others may come and go meanwhile, and with them their contexts.
+        let gained = (free[1] as u64).saturating_sub(free[0] as u64);
+        if gained + (16 << 20) < taken { Err(format!("{taken} bytes freed, {gained} gained").into()) } else { Ok(()) }
+    }
+}

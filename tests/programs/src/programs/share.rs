@@ -1,0 +1,216 @@
+//! Two processes that use the same memory: one exports it, the other opens it, and both add to it in turns, while their own
+//! memory may be moved. They meet in a file.
+
+use super::{Outcome, expect};
+use crate::{
+    args::Args,
+    cuda::{
+        Buffer, Error, Gpu, Kind, cu,
+        late::{MemHandle, late_cu},
+    },
+    report::Report,
+};
+use std::{
+    fs::{self, File},
+    os::{fd::AsRawFd, unix::fs::FileExt},
+    path::Path,
+    ptr, thread,
+    time::{Duration, Instant},
+};
+
+const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+const SYNC_MEMOPS: u32 = 6;
+/// What each side tells the other: words at the file's begin; the handles follow.
+const HANDLES: usize = 4096;
+const MOST: usize = 1024;
+const LEN: usize = HANDLES + 64 * MOST;
+/// How long one side waits for a word of the other before it gives up.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The words.
+const EXPORTED: usize = 0;
+const STEP: [usize; 2] = [1, 2];
+
+struct Meeting(*mut u8);
+
+impl Meeting {
+    fn at(path: &str) -> Result<Meeting, Box<dyn std::error::Error>> {
+        let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+        file.set_len(LEN as u64)?;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping of a file of this length, at an address of the kernel's choice.
+        let at = unsafe { libc::mmap(ptr::null_mut(), LEN, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+        if at == libc::MAP_FAILED { Err(std::io::Error::last_os_error().into()) } else { Ok(Meeting(at.cast())) }
+    }
+
+    fn say(&self, word: usize, value: u32) {
+        // SAFETY: a word of the mapping, which only this side writes.
+        unsafe { self.0.cast::<u32>().add(word).write_volatile(value) };
+    }
+
+    fn wait(&self, word: usize, least: u32) -> Result<u32, Box<dyn std::error::Error>> {
+        let start = Instant::now();
+        loop {
+            // SAFETY: a word of the mapping.
+            let value = unsafe { self.0.cast::<u32>().add(word).read_volatile() };
+            if value >= least {
+                return Ok(value);
+            }
+            if start.elapsed() > PATIENCE {
+                return Err("the other side does not come".into());
+            }
+            thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    fn handle(&self, i: usize) -> *mut MemHandle {
+        self.0.wrapping_add(HANDLES + 64 * i).cast()
+    }
+}
+
+pub fn run(args: &Args, report: &mut Report) -> Outcome {
+    let meeting = Meeting::at(args.text("file", "/dev/shm/cuda-program-share"))?;
+    let gpu = Gpu::open(0)?;
+    let private = Buffer::new(Kind::Alloc, args.size("private", "16M") as usize)?;
+    gpu.fill(private.at, private.count(), 7, 0)?;
+    match args.text("role", "export") {
+        "export" => export(args, report, &meeting, &gpu, &private)?,
+        "import" => import(args, report, &meeting, &gpu, &private)?,
+        _ => return Err("--role: want export or import".into()),
+    }
+    let rounds = if args.given("expect") { 0 } else { args.size("rounds", "10") };
+    expect("the sum of the own memory", gpu.sum(private.at, private.count())?, private.count() * (7 + rounds))
+}
+
+fn export(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, private: &Buffer) -> Outcome {
+    let (mem, count) = (args.size("mem", "16M") as usize, args.size("count", "1") as usize);
+    let buffers = (0..count).map(|_| Buffer::new(Kind::Alloc, mem)).collect::<Result<Vec<_>, _>>()?;
+    for (i, buffer) in buffers.iter().enumerate() {
+        gpu.fill(buffer.at, buffer.count(), i as u32, 0)?;
+    }
+    gpu.synchronise()?;
+    thread::sleep(args.milliseconds("pause-ms", "0"));
+    if args.given("sync") {
+        pin(&buffers[0])?;
+    }
+    for (i, buffer) in buffers.iter().enumerate() {
+        let (mut handle, mut again) = (MemHandle::default(), MemHandle::default());
+        late_cu!(cuIpcGetMemHandle(&mut handle, buffer.at))?;
+        late_cu!(cuIpcGetMemHandle(&mut again, buffer.at + buffer.count() / 2))?;
+        if handle != again {
+            return Err("another handle for the same allocation".into());
+        }
+        // SAFETY: a place in the mapping, which the other side reads once it is told.
+        unsafe { meeting.handle(i).write_volatile(handle) };
+    }
+    if args.given("sync") {
+        buffers.iter().try_for_each(pin)?;
+    }
+    // SAFETY: as above.
+    expect(
+        "opening an own handle",
+        open(unsafe { meeting.handle(0).read_volatile() }).err().map_or(0, |e| e.code),
+        201,
+    )?;
+    meeting.say(EXPORTED, count as u32);
+    let rounds = args.size("rounds", "10") as u32;
+    for round in 1..=rounds {
+        for buffer in &buffers {
+            gpu.add(buffer.at, buffer.count(), 1, 0)?;
+        }
+        gpu.add(private.at, private.count(), 1, 0)?;
+        gpu.synchronise()?;
+        meeting.say(STEP[0], round);
+        meeting.wait(STEP[1], round)?;
+    }
+    for (i, buffer) in buffers.iter().enumerate() {
+        let want = buffer.count() * (i as u64 + 2 * u64::from(rounds));
+        expect("the sum of what is shared", gpu.sum(buffer.at, buffer.count())?, want)?;
+    }
+    report.integer("exported", count as u64);
+    buffers.into_iter().try_for_each(Buffer::free)?;
+    meeting.say(STEP[0], rounds + 1);
+    wait_for_file(args, "stay")
+}
+
+/// Tells the driver that another device is about to be given the memory: a second reason for it to stay.
+fn pin(buffer: &Buffer) -> crate::cuda::Result<()> {
+    late_cu!(cuPointerSetAttribute(&1, SYNC_MEMOPS, buffer.at))
+}
+
+fn import(args: &Args, report: &mut Report, meeting: &Meeting, gpu: &Gpu, private: &Buffer) -> Outcome {
+    let count = meeting.wait(EXPORTED, 1)? as usize;
+    wait_for_file(args, "begin")?;
+    let mut handles: Vec<MemHandle> =
+        // SAFETY: written before the count was.
+        (0..count).map(|i| unsafe { meeting.handle(i).read_volatile() }).collect();
+    if args.given("spoil") {
+        handles[0].0[args.size("spoil", "0") as usize] ^= 1;
+    }
+    if args.given("expect") {
+        let start = Instant::now();
+        let code = open(handles[0]).err().map_or(0, |e| e.code);
+        report.integer("ms", start.elapsed().as_millis() as u64);
+        return expect("opening", code, args.size("expect", "0") as u32);
+    }
+    let opened = handles.iter().map(|handle| open(*handle)).collect::<Result<Vec<_>, _>>()?;
+    for (at, handle) in opened.iter().zip(&handles) {
+        expect("the address the second time", open(*handle)?, *at)?;
+        late_cu!(cuIpcCloseMemHandle(*at))?;
+        expect("freeing what another process has", cu!(cuMemFree_v2(*at)).err().map_or(0, |e| e.code), 1)?;
+    }
+    let size = args.size("mem", "16M") as usize;
+    for at in &opened {
+        let (mut base, mut len) = (0, 0);
+        late_cu!(cuMemGetAddressRange_v2(&mut base, &mut len, at + 5))?;
+        expect("the base", base, *at)?;
+        expect("the size", len, size)?;
+    }
+    let rounds = args.size("rounds", "10") as u32;
+    let elements = size as u64 / 4;
+    for round in 1..=rounds {
+        meeting.wait(STEP[0], round)?;
+        for (i, at) in opened.iter().enumerate() {
+            let want = elements * (i as u64 + 2 * u64::from(round) - 1);
+            expect("the sum of what was imported", gpu.sum(*at, elements)?, want)?;
+            gpu.add(*at, elements, 1, 0)?;
+        }
+        gpu.add(private.at, private.count(), 1, 0)?;
+        gpu.synchronise()?;
+        meeting.say(STEP[1], round);
+    }
+    report.integer("imported", count as u64);
+    if args.given("keep") {
+        // The exporter has freed it, or is gone.
+        wait_for_file(args, "keep")?;
+        for (i, at) in opened.iter().enumerate() {
+            let want = elements * (i as u64 + 2 * u64::from(rounds));
+            expect("the sum of what the exporter left", gpu.sum(*at, elements)?, want)?;
+        }
+    }
+    opened.iter().try_for_each(|at| late_cu!(cuIpcCloseMemHandle(*at)))?;
+    expect("closing once more", late_cu!(cuIpcCloseMemHandle(opened[0])).err().map_or(0, |e| e.code), 1)?;
+    wait_for_file(args, "stay")
+}
+
+fn open(handle: MemHandle) -> Result<u64, Error> {
+    let mut at = 0;
+    late_cu!(cuIpcOpenMemHandle_v2(&mut at, handle, LAZY_ENABLE_PEER_ACCESS)).map(|()| at)
+}
+
+/// Waits until there is a file of that option's name, having made one of the same name and `.reached`.
+fn wait_for_file(args: &Args, option: &str) -> Outcome {
+    if !args.given(option) {
+        return Ok(());
+    }
+    let path = args.text(option, "");
+    File::create(format!("{path}.reached"))?.write_all_at(b".", 0)?;
+    let start = Instant::now();
+    while !fs::exists(Path::new(path))? {
+        if start.elapsed() > PATIENCE {
+            return Err(format!("nobody made {path}").into());
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}

@@ -1,0 +1,48 @@
+#!/bin/sh
+# Boots the system in a directory as a container, runs a command in it as root, and shuts it down. Ends as the command
+# does. Needs root, systemd-nspawn and nsenter.
+#
+#   mmdebstrap --variant=apt --include=systemd,systemd-sysv,dbus bookworm DIR
+#   tests/system/boot.sh DIR COMMAND…
+set -eu
+
+[ $# -ge 2 ] || { echo "usage: $0 DIR COMMAND…" >&2; exit 2; }
+root=$1
+shift
+
+console=$(mktemp)
+setsid systemd-nspawn --quiet --directory="$root" --keep-unit --register=no --private-network --boot \
+    </dev/null >"$console" 2>&1 &
+container=$!
+
+init=
+finish() {
+    code=$?
+    trap - EXIT INT TERM
+    # SIGRTMIN+3 asks a systemd to halt.
+    [ -z "$init" ] || kill -s RTMIN+3 "$init" 2>/dev/null || true
+    for _ in $(seq 100); do
+        kill -0 "$container" 2>/dev/null || break
+        sleep 0.1
+    done
+    kill -9 "$container" 2>/dev/null || true
+    rm -f "$console"
+    exit $code
+}
+trap finish EXIT INT TERM
+
+inside() {
+    nsenter --all --target "$init" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "$@"
+}
+
+for _ in $(seq 600); do
+    [ -n "$init" ] || init=$(pgrep -P "$container" | head -n 1)
+    case $([ -z "$init" ] || inside systemctl is-system-running 2>/dev/null) in
+        running | degraded) booted=1 && break ;;
+    esac
+    kill -0 "$container" 2>/dev/null || break
+    sleep 0.1
+done
+[ -n "${booted:-}" ] || { cat "$console" >&2; echo "$root does not boot" >&2; exit 1; }
+
+inside "$@"
