@@ -23,7 +23,7 @@ use manager::Manager;
 pub const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(5);
 /// Lines of each log that are shown when a test fails.
-const TAIL: usize = 250;
+const TAIL: usize = 100;
 
 pub const MIB: u64 = 1 << 20;
 

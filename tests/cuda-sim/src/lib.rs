@@ -73,7 +73,18 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
         }
         call()
     };
-    call().map_or_else(|e| e.0, |()| 0)
+    keeping_errno(|| call().map_or_else(|e| e.0, |()| 0))
+}
+
+/// A mutex for which a thread waits writes `errno` here, as the driver's own do not: whoever compares a program's `errno`
+/// would see the simulator.
+fn keeping_errno<R>(call: impl FnOnce() -> R) -> R {
+    // SAFETY: the location is valid for the calling thread.
+    let errno = unsafe { libc::__errno_location() };
+    let before = unsafe { *errno };
+    let result = call();
+    unsafe { *errno = before };
+    result
 }
 
 /// `CUDA_SIM_FAIL`: counts the calls that it names, and writes down those that fail.
