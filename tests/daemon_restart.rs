@@ -20,6 +20,7 @@ fn kept() -> (Manager, Daemon) {
 fn resuming(manager: &Manager, daemon: &Daemon) -> Client {
     let before = manager.kept().len();
     let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    client.attach();
     until(|| manager.kept().len() > before);
     client
 }
@@ -83,13 +84,11 @@ fn clients(daemon: &Daemon) -> Vec<serde_json::Value> {
 fn a_lock_and_its_bytes_outlive_a_daemon_that_is_killed() {
     let (manager, daemon) = kept();
     let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
-    for client in [&holder, &waiter] {
-        client.attach();
-        client.report(12 * GIB, 0);
-    }
+    holder.report(12 * GIB, 0);
     holder.request();
     holder.until_granted();
     holder.report(12 * GIB, 12 * GIB);
+    waiter.report(12 * GIB, 0);
     waiter.request();
     let directory = daemon.kill();
 
@@ -112,7 +111,6 @@ fn a_lock_and_its_bytes_outlive_a_daemon_that_is_killed() {
 fn nobody_is_granted_anything_before_everybody_has_answered() {
     let (manager, daemon) = kept();
     let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
-    [&holder, &waiter].iter().for_each(|client| client.attach());
     holder.request();
     holder.until_granted();
     let directory = daemon.kill();
@@ -141,7 +139,6 @@ fn nobody_is_granted_anything_before_everybody_has_answered() {
 fn what_was_said_to_the_daemon_before_is_thrown_away() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
-    client.attach();
     client.request();
     client.until_granted();
     let directory = daemon.kill();
@@ -167,8 +164,12 @@ fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others()
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
     let older = Client::welcomed_as(&daemon.socket(), version::RESUMING - 1);
+    older.attach();
+    // It uses no GPU, and so has nothing to lose.
+    let idle = Client::welcomed_as(&daemon.socket(), version::RESUMING);
     let directory = daemon.stop();
     older.until_end();
+    idle.until_end();
     assert_eq!(manager.kept().len(), 1);
     let daemon = Daemon::start_under(&manager, directory);
     resume(&client, 0, 0, 0);
@@ -226,7 +227,6 @@ fn who_answers_as_somebody_else_is_hung_up_on() {
 fn locks_are_claimed_only_where_they_were_asked_for() {
     let (manager, daemon) = kept();
     let client = resuming(&manager, &daemon);
-    client.attach();
     client.send(ClientMessage::Held { gpus: 1 });
     client.until_end();
     daemon.log.wait("a claim to locks");
@@ -273,6 +273,7 @@ fn keeping_connections_can_be_turned_off_and_on() {
     };
     let daemon = start(directory);
     let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    client.attach();
     std::fs::write(&file, "").expect("the file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
     until(|| manager.kept().len() == 1);
@@ -290,6 +291,7 @@ fn where_nothing_is_kept_a_client_hears_of_the_end() {
     manager.keep_nothing();
     let daemon = Daemon::start_under(&manager, directory);
     let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    client.attach();
     until(|| manager.heard("FDSTORE=1") == 1);
     drop(daemon.stop());
     client.until_end();

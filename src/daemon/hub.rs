@@ -222,7 +222,6 @@ impl Hub {
         }
         self.enter(client, arrival, "connect");
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
-        self.keep(client);
         self.apply(Event::Connected { client, gang, user });
         client
     }
@@ -259,11 +258,13 @@ impl Hub {
         self.trace(socket::now(), client, None, traced, None);
     }
 
-    /// Has a connection outlive this daemon, where the client knows what to do then, and systemd is there to keep it.
+    /// Has a connection outlive this daemon, where the client knows what to do then, and systemd is there to keep it. One
+    /// that uses no GPU yet has nothing to lose, and connects anew.
     fn keep(&mut self, client: ClientId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
         let version = entry.session.version;
-        if !self.config.keep_connections || version < version::RESUMING || entry.kept.is_some() || !entry.lasts {
+        let is_wanted = self.config.keep_connections && entry.lasts && !entry.uses.is_empty();
+        if !is_wanted || version < version::RESUMING || entry.kept.is_some() {
             return;
         }
         let began = peer::began(entry.identity.pid).unwrap_or(0);
@@ -354,6 +355,7 @@ impl Hub {
                     reason,
                 };
                 entry.uses.insert(gpu, fresh);
+                self.keep(client);
                 debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
                 self.trace(now, client, Some(gpu), "attach", None);
                 self.apply(event);

@@ -27,7 +27,7 @@ use super::{socket, systemd};
 use crate::scheduler::ClientId;
 
 /// How long a client may take to answer. One that moves its memory just now takes a moment.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(5);
 /// Between looks whether those that have not answered are stopped.
 const LOOK: Duration = Duration::from_millis(50);
 /// No client has more to say.

@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::OnceLock;
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, Sender, SyncSender};
 use std::thread;
 use std::time::Duration;
 
@@ -76,14 +76,18 @@ enum Note {
     Said(Sender<()>),
 }
 
-static NOTES: OnceLock<Sender<Note>> = OnceLock::new();
+static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
+
+/// While systemd does not read, so much is put aside for it, and what comes then is left out: a connection is not kept, or
+/// is let go of only when systemd sees that it has been hung up on.
+const MOST_NOTES: usize = 1024;
 
 /// Begins to tell systemd things, if it started us.
 pub fn start() {
     if std::env::var_os("NOTIFY_SOCKET").is_none() {
         return;
     }
-    let (sender, notes) = mpsc::channel();
+    let (sender, notes) = mpsc::sync_channel(MOST_NOTES);
     let thread = thread::Builder::new().name("systemd".into()).spawn(move || {
         for note in notes {
             let told = match note {
@@ -113,14 +117,13 @@ pub fn is_there() -> bool {
     NOTES.get().is_some()
 }
 
-fn tell(note: impl FnOnce() -> Note) {
-    if let Some(notes) = NOTES.get() {
-        let _ = notes.send(note());
-    }
+/// `false`: it will not hear of it.
+fn tell(note: impl FnOnce() -> Note) -> bool {
+    NOTES.get().is_some_and(|notes| notes.try_send(note()).is_ok())
 }
 
 fn say(states: &[NotifyState<'_>]) {
-    tell(|| Note::Say(states.iter().map(|state| state.to_string()).collect::<Vec<_>>().join("\n")));
+    let _ = tell(|| Note::Say(states.iter().map(|state| state.to_string()).collect::<Vec<_>>().join("\n")));
 }
 
 pub fn ready() {
@@ -142,7 +145,7 @@ pub fn reloading() {
 pub fn stopping() {
     say(&[NotifyState::Stopping]);
     let (reply, said) = mpsc::channel();
-    tell(|| Note::Said(reply));
+    let _ = tell(|| Note::Said(reply));
     let _ = said.recv_timeout(STOP_PATIENCE);
 }
 
@@ -157,16 +160,7 @@ pub fn watchdog_period() -> Option<Duration> {
 
 /// Has systemd keep a connection for the daemon after this one. `false`: it will not.
 pub fn keep(name: &str, connection: BorrowedFd<'_>) -> bool {
-    if !is_there() {
-        return false;
-    }
-    match connection.try_clone_to_owned() {
-        Ok(copy) => {
-            tell(|| Note::Keep(name.to_owned(), copy));
-            true
-        }
-        Err(_) => false,
-    }
+    is_there() && connection.try_clone_to_owned().is_ok_and(|copy| tell(|| Note::Keep(name.to_owned(), copy)))
 }
 
 /// Has systemd close what it keeps under that name.
