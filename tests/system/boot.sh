@@ -32,7 +32,7 @@ finish() {
 trap finish EXIT INT TERM
 
 inside() {
-    nsenter --all --target "$init" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "$@"
+    nsenter --all --target "$init" env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "$@"
 }
 
 for _ in $(seq 600); do

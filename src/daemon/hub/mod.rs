@@ -1,0 +1,354 @@
+//! The scheduling loop's state: the machine, everybody it decides about, and the carrying out of its commands. All of
+//! it belongs to one thread; a message that comes in has been answered, to everybody concerned, when its call returns.
+//!
+//! - `clients`: who comes, what they say, who goes.
+//! - `sharing`: memory that one program lets another use.
+//! - `measure`: what NVML and the host say of memory.
+//! - `notes`: what is remembered for people, and logged.
+//! - `views`: what people see.
+
+mod clients;
+mod measure;
+mod notes;
+mod sharing;
+mod views;
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs::{OpenOptions, Permissions};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use nvshare_wire::client::{EngineReason, GpuKind};
+use nvshare_wire::{SchedulerMessage, version};
+use tokio::sync::{Notify, watch};
+use tracing::{debug, info};
+
+pub use views::{ClientView, printable};
+
+use super::clients::Link;
+use super::complaints::Complaints;
+use super::config::Config;
+use super::gpus::Ask;
+use super::host::HostMemory;
+use super::overhead::Overhead;
+use super::peer::{self, Identity};
+use super::resume::Name;
+use super::session::Session;
+use super::shared::Book;
+use super::socket::{self, Timer};
+use super::trace::Trace;
+use crate::bus;
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, MemoryReport, Settings, Time};
+
+/// The machine asks for no tick sooner than this after one, so that a mistake in it cannot take a whole CPU.
+const MIN_TICK: Duration = Duration::from_micros(100);
+
+pub struct Hub {
+    pub config: Config,
+    machine: Machine,
+    clients: BTreeMap<ClientId, Client>,
+    gpus: BTreeMap<GpuId, Gpu>,
+    shared: Book,
+    /// Where clients connect, if that is known.
+    directory: Option<PathBuf>,
+    next_client: u64,
+    timer: Rc<Timer>,
+    armed: Option<Time>,
+    /// When the machine was last given a tick.
+    ticked: Time,
+    started: Time,
+    host: HostMemory,
+    /// Processes whose connection has closed, and when: what they had on a GPU is still there for a moment.
+    departed: BTreeMap<u32, Time>,
+    stopped: BTreeSet<ClientId>,
+    complaints: Complaints,
+    trace: Option<Trace>,
+    nvml: Option<std::sync::mpsc::Sender<Ask>>,
+    /// The log has said that clients are believed.
+    believed: bool,
+    settings: watch::Sender<Settings>,
+    pub signals: Rc<Signals>,
+}
+
+/// What wakes the loop's background tasks.
+#[derive(Debug, Default)]
+pub struct Signals {
+    /// A client is stopped, and has to be looked at until it runs again.
+    pub stopped: Notify,
+    /// Clients came or went, or locks moved.
+    pub turns: Notify,
+    /// The same, for those who follow it on D-Bus.
+    pub holders: Notify,
+    /// A client did something.
+    pub activity: Notify,
+    pub last_activity: Cell<Time>,
+    pub clients: Cell<usize>,
+}
+
+/// A client that has been welcomed.
+struct Client {
+    link: Rc<Link>,
+    session: Session,
+    identity: Arc<Identity>,
+    library: String,
+    connected: SystemTime,
+    uses: BTreeMap<GpuId, Use>,
+    /// What systemd knows its connection by, if that outlives this daemon.
+    kept: Option<Name>,
+    /// It can be.
+    lasts: bool,
+}
+
+/// A client that is let in.
+pub struct Arrival {
+    pub link: Rc<Link>,
+    pub identity: Arc<Identity>,
+    pub version: u16,
+    pub gang: u64,
+    pub library: String,
+    /// Its connection can outlive this daemon.
+    pub lasts: bool,
+}
+
+/// What the machine does not remember of a client on one GPU.
+struct Use {
+    /// When it last had nothing to do with the lock.
+    idle_since: Time,
+    mapped: u64,
+    allowance: u64,
+    /// When one of these two last changed.
+    changed: Time,
+    attached: Time,
+    limit: Option<u64>,
+    /// Its own newest report.
+    report: Option<MemoryReport>,
+    /// Bytes of host memory that it holds.
+    host: u64,
+    /// When the log last said that it was refused memory.
+    refused: Option<Time>,
+    /// When the log last said that its memory stays.
+    stayed: Option<Time>,
+    /// It gives the GPU work by a way that passes no gate.
+    unseen: bool,
+    /// Why it has its engine.
+    reason: EngineReason,
+}
+
+struct Gpu {
+    kind: GpuKind,
+    name: String,
+    total: u64,
+    /// Its number for NVML; `None` while only clients know it.
+    index: Option<u32>,
+    overhead: Overhead,
+}
+
+impl Gpu {
+    fn label(&self, gpu: GpuId) -> String {
+        bus::gpu_name(self.kind, gpu)
+    }
+}
+
+impl Hub {
+    pub fn new(config: Config, trace: Option<Trace>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
+        Ok(Self {
+            machine: Machine::new(config.settings.clone()),
+            config,
+            clients: BTreeMap::new(),
+            gpus: BTreeMap::new(),
+            shared: Book::new(socket::now()),
+            directory: None,
+            next_client: 1,
+            timer: Rc::new(Timer::new()?),
+            armed: None,
+            ticked: Time::ZERO,
+            started: socket::now(),
+            host: HostMemory::default(),
+            departed: BTreeMap::new(),
+            stopped: BTreeSet::new(),
+            complaints: Complaints::default(),
+            trace,
+            nvml: None,
+            believed: false,
+            settings,
+            signals: Rc::default(),
+        })
+    }
+
+    pub fn timer(&self) -> Rc<Timer> {
+        self.timer.clone()
+    }
+
+    /// Has the files made there that clients need once there is no daemon.
+    pub fn provide_in(&mut self, directory: &Path) {
+        self.directory = Some(directory.to_owned());
+    }
+
+    /// The lock files by which clients take turns without a daemon. Where they cannot be made, clients find another place.
+    fn provide(&self, gpu: GpuId) {
+        let Some(directory) = &self.directory else { return };
+        for what in ["turn", "lack", "here"] {
+            let path = directory.join(format!("nvshare-{}.{what}", gpu.0));
+            let file =
+                OpenOptions::new().write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
+            // They are locked by who reads them, whatever our umask is.
+            if let Err(e) = file.and_then(|file| file.set_permissions(Permissions::from_mode(0o644))) {
+                debug!("cannot make {}: {e}", path.display());
+            }
+        }
+    }
+
+    pub fn use_nvml(&mut self, ask: std::sync::mpsc::Sender<Ask>) {
+        self.nvml = Some(ask);
+    }
+
+    pub fn ask_nvml(&self, ask: Ask) {
+        if let Some(nvml) = &self.nvml {
+            let _ = nvml.send(ask);
+        }
+    }
+
+    pub fn tick(&mut self) {
+        self.armed = None;
+        self.ticked = socket::now();
+        self.apply(Event::Tick);
+    }
+
+    /// Gives the machine an event and carries out what it decides.
+    fn apply(&mut self, event: Event) {
+        let now = socket::now();
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            self.note_event(&event, now);
+            for command in self.machine.handle(now, event) {
+                if let Some(answer) = self.carry_out(command, now) {
+                    events.push_back(answer);
+                }
+            }
+        }
+        let deadline = self.machine.deadline().map(|at| at.max(self.ticked + MIN_TICK));
+        if deadline != self.armed {
+            self.timer.set(deadline);
+            self.armed = deadline;
+        }
+    }
+
+    /// Sends what a command says to its client. A command that asks something is answered with an event.
+    fn carry_out(&mut self, command: Command, now: Time) -> Option<Event> {
+        self.note_command(&command, now);
+        let slot_of = |client: &ClientId, gpu: &GpuId| self.clients.get(client).and_then(|c| c.session.slot(*gpu));
+        let slots_of = |client: &ClientId, gpus: &GpuSet| {
+            self.clients.get(client).map(|c| c.session.slots(gpus)).filter(|slots| *slots != 0)
+        };
+        let (client, message) = match command {
+            Command::Attached { client, gpu } => (client, SchedulerMessage::Attached { slot: slot_of(&client, &gpu)? }),
+            Command::Limit { client, gpu, bytes, seq, most, spare } => {
+                (client, SchedulerMessage::Limit { slot: slot_of(&client, &gpu)?, bytes, seq, most, spare })
+            }
+            Command::Room { client, gpu, bytes } => {
+                (client, SchedulerMessage::Room { slot: slot_of(&client, &gpu)?, bytes })
+            }
+            Command::Denied { client, gpu, bytes } => {
+                (client, SchedulerMessage::Denied { slot: slot_of(&client, &gpu)?, bytes })
+            }
+            Command::Prepare { client, gpu, bytes } => {
+                if self.clients.get(&client)?.session.version < version::PROMISES {
+                    return None;
+                }
+                (client, SchedulerMessage::Prepare { slot: slot_of(&client, &gpu)?, bytes })
+            }
+            Command::Allowance { client, gpu, seq, bytes } => {
+                (client, SchedulerMessage::Allowance { slot: slot_of(&client, &gpu)?, seq, bytes })
+            }
+            Command::Grant { client, gpus } => (client, SchedulerMessage::Grant { gpus: slots_of(&client, &gpus)? }),
+            Command::Revoke { client, gpus } => (client, SchedulerMessage::Revoke { gpus: slots_of(&client, &gpus)? }),
+            Command::Contended { client, gpus, waiters, grace } => {
+                let grace_us = u32::try_from(grace.as_micros()).unwrap_or(u32::MAX);
+                (client, SchedulerMessage::Contended { gpus: slots_of(&client, &gpus)?, waiters, grace_us })
+            }
+            Command::Waiting { client, gpus, why } => {
+                (client, SchedulerMessage::Waiting { gpus: slots_of(&client, &gpus)?, why })
+            }
+            Command::Probe { client } => {
+                let entry = self.clients.get(&client)?;
+                let stopped = peer::is_stopped(entry.identity.pid);
+                if stopped && self.stopped.insert(client) {
+                    debug!(client = client.0, pid = entry.identity.pid, "the process is stopped");
+                    self.signals.stopped.notify_one();
+                }
+                return Some(Event::Stopped { client, stopped });
+            }
+            Command::Measure { gpu } => return self.measure_anew(gpu, now),
+            Command::Undrainable { .. } | Command::Stays { .. } => return None,
+        };
+        self.send(client, message);
+        None
+    }
+
+    fn send(&self, client: ClientId, message: SchedulerMessage) {
+        if let Some(entry) = self.clients.get(&client) {
+            entry.link.send(message);
+        }
+    }
+
+    /// Looks at those that were stopped. Returns whether any still is.
+    pub fn check_stopped(&mut self) -> bool {
+        let running: Vec<ClientId> = self
+            .stopped
+            .iter()
+            .filter(|client| !self.clients.get(client).is_some_and(|c| peer::is_stopped(c.identity.pid)))
+            .copied()
+            .collect();
+        for client in running {
+            self.stopped.remove(&client);
+            debug!(client = client.0, "the process runs again");
+            self.apply(Event::Stopped { client, stopped: false });
+        }
+        !self.stopped.is_empty()
+    }
+
+    fn usage(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Use> {
+        self.clients.get_mut(&client)?.uses.get_mut(&gpu)
+    }
+
+    fn active(&self) {
+        let now = socket::now();
+        let before = self.signals.last_activity.replace(now);
+        if now.saturating_sub(before) > super::SAMPLE_QUIET {
+            self.signals.activity.notify_one();
+        }
+    }
+
+    /// Puts a configuration into effect.
+    pub fn configure(&mut self, config: Config) {
+        let kept = std::mem::replace(&mut self.config, config).keep_connections;
+        if kept != self.config.keep_connections {
+            self.keep_as_configured();
+        }
+        let settings = self.config.settings.clone();
+        if *self.settings.borrow() != settings {
+            info!(
+                name: "settings-changed",
+                time_quantum = settings.time_quantum.as_secs(),
+                max_wait = settings.max_wait.as_secs(),
+                anti_thrash = bus::anti_thrash_name(settings.anti_thrash),
+                "settings changed"
+            );
+            self.apply(Event::Configure(settings.clone()));
+            self.settings.send_replace(settings);
+        }
+        self.sample_host();
+    }
+
+    /// Tells every client that the daemon stops, by hanging up. Those whose connection is kept hear of it from systemd,
+    /// if there is to be no other daemon.
+    pub fn stop(&mut self) {
+        for client in self.clients.values().filter(|client| client.kept.is_none()) {
+            client.link.close();
+        }
+    }
+}

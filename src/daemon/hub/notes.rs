@@ -1,0 +1,229 @@
+//! What is remembered of events and commands, for people: the log, the trace, times.
+
+use std::time::Duration;
+
+use nvshare_wire::client::StuckReason;
+use tracing::{debug, info, warn};
+
+use super::Hub;
+use crate::daemon::peer::Identity;
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time};
+use crate::{bus, units};
+
+/// A client that is refused memory over and over is in the log so often, and those that hold most are named.
+const REFUSAL_PAUSE: Duration = Duration::from_secs(10);
+const MOST_NAMED: usize = 5;
+
+impl Hub {
+    pub(super) fn note_event(&mut self, event: &Event, now: Time) {
+        use Event::{Connected, Disconnected, Held, Released, Requested};
+        if let Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } = event {
+            self.signals.turns.notify_one();
+            self.signals.holders.notify_one();
+        }
+        match event {
+            Event::Requested { client, gpus } => self.trace_all(now, *client, gpus, "request"),
+            Event::Cancelled { client, gpus } => {
+                self.trace_all(now, *client, gpus, "cancel");
+                self.idle(*client, gpus, now);
+            }
+            Event::Released { client, gpus, reason, busy } => {
+                debug!(client = client.0, ?gpus, ?reason, ?busy, "release");
+                self.trace_all(now, *client, gpus, "release");
+                self.idle(*client, gpus, now);
+            }
+            Event::Stuck { client, gpus, reason: StuckReason::Unseen } => {
+                self.trace_all(now, *client, gpus, "unseen");
+                let mut is_new = false;
+                for gpu in gpus {
+                    if let Some(usage) = self.usage(*client, *gpu) {
+                        is_new |= !std::mem::replace(&mut usage.unseen, true);
+                    }
+                }
+                let entry = self.clients.get(client).filter(|_| is_new);
+                let Some(Identity { pid, uid, unit, name, .. }) = entry.map(|c| &*c.identity) else { return };
+                info!(
+                    name: "work-unseen",
+                    client = client.0,
+                    pid,
+                    uid,
+                    unit,
+                    gpu = self.labels(gpus),
+                    "{name} gives the GPU work that nvshare does not see: its memory stays there"
+                );
+            }
+            Event::Stuck { client, gpus, reason } => {
+                debug!(client = client.0, ?gpus, ?reason, "cannot drain");
+                self.trace_all(now, *client, gpus, "stuck");
+            }
+            Event::Detached { client, gpu } => {
+                self.trace(now, *client, Some(*gpu), "detach", None);
+                if let Some(entry) = self.clients.get_mut(client) {
+                    entry.uses.remove(gpu);
+                }
+            }
+            Event::Memory { client, gpu, report } => {
+                let Some(usage) = self.usage(*client, *gpu) else { return };
+                let before = std::mem::replace(&mut usage.mapped, report.mapped);
+                if before != report.mapped {
+                    usage.changed = now;
+                }
+                if report.mapped < before {
+                    self.trace(now, *client, Some(*gpu), "freed", Some(before - report.mapped));
+                } else if report.mapped > before {
+                    self.trace(now, *client, Some(*gpu), "mapped", Some(report.mapped - before));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn note_command(&mut self, command: &Command, now: Time) {
+        match command {
+            Command::Room { client, gpu, bytes } => {
+                debug!(client = client.0, gpu = %gpu.0, bytes, "room");
+                self.trace(now, *client, Some(*gpu), "room", Some(*bytes));
+            }
+            Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
+            Command::Denied { client, gpu, bytes } => self.note_refusal(*client, *gpu, *bytes, now),
+            Command::Limit { client, gpu, bytes, .. } => {
+                if let Some(usage) = self.usage(*client, *gpu) {
+                    usage.limit = Some(*bytes);
+                }
+            }
+            Command::Allowance { client, gpu, bytes, .. } => {
+                let Some(usage) = self.usage(*client, *gpu) else { return };
+                let before = std::mem::replace(&mut usage.allowance, *bytes);
+                usage.changed = now;
+                let (what, by) = if *bytes < before { ("evict", before - bytes) } else { ("credit", bytes - before) };
+                debug!(client = client.0, gpu = %gpu.0, bytes, "{what}");
+                self.trace(now, *client, Some(*gpu), what, Some(by));
+            }
+            Command::Grant { client, gpus } => {
+                self.signals.holders.notify_one();
+                debug!(client = client.0, ?gpus, "grant");
+                self.trace_all(now, *client, gpus, "grant");
+            }
+            Command::Revoke { client, gpus } => {
+                debug!(client = client.0, ?gpus, "revoke");
+                self.trace_all(now, *client, gpus, "revoke");
+            }
+            Command::Contended { client, gpus, waiters, grace } => {
+                debug!(client = client.0, ?gpus, waiters, ?grace, "contended");
+            }
+            Command::Undrainable { client, gpus } => {
+                self.trace_all(now, *client, gpus, "undrainable");
+                let Some(identity) = self.clients.get(client).map(|entry| &entry.identity) else { return };
+                let Identity { pid, uid, unit, name, .. } = &**identity;
+                warn!(
+                    name: "undrainable",
+                    client = client.0,
+                    pid,
+                    uid,
+                    unit,
+                    gpu = self.labels(gpus),
+                    "{name} cannot be drained: others run beside it"
+                );
+            }
+            Command::Stays { client, gpu, why } => {
+                self.trace(now, *client, Some(*gpu), "stays", None);
+                let label = self.gpus.get(gpu).map(|entry| entry.label(*gpu));
+                let Some(usage) = self.usage(*client, *gpu) else { return };
+                if usage.stayed.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+                    return;
+                }
+                usage.stayed = Some(now);
+                let Some(Identity { pid, uid, unit, name, .. }) = self.clients.get(client).map(|c| &*c.identity) else {
+                    return;
+                };
+                warn!(
+                    name: "memory-stays",
+                    client = client.0,
+                    pid,
+                    uid,
+                    unit,
+                    gpu = label,
+                    "the memory of {name} stays on the GPU: {}; others make room",
+                    bus::stay_name(*why)
+                );
+            }
+            Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
+            Command::Attached { .. } | Command::Probe { .. } | Command::Measure { .. } => {}
+        }
+    }
+
+    /// Says who has what somebody else could not get.
+    fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, now: Time) {
+        debug!(client = client.0, gpu = %gpu.0, bytes, "denied");
+        let Some(usage) = self.usage(client, gpu) else { return };
+        if usage.refused.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+            return;
+        }
+        usage.refused = Some(now);
+        let mut holders: Vec<(u64, ClientId)> = Vec::new();
+        for view in self.machine.clients() {
+            let demand = view.seats.iter().filter(|seat| seat.gpu == gpu).map(|seat| seat.demand).sum();
+            holders.push((demand, view.client));
+        }
+        holders.sort_unstable_by(|a, b| b.cmp(a));
+        let named = holders.iter().filter(|(demand, _)| *demand > 0).take(MOST_NAMED);
+        let named: Vec<String> = named
+            .filter_map(|(demand, client)| {
+                let identity = &self.clients.get(client)?.identity;
+                Some(format!("{} (pid {}) {}", identity.name, identity.pid, units::size(*demand)))
+            })
+            .collect();
+        let Some(entry) = self.clients.get(&client) else { return };
+        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
+        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
+        let (host, promised) = self.machine.host();
+        let host = host.unwrap_or(0);
+        warn!(
+            name: "memory-refused",
+            client = client.0,
+            pid,
+            uid,
+            unit,
+            gpu = self.gpus.get(&gpu).map(|entry| entry.label(gpu)),
+            bytes,
+            capacity,
+            host,
+            host_promised = promised,
+            "{name} is refused memory: it wants {} in all, and what does not fit on the GPU ({}) has no place in host \
+             memory ({}); most is held by {}: end one of them, or raise max in [swap]",
+            units::size(bytes),
+            units::size(capacity),
+            units::size(host),
+            if named.is_empty() { "nobody".into() } else { named.join(", ") }
+        );
+    }
+
+    /// GPUs as people know them.
+    pub(super) fn labels(&self, gpus: &GpuSet) -> String {
+        let labels: Vec<String> = gpus.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect();
+        labels.join(" ")
+    }
+
+    pub(super) fn idle(&mut self, client: ClientId, gpus: &GpuSet, now: Time) {
+        for gpu in gpus {
+            if let Some(usage) = self.usage(client, *gpu) {
+                usage.idle_since = now;
+            }
+        }
+    }
+
+    pub(super) fn trace_all(&mut self, now: Time, client: ClientId, gpus: &GpuSet, what: &str) {
+        if self.trace.is_some() {
+            for gpu in gpus {
+                self.trace(now, client, Some(*gpu), what, None);
+            }
+        }
+    }
+
+    pub(super) fn trace(&mut self, now: Time, client: ClientId, gpu: Option<GpuId>, what: &str, bytes: Option<u64>) {
+        if let Some(trace) = &mut self.trace {
+            let pid = self.clients.get(&client).map_or(0, |c| c.identity.pid);
+            trace.write(now, client, pid, gpu, what, bytes);
+        }
+    }
+}

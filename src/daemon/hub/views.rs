@@ -1,0 +1,134 @@
+//! What people see.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use nvshare_wire::client::EngineReason;
+
+use super::{Gpu, Hub};
+use crate::bus;
+use crate::daemon::bus_server::Holders;
+use crate::daemon::lock::Wanted;
+use crate::daemon::peer::Identity;
+use crate::daemon::socket;
+use crate::scheduler::{self, ClientId, GpuId, SeatView, Time};
+
+/// What the D-Bus object is told of a client; it leaves out what its caller may not see.
+#[derive(Debug, Clone)]
+pub struct ClientView {
+    pub id: ClientId,
+    pub identity: Arc<Identity>,
+    pub library: String,
+    pub connected: SystemTime,
+    pub stopped: bool,
+    pub uses: Vec<bus::GpuUse>,
+}
+
+impl Hub {
+    pub fn list_clients(&self) -> Vec<ClientView> {
+        let now = socket::now();
+        let since = self.since();
+        let view = |seen: scheduler::ClientView| {
+            let client = self.clients.get(&seen.client)?;
+            let uses = seen.seats.iter().map(|seat| {
+                let usage = client.uses.get(&seat.gpu);
+                let since = since.get(&(seen.client, seat.gpu)).copied();
+                let since = since.or(usage.map(|usage| usage.idle_since)).unwrap_or(now);
+                bus::GpuUse {
+                    uuid: self.gpus.get(&seat.gpu).map_or_else(String::new, |entry| entry.label(seat.gpu)),
+                    state: bus::state_name(seat.state, seat.attached).into(),
+                    since: now.saturating_sub(since).as_secs_f64(),
+                    engine: bus::engine_name(seat.engine).into(),
+                    engine_reason: bus::engine_reason(usage.map_or(EngineReason::Unsaid, |usage| usage.reason)).into(),
+                    demand: seat.demand,
+                    resident: seat.mapped,
+                    swapped: seat.swapped,
+                    pinned: seat.pinned,
+                    allowance: seat.allowance,
+                    limit: usage.and_then(|usage| usage.limit),
+                    unseen: usage.is_some_and(|usage| usage.unseen),
+                    stays: seat.stays.map_or("", bus::stay_name).into(),
+                    fullness: seat.fullness,
+                    lock_time: seat.lock_time.as_secs_f64(),
+                    wait_time: seat.wait_time.as_secs_f64(),
+                    grants: seat.grants,
+                }
+            });
+            Some(ClientView {
+                id: seen.client,
+                identity: client.identity.clone(),
+                library: client.library.clone(),
+                connected: client.connected,
+                stopped: seen.stopped,
+                uses: uses.collect(),
+            })
+        };
+        self.machine.clients().into_iter().filter_map(view).collect()
+    }
+
+    /// Since when each holder holds and each waiter waits.
+    fn since(&self) -> HashMap<(ClientId, GpuId), Time> {
+        let mut since = HashMap::new();
+        for gpu in self.machine.gpus() {
+            since.extend(gpu.holders.iter().map(|holder| ((holder.client, gpu.gpu), holder.since)));
+            since.extend(gpu.waiters.iter().map(|waiter| ((waiter.client, gpu.gpu), waiter.since)));
+        }
+        since
+    }
+
+    /// Who holds the lock of each GPU.
+    pub fn holders(&self) -> Holders {
+        let gpus = self.machine.gpus().into_iter();
+        let view = |seen: scheduler::GpuView| {
+            let label = self.gpus.get(&seen.gpu)?.label(seen.gpu);
+            Some((label, seen.holders.iter().map(|holder| holder.client.0).collect()))
+        };
+        gpus.filter_map(view).collect()
+    }
+
+    pub fn list_gpus(&self) -> Vec<bus::Gpu> {
+        let seats: Vec<SeatView> = self.machine.clients().into_iter().flat_map(|client| client.seats).collect();
+        let view = |seen: scheduler::GpuView| {
+            let entry = self.gpus.get(&seen.gpu)?;
+            let seats = || seats.iter().filter(|seat| seat.gpu == seen.gpu);
+            Some(bus::Gpu {
+                uuid: entry.label(seen.gpu),
+                kind: bus::kind_name(entry.kind).into(),
+                name: entry.name.clone(),
+                index: entry.index,
+                total: entry.total,
+                capacity: seen.capacity,
+                overhead: entry.overhead.told(),
+                demand: seats().map(|seat| seat.demand).sum(),
+                resident: seats().map(|seat| seat.mapped).sum(),
+                swapped: seats().map(|seat| seat.swapped).sum(),
+                clients: seats().count() as u32,
+                holders: seen.holders.iter().map(|holder| holder.client.0).collect(),
+                queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
+            })
+        };
+        self.machine.gpus().into_iter().filter_map(view).collect()
+    }
+
+    /// The GPU of that UUID or number; of none, the only one there is.
+    pub fn find_gpu(&self, name: &str) -> Result<Wanted, String> {
+        let known = || self.gpus.iter().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
+        let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
+            gpu.label(**id).eq_ignore_ascii_case(name) || gpu.index.is_some_and(|index| index.to_string() == name)
+        };
+        let found = match name {
+            "" if self.gpus.len() == 1 => self.gpus.iter().next(),
+            "" if self.gpus.is_empty() => return Err("there is no GPU here that the scheduler knows".into()),
+            "" => return Err(format!("there are several GPUs: say which of {}", known())),
+            _ => self.gpus.iter().find(is_meant),
+        };
+        let (id, gpu) = found.ok_or_else(|| format!("there is no GPU {name:?}: there are {}", known()))?;
+        Ok(Wanted { uuid: id.0, kind: gpu.kind, total: gpu.total })
+    }
+}
+
+/// What a program says of itself, for people to read.
+pub fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
+}

@@ -1,0 +1,49 @@
+#!/bin/bash
+# Boots Debian systems as containers, installs the packages there with apt, and goes through them: see README.md.
+#
+#   check.sh BUILT PACKAGES NEWER   BUILT: target/debug; PACKAGES, NEWER: directories of .debs, NEWER of a higher version
+set -eu
+
+[ $# -eq 3 ] || { echo "usage: $0 BUILT PACKAGES NEWER" >&2; exit 2; }
+built=$(realpath "$1") packages=$(realpath "$2") newer=$(realpath "$3")
+here=$(realpath "$(dirname "$0")")
+bases=${built%/*}/system
+mkdir -p "$bases"
+
+# What the packages depend on is there already: the systems have no network. procps and diffutils are for the steps.
+include=systemd,systemd-sysv,dbus,polkitd,libc6,adduser,procps,diffutils,man-db,bash-completion
+
+failed=0
+for suite in ${SUITES:-bookworm trixie}; do
+    began=$SECONDS
+    base=$bases/$suite.tar
+    if [ ! -e "$base" ]; then
+        echo "--- $suite: making a base system"
+        mmdebstrap --quiet --format=tar --variant=apt --include=$include "$suite" "$base.new"
+        mv "$base.new" "$base"
+    fi
+    root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-system-XXXXXX")
+    # shellcheck disable=SC2064
+    trap "rm -rf --one-file-system '$root'" EXIT
+    tar -C "$root" -xf "$base"
+
+    # NVIDIA's packages put their libraries there.
+    "$here/../cuda-sim/install.sh" "$root/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || cc -print-multiarch)" "$built"
+    install "$built/cuda-program" "$root/usr/local/bin"
+    mkdir -p "$root/opt/nvshare-test"
+    cp -r "$here"/*.sh "$here/steps" "$root/opt/nvshare-test"
+    mkdir "$root/opt/nvshare-test/packages" "$root/opt/nvshare-test/newer"
+    cp "$packages"/*.deb "$root/opt/nvshare-test/packages"
+    cp "$newer"/*.deb "$root/opt/nvshare-test/newer"
+
+    booted=$SECONDS
+    if "$here/boot.sh" "$root" /opt/nvshare-test/inside.sh; then
+        echo "--- $suite: all right ($((SECONDS - booted)) s, with its installation $((SECONDS - began)) s)"
+    else
+        echo "--- $suite: FAILED" >&2
+        failed=1
+    fi
+    rm -rf --one-file-system "$root"
+    trap - EXIT
+done
+exit $failed

@@ -1,0 +1,38 @@
+#!/bin/bash
+# In a booted system: installs the packages, takes them through everything, removes them, and compares the file system
+# with what it was.
+. "$(dirname "$0")/lib.sh"
+
+# What the rest of the system changes by itself.
+elsewhere=(/proc /sys /dev /tmp /var/tmp "$here" /var/log /var/cache /var/lib/apt /var/lib/dpkg /var/lib/systemd/random-seed
+    /var/lib/systemd/timers /etc/passwd- /etc/group- /etc/shadow- /etc/gshadow- /run/systemd /run/udev /run/log /run/lock /run/user)
+
+files() { # find's action…
+    skip=()
+    for path in "${elsewhere[@]}"; do skip+=(-path "$path" -o); done
+    find / -xdev \( "${skip[@]}" -false \) -prune -o "$@"
+}
+
+# Packages, and every file: its kind, mode, owner and contents.
+snapshot() {
+    dpkg-query -W
+    files -printf '%p %y %m %U:%G %l\n' | sort
+    files -type f -print0 | sort -z | xargs -0 md5sum
+}
+
+useradd --create-home --shell /bin/bash $user
+mkdir -m 777 /var/tmp/gpu
+ldconfig
+# The scheduler is of the simulated machine, like everybody.
+mkdir -p /etc/systemd/system/$unit.d
+printf '[Service]\nEnvironment=%s\n' "${gpu[*]}" >/etc/systemd/system/$unit.d/gpu.conf
+snapshot >/tmp/before
+
+for step in install activation settings share restart upgrade preload remove; do
+    began=$(date +%s%N)
+    "$here/steps/$step.sh" || { echo "step $step failed" >&2; exit 1; }
+    printf '  %-12s %5d ms\n' $step $((($(date +%s%N) - began) / 1000000))
+done
+
+snapshot >/tmp/after
+diff /tmp/before /tmp/after || { echo "FAILED: that is left, or gone" >&2; exit 1; }

@@ -1,0 +1,58 @@
+# shellcheck shell=bash
+# What the steps have in common. Sourced by each.
+set -eu
+
+unit=nvshare.service
+bus=(org.nvshare.Scheduler1 /org/nvshare/Scheduler1 org.nvshare.Scheduler1)
+here=/opt/nvshare-test
+# Somebody who may use the GPU and administers nothing.
+user=alice
+
+# One simulated machine: every process of it has these, the scheduler too.
+gpu=(CUDA_SIM_DIR=/var/tmp/gpu CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
+
+fail() {
+    echo "FAILED: $*" >&2
+    systemctl status --no-pager --lines=0 nvshare.socket $unit >&2 || true
+    journalctl --no-pager -o short-monotonic -u nvshare.socket -u $unit 2>/dev/null | tail -n 60 >&2
+    exit 1
+}
+
+until_true() { # what, command…
+    what=$1
+    shift
+    for _ in $(seq 600); do
+        if "$@" >/dev/null 2>&1; then return; fi
+        sleep 0.1
+    done
+    fail "waited in vain for $what"
+}
+
+# Runs a command that must succeed, and compares what it prints, without the space at the ends of lines.
+says() { # expected, command…
+    expected=$1
+    shift
+    said=$("$@" 2>&1) || fail "$*: ended with $?: $said"
+    [ "$said" = "$expected" ] || fail "$*: said «$said», not «$expected»"
+}
+
+# Runs a command that must fail, with a text in what it prints.
+refused() { # text, command…
+    text=$1
+    shift
+    if said=$("$@" 2>&1); then fail "$*: succeeded: $said"; fi
+    [[ $said == *"$text"* ]] || fail "$*: said «$said», which has nothing of «$text»"
+}
+
+as_user() { runuser -u $user -- "$@"; }
+
+# A program on the simulated GPU, under nvshare. Its files are everybody's, as a GPU is.
+program() { (umask 0 && exec env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
+program_of_user() { (umask 0 && exec runuser -u $user -- env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
+
+shown() { systemctl show --value -p "$1" $unit; }
+kept() { [ "$(shown NFileDescriptorStore)" = "$1" ]; }
+
+# Lines of the scheduler's journal with that text, since the system was booted.
+logged() { journalctl -o cat -u $unit | grep -c -- "$1" || true; }
+has_logged() { [ "$(logged "$2")" = "$1" ]; }

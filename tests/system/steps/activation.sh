@@ -1,0 +1,15 @@
+#!/bin/bash
+# A first call on the bus starts the scheduler, and so does a first program.
+. "$(dirname "$0")/../lib.sh"
+
+busctl set-property "${bus[@]}" TimeQuantum u 45 || fail "nothing is started by a call on the bus"
+says "u 45" busctl get-property "${bus[@]}" TimeQuantum
+[ "$(systemctl is-active $unit)" = active ] || fail "$unit is $(systemctl is-active $unit)"
+nvsharectl reset
+
+systemctl stop nvshare.socket nvshare-control.socket $unit
+systemctl enable --quiet --now nvshare.socket
+[ "$(systemctl is-active $unit)" = inactive ] || fail "the scheduler runs before anybody wants it"
+program mix --mem 16M --rounds 2 >/dev/null || fail "a program ended with $?"
+[ "$(systemctl is-active $unit)" = active ] || fail "a program has not started the scheduler"
+has_logged 1 ' connected$' || fail "the program has not connected"

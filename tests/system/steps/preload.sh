@@ -1,0 +1,36 @@
+#!/bin/bash
+# The toggle: every program loads the library, and none but CUDA programs do anything with it.
+. "$(dirname "$0")/../lib.sh"
+
+list=/etc/ld.so.preload
+nvsharectl preload verify >/dev/null || fail "verify ended with $?"
+refused "root" as_user nvsharectl preload enable
+nvsharectl preload enable >/dev/null || fail "enable ended with $?"
+once=$(cat $list)
+nvsharectl preload enable >/dev/null || fail "a second enable ended with $?"
+says "$once" cat $list
+nvsharectl preload status >/dev/null || fail "status ended with $?"
+
+for runner in "" as_user; do
+    says "" $runner /bin/true
+    $runner grep -q libnvshare /proc/self/maps || fail "it is not loaded"
+done
+connected=$(logged ' connected$')
+(umask 0 && env "${gpu[@]}" cuda-program mix --mem 16M --rounds 2 >/dev/null) || fail "a program ended with $?"
+until_true "the program to have shared" has_logged $((connected + 1)) ' connected$'
+
+# Installed again, it is as it was.
+apt-get install -qq -y --reinstall "$here"/newer/*.deb >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "a reinstallation"; }
+says "$once" cat $list
+says "" /bin/true
+
+nvsharectl preload disable >/dev/null || fail "disable ended with $?"
+[ ! -e $list ] || fail "$list is still there: $(cat $list)"
+# What was there before stays, in front of and behind ours.
+printf '# by the administrator\n' >$list
+nvsharectl preload enable >/dev/null || fail "enable ended with $?"
+nvsharectl preload disable >/dev/null || fail "disable ended with $?"
+says "# by the administrator" cat $list
+rm $list
+# Left on for the step after this.
+nvsharectl preload enable >/dev/null || fail "enable ended with $?"

@@ -1,0 +1,42 @@
+#!/bin/bash
+# Two programs share a GPU that is too small for both, while the scheduler is restarted, killed, given a wrong configuration
+# file, and stopped until its watchdog barks. Both end right, and neither connects a second time.
+. "$(dirname "$0")/../lib.sh"
+
+resumed=$(logged '^2 of 2 programs go on')
+connected=$(logged ' connected$')
+went_on() { has_logged $((resumed + $1)) '^2 of 2 programs go on' && [ "$(systemctl is-active $unit)" = active ]; }
+
+nvsharectl set time-quantum 1
+nvsharectl set anti-thrash on
+programs=()
+for _ in 1 2; do
+    program mix --mem 160M --rounds 40 --gpu-ms 50 >/dev/null &
+    programs+=($!)
+done
+until_true "two connections to be kept" kept 2
+
+systemctl restart $unit
+until_true "both to go on after a restart" went_on 1
+nvsharectl get | grep -q 'time-quantum = "1s"' || fail "a changed setting is lost"
+
+systemctl kill --signal=KILL --kill-who=main $unit
+until_true "both to go on after SIGKILL" went_on 2
+kept 2 || fail "$(shown NFileDescriptorStore) connections are kept"
+
+file=/etc/nvshare/nvshare.toml
+cp $file $file.right
+printf 'time-quantum = "soon"\n' >$file
+if systemctl reload $unit 2>/dev/null; then fail "a wrong file is taken"; fi
+journalctl -x -u $unit | grep -q 'Subject: The configuration file has a mistake' || fail "the catalog explains nothing"
+mv $file.right $file
+systemctl reload $unit || fail "a right file is refused"
+
+kill -STOP "$(shown MainPID)"
+until_true "the watchdog to bark" sh -c "journalctl -u $unit | grep -q 'Watchdog timeout'"
+until_true "both to go on after that" went_on 3
+
+for program in "${programs[@]}"; do wait "$program" || fail "a program ended with $?"; done
+until_true "no connection to be kept" kept 0
+[ "$(logged ' connected$')" = $((connected + 2)) ] || fail "programs connected a second time"
+nvsharectl reset

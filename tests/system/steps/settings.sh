@@ -1,0 +1,34 @@
+#!/bin/bash
+# Settings are an administrator's to change; anybody may look, and take the lock.
+. "$(dirname "$0")/../lib.sh"
+
+busctl set-property "${bus[@]}" TimeQuantum u 46 || fail "root may not change a setting"
+says "u 46" busctl get-property "${bus[@]}" TimeQuantum
+nvsharectl set max-wait 2min
+says "u 120" as_user busctl get-property "${bus[@]}" MaxWait
+
+refused "from 1 to 3600" busctl set-property "${bus[@]}" TimeQuantum u 0
+refused "expected u" busctl set-property "${bus[@]}" TimeQuantum s soon
+refused "auto" busctl set-property "${bus[@]}" AntiThrash s sometimes
+refused "may not" as_user busctl set-property "${bus[@]}" TimeQuantum u 5
+refused "may not" as_user busctl call "${bus[@]}" Reload
+refused "may not" as_user nvsharectl set time-quantum 5
+refused "denied" as_user busctl call "${bus[@]}" NoSuchMethod
+says "u 46" busctl get-property "${bus[@]}" TimeQuantum
+
+as_user nvsharectl | grep -q "Simulated" || fail "a user sees nothing: $(as_user nvsharectl 2>&1)"
+says "with the lock" as_user nvsharectl lock -- echo "with the lock"
+# What is root's is not the user's to see; its own is.
+program persistent --seconds 600 >/dev/null 2>&1 &
+program=$!
+until_true "a program of root" sh -c 'nvsharectl --json | grep -q cuda-program'
+as_user nvsharectl --json | grep -q '600' && fail "a user sees the command line of root's program"
+nvsharectl --json | grep -q '600' || fail "root does not see its command line"
+pkill -x cuda-program
+wait $program || true
+
+# Said once, it stays; taken back, the file counts.
+systemctl restart $unit
+says "u 46" busctl get-property "${bus[@]}" TimeQuantum
+nvsharectl reset
+says "u 30" busctl get-property "${bus[@]}" TimeQuantum

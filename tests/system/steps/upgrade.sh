@@ -1,0 +1,25 @@
+#!/bin/bash
+# A newer version is installed while programs run: the socket stays, the scheduler is the new one, and no program notices.
+. "$(dirname "$0")/../lib.sh"
+
+nvsharectl set time-quantum 1
+inode=$(stat -c %i /run/nvshare/scheduler.sock)
+since=$(systemctl show --value -p ActiveEnterTimestampMonotonic nvshare.socket)
+connected=$(logged ' connected$')
+scheduler=$(shown MainPID)
+programs=()
+for _ in 1 2; do
+    program mix --mem 160M --rounds 16 --gpu-ms 50 >/dev/null &
+    programs+=($!)
+done
+until_true "two connections to be kept" kept 2
+
+apt-get install -qq -y "$here"/newer/*.deb >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "the upgrade"; }
+[ "$(shown MainPID)" != "$scheduler" ] || fail "the old scheduler runs still"
+for program in "${programs[@]}"; do kill -0 "$program" || fail "a program was too short for this, or has ended"; done
+[ "$(stat -c %i /run/nvshare/scheduler.sock)" = "$inode" ] || fail "the socket is another"
+[ "$(systemctl show --value -p ActiveEnterTimestampMonotonic nvshare.socket)" = "$since" ] || fail "the socket was restarted"
+[ "$(systemctl is-enabled nvshare.socket)" = enabled ] || fail "the socket is no longer enabled"
+for program in "${programs[@]}"; do wait "$program" || fail "a program ended with $?"; done
+[ "$(logged ' connected$')" = $((connected + 2)) ] || fail "programs connected a second time"
+nvsharectl reset
