@@ -65,10 +65,13 @@ impl Context {
         let event = self.event()?;
         // SAFETY: the event is ours and not in use; streams are forgotten before they are destroyed.
         let result = capture::beside(|capturing| {
-            if capturing && (is_legacy(stream) || capture::is_capturing(stream)) {
+            let is_captured = || capturing && (is_legacy(stream) || capture::is_capturing(stream));
+            if is_captured() {
                 return ERROR_NOT_READY; // it would be captured, or break the capture
             }
-            unsafe { driver::cuEventRecord(event as CUevent, stream) }
+            let result = unsafe { driver::cuEventRecord(event as CUevent, stream) };
+            // Another thread may have had the stream join a capture in this moment: such an event is never done.
+            if is_captured() { ERROR_NOT_READY } else { result }
         });
         if let Err(error) = check(result) {
             self.free.push(event);
