@@ -16,7 +16,7 @@ use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, SchedulerMessage, SlotSet, ve
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
-use super::bus_server::Holders;
+use super::bus::Holders;
 use super::clients::Link;
 use super::complaints::Complaints;
 use super::config::Config;
