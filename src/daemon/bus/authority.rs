@@ -118,7 +118,7 @@ impl Authority {
         };
         let limit = if manner == Manner::Quick { QUICK } else { PATIENCE };
         let gone = || Answer::No("the caller has left the bus".into());
-        let Ok(leaving) = question.watch().await else { return Ok(gone()) };
+        let Ok(Some(leaving)) = question.watch().await else { return Ok(gone()) };
         let answer = tokio::select! {
             answer = question.ask() => return Ok(answer),
             () = leaving => gone(),
@@ -170,8 +170,8 @@ struct Question<'a> {
 }
 
 impl Question<'_> {
-    /// What is returned ends when the sender has left. The error is that it had already.
-    async fn watch(&self) -> zbus::Result<impl Future<Output = ()> + use<>> {
+    /// What is returned ends when the sender leaves; nothing where it has left.
+    async fn watch(&self) -> zbus::Result<Option<impl Future<Output = ()> + use<>>> {
         let rule = MatchRule::builder()
             .msg_type(message::Type::Signal)
             .sender("org.freedesktop.DBus")
@@ -181,12 +181,12 @@ impl Question<'_> {
             .build()?;
         let mut changes = MessageStream::for_match_rule(rule, self.connection, None).await?;
         if !DBusProxy::new(self.connection).await?.name_has_owner(self.sender.try_into()?).await? {
-            return Err(zbus::Error::NameTaken);
+            return Ok(None);
         }
         // A unique name changes its owner once, to nobody.
-        Ok(async move {
+        Ok(Some(async move {
             let _ = std::future::poll_fn(|cx| Pin::new(&mut changes).poll_next(cx)).await;
-        })
+        }))
     }
 
     async fn ask(&self) -> Answer {
