@@ -31,7 +31,7 @@ help:
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
-	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus policy, man pages'
+	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages'
 	@echo 'make clean     removes what was built'
 	@echo
 	@echo 'While you change something:'
@@ -92,6 +92,7 @@ install:
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system.d dbus/org.nvshare.Scheduler1.conf
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system-services dbus/org.nvshare.Scheduler1.service
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/interfaces dbus/org.nvshare.Scheduler1.xml
+	install -Dm 644 -t $(DESTDIR)$(prefix)/share/polkit-1/actions dbus/org.nvshare.Scheduler1.policy
 	for page in man/*.[0-9]; do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
 	for name in nvshare-scheduler nvshare.socket nvshare-control.socket; do \

@@ -62,7 +62,14 @@ impl From<zbus::Error> for CtlError {
             _ => return Self::Failed(error.to_string()),
         };
         let text = text.unwrap_or_else(|| name.clone());
-        if NOBODY.contains(&name.as_str()) { Self::not_running(text) } else { Self::Failed(text) }
+        match name.as_str() {
+            name if NOBODY.contains(&name) => Self::not_running(text),
+            "org.nvshare.Scheduler1.Error.NotAuthorized" => Self::Failed(format!("{text} (try it with sudo)")),
+            "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired" => {
+                Self::Failed(format!("{text} (run nvsharectl on a terminal, or with sudo)"))
+            }
+            _ => Self::Failed(text),
+        }
     }
 }
 

@@ -7,7 +7,10 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use super::{CtlError, Target, block_on};
+use zbus::Variant;
+
+use super::{CtlError, Target, block_on, password};
+use crate::bus::LockFd;
 
 /// Which lock, and what people read about who has it.
 #[derive(Debug)]
@@ -25,7 +28,9 @@ pub fn lock(target: &Target, wish: &Wish, command: &[OsString]) -> Result<u8, Ct
     let who = wish.who.clone().unwrap_or_else(|| program.to_string_lossy().into_owned());
     let lock = block_on(async {
         let scheduler = target.connect().await?;
-        Ok(scheduler.acquire_lock(&wish.gpu, &who, &wish.why, HashMap::new()).await?)
+        let options: HashMap<&str, Variant<'_>> = HashMap::new();
+        let lock: LockFd = password::call(&scheduler, "AcquireLock", &(&wish.gpu, &who, &wish.why, options)).await?;
+        Ok(lock)
     })?;
     // Closed by this process's end, however that comes; the command does not get it.
     let mut lines = BufReader::new(UnixStream::from(std::os::fd::OwnedFd::from(lock)));

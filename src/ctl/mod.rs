@@ -5,11 +5,12 @@
 //! - [`lock`]: running one command with a GPU's lock held.
 //! - [`run`]: running one command under nvshare.
 //! - [`preload`]: having every program of the machine load the library.
-//! - `connect`: finding the scheduler. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
+//! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
 
 mod connect;
 mod errors;
 pub mod lock;
+mod password;
 pub mod preload;
 pub mod run;
 pub mod settings;

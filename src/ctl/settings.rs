@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{CtlError, Target, block_on};
+use super::{CtlError, Target, block_on, password};
 use crate::scheduler::AntiThrash;
 use crate::{bus, units};
 
@@ -21,10 +21,14 @@ pub fn set(target: &Target, changes: &[Change]) -> Result<(), CtlError> {
         for change in changes {
             match change {
                 Change::TimeQuantum(quantum) => {
-                    scheduler.set_time_quantum(whole_seconds("time quantum", *quantum)?).await?;
+                    password::set(&scheduler, "TimeQuantum", whole_seconds("time quantum", *quantum)?.into()).await?;
                 }
-                Change::MaxWait(most) => scheduler.set_max_wait(whole_seconds("longest wait", *most)?).await?,
-                Change::AntiThrash(mode) => scheduler.set_anti_thrash(bus::anti_thrash_name(*mode)).await?,
+                Change::MaxWait(most) => {
+                    password::set(&scheduler, "MaxWait", whole_seconds("longest wait", *most)?.into()).await?;
+                }
+                Change::AntiThrash(mode) => {
+                    password::set(&scheduler, "AntiThrash", bus::anti_thrash_name(*mode).into()).await?;
+                }
             }
         }
         Ok(())
@@ -52,12 +56,12 @@ pub fn get(target: &Target) -> Result<String, CtlError> {
 
 /// Has the scheduler read its configuration file again.
 pub fn reload(target: &Target) -> Result<(), CtlError> {
-    block_on(async { Ok(target.connect().await?.reload().await?) })
+    block_on(async { Ok(password::call(&target.connect().await?, "Reload", &()).await?) })
 }
 
 /// Has the scheduler forget what was changed at run time.
 pub fn reset(target: &Target) -> Result<(), CtlError> {
-    block_on(async { Ok(target.connect().await?.reset().await?) })
+    block_on(async { Ok(password::call(&target.connect().await?, "Reset", &()).await?) })
 }
 
 /// Reads `45`, `45s` or `1min`.

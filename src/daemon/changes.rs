@@ -13,7 +13,7 @@ use serde::Deserialize;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
-use super::bus_server::Change;
+use super::bus::Change;
 use super::config::{self, ConfigError};
 use crate::bus::anti_thrash_name;
 use crate::scheduler::{AntiThrash, Settings};

@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 use tracing::{info, warn};
 
-use super::bus_server::Request;
+use super::bus::Request;
 use super::changes::Changes;
 use super::clients::Shared;
 use super::config::Config;

@@ -41,11 +41,14 @@ mod tests {
 
     use super::*;
 
-    /// What follows `begin` in quotes, over all files of the daemon.
-    fn names_in_the_code() -> BTreeSet<String> {
+    /// What follows `name: ` in quotes, over all files below a directory.
+    fn names_in_the_code(directory: &Path) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
-        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/daemon");
         for file in std::fs::read_dir(directory).expect("the sources").flatten() {
+            if file.path().is_dir() {
+                names.append(&mut names_in_the_code(&file.path()));
+                continue;
+            }
             let text = std::fs::read_to_string(file.path()).expect("a source");
             let text = text.split("#[cfg(test)]").next().unwrap_or_default();
             names.extend(text.split("name: \"").skip(1).filter_map(|rest| Some(rest.split_once('"')?.0.to_owned())));
@@ -56,7 +59,8 @@ mod tests {
     #[test]
     fn every_line_with_a_name_has_an_id_and_every_id_a_line() {
         let known: BTreeSet<String> = IDS.iter().map(|(name, _)| (*name).to_owned()).collect();
-        assert_eq!(names_in_the_code(), known);
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/daemon");
+        assert_eq!(names_in_the_code(&sources), known);
         let ids: BTreeSet<&str> = IDS.iter().map(|(_, id)| *id).collect();
         assert_eq!(ids.len(), IDS.len(), "an id is there twice");
         assert!(

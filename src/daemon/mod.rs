@@ -11,14 +11,14 @@
 //! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
 //! - `host`: the host's memory.
 //! - `gpus`: NVML, with `overhead` for what it measures.
-//! - `bus_server`: the D-Bus object, in a thread of its own.
+//! - `bus`: the D-Bus object, in a thread of its own.
 //! - `status`: what `systemctl status` shows.
 //! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace; `journal` and `messages` are the log
 //!   as the journal has it.
 //!
 //! One thread, this one, runs the scheduling loop; nothing that can take long happens on it.
 
-mod bus_server;
+mod bus;
 mod changes;
 mod clients;
 mod complaints;
@@ -54,7 +54,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::{debug, error, info, warn};
 
-use bus_server::{Bus, BusServer, Holders};
+use bus::{Bus, BusServer, Holders};
 use changes::Changes;
 use config::{Config, LogLevel};
 use control::Control;

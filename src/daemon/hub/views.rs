@@ -8,7 +8,7 @@ use nvshare_wire::client::EngineReason;
 
 use super::{Gpu, Hub};
 use crate::bus;
-use crate::daemon::bus_server::Holders;
+use crate::daemon::bus::Holders;
 use crate::daemon::lock::Wanted;
 use crate::daemon::peer::Identity;
 use crate::daemon::socket;

@@ -1,0 +1,57 @@
+//! Announcing changes of properties.
+
+use std::collections::HashMap;
+
+use tracing::debug;
+use zbus::fdo::Properties;
+use zbus::names::InterfaceName;
+use zbus::object_server::SignalEmitter;
+use zbus::{Connection, Variant};
+
+use super::{Shared, seconds};
+use crate::bus;
+
+/// Says PropertiesChanged once for every real change, until the connection ends.
+pub async fn announce(connection: &Connection, shared: &Shared) {
+    let (mut settings, mut holders) = (shared.settings.clone(), shared.holders.clone());
+    let mut before = settings.borrow_and_update().clone();
+    let mut held = holders.borrow_and_update().clone();
+    loop {
+        let heard = tokio::select! {
+            () = connection.closed() => return,
+            heard = settings.changed() => heard,
+            heard = holders.changed() => heard,
+        };
+        if heard.is_err() {
+            return connection.closed().await;
+        }
+        let now = settings.borrow_and_update().clone();
+        let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
+        let holds = holders.borrow_and_update().clone();
+        if holds != held {
+            held.clone_from(&holds);
+            changed.insert("Holders", holds.into());
+        }
+        if now.time_quantum != before.time_quantum {
+            changed.insert("TimeQuantum", seconds(now.time_quantum).into());
+        }
+        if now.max_wait != before.max_wait {
+            changed.insert("MaxWait", seconds(now.max_wait).into());
+        }
+        if now.anti_thrash != before.anti_thrash {
+            changed.insert("AntiThrash", bus::anti_thrash_name(now.anti_thrash).into());
+        }
+        before = now;
+        if changed.is_empty() {
+            continue;
+        }
+        let sent = async {
+            let emitter = SignalEmitter::new(connection, bus::PATH)?;
+            let name = InterfaceName::try_from(bus::NAME)?;
+            Properties::properties_changed(&emitter, name, changed, [].as_slice().into()).await
+        };
+        if let Err(e) = sent.await {
+            debug!("cannot announce a change: {e}");
+        }
+    }
+}

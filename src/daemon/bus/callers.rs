@@ -1,0 +1,129 @@
+//! Who calls, and what they may do.
+
+use tracing::debug;
+use zbus::Connection;
+use zbus::fdo::{self, DBusProxy};
+use zbus::message::{Flags, Header};
+
+use super::authority::{Action, Answer, Authority, Manner, Subject};
+use super::failure::Failure;
+use crate::bus::Error;
+
+/// How callers are known.
+#[derive(Debug)]
+pub enum Callers {
+    /// The bus knows each sender, and polkit what they may do.
+    Bus(Authority),
+    /// There is one caller only, the peer, and the kernel said who it is.
+    Peer { uid: u32, pid: i32 },
+}
+
+/// Who sent a message.
+#[derive(Debug)]
+pub struct Caller<'a> {
+    pub uid: u32,
+    /// 0 where it is not known.
+    pub pid: i32,
+    from: From<'a>,
+}
+
+#[derive(Debug)]
+enum From<'a> {
+    Bus {
+        authority: &'a Authority,
+        connection: &'a Connection,
+        subject: Subject,
+        /// Whether they let themselves be asked for a password.
+        interactive: bool,
+    },
+    Peer,
+}
+
+impl Callers {
+    /// The sender of a message.
+    pub async fn identify<'a>(
+        &'a self,
+        header: Option<&Header<'_>>,
+        connection: &'a Connection,
+    ) -> Result<Caller<'a>, Error> {
+        let authority = match self {
+            Self::Bus(authority) => authority,
+            &Self::Peer { uid, pid } => return Ok(Caller { uid, pid, from: From::Peer }),
+        };
+        let known = async {
+            let header = header?;
+            let sender = header.sender()?.to_owned();
+            let bus = DBusProxy::new(connection).await.ok()?;
+            let known = bus.get_connection_credentials(sender.clone().into()).await.ok()?;
+            let uid = known.unix_user_id()?;
+            let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
+            let subject = Subject { sender: sender.into(), uid };
+            let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
+            Some(Caller { uid, pid, from: From::Bus { authority, connection, subject, interactive } })
+        };
+        known.await.ok_or_else(|| Error::NotAuthorized("the bus does not say who calls".into()))
+    }
+}
+
+impl Caller<'_> {
+    /// Whether they may change settings; what exactly, as in "may not ...", is for the message.
+    pub async fn may_change(&self, what: &str) -> Result<(), Failure> {
+        let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
+        match self.from {
+            _ if self.uid == 0 => Ok(()),
+            // SAFETY: a plain call that cannot fail.
+            From::Peer if self.uid == unsafe { libc::geteuid() } => Ok(()),
+            From::Peer => Err(Error::NotAuthorized(only_root("on the control socket ")).into()),
+            From::Bus { .. } => match self.ask(Action::ChangeSettings).await? {
+                Answer::Absent => Err(Error::NotAuthorized(only_root("there is no polkit, so ")).into()),
+                answer => self.heed(answer, what),
+            },
+        }
+    }
+
+    /// Whether they may have a lock.
+    pub async fn may_lock(&self) -> Result<(), Failure> {
+        match self.from {
+            From::Bus { .. } if self.uid != 0 => match self.ask(Action::AcquireLock).await? {
+                Answer::Absent => Ok(()),
+                answer => self.heed(answer, "acquire a lock"),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether they may see other users' command lines. Takes no time worth speaking of, and nobody is asked for a password.
+    pub async fn sees_all(&self) -> bool {
+        let From::Bus { authority, connection, subject, .. } = &self.from else { return self.uid == 0 };
+        if self.uid == 0 {
+            return true;
+        }
+        let answer = authority.check(connection, subject, Action::SeeCommands, Manner::Quick).await;
+        matches!(answer, Ok(Answer::Yes))
+    }
+
+    async fn ask(&self, action: Action) -> fdo::Result<Answer> {
+        match &self.from {
+            From::Bus { authority, connection, subject, interactive } => {
+                let manner = if *interactive { Manner::Interactive } else { Manner::Patient };
+                authority.check(connection, subject, action, manner).await
+            }
+            From::Peer => Ok(Answer::Absent),
+        }
+    }
+
+    fn heed(&self, answer: Answer, what: &str) -> Result<(), Failure> {
+        let why = match answer {
+            Answer::Yes => return Ok(()),
+            Answer::Challenge => {
+                let text =
+                    format!("user {} may not {what} without a password, which the call does not allow", self.uid);
+                return Err(fdo::Error::InteractiveAuthorizationRequired(text).into());
+            }
+            Answer::No(why) => why,
+            Answer::Absent => "there is no polkit".into(),
+        };
+        debug!("user {} may not {what}: {why}", self.uid);
+        Err(Error::NotAuthorized(format!("user {} may not {what}: {why}", self.uid)).into())
+    }
+}

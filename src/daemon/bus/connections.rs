@@ -1,0 +1,108 @@
+//! The two places where the object is found: the bus, and the control socket.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, oneshot};
+use tokio::task::spawn_local;
+use tracing::{debug, error, info, warn};
+use zbus::{Guid, connection};
+
+use super::announce::announce;
+use super::authority::Authority;
+use super::callers::Callers;
+use super::object::Object;
+use super::served::Served;
+use super::{Bus, Shared};
+use crate::bus;
+use crate::daemon::socket;
+
+/// How long to wait before the bus is tried again.
+const RETRY: Duration = Duration::from_secs(5);
+/// Connections to the control socket at a time; more wait.
+const MAX_PEERS: usize = 64;
+/// A peer that does not finish the handshake in this time is hung up on.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Stays on the bus for as long as there is one, and comes back to it.
+pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>) {
+    let mut attempted = Some(attempted);
+    let mut complained = false;
+    loop {
+        let builder = match &bus {
+            Bus::None => return,
+            Bus::System => connection::Builder::system(),
+            Bus::Address(address) => connection::Builder::address(address.as_str()),
+        };
+        let object = Object { shared: shared.clone(), callers: Callers::Bus(Authority::default()) };
+        // The name is requested once the object is there: nobody can find the one without the other.
+        let connected = builder
+            .serve_at(bus::PATH, Served(object))
+            .name(bus::NAME)
+            .allow_name_replacements(false)
+            .replace_existing_names(false)
+            .build()
+            .await;
+        match connected {
+            Ok(connection) => {
+                info!("on the bus as {}", bus::NAME);
+                drop(attempted.take());
+                complained = false;
+                announce(&connection, &shared).await;
+                warn!(name: "bus-gone", "the bus has gone away");
+            }
+            Err(e) => {
+                // No bus is nothing wrong: containers and small systems have none.
+                if !std::mem::replace(&mut complained, true) {
+                    info!("not on the bus, will try again: {e}");
+                }
+                drop(attempted.take());
+            }
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+/// Serves the control socket: the same object, without a bus between.
+pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
+    let listener = match socket::watch(listener) {
+        Ok(listener) => listener,
+        Err(e) => return error!("there is no control socket: {e}"),
+    };
+    let places = Arc::new(Semaphore::new(MAX_PEERS));
+    loop {
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let Ok(mut ready) = listener.readable().await else { return };
+        match ready.try_io(|l| socket::accept(l.as_fd())) {
+            Ok(Ok(stream)) => {
+                let shared = shared.clone();
+                spawn_local(async move {
+                    if let Err(e) = serve_peer(stream, shared).await {
+                        debug!("a control connection ended: {e}");
+                    }
+                    drop(place);
+                });
+            }
+            Ok(Err(e)) => {
+                debug!("cannot accept a control connection: {e}");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            Err(_would_block) => {}
+        }
+    }
+}
+
+async fn serve_peer(stream: OwnedFd, shared: Shared) -> zbus::Result<()> {
+    let socket::Credentials { uid, pid } = socket::credentials(stream.as_fd())?;
+    let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid } };
+    let build = connection::Builder::unix_stream(UnixStream::from(stream))
+        .server(Guid::generate())
+        .p2p()
+        .serve_at(bus::PATH, Served(object))
+        .build();
+    let Ok(connection) = tokio::time::timeout(HANDSHAKE_TIMEOUT, build).await else { return Ok(()) };
+    announce(&connection?, &shared).await;
+    Ok(())
+}

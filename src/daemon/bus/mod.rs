@@ -1,0 +1,130 @@
+//! The D-Bus object, on the bus and on the control socket. It has a thread and a runtime of its own, so that no call
+//! of anybody can delay a hand-over; it talks to the scheduling loop through channels.
+//!
+//! - `connections`: the bus and the control socket.
+//! - `object`: the methods and properties; `served` is how they are reached, `failure` how they fail.
+//! - `announce`: PropertiesChanged.
+//! - `callers`: who calls, and what they may do; `authority` is polkit, which knows that of other users than root.
+
+mod announce;
+mod authority;
+mod callers;
+mod connections;
+mod failure;
+mod object;
+mod served;
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{self as blocking, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{LocalSet, spawn_local};
+use tracing::debug;
+
+use super::hub::ClientView;
+use super::lock::Wish;
+use crate::bus::{self, Error};
+use crate::scheduler::{AntiThrash, Settings};
+use connections::{serve_bus, serve_peers};
+
+/// How long a stopping daemon waits for this thread.
+const STOP_PATIENCE: Duration = Duration::from_millis(300);
+
+/// What the object wants of the loop.
+#[derive(Debug)]
+pub enum Request {
+    Clients(oneshot::Sender<Vec<ClientView>>),
+    Gpus(oneshot::Sender<Vec<bus::Gpu>>),
+    Set(Change, oneshot::Sender<()>),
+    Lock(Wish, oneshot::Sender<Result<OwnedFd, Error>>),
+    Reload(oneshot::Sender<Result<(), String>>),
+    /// Forgets every `Set`.
+    Reset(oneshot::Sender<Result<(), String>>),
+}
+
+/// A setting that was changed by somebody who may.
+#[derive(Debug, Clone, Copy)]
+pub enum Change {
+    TimeQuantum(Duration),
+    MaxWait(Duration),
+    AntiThrash(AntiThrash),
+}
+
+impl Change {
+    pub fn apply(self, settings: &mut Settings) {
+        match self {
+            Self::TimeQuantum(quantum) => settings.time_quantum = quantum,
+            Self::MaxWait(most) => settings.max_wait = most,
+            Self::AntiThrash(mode) => settings.anti_thrash = mode,
+        }
+    }
+}
+
+/// Clients that hold the lock of each GPU, by its UUID.
+pub type Holders = HashMap<String, Vec<u64>>;
+
+/// The thread that serves the object.
+#[derive(Debug)]
+pub struct BusServer {
+    stop: oneshot::Sender<()>,
+    stopped: blocking::Receiver<()>,
+}
+
+impl BusServer {
+    /// Starts it. What is returned beside it is answered (or dropped) once the bus has been tried for the first time.
+    pub fn start(
+        bus: Bus,
+        control: Option<OwnedFd>,
+        requests: mpsc::UnboundedSender<Request>,
+        settings: watch::Receiver<Settings>,
+        holders: watch::Receiver<Holders>,
+    ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
+        let (attempted, first) = oneshot::channel();
+        let (stop, asked) = oneshot::channel();
+        let (done, stopped) = blocking::channel();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        thread::Builder::new().name("dbus".into()).spawn(move || {
+            let shared = Shared { requests, settings, holders };
+            LocalSet::new().block_on(&runtime, async {
+                if let Some(control) = control {
+                    spawn_local(serve_peers(control, shared.clone()));
+                }
+                spawn_local(serve_bus(bus, shared, attempted));
+                let _ = asked.await;
+            });
+            drop(runtime);
+            drop(done);
+        })?;
+        Ok((Self { stop, stopped }, first))
+    }
+
+    /// Leaves the bus and hangs up on the peers.
+    pub fn stop(self) {
+        let _ = self.stop.send(());
+        if self.stopped.recv_timeout(STOP_PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            debug!("the D-Bus thread is left behind");
+        }
+    }
+}
+
+/// Which bus to be on.
+#[derive(Debug, Clone)]
+pub enum Bus {
+    None,
+    System,
+    Address(String),
+}
+
+#[derive(Debug, Clone)]
+struct Shared {
+    requests: mpsc::UnboundedSender<Request>,
+    settings: watch::Receiver<Settings>,
+    holders: watch::Receiver<Holders>,
+}
+
+fn seconds(duration: Duration) -> u32 {
+    u32::try_from(duration.as_secs()).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,189 @@
+//! The methods and properties of the object.
+
+use std::collections::HashMap;
+use std::time::{Duration, SystemTime};
+
+use tokio::sync::oneshot;
+use zbus::message::Header;
+use zbus::{Connection, OwnedVariant};
+
+use super::callers::Callers;
+use super::failure::Failure;
+use super::{Change, Holders, Request, Shared, seconds};
+use crate::bus::{self, Error};
+use crate::daemon::config;
+use crate::daemon::hub::ClientView;
+use crate::daemon::lock::Wish;
+
+/// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
+/// the reason that [`super::served`] gives.
+#[derive(Debug)]
+pub struct Object {
+    pub shared: Shared,
+    pub callers: Callers,
+}
+
+#[zbus::interface(name = "org.nvshare.Scheduler1", introspection_docs = false)]
+impl Object {
+    #[zbus(out_args("gpus"))]
+    async fn list_gpus(&self) -> Result<Vec<bus::Gpu>, Error> {
+        self.ask(Request::Gpus).await
+    }
+
+    #[zbus(out_args("clients"))]
+    async fn list_clients(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<Vec<bus::Client>, Error> {
+        let clients = self.ask(Request::Clients).await?;
+        // Who is not known sees what everybody sees.
+        let caller = self.callers.identify(Some(&header), connection).await.ok();
+        let uid = caller.as_ref().map(|caller| caller.uid);
+        let is_hidden = |client: &ClientView| Some(client.identity.uid) != uid && !client.identity.command.is_empty();
+        let sees_all = match caller {
+            Some(caller) if clients.iter().any(is_hidden) => caller.sees_all().await,
+            _ => false,
+        };
+        let may_see = |client: &ClientView| sees_all || Some(client.identity.uid) == uid;
+        Ok(clients.into_iter().map(|client| present(may_see(&client), client)).collect())
+    }
+
+    #[zbus(out_args("lock"))]
+    async fn acquire_lock(
+        &self,
+        gpu: String,
+        who: String,
+        why: String,
+        options: HashMap<String, OwnedVariant>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<bus::LockFd, Failure> {
+        if let Some(option) = options.keys().next() {
+            return Err(Error::InvalidArgument(format!("there is no option {option:?}")).into());
+        }
+        let caller = self.callers.identify(Some(&header), connection).await?;
+        caller.may_lock().await?;
+        let wish = Wish { gpu, who, why, uid: caller.uid, pid: caller.pid };
+        Ok(self.ask(|reply| Request::Lock(wish, reply)).await??.into())
+    }
+
+    async fn reload(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        self.callers.identify(Some(&header), connection).await?.may_change("reload the configuration").await?;
+        Ok(self.ask(Request::Reload).await?.map_err(Error::InvalidConfiguration)?)
+    }
+
+    async fn reset(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        self.callers.identify(Some(&header), connection).await?.may_change("reset the settings").await?;
+        Ok(self.ask(Request::Reset).await?.map_err(Error::InvalidConfiguration)?)
+    }
+
+    // `Served` announces changes, by the loop's word that they happened; the macro would announce every call.
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn time_quantum(&self) -> u32 {
+        seconds(self.shared.settings.borrow().time_quantum)
+    }
+
+    #[zbus(property)]
+    async fn set_time_quantum(
+        &self,
+        value: u32,
+        #[zbus(header)] header: Option<Header<'_>>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let quantum = config::time_quantum(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
+        self.change(Change::TimeQuantum(quantum), "change the time quantum", header.as_ref(), connection).await
+    }
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn max_wait(&self) -> u32 {
+        seconds(self.shared.settings.borrow().max_wait)
+    }
+
+    #[zbus(property)]
+    async fn set_max_wait(
+        &self,
+        value: u32,
+        #[zbus(header)] header: Option<Header<'_>>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let most = config::max_wait(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
+        self.change(Change::MaxWait(most), "change the longest wait", header.as_ref(), connection).await
+    }
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn anti_thrash(&self) -> String {
+        bus::anti_thrash_name(self.shared.settings.borrow().anti_thrash).into()
+    }
+
+    #[zbus(property)]
+    async fn set_anti_thrash(
+        &self,
+        value: String,
+        #[zbus(header)] header: Option<Header<'_>>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let mode = bus::parse_anti_thrash(&value).map_err(Error::InvalidArgument)?;
+        self.change(Change::AntiThrash(mode), "change anti-thrash", header.as_ref(), connection).await
+    }
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn holders(&self) -> Holders {
+        self.shared.holders.borrow().clone()
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn version(&self) -> &'static str {
+        env!("CARGO_PKG_VERSION")
+    }
+}
+
+impl Object {
+    /// Changes a setting to a value that is allowed, for somebody who may.
+    async fn change(
+        &self,
+        change: Change,
+        what: &str,
+        header: Option<&Header<'_>>,
+        connection: &Connection,
+    ) -> Result<(), Failure> {
+        self.callers.identify(header, connection).await?.may_change(what).await?;
+        Ok(self.ask(|reply| Request::Set(change, reply)).await?)
+    }
+
+    async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Error> {
+        let stopping = || Error::Stopping("the scheduler is stopping".into());
+        let (reply, answer) = oneshot::channel();
+        self.shared.requests.send(request(reply)).map_err(|_| stopping())?;
+        answer.await.map_err(|_| stopping())
+    }
+}
+
+/// What a caller may see of a client.
+fn present(may_see: bool, client: ClientView) -> bus::Client {
+    let identity = &client.identity;
+    let since = client.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    bus::Client {
+        id: client.id.0,
+        pid: u32::try_from(identity.pid).unwrap_or(0),
+        uid: identity.uid,
+        name: identity.name.clone(),
+        command: may_see.then(|| identity.command.clone()),
+        why: identity.why.clone(),
+        unit: identity.unit.clone(),
+        slice: identity.slice.clone(),
+        container: identity.container.clone(),
+        library: client.library,
+        connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
+        stopped: client.stopped,
+        gpus: client.uses,
+    }
+}

@@ -1,0 +1,160 @@
+//! The object as it is served.
+//!
+//! Calls can take minutes, and zbus holds locks while one is carried out: to read, the interface's, and for a property
+//! those of `Properties` and of the tree of objects too. Readers do not keep each other waiting, but a writer would wait
+//! for them all, and everybody for the writer. So there is none: no method takes `&mut self`, which [`shared`] sees to, and
+//! nobody calls [`ObjectServer::at`] or `remove` once the object is there. Each call has a task of its own.
+
+use std::collections::HashMap;
+
+use zbus::message::Header;
+use zbus::names::{InterfaceName, MemberName};
+use zbus::object_server::{DispatchResult, Interface, SignalEmitter};
+use zbus::{BoxDBusError, Connection, Message, ObjectServer, OwnedVariant, Variant, fdo};
+
+use super::object::Object;
+
+/// [`Object`] as it is served: what it says of itself is the XML that is installed, where changes are announced.
+pub struct Served(pub Object);
+
+const XML: &str = include_str!("../../../dbus/org.nvshare.Scheduler1.xml");
+
+#[async_trait::async_trait]
+impl Interface for Served {
+    fn name() -> InterfaceName<'static> {
+        Object::name()
+    }
+
+    async fn get(
+        &self,
+        property: &str,
+        server: &ObjectServer,
+        connection: &Connection,
+        header: Option<&Header<'_>>,
+        emitter: &SignalEmitter<'_>,
+    ) -> Option<Result<OwnedVariant, BoxDBusError>> {
+        self.0.get(property, server, connection, header, emitter).await
+    }
+
+    async fn get_all(
+        &self,
+        server: &ObjectServer,
+        connection: &Connection,
+        header: Option<&Header<'_>>,
+        emitter: &SignalEmitter<'_>,
+    ) -> fdo::Result<HashMap<String, OwnedVariant>> {
+        self.0.get_all(server, connection, header, emitter).await
+    }
+
+    fn set<'call>(
+        &'call self,
+        property: &'call str,
+        value: &'call Variant<'_>,
+        server: &'call ObjectServer,
+        connection: &'call Connection,
+        header: Option<&'call Header<'_>>,
+        emitter: &'call SignalEmitter<'_>,
+    ) -> DispatchResult<'call> {
+        shared(self.0.set(property, value, server, connection, header, emitter))
+    }
+
+    async fn set_mut(
+        &mut self,
+        _: &str,
+        _: &Variant<'_>,
+        _: &ObjectServer,
+        _: &Connection,
+        _: Option<&Header<'_>>,
+        _: &SignalEmitter<'_>,
+    ) -> Option<Result<(), BoxDBusError>> {
+        None
+    }
+
+    fn call<'call>(
+        &'call self,
+        server: &'call ObjectServer,
+        connection: &'call Connection,
+        message: &'call Message,
+        name: MemberName<'call>,
+    ) -> DispatchResult<'call> {
+        shared(self.0.call(server, connection, message, name))
+    }
+
+    fn call_mut<'call>(
+        &'call mut self,
+        _: &'call ObjectServer,
+        _: &'call Connection,
+        _: &'call Message,
+        _: MemberName<'call>,
+    ) -> DispatchResult<'call> {
+        DispatchResult::NotFound
+    }
+
+    fn introspect_to_writer(&self, writer: &mut dyn std::fmt::Write, level: usize) {
+        for line in interface(XML).lines() {
+            // A writer that fails has nobody to tell.
+            let _ = writeln!(writer, "{:level$}{}", "", line.strip_prefix("  ").unwrap_or(line));
+        }
+    }
+}
+
+/// What can be done beside everything else; the rest is not found.
+fn shared(dispatched: DispatchResult<'_>) -> DispatchResult<'_> {
+    match dispatched {
+        DispatchResult::RequiresMut => DispatchResult::NotFound,
+        other => other,
+    }
+}
+
+/// The element `interface` of a file.
+fn interface(xml: &str) -> &str {
+    let end = "</interface>";
+    let start = xml.find("  <interface ").unwrap_or(0);
+    let stop = xml.find(end).map_or(xml.len(), |at| at + end.len());
+    xml.get(start..stop).unwrap_or(xml)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::{mpsc, watch};
+
+    use super::*;
+    use crate::daemon::bus::callers::Callers;
+    use crate::daemon::bus::{Holders, Shared};
+    use crate::daemon::config;
+
+    /// XML without comments and blank lines, one element a line.
+    fn bare(xml: &str) -> Vec<String> {
+        let mut rest = xml;
+        let mut kept = String::new();
+        while let Some((before, after)) = rest.split_once("<!--") {
+            kept.push_str(before);
+            rest = after.split_once("-->").expect("the comment ends").1;
+        }
+        kept.push_str(rest);
+        kept.lines().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect()
+    }
+
+    #[test]
+    fn the_xml_file_is_what_the_object_does() {
+        let (requests, _) = mpsc::unbounded_channel();
+        let (_, settings) = watch::channel(config::Config::default().settings);
+        let (_, holders) = watch::channel(Holders::new());
+        let object =
+            Object { shared: Shared { requests, settings, holders }, callers: Callers::Peer { uid: 0, pid: 0 } };
+        let mut generated = String::new();
+        object.introspect_to_writer(&mut generated, 0);
+        // Changes of these are announced by `announce`, which the macro does not know.
+        let silent = "<annotation name=\"org.freedesktop.DBus.Property.EmitsChangedSignal\" value=\"false\"/>";
+        let mut written = bare(interface(XML));
+        let mut generated: Vec<String> = bare(&generated);
+        generated.retain(|line| line != silent);
+        // Two ways to write an element without children.
+        for lines in [&mut written, &mut generated] {
+            let joined = lines.join("\n").replace(">\n</property>", "/>").replace(">\n</method>", "/>");
+            *lines = joined.lines().map(str::to_owned).collect();
+            lines.sort();
+        }
+        assert_eq!(written, generated);
+    }
+}
