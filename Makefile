@@ -21,8 +21,10 @@ libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib6
 unitdir ?= $(prefix)/lib/systemd/system
 mandir ?= $(prefix)/share/man
 sysconfdir ?= /etc
+# Where deb puts what it builds.
+PACKAGES ?= $(abspath $(TARGET))/packages
 
-.PHONY: help build artifacts programs demo check bench install clean
+.PHONY: help build artifacts programs demo check bench install deb clean
 
 help:
 	@echo 'make build     optimised programs and libnvshare.so, in $(TARGET)/release'
@@ -32,6 +34,7 @@ help:
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus policy, man pages'
+	@echo 'make deb       Debian packages, in $(TARGET)/packages; VERSION=0.1.1~test gives them that version'
 	@echo 'make clean     removes what was built'
 	@echo
 	@echo 'While you change something:'
@@ -96,6 +99,15 @@ install:
 	@# The other names of that page.
 	for name in nvshare-scheduler nvshare.socket nvshare-control.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
+
+# Cargo's own folders are named, because the build gets a home of its own. -d: cargo is seldom Debian's.
+deb:
+	@tests/needs.sh cargo cc libc.a dpkg-buildpackage dh
+	@mkdir -p '$(PACKAGES)'
+	NVSHARE_VERSION='$(VERSION)' NVSHARE_PACKAGES='$(PACKAGES)' \
+	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
+	@echo 'Built, in $(PACKAGES):' && sed 's/ .*//; s/^/  /' debian/files
+	@dh_clean
 
 clean:
 	$(CARGO) clean
