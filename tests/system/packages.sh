@@ -108,23 +108,27 @@ is "the library" "$(installed libnvshare-preload)" "ii $new"
 is "the file" "$(stat -c '%i %y' $list)" "$before"
 
 step "a removal that fails puts the entry back"
-mkdir -p "$work/rival/DEBIAN"
-cat >"$work/rival/DEBIAN/control" <<'EOF'
+# A package that takes the place of others and fails, after dpkg has begun to remove these.
+for others in nvshare 'nvshare, libnvshare-preload'; do
+    mkdir -p "$work/rival/DEBIAN"
+    cat >"$work/rival/DEBIAN/control" <<EOF
 Package: rival
 Version: 1
 Architecture: all
 Maintainer: Nobody <nobody@nvshare.invalid>
-Conflicts: nvshare, libnvshare-preload
-Description: takes the place of nvshare, and fails
+Conflicts: $others
+Description: a rival
 EOF
-printf '#!/bin/sh\nexit 1\n' >"$work/rival/DEBIAN/preinst"
-chmod 755 "$work/rival/DEBIAN/preinst"
-dpkg-deb --build "$work/rival" "$work/rival.deb" >/dev/null
-in_vain dpkg --auto-deconfigure --force-remove-reinstreq --install "$work/rival.deb"
-quietly dpkg --configure --pending
-is "nvshare" "$(installed nvshare)" "ii $new"
-is "the library" "$(installed libnvshare-preload)" "ii $new"
-preloading || fail "it is off"
+    printf '#!/bin/sh\n! nvsharectl preload status && exit 1\n' >"$work/rival/DEBIAN/preinst"
+    chmod 755 "$work/rival/DEBIAN/preinst"
+    dpkg-deb --build "$work/rival" "$work/rival.deb" >/dev/null
+    in_vain dpkg --auto-deconfigure --install "$work/rival.deb"
+    grep -q '^off: ' "$log" || fail "it was not off in between"
+    quietly dpkg --configure --pending
+    is "nvshare" "$(installed nvshare)" "ii $new"
+    is "the library" "$(installed libnvshare-preload)" "ii $new"
+    preloading || fail "it is off"
+done
 mount --bind $list $list
 in_vain dpkg --remove nvshare
 umount $list
