@@ -117,6 +117,7 @@ Version: 1
 Architecture: all
 Maintainer: Nobody <nobody@nvshare.invalid>
 Conflicts: $others
+Replaces: $others
 Description: a rival
 EOF
     printf '#!/bin/sh\n! nvsharectl preload status && exit 1\n' >"$work/rival/DEBIAN/preinst"
