@@ -15,11 +15,10 @@ if [ $# = 2 ]; then
 fi
 [ -d /packages ] || { echo "usage: $0 DIR PACKAGES" >&2; exit 2; }
 
-versions=$(for deb in /packages/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done)
-newest() { for version in $versions; do dpkg --compare-versions "$version" "$1" "${2:-0}" && set -- "$1" "$version"; done; echo "$2"; }
-new=$(newest gt)
-old=$(newest lt "$new")
-dpkg --compare-versions "$old" lt "$new" || { echo "two versions are needed, and there is $versions" >&2; exit 2; }
+versions=$(for deb in /packages/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
+old=$(echo "$versions" | head -n 1)
+new=$(echo "$versions" | tail -n 1)
+[ "$old" != "$new" ] || { echo "two versions are needed, and there is $versions" >&2; exit 2; }
 
 list=/etc/ld.so.preload
 work=$(mktemp -d)
