@@ -115,7 +115,7 @@ deb:
 	@mkdir -p '$(PACKAGES)'
 	NVSHARE_VERSION='$(VERSION)' NVSHARE_PACKAGES='$(PACKAGES)' \
 	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
-	@echo 'Built, in $(PACKAGES):' && sed 's/ .*//; s/^/  /' debian/files
+	@echo 'Built. To install:' && echo "  sudo apt install $$(sed 's| .*||; s|^|$(PACKAGES)/|' debian/files | paste -sd ' ')"
 	@dh_clean
 
 clean:

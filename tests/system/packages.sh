@@ -3,7 +3,7 @@
 # without every program preloading the library. In a Debian that is not booted, and of which nothing is changed. Needs root
 # and systemd-nspawn.
 #
-#   mmdebstrap --variant=apt --include=systemd,dbus,man-db bookworm DIR
+#   mmdebstrap --variant=apt --include=systemd,dbus,man-db,passwd bookworm DIR
 #   make deb && make deb VERSION=0.1.1~test
 #   tests/system/packages.sh DIR PACKAGES       PACKAGES: target/packages; the oldest and the newest there are used
 set -eu
@@ -88,7 +88,7 @@ is "nvshare" "$(installed nvshare)" "ii $new"
 
 step "an upgrade leaves the preloading alone"
 # Any library that does no harm, and one that looks like ours.
-for other in libother.so libnvshare.so.no; do cp /lib/*-linux-gnu/libnsl.so.1 /usr/lib/$other; done
+for other in libother.so libnvshare.so.no; do cp /lib/*-linux-gnu/libresolv.so.2 /usr/lib/$other; done
 printf '# Another library.\n/usr/lib/libother.so\n' >$list
 cp $list "$work/list"
 quietly nvsharectl preload enable
