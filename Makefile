@@ -8,6 +8,7 @@ PROFILE ?= dev
 TARGET = $(or $(CARGO_TARGET_DIR),target)
 BUILT = $(TARGET)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 SIMULATED = $(BUILT)/simulated
+COMPLETIONS = $(TARGET)/release/completions
 
 # nvsharectl needs no loader, so that it can end a preloading with which no other program starts.
 STATIC ?= -C target-feature=+crt-static
@@ -21,8 +22,14 @@ libdir ?= $(prefix)/lib$(if $(multiarch),/$(multiarch),$(if $(wildcard /usr/lib6
 unitdir ?= $(prefix)/lib/systemd/system
 mandir ?= $(prefix)/share/man
 sysconfdir ?= /etc
+# Where shells look for what completes a command. Debian's zsh has vendor-completions.
+bashdir ?= $(prefix)/share/bash-completion/completions
+zshdir ?= $(prefix)/share/zsh/site-functions
+fishdir ?= $(prefix)/share/fish/vendor_completions.d
+# Where deb puts what it builds.
+PACKAGES ?= $(abspath $(TARGET))/packages
 
-.PHONY: help build artifacts programs demo check bench install clean
+.PHONY: help build artifacts programs demo check bench install deb clean
 
 help:
 	@echo 'make build     optimised programs and libnvshare.so, in $(TARGET)/release'
@@ -31,7 +38,9 @@ help:
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
-	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages'
+	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
+	@echo '                 completions'
+	@echo 'make deb       Debian packages, in $(TARGET)/packages; VERSION=0.1.1~test gives them that version'
 	@echo 'make clean     removes what was built'
 	@echo
 	@echo 'While you change something:'
@@ -45,6 +54,7 @@ build:
 	@tests/needs.sh cargo cc $(if $(STATIC),libc.a)
 	$(CARGO) build --release --locked -p nvshare --bin nvshare-scheduler
 	$(CARGO) rustc --release --locked -p nvshare --bin nvsharectl -- $(STATIC)
+	$(CARGO) run --release --locked -p nvshare-completions -- $(COMPLETIONS)
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
 
 # What the tests start.
@@ -86,6 +96,9 @@ install:
 	[ -e $(DESTDIR)$(sysconfdir)/nvshare/nvshare.toml ] || install -m 644 etc/nvshare.toml $(DESTDIR)$(sysconfdir)/nvshare
 	install -m 644 $(wildcard systemd/*.service systemd/*.socket) $(DESTDIR)$(unitdir)
 	sed -i 's|/usr/bin/|$(bindir)/|' $(DESTDIR)$(unitdir)/nvshare.service
+	install -Dm 644 $(COMPLETIONS)/nvsharectl.bash $(DESTDIR)$(bashdir)/nvsharectl
+	install -Dm 644 -t $(DESTDIR)$(zshdir) $(COMPLETIONS)/_nvsharectl
+	install -Dm 644 -t $(DESTDIR)$(fishdir) $(COMPLETIONS)/nvsharectl.fish
 	install -Dm 644 systemd/nvshare.sysusers $(DESTDIR)$(prefix)/lib/sysusers.d/nvshare.conf
 	install -Dm 644 systemd/nvshare.catalog $(DESTDIR)$(prefix)/lib/systemd/catalog/nvshare.catalog
 	install -Dm 644 systemd/nvshare.tmpfiles $(DESTDIR)$(prefix)/lib/tmpfiles.d/nvshare.conf
@@ -97,6 +110,15 @@ install:
 	@# The other names of that page.
 	for name in nvshare-scheduler nvshare.socket nvshare-control.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
+
+# Cargo's own folders are named, because the build gets a home of its own. -d: cargo is seldom Debian's.
+deb:
+	@tests/needs.sh cargo cc libc.a dpkg-buildpackage dh
+	@mkdir -p '$(PACKAGES)'
+	NVSHARE_VERSION='$(VERSION)' NVSHARE_PACKAGES='$(PACKAGES)' \
+	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
+	@echo 'Built. To install:' && echo "  sudo apt install $$(sed 's| .*||; s|^|$(PACKAGES)/|' debian/files | paste -sd ' ')"
+	@dh_clean
 
 clean:
 	$(CARGO) clean

@@ -203,9 +203,10 @@ pub fn anti_thrash_name(mode: AntiThrash) -> &'static str {
     }
 }
 
+pub const ANTI_THRASH: [AntiThrash; 3] = [AntiThrash::Auto, AntiThrash::On, AntiThrash::Off];
+
 /// Reads what [`anti_thrash_name`] writes.
 pub fn parse_anti_thrash(text: &str) -> Result<AntiThrash, String> {
-    let modes = [AntiThrash::Auto, AntiThrash::On, AntiThrash::Off];
-    let mode = modes.into_iter().find(|mode| anti_thrash_name(*mode) == text);
+    let mode = ANTI_THRASH.into_iter().find(|mode| anti_thrash_name(*mode) == text);
     mode.ok_or_else(|| format!("anti-thrash cannot be {text:?}: \"auto\", \"on\" or \"off\" are allowed"))
 }

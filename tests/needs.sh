@@ -1,7 +1,7 @@
 #!/bin/sh
 # Sees to it that what the project needs is there. Root on Debian has it installed; anybody else is told its name.
 #
-#   needs.sh cargo|cc|libc.a|readelf|dbus-daemon|man…
+#   needs.sh cargo|cc|libc.a|readelf|dbus-daemon|man|dh…
 set -eu
 
 # The oldest cargo that builds the workspace: rust-version in Cargo.toml.
@@ -30,6 +30,8 @@ for what; do
     libc.a) [ -e "$(cc -print-file-name=libc.a 2>/dev/null)" ] || lacks libc.a libc6-dev ;;
     readelf) command -v readelf >/dev/null || lacks readelf binutils ;;
     man) command -v man >/dev/null || lacks man man-db ;;
+    dpkg-buildpackage) command -v dpkg-buildpackage >/dev/null || lacks dpkg-buildpackage dpkg-dev ;;
+    dh) command -v dh_installsysusers >/dev/null || lacks dh debhelper ;;
     dbus-daemon) command -v dbus-daemon >/dev/null || lacks dbus-daemon dbus-daemon ;;
     *) lacks "$what" "$what" ;;
     esac

@@ -1,129 +1,15 @@
-//! `nvsharectl`: the command line.
+//! `nvsharectl`: does what its command line says.
 
-use std::ffi::OsString;
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser, Subcommand};
-use nvshare::bus::parse_anti_thrash;
+use clap::{CommandFactory, Parser};
+use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
 use nvshare::ctl::lock;
-use nvshare::ctl::settings::{self, Change, parse_seconds};
+use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
 use nvshare::ctl::{CtlError, Target, preload, run};
-use nvshare::scheduler::AntiThrash;
-
-/// Shows who uses which GPU, and changes how GPUs are shared.
-///
-/// Exit codes: 0 done; 1 it failed; 2 the command line is wrong; 3 the scheduler is not running; 4 `preload status`: off.
-/// `run` ends as its command does, with 126 or 127 where that cannot be started.
-#[derive(Parser)]
-#[command(version)]
-struct Arguments {
-    /// Talk to the scheduler over its control socket instead of the system bus
-    #[arg(long, value_name = "PATH", env = "NVSHARE_CONTROL", global = true)]
-    control: Option<PathBuf>,
-
-    /// Set the time quantum, in seconds: the same as `set time-quantum`
-    #[arg(short = 'T', long = "set-tq", value_name = "SECONDS", value_parser = parse_seconds)]
-    set_tq: Option<Duration>,
-
-    /// Set anti-thrash: the same as `set anti-thrash`
-    #[arg(short = 'S', long = "anti-thrash", value_name = "on|off|auto", value_parser = parse_anti_thrash)]
-    anti_thrash: Option<AntiThrash>,
-
-    /// Print JSON
-    #[arg(long, global = true)]
-    json: bool,
-
-    #[command(subcommand)]
-    command: Option<Verb>,
-}
-
-#[derive(Subcommand)]
-enum Verb {
-    /// Show GPUs, who holds them, who waits and what memory is where (the default)
-    Status,
-    /// Print the settings that are in effect
-    Get,
-    /// Change a setting; it outranks the configuration file, also after a restart
-    #[command(subcommand)]
-    Set(Setting),
-    /// Forget what was changed with `set`: the configuration file decides again
-    Reset,
-    /// Have the scheduler read its configuration file again
-    Reload,
-    /// Run a command whose CUDA programs share GPUs
-    Run {
-        /// The library to load [default: libnvshare.so beside nvsharectl, else where the loader finds it]
-        #[arg(long, value_name = "PATH", env = "NVSHARE_LIBRARY")]
-        library: Option<PathBuf>,
-
-        /// The command and its arguments
-        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
-        command: Vec<OsString>,
-    },
-    /// Run a command while no program under nvshare uses a GPU: it waits for the lock as programs do
-    Lock {
-        /// The GPU: its UUID or number [default: the only one]
-        #[arg(long, value_name = "GPU", default_value = "", hide_default_value = true)]
-        gpu: String,
-        /// Who has the lock, for others to read [default: the command]
-        #[arg(long, value_name = "TEXT")]
-        who: Option<String>,
-        /// What it is for, likewise
-        #[arg(long, value_name = "TEXT", default_value = "nvsharectl lock")]
-        why: String,
-
-        /// The command and its arguments
-        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
-        command: Vec<OsString>,
-    },
-    /// Have every program of this machine load the library, by /etc/ld.so.preload
-    #[command(subcommand)]
-    Preload(Preload),
-}
-
-#[derive(Subcommand)]
-enum Preload {
-    /// Show whether programs load the library, which one, and what is wrong with that
-    Status,
-    /// Check that the library can be loaded by everything; changes nothing
-    Verify {
-        /// The library [default: the one that is installed with nvsharectl]
-        #[arg(long, value_name = "PATH")]
-        library: Option<PathBuf>,
-    },
-    /// Verify the library, and then have every program load it that starts from now on
-    Enable {
-        /// The library [default: the one that is installed with nvsharectl]
-        #[arg(long, value_name = "PATH")]
-        library: Option<PathBuf>,
-    },
-    /// Have no program load it that starts from now on
-    Disable,
-}
-
-#[derive(Subcommand)]
-enum Setting {
-    /// How long a program keeps a GPU while others wait: whole seconds, from 1 to 3600
-    TimeQuantum {
-        #[arg(value_parser = parse_seconds)]
-        value: Duration,
-    },
-    /// How long the last of those who wait is to wait, in the mode auto: whole seconds up to 3600, or 0 for no bound
-    MaxWait {
-        #[arg(value_parser = parse_seconds)]
-        value: Duration,
-    },
-    /// Whether programs exclude each other on a GPU
-    AntiThrash {
-        #[arg(value_name = "auto|on|off", value_parser = parse_anti_thrash)]
-        value: AntiThrash,
-    },
-}
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();

@@ -1,5 +1,6 @@
 //! What `nvsharectl` does, a file a command.
 //!
+//! - [`arguments`]: the command line.
 //! - [`status`]: who uses which GPU, as a table or as JSON.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`lock`]: running one command with a GPU's lock held.
@@ -7,6 +8,7 @@
 //! - [`preload`]: having every program of the machine load the library.
 //! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
 
+pub mod arguments;
 mod connect;
 mod errors;
 pub mod lock;

@@ -1,0 +1,90 @@
+//! What is written for each shell is taken by that shell, and offers what `nvsharectl` knows. A shell that is missing is not
+//! asked.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use clap::CommandFactory;
+use nvshare::ctl::arguments::Arguments;
+
+/// The directory with what is written.
+fn written() -> tempfile::TempDir {
+    let directory = tempfile::tempdir().expect("a directory");
+    let status = Command::new(env!("CARGO_BIN_EXE_nvshare-completions")).arg(directory.path()).status();
+    assert!(status.expect("the program").success());
+    directory
+}
+
+/// What a shell says when it runs that; `None` where there is no such shell.
+fn ask(shell: &str, arguments: &[&str], directory: &Path) -> Option<String> {
+    let run = Command::new(shell).args(arguments).current_dir(directory).env("HOME", directory).output();
+    let Ok(Output { status, stdout, stderr }) = run else {
+        eprintln!("not asked: {shell}");
+        return None;
+    };
+    let said = String::from_utf8_lossy(&stderr);
+    assert!(status.success() && said.is_empty(), "{shell} {arguments:?}: {status}\n{said}");
+    Some(String::from_utf8(stdout).expect("UTF-8"))
+}
+
+fn subcommands() -> Vec<String> {
+    let names: Vec<String> = Arguments::command().get_subcommands().map(|verb| verb.get_name().to_owned()).collect();
+    assert!(names.len() > 5, "{names:?}");
+    names
+}
+
+#[test]
+fn bash_offers_subcommands_options_and_values() {
+    let directory = written();
+    let complete = |line: &str| {
+        // As bash calls it: the program, the word that is completed, and the one before it.
+        let script = "source ./nvsharectl.bash && COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1)) && \
+                      _nvsharectl \"$1\" \"${@: -1}\" \"${@: -2:1}\" && printf '%s\\n' \"${COMPREPLY[@]}\"";
+        let words: Vec<&str> = ["--norc", "-c", script, "bash"].into_iter().chain(line.split(' ')).collect();
+        ask("bash", &words, directory.path()).map(|said| said.lines().map(str::to_owned).collect::<Vec<_>>())
+    };
+    let Some(all) = complete("nvsharectl ") else { return };
+    for name in subcommands() {
+        assert!(all.contains(&name), "{name}: {all:?}");
+    }
+    for (line, offered) in [
+        ("nvsharectl pre", vec!["preload"]),
+        ("nvsharectl preload e", vec!["enable"]),
+        ("nvsharectl set time", vec!["time-quantum"]),
+        ("nvsharectl set anti-thrash o", vec!["on", "off"]),
+        ("nvsharectl -S a", vec!["auto"]),
+        ("nvsharectl lock --w", vec!["--who", "--why"]),
+    ] {
+        assert_eq!(complete(line).expect("bash"), offered, "{line}");
+    }
+}
+
+#[test]
+fn zsh_takes_it() {
+    let directory = written();
+    // compinit finds the function by its first line.
+    let script = "fpath=($PWD $fpath); autoload -U compinit && compinit -u -d ./dump && print -r -- $_comps[nvsharectl] && \
+                  zcompile _nvsharectl";
+    let Some(said) = ask("zsh", &["-f", "-c", script], directory.path()) else { return };
+    assert_eq!(said.trim(), "_nvsharectl");
+    let text = std::fs::read_to_string(directory.path().join("_nvsharectl")).expect("a file");
+    for name in subcommands() {
+        assert!(text.contains(&format!("\n'{name}:")), "{name}");
+    }
+}
+
+#[test]
+fn fish_offers_subcommands_and_options() {
+    let directory = written();
+    let complete = |line: &str| {
+        let script = format!("source nvsharectl.fish; complete --do-complete '{line}'");
+        let said = ask("fish", &["--no-config", "-c", &script], directory.path())?;
+        Some(said.lines().map(|line| line.split('\t').next().unwrap_or(line).to_owned()).collect::<Vec<_>>())
+    };
+    let Some(all) = complete("nvsharectl ") else { return };
+    for name in subcommands() {
+        assert!(all.contains(&name), "{name}: {all:?}");
+    }
+    assert_eq!(complete("nvsharectl preload e").expect("fish"), ["enable"]);
+    assert_eq!(complete("nvsharectl lock --w").expect("fish"), ["--who", "--why"]);
+}

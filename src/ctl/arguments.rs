@@ -1,0 +1,138 @@
+//! The command line of `nvsharectl`, for itself and for what completes it in shells.
+
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::{PossibleValue, TypedValueParser};
+use clap::{Arg, Command, Parser, Subcommand, ValueHint};
+
+use super::settings::parse_seconds;
+use crate::bus::{ANTI_THRASH, anti_thrash_name, parse_anti_thrash};
+use crate::scheduler::AntiThrash;
+
+/// Shows who uses which GPU, and changes how GPUs are shared.
+///
+/// Exit codes: 0 done; 1 it failed; 2 the command line is wrong; 3 the scheduler is not running; 4 `preload status`: off.
+/// `run` ends as its command does, with 126 or 127 where that cannot be started.
+#[derive(Debug, Parser)]
+#[command(name = "nvsharectl", version)]
+pub struct Arguments {
+    /// Talk to the scheduler over its control socket instead of the system bus
+    #[arg(long, value_name = "PATH", env = "NVSHARE_CONTROL", global = true)]
+    pub control: Option<PathBuf>,
+
+    /// Set the time quantum, in seconds: the same as `set time-quantum`
+    #[arg(short = 'T', long = "set-tq", value_name = "SECONDS", value_parser = parse_seconds, value_hint = ValueHint::Other)]
+    pub set_tq: Option<Duration>,
+
+    /// Set anti-thrash: the same as `set anti-thrash`
+    #[arg(short = 'S', long = "anti-thrash", value_name = "on|off|auto", value_parser = Mode, hide_possible_values = true)]
+    pub anti_thrash: Option<AntiThrash>,
+
+    /// Print JSON
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    #[command(subcommand)]
+    pub command: Option<Verb>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Show GPUs, who holds them, who waits and what memory is where (the default)
+    Status,
+    /// Print the settings that are in effect
+    Get,
+    /// Change a setting; it outranks the configuration file, also after a restart
+    #[command(subcommand)]
+    Set(Setting),
+    /// Forget what was changed with `set`: the configuration file decides again
+    Reset,
+    /// Have the scheduler read its configuration file again
+    Reload,
+    /// Run a command whose CUDA programs share GPUs
+    Run {
+        /// The library to load [default: libnvshare.so beside nvsharectl, else where the loader finds it]
+        #[arg(long, value_name = "PATH", env = "NVSHARE_LIBRARY")]
+        library: Option<PathBuf>,
+
+        /// The command and its arguments
+        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
+        command: Vec<OsString>,
+    },
+    /// Run a command while no program under nvshare uses a GPU: it waits for the lock as programs do
+    Lock {
+        /// The GPU: its UUID or number [default: the only one]
+        #[arg(long, value_name = "GPU", value_hint = ValueHint::Other, default_value = "", hide_default_value = true)]
+        gpu: String,
+        /// Who has the lock, for others to read [default: the command]
+        #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other)]
+        who: Option<String>,
+        /// What it is for, likewise
+        #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
+        why: String,
+
+        /// The command and its arguments
+        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
+        command: Vec<OsString>,
+    },
+    /// Have every program of this machine load the library, by /etc/ld.so.preload
+    #[command(subcommand)]
+    Preload(Preload),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Preload {
+    /// Show whether programs load the library, which one, and what is wrong with that
+    Status,
+    /// Check that the library can be loaded by everything; changes nothing
+    Verify {
+        /// The library [default: the one that is installed with nvsharectl]
+        #[arg(long, value_name = "PATH")]
+        library: Option<PathBuf>,
+    },
+    /// Verify the library, and then have every program load it that starts from now on
+    Enable {
+        /// The library [default: the one that is installed with nvsharectl]
+        #[arg(long, value_name = "PATH")]
+        library: Option<PathBuf>,
+    },
+    /// Have no program load it that starts from now on
+    Disable,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Setting {
+    /// How long a program keeps a GPU while others wait: whole seconds, from 1 to 3600
+    TimeQuantum {
+        #[arg(value_parser = parse_seconds, value_hint = ValueHint::Other)]
+        value: Duration,
+    },
+    /// How long the last of those who wait is to wait, in the mode auto: whole seconds up to 3600, or 0 for no bound
+    MaxWait {
+        #[arg(value_parser = parse_seconds, value_hint = ValueHint::Other)]
+        value: Duration,
+    },
+    /// Whether programs exclude each other on a GPU
+    AntiThrash {
+        #[arg(value_name = "auto|on|off", value_parser = Mode, hide_possible_values = true)]
+        value: AntiThrash,
+    },
+}
+
+/// Reads [`parse_anti_thrash`]'s words, and names them to shells.
+#[derive(Clone)]
+struct Mode;
+
+impl TypedValueParser for Mode {
+    type Value = AntiThrash;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<AntiThrash, clap::Error> {
+        parse_anti_thrash.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(ANTI_THRASH.into_iter().map(|mode| PossibleValue::new(anti_thrash_name(mode)))))
+    }
+}
