@@ -127,7 +127,8 @@ impl Machine {
     /// Bytes that are on their way to those clients, or to nobody: to be evicted, or to be measured, which is asked for.
     pub(super) fn coming(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
         let doubted = to.iter().map(|client| self.ask_about_doubts(*client, id)).max().unwrap_or(0);
-        self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming.saturating_add(doubted))
+        // Where some of it has been given away since, to clients of its user, no more is free when the doubts end.
+        self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming.saturating_add(doubted.min(gpu.free(&self.settings))))
     }
 
     /// How much is in doubt for that client, which waits for it.
