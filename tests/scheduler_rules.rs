@@ -846,6 +846,90 @@ fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
 }
 
 #[test]
+fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    let join_of_another = |t: &mut Talk, n: u64, demand: u64| {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(1) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, demand, 0, 0);
+        t.map(n);
+    };
+    join_of_another(&mut t, 3, 3 * GIB);
+    t.join(1, 8 * GIB);
+    t.report(1, 0, 8 * GIB, 0);
+    t.join(2, 12 * GIB);
+    t.request(2);
+    // Client 2 is of the same user, and so believes client 1 that 7 GiB are gone, and has them.
+    t.map(1);
+    assert_eq!(t.state(2), LockState::Holding);
+    t.map(2);
+    t.release(2, ReleaseReason::Idle);
+    join_of_another(&mut t, 4, 8 * GIB + 4096);
+    let allowed = |t: &Talk| -> u64 { [1, 2, 3].map(|n| t.seat(n).allowance).iter().sum() };
+    let before = allowed(&t);
+    assert_eq!((before, t.seat(4).allowance), (16 * GIB, 0));
+    t.request(4);
+    assert_eq!(before - allowed(&t), 8 * GIB + 4096, "nothing is free, or would be if the doubts ended");
+}
+
+/// A GPU where each context takes 1 GiB, and client 1 has all of it but half of that.
+fn nearly_full() -> Talk {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.join(1, 15 * GIB - 512 * MIB);
+    t.request(1);
+    t
+}
+
+fn arrive(t: &mut Talk, n: u64, gang: u64) -> Vec<Command> {
+    t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+    t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap })
+}
+
+fn attached(commands: &[Command]) -> Vec<u64> {
+    let all =
+        commands.iter().filter_map(|c| if let Command::Attached { client, .. } = c { Some(client.0) } else { None });
+    all.collect()
+}
+
+#[test]
+fn a_context_beside_which_a_client_could_not_run_waits() {
+    let mut t = nearly_full();
+    assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
+    assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
+    // For as long as it takes; what the others would take counts for nothing.
+    assert_eq!(t.after(Duration::from_secs(3600)), []);
+    assert_eq!((t.state(1), t.seat(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
+    // Room for one of them, and then for all.
+    assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
+    assert_eq!(attached(&t.say(Event::Disconnected { client: client(1) })), [3]);
+}
+
+#[test]
+fn a_context_waits_for_nobody_who_could_not_run_anyway() {
+    let mut t = nearly_full();
+    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 2 * GIB });
+    arrive(&mut t, 2, 0);
+    assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
+}
+
+#[test]
+fn a_gang_is_not_kept_apart() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    arrive(&mut t, 1, 7);
+    t.report(1, 15 * GIB, 0, 0);
+    arrive(&mut t, 2, 7);
+    assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
+}
+
+#[test]
+fn whoever_has_its_context_without_having_waited_is_let_in() {
+    let mut t = nearly_full();
+    arrive(&mut t, 2, 0);
+    t.report(2, GIB, 0, 0);
+    assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
+}
+
+#[test]
 fn a_context_is_put_aside_until_it_was_measured() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 0);

@@ -253,18 +253,21 @@ fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
 }
 
 #[test]
-#[ignore = "a limit that shrinks below a program's demand keeps it from running"]
 fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
     let machine = Machine::with_scheduler(Setup::default());
-    // All but what its checks need.
-    let memory = machine.setup.capacity(1) - 4 * MIB;
-    let mut all = machine.program(&mix(memory, 4)).start();
+    // All but what its checks need: beside it there is no room for a context.
+    let memory = machine.setup.capacity(1) - 2 * MIB;
+    let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds 60")).start();
     machine.wait_for_grants(&all, 1);
     let others: Vec<Program> = (0..4).map(|_| machine.program("stranger --mem 1M --seconds 600").start()).collect();
+    wait_for("the others to wait with their contexts", || {
+        (machine.scheduler_log().matches("waits with its context").count() == others.len()).then_some(())
+    });
+    assert!(all.poll().is_none(), "it was too short for this");
+    all.finish();
     for other in &others {
         other.wait_to_say("holding");
     }
-    all.finish();
 }
 
 #[test]

@@ -26,7 +26,14 @@ use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsiz
 use core::time::Duration;
 use nvshare_wire::{ClientMessage, MAX_SLOTS, Text, Uuid, client as wire};
 
-/// How long a program waits for room to be made before it creates a context.
+/// What is known of the room for a context.
+mod room {
+    pub const UNKNOWN: u32 = 0;
+    pub const MADE: u32 = 1;
+    /// The scheduler says that it takes as long as it takes.
+    pub const AWAITED: u32 = 2;
+}
+/// How long a program waits for room to be made before it creates a context, where the scheduler says nothing.
 const ROOM_PATIENCE: Duration = Duration::from_secs(3);
 /// How long a waiting thread sleeps before it looks around again, whatever happens.
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
@@ -48,7 +55,7 @@ pub struct Gpu {
     introducing: Mutex<()>,
     /// A request is with the scheduler.
     requested: AtomicBool,
-    /// 1: the scheduler has made room for a context (see [`Gpu::attach`]).
+    /// Whether there is room for a context: see [`room`].
     room: AtomicU32,
     /// Nothing of this client runs: the gate has been closed and everything has drained since.
     drained: AtomicBool,
@@ -177,8 +184,12 @@ impl Gpu {
         gpu.introduce();
         let begin = Instant::now();
         // Also while the scheduler is away for a moment: who comes back to it is introduced anew.
-        while gpu.room.load(Ordering::SeqCst) == 0 && begin.elapsed() < ROOM_PATIENCE {
-            futex::wait(&gpu.room, 0, Duration::from_millis(100));
+        loop {
+            let room = gpu.room.load(Ordering::SeqCst);
+            if room == room::MADE || (room == room::UNKNOWN && begin.elapsed() >= ROOM_PATIENCE) {
+                return;
+            }
+            futex::wait(&gpu.room, room, Duration::from_millis(100));
         }
     }
 
@@ -294,8 +305,13 @@ impl Gpu {
 
     /// Says that there is room for a context.
     pub fn make_room(&self) {
-        self.room.store(1, Ordering::SeqCst);
+        self.room.store(room::MADE, Ordering::SeqCst);
         futex::wake_all(&self.room);
+    }
+
+    /// Says that there will be some only when others need less.
+    pub fn await_room(&self) {
+        let _ = self.room.compare_exchange(room::UNKNOWN, room::AWAITED, Ordering::SeqCst, Ordering::SeqCst);
     }
 
     /// A thread found the gate closed: asks for the lock and waits for a while.

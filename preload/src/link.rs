@@ -39,7 +39,9 @@ use core::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
-use nvshare_wire::{ClientMessage, SchedulerMessage, SlotSet, Text, client::StuckReason, version};
+use nvshare_wire::{
+    ClientMessage, SchedulerMessage, SlotSet, Text, client::StuckReason, scheduler::WaitReason, version,
+};
 use rustix::fd::OwnedFd;
 
 /// How long a client whose scheduler went away waits for it to come back before it runs ungated.
@@ -478,6 +480,9 @@ impl Link {
             SchedulerMessage::Contended { gpus, waiters, grace_us } => {
                 let grace = (waiters > 0).then(|| Duration::from_micros(grace_us.into()));
                 self.each(gpus, |turn, gpu| turn.contend(gpu, grace));
+            }
+            SchedulerMessage::Waiting { gpus, why: WaitReason::Context } => {
+                gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1).for_each(Gpu::await_room);
             }
             SchedulerMessage::Waiting { .. } => {}
             SchedulerMessage::Export { ticket, secret, range, allocation, first } => {

@@ -3,9 +3,8 @@
 use super::{
     api::*,
     bank::Account,
-    limits::{LIMIT_STEP, PROMISE_PATIENCE},
     locks::Parked,
-    machine::{Gpu, Machine, Seat},
+    machine::{Gpu, Machine, Newcomer, Seat},
     policy::{self, Bursts},
     promise::Promise,
     timers::Wake,
@@ -13,8 +12,6 @@ use super::{
 };
 use std::time::Duration;
 
-/// A program that attaches is not kept longer than this: where strangers leave no room, it gets the driver's own answer.
-pub(super) const ATTACH_PATIENCE: Duration = Duration::from_secs(2);
 /// A context that was allowed less than this ago may not exist yet, so a measurement may have missed it.
 const CONTEXT_APPEARS: Duration = Duration::from_millis(500);
 /// What is put aside after a mapping failed is at least and at most this.
@@ -29,18 +26,18 @@ const SMALLEST_PART: u64 = 16;
 
 impl Gpu {
     /// Never promised to anybody.
-    fn reserve(&self, settings: &Settings) -> u64 {
+    pub(super) fn reserve(&self, settings: &Settings) -> u64 {
         settings.reserve.min(self.total / SMALLEST_PART)
     }
 
     /// Put aside for so many contexts that were not measured.
-    fn contexts(&self, settings: &Settings, count: usize) -> u64 {
+    pub(super) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
         settings.context.min(self.total / SMALLEST_PART).saturating_mul(count as u64)
     }
 
     /// What may be charged to clients.
     pub(super) fn capacity(&self, settings: &Settings) -> u64 {
-        let contexts = self.contexts(settings, self.unmeasured.len());
+        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.kept_out));
         self.total
             .saturating_sub(self.reserve(settings))
             .saturating_sub(self.measured.unwrap_or(0))
@@ -111,7 +108,7 @@ impl Machine {
         );
         gpu.seats.insert(client);
         gpu.unmeasured.insert(client);
-        gpu.attaching.push_back((client, now));
+        gpu.attaching.push_back(Newcomer { client, since: now, told: false });
         self.touch(id);
     }
 
@@ -131,7 +128,7 @@ impl Machine {
             gpu.seats.remove(&client);
             gpu.unmeasured.remove(&client);
             gpu.squeezes.retain(|squeeze| !squeeze.is_of(client));
-            gpu.attaching.retain(|(c, _)| *c != client);
+            gpu.attaching.retain(|newcomer| newcomer.client != client);
         }
         self.touch(id);
     }
@@ -270,55 +267,12 @@ impl Machine {
             self.dirty.insert(id);
         }
     }
-
-    /// Answers those who attach and for whom room is made, or who waited long enough.
-    pub(super) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
-        loop {
-            let gpu = self.gpus.get_mut(&id)?;
-            let (client, since) = *gpu.attaching.front()?;
-            let patience = since + ATTACH_PATIENCE;
-            // Capacity leaves out the contexts of all who wait; those behind this one may still be without.
-            let behind = gpu.contexts(&self.settings, gpu.attaching.len() - 1);
-            let doubted = self.ask_about_doubts(client, id);
-            let gpu = self.gpus.get(&id)?;
-            let room = gpu.capacity(&self.settings).saturating_add(behind) >= gpu.bank.charged.saturating_add(doubted);
-            let squeezed = gpu.total.saturating_sub(gpu.reserve(&self.settings))
-                < gpu.overhead_wanted(&self.settings).saturating_sub(behind);
-            if (!room || squeezed) && self.now < patience {
-                return Some(patience);
-            }
-            if !self.is_promised(client, id) {
-                let promised = since + PROMISE_PATIENCE;
-                if self.host.has_changed() {
-                    return None; // promises are weighed next
-                }
-                if self.now < promised {
-                    return Some(promised);
-                }
-            }
-            let now = self.now;
-            self.gpus.get_mut(&id)?.attaching.pop_front();
-            if let Some(seat) = self.seat_mut(client, id) {
-                seat.attached = Some(now);
-            }
-            self.out.push(Command::Attached { client, gpu: id });
-            self.tell_limit(client, id);
-        }
-    }
-}
-
-impl Machine {
-    /// Whether somebody who attaches has been promised what it is to be.
-    fn is_promised(&self, client: ClientId, id: GpuId) -> bool {
-        let promise = self.seat(client, id).map(|s| &s.promise);
-        promise.is_some_and(|p| p.seq > 0 && p.limit.saturating_add(LIMIT_STEP) >= p.target)
-    }
 }
 
 impl Gpu {
     /// Overhead as it would be if the GPU were large enough: `capacity` cannot fall below 0 and hides the rest.
-    fn overhead_wanted(&self, settings: &Settings) -> u64 {
-        let contexts = self.contexts(settings, self.unmeasured.len());
+    pub(super) fn overhead_wanted(&self, settings: &Settings) -> u64 {
+        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.kept_out));
         self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.margin)
     }
 }

@@ -58,8 +58,9 @@ pub(super) struct Gpu {
     pub served: BTreeMap<UserId, Time>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
-    /// Waiting for room for a context.
-    pub attaching: VecDeque<(ClientId, Time)>,
+    /// Waiting for room for a context, and how many of them, from the back, are not to have any: others could never run then.
+    pub attaching: VecDeque<Newcomer>,
+    pub kept_out: usize,
     pub squeezes: Vec<Squeeze>,
     /// The capacity, and how many clients there were, when promises were last weighed.
     pub weighed: Option<(u64, usize)>,
@@ -75,6 +76,15 @@ pub(super) struct Gpu {
     pub rate: u64,
     /// Requests that cannot be served while what is pinned here stays.
     pub shut_out: BTreeSet<Unit>,
+}
+
+/// A client that is about to create a context.
+#[derive(Debug)]
+pub(super) struct Newcomer {
+    pub client: ClientId,
+    pub since: Time,
+    /// It was told that it waits for others to need less.
+    pub told: bool,
 }
 
 /// Where a request stands in line: its time, and its rank among those of one user.
@@ -253,6 +263,7 @@ impl Machine {
                 served: BTreeMap::new(),
                 holders: BTreeMap::new(),
                 attaching: VecDeque::new(),
+                kept_out: 0,
                 squeezes: Vec::new(),
                 weighed: None,
                 promised: 0,

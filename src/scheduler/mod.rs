@@ -11,6 +11,7 @@
 //! - `doubt`: bytes that are gone by nothing but a client's word.
 //! - `limits`: who is promised how much, as far as the memory of GPUs and host goes; over `promise`, which counts it.
 //! - `locks`: requests, the line, grants, revokes, releases.
+//! - `newcomers`: those who are about to create a context.
 //! - `order`: who stands before whom: users first, then their clients.
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
@@ -27,6 +28,7 @@ mod doubt;
 mod limits;
 mod locks;
 mod machine;
+mod newcomers;
 mod order;
 mod patience;
 mod policy;

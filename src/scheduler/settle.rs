@@ -28,6 +28,7 @@ struct Pressure {
 
 impl Machine {
     pub(super) fn settle(&mut self, id: GpuId) {
+        self.keep_out(id);
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
         if std::mem::take(&mut gpu.bank.loosened) || capacity > gpu.capacity {

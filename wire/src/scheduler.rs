@@ -109,5 +109,7 @@ byte_enum! {
         Eviction = 2,
         /// Bytes that no engine can move take the place.
         Pinned = 3,
+        /// It may not create a context yet: who is there could then never have all of its memory on the GPU. Since version 3.
+        Context = 4,
     }
 }

@@ -16,6 +16,8 @@ pub const SHARING: u16 = 2;
 /// The version from which on a connection outlives the scheduler: a new one that was handed it says
 /// [`Resume`](crate::SchedulerMessage::Resume).
 pub const RESUMING: u16 = 3;
+/// The version from which on a client waits to create a context for as long as it is told to.
+pub const PATIENT: u16 = 3;
 /// The version from which on a client says how full it keeps a GPU.
 pub const FULLNESS: u16 = 3;
 

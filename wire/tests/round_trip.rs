@@ -110,7 +110,8 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         Just(WaitReason::Queue),
         Just(WaitReason::HolderStuck),
         Just(WaitReason::Eviction),
-        Just(WaitReason::Pinned)
+        Just(WaitReason::Pinned),
+        Just(WaitReason::Context)
     ];
     prop_oneof![
         any::<(u16, u64)>().prop_map(|(version, client)| Welcome { version, client }),

@@ -42,7 +42,7 @@ use super::shared::Book;
 use super::socket::{self, Timer};
 use super::trace::Trace;
 use crate::bus;
-use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, MemoryReport, Settings, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, MemoryReport, Settings, Time, WaitReason};
 
 /// The machine asks for no tick sooner than this after one, so that a mistake in it cannot take a whole CPU.
 const MIN_TICK: Duration = Duration::from_micros(100);
@@ -271,6 +271,9 @@ impl Hub {
                 (client, SchedulerMessage::Contended { gpus: slots_of(&client, &gpus)?, waiters, grace_us })
             }
             Command::Waiting { client, gpus, why } => {
+                if why == WaitReason::Context && self.clients.get(&client)?.session.version < version::PATIENT {
+                    return None;
+                }
                 (client, SchedulerMessage::Waiting { gpus: slots_of(&client, &gpus)?, why })
             }
             Command::Probe { client } => {

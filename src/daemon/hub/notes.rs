@@ -7,7 +7,7 @@ use tracing::{debug, info, warn};
 
 use super::Hub;
 use crate::daemon::peer::Identity;
-use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time};
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, WaitReason};
 use crate::{bus, units};
 
 /// A client that is refused memory over and over is in the log so often, and those that hold most are named.
@@ -145,6 +145,19 @@ impl Hub {
                     gpu = label,
                     "the memory of {name} stays on the GPU: {}; others make room",
                     bus::stay_name(*why)
+                );
+            }
+            Command::Waiting { client, gpus, why: WaitReason::Context } => {
+                let Some(identity) = self.clients.get(client).map(|entry| &entry.identity) else { return };
+                let Identity { pid, uid, unit, name, .. } = &**identity;
+                info!(
+                    name: "context-waits",
+                    client = client.0,
+                    pid,
+                    uid,
+                    unit,
+                    gpu = self.labels(gpus),
+                    "{name} waits with its context: beside it, a program that has nearly all of the GPU could not run"
                 );
             }
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),

@@ -1,0 +1,111 @@
+//! Those who are about to create a context: room is made for it first, or they wait.
+
+use super::{
+    api::*,
+    limits::{LIMIT_STEP, PROMISE_PATIENCE},
+    machine::{Machine, Newcomer},
+};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// A program that attaches is not kept longer than this: where strangers leave no room, it gets the driver's own answer.
+const ATTACH_PATIENCE: Duration = Duration::from_secs(2);
+
+impl Machine {
+    /// Counts those who would leave a client that is there too little, by their context: it could never have all that it
+    /// needs on the GPU again, and so never run. They wait until it needs less, or has gone.
+    pub(super) fn keep_out(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.get(&id) else { return };
+        if gpu.attaching.is_empty() && gpu.kept_out == 0 {
+            return;
+        }
+        // One that did not wait (an older library does not) has its context already.
+        let waits = |newcomer: &Newcomer| {
+            let state = self.clients.get(&newcomer.client);
+            state.is_some_and(|c| c.waiting.is_none() && c.seats.get(&id).is_some_and(|s| s.account.report.demand == 0))
+        };
+        let waiting = gpu.attaching.iter().rev().take_while(|newcomer| waits(newcomer)).count();
+        let gangs: BTreeSet<u64> = gpu
+            .attaching
+            .iter()
+            .filter_map(|n| self.clients.get(&n.client))
+            .map(|c| c.gang)
+            .filter(|g| *g != 0)
+            .collect();
+        let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.attaching.len());
+        let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.contexts(&self.settings, unmeasured));
+        let capacity =
+            gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken).saturating_sub(gpu.margin);
+        let needs = gpu.seats.iter().filter_map(|client| {
+            let state = self.clients.get(client).filter(|state| !gangs.contains(&state.gang))?;
+            let seat = state.seats.get(&id).filter(|seat| seat.attached.is_some() && seat.engine != Engine::Managed)?;
+            Some(seat.account.report.demand)
+        });
+        // What is not possible as it is does not depend on them.
+        let most = needs.filter(|need| (1..=capacity).contains(need)).max();
+        let room = most.and_then(|most| (capacity - most).checked_div(gpu.contexts(&self.settings, 1)));
+        let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
+        let kept_out = gpu.attaching.len().saturating_sub(room).min(waiting);
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.kept_out = kept_out;
+        }
+    }
+
+    /// Says to those who are kept out that this may take long.
+    fn tell_newcomers(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let from = gpu.attaching.len() - gpu.kept_out;
+        for newcomer in gpu.attaching.iter_mut().skip(from).filter(|newcomer| !newcomer.told) {
+            newcomer.told = true;
+            let (client, why) = (newcomer.client, WaitReason::Context);
+            self.out.push(Command::Waiting { client, gpus: GpuSet::from([id]), why });
+        }
+    }
+
+    /// Answers those who attach and for whom room is made, or who waited long enough.
+    pub(super) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
+        loop {
+            self.keep_out(id);
+            let gpu = self.gpus.get_mut(&id)?;
+            let behind = gpu.attaching.len().checked_sub(1 + gpu.kept_out);
+            let &Newcomer { client, since, .. } = gpu.attaching.front()?;
+            let Some(behind) = behind else {
+                self.tell_newcomers(id);
+                return None;
+            };
+            let patience = since + ATTACH_PATIENCE;
+            // Capacity leaves out the contexts of all who wait; those behind this one may still be without.
+            let behind = gpu.contexts(&self.settings, behind);
+            let doubted = self.ask_about_doubts(client, id);
+            let gpu = self.gpus.get(&id)?;
+            let room = gpu.capacity(&self.settings).saturating_add(behind) >= gpu.bank.charged.saturating_add(doubted);
+            let squeezed = gpu.total.saturating_sub(gpu.reserve(&self.settings))
+                < gpu.overhead_wanted(&self.settings).saturating_sub(behind);
+            if (!room || squeezed) && self.now < patience {
+                return Some(patience);
+            }
+            if !self.is_promised(client, id) {
+                let promised = since + PROMISE_PATIENCE;
+                if self.host.has_changed() {
+                    return None; // promises are weighed next
+                }
+                if self.now < promised {
+                    return Some(promised);
+                }
+            }
+            let now = self.now;
+            self.gpus.get_mut(&id)?.attaching.pop_front();
+            if let Some(seat) = self.seat_mut(client, id) {
+                seat.attached = Some(now);
+            }
+            self.out.push(Command::Attached { client, gpu: id });
+            self.tell_limit(client, id);
+        }
+    }
+
+    /// Whether somebody who attaches has been promised what it is to be.
+    fn is_promised(&self, client: ClientId, id: GpuId) -> bool {
+        let promise = self.seat(client, id).map(|s| &s.promise);
+        promise.is_some_and(|p| p.seq > 0 && p.limit.saturating_add(LIMIT_STEP) >= p.target)
+    }
+}
