@@ -29,7 +29,7 @@ fishdir ?= $(prefix)/share/fish/vendor_completions.d
 # Where deb puts what it builds.
 PACKAGES ?= $(abspath $(TARGET))/packages
 
-.PHONY: help build artifacts programs demo check bench install deb clean
+.PHONY: help build artifacts programs demo check check-system bench install deb clean
 
 help:
 	@echo 'make build     optimised programs and libnvshare.so, in $(TARGET)/release'
@@ -37,6 +37,7 @@ help:
 	@echo '                 GPU=real                the first GPU of this machine'
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
+	@echo 'make check-system  boots Debian 12 and 13 in containers, and goes through the packages there (root)'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
 	@echo '                 completions'
@@ -78,6 +79,14 @@ endif
 
 check:
 	@CARGO='$(CARGO)' tests/check.sh
+
+# Both versions are of the same programs: what an upgrade does is dpkg's and systemd's.
+check-system: programs
+	@tests/needs.sh mmdebstrap systemd-nspawn
+	rm -rf $(TARGET)/system/packages
+	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages'
+	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages' VERSION=999~test
+	tests/system/check.sh $(BUILT) $(TARGET)/system/packages
 
 bench:
 	@tests/needs.sh cargo cc

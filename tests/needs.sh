@@ -32,6 +32,8 @@ for what; do
     man) command -v man >/dev/null || lacks man man-db ;;
     dpkg-buildpackage) command -v dpkg-buildpackage >/dev/null || lacks dpkg-buildpackage dpkg-dev ;;
     dh) command -v dh_installsysusers >/dev/null || lacks dh debhelper ;;
+    mmdebstrap) command -v mmdebstrap >/dev/null || lacks mmdebstrap mmdebstrap ;;
+    systemd-nspawn) command -v systemd-nspawn >/dev/null || lacks systemd-nspawn systemd-container ;;
     dbus-daemon) command -v dbus-daemon >/dev/null || lacks dbus-daemon dbus-daemon ;;
     *) lacks "$what" "$what" ;;
     esac

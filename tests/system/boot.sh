@@ -36,7 +36,8 @@ inside() {
 }
 
 for _ in $(seq 600); do
-    [ -n "$init" ] || init=$(pgrep -P "$container" | head -n 1)
+    # Anew each time: the first child of systemd-nspawn only prepares the container.
+    init=$(pgrep -P "$container" | head -n 1)
     case $([ -z "$init" ] || inside systemctl is-system-running 2>/dev/null) in
         running | degraded) booted=1 && break ;;
     esac

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Boots Debian systems as containers, installs the packages there with apt, and goes through them: see README.md.
 #
-#   check.sh BUILT PACKAGES NEWER   BUILT: target/debug; PACKAGES, NEWER: directories of .debs, NEWER of a higher version
+#   check.sh BUILT PACKAGES   BUILT: target/debug; PACKAGES: a directory with .debs of two versions
 set -eu
 
-[ $# -eq 3 ] || { echo "usage: $0 BUILT PACKAGES NEWER" >&2; exit 2; }
-built=$(realpath "$1") packages=$(realpath "$2") newer=$(realpath "$3")
+[ $# -eq 2 ] || { echo "usage: $0 BUILT PACKAGES" >&2; exit 2; }
+built=$(realpath "$1") packages=$(realpath "$2")
 here=$(realpath "$(dirname "$0")")
 bases=${built%/*}/system
 mkdir -p "$bases"
@@ -32,10 +32,14 @@ for suite in ${SUITES:-bookworm trixie}; do
     install "$built/cuda-program" "$root/usr/local/bin"
     mkdir -p "$root/opt/nvshare-test"
     cp -r "$here"/*.sh "$here/steps" "$root/opt/nvshare-test"
+    versions=$(for deb in "$packages"/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
     mkdir "$root/opt/nvshare-test/packages" "$root/opt/nvshare-test/newer"
-    cp "$packages"/*.deb "$root/opt/nvshare-test/packages"
-    cp "$newer"/*.deb "$root/opt/nvshare-test/newer"
+    cp "$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb "$root/opt/nvshare-test/packages"
+    cp "$packages"/*_"$(tail -n 1 <<<"$versions")"_*.deb "$root/opt/nvshare-test/newer"
 
+    echo "--- $suite: what dpkg does with the packages"
+    "$here/packages.sh" "$root" "$packages" || { failed=1 && echo "--- $suite: FAILED" >&2; }
+    echo "--- $suite: booting"
     booted=$SECONDS
     if "$here/boot.sh" "$root" /opt/nvshare-test/inside.sh; then
         echo "--- $suite: all right ($((SECONDS - booted)) s, with its installation $((SECONDS - began)) s)"
