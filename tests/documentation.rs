@@ -1,0 +1,106 @@
+//! What the man pages and the configuration file say there is, against what there is.
+
+use std::path::Path;
+
+use clap::CommandFactory;
+use nvshare::ctl::arguments::Arguments;
+
+fn read(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The items of a page's lists, as plain words: `.It Fl -json` is `--json`.
+fn items(page: &str) -> Vec<String> {
+    let text = read(page);
+    let items = text.lines().filter_map(|line| line.strip_prefix(".It "));
+    let plain = |item: &str| {
+        let words = item.split(' ').filter(|word| !["Ic", "Cm", "Li", "Va", "Ev", "Pa", "Xo"].contains(word));
+        words.collect::<Vec<_>>().join(" ").replace("Fl ", "-")
+    };
+    items.map(plain).collect()
+}
+
+fn commands(command: &clap::Command, above: &str, found: &mut Vec<String>) {
+    for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
+        let name = format!("{above}{}", sub.get_name());
+        if sub.has_subcommands() {
+            commands(sub, &format!("{name} "), found);
+        } else {
+            found.push(name);
+        }
+    }
+}
+
+#[test]
+fn nvsharectl_1_has_every_command_and_option() {
+    let command = Arguments::command();
+    let mut names = Vec::new();
+    commands(&command, "", &mut names);
+    assert!(names.len() > 10, "{names:?}");
+    let items = items("man/nvsharectl.1");
+    for name in names {
+        let described = |item: &String| item == &name || item.starts_with(&format!("{name} "));
+        assert!(items.iter().any(described), "nvsharectl {name} is not in the page: {items:?}");
+    }
+    for option in command.get_arguments().filter_map(|option| option.get_long()) {
+        // Of several flags in one item, the first alone has its own macro.
+        let names = [format!("--{option}"), format!("-{option}")];
+        let described =
+            |item: &String| item.starts_with('-') && item.split(' ').any(|word| names.iter().any(|n| n == word));
+        assert!(items.iter().any(described), "--{option} is not in the page: {items:?}");
+    }
+}
+
+#[test]
+fn nvshare_toml_5_has_every_setting() {
+    let file = read("etc/nvshare.toml");
+    let keys: Vec<&str> = file
+        .lines()
+        .filter_map(|line| line.strip_prefix('#')?.split_once(" = "))
+        .map(|(key, _)| key)
+        .filter(|key| key.chars().all(|c| c.is_ascii_lowercase() || c == '-'))
+        .collect();
+    assert!(keys.len() > 7, "{keys:?}");
+    let items = items("man/nvshare.toml.5");
+    for key in keys {
+        assert!(
+            items.iter().any(|item| item.split(' ').any(|word| word == key)),
+            "{key} is not in the page: {items:?}"
+        );
+    }
+}
+
+#[test]
+fn org_nvshare_scheduler1_5_has_every_member() {
+    let (page, xml) = (read("man/org.nvshare.Scheduler1.5"), read("dbus/org.nvshare.Scheduler1.xml"));
+    let members = ["<method name=\"", "<property name=\"", "<signal name=\""].map(|start| {
+        xml.split(start).skip(1).filter_map(|rest| rest.split('"').next()).map(str::to_owned).collect::<Vec<_>>()
+    });
+    let members = members.concat();
+    assert!(members.len() > 7, "{members:?}");
+    for member in members {
+        assert!(
+            page.lines().any(|line| line.starts_with(".It") && line.contains(&member)),
+            "{member} is not in the page"
+        );
+    }
+}
+
+#[test]
+fn the_readme_names_commands_that_there_are() {
+    let (command, readme) = (Arguments::command(), read("README.md"));
+    let in_code = |line: &str| -> Vec<String> {
+        let starts = line.match_indices("nvsharectl ").filter(|(at, _)| {
+            let before = line[..*at].trim_end_matches("sudo ");
+            before.is_empty() || before.ends_with('`')
+        });
+        let word = |at: usize| line[at..].split([' ', '`', ')', ',']).nth(1).unwrap_or_default().to_owned();
+        starts.map(|(at, _)| word(at)).collect()
+    };
+    let words: Vec<String> = readme.lines().flat_map(in_code).filter(|word| !word.starts_with('-')).collect();
+    assert!(words.len() > 8, "{words:?}");
+    for word in words {
+        assert!(command.find_subcommand(&word).is_some(), "README.md has `nvsharectl {word}`, which there is not");
+    }
+}
