@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Two PyTorch loops at once on one GPU, whose memory fits together: without nvshare, in turns of the time quantum
+(`anti-thrash = on`), and under `auto`, which may let them run at the same moment. Prints, for each pair, the seconds until
+both are done, and whether every result is the one that the loop gives alone.
+
+  pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--json FILE]
+
+`--seconds`: how long a loop takes alone. `--programs`: where nvshare-scheduler and libnvshare.so are. Needs a GPU and PyTorch.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LOOPS = ["add", "matmul", "conv", "tiny"]
+PAIRS = ["add+add", "matmul+matmul", "conv+conv", "tiny+tiny", "matmul+tiny"]
+
+
+def loop(name):
+    """The work of one iteration, and what it leaves behind."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.backends.cudnn.deterministic = True
+    if name == "add":  # memory-bound
+        x = torch.zeros(2**28, device="cuda")
+        return lambda: x.add_(1), x
+    if name == "matmul":  # compute-bound
+        x = torch.eye(4096, device="cuda", dtype=torch.bfloat16)
+        y = torch.rand(4096, 4096, device="cuda").to(torch.bfloat16)
+        return lambda: torch.matmul(y, x, out=y.clone()), y
+    if name == "conv":  # many small kernels, neither bound by launches nor filling the GPU
+        net = torch.nn.Sequential(*[torch.nn.Conv2d(32, 32, 3, padding=1) for _ in range(8)]).cuda().requires_grad_(False)
+        x = torch.rand(16, 32, 64, 64, device="cuda")
+        return lambda: net(x), x
+    if name == "tiny":  # launch-bound: the GPU is mostly idle
+        x = torch.zeros(64, device="cuda")
+        return lambda: x.add_(1), x
+    raise SystemExit(f"there is no loop {name!r}: there are {', '.join(LOOPS)}")
+
+
+def run(name, iterations, ready, go):
+    """A child: runs the loop so often, once the file `go` is there; with no iterations, as often as fits into a second."""
+    import torch
+
+    step, result = loop(name)
+    for _ in range(10):
+        step()
+    torch.cuda.synchronize()
+    ready.touch()
+    while not go.exists():
+        time.sleep(0.001)
+    began, done = time.time(), 0
+    while done < iterations or (not iterations and time.time() - began < 1):
+        for _ in range(100 if name == "tiny" else 10):
+            step()
+            done += 1
+        if not iterations:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    digest = hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest()[:16]
+    print(json.dumps({"iterations": done, "began": began, "ended": time.time(), "digest": digest}))
+
+
+def together(jobs, environment, directory):
+    """Starts them, has them begin at once, and gives what each said."""
+    go = directory / "go"
+    go.unlink(missing_ok=True)
+    children = []
+    for i, (name, iterations) in enumerate(jobs):
+        ready = directory / f"ready-{i}"
+        ready.unlink(missing_ok=True)
+        words = [sys.executable, __file__, "--child", name, str(iterations), str(ready), str(go)]
+        children.append((ready, subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | environment)))
+    while not all(ready.exists() for ready, _ in children):
+        if any(child.poll() is not None for _, child in children):
+            raise SystemExit("a loop has ended before it began")
+        time.sleep(0.01)
+    go.touch()
+    said = [json.loads(child.communicate()[0]) for _, child in children]
+    seconds = max(s["ended"] for s in said) - min(s["began"] for s in said)
+    return said, seconds
+
+
+def scheduler(programs, directory, settings):
+    (directory / "nvshare.toml").write_text(settings)
+    words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
+    words += ["--control-socket", directory / "control.sock", "--config", directory / "nvshare.toml"]
+    child = subprocess.Popen(words, stderr=open(directory / "scheduler.log", "w"))
+    while not (directory / "scheduler.sock").exists():
+        if child.poll() is not None:
+            raise SystemExit((directory / "scheduler.log").read_text())
+        time.sleep(0.01)
+    return child
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--quantum", type=int, default=1)
+    parser.add_argument("--pairs", default=",".join(PAIRS))
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    programs = arguments.programs.resolve()
+    modes = {"native": None, "on": 'anti-thrash = "on"\n', "auto": 'anti-thrash = "auto"\n'}
+    figures = []
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        pairs = [pair.split("+") for pair in arguments.pairs.split(",")]
+        alone = {}
+        for name in sorted({name for pair in pairs for name in pair}):
+            rate = together([(name, 0)], {}, directory)[0][0]["iterations"]
+            iterations = int(rate * arguments.seconds) // 100 * 100 or 100
+            said, seconds = together([(name, iterations)], {}, directory)
+            alone[name] = (iterations, said[0]["digest"])
+            print(f"{name} alone: {iterations} iterations in {seconds:.2f} s", flush=True)
+        print(f"{'pair':>16}" + "".join(f"{mode:>9}" for mode in modes))
+        for pair in pairs:
+            line = f"{'+'.join(pair):>16}"
+            for mode, settings in modes.items():
+                taken, right = [], True
+                for _ in range(arguments.runs):
+                    environment, daemon = {}, None
+                    if settings is not None:
+                        daemon = scheduler(programs, directory, f"time-quantum = {arguments.quantum}\n{settings}")
+                        environment = {"LD_PRELOAD": f"{programs}/libnvshare.so", "NVSHARE_SOCKET": f"{directory}/scheduler.sock"}
+                    said, seconds = together([(name, alone[name][0]) for name in pair], environment, directory)
+                    right &= all(s["digest"] == alone[name][1] for s, name in zip(said, pair))
+                    taken.append(seconds)
+                    if daemon:
+                        daemon.terminate()
+                        daemon.wait()
+                figures.append({"pair": "+".join(pair), "mode": mode, "seconds": taken, "right": right})
+                line += f"{statistics.median(taken):>8.2f}{' ' if right else '!'}"
+            print(line, flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    sys.exit(0 if all(figure["right"] for figure in figures) else "a result marked with ! is wrong")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        run(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        main()
