@@ -714,6 +714,9 @@ impl World {
             }
             Command::Allowance { gpu, seq, bytes, .. } => {
                 if let Some(p) = m.places.get_mut(&gpu) {
+                    // The newest decides: of those before it only steps on the way there are left, and what has begun.
+                    let mut begun = p.busy;
+                    p.todo.retain(|(_, step)| std::mem::take(&mut begun) || *step > bytes);
                     p.todo.push_back((seq, bytes));
                     if !p.busy {
                         self.obey(id, gpu);
