@@ -105,7 +105,20 @@ fn printable(raw: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
+
+    #[test]
+    fn the_groups_of_who_connected_are_all_of_its_groups() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair of sockets");
+        let (identity, _) = identify(ours.as_fd()).expect("an identity");
+        let mut expected = nix::unistd::getgroups().expect("groups");
+        expected.push(nix::unistd::getegid());
+        let expected: std::collections::BTreeSet<u32> = expected.into_iter().map(|gid| gid.as_raw()).collect();
+        assert_eq!(identity.groups.into_iter().collect::<std::collections::BTreeSet<_>>(), expected);
+        drop(theirs);
+    }
 
     #[test]
     fn memory_is_shared_within_a_user_and_a_container_only() {
