@@ -522,6 +522,17 @@ fn a_wrong_configuration_file_keeps_it_from_starting() {
     std::fs::write(&config, "time-quantum = \"1min\"\n").expect("a file");
     let output = Output::of(command(&directory.0).arg("--config").arg(&config).arg("--check-config"));
     assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
+
+    // Its drop-ins are part of it.
+    let drop_in = directory.0.join("nvshare.toml.d/rules.toml");
+    std::fs::create_dir(drop_in.parent().expect("a directory")).expect("a directory");
+    std::fs::write(&drop_in, "[[rule]]\nunit = \"jupyter\"\nmemory-max = \"8G\"\n").expect("a drop-in");
+    let output = Output::of(command(&directory.0).arg("--config").arg(&config).arg("--check-config"));
+    let sentence = format!(
+        "nvshare-scheduler: {}:2:8: unit: \"jupyter\" can match no unit: their names end with .service or .scope, as in \"jupyter.service\"\n",
+        drop_in.display()
+    );
+    assert_eq!((output.code, output.stderr), (Some(1), sentence));
 }
 
 #[test]

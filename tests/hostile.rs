@@ -123,7 +123,7 @@ impl<'a> Fake<'a> {
     fn provide(&mut self, slot: u32) {
         self.seq += 1;
         self.say(SchedulerMessage::Attached { slot });
-        self.say(SchedulerMessage::Limit { slot, bytes: MEMORY, seq: self.seq, most: MEMORY, spare: u64::MAX });
+        self.say(SchedulerMessage::Limit { slot, bytes: MEMORY, seq: self.seq, most: MEMORY, spare: u64::MAX, max: 0 });
         self.say(SchedulerMessage::Allowance { slot, seq: self.seq, bytes: MEMORY });
     }
 

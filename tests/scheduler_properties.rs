@@ -72,6 +72,7 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
         gpus: set,
         gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
         user: UserId(rng.below(3) as u32),
+        group: None,
         fullness: [None, Some(1000), Some(900), Some(100), Some(0)][rng.below(5) as usize],
         engine: if unruly.managed && rng.one_in(3) { Engine::Managed } else { Engine::Swap },
         demand: if endless { 0 } else { rng.below(largest) * GIB } + pinned + rng.below(3) * 4096,
@@ -164,6 +165,39 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
+    /// Groups are promised no more than they may have, on each GPU, also where limits change and the host is small; and
+    /// everybody is served as far as that goes.
+    #[test]
+    fn groups_stay_within_their_limits(
+        seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in prop::option::of(0u64..60),
+        unruly in unruly(), changes in prop::collection::vec((0u64..4000, 0u64..u64::MAX), 0..4),
+    ) {
+        let quantum = ms(500);
+        let unruly = Unruly { pinned: false, ..unruly };
+        let mut world = world(seed, mode, quantum, gpus, 0, unruly);
+        if let Some(host) = host {
+            world.set_host(host * GIB);
+        }
+        let group = |seed: u64, client: u64| {
+            let mut rng = Dice(seed);
+            let most = [MemoryMax::Infinity, MemoryMax::Percent(1 + rng.below(100) as u8), MemoryMax::Bytes(rng.below(24) * GIB / 2)];
+            let id = (client + seed) % 4;
+            (id < 3).then(|| Group { id: GroupId(id), memory_max: most[id as usize] })
+        };
+        for n in 1..=clients {
+            let plan = plan(&mut world.rng, gpus, unruly);
+            world.add(Plan { group: group(seed, n), ..plan });
+        }
+        let bound = bound(&world, quantum) + Duration::from_secs(60);
+        for (after, seed) in changes {
+            let at = world.now + ms(after);
+            world.run(at);
+            world.regroup(|client| group(seed, client.0));
+        }
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+    }
+
     /// Settings that change in between lose nobody.
     #[test]
     fn settings_change_midway(
@@ -221,6 +255,14 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::Squeezed { client, gpu, bytes }),
         2 => (c(), g(), 0u32..2000).prop_map(|(client, gpu, permille)| Event::Fullness { client, gpu, permille }),
         3 => (c(), 0u64..3, 0u32..3).prop_map(|(client, gang, user)| Event::Connected { client, gang, user: UserId(user) }),
+        2 => prop::collection::btree_map(c(), prop::option::of((0u64..3, bytes())), 0..4).prop_map(|groups| {
+            // A group has one limit, whoever names it.
+            let max = |(id, bytes): (u64, u64)| Group {
+                id: GroupId(id),
+                memory_max: if id == 0 { MemoryMax::Percent(50) } else { MemoryMax::Bytes(bytes) },
+            };
+            Event::Grouped { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
+        }),
         1 => c().prop_map(|client| Event::Disconnected { client }),
         5 => (c(), g(), engine).prop_map(|(client, gpu, engine)| Event::Attached { client, gpu, engine }),
         1 => (c(), g()).prop_map(|(client, gpu)| Event::Detached { client, gpu }),
@@ -250,6 +292,8 @@ proptest! {
         let first = settings(AntiThrash::Auto, ms(1000));
         let mut machines = [Machine::new(first.clone()), Machine::new(first)];
         let mut now = ms(start);
+        let mut groups: BTreeMap<ClientId, Option<GroupId>> = BTreeMap::new();
+        let mut maxima: BTreeMap<GroupId, MemoryMax> = BTreeMap::new();
         for n in 0..3 {
             for m in &mut machines {
                 m.handle(now, Event::GpuFound { gpu: gpu(n), total: TOTAL });
@@ -257,6 +301,17 @@ proptest! {
         }
         for (after, event) in events {
             now = now.saturating_add(ms(after));
+            if let Event::Grouped { groups: named } = &event {
+                for (client, group) in named.iter().filter(|(client, _)| machines[0].client(**client).is_some()) {
+                    groups.insert(*client, group.map(|group| group.id));
+                    maxima.extend(group.map(|group| (group.id, group.memory_max)));
+                }
+            }
+            let limits = |m: &Machine| -> BTreeMap<(ClientId, GpuId), u64> {
+                let clients = m.clients().into_iter();
+                clients.flat_map(|c| c.seats.into_iter().map(move |s| ((c.client, s.gpu), s.limit))).collect()
+            };
+            let limits_before = limits(&machines[0]);
             let charges = |m: &Machine| -> BTreeMap<(ClientId, GpuId), u64> {
                 let clients = m.clients().into_iter();
                 clients.flat_map(|c| c.seats.into_iter().map(move |s| ((c.client, s.gpu), s.charge))).collect()
@@ -265,6 +320,19 @@ proptest! {
             let commands = machines[0].handle(now, event.clone());
             prop_assert_eq!(&commands, &machines[1].handle(now, event.clone()));
             let after = charges(&machines[0]);
+            groups.retain(|client, _| machines[0].client(*client).is_some());
+            // No limit of a group rises where it has more than it may, whatever its members say.
+            for ((client, gpu), limit) in limits(&machines[0]) {
+                let Some(group) = groups.get(&client).copied().flatten() else { continue };
+                let total = machines[0].gpu(gpu).unwrap().total;
+                let Some(max) = maxima.get(&group).and_then(|max| max.on(total)) else { continue };
+                if limit > limits_before.get(&(client, gpu)).copied().unwrap_or(0) {
+                    let members = machines[0].clients().into_iter().filter(|c| groups.get(&c.client) == Some(&Some(group)));
+                    let seats = members.flat_map(|c| c.seats).filter(|s| s.gpu == gpu);
+                    let sum = seats.fold(0u64, |sum, seat| sum.saturating_add(seat.promise));
+                    prop_assert!(sum <= max, "{:?} on {:?}: {} of {} after {:?}", group, gpu, sum, max, event);
+                }
+            }
             for command in &commands {
                 let gone = addressee(command).is_some_and(|to| machines[0].client(to).is_none());
                 prop_assert!(!gone, "{:?} after {:?}", command, event);

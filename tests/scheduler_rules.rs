@@ -60,6 +60,16 @@ impl Talk {
         self.say(Event::Wished { client: client(n), gpu: gpu(0), bytes })
     }
 
+    /// Puts a client into the one group.
+    fn group(&mut self, n: u64, memory_max: MemoryMax) -> Vec<Command> {
+        self.regroup([n], memory_max)
+    }
+
+    fn regroup<const N: usize>(&mut self, clients: [u64; N], memory_max: MemoryMax) -> Vec<Command> {
+        let group = Some(Group { id: GroupId(7), memory_max });
+        self.say(Event::Grouped { groups: clients.into_iter().map(|n| (client(n), group)).collect() })
+    }
+
     fn request(&mut self, n: u64) -> Vec<Command> {
         self.say(Event::Requested { client: client(n), gpus: gpus([0]) })
     }
@@ -126,7 +136,11 @@ fn contended(n: u64, waiters: u32, grace: Duration) -> Command {
 
 /// Where the host has plenty of memory, on a GPU that offers so much.
 fn limit(n: u64, bytes: u64, seq: u32) -> Command {
-    Command::Limit { client: client(n), gpu: gpu(0), bytes, seq, most: bytes, spare: u64::MAX }
+    Command::Limit { client: client(n), gpu: gpu(0), bytes, seq, most: bytes, spare: u64::MAX, max: None }
+}
+
+fn denied(n: u64, bytes: u64, why: Denial) -> Command {
+    Command::Denied { client: client(n), gpu: gpu(0), bytes, why }
 }
 
 fn waiting(n: u64, why: WaitReason) -> Command {
@@ -787,7 +801,7 @@ fn a_wish_is_fulfilled_from_what_others_do_not_need() {
 #[test]
 fn what_nobody_can_give_is_refused_at_once() {
     let mut t = on_a_small_host();
-    let denied = |n, bytes| Command::Denied { client: client(n), gpu: gpu(0), bytes };
+    let denied = |n, bytes| denied(n, bytes, Denial::NoRoom);
     assert_eq!(t.wish(1, 17 * GIB), [denied(1, 17 * GIB)], "more than the GPU");
     t.report(2, 11 * GIB, 2 * GIB, 0);
     let commands = t.wish(1, 14 * GIB);
@@ -801,7 +815,7 @@ fn two_that_each_hold_half_and_want_more_do_not_wait_for_each_other() {
         t.report(n, 12 * GIB, 2 * GIB, 0);
     }
     for n in [1, 2] {
-        assert_eq!(t.wish(n, 13 * GIB), [Command::Denied { client: client(n), gpu: gpu(0), bytes: 13 * GIB }]);
+        assert_eq!(t.wish(n, 13 * GIB), [denied(n, 13 * GIB, Denial::NoRoom)]);
     }
 }
 
@@ -811,7 +825,7 @@ fn a_wish_does_not_wait_for_ever_for_one_that_does_not_answer() {
     assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)]);
     assert_eq!(t.after(ms(3999)), []);
     let commands = t.after(ms(1));
-    assert!(commands.contains(&Command::Denied { client: client(1), gpu: gpu(0), bytes: 14 * GIB }), "{commands:?}");
+    assert!(commands.contains(&denied(1, 14 * GIB, Denial::NoRoom)), "{commands:?}");
     assert_eq!(t.seat(2).promise, 12 * GIB, "it may not know yet");
     t.map(2);
     t.wish(1, 14 * GIB);
@@ -833,6 +847,150 @@ fn whoever_leaves_leaves_its_promise_to_others() {
     let commands = t.say(Event::Disconnected { client: client(2) });
     assert_eq!(limits(&commands), [(1, 16 * GIB)]);
     assert_eq!(t.machine.host().1, 0);
+}
+
+/// Clients in one group on the GPU of 16 GiB.
+fn in_a_group(most: MemoryMax, clients: u64) -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=clients {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        t.group(n, most);
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        // Each has to know what it no longer has before the next one can have it.
+        for m in 1..=n {
+            t.report(m, 0, 0, 0);
+        }
+    }
+    t
+}
+
+#[test]
+fn a_program_under_a_rule_has_its_limit_to_the_byte() {
+    let most = 5 * GIB + 2 * MIB;
+    let mut t = in_a_group(MemoryMax::Bytes(most), 1);
+    assert_eq!((t.seat(1).limit, t.machine.memory_max(client(1), gpu(0))), (most, Some(most)));
+    assert_eq!(t.wish(1, most + 1), [denied(1, most + 1, Denial::MemoryMax)]);
+    let commands = t.wish(1, most);
+    let told = Command::Limit {
+        client: client(1),
+        gpu: gpu(0),
+        bytes: most,
+        seq: 1,
+        most: 16 * GIB,
+        spare: u64::MAX,
+        max: Some(most),
+    };
+    assert_eq!(commands, [told]);
+    // Whoever is in no group has all of the GPU.
+    t.join(2, 16 * GIB);
+    assert_eq!((t.seat(2).limit, t.machine.memory_max(client(2), gpu(0))), (16 * GIB, None));
+    let t = in_a_group(MemoryMax::Percent(25), 1);
+    assert_eq!(t.seat(1).limit, 4 * GIB);
+    let t = in_a_group(MemoryMax::Infinity, 1);
+    assert_eq!(t.seat(1).limit, 16 * GIB);
+}
+
+#[test]
+fn a_group_divides_its_limit_by_need() {
+    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 2);
+    assert_eq!((t.seat(1).promise, t.seat(2).promise), (4 * GIB, 4 * GIB));
+    assert_eq!(limits(&t.wish(1, 6 * GIB)), [(2, 2 * GIB)], "first the other has to know");
+    assert_eq!(limits(&t.report(2, GIB, GIB, 0)), [(1, 6 * GIB)]);
+    t.report(1, 6 * GIB, 6 * GIB, 0);
+    assert_eq!(limits(&t.wish(2, 2 * GIB)), [(2, 2 * GIB)], "all of it is used");
+    t.report(2, 2 * GIB, 2 * GIB, 0);
+    assert_eq!(t.wish(2, 2 * GIB + 1), [denied(2, 2 * GIB + 1, Denial::MemoryMax)]);
+    assert_eq!(t.wish(2, 9 * GIB), [denied(2, 9 * GIB, Denial::MemoryMax)]);
+    // What one leaves the other can have.
+    assert_eq!(limits(&t.say(Event::Disconnected { client: client(1) })), [(2, 8 * GIB)]);
+}
+
+#[test]
+fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
+    let mut t = in_a_group(MemoryMax::Bytes(10 * GIB), 3);
+    t.wish(3, 3 * GIB + GIB / 2);
+    // The first allocates what it was promised before it knows that it has less.
+    let share = t.seat(1).promise;
+    let report = MemoryReport { demand: share, limit_ack: 1, ..MemoryReport::default() };
+    t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
+    for n in [1, 2, 1, 2] {
+        t.report(n, if n == 1 { share } else { 0 }, 0, 0);
+    }
+    assert_eq!(t.seat(3).limit, 3 * GIB + GIB / 2, "without the time that one who does not answer is given");
+}
+
+#[test]
+fn many_of_one_group_have_no_more_than_one() {
+    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 20);
+    let promised = |t: &Talk| (1..=20).map(|n| t.seat(n).promise).sum::<u64>();
+    assert!(promised(&t) <= 8 * GIB);
+    for n in 1..=20 {
+        t.wish(n, GIB);
+        for m in 1..=20 {
+            let demand = if t.seat(m).limit >= GIB { GIB } else { 0 };
+            t.report(m, demand, 0, 0);
+        }
+        assert!(promised(&t) <= 8 * GIB, "{} promised", promised(&t));
+    }
+    assert_eq!((1..=20).filter(|n| t.seat(*n).demand == GIB).count(), 8);
+}
+
+#[test]
+fn a_limit_that_is_lowered_takes_nothing_and_gives_nothing() {
+    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 2);
+    t.report(1, 4 * GIB, 4 * GIB, 0);
+    t.report(2, 2 * GIB, 2 * GIB, 0);
+    let commands = t.regroup([1, 2], MemoryMax::Bytes(3 * GIB));
+    assert_eq!(
+        limits(&commands)[2..],
+        [(1, 3 * GIB / 2), (2, 3 * GIB / 2)],
+        "below what they have: what is freed is gone"
+    );
+    assert_eq!(allowances(&commands), [], "what is there is left alone");
+    t.report(1, 4 * GIB, 4 * GIB, 0);
+    t.report(2, 2 * GIB, 2 * GIB, 0);
+    assert_eq!(t.wish(2, 2 * GIB + MIB), [denied(2, 2 * GIB + MIB, Denial::MemoryMax)]);
+    assert_eq!(limits(&t.report(1, GIB, GIB, 0)), [(1, GIB)], "it fits: each may have what it has");
+    assert_eq!(limits(&t.report(1, GIB, GIB, 0)), [(2, 2 * GIB)]);
+    let commands = t.regroup([1, 2], MemoryMax::Bytes(16 * GIB));
+    assert_eq!(limits(&commands)[2..], [(1, 15 * GIB / 2), (2, 17 * GIB / 2)], "and raised, they share the rest");
+}
+
+#[test]
+fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
+    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 2);
+    t.report(1, 40 * GIB, 0, 0);
+    assert!(t.seat(1).limit <= 8 * GIB && t.seat(2).limit <= 4 * GIB);
+    t.report(2, 0, 0, 0);
+    t.report(1, u64::MAX, 0, 0);
+    assert!(t.seat(1).limit + t.seat(2).limit <= 8 * GIB);
+    // Nor for saying that it needs nothing: what it was promised counts.
+    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 1);
+    t.report(1, 0, 0, 0);
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.group(2, MemoryMax::Bytes(8 * GIB));
+    t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(t.seat(2).limit, 0);
+}
+
+#[test]
+fn each_gpu_has_the_limit_by_itself() {
+    let mut t = in_a_group(MemoryMax::Percent(50), 1);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 8 * GIB });
+    t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
+    let seats = t.machine.client(client(1)).unwrap().seats;
+    assert_eq!(seats.iter().map(|seat| seat.limit).collect::<Vec<_>>(), [8 * GIB, 4 * GIB]);
+}
+
+#[test]
+fn a_group_and_a_small_host_bound_both() {
+    let mut t = in_a_group(MemoryMax::Bytes(10 * GIB), 1);
+    t.join(2, 12 * GIB);
+    t.say(Event::HostMemory { bytes: 4 * GIB });
+    t.report(1, 0, 0, 0);
+    assert_eq!(t.seat(1).limit + t.seat(2).limit, 20 * GIB, "what the GPU and the host have");
+    assert_eq!(t.wish(1, 9 * GIB), [denied(1, 9 * GIB, Denial::NoRoom)]);
+    assert_eq!(t.wish(1, 11 * GIB), [denied(1, 11 * GIB, Denial::MemoryMax)]);
 }
 
 #[test]

@@ -159,7 +159,7 @@ impl Alone {
         let account = {
             let mut guard = space.lock();
             guard.account.company = company;
-            guard.account.limit = if company > 0 { most } else { gpu.total() };
+            guard.account.limit = guard.account.at_most(if company > 0 { most } else { gpu.total() });
             guard.account
         };
         let lacks = !account.is_complete();

@@ -442,12 +442,13 @@ impl Link {
             SchedulerMessage::Refused { text, .. } => self.lost(text.as_str()),
             // The limit follows; what is allocated before it is known could be too much for ever.
             SchedulerMessage::Attached { .. } => {}
-            SchedulerMessage::Limit { slot, bytes, seq, most, spare } => {
+            SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
                     if let Some(space) = gpu.space() {
                         let mut guard = space.lock();
                         let before = guard.account;
                         guard.limit(seq, bytes, most, spare);
+                        guard.account.max = max;
                         gpu.account_changed(&before, &guard.account);
                     }
                     gpu.answers.limit();

@@ -20,11 +20,11 @@ struct Arguments {
     #[arg(long, value_name = "PATH")]
     control_socket: Option<PathBuf>,
 
-    /// The configuration file [default: /etc/nvshare/nvshare.toml, which may be missing]
+    /// The configuration file [default: /etc/nvshare/nvshare.toml, which may be missing]; FILE.d/*.toml is read too
     #[arg(long, value_name = "PATH")]
     config: Option<PathBuf>,
 
-    /// Only say whether the configuration file is right
+    /// Only say whether the configuration file and its drop-ins are right
     #[arg(long)]
     check_config: bool,
 

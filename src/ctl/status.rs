@@ -182,6 +182,13 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
             let _ = writeln!(out, "  Client {id} has engine {engine}: {why}.");
         }
     }
+    for client in clients {
+        for max in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.memory_max) {
+            let (id, max) = (client.id, units::size(max));
+            let _ =
+                writeln!(out, "  Client {id}, and all that count with it, may have {max} by rule {}.", rule(client));
+        }
+    }
     for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.unseen)) {
         let _ = writeln!(out, "  Client {} gives this GPU work by another API than CUDA: its memory stays.", client.id);
     }
@@ -189,6 +196,14 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && !u.stays.is_empty()) {
             let _ = writeln!(out, "  The memory of client {} stays on the GPU: {}.", client.id, usage.stays);
         }
+    }
+}
+
+/// The rule that a client has, as people know it: by its name and its place.
+fn rule(client: &Client) -> String {
+    match &*client.rule {
+        "" => client.rule_origin.clone(),
+        name => format!("\"{name}\" ({})", client.rule_origin),
     }
 }
 
@@ -282,6 +297,8 @@ fn client_json(client: &Client) -> Value {
         "slice": client.slice,
         "container": client.container,
         "library": client.library,
+        "rule": client.rule,
+        "rule-origin": client.rule_origin,
         "connected-since": client.connected_since,
         "stopped": client.stopped,
         "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),
@@ -301,6 +318,7 @@ fn use_json(usage: &GpuUse) -> Value {
         "pinned": usage.pinned,
         "allowance": usage.allowance,
         "limit": usage.limit,
+        "memory-max": usage.memory_max,
         "unseen": usage.unseen,
         "stays": usage.stays,
         "fullness": usage.fullness,

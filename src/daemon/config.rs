@@ -2,14 +2,17 @@
 //! mistake is and what is allowed. Reading it again at run time is `hub`'s business.
 
 use std::fmt;
+use std::io;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
+use toml::Spanned;
 
 use super::host::SwapMax;
+use super::rules::{self, Origin, RawRule, Rule, Rules};
 use crate::scheduler::{AntiThrash, Settings};
 use crate::units;
 
@@ -32,6 +35,8 @@ pub struct Config {
     pub keep_connections: bool,
     /// How much host memory all programs together may take for what is swapped out.
     pub swap_max: SwapMax,
+    /// What programs may have, by where they belong.
+    pub rules: Rules,
 }
 
 impl Default for Config {
@@ -51,6 +56,7 @@ impl Default for Config {
             keep_connections: true,
             // Swapped memory is locked in RAM: what the host itself needs must not be.
             swap_max: SwapMax::Percent(80),
+            rules: Rules::default(),
         }
     }
 }
@@ -85,34 +91,90 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 impl Config {
-    /// Reads `explicit`, or the default file, which may be missing.
+    /// Reads `explicit`, or the default file, which may be missing; then what is in the directory beside it, by name.
     pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
         let path = explicit.unwrap_or(Path::new(DEFAULT_PATH));
+        let unreadable =
+            |path: &Path, e: &io::Error| ConfigError::Unreadable { path: path.into(), reason: e.to_string() };
+        let mut texts = Vec::new();
         match std::fs::read_to_string(path) {
-            Ok(text) => Self::parse(&text, path),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound && explicit.is_none() => Ok(Self::default()),
-            Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
+            Ok(text) => texts.push((path.to_owned(), text)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => {
+                texts.push((path.to_owned(), String::new()));
+            }
+            Err(e) => return Err(unreadable(path, &e)),
         }
+        let directory = drop_ins(path);
+        for path in listed(&directory).map_err(|e| unreadable(&directory, &e))? {
+            match std::fs::read_to_string(&path) {
+                Ok(text) => texts.push((path, text)),
+                Err(e) => return Err(unreadable(&path, &e)),
+            }
+        }
+        Self::read(texts.iter().map(|(path, text)| (path.as_path(), text.as_str())))
     }
 
     /// Reads the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let file: File = parse(text, path)?;
+        Self::read([(path, text)])
+    }
+
+    /// Reads the texts of files, the main one first. Of a setting, the last one counts. Rules of drop-ins are tried before
+    /// those of the main file, so that a drop-in can say something else of somebody.
+    fn read<'a>(files: impl IntoIterator<Item = (&'a Path, &'a str)>) -> Result<Self, ConfigError> {
+        let mut all = File::default();
+        let mut rules: Vec<Vec<Rule>> = Vec::new();
+        for (path, text) in files {
+            let mut file: File = parse(text, path)?;
+            let line_of = |at| position(text, at).0;
+            let read = rules::read(std::mem::take(&mut file.rule), path, line_of);
+            rules.push(read.map_err(|(span, reason)| {
+                let (line, column) = position(text, span.start);
+                ConfigError::Invalid { path: path.into(), line, column, reason }
+            })?);
+            all = file.over(all);
+        }
+        let main = 1.min(rules.len());
+        rules.rotate_left(main);
+        let rules = Rules::new(rules.into_iter().flatten().collect())
+            .map_err(|(Origin { file, line }, reason)| ConfigError::Invalid { path: file, line, column: 1, reason })?;
         let default = Self::default();
         Ok(Self {
             settings: Settings {
-                time_quantum: file.time_quantum.unwrap_or(default.settings.time_quantum),
-                max_wait: file.max_wait.unwrap_or(default.settings.max_wait),
-                anti_thrash: file.anti_thrash.unwrap_or(default.settings.anti_thrash),
-                reserve: file.memory.reserve.unwrap_or(default.settings.reserve),
-                context: file.memory.context.unwrap_or(default.settings.context),
+                time_quantum: all.time_quantum.unwrap_or(default.settings.time_quantum),
+                max_wait: all.max_wait.unwrap_or(default.settings.max_wait),
+                anti_thrash: all.anti_thrash.unwrap_or(default.settings.anti_thrash),
+                reserve: all.memory.reserve.unwrap_or(default.settings.reserve),
+                context: all.memory.context.unwrap_or(default.settings.context),
             },
-            max_clients_per_user: file.max_clients_per_user.unwrap_or(default.max_clients_per_user),
-            log_level: file.log_level.unwrap_or(default.log_level),
-            keep_connections: file.keep_connections.unwrap_or(default.keep_connections),
-            swap_max: file.swap.max.unwrap_or(default.swap_max),
+            max_clients_per_user: all.max_clients_per_user.unwrap_or(default.max_clients_per_user),
+            log_level: all.log_level.unwrap_or(default.log_level),
+            keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
+            swap_max: all.swap.max.unwrap_or(default.swap_max),
+            rules,
         })
     }
+}
+
+/// Where the drop-ins of a configuration file are.
+pub fn drop_ins(path: &Path) -> PathBuf {
+    let mut directory = path.as_os_str().to_owned();
+    directory.push(".d");
+    directory.into()
+}
+
+/// The drop-ins there, in the order of their names. Other files, and hidden ones, are left alone.
+fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match std::fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(e),
+    };
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
+    let is_hidden = |path: &Path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+    paths.retain(|path| path.extension().is_some_and(|end| end == "toml") && !is_hidden(path));
+    paths.sort();
+    Ok(paths)
 }
 
 /// Reads the text of a file, with errors that say where it is wrong.
@@ -151,8 +213,8 @@ fn whole_seconds(value: Duration, what: &str, allowed: RangeInclusive<u64>) -> R
     Err(format!("the {what} cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
 }
 
-/// The file as it is written. Every key can be left out.
-#[derive(Deserialize)]
+/// A file as it is written. Every key can be left out.
+#[derive(Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct File {
     #[serde(default, deserialize_with = "read_time_quantum")]
@@ -171,6 +233,28 @@ struct File {
     memory: MemorySection,
     #[serde(default)]
     swap: SwapSection,
+    #[serde(default)]
+    rule: Vec<Spanned<RawRule>>,
+}
+
+impl File {
+    /// What this file says, and, where it says nothing, what those before it say.
+    fn over(self, before: Self) -> Self {
+        Self {
+            time_quantum: self.time_quantum.or(before.time_quantum),
+            max_wait: self.max_wait.or(before.max_wait),
+            anti_thrash: self.anti_thrash.or(before.anti_thrash),
+            max_clients_per_user: self.max_clients_per_user.or(before.max_clients_per_user),
+            log_level: self.log_level.or(before.log_level),
+            keep_connections: self.keep_connections.or(before.keep_connections),
+            memory: MemorySection {
+                reserve: self.memory.reserve.or(before.memory.reserve),
+                context: self.memory.context.or(before.memory.context),
+            },
+            swap: SwapSection { max: self.swap.max.or(before.swap.max) },
+            rule: Vec::new(),
+        }
+    }
 }
 
 #[derive(Deserialize, Default)]
@@ -360,10 +444,41 @@ mod tests {
             log_level: LogLevel::Debug,
             keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
+            rules: Rules::default(),
         };
         assert_eq!(Config::parse(text, Path::new("x")), Ok(expected));
         let number = Config::parse("time-quantum = 45", Path::new("x")).expect("a plain number");
         assert_eq!(number.settings.time_quantum, Duration::from_secs(45));
+    }
+
+    #[test]
+    fn drop_ins_say_more_and_their_rules_come_first() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let main = directory.path().join("a.toml");
+        let put = |name: &str, text: &str| std::fs::write(drop_ins(&main).join(name), text).expect("a drop-in");
+        std::fs::create_dir(drop_ins(&main)).expect("a directory for drop-ins");
+        let rule = |user: u32| format!("[[rule]]\nuser = {user}\nmemory-max = \"1G\"\n");
+        std::fs::write(&main, format!("time-quantum = 5\nmax-wait = 7\n[memory]\nreserve = 9\n{}", rule(1)))
+            .expect("a file");
+        put("20.toml", &format!("time-quantum = 20\n{}", rule(20)));
+        put("10.toml", &format!("time-quantum = 10\n[memory]\ncontext = 8\n{}", rule(10)));
+        put("30.conf", "nonsense");
+        put(".40.toml", "nonsense");
+        let config = Config::load(Some(&main)).expect("it is right");
+        let Settings { time_quantum, max_wait, reserve, context, .. } = config.settings;
+        assert_eq!((time_quantum.as_secs(), max_wait.as_secs(), reserve, context), (20, 7, 9, 8));
+        let users: Vec<_> = (0..4).map_while(|at| config.rules.get(at)?.subject.user).collect();
+        assert_eq!(users, [10, 20, 1]);
+
+        put("20.toml", "time-quantum = 20\n\ntime-quantum = 0\n");
+        let error = Config::load(Some(&main)).expect_err("it is wrong").to_string();
+        assert!(error.contains("a.toml.d/20.toml:3:1: "), "{error}");
+        put("20.toml", "[[rule]]\nmemory-max = \"1G\"\n");
+        let error = Config::load(Some(&main)).expect_err("it is wrong").to_string();
+        assert!(
+            error.contains("a.toml:5:1: this rule can never match: rule ") && error.contains("20.toml:1"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -409,7 +524,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `anti-thrash`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `anti-thrash`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
             ),
         ];
         for (text, expected) in cases {

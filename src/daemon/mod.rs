@@ -2,6 +2,7 @@
 //!
 //! - [`config`]: the configuration file and every default.
 //! - `control`: what administrators ask of it.
+//! - `rules`: what programs may have by where they belong, with `cgroup` for where that is.
 //! - `changes`: settings that were changed at run time.
 //! - `socket`: system calls around sockets, the timer, the clock.
 //! - `clients`: the clients' connections, with `session` for what they may say, `outbox` for what they have not read
@@ -19,6 +20,7 @@
 //! One thread, this one, runs the scheduling loop; nothing that can take long happens on it.
 
 mod bus;
+mod cgroup;
 mod changes;
 mod clients;
 mod complaints;
@@ -35,6 +37,7 @@ mod outbox;
 mod overhead;
 mod peer;
 mod resume;
+pub mod rules;
 mod session;
 mod shared;
 mod socket;

@@ -3,6 +3,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use super::cgroup::Cgroup;
 use super::socket;
 
 /// A process that connected.
@@ -22,6 +23,10 @@ pub struct Identity {
     pub slice: String,
     /// The id of its container, shortened as container tools show it; empty where there is none.
     pub container: String,
+    /// All groups of users that it is in. As the kernel kept them with the socket when it connected, as the user: what
+    /// `/proc` says later is of another moment, perhaps of another process, and nothing in another PID namespace.
+    pub groups: Vec<u32>,
+    pub cgroup: Cgroup,
     /// The kernel said where it belongs: where nothing is said of a container, there is none.
     pub placed: bool,
 }
@@ -38,15 +43,18 @@ impl Identity {
 pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<OwnedFd>)> {
     let credentials = socket::credentials(socket)?;
     let pidfd = socket::pidfd(socket, credentials.pid)?;
-    let mut identity = Identity { pid: credentials.pid.max(0), uid: credentials.uid, ..Identity::default() };
+    let groups = socket::groups(socket, credentials.gid)?;
+    let mut identity = Identity { pid: credentials.pid.max(0), uid: credentials.uid, groups, ..Identity::default() };
     if identity.pid > 0 {
         let read = |file: &str| std::fs::read(format!("/proc/{}/{file}", identity.pid)).unwrap_or_default();
         identity.name = printable(&read("comm"));
         identity.command = command_line(&read("cmdline"));
         let cgroup = read("cgroup");
-        let place = place(&String::from_utf8_lossy(&cgroup));
         identity.placed = !cgroup.is_empty();
-        (identity.unit, identity.slice, identity.container) = (place.unit, place.slice, place.container);
+        identity.cgroup = Cgroup::read(&String::from_utf8_lossy(&cgroup));
+        identity.unit = identity.cgroup.unit().to_owned();
+        identity.slice = identity.cgroup.slice().to_owned();
+        identity.container = identity.cgroup.container().to_owned();
     }
     Ok((identity, pidfd))
 }
@@ -95,73 +103,21 @@ fn printable(raw: &[u8]) -> String {
     text.trim_end_matches('\n').chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Place {
-    unit: String,
-    slice: String,
-    container: String,
-}
-
-/// Reads `/proc/PID/cgroup`: version 2 has one line `0::/path`, version 1 has systemd's own hierarchy by name.
-fn place(cgroup: &str) -> Place {
-    let path = cgroup
-        .lines()
-        .filter_map(|line| line.split_once(':')?.1.split_once(':'))
-        .find(|(controllers, _)| controllers.is_empty() || *controllers == "name=systemd")
-        .map_or("", |(_, path)| path);
-    let mut place = Place::default();
-    for part in path.split('/') {
-        let part = printable(part.as_bytes());
-        if part.ends_with(".slice") {
-            place.slice = part.clone();
-        } else if part.ends_with(".service") || part.ends_with(".scope") {
-            place.unit = part.clone();
-        }
-        if let Some(id) = container(&part) {
-            place.container = id;
-        }
-    }
-    place
-}
-
-/// The container id in a cgroup's name: `docker-<id>.scope`, `libpod-<id>.scope`, `cri-containerd-<id>.scope` or `<id>`.
-fn container(part: &str) -> Option<String> {
-    let name = part.strip_suffix(".scope").unwrap_or(part);
-    let id = name.rsplit(['-', ':']).next().unwrap_or(name);
-    (id.len() == 64 && id.bytes().all(|b| b.is_ascii_hexdigit())).then(|| id.chars().take(12).collect())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
-    fn the_unit_is_the_innermost_and_containers_are_known() {
-        let id = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
-        let cases = [
-            ("0::/user.slice/user-1000.slice/session-2.scope\n".to_owned(), ("session-2.scope", "user-1000.slice", "")),
-            ("0::/system.slice/jupyter.service\n".to_owned(), ("jupyter.service", "system.slice", "")),
-            (
-                "0::/user.slice/user-1000.slice/user@1000.service/app.slice/run-3.scope\n".to_owned(),
-                ("run-3.scope", "app.slice", ""),
-            ),
-            (
-                format!("0::/system.slice/docker-{id}.scope\n"),
-                (&*format!("docker-{id}.scope"), "system.slice", "0123456789ab"),
-            ),
-            (
-                format!("12:devices:/x\n1:name=systemd:/kubepods.slice/cri-containerd-{id}.scope\n"),
-                (&*format!("cri-containerd-{id}.scope"), "kubepods.slice", "0123456789ab"),
-            ),
-            (format!("0::/docker/{id}\n"), ("", "", "0123456789ab")),
-            ("0::/\n".to_owned(), ("", "", "")),
-            (String::new(), ("", "", "")),
-        ]
-        .map(|(text, (unit, slice, container))| (text, [unit, slice, container].map(str::to_owned)));
-        for (text, expected) in cases {
-            let place = place(&text);
-            assert_eq!([place.unit, place.slice, place.container], expected, "{text}");
-        }
+    fn the_groups_of_who_connected_are_all_of_its_groups() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair of sockets");
+        let (identity, _) = identify(ours.as_fd()).expect("an identity");
+        let mut expected = nix::unistd::getgroups().expect("groups");
+        expected.push(nix::unistd::getegid());
+        let expected: std::collections::BTreeSet<u32> = expected.into_iter().map(|gid| gid.as_raw()).collect();
+        assert_eq!(identity.groups.into_iter().collect::<std::collections::BTreeSet<_>>(), expected);
+        drop(theirs);
     }
 
     #[test]

@@ -341,11 +341,37 @@ pub fn packet_pair() -> io::Result<(OwnedFd, OwnedFd)> {
 pub struct Credentials {
     pub pid: i32,
     pub uid: u32,
+    pub gid: u32,
 }
 
 pub fn credentials(socket: BorrowedFd<'_>) -> io::Result<Credentials> {
     let raw: libc::ucred = option(socket, libc::SO_PEERCRED)?;
-    Ok(Credentials { pid: raw.pid, uid: raw.uid })
+    Ok(Credentials { pid: raw.pid, uid: raw.uid, gid: raw.gid })
+}
+
+/// All groups of the process that connected, the one it acts with first.
+pub fn groups(socket: BorrowedFd<'_>, gid: u32) -> io::Result<Vec<u32>> {
+    // As many as a process can be in.
+    const MOST: usize = 65536;
+    let mut groups: Vec<libc::gid_t> = vec![0; 64];
+    loop {
+        let mut length = size_of_val(groups.as_slice()) as libc::socklen_t;
+        let place = groups.as_mut_ptr().cast();
+        // SAFETY: the kernel writes at most `length` bytes, all of them group ids.
+        let result =
+            unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERGROUPS, place, &mut length) };
+        match check(result) {
+            Ok(_) => {
+                groups.truncate(length as usize / size_of::<libc::gid_t>());
+                groups.insert(0, gid);
+                return Ok(groups);
+            }
+            // Then `length` is what it takes.
+            Err(e) if e.raw_os_error() == Some(libc::ERANGE) && groups.len() < MOST => groups.resize(MOST, 0),
+            Err(e) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => return Ok(vec![gid]), // before Linux 4.13
+            Err(e) => return Err(e),
+        }
+    }
 }
 
 /// `SO_PEERPIDFD`, Linux 6.5; not in every libc crate yet.

@@ -70,6 +70,7 @@ mod tests {
             id: ClientId(id),
             identity: Arc::new(identity),
             library: String::new(),
+            rule: Default::default(),
             connected: SystemTime::UNIX_EPOCH,
             stopped: false,
             uses: Vec::new(),

@@ -52,6 +52,47 @@ pub struct Settings {
     pub context: u64,
 }
 
+/// Clients that a rule counts together: all programs of a unit, a container or a user.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupId(pub u64);
+
+/// A group, with what it may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group {
+    pub id: GroupId,
+    pub memory_max: MemoryMax,
+}
+
+/// The most that the demands of a group can come to, on each GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MemoryMax {
+    #[default]
+    Infinity,
+    Bytes(u64),
+    /// Of the whole GPU.
+    Percent(u8),
+}
+
+impl MemoryMax {
+    /// On a GPU of that size; `None`: there is no bound.
+    pub fn on(self, total: u64) -> Option<u64> {
+        match self {
+            Self::Infinity => None,
+            Self::Bytes(bytes) => Some(bytes),
+            Self::Percent(percent) => Some((u128::from(total) * u128::from(percent.min(100)) / 100) as u64),
+        }
+    }
+}
+
+/// Why a higher limit cannot be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Denial {
+    /// There is no memory for it, on the GPU or in the host.
+    NoRoom,
+    /// Its group would have more than it may.
+    MemoryMax,
+}
+
 /// A client's report of its memory on one GPU, in bytes; see `nvshare_wire::ClientMessage::Memory`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryReport {
@@ -115,6 +156,10 @@ pub enum Event {
         client: ClientId,
         gang: u64,
         user: UserId,
+    },
+    /// From now on these clients are each in that group, or in none. What it says of a group holds for all of its members.
+    Grouped {
+        groups: BTreeMap<ClientId, Option<Group>>,
     },
     /// The client is gone (its connection closed or its process died): nothing of it is left on any GPU.
     Disconnected {
@@ -197,7 +242,7 @@ pub enum Command {
         gpu: GpuId,
     },
     /// The most this client's demand can be. `seq` counts up from 1 for each client and GPU; `most` is what the limit can be
-    /// at most, `spare` what it may keep of host memory that holds nothing.
+    /// at most, `spare` what it may keep of host memory that holds nothing, `max` what its group may have.
     Limit {
         client: ClientId,
         gpu: GpuId,
@@ -205,12 +250,14 @@ pub enum Command {
         seq: u32,
         most: u64,
         spare: u64,
+        max: Option<u64>,
     },
     /// The limit that it wished for cannot be had.
     Denied {
         client: ClientId,
         gpu: GpuId,
         bytes: u64,
+        why: Denial,
     },
     /// So much is free, and kept for the client for a moment.
     Room {

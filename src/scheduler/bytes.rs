@@ -120,11 +120,12 @@ impl Machine {
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         let Some(state) = self.clients.get_mut(&client) else { return };
-        let (user, seat) = (state.user, state.seats.remove(&id));
+        let (user, group, seat) = (state.user, state.group, state.seats.remove(&id));
         if let (Some(seat), Some(gpu)) = (seat, self.gpus.get_mut(&id)) {
             self.timers.set(Wake::Stay(client, id), None);
             gpu.bank.leave((client, user), &seat.account);
             gpu.promised -= seat.promise.counted;
+            gpu.count_for(group, seat.promise.counted, 0);
             gpu.seats.remove(&client);
             gpu.unmeasured.remove(&client);
             gpu.squeezes.retain(|squeeze| !squeeze.is_of(client));
@@ -138,10 +139,14 @@ impl Machine {
         let Some(seat) = self.seat_mut(client, id) else { return };
         let measured = seat.account.reported(now, report);
         let report = seat.account.report;
-        let (charged, fell) = (seat.promise.charge(), seat.promise.reported(report.limit_ack, report.demand));
+        let (charged, needed) = (seat.promise.charge(), seat.promise.demand());
+        let fell = seat.promise.reported(report.limit_ack, report.demand);
         if fell || seat.promise.charge() > charged {
             self.recharge(client, id);
             self.host.loosened();
+            self.weigh_group(client, id);
+        } else if report.demand != needed && self.is_awaited(client, id) {
+            self.weigh_group(client, id);
         }
         let Some(seat) = self.seat(client, id) else { return };
         // A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is

@@ -4,15 +4,16 @@
 //! is so much of it that everybody can be promised a whole GPU, everybody is. Where there is not, each client has what it
 //! needs and an equal part of what is left (its *slack*), and more when it asks, from the slack of others, if all that is
 //! wished for can be had: an allocation that can be had is granted, one that cannot fails at once. Nobody waits for what
-//! another one holds, so nobody can wait for ever.
+//! another one holds, so nobody can wait for ever. What a rule bounds is divided in the same way (`groups`).
 
 use super::{
     api::*,
+    groups::Bound,
     machine::{Gpu, Machine},
     promise::{Promise, Wish},
     timers::Wake,
 };
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// Clients are told of a new limit when it differs by more: the driver's own granularity.
@@ -65,6 +66,11 @@ impl Host {
         self.all_changed = true;
     }
 
+    /// The promises on that GPU are to be weighed anew.
+    pub fn has_changed_on(&mut self, id: GpuId) {
+        self.changed.insert(id);
+    }
+
     /// Fewer bytes are promised, or more needed, than was known.
     pub fn loosened(&mut self) {
         self.all_changed |= self.scarce;
@@ -72,13 +78,33 @@ impl Host {
 }
 
 /// A client's promise while all of them are weighed.
-struct Part {
+#[derive(Debug)]
+pub(super) struct Part {
     client: ClientId,
     gpu: usize,
     /// What it has whatever others have.
     floor: u64,
     /// Where its slack begins.
     base: u64,
+    /// It can be promised no more than this, and no less than its floor.
+    most: u64,
+    /// The most slack that its group leaves it.
+    pub slack: u64,
+    /// Its limit, where its group has more than it may.
+    pub cap: u64,
+    /// It does not answer.
+    pub deaf: bool,
+    /// Small differences are told.
+    pub exact: bool,
+}
+
+/// What a client is to be promised on a GPU.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target {
+    client: ClientId,
+    gpu: GpuId,
+    bytes: u64,
+    exact: bool,
 }
 
 /// A GPU while promises are weighed.
@@ -86,18 +112,26 @@ struct Side {
     id: GpuId,
     capacity: u64,
     parts: Vec<Part>,
+    bounds: BTreeMap<GroupId, Bound>,
+    /// Somebody waits to be told a limit.
+    attaching: bool,
 }
 
 impl Part {
-    fn at(&self, slack: u64, capacity: u64) -> u64 {
-        self.base.saturating_add(slack).min(capacity).max(self.floor)
+    pub fn at(&self, slack: u64) -> u64 {
+        self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
+    }
+
+    /// What it has where its group has too much.
+    pub fn capped(&self, cap: u64) -> u64 {
+        if self.deaf { self.floor } else { self.at(0).min(cap) }
     }
 }
 
 /// Bytes in the host if everybody makes use of so much slack.
 fn in_host(sides: &[Side], slack: u64) -> u64 {
     let excess = |side: &Side| {
-        let sum = side.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.at(slack, side.capacity)));
+        let sum = side.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.at(slack)));
         sum.saturating_sub(side.capacity)
     };
     sides.iter().fold(0, |sum, side| sum.saturating_add(excess(side)))
@@ -114,11 +148,13 @@ impl Machine {
     pub(super) fn wish(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let (now, number) = (self.now, self.count());
         let Some(capacity) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
+        let max = self.memory_max(client, id).unwrap_or(u64::MAX);
         let Some(seat) = self.seat_mut(client, id) else { return };
         if bytes <= seat.promise.limit {
             self.tell_limit(client, id);
-        } else if bytes > capacity {
-            self.out.push(Command::Denied { client, gpu: id, bytes });
+        } else if bytes > capacity.min(max) {
+            let why = if bytes > max { Denial::MemoryMax } else { Denial::NoRoom };
+            self.out.push(Command::Denied { client, gpu: id, bytes, why });
         } else {
             seat.promise.wish = Some(Wish { bytes, since: now, number });
             self.host.reweigh();
@@ -159,7 +195,8 @@ impl Machine {
         let Some(promise) = state.seats.get_mut(&id).map(|s| &mut s.promise) else { return };
         let charge = promise.charge();
         let before = std::mem::replace(&mut promise.counted, charge);
-        gpu.promised = gpu.promised - before + promise.counted;
+        gpu.promised = gpu.promised - before + charge;
+        gpu.count_for(state.group, before, charge);
         self.count_in_host(id);
     }
 
@@ -169,46 +206,58 @@ impl Machine {
         let all = std::mem::take(&mut self.host.all_changed);
         let before = std::mem::replace(&mut self.host.scarce, false);
         self.host.scarce = self.host.bytes.is_some_and(|bytes| bytes < self.host.most);
-        let slack = match self.host.bytes.filter(|_| self.host.scarce) {
-            Some(budget) => self.weigh(budget),
-            None if all || before => self.weigh_nothing(&self.gpus.keys().copied().collect()),
-            None => self.weigh_nothing(&changed),
+        let everywhere = || self.gpus.keys().copied().collect();
+        let budget = self.host.bytes.filter(|_| self.host.scarce);
+        let ids: GpuSet = if all || before || budget.is_some() { everywhere() } else { changed };
+        let targets = match budget {
+            Some(_) => self.weigh(budget, &ids),
+            None => {
+                let members = self.weigh_members(&ids);
+                members.into_iter().chain(self.weigh_nothing(&ids)).collect()
+            }
         };
         for lower in [true, false] {
-            for (client, id, target) in &slack {
-                self.approach(*client, *id, *target, lower);
+            for target in &targets {
+                self.approach(target, lower);
             }
         }
-        if self.host.scarce || before {
-            self.end_wishes();
+        if self.host.scarce || before || !self.groups.is_empty() {
+            self.end_wishes(&targets);
         }
         // Whoever attaches waits to be told.
         let waits = |id: &GpuId| self.gpus.get(id).is_some_and(|gpu| !gpu.attaching.is_empty());
-        let waiting: BTreeSet<GpuId> = slack.iter().map(|(_, id, _)| *id).filter(waits).collect();
+        let waiting: BTreeSet<GpuId> = targets.iter().map(|target| target.gpu).filter(waits).collect();
         self.dirty.extend(waiting);
     }
 
-    /// Everybody can have everything.
-    fn weigh_nothing(&self, ids: &GpuSet) -> Vec<(ClientId, GpuId, u64)> {
+    /// Everybody can have everything, whom no rule bounds.
+    fn weigh_nothing(&self, ids: &GpuSet) -> Vec<Target> {
         let mut all = Vec::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let capacity = gpu.offer(&self.settings);
-            all.extend(gpu.seats.iter().map(|client| (*client, id, capacity)));
+            let free = gpu.seats.iter().filter(|client| self.memory_max(**client, id).is_none());
+            all.extend(free.map(|client| Target { client: *client, gpu: id, bytes: capacity, exact: false }));
         }
         all
     }
 
     /// What each client is to have, those first that wish for something, in the order of their wishes. Denies wishes that
-    /// cannot be fulfilled.
-    fn weigh(&mut self, budget: u64) -> Vec<(ClientId, GpuId, u64)> {
+    /// cannot be fulfilled. Without a budget, only for those whom a rule bounds.
+    pub(super) fn weigh(&mut self, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
         let now = self.now;
         let mut sides = Vec::new();
         let mut wishes = Vec::new();
-        for (id, gpu) in &self.gpus {
+        for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let mut parts = Vec::new();
+            let mut bounds: BTreeMap<GroupId, Bound> = BTreeMap::new();
+            let capacity = gpu.offer(&self.settings);
             for client in &gpu.seats {
                 let Some(state) = self.clients.get(client) else { continue };
-                let Some(promise) = state.seats.get(id).map(|s| &s.promise) else { continue };
+                let bound = state.group.zip(self.memory_max(*client, id));
+                if budget.is_none() && bound.is_none() {
+                    continue;
+                }
+                let Some(promise) = state.seats.get(&id).map(|s| &s.promise) else { continue };
                 // From one who does not answer nothing can be had.
                 let deaf = state.stopped
                     || !promise.listens()
@@ -217,46 +266,81 @@ impl Machine {
                 if let Some(wish) = promise.wish {
                     wishes.push((wish.number, sides.len(), parts.len(), wish.bytes));
                 }
-                parts.push(Part { client: *client, gpu: sides.len(), floor, base: promise.demand() });
+                if let Some((group, max)) = bound {
+                    bounds.entry(group).or_insert_with(|| Bound { max, parts: Vec::new() }).parts.push(parts.len());
+                }
+                parts.push(Part {
+                    client: *client,
+                    gpu: sides.len(),
+                    floor,
+                    base: promise.demand(),
+                    most: capacity,
+                    slack: u64::MAX,
+                    cap: u64::MAX,
+                    deaf,
+                    exact: false,
+                });
             }
-            sides.push(Side { id: *id, capacity: gpu.offer(&self.settings), parts });
+            sides.push(Side { id, capacity, parts, bounds, attaching: !gpu.attaching.is_empty() });
         }
         wishes.sort_unstable();
         let mut granted = Vec::new();
         for (_, side, part, bytes) in wishes {
             let before = in_host(&sides, 0);
             let (id, capacity) = (sides[side].id, sides[side].capacity);
+            let grouped = |side: &Side| {
+                let bound = side.bounds.values().find(|bound| bound.parts.contains(&part))?;
+                Some((bound.max, bound.used(&side.parts, 0)))
+            };
+            let in_group = grouped(&sides[side]).map(|(_, used)| used);
             let place = &mut sides[side].parts[part];
             let (client, floor) = (place.client, place.floor);
             place.floor = floor.max(bytes);
             let after = in_host(&sides, 0);
-            if bytes > capacity.max(floor) || (after > budget && after > before) {
+            let no_room = bytes > capacity.max(floor) || budget.is_some_and(|budget| after > budget && after > before);
+            let no_more = grouped(&sides[side]).is_some_and(|(max, used)| used > max && Some(used) > in_group);
+            if no_room || no_more {
                 sides[side].parts[part].floor = floor;
-                self.deny(client, id);
+                self.deny(client, id, if no_more { Denial::MemoryMax } else { Denial::NoRoom });
             } else {
                 granted.push((side, part));
+            }
+        }
+        for (at, side) in sides.iter_mut().enumerate() {
+            for bound in side.bounds.values() {
+                let wished = granted.iter().any(|(side, part)| *side == at && bound.parts.contains(part));
+                bound.divide(&mut side.parts, wished || side.attaching);
             }
         }
         // The highest slack that everybody can have: what is needed grows with it.
         let (mut low, mut high) = (0, sides.iter().map(|side| side.capacity).max().unwrap_or(0));
         while low < high {
             let middle = low + (high - low).div_ceil(2);
-            if in_host(&sides, middle) <= budget { low = middle } else { high = middle - 1 }
+            if in_host(&sides, middle) <= budget.unwrap_or(u64::MAX) { low = middle } else { high = middle - 1 }
         }
-        let target = |part: &Part| (part.client, sides[part.gpu].id, part.at(low, sides[part.gpu].capacity));
+        let target = |part: &Part| Target {
+            client: part.client,
+            gpu: sides[part.gpu].id,
+            bytes: part.at(low).min(part.cap),
+            exact: part.exact,
+        };
         let first: Vec<_> = granted.iter().map(|(side, part)| target(&sides[*side].parts[*part])).collect();
         first.into_iter().chain(sides.iter().flat_map(|side| &side.parts).map(target)).collect()
     }
 
     /// Takes one promise to what it is to be, down or up.
-    fn approach(&mut self, client: ClientId, id: GpuId, target: u64, lower: bool) {
+    fn approach(&mut self, target: &Target, lower: bool) {
+        let Target { client, gpu: id, bytes: target, exact } = *target;
         let (now, scarce) = (self.now, self.host.scarce);
-        let room = self.promisable(id);
+        let bounded = self.memory_max(client, id).is_some();
+        let (room, step) = (self.promisable(id), if exact { 0 } else { LIMIT_STEP });
+        let in_group = self.group_room(client, id);
         let Some(seat) = self.seat_mut(client, id) else { return };
         let told = seat.attached.is_some();
         let promise = &mut seat.promise;
         promise.target = target;
-        let near = promise.limit.abs_diff(target) <= LIMIT_STEP;
+        let near = promise.limit.abs_diff(target) <= step;
+        let room = in_group.map(|left| left.min(room));
         let bytes = match promise.wish {
             _ if lower => {
                 if target > promise.limit || near || !promise.listens() {
@@ -266,6 +350,7 @@ impl Machine {
             }
             // All or nothing.
             Some(wish) if wish.bytes > promise.limit => {
+                let Some(room) = room else { return };
                 let reach = target.min(promise.charge().saturating_add(room));
                 if reach < wish.bytes {
                     return;
@@ -273,15 +358,16 @@ impl Machine {
                 reach
             }
             _ => {
+                let Some(room) = room else { return };
                 let reach = target.min(promise.charge().saturating_add(room));
-                if near || reach <= promise.limit.saturating_add(LIMIT_STEP) {
+                if near || reach <= promise.limit.saturating_add(step) {
                     return;
                 }
                 reach
             }
         };
         promise.set(now, bytes, told);
-        if promise.lowered == Some(now) && scarce {
+        if promise.lowered == Some(now) && (scarce || bounded) {
             self.weigh_at(now + ACK_PATIENCE);
         }
         self.recharge(client, id);
@@ -298,9 +384,9 @@ impl Machine {
     }
 
     /// Ends wishes that are fulfilled, or have waited for too long.
-    fn end_wishes(&mut self) {
+    fn end_wishes(&mut self, weighed: &[Target]) {
         let now = self.now;
-        let seats = self.clients.iter().flat_map(|(client, state)| state.seats.iter().map(|(id, s)| (*client, *id, s)));
+        let seats = weighed.iter().filter_map(|t| Some((t.client, t.gpu, self.seat(t.client, t.gpu)?)));
         let wishes = seats.filter_map(|(client, id, seat)| Some((client, id, seat.promise.wish?, seat.promise.limit)));
         for (client, id, wish, limit) in wishes.collect::<Vec<_>>() {
             let until = wish.since + WISH_PATIENCE;
@@ -309,7 +395,8 @@ impl Machine {
                     seat.promise.wish = None;
                 }
             } else if until <= now {
-                self.deny(client, id);
+                let is_full = self.group_room(client, id).is_none_or(|room| room < wish.bytes - limit);
+                self.deny(client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
             } else {
                 self.weigh_at(until);
             }
@@ -321,9 +408,9 @@ impl Machine {
         self.timers.set(Wake::Promises, Some(set.map_or(at, |set| set.min(at))));
     }
 
-    fn deny(&mut self, client: ClientId, id: GpuId) {
+    fn deny(&mut self, client: ClientId, id: GpuId, why: Denial) {
         let Some(wish) = self.seat_mut(client, id).and_then(|s| s.promise.wish.take()) else { return };
-        self.out.push(Command::Denied { client, gpu: id, bytes: wish.bytes });
+        self.out.push(Command::Denied { client, gpu: id, bytes: wish.bytes, why });
     }
 
     /// Says what the limit is.
@@ -331,6 +418,7 @@ impl Machine {
         let Some(most) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         let Some(Promise { limit: bytes, seq, .. }) = self.seat(client, id).map(|s| s.promise.clone()) else { return };
         let spare = if self.host.scarce { 0 } else { u64::MAX };
-        self.out.push(Command::Limit { client, gpu: id, bytes, seq, most: most.max(bytes), spare });
+        let max = self.memory_max(client, id);
+        self.out.push(Command::Limit { client, gpu: id, bytes, seq, most: most.max(bytes), spare, max });
     }
 }

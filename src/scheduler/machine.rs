@@ -4,6 +4,7 @@
 use super::{
     api::*,
     bank::{Account, Bank},
+    groups::Members,
     limits::Host,
     locks::{Hold, Request, Unit},
     policy::{Bursts, FIRST_RATE, Fcfs},
@@ -31,6 +32,8 @@ pub struct Machine {
     pub(super) requests: BTreeMap<Unit, Request>,
     /// Gangs with their members; a client without a gang is in none.
     pub(super) gangs: BTreeMap<u64, BTreeSet<ClientId>>,
+    /// Groups with members.
+    pub(super) groups: BTreeMap<GroupId, Members>,
     pub(super) timers: Timers,
     pub(super) host: Host,
     pub(super) dirty: BTreeSet<GpuId>,
@@ -68,6 +71,8 @@ pub(super) struct Gpu {
     pub promised: u64,
     pub in_host: u64,
     pub most_in_host: u64,
+    /// Σ promises of each group that has clients here.
+    pub grouped: BTreeMap<GroupId, u64>,
     /// The capacity when it was last settled.
     pub capacity: u64,
     /// Whether a holder or the first in line lacks bytes: what becomes free is theirs.
@@ -94,6 +99,7 @@ pub(super) type Place = (Time, Time, u64);
 pub(super) struct Client {
     pub gang: u64,
     pub user: UserId,
+    pub group: Option<GroupId>,
     pub stopped: bool,
     /// The waiting request that it is part of.
     pub waiting: Option<Unit>,
@@ -139,6 +145,7 @@ impl Machine {
             clients: BTreeMap::new(),
             requests: BTreeMap::new(),
             gangs: BTreeMap::new(),
+            groups: BTreeMap::new(),
             timers: Timers::default(),
             host: Host::default(),
             dirty: BTreeSet::new(),
@@ -192,6 +199,7 @@ impl Machine {
             Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
+            Event::Grouped { groups } => self.grouped(&groups),
             Event::Disconnected { client } => self.disconnected(client),
             Event::Attached { client, gpu, engine } => {
                 self.alive(client);
@@ -269,6 +277,7 @@ impl Machine {
                 promised: 0,
                 in_host: 0,
                 most_in_host: 0,
+                grouped: BTreeMap::new(),
                 capacity: 0,
                 lacking: false,
                 rate: FIRST_RATE,
@@ -287,6 +296,7 @@ impl Machine {
             Client {
                 gang,
                 user,
+                group: None,
                 stopped: false,
                 waiting: None,
                 seats: BTreeMap::new(),
@@ -308,6 +318,7 @@ impl Machine {
         for gpu in gpus {
             self.detach(id, gpu);
         }
+        self.leave_group(id);
         self.clients.remove(&id);
         self.timers.set(Wake::Client(id), None);
         if let Some(members) = self.gangs.get_mut(&gang) {

@@ -9,6 +9,7 @@
 //! - `settle`: brings one GPU to rest after something changed there: bytes first, then the lock.
 //! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
 //! - `doubt`: bytes that are gone by nothing but a client's word.
+//! - `groups`: clients that may together have no more than a rule says.
 //! - `limits`: who is promised how much, as far as the memory of GPUs and host goes; over `promise`, which counts it.
 //! - `locks`: requests, the line, grants, revokes, releases.
 //! - `newcomers`: those who are about to create a context.
@@ -25,6 +26,7 @@ pub mod api;
 mod bank;
 mod bytes;
 mod doubt;
+mod groups;
 mod limits;
 mod locks;
 mod machine;

@@ -55,6 +55,8 @@ pub struct SeatView {
     pub attached: bool,
     pub state: LockState,
     pub demand: u64,
+    /// The newest limit of its demand.
+    pub limit: u64,
     /// The most that its demand can be now, messages under way included.
     pub promise: u64,
     /// Bytes that it may have mapped.
@@ -161,6 +163,7 @@ impl Machine {
                 attached: seat.attached.is_some(),
                 state: self.state(id, *gpu),
                 demand: account.report.demand,
+                limit: seat.promise.limit,
                 promise: seat.promise.charge(),
                 allowance: account.allowance,
                 charge: account.charge.saturating_add(present),

@@ -40,6 +40,7 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             seq: count(dice),
             most: bytes(dice),
             spare: bytes(dice),
+            max: bytes(dice),
         },
         6 => SchedulerMessage::Denied { slot: slot(dice), bytes: bytes(dice) },
         7 => SchedulerMessage::Room { slot: slot(dice), bytes: bytes(dice) },

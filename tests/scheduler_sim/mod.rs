@@ -61,6 +61,8 @@ pub struct Plan {
     pub gpus: GpuSet,
     pub gang: u64,
     pub user: UserId,
+    /// What it counts with others for, and how much that may be.
+    pub group: Option<Group>,
     /// How full it keeps a GPU, in thousandths, if it says so.
     pub fullness: Option<u32>,
     pub engine: Engine,
@@ -102,6 +104,7 @@ impl Default for Plan {
             gpus: gpus([0]),
             gang: 0,
             user: UserId(0),
+            group: None,
             fullness: None,
             engine: Engine::Swap,
             demand: GIB,
@@ -207,6 +210,10 @@ pub struct World {
     pub overheads: BTreeMap<GpuId, u64>,
     /// The host's memory, where that is bounded.
     pub host: Option<u64>,
+    /// Limits matter: somebody is in a group, or the host is small.
+    limited: bool,
+    /// What each group was promised when it was last looked at.
+    promised: BTreeMap<(GroupId, GpuId), u64>,
     pub models: BTreeMap<ClientId, Model>,
     pub history: Vec<(Time, Event)>,
     pub commands: Vec<(Time, Command)>,
@@ -240,6 +247,8 @@ impl World {
             totals: BTreeMap::new(),
             overheads: BTreeMap::new(),
             host: None,
+            limited: false,
+            promised: BTreeMap::new(),
             models: BTreeMap::new(),
             history: Vec::new(),
             commands: Vec::new(),
@@ -277,6 +286,7 @@ impl World {
     /// From now on what is swapped out has so much room.
     pub fn set_host(&mut self, bytes: u64) {
         self.host = Some(bytes);
+        self.limited = true;
         self.feed(Event::HostMemory { bytes });
     }
 
@@ -298,6 +308,7 @@ impl World {
         }
         let places = plan.gpus.iter().map(|g| (*g, Place::default())).collect();
         self.busy += usize::from(!plan.endless);
+        self.limited |= plan.group.is_some();
         let model = Model {
             places,
             holds: GpuSet::new(),
@@ -407,6 +418,7 @@ impl World {
         }
         if self.thorough {
             self.check_state();
+            self.check_groups();
         }
         for command in commands {
             if let Command::Allowance { client, gpu, bytes, .. } = command {
@@ -558,6 +570,47 @@ impl World {
         }
     }
 
+    /// Rules are others: from now on these clients are in these groups.
+    pub fn regroup(&mut self, group_of: impl Fn(ClientId) -> Option<Group>) {
+        for (id, model) in &mut self.models {
+            model.plan.group = group_of(*id);
+        }
+        self.limited |= self.models.values().any(|model| model.plan.group.is_some());
+        self.promised.clear();
+        let groups = self.connected.iter().map(|id| (*id, self.models.get(id).and_then(|m| m.plan.group))).collect();
+        self.feed(Event::Grouped { groups });
+    }
+
+    /// What a group was promised covers what it has, and never rises above what it may be.
+    fn check_groups(&mut self) {
+        let mut sums: BTreeMap<(GroupId, GpuId), (Group, u64, u64)> = BTreeMap::new();
+        for view in self.machine.clients() {
+            let Some(model) = self.models.get(&view.client) else { continue };
+            let Some(group) = model.plan.group else { continue };
+            for seat in view.seats {
+                let (_, promised, demand) = sums.entry((group.id, seat.gpu)).or_insert((group, 0, 0));
+                *promised += seat.promise;
+                *demand += model.places.get(&seat.gpu).map_or(0, |place| place.demand);
+            }
+        }
+        for ((id, gpu), (group, promised, demand)) in &sums {
+            assert!(demand <= promised, "{group:?} on {gpu:?}: {demand} needed, {promised} promised");
+            let max = group.memory_max.on(self.totals[gpu]).unwrap_or(u64::MAX);
+            let before = self.promised.get(&(*id, *gpu)).copied();
+            let most = before.map_or(u64::MAX, |before| before.max(max));
+            assert!(*promised <= most, "{group:?} on {gpu:?}: {promised} promised, {before:?} before");
+        }
+        self.promised = sums.into_iter().map(|(at, (_, promised, _))| (at, promised)).collect();
+    }
+
+    /// Whether no group has more than it may.
+    pub fn within_limits(&self) -> bool {
+        let groups = self.models.values().filter_map(|model| model.plan.group);
+        let max: BTreeMap<GroupId, MemoryMax> = groups.map(|group| (group.id, group.memory_max)).collect();
+        let most = |gpu: &GpuId, id: &GroupId| max.get(id).and_then(|max| max.on(self.totals[gpu])).unwrap_or(u64::MAX);
+        self.promised.iter().all(|((id, gpu), promised)| *promised <= most(gpu, id))
+    }
+
     fn happen(&mut self, what: Happening) {
         match what {
             Happening::Start(id) => self.start(id),
@@ -628,6 +681,9 @@ impl World {
     fn start(&mut self, id: ClientId) {
         let plan = self.models[&id].plan.clone();
         self.say(id, Event::Connected { client: id, gang: plan.gang, user: plan.user });
+        if plan.group.is_some() {
+            self.say(id, Event::Grouped { groups: [(id, plan.group)].into() });
+        }
         for gpu in &plan.gpus {
             self.say(id, Event::Attached { client: id, gpu: *gpu, engine: plan.engine });
         }
@@ -677,7 +733,7 @@ impl World {
             Command::Attached { gpu, .. } => {
                 m.attached.insert(gpu);
                 let all = m.attached == m.plan.gpus;
-                if self.host.is_none() {
+                if !self.limited {
                     // A limit is no matter: what it plans it has.
                     let demand = m.plan.demand;
                     m.places.get_mut(&gpu).unwrap().demand = demand;
@@ -694,7 +750,7 @@ impl World {
                     p.limit = bytes;
                     p.limit_seq = seq;
                 }
-                if self.host.is_some() {
+                if self.limited {
                     self.grow(id, gpu);
                     self.report(id, gpu);
                 }
@@ -1054,6 +1110,7 @@ fn event_of(event: &Event) -> Option<ClientId> {
         | Event::Released { client, .. }
         | Event::Stuck { client, .. }
         | Event::Stopped { client, .. } => Some(*client),
+        Event::Grouped { groups } => groups.keys().next().copied(),
         Event::Tick
         | Event::Configure(_)
         | Event::GpuFound { .. }

@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -203,12 +203,24 @@ impl Machine {
         self.scheduler.take().expect("a scheduler runs").wait().expect("its end");
     }
 
+    fn ctl_output(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(artifact("nvsharectl"));
+        command.arg("--control").arg(self.path("control/control.sock")).args(arguments);
+        command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts")
+    }
+
+    /// Runs `nvsharectl`, which must fail, and gives what it says of that.
+    #[track_caller]
+    pub fn ctl_fails(&self, arguments: &[&str]) -> String {
+        let output = self.ctl_output(arguments);
+        assert!(!output.status.success(), "nvsharectl {arguments:?} succeeds");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+
     /// Runs `nvsharectl`, which must succeed.
     #[track_caller]
     pub fn ctl(&self, arguments: &[&str]) -> String {
-        let mut command = Command::new(artifact("nvsharectl"));
-        command.arg("--control").arg(self.path("control/control.sock")).args(arguments);
-        let output = command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts");
+        let output = self.ctl_output(arguments);
         let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "nvsharectl {arguments:?}: {}\n{stderr}", output.status);
         stdout.into_owned()

@@ -24,7 +24,7 @@ messages! {
 
         /// The most that this client's demand on that GPU can be, as a promise: the memory for it is there, on the GPU or in
         /// the host. An allocation beyond it needs a higher limit ([`Wish`](crate::ClientMessage::Wish)) or fails. A limit
-        /// may fall, though never below a demand that was reported; `limit_ack` of the next report says that it is known.
+        /// may fall, and without a rule never below a demand that was reported; `limit_ack` of the next report says that it is known.
         67 => Limit {
             slot: u32,
             bytes: u64,
@@ -33,6 +33,9 @@ messages! {
             (since 2) most: u64,
             /// Bytes of host memory that this client may keep although nothing is in them.
             (since 2) spare: u64,
+            /// What a rule allows this client and those that count with it, or 0 where none does. No setting of the program
+            /// lets it exceed its limit then.
+            (since 3) max: u64,
         },
 
         /// How many bytes this client may have mapped on that GPU from now on. More than before is credit; less means

@@ -117,12 +117,13 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<(u16, u64)>().prop_map(|(version, client)| Welcome { version, client }),
         (refusal, ".{0,140}").prop_map(|(reason, t)| Refused { reason, text: Text::new(&t) }),
         any::<u32>().prop_map(|slot| Attached { slot }),
-        any::<(u32, u64, u32, u64, u64)>().prop_map(|(slot, bytes, seq, most, spare)| Limit {
+        any::<(u32, u64, u32, u64, u64, u64)>().prop_map(|(slot, bytes, seq, most, spare, max)| Limit {
             slot,
             bytes,
             seq,
             most,
-            spare
+            spare,
+            max
         }),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| Denied { slot, bytes }),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| Room { slot, bytes }),
@@ -229,10 +230,12 @@ fn errors_name_what_is_wrong() {
 /// What came later is left out of what an older peer is sent, and unknown in what it sends.
 #[test]
 fn an_older_peer_hears_nothing_new() {
-    let limit = |seq, most, spare| SchedulerMessage::Limit { slot: 1, bytes: 5, seq, most, spare };
-    let packet = limit(7, 8, 9).encode(1);
+    let limit = |seq, most, spare, max| SchedulerMessage::Limit { slot: 1, bytes: 5, seq, most, spare, max };
+    let packet = limit(7, 8, 9, 6).encode(1);
     assert_eq!(packet.as_bytes().len(), HEADER_LEN + 12);
-    assert_eq!(SchedulerMessage::decode(packet.as_bytes(), 1), Ok(limit(0, 0, 0)));
+    assert_eq!(SchedulerMessage::decode(packet.as_bytes(), 1), Ok(limit(0, 0, 0, 0)));
+    let packet = limit(7, 8, 9, 6).encode(2);
+    assert_eq!(SchedulerMessage::decode(packet.as_bytes(), 2), Ok(limit(7, 8, 9, 0)));
     let attach = |reason| {
         let (kind, engine) = (GpuKind::Gpu, Engine::Managed);
         ClientMessage::Attach { slot: 1, uuid: Uuid([5; 16]), kind, engine, total: 5, name: Text::new("GPU"), reason }

@@ -290,7 +290,8 @@ hooks! { real, flavour;
         if current_context().is_ok_and(|context| context.is_null()) || is_broken() {
             return real();
         }
-        let mut left = space.lock().account.free().min(gpu.total());
+        let account = space.lock().account;
+        let mut left = account.free().min(gpu.total());
         if !client::is_connected() {
             // Nobody makes room: what others use is lacking.
             let (mut now, mut total) = (0, 0);
@@ -302,7 +303,7 @@ hooks! { real, flavour;
         // SAFETY: the program's own places; the driver allows NULL.
         unsafe {
             put(free, left as usize);
-            put(total, gpu.total() as usize);
+            put(total, account.at_most(gpu.total()) as usize);
         }
         SUCCESS
     }

@@ -64,6 +64,9 @@ pub struct Account {
     pub limit: u64,
     pub limit_seq: u32,
     pub most: u64,
+    /// What a rule of the scheduler's allows this program and those that count with it; 0 where none does. It stays when
+    /// the scheduler goes.
+    pub max: u64,
     /// Bytes of buffers that hold nothing, or a copy of what is on the GPU; and how many of them may be kept.
     pub spare: u64,
     pub keep: u64,
@@ -217,6 +220,14 @@ impl Account {
     pub fn can_run(&self) -> bool {
         self.faults || (self.is_complete() && self.flying == 0)
     }
+    /// So much of the GPU, or as much of it as a rule allows.
+    pub fn at_most(&self, bytes: u64) -> u64 {
+        if self.max == 0 { bytes } else { bytes.min(self.max) }
+    }
+    /// Whether so many more bytes can be allocated; `beyond` lets them exceed the limit, but not where a rule set it.
+    fn admits(&self, len: u64, beyond: bool) -> bool {
+        len <= self.free() || (beyond && self.max == 0)
+    }
     /// What the program may still allocate.
     pub fn free(&self) -> u64 {
         self.limit.saturating_sub(self.demand + self.pinned - self.freeing)
@@ -269,6 +280,7 @@ impl Space {
             limit,
             limit_seq: 0,
             most: 0,
+            max: 0,
             spare: 0,
             keep: u64::MAX,
             flying: 0,
@@ -335,7 +347,7 @@ impl Space {
     ) -> Result<u64, CUresult> {
         self.reclaim(work);
         let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
-        if len > self.account.free() && !beyond {
+        if !self.account.admits(len, beyond) {
             return Err(ERROR_OUT_OF_MEMORY);
         }
         let base = make()?;
@@ -375,7 +387,7 @@ impl Space {
     }
 
     fn make_range(&mut self, len: u64, purpose: Use, flags: Flags, beyond: bool) -> Result<(u64, bool), CUresult> {
-        if len > self.account.free() && !beyond {
+        if !self.account.admits(len, beyond) {
             return Err(ERROR_OUT_OF_MEMORY);
         }
         let base = self.engine.reserve(len)?;
@@ -699,7 +711,7 @@ impl Space {
     /// There is no scheduler.
     pub fn run_free(&mut self, limit: u64) {
         self.pending.clear();
-        (self.account.allowance, self.account.limit) = (u64::MAX, limit);
+        (self.account.allowance, self.account.limit) = (u64::MAX, self.account.at_most(limit));
         (self.account.most, self.account.keep) = (0, u64::MAX);
     }
 

@@ -95,7 +95,7 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
 }
 
 async fn serve_peer(stream: OwnedFd, shared: Shared) -> zbus::Result<()> {
-    let socket::Credentials { uid, pid } = socket::credentials(stream.as_fd())?;
+    let socket::Credentials { uid, pid, .. } = socket::credentials(stream.as_fd())?;
     let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid } };
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())

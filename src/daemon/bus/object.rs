@@ -182,6 +182,8 @@ fn present(may_see: bool, client: ClientView) -> bus::Client {
         slice: identity.slice.clone(),
         container: identity.container.clone(),
         library: client.library,
+        rule: client.rule.0,
+        rule_origin: client.rule.1,
         connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
         stopped: client.stopped,
         gpus: client.uses,

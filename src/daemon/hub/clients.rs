@@ -35,6 +35,7 @@ impl Hub {
         self.enter(client, arrival, "connect");
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
         self.apply(Event::Connected { client, gang, user });
+        self.rule(client);
         client
     }
 
@@ -51,6 +52,7 @@ impl Hub {
             entry.kept = Some(name);
         }
         self.apply(Event::Connected { client, gang, user });
+        self.rule(client);
     }
 
     /// Gives that id to nobody else.
@@ -63,7 +65,8 @@ impl Hub {
         let library = printable(&library);
         let session = Session::new(client, version);
         let uses = BTreeMap::new();
-        let entry = Client { link, session, identity, library, connected: SystemTime::now(), uses, kept: None, lasts };
+        let (connected, rule, kept) = (SystemTime::now(), None, None);
+        let entry = Client { link, session, identity, library, connected, uses, rule, kept, lasts };
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
         self.active();
@@ -133,6 +136,7 @@ impl Hub {
             self.answer(importer, ticket, Sharing::Unknown);
         }
         self.apply(Event::Disconnected { client });
+        self.forget_group(gone.rule.as_ref());
     }
 
     /// One packet of a client, and the descriptors that came with it.

@@ -5,11 +5,13 @@
 //! - `sharing`: memory that one program lets another use.
 //! - `measure`: what NVML and the host say of memory.
 //! - `notes`: what is remembered for people, and logged.
+//! - `rules`: who has which rule.
 //! - `views`: what people see.
 
 mod clients;
 mod measure;
 mod notes;
+mod rules;
 mod sharing;
 mod views;
 
@@ -37,12 +39,15 @@ use super::host::HostMemory;
 use super::overhead::Overhead;
 use super::peer::{self, Identity};
 use super::resume::Name;
+use super::rules::Instance;
 use super::session::Session;
 use super::shared::Book;
 use super::socket::{self, Timer};
 use super::trace::Trace;
 use crate::bus;
-use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, MemoryReport, Settings, Time, WaitReason};
+use crate::scheduler::{
+    ClientId, Command, Event, GpuId, GpuSet, GroupId, Machine, MemoryReport, Settings, Time, WaitReason,
+};
 
 /// The machine asks for no tick sooner than this after one, so that a mistake in it cannot take a whole CPU.
 const MIN_TICK: Duration = Duration::from_micros(100);
@@ -53,6 +58,9 @@ pub struct Hub {
     clients: BTreeMap<ClientId, Client>,
     gpus: BTreeMap<GpuId, Gpu>,
     shared: Book,
+    /// Those who count together under a rule, as the machine knows them.
+    groups: BTreeMap<Instance, GroupId>,
+    next_group: u64,
     /// Where clients connect, if that is known.
     directory: Option<PathBuf>,
     next_client: u64,
@@ -97,6 +105,8 @@ struct Client {
     library: String,
     connected: SystemTime,
     uses: BTreeMap<GpuId, Use>,
+    /// With whom it counts, under which rule.
+    rule: Option<Instance>,
     /// What systemd knows its connection by, if that outlives this daemon.
     kept: Option<Name>,
     /// It can be.
@@ -161,6 +171,8 @@ impl Hub {
             clients: BTreeMap::new(),
             gpus: BTreeMap::new(),
             shared: Book::new(socket::now()),
+            groups: BTreeMap::new(),
+            next_group: 1,
             directory: None,
             next_client: 1,
             timer: Rc::new(Timer::new()?),
@@ -246,13 +258,14 @@ impl Hub {
         };
         let (client, message) = match command {
             Command::Attached { client, gpu } => (client, SchedulerMessage::Attached { slot: slot_of(&client, &gpu)? }),
-            Command::Limit { client, gpu, bytes, seq, most, spare } => {
-                (client, SchedulerMessage::Limit { slot: slot_of(&client, &gpu)?, bytes, seq, most, spare })
+            Command::Limit { client, gpu, bytes, seq, most, spare, max } => {
+                let (slot, max) = (slot_of(&client, &gpu)?, max.unwrap_or(0));
+                (client, SchedulerMessage::Limit { slot, bytes, seq, most, spare, max })
             }
             Command::Room { client, gpu, bytes } => {
                 (client, SchedulerMessage::Room { slot: slot_of(&client, &gpu)?, bytes })
             }
-            Command::Denied { client, gpu, bytes } => {
+            Command::Denied { client, gpu, bytes, why: _ } => {
                 (client, SchedulerMessage::Denied { slot: slot_of(&client, &gpu)?, bytes })
             }
             Command::Prepare { client, gpu, bytes } => {
@@ -328,9 +341,12 @@ impl Hub {
 
     /// Puts a configuration into effect.
     pub fn configure(&mut self, config: Config) {
-        let kept = std::mem::replace(&mut self.config, config).keep_connections;
-        if kept != self.config.keep_connections {
+        let before = std::mem::replace(&mut self.config, config);
+        if before.keep_connections != self.config.keep_connections {
             self.keep_as_configured();
+        }
+        if before.rules != self.config.rules {
+            self.rule_anew();
         }
         let settings = self.config.settings.clone();
         if *self.settings.borrow() != settings {

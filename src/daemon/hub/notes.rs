@@ -7,7 +7,7 @@ use tracing::{debug, info, warn};
 
 use super::Hub;
 use crate::daemon::peer::Identity;
-use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, WaitReason};
+use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
 use crate::{bus, units};
 
 /// A client that is refused memory over and over is in the log so often, and those that hold most are named.
@@ -85,7 +85,7 @@ impl Hub {
                 self.trace(now, *client, Some(*gpu), "room", Some(*bytes));
             }
             Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
-            Command::Denied { client, gpu, bytes } => self.note_refusal(*client, *gpu, *bytes, now),
+            Command::Denied { client, gpu, bytes, why } => self.note_refusal(*client, *gpu, *bytes, *why, now),
             Command::Limit { client, gpu, bytes, .. } => {
                 if let Some(usage) = self.usage(*client, *gpu) {
                     usage.limit = Some(*bytes);
@@ -166,13 +166,16 @@ impl Hub {
     }
 
     /// Says who has what somebody else could not get.
-    fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, now: Time) {
+    fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
         debug!(client = client.0, gpu = %gpu.0, bytes, "denied");
         let Some(usage) = self.usage(client, gpu) else { return };
         if usage.refused.is_some_and(|at| now < at + REFUSAL_PAUSE) {
             return;
         }
         usage.refused = Some(now);
+        if why == Denial::MemoryMax {
+            return self.note_beyond(client, gpu, bytes);
+        }
         let mut holders: Vec<(u64, ClientId)> = Vec::new();
         for view in self.machine.clients() {
             let demand = view.seats.iter().filter(|seat| seat.gpu == gpu).map(|seat| seat.demand).sum();
@@ -208,6 +211,33 @@ impl Hub {
             units::size(capacity),
             units::size(host),
             if named.is_empty() { "nobody".into() } else { named.join(", ") }
+        );
+    }
+
+    /// Says which rule somebody met.
+    fn note_beyond(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+        let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return };
+        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
+        let max = self.machine.memory_max(client, gpu).unwrap_or(0);
+        let fellows = self.clients.iter().filter(|(id, other)| **id != client && other.rule == entry.rule);
+        let views = fellows.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.seats);
+        let held = views.filter(|seat| seat.gpu == gpu).map(|seat| seat.demand).fold(0, u64::saturating_add);
+        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
+        warn!(
+            name: "memory-refused",
+            client = client.0,
+            pid,
+            uid,
+            unit,
+            gpu = label,
+            bytes,
+            rule = rule.to_string(),
+            memory_max = max,
+            "{name} is refused memory: it wants {} in all, others that count with it have {}, and rule {rule} allows {} \
+             together",
+            units::size(bytes),
+            units::size(held),
+            units::size(max)
         );
     }
 

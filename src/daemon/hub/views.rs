@@ -20,6 +20,8 @@ pub struct ClientView {
     pub id: ClientId,
     pub identity: Arc<Identity>,
     pub library: String,
+    /// The name of its rule, and where that is written.
+    pub rule: (String, String),
     pub connected: SystemTime,
     pub stopped: bool,
     pub uses: Vec<bus::GpuUse>,
@@ -47,6 +49,7 @@ impl Hub {
                     pinned: seat.pinned,
                     allowance: seat.allowance,
                     limit: usage.and_then(|usage| usage.limit),
+                    memory_max: self.machine.memory_max(seen.client, seat.gpu),
                     unseen: usage.is_some_and(|usage| usage.unseen),
                     stays: seat.stays.map_or("", bus::stay_name).into(),
                     fullness: seat.fullness,
@@ -59,6 +62,9 @@ impl Hub {
                 id: seen.client,
                 identity: client.identity.clone(),
                 library: client.library.clone(),
+                rule: self
+                    .rule_of(seen.client)
+                    .map_or_else(Default::default, |rule| (rule.name.clone(), rule.origin.to_string())),
                 connected: client.connected,
                 stopped: seen.stopped,
                 uses: uses.collect(),

@@ -1,0 +1,213 @@
+//! Which rule a program has, and who counts with it.
+//!
+//! Units, slices and containers count where the system's manager made them. Those of a user's own manager count only for
+//! rules that name this user too, since users call their units what they like; or by a pattern of the whole path.
+
+use super::{Glob, Rule, Rules, Subject};
+use crate::daemon::cgroup::{self, Owned};
+use crate::daemon::peer::Identity;
+
+/// Those who count together under a rule: by all that the rule names, as far as there can be several. A rule for a unit is
+/// for each unit that it matches, one for a user's programs for all of them, one for a group for each user of it.
+///
+/// A rule that names nothing is for each container and each unit, but for each user where the unit is but one of a user's
+/// sessions: there can be as many of them as the user likes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Instance {
+    /// The number of the rule.
+    pub rule: usize,
+    container: Option<String>,
+    unit: Option<String>,
+    slice: Option<String>,
+    user: Option<u32>,
+}
+
+impl Rules {
+    /// The rule that a program has, if it has one.
+    pub fn of(&self, who: &Identity) -> Option<(&Rule, Instance)> {
+        self.0.iter().enumerate().find_map(|(at, rule)| Some((rule, rule.subject.matches(who, at)?)))
+    }
+}
+
+impl Subject {
+    fn matches(&self, who: &Identity, rule: usize) -> Option<Instance> {
+        if self.user.is_some_and(|uid| uid != who.uid) || self.group.is_some_and(|gid| !who.groups.contains(&gid)) {
+            return None;
+        }
+        let system = who.cgroup.of_system();
+        if *self == Self::default() {
+            return Some(Self::everybody(who, &system, rule));
+        }
+        let users = who.cgroup.of_user().filter(|(uid, _)| self.user == Some(*uid)).map(|(_, owned)| owned);
+        // All of one manager's.
+        let by_name = |owned: &Owned<'_>| self.places(who, owned, rule);
+        by_name(&system).or_else(|| by_name(&users?))
+    }
+
+    fn places(&self, who: &Identity, owned: &Owned<'_>, rule: usize) -> Option<Instance> {
+        let mut instance = Instance { rule, ..Instance::default() };
+        if let Some(unit) = &self.unit {
+            instance.unit = Some(unit.find(owned.unit.as_slice(), who)?.to_owned());
+        }
+        if let Some(slice) = &self.slice {
+            instance.slice = Some(slice.find(&owned.slices, who)?.to_owned());
+        }
+        if let Some(container) = &self.container {
+            let (path, id) = owned.container?;
+            let is_meant = container.0.matches(id) || id.get(..12).is_some_and(|short| container.0.matches(short));
+            instance.container = Some(is_meant.then_some(path)?.to_owned());
+        }
+        instance.user = self.user.or(self.group).map(|_| who.uid);
+        Some(instance)
+    }
+
+    fn everybody(who: &Identity, owned: &Owned<'_>, rule: usize) -> Instance {
+        let is_of_a_user = owned.slices.iter().any(|path| cgroup::name(path) == "user.slice");
+        let container = owned.container.map(|(path, _)| path.to_owned());
+        let unit = owned.unit.filter(|_| container.is_none() && !is_of_a_user).map(str::to_owned);
+        let user = (container.is_none() && unit.is_none()).then_some(who.uid);
+        Instance { rule, container, unit, slice: None, user }
+    }
+}
+
+impl Glob {
+    /// The first of these that it matches, by name; or, by its path, any control group that the program is in.
+    fn find<'a>(&self, owned: &[&'a str], who: &'a Identity) -> Option<&'a str> {
+        let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
+        if self.0.as_str().contains('/') {
+            return who.cgroup.within().find(|path| self.0.matches_with(path, options));
+        }
+        owned.iter().find(|path| self.0.matches(cgroup::name(path))).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::daemon::cgroup::Cgroup;
+    use crate::daemon::config::Config;
+
+    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+    fn who(uid: u32, path: &str) -> Identity {
+        Identity { uid, groups: vec![uid, 50], cgroup: Cgroup { path: path.into() }, ..Identity::default() }
+    }
+
+    fn rules(text: &str) -> Rules {
+        Config::parse(text, Path::new("nvshare.toml")).unwrap_or_else(|e| panic!("{text}: {e}")).rules
+    }
+
+    /// Whether a rule with these lines matches.
+    fn matches(lines: &str, who: &Identity) -> bool {
+        rules(&format!("[[rule]]\n{lines}\nmemory-max = \"1G\"")).of(who).is_some()
+    }
+
+    #[test]
+    fn names_count_where_the_systems_manager_gave_them() {
+        let docker = format!("/system.slice/docker-{ID}.scope");
+        let cgroupfs = format!("/docker/{ID}");
+        let rootless = format!("/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container");
+        let pod = format!("/kubepods.slice/kubepods-burstable.slice/kubepods-pod7.slice/cri-containerd-{ID}.scope");
+        let borrowed = "/user.slice/user-1000.slice/user@1000.service/app.slice/jupyter.service";
+        let delegated = "/system.slice/other.service/jupyter.service";
+        let container = format!("container = \"{ID}\"");
+        let cases = [
+            ("unit = \"jupyter.service\"", "/system.slice/jupyter.service", true),
+            ("unit = \"jupyter.service\"", "/system.slice/jupyter.service/deeper/still", true),
+            ("unit = \"jupyter-*.service\"", "/system.slice/jupyter-7.service", true),
+            ("unit = \"jupyter-*.service\"", "/system.slice/jupyter.service", false),
+            ("unit = \"jupyter.service\"", borrowed, false),
+            ("unit = \"jupyter.service\"", delegated, false),
+            ("unit = \"jupyter.service\"\nuser = 1000", borrowed, true),
+            ("unit = \"jupyter.service\"\nuser = 1000", delegated, false),
+            ("unit = \"jupyter.service\"\ngroup = 1000", borrowed, false),
+            ("unit = \"**/jupyter.service\"", borrowed, true),
+            ("unit = \"**/jupyter.service\"", "/jupyter.service", true),
+            ("unit = \"/system.slice/*\"", "/system.slice/jupyter.service/deeper", true),
+            ("unit = \"/system.slice/*\"", borrowed, false),
+            ("unit = \"/user.slice/*/user@1000.service/**\"", borrowed, true),
+            ("unit = \"session-*.scope\"", "/user.slice/user-1000.slice/session-3.scope", true),
+            ("unit = \"user@1000.service\"", borrowed, true),
+            ("unit = \"*\"", "/system.slice", false),
+            ("unit = \"*\"", "", false),
+            ("slice = \"user.slice\"", borrowed, true),
+            ("slice = \"user-1000.slice\"", borrowed, true),
+            ("slice = \"app.slice\"", borrowed, false),
+            ("slice = \"app.slice\"\nuser = 1000", borrowed, true),
+            ("slice = \"app.slice\"\nuser = 1000\nunit = \"jupyter.service\"", borrowed, true),
+            ("slice = \"user.slice\"\nunit = \"jupyter.service\"\nuser = 1000", borrowed, false),
+            ("slice = \"kubepods*.slice\"", &pod, true),
+            ("slice = \"/kubepods.slice\"", &pod, true),
+            (&container, &docker, true),
+            (&container, &cgroupfs, true),
+            (&container, &pod, true),
+            (&container, &rootless, false),
+            ("container = \"*\"", &rootless, false),
+            ("container = \"*\"\nuser = 1000", &rootless, true),
+            ("container = \"0123456789ab\"", &docker, true),
+            ("container = \"0123*\"", &docker, true),
+            ("container = \"1123*\"", &docker, false),
+            ("container = \"*\"", "/system.slice/a.service", false),
+            ("user = 1000", "/anything", true),
+            ("user = 1001", "/anything", false),
+            ("group = 50", "/anything", true),
+            ("group = 51", "/anything", false),
+            ("user = 1000\ngroup = 51", "/anything", false),
+            ("", "", true),
+        ];
+        for (lines, path, expected) in cases {
+            assert_eq!(matches(lines, &who(1000, path)), expected, "{lines} of {path}");
+        }
+        let other = Identity { uid: 1001, ..who(1001, borrowed) };
+        let lines = "unit = \"jupyter.service\"\nuser = 1001";
+        assert!(!matches(lines, &other), "the manager is another user's");
+    }
+
+    #[test]
+    fn version_1_and_version_2_are_the_same() {
+        for text in ["0::/system.slice/a.service\n", "4:memory:/x\n1:name=systemd:/system.slice/a.service\n"] {
+            let who = Identity { cgroup: Cgroup::read(text), ..Identity::default() };
+            assert!(matches("unit = \"a.service\"", &who), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_first_that_matches_counts() {
+        let rules = rules(
+            "[[rule]]\nname = \"one\"\nuser = 1\nmemory-max = \"1G\"\n[[rule]]\nname = \"lab\"\ngroup = 50\nmemory-max = \"2G\"\n\
+             [[rule]]\nname = \"all\"\nmemory-max = \"3G\"\n",
+        );
+        let name = |who: &Identity| rules.of(who).map(|(rule, instance)| (rule.name.clone(), instance.rule));
+        assert_eq!(name(&who(1, "/a")), Some(("one".into(), 0)));
+        assert_eq!(name(&who(2, "/a")), Some(("lab".into(), 1)));
+        assert_eq!(name(&Identity::default()), Some(("all".into(), 2)));
+    }
+
+    #[test]
+    fn those_count_together_whom_the_rule_names_together() {
+        let session = |n: u32| format!("/user.slice/user-1000.slice/session-{n}.scope");
+        let together = |lines: &str, one: &Identity, other: &Identity| {
+            let rules = rules(&format!("[[rule]]\n{lines}\nmemory-max = \"1G\""));
+            let instance = |who| rules.of(who).unwrap_or_else(|| panic!("{lines} of {who:?}")).1;
+            instance(one) == instance(other)
+        };
+        let (a, b) = (who(1, "/system.slice/a.service"), who(1, "/system.slice/b.service"));
+        assert!(!together("unit = \"*.service\"", &a, &b), "each unit");
+        assert!(together("unit = \"*.service\"", &a, &who(2, "/system.slice/a.service/x")), "whoever is in it");
+        assert!(together("slice = \"system.slice\"", &a, &b));
+        assert!(together("user = 1", &a, &b));
+        assert!(together("group = 50", &a, &b), "each user of a group");
+        assert!(!together("group = 50", &a, &who(2, "/system.slice/a.service")));
+        assert!(!together("", &a, &b), "each unit, where nothing is named");
+        assert!(together("", &who(1000, &session(1)), &who(1000, &session(2))), "but sessions are their user's");
+        assert!(!together("", &who(1000, &session(1)), &who(1001, &session(1))));
+        let inside = |last: char| {
+            let id: String = ID.chars().take(63).chain([last]).collect();
+            who(0, &format!("/docker/{id}"))
+        };
+        assert!(!together("", &inside('1'), &inside('2')), "each container");
+        assert!(together("", &inside('1'), &Identity { uid: 5, ..inside('1') }));
+    }
+}

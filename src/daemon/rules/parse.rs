@@ -1,0 +1,354 @@
+//! `[[rule]]` as it is written, and what is wrong with it: each mistake with its place and what is allowed.
+
+use std::ops::Range;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde::de::{self, Deserializer, Visitor};
+use toml::Spanned;
+
+use super::{Glob, Origin, Rule, Subject};
+use crate::daemon::cgroup;
+use crate::scheduler::MemoryMax;
+use crate::units;
+
+/// The least that a limit can be: the GPU's own granularity; and the most, as everywhere in the file.
+const LEAST: u64 = 2 << 20;
+const MOST: u64 = 1 << 40;
+
+const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
+                        for any number of directories";
+
+/// A rule in a file.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct RawRule {
+    name: Option<String>,
+    unit: Option<Spanned<String>>,
+    slice: Option<Spanned<String>>,
+    container: Option<Spanned<String>>,
+    #[serde(default)]
+    user: Option<Spanned<Account>>,
+    #[serde(default)]
+    group: Option<Spanned<Account>>,
+    memory_max: Option<Spanned<Amount>>,
+}
+
+/// A user or a group: a name or a number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Account {
+    Name(String),
+    Number(u32),
+}
+
+/// A size, a part of a GPU, or all there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Amount(MemoryMax);
+
+/// A mistake, and where it is.
+pub type Mistake = (Range<usize>, String);
+
+/// Reads the rules of one file. `line_of` says in which line a place in the file is.
+pub fn read(raw: Vec<Spanned<RawRule>>, file: &Path, line_of: impl Fn(usize) -> usize) -> Result<Vec<Rule>, Mistake> {
+    let rule = |raw: Spanned<RawRule>| {
+        let span = raw.span();
+        let origin = Origin { file: file.into(), line: line_of(span.start) };
+        raw.into_inner().check(span, origin)
+    };
+    raw.into_iter().map(rule).collect()
+}
+
+impl RawRule {
+    fn check(self, span: Range<usize>, origin: Origin) -> Result<Rule, Mistake> {
+        let unit = self.unit.map(|text| pattern("unit", text)).transpose()?;
+        let slice = self.slice.map(|text| pattern("slice", text)).transpose()?;
+        contradiction(unit.as_ref(), slice.as_ref())?;
+        let subject = Subject {
+            unit: unit.map(|(glob, _)| glob),
+            slice: slice.map(|(glob, _)| glob),
+            container: self.container.map(|text| pattern("container", text)).transpose()?.map(|(glob, _)| glob),
+            user: self.user.map(|user| account("user", user, user_id)).transpose()?,
+            group: self.group.map(|group| account("group", group, group_id)).transpose()?,
+        };
+        let Some(memory_max) = self.memory_max else {
+            return Err((span, "the rule allows and forbids nothing: say memory-max".into()));
+        };
+        let name = self.name.unwrap_or_default();
+        if name.chars().any(char::is_control) {
+            return Err((span, "the name of a rule is one line of text".into()));
+        }
+        Ok(Rule { origin, name, subject, memory_max: memory_max.into_inner().0 })
+    }
+}
+
+/// Reads a pattern, and sees to it that it can match something.
+fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>), Mistake> {
+    let span = text.span();
+    let text = text.into_inner();
+    let wrong = |why: String| (span.clone(), format!("{key}: {text:?} {why}"));
+    if text.is_empty() {
+        return Err(wrong("matches nothing: leave the key out to match everybody".into()));
+    }
+    let glob = glob::Pattern::new(&text).map_err(|e| wrong(format!("is no pattern ({}): {PATTERNS}", e.msg)))?;
+    let is_path = text.contains('/');
+    if key == "container" && is_path {
+        return Err(wrong("can match no container: write its id, or * for any".into()));
+    }
+    if is_path && !text.starts_with('/') && !text.starts_with("**/") {
+        return Err(wrong("can match no path: a path begins with / or **/".into()));
+    }
+    let name = cgroup::name(&text);
+    let is_open = name.ends_with(['*', '?', ']']);
+    let example = if name.is_empty() { "jupyter" } else { name.trim_end_matches('.') };
+    match key {
+        "unit" if !is_open && !is_path && !cgroup::is_unit(name) => Err(wrong(format!(
+            "can match no unit: their names end with .service or .scope, as in \"{example}.service\""
+        ))),
+        "slice" if !is_open && !cgroup::is_slice(name) => {
+            Err(wrong(format!("can match no slice: their names end with .slice, as in \"{example}.slice\"")))
+        }
+        _ => Ok((Glob(glob), span)),
+    }
+}
+
+/// A unit that is named by its path is in no other slices than those of the path.
+fn contradiction(unit: Option<&(Glob, Range<usize>)>, slice: Option<&(Glob, Range<usize>)>) -> Result<(), Mistake> {
+    let (Some((unit, _)), Some((slice, span))) = (unit, slice) else { return Ok(()) };
+    let (unit, slice) = (unit.0.as_str(), slice.0.as_str());
+    let is_plain = |text: &str| !text.contains(['*', '?', '[']);
+    let path = format!("{unit}/");
+    let within =
+        if slice.contains('/') { path.starts_with(&format!("{slice}/")) } else { path.contains(&format!("/{slice}/")) };
+    if unit.contains('/') && is_plain(unit) && is_plain(slice) && !within {
+        return Err((span.clone(), format!("the rule can never match: unit {unit:?} is not in slice {slice:?}")));
+    }
+    Ok(())
+}
+
+fn account(
+    what: &str,
+    given: Spanned<Account>,
+    find: impl Fn(&str) -> Result<Option<u32>, String>,
+) -> Result<u32, Mistake> {
+    let span = given.span();
+    match given.into_inner() {
+        Account::Number(id) => Ok(id),
+        Account::Name(name) => match find(&name) {
+            Ok(Some(id)) => Ok(id),
+            Ok(None) => Err((span, format!("{what}: there is no {what} {name:?} here: a name or a number is allowed"))),
+            Err(e) => Err((span, format!("{what}: cannot look up {name:?}: {e}"))),
+        },
+    }
+}
+
+fn user_id(name: &str) -> Result<Option<u32>, String> {
+    nix::unistd::User::from_name(name).map(|user| user.map(|user| user.uid.as_raw())).map_err(|e| e.to_string())
+}
+
+fn group_id(name: &str) -> Result<Option<u32>, String> {
+    nix::unistd::Group::from_name(name).map(|group| group.map(|group| group.gid.as_raw())).map_err(|e| e.to_string())
+}
+
+impl Account {
+    const ALLOWED: &'static str = "the name or the number of a user or group";
+}
+
+impl<'de> Deserialize<'de> for Account {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(AccountVisitor)
+    }
+}
+
+struct AccountVisitor;
+
+impl Visitor<'_> for AccountVisitor {
+    type Value = Account;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(Account::ALLOWED)
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Account, E> {
+        // The last one stands for "none" in system calls.
+        let id = u32::try_from(value).ok().filter(|id| *id != u32::MAX);
+        id.map(Account::Number).ok_or_else(|| E::custom(format!("{value} cannot be {}", Account::ALLOWED)))
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<Account, E> {
+        match value.parse() {
+            Ok(number) => self.visit_i64(number),
+            Err(_) => Ok(Account::Name(value.to_owned())),
+        }
+    }
+}
+
+impl Amount {
+    const ALLOWED: &'static str = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\"";
+
+    fn bytes(bytes: u64) -> Option<Self> {
+        (LEAST..=MOST).contains(&bytes).then_some(Self(MemoryMax::Bytes(bytes)))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        if text == "infinity" {
+            return Some(Self(MemoryMax::Infinity));
+        }
+        match text.strip_suffix('%') {
+            Some(number) => {
+                let percent = number.trim().parse().ok().filter(|percent| (1..=100).contains(percent));
+                percent.map(|percent| Self(MemoryMax::Percent(percent)))
+            }
+            None => units::parse_size(text).ok().and_then(Self::bytes),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Amount {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(AmountVisitor)
+    }
+}
+
+struct AmountVisitor;
+
+impl Visitor<'_> for AmountVisitor {
+    type Value = Amount;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} for memory-max", Amount::ALLOWED)
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Amount, E> {
+        let amount = u64::try_from(value).ok().and_then(Amount::bytes);
+        amount.ok_or_else(|| E::custom(format!("memory-max cannot be {value}: {} is allowed", Amount::ALLOWED)))
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<Amount, E> {
+        let amount = Amount::parse(value);
+        amount.ok_or_else(|| E::custom(format!("memory-max cannot be {value:?}: {} is allowed", Amount::ALLOWED)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::daemon::config::Config;
+    use crate::daemon::rules::Rules;
+
+    fn rules(text: &str) -> Rules {
+        Config::parse(text, Path::new("nvshare.toml")).unwrap_or_else(|e| panic!("{text}: {e}")).rules
+    }
+
+    #[test]
+    fn a_rule_says_whom_it_is_about_and_what_they_may_have() {
+        let text = "log-level = \"info\"\n[[rule]]\nname = \"students\"\nunit = \"jupyter-*.service\"\nslice = \"lab.slice\"\n\
+                    container = \"*\"\nuser = \"root\"\ngroup = 7\nmemory-max = \"8G\"\n\n[[rule]]\nmemory-max = \"50%\"\n";
+        let rules = rules(text);
+        let rule = rules.get(0).expect("a rule");
+        assert_eq!(rule.to_string(), "\"students\" (nvshare.toml:2)");
+        assert_eq!(
+            (rule.subject.user, rule.subject.group, rule.memory_max),
+            (Some(0), Some(7), MemoryMax::Bytes(8 << 30))
+        );
+        let all = rules.get(1).expect("another");
+        assert_eq!(all.to_string(), "nvshare.toml:11");
+        assert_eq!((&all.subject, all.memory_max), (&Subject::default(), MemoryMax::Percent(50)));
+        assert_eq!(rules.get(2), None);
+    }
+
+    #[test]
+    fn an_amount_is_a_size_a_part_or_infinity() {
+        for (text, expected) in [
+            ("8589934592", MemoryMax::Bytes(8 << 30)),
+            ("\"1.5G\"", MemoryMax::Bytes(3 << 29)),
+            ("\"2M\"", MemoryMax::Bytes(2 << 20)),
+            ("\"1%\"", MemoryMax::Percent(1)),
+            ("\"100 %\"", MemoryMax::Percent(100)),
+            ("\"infinity\"", MemoryMax::Infinity),
+        ] {
+            let rules = rules(&format!("[[rule]]\nmemory-max = {text}"));
+            assert_eq!(rules.get(0).map(|rule| rule.memory_max), Some(expected), "{text}");
+        }
+    }
+
+    /// Mistakes in the second of these lines, after `[[rule]]`.
+    #[test]
+    fn errors_say_where_and_what_is_allowed() {
+        let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";
+        let cases = [
+            ("memory-max = \"lots\"", format!("2:14: memory-max cannot be \"lots\": {amounts}")),
+            ("memory-max = \"0%\"", format!("2:14: memory-max cannot be \"0%\": {amounts}")),
+            ("memory-max = \"101%\"", format!("2:14: memory-max cannot be \"101%\": {amounts}")),
+            ("memory-max = 8", format!("2:14: memory-max cannot be 8: {amounts}")),
+            ("memory-max = \"2T\"", format!("2:14: memory-max cannot be \"2T\": {amounts}")),
+            (
+                "memory-max = true",
+                "2:14: invalid type: boolean `true`, expected a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, \
+                 or \"infinity\" for memory-max"
+                    .to_owned(),
+            ),
+            ("user = \"root\"", "1:1: the rule allows and forbids nothing: say memory-max".to_owned()),
+            (
+                "memory-low = \"1G\"",
+                "2:1: unknown field `memory-low`, expected one of `name`, `unit`, `slice`, `container`, `user`, `group`, \
+                 `memory-max`"
+                    .to_owned(),
+            ),
+            (
+                "user = \"nobody-of-this-name\"\nmemory-max = \"1G\"",
+                "2:8: user: there is no user \"nobody-of-this-name\" here: a name or a number is allowed".to_owned(),
+            ),
+            (
+                "group = \"no-group\"\nmemory-max = \"1G\"",
+                "2:9: group: there is no group \"no-group\" here: a name or a number is allowed".to_owned(),
+            ),
+            (
+                "user = -1\nmemory-max = \"1G\"",
+                "2:8: -1 cannot be the name or the number of a user or group".to_owned(),
+            ),
+            (
+                "unit = \"a[.service\"\nmemory-max = \"1G\"",
+                format!("2:8: unit: \"a[.service\" is no pattern (invalid range pattern): {PATTERNS}"),
+            ),
+            (
+                "unit = \"jupyter\"\nmemory-max = \"1G\"",
+                "2:8: unit: \"jupyter\" can match no unit: their names end with .service or .scope, as in \"jupyter.service\""
+                    .to_owned(),
+            ),
+            (
+                "slice = \"batch\"\nmemory-max = \"1G\"",
+                "2:9: slice: \"batch\" can match no slice: their names end with .slice, as in \"batch.slice\"".to_owned(),
+            ),
+            (
+                "unit = \"\"\nmemory-max = \"1G\"",
+                "2:8: unit: \"\" matches nothing: leave the key out to match everybody".to_owned(),
+            ),
+            (
+                "unit = \"system.slice/a.service\"\nmemory-max = \"1G\"",
+                "2:8: unit: \"system.slice/a.service\" can match no path: a path begins with / or **/".to_owned(),
+            ),
+            (
+                "container = \"/docker/a\"\nmemory-max = \"1G\"",
+                "2:13: container: \"/docker/a\" can match no container: write its id, or * for any".to_owned(),
+            ),
+            (
+                "unit = \"/system.slice/a.service\"\nslice = \"user.slice\"\nmemory-max = \"1G\"",
+                "3:9: the rule can never match: unit \"/system.slice/a.service\" is not in slice \"user.slice\"".to_owned(),
+            ),
+            (
+                "memory-max = \"1G\"\n[[rule]]\nuser = 5\nmemory-max = \"2G\"",
+                "3:1: this rule can never match: rule nvshare.toml:1 comes before it and matches everybody".to_owned(),
+            ),
+            (
+                "user = 5\nmemory-max = \"1G\"\n[[rule]]\nuser = 5\nunit = \"a.service\"\nmemory-max = \"2G\"",
+                "4:1: this rule can never match: rule nvshare.toml:1 comes before it and names the same".to_owned(),
+            ),
+            ("name = 5\nmemory-max = \"1G\"", "2:8: invalid type: integer `5`, expected a string".to_owned()),
+        ];
+        for (rule, expected) in cases {
+            let text = format!("[[rule]]\n{rule}");
+            let error = Config::parse(&text, Path::new("nvshare.toml")).expect_err(&text).to_string();
+            assert_eq!(error, format!("nvshare.toml:{expected}"), "{text}");
+        }
+    }
+}

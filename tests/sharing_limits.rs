@@ -1,0 +1,186 @@
+//! Rules that bound the memory of programs: end to end, with real processes on the simulated GPU.
+
+mod sharing;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use sharing::*;
+
+/// The rules of a machine, in a drop-in; the scheduler is told of them.
+fn rule(machine: &Machine, rules: &str) {
+    write(machine, rules);
+    machine.ctl(&["reload"]);
+}
+
+fn write(machine: &Machine, rules: &str) {
+    let directory = machine.path("nvshare.toml.d");
+    fs::create_dir_all(&directory).expect("a directory for drop-ins");
+    fs::write(directory.join("rules.toml"), rules).expect("a drop-in");
+}
+
+/// A rule for all programs of this test's user.
+fn mine(most: &str) -> String {
+    // SAFETY: it cannot fail.
+    let uid = unsafe { libc::getuid() };
+    format!("[[rule]]\nname = \"mine\"\nuser = {uid}\nmemory-max = \"{most}\"\n")
+}
+
+fn ruled(rules: &str) -> Machine {
+    let mut machine = Machine::new(Setup::default());
+    write(&machine, rules);
+    machine.start_scheduler();
+    machine
+}
+
+/// How much a program gets that asks for more and more, by the least that a GPU gives.
+#[track_caller]
+fn reach(program: Launch<'_>) -> u64 {
+    let report = program.start().finish();
+    assert_ne!(report.0["failed"], "", "nothing was refused");
+    report.number("allocated")
+}
+
+const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
+
+#[test]
+fn a_program_is_refused_memory_exactly_at_its_limit() {
+    let machine = ruled(&mine("40M"));
+    for kind in ["alloc", "vmm", "managed"] {
+        assert_eq!(reach(machine.program(&format!("{ASK} --kind {kind}"))), 40 * MIB, "{kind}");
+    }
+    let exceeding = machine.program(ASK).env("NVSHARE_ENABLE_SINGLE_OVERSUB", "1");
+    assert_eq!(reach(exceeding), 40 * MIB, "no setting of the program lifts it");
+    wait_for("the log to name the rule", || {
+        let log = machine.scheduler_log();
+        (log.contains("is refused memory") && log.contains("rule \"mine\" (") && log.contains("rules.toml:1)"))
+            .then_some(())
+    });
+    machine.wait_until_empty();
+    rule(&machine, &mine("41M"));
+    assert_eq!(reach(machine.program(ASK)), 40 * MIB, "in whole granules");
+    rule(&machine, &mine("25%"));
+    assert_eq!(reach(machine.program(ASK)), 64 * MIB);
+    rule(&machine, "");
+    assert_eq!(machine.program(ASK).start().finish().number("allocated"), 100 * MIB);
+}
+
+#[test]
+fn a_program_under_a_limit_is_told_of_no_more() {
+    let machine = ruled(&mine("100M"));
+    let report = machine.program("account --mem 32M").start().finish();
+    assert_eq!(report.number("total"), 100 * MIB);
+    assert_eq!(report.number("free"), 100 * MIB);
+    assert_eq!(report.number("free_with"), 68 * MIB);
+    assert_eq!(report.number("free_full"), 16 * MIB);
+    assert_eq!(report.number("free_after"), 68 * MIB);
+}
+
+#[test]
+fn programs_that_count_together_have_the_limit_together() {
+    let machine = ruled(&mine("40M"));
+    let mut holding: Vec<Program> =
+        (0..8).map(|_| machine.program("stranger --mem 4M --seconds 600").start()).collect();
+    holding.iter().for_each(|program| program.wait_to_say("holding"));
+    assert_eq!(reach(machine.program(ASK)), 8 * MIB, "what eight others leave");
+    let status = machine.status();
+    let clients = status["clients"].as_array().expect("clients");
+    assert_eq!(clients.len(), 8);
+    for client in clients {
+        assert_eq!(client["rule"], "mine");
+        assert!(client["rule-origin"].as_str().is_some_and(|origin| origin.ends_with("rules.toml:1")), "{client}");
+        assert_eq!(client["gpus"][0]["memory-max"], 40 * MIB);
+    }
+    let limits: u64 = clients.iter().map(|client| number(&client["gpus"][0]["limit"])).sum();
+    assert!(limits <= 40 * MIB, "{limits} promised");
+    assert!(machine.ctl(&["status"]).contains("may have 40 MiB by rule \"mine\" ("), "{}", machine.ctl(&["status"]));
+    holding.iter_mut().skip(4).for_each(Program::kill);
+    wait_for("four to be gone", || (machine.status()["clients"].as_array()?.len() == 4).then_some(()));
+    assert_eq!(reach(machine.program(ASK)), 24 * MIB, "what four others leave");
+    holding.iter_mut().take(4).for_each(Program::kill);
+}
+
+#[test]
+fn a_limit_is_lowered_and_raised_while_programs_run() {
+    let machine = ruled(&mine("infinity"));
+    let limit = |program: &Program| {
+        let status = machine.status();
+        let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == program.pid())?.clone();
+        client["gpus"][0]["limit"].as_u64()
+    };
+    let mut worker = machine.program("mix --mem 33554432 --chunks 4 --reps 3 --rounds 40").start();
+    machine.wait_for_grants(&worker, 1);
+    let mut holder = machine.program("stranger --mem 16M --seconds 600").start();
+    holder.wait_to_say("holding");
+    rule(&machine, &mine("20M"));
+    wait_for("both to know", || (limit(&worker)? + limit(&holder)? <= 20 * MIB).then_some(()));
+    assert_eq!(reach(machine.program(ASK)), 0, "more than the limit is there already");
+    assert!(holder.poll().is_none(), "nothing fails of what is there");
+
+    // A file with a mistake changes nothing.
+    write(&machine, "[[rule]]\nuser = \"nobody-of-this-name\"\nmemory-max = \"1G\"\n");
+    let refused = machine.ctl_fails(&["reload"]);
+    assert!(refused.contains("rules.toml:2:8: user: there is no user"), "{refused}");
+    assert_eq!(reach(machine.program(ASK)), 0);
+
+    rule(&machine, &mine("60M"));
+    assert_eq!(reach(machine.program(ASK)), 12 * MIB);
+    worker.finish();
+    wait_for("it to be gone", || (machine.status()["clients"].as_array()?.len() == 1).then_some(()));
+    assert_eq!(reach(machine.program(ASK)), 44 * MIB);
+    holder.kill();
+    machine.wait_until_empty();
+}
+
+/// A control group that looks like a unit, where there is no systemd to make one.
+struct Unit(PathBuf);
+
+impl Unit {
+    /// `None`, with a line that says so, where none can be made.
+    fn new(name: &str) -> Option<Self> {
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let has = |kind: &str| {
+            let line = mounts.lines().find(|line| line.contains(kind))?;
+            Some(PathBuf::from(line.split(' ').nth(4)?))
+        };
+        let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let of_systemd = cgroups.contains(":name=systemd:");
+        let root = if of_systemd { has("name=systemd") } else { has(" - cgroup2 ") };
+        let own = cgroups.lines().find(|line| line.contains(if of_systemd { ":name=systemd:" } else { "0::" }));
+        let own = own.and_then(|line| line.rsplit(':').next()).unwrap_or("/").trim_start_matches('/');
+        let made = root.map(|root| root.join(own).join(name)).filter(|path| fs::create_dir(path).is_ok());
+        if made.as_deref().is_none_or(|path: &Path| !path.join("cgroup.procs").exists()) {
+            eprintln!("skipped: no control group can be made here");
+            return None;
+        }
+        made.map(Self)
+    }
+
+    fn procs(&self) -> PathBuf {
+        self.0.join("cgroup.procs")
+    }
+}
+
+impl Drop for Unit {
+    fn drop(&mut self) {
+        wait_for("the control group to go", || fs::remove_dir(&self.0).is_ok().then_some(()));
+    }
+}
+
+#[test]
+fn each_unit_has_the_limit_for_all_of_its_programs() {
+    let name = |letter: char| format!("nvshare-test-{}-{letter}.service", std::process::id());
+    let Some((a, b)) = Unit::new(&name('a')).zip(Unit::new(&name('b'))) else { return };
+    let machine = ruled("[[rule]]\nunit = \"**/nvshare-test-*.service\"\nmemory-max = \"40M\"\n");
+    let mut first = machine.program_in(&a.procs(), "stranger --mem 16M --seconds 600").start();
+    first.wait_to_say("holding");
+    assert_eq!(reach(machine.program_in(&a.procs(), ASK)), 24 * MIB);
+    assert_eq!(reach(machine.program_in(&b.procs(), ASK)), 40 * MIB);
+    assert_eq!(
+        machine.program(ASK).start().finish().number("allocated"),
+        100 * MIB,
+        "who is in no such unit has no limit"
+    );
+    first.kill();
+    machine.wait_until_empty();
+}
