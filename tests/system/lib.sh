@@ -50,6 +50,16 @@ as_user() { runuser -u $user -- "$@"; }
 program() { (umask 0 && exec env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 program_of_user() { (umask 0 && exec runuser -u $user -- env "${gpu[@]}" nvsharectl run -- cuda-program "$@"); }
 
+# Two of them, which take turns. Their numbers are in $programs.
+start_two() {
+    programs=()
+    for _ in 1 2; do
+        program "$@" >/dev/null &
+        programs+=($!)
+    done
+    until_true "two connections to be kept" kept 2
+}
+
 shown() { systemctl show --value -p "$1" $unit; }
 kept() { [ "$(shown NFileDescriptorStore)" = "$1" ]; }
 

@@ -9,12 +9,7 @@ went_on() { has_logged $((resumed + $1)) '^2 of 2 programs go on' && [ "$(system
 
 nvsharectl set time-quantum 1
 nvsharectl set anti-thrash on
-programs=()
-for _ in 1 2; do
-    program mix --mem 160M --rounds 40 --gpu-ms 50 >/dev/null &
-    programs+=($!)
-done
-until_true "two connections to be kept" kept 2
+start_two mix --mem 160M --rounds 40 --gpu-ms 50
 
 systemctl restart $unit
 until_true "both to go on after a restart" went_on 1

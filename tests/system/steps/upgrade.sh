@@ -7,12 +7,7 @@ inode=$(stat -c %i /run/nvshare/scheduler.sock)
 since=$(systemctl show --value -p ActiveEnterTimestampMonotonic nvshare.socket)
 connected=$(logged ' connected$')
 scheduler=$(shown MainPID)
-programs=()
-for _ in 1 2; do
-    program mix --mem 160M --rounds 16 --gpu-ms 50 >/dev/null &
-    programs+=($!)
-done
-until_true "two connections to be kept" kept 2
+start_two mix --mem 160M --rounds 16 --gpu-ms 50
 
 apt-get install -qq -y "$here"/newer/*.deb >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "the upgrade"; }
 [ "$(shown MainPID)" != "$scheduler" ] || fail "the old scheduler runs still"
