@@ -695,6 +695,7 @@ impl World {
             self.busy -= 1;
         }
         m.phase = Phase::Done;
+        m.running = None;
         m.finished.get_or_insert(self.now);
         m.places.clear();
         m.holds.clear();
