@@ -373,6 +373,21 @@ fn a_lock_waits_in_line_is_shown_and_is_over_when_it_is_closed() {
 }
 
 #[test]
+fn a_lock_needs_no_room_on_the_gpu() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let full = daemon.client();
+        full.attach();
+        // All but less than a context, as far as that is known.
+        full.report((14 << 30) + (900 << 20), 0);
+        let status = scheduler.list_gpus().await.expect("GPUs");
+        assert!(status[0].capacity - status[0].demand < 600 << 20, "{status:?}");
+        let lock = scheduler.acquire_lock("", "somebody", "something", HashMap::new()).await.expect("a lock");
+        assert_eq!(next_line(&mut lines(lock)), "granted");
+    });
+}
+
+#[test]
 fn a_lock_is_passed_on_after_its_turn_whether_its_owner_reads_or_not() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;

@@ -170,7 +170,13 @@ impl Gpu {
                 None => Some(gpu.learn(device)),
             }
         });
-        if !first || !gpu.is_attached() {
+        if !gpu.is_attached() {
+            return;
+        }
+        if !first {
+            if client::is_connected() {
+                gpu.wait_for_room();
+            }
             return;
         }
         let _ = ONLY.compare_exchange(NONE, gpu.index as i32, Ordering::AcqRel, Ordering::Acquire).map_err(|_| {
@@ -182,14 +188,19 @@ impl Gpu {
         // From here on the lock and the allowance are the scheduler's to give.
         gpu.gate.close(closed::LOCK);
         gpu.introduce();
+        gpu.wait_for_room();
+    }
+
+    /// Until there is room for a context, or the scheduler says nothing of it. Also while the scheduler is away for a moment:
+    /// who comes back to it is introduced anew, and who stays without one has room.
+    fn wait_for_room(&self) {
         let begin = Instant::now();
-        // Also while the scheduler is away for a moment: who comes back to it is introduced anew.
-        loop {
-            let room = gpu.room.load(Ordering::SeqCst);
+        while client::is_on() {
+            let room = self.room.load(Ordering::SeqCst);
             if room == room::MADE || (room == room::UNKNOWN && begin.elapsed() >= ROOM_PATIENCE) {
                 return;
             }
-            futex::wait(&gpu.room, room, Duration::from_millis(100));
+            futex::wait(&self.room, room, Duration::from_millis(100));
         }
     }
 

@@ -27,6 +27,7 @@ use crate::scheduler::ClientId;
 const MAX_TEXT: usize = 200;
 /// The only slot that such a client has.
 const SLOT: u32 = 0;
+const GPUS: u64 = 1 << SLOT;
 /// It wants nobody beside it, however little the others need.
 const ALONE: u32 = 2000;
 
@@ -102,6 +103,8 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, wish: Wish) -> Resul
             name: Text::new(""),
             reason: EngineReason::default(),
         });
+        // At once: it makes no context, for which there would have to be room.
+        keeper.say(ClientMessage::Request { gpus: GPUS });
         tokio::select! {
             () = keeper.obey() => {}
             () = keeper.owner_leaves() => {}
@@ -135,7 +138,6 @@ impl Keeper<'_> {
 
     /// Does what the scheduler says, for as long as there is one.
     async fn obey(&self) {
-        const GPUS: u64 = 1 << SLOT;
         let mut buffer = [0; MAX_LEN];
         loop {
             let Ok(mut ready) = self.ours.readable().await else { return };
@@ -146,7 +148,6 @@ impl Keeper<'_> {
             };
             let Some(packet) = buffer.get(..length) else { return };
             match SchedulerMessage::decode(packet, version::MAX) {
-                Ok(SchedulerMessage::Attached { .. }) => self.say(ClientMessage::Request { gpus: GPUS }),
                 Ok(SchedulerMessage::Grant { .. }) => {
                     self.say(ClientMessage::Fullness { slot: SLOT, permille: ALONE });
                     self.tell("granted\n");
