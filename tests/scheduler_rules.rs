@@ -337,6 +337,33 @@ fn three_users_share_the_gpu_in_thirds() {
 }
 
 #[test]
+fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in 1..=2 {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(n as u32) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, 0, 0, 0);
+        t.request(n);
+    }
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    // The second takes two seconds more to drain: it owes the first as much.
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(2)]);
+    t.after(Duration::from_secs(2));
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2);
+    assert_eq!(t.state(1), LockState::Holding);
+    // So the first goes on until what it had since is even.
+    assert_eq!(t.after(Duration::from_secs(1)), []);
+    assert_eq!(t.after(ms(499)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    assert_eq!(t.state(2), LockState::Holding);
+}
+
+#[test]
 fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=5 {

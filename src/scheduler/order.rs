@@ -50,24 +50,52 @@ impl Machine {
     /// That client had the lock since then, and others waited for so much of the time.
     pub(super) fn has_been_served(&mut self, client: ClientId, id: GpuId, since: Time, waited: Duration) {
         let Some(user) = self.clients.get(&client).map(|c| c.user) else { return };
-        let Some(gpu) = self.gpus.get(&id) else { return };
-        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.user_of(*unit));
-        let others = waiting.filter(|other| *other != user).collect::<BTreeSet<_>>().len() as u32;
-        let in_line = gpu.line.iter().map(|(_, unit)| *unit);
-        let of_user: Vec<Unit> = in_line.filter(|unit| self.user_of(*unit) == Some(user)).collect();
+        let served = self.served_until(user, id, since, waited);
         let now = self.now;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.served.retain(|_, until| *until > now);
+        let Some((until, _)) = served else { return };
+        gpu.served.insert(user, until);
+        let in_line: Vec<Unit> = gpu.line.iter().map(|(_, unit)| *unit).collect();
+        for unit in in_line {
+            if self.user_of(unit) == Some(user) {
+                self.put_back(unit);
+            }
+        }
+    }
+
+    /// Until when a user has been served, if a client of its had the lock since then and others waited for so much of the
+    /// time; and how many other users wait. None where nobody's time was taken.
+    fn served_until(&self, user: UserId, id: GpuId, since: Time, waited: Duration) -> Option<(Time, u32)> {
+        let gpu = self.gpus.get(&id)?;
+        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.user_of(*unit));
+        let others = waiting.filter(|other| *other != user).collect::<BTreeSet<_>>().len() as u32;
         if others == 0 {
-            return;
+            return None;
         }
-        let until = gpu.served.entry(user).or_default();
-        let share = (*until).max(since).saturating_add(waited.saturating_mul(others + 1));
+        let before = gpu.served.get(&user).copied().filter(|until| *until > self.now).unwrap_or_default();
+        let share = before.max(since).saturating_add(waited.saturating_mul(others + 1));
         // What it had while the others had no use for theirs is not owed to them.
-        *until = share.min(now.saturating_add(waited.saturating_mul(others)));
-        for unit in of_user {
-            self.put_back(unit);
-        }
+        Some((share.min(self.now.saturating_add(waited.saturating_mul(others))), others))
+    }
+
+    /// Until when a holder would stand before that request if it gave the lock back: to take it away sooner would cost a
+    /// drain, and it would be granted at once again. None where the other goes first.
+    pub(super) fn stands_first_until(&self, holder: ClientId, id: GpuId, other: Unit) -> Option<Time> {
+        let hold = self.seat(holder, id)?.hold.as_ref().filter(|h| matches!(h.unit, Unit::Solo(_)))?;
+        let (user, place) = (self.clients.get(&holder)?.user, self.requests.get(&other)?.place);
+        let waited = hold.waited(self.now);
+        let waiter = Waiter { burst: self.seat(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
+        let arrives = self.policy.place(&self.settings, self.now, &waiter);
+        // As long as it goes on, its arrival comes as fast as time does.
+        let ahead = if self.user_of(other) == Some(user) {
+            place.1.checked_sub(arrives)?
+        } else {
+            let (until, others) = self.served_until(user, id, hold.since, waited).unwrap_or_default();
+            // Every moment of it is a moment that it owes to each of the others.
+            place.0.checked_sub(arrives)?.min(place.0.checked_sub(until)? / (others + 1))
+        };
+        (!ahead.is_zero()).then(|| self.now.saturating_add(ahead))
     }
 
     /// A gang is taken for its first member's user.

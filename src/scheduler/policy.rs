@@ -125,7 +125,12 @@ pub(super) struct Bursts {
 
 impl Bursts {
     pub fn expected(&self) -> Duration {
-        self.attained.max(self.estimate.unwrap_or(FIRST_BURST))
+        self.expected_after(Duration::ZERO)
+    }
+
+    /// What would be expected if a turn of that length were cut short now.
+    pub fn expected_after(&self, contended: Duration) -> Duration {
+        self.attained.saturating_add(contended).max(self.estimate.unwrap_or(FIRST_BURST))
     }
 
     /// A turn ended. A holder that nobody waits for keeps the lock through idle times too, so of its uncontended time

@@ -20,8 +20,12 @@ struct Pressure {
     short: u64,
     /// A holder that is not to give them, since it is the one that lacks them.
     grower: Option<ClientId>,
-    /// The first in line, where the lock itself is in its way.
-    locked_out: Option<Unit>,
+    /// Bytes are lacked by more than those who wait for the lock.
+    overdue: bool,
+    /// The first in line.
+    first: Option<Unit>,
+    /// Whether the lock itself is in its way.
+    locked_out: bool,
     /// What the turn depends on.
     waiter: Option<Waiter>,
 }
@@ -49,6 +53,7 @@ impl Machine {
             pressure.grower = pressure.grower.or(squeezed.caller);
         }
         let owed = owed.saturating_add(squeezed.lacking);
+        pressure.overdue = pressure.short > 0;
         let mut lacking = self.serve_line(id, owed, &mut pressure);
         if owed == 0 && lacking == 0 {
             lacking = self.serve_undrainable(id);
@@ -148,7 +153,8 @@ impl Machine {
             let both_ways = |bytes| self.gpus.get(&id).map_or(Duration::ZERO, |g| g.moving(bytes).saturating_mul(2));
             let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
-            pressure.locked_out = locked.then_some(unit);
+            pressure.first = Some(unit);
+            pressure.locked_out = locked;
             pressure.waiter = Some(Waiter {
                 burst: burst.unwrap_or_default(),
                 moving,
@@ -260,9 +266,9 @@ impl Machine {
             let Some(seat) = self.seat(client, id) else { continue };
             let Some(hold) = seat.hold.as_ref() else { continue };
             let movable = if hold.is_aside() { 0 } else { seat.account.movable() };
-            let own = pressure.locked_out.is_some_and(|unit| hold.unit == unit);
+            let own = pressure.locked_out && pressure.first == Some(hold.unit);
             let gives = short > 0 && movable > 0 && pressure.grower != Some(client);
-            let wanted = !own && (gives || (exclusive && pressure.locked_out.is_some()));
+            let wanted = !own && (gives || (exclusive && pressure.locked_out));
             let leaves = if gives { movable.min(short) } else { 0 };
             short -= leaves;
             if hold.revoked.is_some() {
@@ -270,6 +276,8 @@ impl Machine {
             }
             // They run together no longer.
             let surplus = exclusive && !together && first.is_some_and(|unit| hold.unit != unit);
+            let stays = pressure.first.filter(|_| !pressure.overdue && wanted);
+            let stays = stays.and_then(|waiter| self.stands_first_until(client, id, waiter));
             let gpus = GpuSet::from([id]);
             let Some(hold) = self.seat_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
             if wanted {
@@ -284,7 +292,8 @@ impl Machine {
                 (true, true) if grace > told.1 * 2 || told.1 > grace * 2 => Some((waiters, grace)),
                 _ => None,
             };
-            let over = hold.waited(now) >= turn;
+            let ends = now.saturating_add(turn.saturating_sub(hold.waited(now))).max(stays.unwrap_or_default());
+            let over = ends <= now;
             // Host memory takes longer to make than to fill, and now there is time.
             let prepare = leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
             hold.prepared = if prepare { leaves } else { hold.prepared };
@@ -298,9 +307,7 @@ impl Machine {
             if surplus || (wanted && over) {
                 self.revoke(client, id);
             } else if wanted {
-                let waited = self.seat(client, id).and_then(|s| s.hold.as_ref()).map_or(turn, |h| h.waited(now));
-                let at = now.saturating_add(turn.saturating_sub(waited));
-                next = Some(next.map_or(at, |old| old.min(at)));
+                next = Some(next.map_or(ends, |old| old.min(ends)));
             }
         }
         next
