@@ -17,7 +17,7 @@ impl Talk {
     fn new(settings: Settings) -> Self {
         let mut talk = Self { machine: Machine::new(settings), now: Duration::from_secs(100) };
         talk.say(Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
-        talk.say(Event::GpuOverhead { gpu: gpu(0), bytes: 0 });
+        talk.measured(0);
         talk
     }
 
@@ -68,6 +68,11 @@ impl Talk {
     fn regroup<const N: usize>(&mut self, clients: [u64; N], memory_max: MemoryMax) -> Vec<Command> {
         let group = Some(Group { id: GroupId(7), memory_max });
         self.say(Event::Grouped { groups: clients.into_iter().map(|n| (client(n), group)).collect() })
+    }
+
+    /// Others have so many bytes, and the contexts that are there.
+    fn measured(&mut self, bytes: u64) -> Vec<Command> {
+        self.say(Event::GpuOverhead { gpu: gpu(0), begun: self.now, bytes })
     }
 
     fn request(&mut self, n: u64) -> Vec<Command> {
@@ -1023,7 +1028,7 @@ fn a_group_and_a_small_host_bound_both() {
 #[test]
 fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
-    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 16 * GIB });
+    t.measured(16 * GIB);
     t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
     assert_eq!(t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap }), []);
     assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(2)));
@@ -1092,7 +1097,7 @@ fn a_context_beside_which_a_client_could_not_run_waits() {
 #[test]
 fn a_context_waits_for_nobody_who_could_not_run_anyway() {
     let mut t = nearly_full();
-    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 2 * GIB });
+    t.measured(2 * GIB);
     arrive(&mut t, 2, 0);
     assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
 }
@@ -1120,11 +1125,24 @@ fn a_context_is_put_aside_until_it_was_measured() {
     t.join(1, 0);
     let capacity = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().capacity;
     assert_eq!(capacity(&t), 15 * GIB);
-    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 0 });
+    t.measured(0);
     assert_eq!(capacity(&t), 15 * GIB, "it may not have been created yet");
-    t.now += ms(600);
-    t.say(Event::GpuOverhead { gpu: gpu(0), bytes: GIB / 2 });
+    t.now += Duration::from_secs(2);
+    t.measured(GIB / 2);
+    assert_eq!(capacity(&t), 14 * GIB + GIB / 2, "perhaps only a part of it has");
+    // One that uses it has it, from then on.
+    t.now += ms(1);
+    t.request(1);
+    let begun = t.now - ms(1);
+    t.say(Event::GpuOverhead { gpu: gpu(0), begun, bytes: GIB / 2 });
+    assert_eq!(capacity(&t), 14 * GIB + GIB / 2);
+    t.measured(GIB / 2);
     assert_eq!(capacity(&t), 15 * GIB + GIB / 2);
+    // So has one that does nothing, at last.
+    t.join(2, 0);
+    t.now += Duration::from_secs(10);
+    t.measured(GIB);
+    assert_eq!(capacity(&t), 15 * GIB);
 }
 
 #[test]
@@ -1630,7 +1648,7 @@ fn a_mapping_that_failed_makes_room_and_is_tried_again_later() {
         t.release(1, ReleaseReason::NoMemory);
     }
     for _ in 0..20 {
-        t.say(Event::GpuOverhead { gpu: gpu(0), bytes: 0 });
+        t.measured(0);
     }
     assert_eq!(t.machine.gpu(gpu(0)).unwrap().capacity, before, "measurements take the margin back");
 }

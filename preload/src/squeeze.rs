@@ -48,13 +48,23 @@ impl Answers {
 /// Makes a call, and again if it found no memory and room was made.
 #[inline]
 pub fn retried(call: impl Fn() -> CUresult) -> CUresult {
+    retried_on(gpu::current, call)
+}
+
+/// The same for a call that concerns that GPU.
+#[inline]
+pub fn retried_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
     let result = call();
-    if result == ERROR_OUT_OF_MEMORY { again(result, call) } else { result }
+    if result == ERROR_OUT_OF_MEMORY { again(result, gpu, call) } else { result }
 }
 
 #[cold]
-fn again(mut result: CUresult, call: impl Fn() -> CUresult) -> CUresult {
-    let Some(gpu) = client::is_on().then(gpu::current).flatten() else { return result };
+fn again(
+    mut result: CUresult,
+    gpu: impl FnOnce() -> Option<&'static Gpu>,
+    call: impl Fn() -> CUresult,
+) -> CUresult {
+    let Some(gpu) = client::is_on().then(gpu).flatten() else { return result };
     let futile = gpu.squeezed.futile.load(Ordering::Relaxed);
     if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {
         return result;

@@ -132,10 +132,12 @@ pub enum Event {
         gpu: GpuId,
         total: u64,
     },
-    /// Bytes in use on a GPU by anything that is not a client's mapped memory, as measured: strangers, and contexts of
-    /// clients. Until the first such event, `Settings::context` is put aside for each attached client.
+    /// Bytes in use on a GPU by anything that is not a client's mapped memory, as measured at a moment that was not before
+    /// `begun`: strangers, and the contexts of those clients that had theirs then (`Machine::has_context`). For each of the
+    /// others, `Settings::context` is put aside.
     GpuOverhead {
         gpu: GpuId,
+        begun: Time,
         bytes: u64,
     },
     /// What clients have on a GPU, their contexts left out, as measured at a moment that was not before `begun`. Who is not

@@ -12,8 +12,6 @@ use super::{
 };
 use std::time::Duration;
 
-/// A context that was allowed less than this ago may not exist yet, so a measurement may have missed it.
-const CONTEXT_APPEARS: Duration = Duration::from_millis(500);
 /// What is put aside after a mapping failed is at least and at most this.
 const MARGIN: (u64, u64) = (64 << 20, 1 << 30);
 /// A credit that completes nothing and is smaller is not worth a message.
@@ -61,18 +59,16 @@ impl Gpu {
 }
 
 impl Machine {
-    pub(super) fn overhead(&mut self, id: GpuId, bytes: u64) {
+    pub(super) fn overhead(&mut self, id: GpuId, begun: Time, bytes: u64) {
+        let Some(gpu) = self.gpus.get(&id) else { return };
+        let missed = gpu.unmeasured.iter().copied().filter(|client| !self.has_context(*client, id, begun)).collect();
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.unmeasured = missed;
         gpu.measured = Some(bytes);
         gpu.margin = match gpu.margin / 2 {
             small if small < MARGIN.0 / 4 => 0,
             half => half,
         };
-        let (now, clients) = (self.now, &self.clients);
-        gpu.unmeasured.retain(|client| {
-            let seat = clients.get(client).and_then(|c| c.seats.get(&id));
-            seat.is_some_and(|s| s.attached.is_none_or(|at| now.saturating_sub(at) < CONTEXT_APPEARS))
-        });
         self.touch(id);
     }
 
@@ -98,6 +94,7 @@ impl Machine {
                 hold: None,
                 lingers: false,
                 attached: None,
+                used: None,
                 last_run: now,
                 bursts: Bursts::default(),
                 fullness: Fullness::default(),
@@ -137,6 +134,9 @@ impl Machine {
     pub(super) fn memory(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
         let now = self.now;
         let Some(seat) = self.seat_mut(client, id) else { return };
+        if report.demand > 0 {
+            seat.used.get_or_insert(now);
+        }
         let measured = seat.account.reported(now, report);
         let report = seat.account.report;
         let (charged, needed) = (seat.promise.charge(), seat.promise.demand());

@@ -135,6 +135,12 @@ impl Machine {
         let since = old.unwrap_or(self.now);
         let place = state.waiting.and_then(|unit| self.requests.get(&unit)).map(|r| r.place);
         self.withdraw(client);
+        let now = self.now;
+        for id in &wants {
+            if let Some(seat) = self.seat_mut(client, *id) {
+                seat.used.get_or_insert(now);
+            }
+        }
         if wants.is_empty() {
             return;
         }

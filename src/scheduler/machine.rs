@@ -125,7 +125,9 @@ pub(super) struct Seat {
     /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
     /// scheduled around clears this.
     pub lingers: bool,
+    /// When it was told to create its context, and when it first did something for which it must have one.
     pub attached: Option<Time>,
+    pub used: Option<Time>,
     pub last_run: Time,
     pub bursts: Bursts,
     pub fullness: Fullness,
@@ -195,7 +197,7 @@ impl Machine {
             Event::Tick => {}
             Event::Configure(settings) => self.configure(settings),
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
-            Event::GpuOverhead { gpu, bytes } => self.overhead(gpu, bytes),
+            Event::GpuOverhead { gpu, begun, bytes } => self.overhead(gpu, begun, bytes),
             Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),

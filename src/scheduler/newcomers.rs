@@ -8,10 +8,24 @@ use super::{
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+/// How long a client that has had room made for its context, and has not used it yet, may still be about to create it: the
+/// driver creates one after the other, and some take more than a second.
+const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
+
 /// A program that attaches is not kept longer than this: where strangers leave no room, it gets the driver's own answer.
 const ATTACH_PATIENCE: Duration = Duration::from_secs(2);
 
 impl Machine {
+    /// Whether a client's context was there, all of it, at a moment not before `begun`.
+    pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
+        let Some(seat) = self.seat(client, id) else { return false };
+        let there = seat.attached.map(|allowed| {
+            let at_last = allowed.saturating_add(CONTEXT_APPEARS);
+            seat.used.map_or(at_last, |used| used.max(allowed).min(at_last))
+        });
+        there.is_some_and(|there| there <= begun)
+    }
+
     /// Counts those who would leave a client that is there too little, by their context: it could never have all that it
     /// needs on the GPU again, and so never run. They wait until it needs less, or has gone.
     pub(super) fn keep_out(&mut self, id: GpuId) {

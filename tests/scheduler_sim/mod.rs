@@ -280,7 +280,7 @@ impl World {
         self.totals.insert(gpu, total);
         self.overheads.insert(gpu, overhead);
         self.feed(Event::GpuFound { gpu, total });
-        self.feed(Event::GpuOverhead { gpu, bytes: overhead });
+        self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead });
     }
 
     /// From now on what is swapped out has so much room.

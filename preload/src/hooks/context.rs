@@ -8,7 +8,7 @@ use crate::{
     hooks::{gated, hooks},
     loader,
     memory::{pinned, shared},
-    peers,
+    peers, squeeze,
     sys::{
         sync::Mutex,
         time::{self, Instant},
@@ -33,15 +33,16 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     }
     crate::errno::preserved(|| Gpu::attach(device));
     let begin = Instant::now();
-    let result = loop {
+    let create = || loop {
         // Room has been made, but a program that has just ended may still be giving its memory back.
         match real() {
             ERROR_OUT_OF_MEMORY if client::is_connected() && begin.elapsed() < CONTEXT_PATIENCE => {
-                time::sleep(CONTEXT_AGAIN)
+                crate::errno::preserved(|| time::sleep(CONTEXT_AGAIN))
             }
             result => break result,
         }
     };
+    let result = squeeze::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
     // SAFETY: the driver has just written there.
     if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { place.as_ref() }, gpu::by_ordinal(device)) {
         gpu.work.add_context(*context);

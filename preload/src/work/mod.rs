@@ -177,7 +177,7 @@ impl Work {
     #[inline]
     pub fn throttle(&self, stream: CUstream) {
         if self.full.load(Ordering::Relaxed) {
-            crate::errno::preserved(|| self.wait_for_oldest(stream));
+            crate::errno::preserved(|| self.wait_for_room(stream));
         }
     }
 
@@ -238,15 +238,23 @@ impl Work {
         }
     }
 
+    /// Waits until no more is outstanding than may be, as far as that was submitted before.
+    fn wait_for_room(&self, stream: CUstream) {
+        let begin = Instant::now();
+        while self.is_full() && self.wait_for_oldest(stream, begin) {}
+    }
+
     /// Waits until the oldest mark is done, and learns from how long it took. A mark may be behind a kernel that only ends
-    /// when the program tells it to, perhaps by what this very thread does next: so it is not waited for for long.
-    fn wait_for_oldest(&self, stream: CUstream) {
+    /// when the program tells it to, perhaps by what this very thread does next: so it is not waited for for long. Says
+    /// whether it became done, and was older than `newest`.
+    fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
         // What is done already may have been for long.
         self.collect(&mut inner, false);
         self.look_whether_full(&mut inner);
-        let Some(oldest) = inner.marks.front().map(|m| m.since).filter(|_| self.is_full()) else { return };
+        let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);
+        let Some(oldest) = oldest else { return false };
         let patience =
             self.slowest().map_or(MARK_PATIENCE, |slowest| (slowest * 2).clamp(MARK_PATIENCE, MOST_PATIENCE));
         let known = inner.given_up.as_ref().filter(|g| g.mark == oldest);
@@ -262,12 +270,13 @@ impl Work {
             let mut inner = self.inner.lock();
             self.collect(&mut inner, true);
             if inner.marks.front().is_none_or(|m| m.since != oldest) {
-                return self.look_whether_full(&mut inner);
+                self.look_whether_full(&mut inner);
+                return true;
             }
             if waited > patience || (waited > OTHERS_PATIENCE && is_idle(stream)) {
                 let first = first.unwrap_or_else(Instant::now);
                 inner.given_up = Some(GivenUp { mark: oldest, first, times: times + 1 });
-                return;
+                return false;
             }
         }
     }

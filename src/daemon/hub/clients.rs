@@ -161,7 +161,6 @@ impl Hub {
                     mapped: 0,
                     allowance: 0,
                     changed: now,
-                    attached: now,
                     limit: None,
                     report: None,
                     host: 0,

@@ -21,9 +21,6 @@ const RETURN: Duration = Duration::from_secs(1);
 /// A process that ends closes its connection first and frees its memory later; after this time it is a stranger.
 const LEAVING: Duration = Duration::from_secs(5);
 
-/// For how long after a client attached its context may not exist yet; the machine puts room aside for so long.
-const CONTEXT_APPEARS: Duration = Duration::from_millis(500);
-
 /// What a process has beyond what it says is taken for its context up to this part of a GPU.
 const CONTEXT_PART: u64 = 16;
 
@@ -81,7 +78,7 @@ impl Hub {
             attached.push(Attached {
                 client: view.client,
                 pid: client.identity.pid.try_into().unwrap_or(0),
-                is_new: client.uses.get(&gpu).is_none_or(|usage| sample.begun < usage.attached + CONTEXT_APPEARS),
+                is_new: !self.machine.has_context(view.client, gpu, sample.begun),
                 mapped: seat.mapped,
                 at_rest: by == Some(view.client)
                     || (changed + AT_REST <= sample.begun && !is_moving(seat) && seat.doubted <= total / CONTEXT_PART),
@@ -104,7 +101,7 @@ impl Hub {
                 debug!(gpu = %gpu.0, bytes, "used by others than clients");
             }
             // Also when it is what it was: the machine waits for a measurement that knows a new context.
-            self.apply(Event::GpuOverhead { gpu, bytes });
+            self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes });
         }
         if let Some(bytes) = present {
             self.apply(Event::Present { gpu, begun: sample.begun, bytes });

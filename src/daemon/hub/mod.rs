@@ -132,7 +132,6 @@ struct Use {
     allowance: u64,
     /// When one of these two last changed.
     changed: Time,
-    attached: Time,
     limit: Option<u64>,
     /// Its own newest report.
     report: Option<MemoryReport>,
