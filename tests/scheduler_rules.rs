@@ -1709,6 +1709,29 @@ fn the_grace_follows_what_evictions_were_measured_to_take() {
     assert!(graces.is_sorted());
 }
 
+#[test]
+fn memory_that_leaves_without_being_copied_is_copied_when_it_comes_back() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 12 * GIB);
+    t.join(2, 12 * GIB);
+    t.request(1);
+    // It leaves within 10 ms.
+    t.request(2);
+    t.after(Duration::from_secs(1));
+    t.release(1, ReleaseReason::Revoked);
+    t.after(ms(10));
+    t.map(1);
+    t.map(2);
+    assert_eq!(t.state(2), LockState::Holding);
+    let commands = t.request(1);
+    let grace = commands.iter().find_map(|c| match c {
+        Command::Contended { grace, .. } => Some(*grace),
+        _ => None,
+    });
+    // 8 GiB, and no more than 48 GiB a second.
+    assert!(grace > Some(ms(160)), "{commands:?}");
+}
+
 /// The original needs 21.2 s for this, no scheduler at all 16.4 s.
 #[test]
 fn two_jobs_that_use_the_gpu_half_of_the_time_overlap() {

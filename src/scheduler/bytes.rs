@@ -54,8 +54,18 @@ impl Gpu {
 
     /// How long evicting that much takes.
     pub(super) fn moving(&self, bytes: u64) -> Duration {
-        Duration::from_micros(((u128::from(bytes) * 1_000_000) / u128::from(self.rate.max(1))).min(1 << 50) as u64)
+        at_rate(bytes, self.rate)
     }
+
+    /// How long evicting that much and bringing it back takes. What did not change since it came in leaves without being
+    /// copied, but is copied when it comes again.
+    pub(super) fn moving_both_ways(&self, bytes: u64) -> Duration {
+        self.moving(bytes) + at_rate(bytes, self.rate.min(policy::RATE_BACK))
+    }
+}
+
+fn at_rate(bytes: u64, per_second: u64) -> Duration {
+    Duration::from_micros(((u128::from(bytes) * 1_000_000) / u128::from(per_second.max(1))).min(1 << 50) as u64)
 }
 
 impl Machine {

@@ -31,6 +31,8 @@ pub(super) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 const FIRST_BURST: Duration = Duration::from_millis(50);
 /// Bytes per second before an eviction was measured: half of what copies to registered memory reach [H200].
 pub(super) const FIRST_RATE: u64 = 24 << 30;
+/// Bytes per second at which memory comes back at most: what copies from registered memory reach [H200, PCIe 5].
+pub(super) const RATE_BACK: u64 = 48 << 30;
 /// A turn is no shorter than so many times what moving for the next one takes.
 const MOVES_PER_TURN: u32 = 5;
 
