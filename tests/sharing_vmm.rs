@@ -24,8 +24,11 @@ fn came_back(program: &Program) -> u64 {
 fn the_model_is_right_about_the_driver() {
     let machine = Machine::new(pressed());
     for seed in 1..=3 {
-        let report =
-            machine.program(&format!("maps --mem 100M --seconds 1 --seed {seed}")).without_nvshare().start().finish();
+        let report = machine
+            .program(&format!("maps --mem 100M --seconds 1 --strict 1 --seed {seed}"))
+            .without_nvshare()
+            .start()
+            .finish();
         assert!(report.number("steps") > 100 && report.number("checks") > 5, "{}", report.0);
     }
 }
@@ -34,7 +37,7 @@ fn the_model_is_right_about_the_driver() {
 fn whatever_programs_map_comes_back_as_it_was() {
     let machine = Machine::with_scheduler(pressed());
     let mut random = Random::seeded();
-    let words = |seed: u64| format!("maps --mem 80M --seconds 8 --seed {seed}");
+    let words = |seed: u64| format!("maps --mem 80M --seconds 8 --strict 1 --seed {seed}");
     let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(random.below(1 << 30))).start()).collect();
     for program in &mut programs {
         let report = program.finish();

@@ -47,6 +47,7 @@ pub const STREAM_CAPTURE_STATUS_NONE: i32 = 0;
 
 pub const MEM_ATTACH_GLOBAL: u32 = 1;
 pub const MEM_LOCATION_TYPE_DEVICE: i32 = 1;
+pub const MEM_LOCATION_TYPE_HOST: i32 = 2;
 pub const MEM_ALLOCATION_TYPE_PINNED: i32 = 1;
 pub const MEM_ACCESS_FLAGS_PROT_READWRITE: i32 = 3;
 /// `CU_DEVICE_CPU`: the host, as the destination of a prefetch.

@@ -59,11 +59,7 @@ pub fn retried_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() ->
 }
 
 #[cold]
-fn again(
-    mut result: CUresult,
-    gpu: impl FnOnce() -> Option<&'static Gpu>,
-    call: impl Fn() -> CUresult,
-) -> CUresult {
+fn again(mut result: CUresult, gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
     let Some(gpu) = client::is_on().then(gpu).flatten() else { return result };
     let futile = gpu.squeezed.futile.load(Ordering::Relaxed);
     if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {

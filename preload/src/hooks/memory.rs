@@ -308,8 +308,12 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
-        let allocated = find(address).map(|(_, allocation)| (allocation.base, allocation.size));
-        let Some((begin, len)) = allocated.or_else(|| vmm::extent(address)).filter(|_| !is_broken()) else { return real() };
+        let allocated = find(address).map(|(_, allocation)| Ok((allocation.base, allocation.size)));
+        let (begin, len) = match allocated.or_else(|| vmm::extent(address)).filter(|_| !is_broken()) {
+            Some(Ok(extent)) => extent,
+            Some(Err(error)) => return error,
+            None => return real(),
+        };
         // SAFETY: the program's own places; the driver allows NULL.
         unsafe {
             put(base, begin);

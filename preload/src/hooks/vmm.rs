@@ -182,7 +182,8 @@ fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -> CU
         }
         return result;
     };
-    if !whole(size) || !vmm::make_up(&found, address, size) {
+    // The driver cuts no mapping, and minds no hole (580).
+    if !whole(size) || !table.is_reserved(address, size) || !vmm::are_within(&found, address, size) {
         return ERROR_INVALID_VALUE;
     }
     for mapping in found {
@@ -267,10 +268,21 @@ fn get_access(
     real: impl Fn() -> CUresult,
 ) -> CUresult {
     let table = TABLE.lock();
-    let Some((mapping, memory)) = table.at(address) else { return real() };
+    let found = table.at(address);
+    if found.is_none() && !memory::is_ours(address) {
+        return real();
+    }
+    let is_known = |l: &&Location| matches!(l.kind, MEM_LOCATION_TYPE_DEVICE | MEM_LOCATION_TYPE_HOST);
     // SAFETY: the driver reads it too.
-    let location = unsafe { location.as_ref() }.filter(|l| !flags.is_null() && l.kind == MEM_LOCATION_TYPE_DEVICE);
-    let Some(location) = location else { return ERROR_INVALID_VALUE };
+    let Some(location) = unsafe { location.as_ref() }.filter(is_known).filter(|_| !flags.is_null()) else {
+        return ERROR_INVALID_VALUE;
+    };
+    let Some((mapping, memory)) = found else {
+        // Of memory that the program did not map, the driver says this (580).
+        // SAFETY: the program's own place, not NULL.
+        unsafe { put(flags, 0) };
+        return SUCCESS;
+    };
     let recorded = |space: &mut Space| {
         let access = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, *location));
         // SAFETY: the program's own place, not NULL.
@@ -295,71 +307,89 @@ fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
     SUCCESS
 }
 
-/// Where what is mapped at an address begins, and how long it is.
-pub(super) fn extent(address: CUdeviceptr) -> Option<(u64, u64)> {
+/// A mapping of ours that the program asks about.
+#[derive(Debug)]
+struct Asked {
+    mapping: Mapping,
+    memory: Memory,
+    reservation: (u64, u64),
+    /// What its GPU may do there.
+    rights: i32,
+    /// It is not on the GPU, so the driver knows nothing of it.
+    away: bool,
+}
+
+/// Answers about an address where the program has mapped memory of ours, which neither comes nor goes meanwhile; `None` where
+/// it has not.
+fn asked_of<R>(address: CUdeviceptr, answer: impl FnOnce(&Asked) -> R) -> Option<R> {
     if !client::is_on() {
         return None;
     }
-    TABLE.lock().at(address).map(|(mapping, _)| (mapping.at, mapping.len))
+    let table = TABLE.lock();
+    let (mapping, memory) = table.at(address)?;
+    let mut space = memory.gpu.space()?.lock();
+    let here = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: memory.gpu.index as i32 };
+    let rights = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, here));
+    let away = space.on_gpu(memory.base).is_none();
+    let reservation = table.reservation(address).unwrap_or((mapping.at, mapping.len));
+    Some(answer(&Asked { mapping, memory, reservation, rights, away }))
 }
 
-/// Writes an attribute of a mapping of ours: those that would change when memory comes back, and, `away`, those that the
-/// driver does not know. `false` for others.
+/// Where what is mapped at an address begins, and how long it is; an error if the GPU may not touch it, like the driver's
+/// (580). `None` where nothing of ours is.
+pub(super) fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
+    asked_of(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
+}
+
+/// Writes an attribute of a mapping of ours: those that would change when memory comes back, and those that the driver does
+/// not know while it is away. `None` for others. The answers are those of driver 580.
 ///
 /// # Safety
 /// `data` is valid for that attribute.
-unsafe fn write(data: P, which: i32, address: CUdeviceptr, away: bool, mapping: &Mapping, memory: &Memory) -> bool {
+unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &Asked) -> Option<CUresult> {
     use crate::cuda::pointer_attribute::*;
+    let Asked { mapping, memory, reservation, rights, away } = asked;
     // SAFETY: the caller's promise; each attribute's type is the driver's.
     unsafe {
         match which {
-            BUFFER_ID => put(data.cast(), mapping.id),
-            RANGE_START_ADDR | MAPPING_BASE_ADDR => put(data.cast(), mapping.at),
-            RANGE_SIZE | MAPPING_SIZE => put(data.cast(), mapping.len),
-            MEMORY_BLOCK_ID => put(data.cast(), mapping.id),
-            _ if !away => return false,
+            BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), mapping.id),
+            RANGE_START_ADDR => put(data.cast(), reservation.0),
+            RANGE_SIZE => put(data.cast(), reservation.1),
+            MAPPING_BASE_ADDR => put(data.cast(), mapping.at),
+            MAPPING_SIZE => put(data.cast(), mapping.len),
+            _ if !away => return None,
+            CONTEXT => put(data.cast(), 0u64),
             MEMORY_TYPE => put(data.cast(), MEMORYTYPE_DEVICE),
+            DEVICE_POINTER if *rights == 0 => {
+                put(data.cast(), 0u64);
+                return Some(ERROR_INVALID_VALUE);
+            }
             DEVICE_POINTER => put(data.cast(), address),
-            SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_CUDA_IPC_CAPABLE | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u8),
-            IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), memory.flags.rdma),
-            MAPPED => put(data.cast(), 1u8),
+            SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_CUDA_IPC_CAPABLE | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(memory.flags.rdma)),
+            MAPPED => put(data.cast(), 1u32),
             DEVICE_ORDINAL => put(data.cast(), memory.gpu.index as i32),
-            ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
+            ACCESS_FLAGS => put(data.cast(), *rights),
             ALLOWED_HANDLE_TYPES => put(data.cast(), memory.flags.handle_types as u64),
             MEMPOOL_HANDLE => put(data.cast(), 0u64),
-            _ => return false,
+            _ => return None,
         }
     }
-    true
+    Some(SUCCESS)
 }
 
 /// `cuPointerGetAttribute` of an address that no allocation of ours has.
 pub(super) fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
-    if !client::is_on() || data.is_null() {
+    if data.is_null() {
         return real();
     }
-    let answered = asked_of(address, |mapping, memory, away| match real() {
+    let answered = asked_of(address, |asked| match real() {
         // The driver does not know the address, or it knows it and has no such attribute.
         // SAFETY: the program's own place for that attribute.
-        result @ (SUCCESS | ERROR_INVALID_VALUE) => {
-            match unsafe { write(data, which, address, away, mapping, memory) } {
-                true => SUCCESS,
-                false => result,
-            }
-        }
+        result @ (SUCCESS | ERROR_INVALID_VALUE) => unsafe { write(data, which, address, asked) }.unwrap_or(result),
         error => error,
     });
     answered.unwrap_or_else(real)
-}
-
-/// Answers about an address where the program has mapped memory of ours, which neither comes nor goes meanwhile; `None` where
-/// it has not. `answer` is told whether it is away.
-fn asked_of(address: CUdeviceptr, answer: impl FnOnce(&Mapping, &Memory, bool) -> CUresult) -> Option<CUresult> {
-    let table = TABLE.lock();
-    let (mapping, memory) = table.at(address)?;
-    let space = memory.gpu.space()?.lock();
-    let away = space.on_gpu(memory.base).is_none();
-    Some(answer(&mapping, &memory, away))
 }
 
 /// `cuPointerGetAttributes` of such an address.
@@ -370,17 +400,17 @@ pub(super) fn attributes(
     address: CUdeviceptr,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    if !client::is_on() || which.is_null() || data.is_null() {
+    if which.is_null() || data.is_null() {
         return real();
     }
-    let answered = asked_of(address, |mapping, memory, away| {
+    let answered = asked_of(address, |asked| {
         let result = real();
         if result == SUCCESS {
             for i in 0..n as usize {
                 // SAFETY: the program's own arrays of that length.
                 unsafe {
                     let (which, data) = (*which.add(i), *data.add(i));
-                    write(data, which, address, away, mapping, memory);
+                    write(data, which, address, asked);
                 }
             }
         }

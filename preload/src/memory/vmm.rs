@@ -73,8 +73,13 @@ impl Table {
 
     /// Whether all of that is in one reservation.
     pub fn is_reserved(&self, at: u64, len: u64) -> bool {
-        let last = self.reservations.range(..=at).next_back();
-        last.is_some_and(|(start, size)| at - start < *size && len <= size - (at - start))
+        self.reservation(at).is_some_and(|(start, size)| len <= size - (at - start))
+    }
+
+    /// The reservation that an address is in.
+    pub fn reservation(&self, at: u64) -> Option<(u64, u64)> {
+        let (start, len) = self.reservations.range(..=at).next_back()?;
+        (at - start < *len).then_some((*start, *len))
     }
 
     // ---- memory ----
@@ -153,6 +158,11 @@ impl Table {
     }
 }
 
+/// Whether all of each of these mappings, which overlap a range, is in it.
+pub fn are_within(mappings: &[Mapping], at: u64, len: u64) -> bool {
+    mappings.iter().all(|m| at <= m.at && m.at - at <= len && m.len <= len - (m.at - at))
+}
+
 /// Whether these mappings, which overlap a range, make it up: each whole, and with no hole between them.
 pub fn make_up(mappings: &[Mapping], at: u64, len: u64) -> bool {
     let end = mappings.iter().try_fold(at, |next, m| (m.at == next).then(|| m.at + m.len));
@@ -207,6 +217,10 @@ mod tests {
             (15, 3, (1, false)),
         ] {
             assert_eq!(found(at, len), want, "{at}+{len}");
+        }
+        for (at, len, want) in [(8, 2, true), (8, 4, true), (7, 9, true), (11, 1, true), (8, 5, false), (9, 3, false)] {
+            let found = table.overlapping(at * M, len * M);
+            assert_eq!(are_within(&found, at * M, len * M), want, "{at}+{len}");
         }
         assert_eq!(table.overlapping(8 * M, u64::MAX).len(), 3);
         assert!(!make_up(&[], u64::MAX, 2));

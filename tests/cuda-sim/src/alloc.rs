@@ -171,6 +171,12 @@ pub fn info(free: *mut usize, total: *mut usize) -> Done {
 /// `cuMemGetAddressRange`; either pointer may be null.
 pub fn address_range(base: *mut u64, size: *mut usize, at: u64) -> Done {
     context::healthy()?;
+    // What nobody may touch is not found (driver 580).
+    let is_closed =
+        |m: &memory::Mapping| matches!(m.backing, Backing::Chunk { legacy: false, .. }) && m.read | m.write == 0;
+    if space().at(at).is_some_and(is_closed) {
+        return Err(Error::NOT_FOUND);
+    }
     let (start, len) = range(at).ok_or(Error::NOT_FOUND)?;
     crate::out_if(base, start);
     crate::out_if(size, len as usize);

@@ -238,7 +238,7 @@ pub struct Location {
 
 impl Location {
     pub const DEVICE: u32 = 1;
-    const HOST: u32 = 2;
+    pub const HOST: u32 = 2;
 
     /// The GPU it names, none for the host.
     fn gpu(self) -> Result<Option<usize>, Error> {

@@ -211,6 +211,11 @@ pub struct Mapping {
 }
 
 impl Mapping {
+    /// What a GPU may do there, as `CUmemAccess_flags`.
+    pub fn rights(&self, gpu: usize) -> u32 {
+        u32::from(self.read >> gpu & 1 != 0) | if self.write >> gpu & 1 != 0 { 2 } else { 0 }
+    }
+
     /// A mapping that no GPU may touch yet.
     pub fn new(at: u64, len: u64, backing: Backing, context: usize) -> Mapping {
         static NEXT: AtomicU64 = AtomicU64::new(1);

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 
 const HOST: u32 = 1;
 const DEVICE: u32 = 2;
+const ALL_RIGHTS: u32 = 3;
 
 /// `cuPointerGetAttribute`
 pub fn attribute(data: *mut u64, attribute: u32, at: u64) -> Done {
@@ -25,19 +26,25 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         Backing::Chunk { chunk, legacy: false, .. } => (chunk.shareable, chunk.rdma.load(Ordering::Relaxed)),
         _ => (false, false),
     };
-    let (base, len) = alloc::range(at).unwrap_or((mapping.at, mapping.len));
-    let (as_u32, as_i32, as_bool) = (data.cast::<u32>(), data.cast::<i32>(), data.cast::<u8>());
+    let is_mapped = matches!(mapping.backing, Backing::Chunk { legacy: false, .. });
+    // Of what `cuMemMap` mapped, all that was reserved with it (driver 580).
+    let reserved = if is_mapped { space().reservation(at) } else { None };
+    let (base, len) = reserved.or_else(|| alloc::range(at)).unwrap_or((mapping.at, mapping.len));
+    let rights = if is_mapped { mapping.rights(mapping.gpu().unwrap_or(0)) } else { ALL_RIGHTS };
+    let (as_u32, as_i32) = (data.cast::<u32>(), data.cast::<i32>());
     match attribute {
-        1 if mapping.context == 0 => Err(Error::INVALID_VALUE),
+        // Flags are 4 bytes, and what `cuMemMap` mapped has no context (driver 580).
+        1 if mapping.context == 0 && !is_mapped => Err(Error::INVALID_VALUE),
         1 => out(data, mapping.context as u64),
         2 => out(as_u32, if host { HOST } else { DEVICE }),
+        3 if rights == 0 => Err(Error::INVALID_VALUE),
         3 => out(data, at),
         4 if host || managed => out(data, at),
         4 => Err(Error::INVALID_VALUE),
-        6 | 10 | 21 => out(as_bool, 0),
-        15 => out(as_bool, u8::from(rdma)),
+        6 | 10 | 21 => out(as_u32, 0),
+        15 => out(as_u32, u32::from(rdma)),
         7 | 20 => out(data, mapping.id),
-        8 => out(as_bool, u8::from(managed)),
+        8 => out(as_u32, u32::from(managed)),
         9 => {
             let gpu = match mapping.gpu() {
                 Some(gpu) => gpu,
@@ -47,9 +54,9 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         }
         11 => out(data, base),
         12 => out(data, len),
-        13 => out(as_bool, 1),
+        13 => out(as_u32, 1),
         14 => out(data, u64::from(shareable)),
-        16 => out(as_u32, 3),
+        16 => out(as_u32, rights),
         17 => out(data, crate::pool::owner(mapping.at).unwrap_or(0) as u64),
         18 => out(data, mapping.len),
         19 => out(data, mapping.at),
@@ -70,9 +77,8 @@ pub fn attributes(count: u32, attributes: *const u32, data: *const *mut u64, at:
         let known = mapping.as_ref().is_some_and(|m| answer(to, attribute, at, m).is_ok());
         if !known {
             match attribute {
-                2 | 16 => out(to.cast::<u32>(), 0)?,
+                2 | 6 | 8 | 10 | 13 | 15 | 16 | 21 => out(to.cast::<u32>(), 0)?,
                 9 => out(to.cast::<i32>(), -2)?,
-                6 | 8 | 10 | 13 | 15 | 21 => out(to.cast::<u8>(), 0)?,
                 _ => out(to, 0)?,
             }
         }

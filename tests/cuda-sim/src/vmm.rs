@@ -185,16 +185,20 @@ fn mappings(space: &memory::Space, at: u64, size: u64) -> Result<Vec<u64>, Error
     if found.is_empty() || next != at + size { Err(Error::INVALID_VALUE) } else { Ok(found) }
 }
 
-/// `cuMemUnmap`: returns at once, whatever runs. Where nothing is mapped there is nothing to do.
+/// `cuMemUnmap`: returns at once, whatever runs. Where nothing is mapped there is nothing to do; only what would be cut is an
+/// error.
 pub fn unmap(at: u64, size: usize) -> Done {
     let mut space = space_mut();
     whole(size as u64)?;
     let reserved = space.reservation(at).is_some_and(|(start, len)| at + size as u64 <= start + len);
-    if reserved && space.overlapping(at, size as u64).is_empty() {
-        return Ok(());
+    let found = space.overlapping(at, size as u64);
+    let whole = found.iter().filter_map(|start| space.exact(*start)).all(|m| {
+        at <= m.at && m.end() <= at + size as u64 && matches!(m.backing, Backing::Chunk { legacy: false, .. })
+    });
+    if !reserved || !whole {
+        return Err(Error::INVALID_VALUE);
     }
-    let removed: Vec<_> =
-        mappings(&space, at, size as u64)?.into_iter().filter_map(|start| space.remove(start)).collect();
+    let removed: Vec<_> = found.into_iter().filter_map(|start| space.remove(start)).collect();
     drop(space);
     drop(removed);
     Ok(())
@@ -224,16 +228,18 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
     Ok(())
 }
 
-/// `cuMemGetAccess`
+/// `cuMemGetAccess`: none for the host, and none to memory that was not mapped by `cuMemMap` (driver 580).
 pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
     let location = crate::arg(location)?;
-    if location.kind != Location::DEVICE {
-        return Err(Error::INVALID_VALUE);
-    }
-    let bit = 1 << device::gpu(location.id)?;
+    let gpu = match location.kind {
+        Location::DEVICE => Some(device::gpu(location.id)?),
+        Location::HOST => None,
+        _ => return Err(Error::INVALID_VALUE),
+    };
     let space = space();
     let mapping = space.at(at).ok_or(Error::INVALID_VALUE)?;
-    out(flags, u64::from(mapping.read & bit != 0) | if mapping.write & bit != 0 { 2 } else { 0 })
+    let gpu = gpu.filter(|_| matches!(mapping.backing, Backing::Chunk { legacy: false, .. }));
+    out(flags, gpu.map_or(0, |gpu| mapping.rights(gpu).into()))
 }
 
 /// `cuMemExportToShareableHandle`: the descriptor is the program's.

@@ -123,7 +123,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "maps",
         maps::run,
-        "--mem 48M --seconds 2 --seed 1 --pause-ms 20 | --unused 1: random steps of virtual memory management, each answer compared with a model",
+        "--mem 48M --seconds 2 --seed 1 --pause-ms 20 | --unused 1 --strict 1: random steps of virtual memory management, each answer compared with a model",
     ),
     ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];
