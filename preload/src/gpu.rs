@@ -55,6 +55,8 @@ pub struct Gpu {
     introducing: Mutex<()>,
     /// A request is with the scheduler.
     requested: AtomicBool,
+    /// When that was, in microseconds.
+    requested_at: AtomicU64,
     /// Whether there is room for a context: see [`room`].
     room: AtomicU32,
     /// Nothing of this client runs: the gate has been closed and everything has drained since.
@@ -139,6 +141,7 @@ impl Gpu {
             introduced: AtomicBool::new(false),
             introducing: Mutex::new(()),
             requested: AtomicBool::new(false),
+            requested_at: AtomicU64::new(0),
             room: AtomicU32::new(0),
             drained: AtomicBool::new(true),
             unreported: AtomicBool::new(false),
@@ -366,6 +369,7 @@ impl Gpu {
         if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
             return;
         }
+        self.requested_at.store(Instant::now().since_start().as_micros() as u64, Ordering::Relaxed);
         if !client::send(&ClientMessage::Request { gpus: wanted_with(self) }) {
             self.requested.store(false, Ordering::SeqCst);
         }
@@ -381,6 +385,11 @@ impl Gpu {
     pub fn request_is_over(&self) {
         // A swap, so that whoever found it still set is seen waiting.
         self.requested.swap(false, Ordering::SeqCst);
+    }
+
+    /// When the lock was last asked for, in the time since the clock began.
+    pub fn requested_at(&self) -> Duration {
+        Duration::from_micros(self.requested_at.load(Ordering::Relaxed))
     }
 
     pub fn is_requested(&self) -> bool {

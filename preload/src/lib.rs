@@ -14,7 +14,7 @@
 //!   [`peers`] those GPUs that reach into each other's memory.
 //!
 //! The scheduler's way:
-//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release; [`limit`]
+//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release, [`gaps`] when that is; [`limit`]
 //!   asks for more memory than was promised, [`squeeze`] for room for the driver's own; [`alone`] is what clients do
 //!   without a scheduler.
 //!
@@ -42,6 +42,7 @@ mod epoch;
 mod errno;
 mod fullness;
 mod futex;
+mod gaps;
 mod gate;
 mod gpu;
 mod hooks;

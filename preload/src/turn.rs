@@ -2,7 +2,9 @@
 //!
 //! Only the link's thread is here. Nothing waits: each step looks, and says when to look again.
 
-use crate::{client, fullness::Fullness, gate::closed, gpu::Gpu, sys::time::Instant, trace::trace, work::Fence};
+use crate::{
+    client, fullness::Fullness, gaps::Gaps, gate::closed, gpu::Gpu, sys::time::Instant, trace::trace, work::Fence,
+};
 use core::time::Duration;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
@@ -30,6 +32,9 @@ pub struct Turn {
     /// How long a drain stands still, after help, before it is given up.
     patience: Patience,
     fullness: Fullness,
+    gaps: Gaps,
+    /// Since when it has had no work, if it gave the lock back for that.
+    idle_since: Option<Instant>,
 }
 
 /// The least for this client.
@@ -58,6 +63,7 @@ enum State {
 /// The holder looks for a moment to give the lock back early.
 #[derive(Debug)]
 struct Contended {
+    /// What a hand-over costs.
     grace: Duration,
     /// The count of submissions when it was last looked at.
     count: u64,
@@ -85,6 +91,8 @@ impl Default for Turn {
             began: (Instant::now(), 0),
             patience: Patience(OPEN_FIRST),
             fullness: Fullness::new(),
+            gaps: Gaps::default(),
+            idle_since: None,
         }
     }
 }
@@ -96,6 +104,9 @@ impl Turn {
 
     /// Granted.
     pub fn begin(&mut self, gpu: &Gpu) {
+        if let Some(since) = self.idle_since.take() {
+            self.gaps.ended(gpu.requested_at().saturating_sub(since.since_start()));
+        }
         gpu.request_is_over();
         gpu.set_drained(false);
         gpu.work.contend(false);
@@ -183,12 +194,13 @@ impl Turn {
                 Duration::MAX
             }
             State::Holding { contended: None } => Duration::MAX,
-            State::Holding { contended: Some(contended) } => match contended.look(gpu) {
+            State::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.gaps) {
                 Look::Again(after) => after.min(self.fullness.step(gpu)),
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
                     // A thread may have slipped in before the gate closed.
                     if gpu.is_quiet() && gpu.submitted() == contended.count {
+                        self.idle_since = contended.idle_since;
                         self.release(gpu, ReleaseReason::Idle)
                     } else {
                         // A request that was sent meanwhile says nothing new to the scheduler, so it is forgotten there.
@@ -253,12 +265,14 @@ impl Contended {
         Self { grace, count: u64::MAX, fence: None, idle_since: None }
     }
 
-    /// Whether nothing has been running for as long as the grace, and nothing waits to run.
-    fn look(&mut self, gpu: &Gpu) -> Look {
+    /// Whether nothing has been running for so long that nothing will for long, and nothing waits to run.
+    fn look(&mut self, gpu: &Gpu, gaps: &mut Gaps) -> Look {
         let count = gpu.submitted();
         if count != self.count || !gpu.is_quiet() || gpu.waiting() > 0 {
             self.count = count;
-            self.idle_since = None;
+            if let Some(since) = self.idle_since.take() {
+                gaps.ended(since.elapsed());
+            }
             self.fence = None;
             return Look::Again((self.grace / 4).clamp(LOOK, 5 * LOOK));
         }
@@ -271,7 +285,8 @@ impl Contended {
             self.idle_since = Some(Instant::now());
         }
         let idle = self.idle_since.map_or(Duration::ZERO, |since| since.elapsed());
-        if idle >= self.grace { Look::Idle } else { Look::Again((self.grace - idle).min(5 * LOOK)) }
+        let patience = gaps.patience(self.grace);
+        if idle >= patience { Look::Idle } else { Look::Again((patience - idle).min(5 * LOOK)) }
     }
 }
 
