@@ -445,6 +445,22 @@ fn with_fullness(permille: &[u32; 2]) -> Talk {
 }
 
 #[test]
+fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    assert_eq!(t.after(ms(50)), []);
+    assert_eq!(t.say(Event::Fullness { client: client(1), gpu: gpu(0), permille: 1000 }), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    // The second has not been measured: its turn is not shorter for that the first was.
+    assert_eq!(t.after(ms(50)), []);
+    assert_eq!(t.state(2), LockState::Holding);
+}
+
+#[test]
 fn clients_that_leave_the_gpu_idle_run_together() {
     let t = with_fullness(&[300, 200]);
     assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);

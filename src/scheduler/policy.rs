@@ -53,8 +53,9 @@ pub(super) struct Waiter {
     pub arrives: Duration,
     /// Whether bytes must leave the GPU before it can run.
     pub evicts: bool,
-    /// How full it keeps the GPU was never seen: a short turn tells.
+    /// How full it keeps the GPU was never seen: a short turn tells. And whether that is known of those who have it now.
     pub unmeasured: bool,
+    pub holders_measured: bool,
     /// How many wait, itself included.
     pub waiters: u32,
 }
@@ -80,6 +81,8 @@ impl Policy for Fcfs {
         }
         let quantum = if first.evicts {
             settings.time_quantum
+        } else if first.unmeasured && first.holders_measured {
+            SHORTEST_TURN // nothing more is to be learned of them, and perhaps both can run
         } else if first.unmeasured {
             MEASURED.min(settings.time_quantum)
         } else {

@@ -161,6 +161,7 @@ impl Machine {
                 arrives,
                 evicts: lacking > 0,
                 unmeasured: members.iter().any(|m| self.seat(*m, id).is_some_and(|s| s.fullness.is_open())),
+                holders_measured: self.are_measured(id),
                 waiters: self.gpus.get(&id).map_or(0, |g| g.line.len() as u32),
             });
             return lacking;

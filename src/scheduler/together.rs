@@ -90,6 +90,11 @@ impl Machine {
         }
     }
 
+    /// Whether it is known how full those keep a GPU who have it now.
+    pub(super) fn are_measured(&self, id: GpuId) -> bool {
+        self.running(id).filter_map(|c| self.seat(c, id)).all(|seat| !seat.fullness.is_open())
+    }
+
     /// Holders that are counted as such.
     fn running(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         let holders = self.gpus.get(&id).into_iter().flat_map(|g| g.holders.values().copied());
