@@ -856,6 +856,48 @@ fn what_nobody_can_give_is_refused_at_once() {
     assert!(commands.contains(&denied(1, 14 * GIB)), "only 13 are not needed: {commands:?}");
 }
 
+/// A client that wishes for more than others leave, as last measured.
+fn hoping() -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.measured(8 * GIB);
+    t.join(1, GIB);
+    assert_eq!(t.wish(1, 12 * GIB), [Command::Measure { gpu: gpu(0) }]);
+    t
+}
+
+fn present(t: &mut Talk, begun: Duration) -> Vec<Command> {
+    t.say(Event::Present { gpu: gpu(0), begun, bytes: Default::default() })
+}
+
+#[test]
+fn what_others_use_is_measured_again_before_a_wish_is_refused() {
+    let mut t = hoping();
+    let wished = t.now;
+    t.now += ms(5);
+    let commands = t.measured(0);
+    assert!(limits(&commands).contains(&(1, 16 * GIB)), "{commands:?}");
+    assert!(limits(&present(&mut t, wished)).contains(&(1, 16 * GIB)));
+    // They are there still; and no measurement can help one that wishes for more than there is.
+    let mut t = hoping();
+    let wished = t.now;
+    t.now += ms(5);
+    t.measured(8 * GIB);
+    assert_eq!(present(&mut t, wished - ms(1)), [], "that began before");
+    assert_eq!(present(&mut t, wished), [denied(1, 12 * GIB, Denial::NoRoom)]);
+    assert_eq!(present(&mut t, wished + ms(1)), []);
+    assert_eq!(t.wish(1, 17 * GIB), [denied(1, 17 * GIB, Denial::NoRoom)]);
+}
+
+#[test]
+fn a_wish_does_not_wait_for_ever_for_a_measurement() {
+    let mut t = hoping();
+    assert_eq!(t.after(ms(499)), []);
+    assert_eq!(t.after(ms(1)), [denied(1, 12 * GIB, Denial::NoRoom)]);
+    let mut t = hoping();
+    t.say(Event::Disconnected { client: client(1) });
+    assert_eq!(t.after(ms(500)), []);
+}
+
 #[test]
 fn two_that_each_hold_half_and_want_more_do_not_wait_for_each_other() {
     let mut t = on_a_small_host();

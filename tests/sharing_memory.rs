@@ -284,7 +284,6 @@ fn the_context_of_a_program_is_counted_once() {
 }
 
 #[test]
-#[ignore = "what a process had that has just ended counts until the next measurement, up to 0.2 s later"]
 fn what_the_last_program_had_outside_the_engines_is_free_for_the_next() {
     let machine = Machine::with_scheduler(Setup::default());
     let mut last = machine.program("stranger --mem 1M --seconds 600").start();

@@ -305,8 +305,8 @@ pub enum Command {
     Probe {
         client: ClientId,
     },
-    /// To nobody: somebody waits for bytes on that GPU that clients say are gone, and nothing else does (answer with
-    /// `Event::Present`).
+    /// To nobody: somebody waits for bytes on that GPU that clients say are gone, or that others used when it was last
+    /// measured (answer with `Event::GpuOverhead`, then `Event::Present`).
     Measure {
         gpu: GpuId,
     },

@@ -135,6 +135,7 @@ impl Machine {
             gpu.count_for(group, seat.promise.counted, 0);
             gpu.seats.remove(&client);
             gpu.unmeasured.remove(&client);
+            gpu.hopes.remove(&client);
             gpu.squeezes.retain(|squeeze| !squeeze.is_of(client));
             gpu.attaching.retain(|newcomer| newcomer.client != client);
         }

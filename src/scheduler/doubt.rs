@@ -154,6 +154,7 @@ impl Machine {
             self.enter(client, id);
         }
         self.watch_doubts(id);
+        self.end_hopes(id, begun);
         self.touch(id);
     }
 

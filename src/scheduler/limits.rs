@@ -145,7 +145,8 @@ impl Machine {
         }
     }
 
-    pub(super) fn wish(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+    /// `hopes`: more than there is room for is refused only after another measurement.
+    pub(super) fn wish(&mut self, client: ClientId, id: GpuId, bytes: u64, hopes: bool) {
         let (now, number) = (self.now, self.count());
         let Some(capacity) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         let max = self.memory_max(client, id).unwrap_or(u64::MAX);
@@ -154,6 +155,9 @@ impl Machine {
             self.tell_limit(client, id);
         } else if bytes > capacity.min(max) {
             let why = if bytes > max { Denial::MemoryMax } else { Denial::NoRoom };
+            if hopes && why == Denial::NoRoom && self.hope(client, id, bytes) {
+                return;
+            }
             self.out.push(Command::Denied { client, gpu: id, bytes, why });
         } else {
             seat.promise.wish = Some(Wish { bytes, since: now, number });

@@ -5,6 +5,7 @@ use super::{
     api::*,
     bank::{Account, Bank},
     groups::Members,
+    hopes::Hope,
     limits::Host,
     locks::{Hold, Request, Unit},
     policy::{Bursts, FIRST_RATE, Fcfs},
@@ -55,6 +56,8 @@ pub(super) struct Gpu {
     pub bank: Bank,
     /// It is being measured what is there.
     pub asked: bool,
+    /// Wishes that wait for a measurement.
+    pub hopes: BTreeMap<ClientId, Hope>,
     /// Requests that want this GPU, in the order in which they are served.
     pub line: BTreeSet<(Place, Unit)>,
     /// Until when each user has had its share of this GPU, where that is not past.
@@ -177,6 +180,7 @@ impl Machine {
                 Wake::Unit(unit) => self.join(unit),
                 Wake::Stay(client, gpu) => self.stay_is_over(client, gpu),
                 Wake::Doubts(gpu) => self.end_doubts(gpu),
+                Wake::Hopes(gpu) => self.hopes_are_late(gpu),
                 Wake::Promises => self.host.reweigh(),
             }
         }
@@ -217,7 +221,7 @@ impl Machine {
             }
             Event::Wished { client, gpu, bytes } => {
                 self.alive(client);
-                self.wish(client, gpu, bytes);
+                self.wish(client, gpu, bytes, true);
             }
             Event::Squeezed { client, gpu, bytes } => {
                 self.alive(client);
@@ -269,6 +273,7 @@ impl Machine {
                 seats: BTreeSet::new(),
                 bank: Bank::default(),
                 asked: false,
+                hopes: BTreeMap::new(),
                 line: BTreeSet::new(),
                 served: BTreeMap::new(),
                 holders: BTreeMap::new(),

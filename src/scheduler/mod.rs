@@ -10,6 +10,7 @@
 //! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
 //! - `doubt`: bytes that are gone by nothing but a client's word.
 //! - `groups`: clients that may together have no more than a rule says.
+//! - `hopes`: wishes that are refused only after another measurement.
 //! - `limits`: who is promised how much, as far as the memory of GPUs and host goes; over `promise`, which counts it.
 //! - `locks`: requests, the line, grants, revokes, releases.
 //! - `newcomers`: those who are about to create a context.
@@ -27,6 +28,7 @@ mod bank;
 mod bytes;
 mod doubt;
 mod groups;
+mod hopes;
 mod limits;
 mod locks;
 mod machine;
