@@ -46,6 +46,9 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     # shellcheck disable=SC2086
     install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages >/dev/null; }
     install || { apt-get update -qq && install; }
+elif ! command -v apt-get >/dev/null; then
+    echo "these are missing:$missing. (Without libc.a: make build STATIC=)" >&2
+    exit 1
 else
     echo "these are missing:$missing. As root: apt-get install$packages" >&2
     exit 1

@@ -444,6 +444,20 @@ fn with_fullness(permille: &[u32; 2]) -> Talk {
     t
 }
 
+/// What holds the lock over D-Bus, say: nobody knows how long it needs it.
+#[test]
+fn one_that_wants_the_gpu_for_itself_has_it_for_the_time_quantum() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+    }
+    t.request(1);
+    t.say(Event::Fullness { client: client(1), gpu: gpu(0), permille: 2000 });
+    t.request(2);
+    assert_eq!(t.after(ms(999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
 #[test]
 fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
     let mut t = Talk::in_mode(AntiThrash::Auto);

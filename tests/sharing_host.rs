@@ -5,6 +5,7 @@ mod sharing;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use sharing::*;
 
@@ -73,5 +74,26 @@ fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
     other.finish();
     assert!(inside.poll().is_none());
     inside.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+#[ignore = "takes more than three minutes, as the library waits for so long"]
+fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
+    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 1 --cpu-ms 190000");
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
+    machine.wait_for_move(0, "somebody to make room", |m| m.what == "freed");
+    // One has its memory in the host meanwhile, the other has what it would need to make room.
+    wait_within(Duration::from_secs(200), "one to tidy up", || {
+        programs.iter().any(|p| p.stderr().contains("host memory at rest")).then_some(())
+    });
+    let before = machine.trace().len();
+    for program in &mut programs {
+        wait_within(Duration::from_secs(60), "it to end", || program.poll());
+        program.finish();
+    }
+    let moved = machine.trace()[before..].iter().any(|m| m.what == "mapped");
+    assert!(moved, "what was in the host came back");
     machine.wait_until_empty();
 }

@@ -53,13 +53,15 @@ pub fn is_capturing(stream: CUstream) -> bool {
 /// allowed beside one (context-wide events and syncs). No capture begins meanwhile, so `call` must be short.
 pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
     let _no_start = STARTING.read();
-    if !any() {
-        return call(false);
-    }
+    if any() { relaxed(|| call(true)) } else { call(false) }
+}
+
+/// Runs `call` so that it breaks no capture of another thread, for as long as it takes.
+pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
     let mut mode = STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: a valid place; the second call gives the thread back the mode it had.
     unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
-    let result = call(true);
+    let result = call();
     unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
     result
 }

@@ -347,9 +347,19 @@ impl Gpu {
         }
     }
 
+    /// The GPU that a stream runs on, which need not be that of the current context.
+    fn owner_of(&'static self, stream: CUstream) -> &'static Gpu {
+        if !are_several() {
+            return self;
+        }
+        let context = work::context_of(stream);
+        let owner = context.and_then(|context| attached().find(|gpu| gpu.work.has_context(context)));
+        owner.unwrap_or(self)
+    }
+
     #[inline(never)]
     fn note_anew(&'static self, slot: &Slot, stream: CUstream, epoch: u64) {
-        self.work.note(stream);
+        self.owner_of(stream).work.note(stream);
         // Nobody else can record a point in a per-thread stream, so each submission records its own.
         let may_last = stream != STREAM_PER_THREAD
             && !capture::any()

@@ -232,6 +232,9 @@ impl Link {
     /// Moves memory to where the allowance wants it, and does what other threads left.
     fn look_after(&mut self, gpu: &'static Gpu) -> Duration {
         gpu.work.get_acquainted();
+        if client::is_connected() {
+            gpu.introduce(); // if that did not go at once
+        }
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = Duration::MAX;
         let mut guard = space.lock();
@@ -255,9 +258,6 @@ impl Link {
         drop(guard);
         if account.spare > account.keep {
             give_back(gpu, space);
-        }
-        if client::is_connected() {
-            gpu.introduce();
         }
         let (aim, again) = self.aim(gpu, space, &account, can_restore);
         wait.min(again).min(self.move_memory(gpu, space, aim))
@@ -314,7 +314,9 @@ impl Link {
                     gpu.report_measured(&space.lock().account, context);
                     return Duration::ZERO;
                 }
-                return Duration::MAX;
+                // What was planned and not begun was in the way of opening the gate.
+                let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
+                return if is_closed { CHORES } else { Duration::MAX };
             }
             Step::Stopped(Stop::HostFull)
                 if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_PATIENCE =>

@@ -32,6 +32,8 @@ pub struct Slot {
     pub gpu: AtomicPtr<Gpu>,
     /// Submissions since this thread last took a mark.
     pub unmarked: AtomicU32,
+    /// Tells the thread that has it from all before it.
+    pub number: AtomicU64,
     taken: AtomicBool,
     next: *const Slot,
 }
@@ -97,6 +99,7 @@ impl Slot {
             stream: AtomicUsize::new(0),
             gpu: AtomicPtr::new(ptr::null_mut()),
             unmarked: AtomicU32::new(0),
+            number: AtomicU64::new(0),
             taken: AtomicBool::new(true),
             next: ptr::null(),
         }
@@ -107,6 +110,8 @@ impl Slot {
 fn take() -> &'static Slot {
     let free = all().find(|s| s.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok());
     let slot = free.unwrap_or_else(publish);
+    static TAKEN: AtomicU64 = AtomicU64::new(0);
+    slot.number.store(TAKEN.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
     slot.unmarked.store(0, Ordering::Relaxed);
     slot.way.store(epoch::NONE, Ordering::Relaxed);
     thread::set_mine(ptr::from_ref(slot).cast());

@@ -73,7 +73,7 @@ pub fn text(status: &Status, style: Style) -> String {
         status.version, status.time_quantum, status.anti_thrash
     );
     if status.gpus.is_empty() {
-        out.push_str("\nNo GPU is known yet: GPUs appear here when the driver is loaded or a program uses one.\n");
+        out.push_str("\nNo GPU is known yet: one appears when a program uses it. If the driver was loaded after the scheduler started, restart that.\n");
     }
     for gpu in &status.gpus {
         out.push('\n');

@@ -34,6 +34,11 @@ impl Fullness {
         self.said.or(self.silent.then_some(UNKNOWN))
     }
 
+    /// Whether it wants nobody beside it, and not for what it does there: it is no program whose work can be told.
+    pub fn is_for_itself(self) -> bool {
+        self.said.is_some_and(|said| said > FULL)
+    }
+
     /// Whether a turn that is long enough would tell.
     pub fn is_open(self) -> bool {
         self.permille().is_none() && !self.brief

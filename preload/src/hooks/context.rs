@@ -97,8 +97,8 @@ fn destroying_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUre
     })
 }
 
-/// Retains the primary context of a GPU, as known as if the program had.
-fn retain_primary(device: CUdevice) {
+/// Retains the primary context of a GPU, as known as if the program had. Says whether it did.
+fn retain_primary(device: CUdevice) -> bool {
     let mut primary = core::ptr::null_mut();
     let place = &raw mut primary;
     // SAFETY: a valid place.
@@ -106,6 +106,7 @@ fn retain_primary(device: CUdevice) {
     if let (SUCCESS, Some(gpu)) = (result, gpu::by_ordinal(device)) {
         gpu.set_primary(primary);
     }
+    result == SUCCESS
 }
 
 /// Green contexts and the GPU whose primary context each belongs to. That one is retained for as long: work of a green
@@ -118,8 +119,9 @@ fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresu
     }
     let result = real();
     // SAFETY: the driver has just written there.
-    if let (true, SUCCESS, Some(green)) = (client::is_on(), result, unsafe { place.as_ref() }) {
-        crate::errno::preserved(|| retain_primary(device));
+    if let (true, SUCCESS, Some(green)) = (client::is_on(), result, unsafe { place.as_ref() })
+        && crate::errno::preserved(|| retain_primary(device))
+    {
         GREEN.lock().push((*green as usize, device));
     }
     result

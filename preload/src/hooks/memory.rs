@@ -334,7 +334,10 @@ hooks! { real, flavour;
         };
         // The driver answers first what only it knows; of an address that is not mapped now it knows nothing. Like the
         // driver, this gives no error for an attribute that an address does not have.
-        let _ = real();
+        let result = real();
+        if result != SUCCESS {
+            return result;
+        }
         for i in 0..n as usize {
             // SAFETY: the program's own arrays of that length.
             unsafe {

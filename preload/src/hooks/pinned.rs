@@ -124,9 +124,10 @@ where
 
 /// A call that gives up what the name stands for.
 pub(super) fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    let taken = if client::is_on() { crate::errno::preserved(|| pinned::take(kind, name)) } else { None };
     let result = real();
-    if result == SUCCESS && client::is_on() {
-        crate::errno::preserved(|| pinned::remove(kind, name));
+    if let Some(taken) = taken {
+        crate::errno::preserved(|| if result == SUCCESS { taken.goes() } else { taken.stays() });
     }
     result
 }

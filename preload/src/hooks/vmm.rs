@@ -228,6 +228,17 @@ fn set_access(
             return ERROR_INVALID_VALUE;
         }
     }
+    let reaches = |from: CUdevice, to: CUdevice| {
+        let mut can = 1;
+        // SAFETY: a valid place.
+        from == to || unsafe { driver::cuDeviceCanAccessPeer(&mut can, from, to) } != SUCCESS || can != 0
+    };
+    // While it is away, nobody else says so.
+    let behind = found.iter().filter_map(|mapping| table.behind(mapping));
+    let mut all = behind.flat_map(|memory| wanted.iter().map(move |desc| (desc, memory.gpu.index as CUdevice)));
+    if all.any(|(desc, owner)| desc.flags != 0 && !reaches(desc.location.id, owner)) {
+        return ERROR_INVALID_DEVICE;
+    }
     let owners = found.iter().filter_map(|mapping| table.behind(mapping));
     owners.for_each(|memory| wanted.iter().for_each(|desc| peers::given(memory.gpu, desc.location.id)));
     for mapping in found {

@@ -2,7 +2,7 @@
 //! program gave it. What is on the GPU is *shown* at all of them; what leaves is hidden everywhere first.
 
 use super::engine::check;
-use crate::{cuda::*, driver};
+use crate::{cuda::*, driver, work::is_dead};
 use alloc::vec::Vec;
 
 /// The aliases of one range.
@@ -101,9 +101,20 @@ impl Alias {
             if self.access.is_empty() {
                 return Ok(());
             }
-            check(driver::cuMemSetAccess(at, len, self.access.as_ptr(), self.access.len())).inspect_err(|_| {
-                driver::cuMemUnmap(at, len);
-            })
+            match driver::cuMemSetAccess(at, len, self.access.as_ptr(), self.access.len()) {
+                SUCCESS => {}
+                error if error == ERROR_OUT_OF_MEMORY || is_dead(error) => {
+                    driver::cuMemUnmap(at, len);
+                    return Err(error);
+                }
+                // It would never come back for a right that the driver does not give any more.
+                _ => {
+                    for desc in &self.access {
+                        let _ = driver::cuMemSetAccess(at, len, desc, 1);
+                    }
+                }
+            }
+            Ok(())
         }
     }
 }

@@ -14,6 +14,7 @@ use super::{
     space::{Account, Chunk, HostCopy, Place, Space},
 };
 use crate::{
+    capture,
     cuda::*,
     driver,
     sys::{
@@ -237,6 +238,7 @@ impl Mover {
         if more == Ok(true) {
             return AGAIN;
         }
+        trace!("host memory at rest is the kernel's to page out");
         self.untidy_since = None;
         Duration::MAX
     }
@@ -683,8 +685,9 @@ impl Mover {
     }
 
     fn land_all(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
+        // A thread of the program's may be here, beside a capture of another.
         // SAFETY: the mover's own stream.
-        unsafe { driver::cuStreamSynchronize(self.stream()) };
+        capture::relaxed(|| unsafe { driver::cuStreamSynchronize(self.stream()) });
         while let Some(flying) = self.flying.pop_front() {
             self.land_one(flying, space, report);
         }

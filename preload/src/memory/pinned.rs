@@ -73,16 +73,47 @@ pub fn retain(chunk: Handle) {
     }
 }
 
-/// One reference less, and with the last the memory is free.
-pub fn remove(kind: Kind, name: u64) {
+/// A reference that is about to go.
+#[derive(Debug)]
+pub struct Taken {
+    name: (Kind, u64),
+    /// It was the last.
+    last: Option<Pinned>,
+}
+
+/// Takes a reference out, before the call that gives it up: after that, the name may be another's.
+pub fn take(kind: Kind, name: u64) -> Option<Taken> {
+    let name = (kind, name);
     let mut table = TABLE.lock();
-    let Some(pinned) = table.pinned.get_mut(&(kind, name)) else { return };
+    let pinned = table.pinned.get_mut(&name)?;
     pinned.references = pinned.references.saturating_sub(1);
-    if pinned.references == 0
-        && let Some(Pinned { gpu, bytes, .. }) = table.pinned.remove(&(kind, name))
-    {
-        drop(table);
-        gpu.pin(|pinned| pinned.saturating_sub(bytes));
+    let last = if pinned.references == 0 { table.pinned.remove(&name) } else { None };
+    Some(Taken { name, last })
+}
+
+impl Taken {
+    /// With the last reference the memory is free.
+    pub fn goes(self) {
+        if let Some(Pinned { gpu, bytes, .. }) = self.last {
+            gpu.pin(|pinned| pinned.saturating_sub(bytes));
+        }
+    }
+
+    /// The call has failed.
+    pub fn stays(self) {
+        let mut table = TABLE.lock();
+        match (self.last, table.pinned.get_mut(&self.name)) {
+            (Some(pinned), None) => drop(table.pinned.insert(self.name, Pinned { references: 1, ..pinned })),
+            (_, Some(pinned)) => pinned.references = pinned.references.saturating_add(1),
+            (None, None) => {}
+        }
+    }
+}
+
+/// One reference less.
+pub fn remove(kind: Kind, name: u64) {
+    if let Some(taken) = take(kind, name) {
+        taken.goes();
     }
 }
 

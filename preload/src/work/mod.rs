@@ -43,6 +43,8 @@ const RUN_AHEAD: u32 = 100_000;
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 /// Streams beyond which no samples are taken: each costs an event in every one.
 const MOST_SAMPLED: usize = 32;
+/// Streams, at first, among which idle ones are looked for when another one comes.
+const MANY_STREAMS: usize = 64;
 /// Submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch.
 const MOST_PER_MARK: u32 = 64;
 /// The window a program starts with, in submissions, before anything is known about its kernels, and the largest.
@@ -95,14 +97,17 @@ struct Inner {
     given_up: Option<GivenUp>,
     /// How often lately a mark was done as soon as it was waited for no longer: it had needed what came next.
     needy: u32,
+    /// So many streams are known before those are looked for that are idle.
+    many_streams: usize,
 }
 
-/// What tells a stream from others: the default streams have one handle for all contexts, or for all threads.
+/// What tells a stream from others: the default streams have one handle for all contexts, or for all threads. A thread goes by
+/// its number: what its stream was given may outlive it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Stream {
     context: usize,
     handle: usize,
-    thread: usize,
+    thread: u64,
 }
 
 #[derive(Debug, Default)]
@@ -115,7 +120,7 @@ struct State {
 impl Stream {
     /// As the calling thread means it.
     fn of(handle: CUstream, context: CUcontext) -> Self {
-        let thread = if handle == STREAM_PER_THREAD { core::ptr::from_ref(threads::mine()) as usize } else { 0 };
+        let thread = if handle == STREAM_PER_THREAD { threads::mine().number.load(Ordering::Relaxed) } else { 0 };
         Self { context: context as usize, handle: handle as usize, thread }
     }
 
@@ -169,6 +174,7 @@ impl Work {
                 longest: 0,
                 given_up: None,
                 needy: 0,
+                many_streams: MANY_STREAMS,
             }),
         }
     }
@@ -194,10 +200,11 @@ impl Work {
         if !is_known {
             inner.contexts.push(Context::new(stream.context, true));
         }
+        inner.make_room_for(stream);
         inner.streams.entry(stream).or_default().dirty = true;
         // Nobody else can record a point there.
         if stream.thread != 0 || inner.context(stream.context).is_some_and(|c| c.foreign) {
-            inner.point_in(stream);
+            inner.point_in_its_context(stream);
         }
     }
 
@@ -217,7 +224,11 @@ impl Work {
     fn mark(&self, weight: u32, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let mut inner = self.inner.lock();
-        let Some(point) = inner.point_in(Stream::of(stream, context)) else { return };
+        let stream = Stream::of(stream, context);
+        if !inner.has(stream.context) {
+            return; // of another GPU, which is given work by way of this one's
+        }
+        let Some(point) = inner.point_in_its_context(stream) else { return };
         self.collect(&mut inner, false);
         let ahead = inner.outstanding.saturating_add(weight);
         inner.outstanding = ahead;
@@ -525,6 +536,22 @@ impl Inner {
         self.contexts.iter_mut().find(|c| c.handle == context)
     }
 
+    /// Forgets streams that are idle before there are too many: where threads come and go, so do their streams.
+    fn make_room_for(&mut self, stream: Stream) {
+        if self.streams.len() >= self.many_streams && !self.streams.contains_key(&stream) {
+            self.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
+            self.many_streams = MANY_STREAMS.max(self.streams.len() * 2);
+        }
+    }
+
+    /// Records a point in a stream of the calling thread's, whatever context is current to it.
+    fn point_in_its_context(&mut self, stream: Stream) -> Option<Arc<Point>> {
+        if current_context() as usize == stream.context {
+            return self.point_in(stream);
+        }
+        with_current(stream.context, || self.point_in(stream)).ok().flatten()
+    }
+
     /// Records a point in a stream, whose context is current.
     fn point_in(&mut self, stream: Stream) -> Option<Arc<Point>> {
         let context = self.contexts.iter_mut().find(|c| c.handle == stream.context)?;
@@ -538,8 +565,9 @@ impl Inner {
                 Some(point)
             }
             Err(error) => {
-                if point::is_dead(error) {
-                    self.streams.remove(&stream); // nothing runs there any more
+                // Nothing runs there any more; or there is no such stream, and the program's call failed.
+                if point::is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) {
+                    self.streams.remove(&stream);
                 }
                 None
             }
@@ -563,7 +591,7 @@ fn forgetting(known: u64, seen: u64) -> u64 {
 }
 
 /// The context of a stream of the calling thread's.
-fn context_of(stream: CUstream) -> Option<CUcontext> {
+pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     let mut context = core::ptr::null_mut();
     // SAFETY: a valid place, and a stream that the program has just used; the default streams are the current context's.
     unsafe {

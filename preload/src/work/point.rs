@@ -74,7 +74,14 @@ impl Context {
             if is_captured() { ERROR_NOT_READY } else { result }
         });
         if let Err(error) = check(result) {
-            self.free.push(event);
+            match error {
+                // Perhaps it is the event that does not belong here: it must not be in the way of every other point.
+                // SAFETY: ours, and nobody knows it.
+                ERROR_INVALID_HANDLE => {
+                    let _ = capture::beside(|_| unsafe { driver::cuEventDestroy_v2(event as CUevent) });
+                }
+                _ => self.free.push(event),
+            }
             return Err(error);
         }
         let point = Arc::new(Point { context: self.handle, event, done: AtomicBool::new(false) });
