@@ -629,6 +629,24 @@ fn the_least_recently_run_is_evicted_and_holders_are_not() {
 }
 
 #[test]
+fn nobody_is_evicted_for_what_is_free_already() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.join(2, 7 * GIB);
+    t.request(1);
+    // It grows by as much as is free and a little more, which the other gives; not the part that is too small to be given
+    // by itself.
+    let commands = t.report(1, 9 * GIB + 4096, 8 * GIB, 0);
+    assert_eq!(allowances(&commands), [(1, 9 * GIB), (2, 7 * GIB - 4096)]);
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.join(2, 8 * GIB - MIB);
+    t.request(1);
+    let commands = t.report(1, 9 * GIB, 8 * GIB, 0);
+    assert_eq!(allowances(&commands).last(), Some(&(2, 7 * GIB)), "1 MiB of it is free");
+}
+
+#[test]
 fn free_bytes_are_credited_without_the_lock_and_without_evicting() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     assert_eq!(allowances(&t.join(1, 10 * GIB)), [(1, 10 * GIB)]);

@@ -124,11 +124,13 @@ impl Machine {
         free.saturating_sub(self.doubted_for(client, id))
     }
 
-    /// Bytes that are on their way to those clients, or to nobody: to be evicted, or to be measured, which is asked for.
+    /// Bytes that those clients, or nobody, will have without any more being asked for: those on their way out, and what is
+    /// free, be it that it has to be measured, which is asked for, or that it is too little to be given by itself.
     pub(super) fn coming(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
-        let doubted = to.iter().map(|client| self.ask_about_doubts(*client, id)).max().unwrap_or(0);
-        // Where some of it has been given away since, to clients of its user, no more is free when the doubts end.
-        self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming.saturating_add(doubted.min(gpu.free(&self.settings))))
+        for client in to {
+            self.ask_about_doubts(*client, id);
+        }
+        self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming.saturating_add(gpu.free(&self.settings)))
     }
 
     /// How much is in doubt for that client, which waits for it.

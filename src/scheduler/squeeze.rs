@@ -63,6 +63,9 @@ impl Machine {
             let free = if owed == 0 { self.free_for(squeeze.client, id) } else { 0 };
             if squeeze.answered.is_none() {
                 squeeze.secured += free.min(squeeze.bytes - squeeze.secured);
+                if let Some(place) = self.gpus.get_mut(&id).and_then(|gpu| gpu.squeezes.get_mut(i)) {
+                    place.secured = squeeze.secured; // and so free no longer
+                }
                 let short = squeeze.bytes - squeeze.secured;
                 let before = owed.saturating_add(all.lacking);
                 let rest = match short {
