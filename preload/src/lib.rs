@@ -14,8 +14,8 @@
 //!   [`peers`] those GPUs that reach into each other's memory.
 //!
 //! The scheduler's way:
-//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release, [`gaps`] when that is; [`limit`]
-//!   asks for more memory than was promised, [`squeeze`] for room for the driver's own; [`alone`] is what clients do
+//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release, [`gaps`] when
+//!   to give it back early, [`fullness`] how full the GPU is meanwhile; [`limit`] asks for more memory than was promised, [`squeeze`] for room for the driver's own; [`alone`] is what clients do
 //!   without a scheduler.
 //!
 //! [`settings`] reads the environment, [`trace`] writes for the user, [`errno`] keeps the program's; [`sys`] stands in for
