@@ -15,8 +15,8 @@
 //!
 //! The scheduler's way:
 //! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release, [`gaps`] when
-//!   to give it back early, [`fullness`] how full the GPU is meanwhile; [`limit`] asks for more memory than was promised, [`squeeze`] for room for the driver's own; [`alone`] is what clients do
-//!   without a scheduler.
+//!   to give it back early, [`fullness`] how full the GPU is meanwhile; [`limit`] asks for more memory than was promised,
+//!   [`squeeze`] for room for the driver's own; [`alone`] is what clients do without a scheduler.
 //!
 //! [`settings`] reads the environment, [`trace`] writes for the user, [`errno`] keeps the program's; [`sys`] stands in for
 //! the standard library. [`note`] tells the version to who reads the file.
