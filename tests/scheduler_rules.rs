@@ -914,7 +914,8 @@ fn what_others_use_is_measured_again_before_a_wish_is_refused() {
     let wished = t.now;
     t.now += ms(5);
     t.measured(8 * GIB);
-    assert_eq!(present(&mut t, wished - ms(1)), [], "that began before");
+    let again = present(&mut t, wished - ms(1));
+    assert_eq!(again, [Command::Measure { gpu: gpu(0) }], "that began before");
     assert_eq!(present(&mut t, wished), [denied(1, 12 * GIB, Denial::NoRoom)]);
     assert_eq!(present(&mut t, wished + ms(1)), []);
     assert_eq!(t.wish(1, 17 * GIB), [denied(1, 17 * GIB, Denial::NoRoom)]);

@@ -140,10 +140,17 @@ impl Machine {
         // What was found is looked at again now and then, whoever waits.
         let mut seats = gpu.seats.iter().filter_map(|client| self.seat(*client, id));
         if seats.any(|seat| seat.account.doubt.is_unmeasured()) {
-            self.gpus.entry(id).and_modify(|gpu| gpu.asked = true);
-            self.out.push(Command::Measure { gpu: id });
+            self.measure(id);
         }
         doubted
+    }
+
+    /// Asks for a measurement, unless one is awaited.
+    pub(super) fn measure(&mut self, id: GpuId) {
+        if let Some(gpu) = self.gpus.get_mut(&id).filter(|gpu| !gpu.asked) {
+            gpu.asked = true;
+            self.out.push(Command::Measure { gpu: id });
+        }
     }
 
     pub(super) fn present(&mut self, id: GpuId, begun: Time, bytes: &BTreeMap<ClientId, u64>) {

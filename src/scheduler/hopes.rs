@@ -23,7 +23,6 @@ impl Machine {
             return false;
         }
         gpu.hopes.insert(client, Hope { bytes, since: now });
-        self.out.push(Command::Measure { gpu: id });
         self.look_after_hopes(id);
         true
     }
@@ -41,6 +40,9 @@ impl Machine {
     }
 
     pub(super) fn hopes_are_late(&mut self, id: GpuId) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.asked = false; // perhaps it will never be answered
+        }
         self.end_hopes(id, self.now.saturating_sub(PATIENCE));
     }
 
@@ -48,5 +50,8 @@ impl Machine {
         let hopes = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.hopes.values());
         let next = hopes.map(|hope| hope.since + PATIENCE).min();
         self.timers.set(Wake::Hopes(id), next);
+        if next.is_some() {
+            self.measure(id); // a measurement that began before does not tell
+        }
     }
 }

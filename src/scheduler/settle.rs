@@ -277,10 +277,10 @@ impl Machine {
             }
             // They run together no longer.
             let surplus = exclusive && !together && first.is_some_and(|unit| hold.unit != unit);
-            let stays = pressure.first.filter(|_| !pressure.overdue && wanted);
-            let stays = stays.and_then(|waiter| self.stands_first_until(client, id, waiter));
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
             let turn = if seat.fullness.is_for_itself() { self.settings.time_quantum } else { turn };
+            let rival = pressure.first.filter(|_| !pressure.overdue && wanted && hold.waited(now) >= turn);
+            let stays = rival.and_then(|rival| self.stands_first_until(client, id, rival));
             let gpus = GpuSet::from([id]);
             let Some(hold) = self.seat_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
             if wanted {

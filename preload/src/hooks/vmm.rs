@@ -183,7 +183,7 @@ fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUresult) -> CU
         return result;
     };
     // The driver cuts no mapping, and minds no hole (580).
-    if !whole(size) || !table.is_reserved(address, size) || !vmm::are_within(&found, address, size) {
+    if !whole(size) || !vmm::are_within(&found, address, size) {
         return ERROR_INVALID_VALUE;
     }
     for mapping in found {

@@ -183,7 +183,7 @@ impl Work {
     #[inline]
     pub fn throttle(&self, stream: CUstream) {
         if self.full.load(Ordering::Relaxed) {
-            crate::errno::preserved(|| self.wait_for_room(stream));
+            crate::errno::preserved(|| self.wait_while_full(stream));
         }
     }
 
@@ -250,7 +250,7 @@ impl Work {
     }
 
     /// Waits until no more is outstanding than may be, as far as that was submitted before.
-    fn wait_for_room(&self, stream: CUstream) {
+    fn wait_while_full(&self, stream: CUstream) {
         let begin = Instant::now();
         while self.is_full() && self.wait_for_oldest(stream, begin) {}
     }

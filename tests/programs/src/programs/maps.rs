@@ -1,6 +1,6 @@
 //! Random steps of virtual memory management: memory by its handles, mapped at several addresses at once, with changing
-//! rights. A model says what each call must answer and what must be where, whatever else happens on the GPU. It holds for
-//! driver 580; where that driver crashes or answers differently from time to time, nothing is asked without `--strict`.
+//! rights. A model says what each call must answer and what must be where, whatever else happens on the GPU. Its
+//! answers are those that driver 580 was seen to give; where that driver crashed, nothing is asked without `--strict`.
 
 use super::{Outcome, Random, expect};
 use crate::{
