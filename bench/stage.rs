@@ -107,6 +107,8 @@ impl Stage {
         while !self.socket().exists() {
             std::thread::sleep(Duration::from_millis(10));
         }
+        // Until it knows that what else is on the GPU is no program that an earlier scheduler had.
+        std::thread::sleep(Duration::from_millis(1500));
         child
     }
 }

@@ -246,7 +246,9 @@ fn event() -> impl Strategy<Value = Event> {
             Event::Configure(Settings { time_quantum: ms(q), anti_thrash, max_wait: ms(q / 3), reserve, context })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
-        1 => (g(), 0u64..100_000, bytes()).prop_map(|(gpu, begun, bytes)| Event::GpuOverhead { gpu, begun: ms(begun), bytes }),
+        1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
+        1 => (g(), 0u64..100_000, bytes(), any::<bool>())
+            .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, complete }),
         1 => bytes().prop_map(|bytes| Event::HostMemory { bytes }),
         3 => (g(), 0u64..20_000, prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, begun, bytes)| {
             Event::Present { gpu, begun: ms(begun), bytes }

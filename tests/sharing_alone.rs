@@ -97,3 +97,20 @@ fn a_scheduler_that_comes_back_takes_over() {
     assert_eq!(programs.iter().map(turns).sum::<usize>(), before, "nobody takes turns beside a scheduler");
     machine.wait_until_empty();
 }
+
+#[test]
+fn a_program_of_two_gpus_ends_beside_programs_that_never_do() {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    let mut machine = Machine::with_scheduler(Setup { simulator, ..pressed() });
+    let neighbours = [0, 1].map(|gpu| {
+        machine.program(&format!("mix --mem 90M --chunks 4 --reps 6 --rounds 100000 --device {gpu}")).start()
+    });
+    let mut program = machine.program("across --mem 40M --rounds 12 --pause-ms 50").start();
+    for each in neighbours.iter().chain([&program]) {
+        machine.wait_for_grants(each, 1);
+    }
+    machine.kill_scheduler();
+    let _ = fs::remove_file(machine.socket());
+    program.finish();
+    neighbours.into_iter().for_each(|mut neighbour| neighbour.kill());
+}

@@ -25,6 +25,26 @@ fn drains(trace: &[Move], pid: u32) -> Vec<(f64, String)> {
     pairs.map(|pair| (pair[1].ms - pair[0].ms, pair[1].what.clone())).collect()
 }
 
+/// In each stream a kernel waits behind others that touch no memory. It dies if its memory leaves before it ran.
+#[test]
+fn what_is_queued_ends_before_its_memory_leaves() {
+    let machine = Machine::with_scheduler(Setup { memory: 160 * MIB, ..strict() });
+    let mut neighbour = machine.program("mix --mem 96M --reps 8 --rounds 100000").start();
+    machine.wait_for_grants(&neighbour, 1);
+    for words in [
+        "deep --launches 3000 --ns 10000000 --streams 32 --mem 96M",
+        "deep --launches 3000 --ns 10000000 --streams 32 --mem 96M --per-graph 10",
+    ] {
+        let mut program = machine.program(words).start();
+        program.finish();
+        let trace = machine.trace();
+        let of = |what: &str| trace.iter().filter(|m| m.pid == program.pid() && m.what == what).count();
+        assert!(of("revoke") > 0 && of("evict") > 0, "{words}: it was never evicted in the middle");
+    }
+    neighbour.kill();
+    machine.wait_until_empty();
+}
+
 // ---- bounded queues ----------------------------------------------------------------------------------------------
 
 /// What a drain may take beyond the longest single submission.

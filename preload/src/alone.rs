@@ -5,6 +5,9 @@
 //! of its own, the others stay as they are for a quantum; then it gives the turn back, and runs on until somebody else who
 //! lacks memory takes it.
 //!
+//! A client of several GPUs needs all of them at once. It takes their turns in an order that is everybody's, by their UUIDs,
+//! and keeps one while it waits for those behind it.
+//!
 //! All of it is three lock files a GPU ([`crate::sys::lock_file`]): `turn`; `lack`, which the one with the turn has while
 //! it lacks memory; `here`, which all clients share, so that each knows whether there are others. They are beside the
 //! scheduler's socket, where a scheduler made them, else in a directory that everybody may write to. Where there is none,
@@ -40,6 +43,8 @@ const PAUSE: Duration = Duration::from_secs(2);
 /// the GPU.
 const MOST_WAIT: Duration = Duration::from_secs(300);
 const DEAF: Duration = Duration::from_secs(1800);
+/// How long a client keeps a turn that is of no use to it until it has the next GPU's, too.
+const MOST_KEPT: Duration = Duration::from_secs(15);
 /// Between looks of a client that runs alone, of one that runs beside others, and of one that waits.
 const LOOK_ALONE: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(50);
@@ -74,6 +79,13 @@ pub struct Alone {
     evicted: Option<(u64, Instant)>,
 }
 
+/// Whether this client waits for memory on other GPUs: on some that come before this one, on some that come after.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Elsewhere {
+    pub before: bool,
+    pub after: bool,
+}
+
 #[derive(Debug, Default, Clone, Copy)]
 enum State {
     /// All memory is here; it may be asked for.
@@ -83,8 +95,8 @@ enum State {
     Waits,
     /// The turn is this client's, and memory comes: since then; bytes that were there when it last had more, and when.
     Fills(Instant, u64, Instant),
-    /// All of it has come; the turn ends then.
-    Keeps(Instant),
+    /// All of it came then; the turn ends so long after, or after the next GPU's memory came.
+    Keeps { since: Instant, until: Instant, quantum: Duration },
 }
 
 #[derive(Debug)]
@@ -134,10 +146,15 @@ impl Alone {
         }
     }
 
+    /// Whether it waits for memory, or for others to have theirs.
+    pub fn waits(&self) -> bool {
+        matches!(self.state, State::Waits | State::Fills(..))
+    }
+
     /// Looks at how things stand; says after how long to look again.
     ///
     /// `knew_one`: there has been a scheduler. Who has all memory and never knew one leaves no files.
-    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, knew_one: bool) -> Duration {
+    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, elsewhere: Elsewhere, knew_one: bool) -> Duration {
         let Some(space) = gpu.space().filter(|space| !space.lock().account.faults) else { return Duration::MAX };
         let now = Instant::now();
         if self.files.as_ref().is_some_and(|files| !files.are_intact()) {
@@ -181,12 +198,12 @@ impl Alone {
                 self.hold_still(space);
                 Duration::ZERO
             }
-            State::Waits => self.wait(space, gpu, turn, lacks, now),
+            State::Waits => self.wait(space, gpu, turn, lacks && !elsewhere.before, lacks, now),
             State::Fills(since, ..) if !lacks => {
                 files.lack.1.leave();
                 let quantum = QUANTUM.max((now - since) * QUANTUM_MOVES);
                 trace!("GPU {}: all memory is here, for {} ms", gpu.index, quantum.as_millis());
-                self.state = State::Keeps(now + quantum);
+                self.state = State::Keeps { since: now, until: now + quantum, quantum };
                 LOOK
             }
             State::Fills(since, most, at) => {
@@ -204,22 +221,34 @@ impl Alone {
                 }
                 LOOK_WAITING
             }
-            State::Keeps(_) if lacks => {
+            State::Keeps { .. } if lacks => {
                 files.lack.1.take();
                 self.state = State::Fills(now, account.mapped, now);
                 LOOK_WAITING
             }
-            State::Keeps(until) if now >= until => {
+            State::Keeps { since, quantum, .. } if elsewhere.after && now - since < MOST_KEPT => {
+                self.state = State::Keeps { since, until: now + quantum, quantum };
+                LOOK
+            }
+            State::Keeps { until, .. } if now >= until => {
                 files.turn.1.leave();
                 self.state = State::Runs;
                 LOOK
             }
-            State::Keeps(until) => LOOK.min(until - now),
+            State::Keeps { until, .. } => LOOK.min(until - now),
         }
     }
 
     /// Without the turn: what others lack leaves; what this client lacks, it takes the turn for.
-    fn wait(&mut self, space: &Mutex<Space>, gpu: &Gpu, turn: &mut Turn, lacks: bool, now: Instant) -> Duration {
+    fn wait(
+        &mut self,
+        space: &Mutex<Space>,
+        gpu: &Gpu,
+        turn: &mut Turn,
+        takes: bool,
+        lacks: bool,
+        now: Instant,
+    ) -> Duration {
         let Some(files) = &self.files else { return LOOK };
         if self.waits_since.is_some_and(|since| now - since >= MOST_WAIT) {
             trace!("GPU {}: has waited long enough", gpu.index);
@@ -239,7 +268,7 @@ impl Alone {
             }
         } else if !lacks {
             self.run(space, gpu, turn);
-        } else if self.turn_at.is_none_or(|at| now >= at) && files.turn.1.take() == Tried::Got {
+        } else if takes && self.turn_at.is_none_or(|at| now >= at) && files.turn.1.take() == Tried::Got {
             trace!("GPU {}: takes the turn", gpu.index);
             files.lack.1.take();
             self.state = State::Fills(now, 0, now);

@@ -84,7 +84,7 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
 
 /// The capture of that stream has ended, or the stream is gone.
 pub fn end(stream: CUstream) {
-    if !any() {
+    if !is_known() {
         return;
     }
     let Capture { stream, thread, .. } = Capture::on(stream);
@@ -96,8 +96,13 @@ pub fn end_all_in(context: CUcontext) {
     forget(|capture| capture.context == context as usize);
 }
 
+/// In a forked child the count says what was, and the lock may be another thread's that is not there.
+fn is_known() -> bool {
+    any() && client::is_on()
+}
+
 fn forget(which: impl Fn(&Capture) -> bool) {
-    if any() {
+    if is_known() {
         let mut captures = CAPTURES.lock();
         captures.retain(|capture| !which(capture));
         COUNT.store(captures.len(), Ordering::SeqCst);

@@ -45,8 +45,8 @@ impl Answers {
         Self { count: AtomicU32::new(0), denied: Mutex::new((0, 0)) }
     }
 
-    /// A limit has come.
-    pub fn limit(&self) {
+    /// A limit has come, or there is another scheduler to ask, or none.
+    pub fn changed(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.count);
     }
@@ -107,7 +107,7 @@ mod tests {
         let answers = Answers::new();
         let seen = answers.count.load(Ordering::SeqCst);
         assert_eq!(answers.denied_since(seen), None);
-        answers.limit();
+        answers.changed();
         assert_eq!(answers.denied_since(seen), None);
         answers.denied(7);
         assert_eq!(answers.denied_since(seen), Some(7));

@@ -4,7 +4,7 @@
 //! moving memory takes long. Without a scheduler the program runs ungated; the thread keeps trying to reach one.
 
 use crate::{
-    alone::Alone,
+    alone::{Alone, Elsewhere},
     client,
     client::Connection,
     cuda::*,
@@ -223,8 +223,13 @@ impl Link {
         if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
             turn.run_free(gpu); // it was attached when there was no scheduler
         }
+        let mut elsewhere = Elsewhere::default();
+        for other in gpu::attached().filter(|other| self.alone.get(other.index as usize).is_some_and(Alone::waits)) {
+            elsewhere.before |= other.uuid() < gpu.uuid();
+            elsewhere.after |= other.uuid() > gpu.uuid();
+        }
         match (self.alone.get_mut(at), self.turns.get_mut(at)) {
-            (Some(alone), Some(turn)) => alone.step(gpu, turn, CLIENT.load(Ordering::Relaxed) != 0),
+            (Some(alone), Some(turn)) => alone.step(gpu, turn, elsewhere, CLIENT.load(Ordering::Relaxed) != 0),
             _ => Duration::MAX,
         }
     }
@@ -402,7 +407,11 @@ impl Link {
             return self.lost("it does not read");
         }
         // A request that another thread made meanwhile may have been thrown away, so whoever waits asks anew.
-        gpu::attached().for_each(Gpu::request_is_over);
+        // So may a wish.
+        for gpu in gpu::attached() {
+            gpu.request_is_over();
+            gpu.answers.changed();
+        }
         self.restore_at = None;
         client::met_scheduler();
     }
@@ -419,6 +428,7 @@ impl Link {
         (self.away, self.next_try, self.why_away) = (Some(since), next_try, why.to_string());
         for gpu in gpu::attached() {
             gpu.forget_introduction();
+            gpu.answers.changed();
         }
     }
 
@@ -453,7 +463,7 @@ impl Link {
                         guard.account.max = max;
                         gpu.account_changed(&before, &guard.account);
                     }
-                    gpu.answers.limit();
+                    gpu.answers.changed();
                     gpu.make_room();
                 }
             }

@@ -69,8 +69,9 @@ struct Contended {
     count: u64,
     /// Behind those submissions.
     fence: Option<Fence>,
-    /// Since when they have been done.
+    /// Since when they have been done, and how long the lock is kept from then on.
     idle_since: Option<Instant>,
+    patience: Duration,
 }
 
 #[derive(Debug)]
@@ -178,6 +179,10 @@ impl Turn {
 
     fn drain(&mut self, gpu: &Gpu, why: ReleaseReason) {
         gpu.gate.close(closed::LOCK);
+        if let State::Holding { contended: Some(contended) } = &self.state {
+            // A pause that is cut short is known by when there is work again, as any other.
+            self.idle_since = contended.idle_since.filter(|_| contended.saw_all(gpu));
+        }
         gpu.gate.open(closed::KERNELS);
         gpu.set_drained(false); // without a scheduler no turn began
         let progress = (gpu.work.progress(), Instant::now());
@@ -199,7 +204,7 @@ impl Turn {
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
                     // A thread may have slipped in before the gate closed.
-                    if gpu.is_quiet() && gpu.submitted() == contended.count {
+                    if contended.saw_all(gpu) {
                         self.idle_since = contended.idle_since;
                         self.release(gpu, ReleaseReason::Idle)
                     } else {
@@ -262,7 +267,12 @@ enum Look {
 
 impl Contended {
     fn new(grace: Duration) -> Self {
-        Self { grace, count: u64::MAX, fence: None, idle_since: None }
+        Self { grace, count: u64::MAX, fence: None, idle_since: None, patience: grace }
+    }
+
+    /// Whether nothing was submitted since it was last looked at.
+    fn saw_all(&self, gpu: &Gpu) -> bool {
+        gpu.is_quiet() && gpu.submitted() == self.count
     }
 
     /// Whether nothing has been running for so long that nothing will for long, and nothing waits to run.
@@ -282,11 +292,10 @@ impl Contended {
             if !gpu.work.is_done(fence) {
                 return Look::Again(LOOK);
             }
-            self.idle_since = Some(Instant::now());
+            (self.idle_since, self.patience) = (Some(Instant::now()), gaps.patience(self.grace));
         }
         let idle = self.idle_since.map_or(Duration::ZERO, |since| since.elapsed());
-        let patience = gaps.patience(self.grace);
-        if idle >= patience { Look::Idle } else { Look::Again((patience - idle).min(5 * LOOK)) }
+        if idle >= self.patience { Look::Idle } else { Look::Again((self.patience - idle).min(5 * LOOK)) }
     }
 }
 

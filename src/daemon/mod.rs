@@ -61,7 +61,7 @@ use bus::{Bus, BusServer, Holders};
 use changes::Changes;
 use config::{Config, LogLevel};
 use control::Control;
-use gpus::{Ask, Report};
+use gpus::Ask;
 use hub::Hub;
 use resume::Kept;
 use socket::{Bound, Kind};
@@ -73,6 +73,8 @@ pub const CLIENTS_SOCKET: &str = "/run/nvshare/scheduler.sock";
 const CLIENTS_MODE: u32 = 0o666;
 const CONTROL_MODE: u32 = 0o660;
 
+/// How long NVML's first answers are waited for.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
 /// How often memory is sampled while clients do something, and while they do nothing.
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
@@ -255,6 +257,16 @@ async fn serve(
     let (report, mut reports) = mpsc::unbounded_channel();
     if let Some(ask) = gpus::start(report) {
         hub.borrow_mut().use_nvml(ask);
+        // Which GPUs there are, and what is in use there: before anybody is told what there is room for.
+        let first = async {
+            for _ in 0..2 {
+                let Some(report) = reports.recv().await else { return };
+                hub.borrow_mut().heard(report);
+            }
+        };
+        if tokio::time::timeout(FIRST_LOOK, first).await.is_err() {
+            info!("NVML takes long to say what GPUs there are");
+        }
     }
     let (request, mut requests) = mpsc::unbounded_channel();
     let bus = match &control.options {
@@ -308,13 +320,7 @@ async fn serve(
                 hub.borrow_mut().tick();
                 systemd::watchdog();
             }
-            Some(report) = reports.recv() => match report {
-                Report::Gpus(found) => hub.borrow_mut().gpus_found(found),
-                Report::Used(used) => {
-                    let mut hub = hub.borrow_mut();
-                    used.iter().for_each(|sample| hub.sample(sample));
-                }
-            },
+            Some(report) = reports.recv() => hub.borrow_mut().heard(report),
             Some(request) = requests.recv() => control.answer(&hub, &shared, request),
             _ = hang_up.recv() => {
                 let _ = control.reload(&hub);

@@ -132,13 +132,20 @@ pub enum Event {
         gpu: GpuId,
         total: u64,
     },
+    /// Bytes per second that copies between a GPU and the host can reach.
+    GpuLink {
+        gpu: GpuId,
+        rate: u64,
+    },
     /// Bytes in use on a GPU by anything that is not a client's mapped memory, as measured at a moment that was not before
     /// `begun`: strangers, and the contexts of those clients that had theirs then (`Machine::has_context`). For each of the
-    /// others, `Settings::context` is put aside.
+    /// others, `Settings::context` is put aside. Not `complete`: processes were left out that may be clients of the scheduler
+    /// before this one, on their way back; until that is known nobody else is told that there is room for it.
     GpuOverhead {
         gpu: GpuId,
         begun: Time,
         bytes: u64,
+        complete: bool,
     },
     /// What clients have on a GPU, their contexts left out, as measured at a moment that was not before `begun`. Who is not
     /// named could not be measured, and is believed. The answer to `Command::Measure`, and unasked.

@@ -17,8 +17,6 @@ const MOST: u64 = 1 << 44;
 /// Chunks from 64 MiB on reach full speed; a step is some of them.
 const STEP: u64 = 256 << 20;
 const MOST_STEPS: u64 = 32;
-/// An eviction of less says little about the rate of evictions.
-const MEASURABLE: u64 = 64 << 20;
 
 /// An eviction that was asked for and not yet confirmed.
 #[derive(Debug, Clone)]
@@ -28,6 +26,16 @@ pub(super) struct Eviction {
     /// When it was asked for, or bytes last left.
     pub progress: Time,
     mapped: u64,
+    swapped: u64,
+}
+
+/// What left in an eviction that was confirmed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Evicted {
+    pub bytes: u64,
+    /// Those of them whose contents are in the host now: what holds one value throughout need not be.
+    pub contents: u64,
+    pub time: Duration,
 }
 
 /// What one client may have on one GPU, and says it has.
@@ -73,11 +81,9 @@ impl Account {
                 send.push(start - far / steps * i);
             }
             let seq = self.seq.wrapping_add(send.len() as u32 + 1);
-            let (since, progress, mapped) = match &self.eviction {
-                Some(e) => (e.since, e.progress, e.mapped),
-                None => (now, now, self.report.mapped),
-            };
-            self.eviction = Some(Eviction { seq, since, progress, mapped });
+            let fresh =
+                Eviction { seq, since: now, progress: now, mapped: self.report.mapped, swapped: self.report.swapped };
+            self.eviction = Some(Eviction { seq, ..self.eviction.take().unwrap_or(fresh) });
         }
         send.push(bytes);
         self.allowance = bytes;
@@ -97,8 +103,8 @@ impl Account {
         self.seq
     }
 
-    /// Takes a report. If it confirms an eviction: how many bytes left, and in what time.
-    pub fn reported(&mut self, now: Time, mut report: MemoryReport) -> Option<(u64, Duration)> {
+    /// Takes a report. If it confirms an eviction: what left.
+    pub fn reported(&mut self, now: Time, mut report: MemoryReport) -> Option<Evicted> {
         report.demand = report.demand.min(MOST);
         report.pinned = report.pinned.min(MOST);
         report.swapped = report.swapped.min(MOST);
@@ -119,8 +125,9 @@ impl Account {
             self.doubt.fell(now, before);
         }
         let done = self.eviction.take_if(|e| e.seq <= report.ack)?;
-        let moved = done.mapped.saturating_sub(report.mapped);
-        (moved >= MEASURABLE).then(|| (moved, now.saturating_sub(done.since)))
+        let bytes = done.mapped.saturating_sub(report.mapped);
+        let contents = report.swapped.saturating_sub(done.swapped).min(bytes);
+        Some(Evicted { bytes, contents, time: now.saturating_sub(done.since) })
     }
 
     /// Whether an allowance was ever sent.

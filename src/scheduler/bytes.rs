@@ -2,7 +2,7 @@
 
 use super::{
     api::*,
-    bank::Account,
+    bank::{Account, Evicted},
     locks::Parked,
     machine::{Gpu, Machine, Newcomer, Seat},
     policy::{self, Bursts},
@@ -16,6 +16,8 @@ use std::time::Duration;
 const MARGIN: (u64, u64) = (64 << 20, 1 << 30);
 /// A credit that completes nothing and is smaller is not worth a message.
 const CREDIT_STEP: u64 = 2 << 20;
+/// An eviction of less says little about the rate of evictions.
+const MEASURABLE: u64 = 64 << 20;
 /// The rate of evictions stays between these, whatever was measured: 64 MiB/s and 1 TiB/s.
 const RATES: (u64, u64) = (64 << 20, 1 << 40);
 
@@ -52,16 +54,22 @@ impl Gpu {
         self.capacity(settings).saturating_sub(self.bank.charged).saturating_sub(kept)
     }
 
-    /// How long evicting that much takes.
+    /// How long evicting that much takes, where all of it must be copied.
     pub(super) fn moving(&self, bytes: u64) -> Duration {
         at_rate(bytes, self.rate)
     }
+}
 
-    /// How long evicting that much and bringing it back takes. What did not change since it came in leaves without being
-    /// copied, but is copied when it comes again.
-    pub(super) fn moving_both_ways(&self, bytes: u64) -> Duration {
-        self.moving(bytes) + at_rate(bytes, self.rate.min(policy::RATE_BACK))
-    }
+/// How long it takes for that much to leave at that rate, and to come back. What did not change since it came in leaves
+/// without being copied, but is copied when it comes again.
+fn both_ways(bytes: u64, rate: u64, back: u64) -> Duration {
+    at_rate(bytes, rate) + at_rate(bytes, rate.min(back))
+}
+
+/// The rate of evictions after another one was measured.
+fn measured(rate: u64, bytes: u64, time: Duration) -> u64 {
+    let now = u128::from(bytes) * 1_000_000_000 / time.as_nanos().max(1);
+    policy::smoothed(rate, now.clamp(RATES.0.into(), RATES.1.into()) as u64)
 }
 
 fn at_rate(bytes: u64, per_second: u64) -> Duration {
@@ -69,12 +77,13 @@ fn at_rate(bytes: u64, per_second: u64) -> Duration {
 }
 
 impl Machine {
-    pub(super) fn overhead(&mut self, id: GpuId, begun: Time, bytes: u64) {
+    pub(super) fn overhead(&mut self, id: GpuId, begun: Time, bytes: u64, complete: bool) {
         let Some(gpu) = self.gpus.get(&id) else { return };
         let missed = gpu.unmeasured.iter().copied().filter(|client| !self.has_context(*client, id, begun)).collect();
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.unmeasured = missed;
         gpu.measured = Some(bytes);
+        gpu.incomplete = !complete;
         gpu.margin = match gpu.margin / 2 {
             small if small < MARGIN.0 / 4 => 0,
             half => half,
@@ -101,6 +110,7 @@ impl Machine {
                 promise: Promise::default(),
                 staying: None,
                 stay_backoff: Duration::ZERO,
+                rate: None,
                 hold: None,
                 lingers: false,
                 attached: None,
@@ -148,7 +158,7 @@ impl Machine {
         if report.demand > 0 {
             seat.used.get_or_insert(now);
         }
-        let measured = seat.account.reported(now, report);
+        let evicted = seat.account.reported(now, report);
         let report = seat.account.report;
         let (charged, needed) = (seat.promise.charge(), seat.promise.demand());
         let fell = seat.promise.reported(report.limit_ack, report.demand);
@@ -171,10 +181,8 @@ impl Machine {
         if doubts.is_some() && self.timers.get(Wake::Doubts(id)).is_none() {
             self.timers.set(Wake::Doubts(id), doubts);
         }
-        if let (Some((bytes, time)), Some(gpu)) = (measured, self.gpus.get_mut(&id)) {
-            let rate = u128::from(bytes) * 1_000_000_000 / time.as_nanos().max(1);
-            let rate = rate.clamp(RATES.0.into(), RATES.1.into()) as u64;
-            gpu.rate = policy::smoothed(gpu.rate, rate);
+        if let Some(evicted) = evicted {
+            self.learn_rate(client, id, evicted);
         }
         self.evicted_at_last(client, id);
         self.check(client); // its answer may have been due
@@ -191,6 +199,45 @@ impl Machine {
         if self.gpus.get(&id).is_some_and(|g| !g.lacking) {
             self.credit(client, id, self.overdrawn(id));
         }
+    }
+
+    pub(super) fn link_found(&mut self, id: GpuId, rate: u64) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.rate_back = rate.clamp(RATES.0, RATES.1);
+        gpu.rate = gpu.rate_back;
+        self.touch(id);
+    }
+
+    /// What an eviction tells of the next: of that client's, and of those of which nothing is known yet.
+    fn learn_rate(&mut self, client: ClientId, id: GpuId, evicted: Evicted) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Evicted { bytes, contents, time } = evicted;
+        let before = gpu.rate;
+        if contents >= MEASURABLE {
+            gpu.rate = measured(before, contents, time).min(gpu.rate_back); // some may have been there already
+        }
+        if bytes >= MEASURABLE
+            && let Some(seat) = self.seat_mut(client, id)
+        {
+            seat.rate = Some(measured(seat.rate.unwrap_or(before), bytes, time));
+        }
+    }
+
+    /// How long it takes for so many bytes to leave, from those who would be asked for them, and to come back later.
+    pub(super) fn moving_both_ways(&self, id: GpuId, bytes: u64, spare: &[ClientId]) -> Duration {
+        let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
+        let idle = gpu.bank.lru.iter().map(|(_, client)| client);
+        let (mut rest, mut time) = (bytes, Duration::ZERO);
+        for client in idle.chain(gpu.holders.values()).filter(|client| !spare.contains(client)) {
+            if rest == 0 {
+                break;
+            }
+            let Some(seat) = self.seat(*client, id) else { continue };
+            let part = seat.account.movable().min(rest);
+            rest -= part;
+            time += both_ways(part, seat.rate.unwrap_or(gpu.rate), gpu.rate_back);
+        }
+        time + both_ways(rest, gpu.rate, gpu.rate_back) // on its way already
     }
 
     /// What a mapping that failed tells: there is less than was thought. The next measurements take it back.

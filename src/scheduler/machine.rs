@@ -8,7 +8,7 @@ use super::{
     hopes::Hope,
     limits::Host,
     locks::{Hold, Request, Unit},
-    policy::{Bursts, FIRST_RATE, Fcfs},
+    policy::{Bursts, FIRST_RATE, Fcfs, RATE_BACK},
     promise::Promise,
     squeeze::Squeeze,
     stays::Staying,
@@ -48,6 +48,8 @@ pub(super) struct Gpu {
     pub total: u64,
     /// The newest measured overhead.
     pub measured: Option<u64>,
+    /// Processes were left out of that which may be clients on their way back.
+    pub incomplete: bool,
     /// Put aside on top, because a mapping failed that should have succeeded.
     pub margin: u64,
     /// Clients whose context the newest measurement cannot have seen.
@@ -80,8 +82,9 @@ pub(super) struct Gpu {
     pub capacity: u64,
     /// Whether a holder or the first in line lacks bytes: what becomes free is theirs.
     pub lacking: bool,
-    /// Bytes per second of evictions, smoothed.
+    /// Bytes per second of evictions, smoothed: of what had to be copied. And at which memory comes back.
     pub rate: u64,
+    pub rate_back: u64,
     /// Requests that cannot be served while what is pinned here stays.
     pub shut_out: BTreeSet<Unit>,
 }
@@ -124,6 +127,8 @@ pub(super) struct Seat {
     /// Its memory cannot leave, and for how long it is then not asked for it.
     pub staying: Option<Staying>,
     pub stay_backoff: Duration,
+    /// Bytes per second at which its memory leaves, whether copied or not, smoothed.
+    pub rate: Option<u64>,
     pub hold: Option<Hold>,
     /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
     /// scheduled around clears this.
@@ -201,7 +206,8 @@ impl Machine {
             Event::Tick => {}
             Event::Configure(settings) => self.configure(settings),
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
-            Event::GpuOverhead { gpu, begun, bytes } => self.overhead(gpu, begun, bytes),
+            Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
+            Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
             Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
@@ -268,6 +274,7 @@ impl Machine {
             .or_insert_with(|| Gpu {
                 total,
                 measured: None,
+                incomplete: false,
                 margin: 0,
                 unmeasured: BTreeSet::new(),
                 seats: BTreeSet::new(),
@@ -288,6 +295,7 @@ impl Machine {
                 capacity: 0,
                 lacking: false,
                 rate: FIRST_RATE,
+                rate_back: RATE_BACK,
                 shut_out: BTreeSet::new(),
             })
             .total = total;

@@ -95,7 +95,7 @@ impl Machine {
             let room = gpu.capacity(&self.settings).saturating_add(behind) >= gpu.bank.charged.saturating_add(doubted);
             let squeezed = gpu.total.saturating_sub(gpu.reserve(&self.settings))
                 < gpu.overhead_wanted(&self.settings).saturating_sub(behind);
-            if (!room || squeezed) && self.now < patience {
+            if (!room || squeezed || gpu.incomplete) && self.now < patience {
                 return Some(patience);
             }
             if !self.is_promised(client, id) {

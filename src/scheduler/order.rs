@@ -34,7 +34,7 @@ impl Machine {
         let lacking = self.need(client, id).saturating_sub(seat.account.allowance);
         Waiter {
             burst: seat.bursts.expected(),
-            moving: gpu.moving_both_ways(lacking),
+            moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
             ..Waiter::default()
         }

@@ -15,7 +15,8 @@
 //! pass long ones, equals stay in order of arrival, and ageing is built in: nobody is passed by one who came more
 //! than a time quantum later. Moving counts, so one whose bytes are on the GPU goes before one whose bytes are not.
 //!
-//! **Grace** is rent-or-buy: waiting idle as long as a move would cost never does worse than twice the best choice.
+//! **Grace** is what a move would cost: the longest that it can be right to wait idle. A client that knows its own pauses
+//! waits less.
 
 use super::{
     api::{AntiThrash, Settings, Time},
@@ -29,9 +30,10 @@ pub(super) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 pub(super) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// What a client's burst is taken to be before one was seen.
 const FIRST_BURST: Duration = Duration::from_millis(50);
-/// Bytes per second before an eviction was measured: half of what copies to registered memory reach [H200].
+/// Bytes per second before an eviction was measured, where nothing is known of the link: half of what copies to registered
+/// memory reach [H200].
 pub(super) const FIRST_RATE: u64 = 24 << 30;
-/// Bytes per second at which memory comes back at most: what copies from registered memory reach [H200, PCIe 5].
+/// Bytes per second at which memory comes back then: what copies from registered memory reach [H200, PCIe 5].
 pub(super) const RATE_BACK: u64 = 48 << 30;
 /// A turn is no shorter than so many times what moving for the next one takes.
 const MOVES_PER_TURN: u32 = 5;

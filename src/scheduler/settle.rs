@@ -150,7 +150,7 @@ impl Machine {
                 self.tell(unit, WaitReason::Eviction);
             }
             let burst = members.iter().filter_map(|m| self.seat(*m, id)).map(|s| s.bursts.expected()).max();
-            let both_ways = |bytes| self.gpus.get(&id).map_or(Duration::ZERO, |g| g.moving_both_ways(bytes));
+            let both_ways = |bytes| self.moving_both_ways(id, bytes, &members);
             let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
             pressure.first = Some(unit);

@@ -280,7 +280,7 @@ impl World {
         self.totals.insert(gpu, total);
         self.overheads.insert(gpu, overhead);
         self.feed(Event::GpuFound { gpu, total });
-        self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead });
+        self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead, complete: true });
     }
 
     /// From now on what is swapped out has so much room.
@@ -1115,6 +1115,7 @@ fn event_of(event: &Event) -> Option<ClientId> {
         Event::Tick
         | Event::Configure(_)
         | Event::GpuFound { .. }
+        | Event::GpuLink { .. }
         | Event::GpuOverhead { .. }
         | Event::Present { .. }
         | Event::HostMemory { .. } => None,

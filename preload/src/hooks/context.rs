@@ -134,11 +134,12 @@ fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut context = core::ptr::null_mut();
     // SAFETY: a valid place, and the program's own green context.
     unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
+    // Before it is gone, or it would be asked for its work; the primary context's waits for that as well.
+    gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
     let result = real();
     if result != SUCCESS {
         return result;
     }
-    gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
     let mut greens = GREEN.lock();
     let known = greens.iter().position(|(handle, _)| *handle == green as usize);
     let device = known.map(|at| greens.swap_remove(at).1);

@@ -10,7 +10,7 @@ use crate::{
     limit::{self, Outcome},
     link,
     memory::{
-        engine::{self, check},
+        engine::{self, GRANULE, check},
         pinned::Kind,
         shared, slab,
         space::{Allocation, Space, current_context},
@@ -193,6 +193,13 @@ pub(super) fn is_ours(address: CUdeviceptr) -> bool {
     find(address).is_some()
 }
 
+/// Whether these addresses touch what this library has reserved. The program has not, so it can neither map memory there nor
+/// give the addresses back: also while nothing is mapped there, and the driver would let it.
+pub(super) fn are_ours(address: CUdeviceptr, size: Size) -> bool {
+    let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
+    client::is_on() && (gpu::attached().any(overlap) || shared::find(address).is_some())
+}
+
 /// Whether a handle for other processes can be had of it.
 fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     let can = |space: &Mutex<Space>| {
@@ -249,13 +256,20 @@ unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a:
                 return Some(ERROR_INVALID_VALUE);
             }
             IS_LEGACY_CUDA_IPC_CAPABLE => put(data.cast(), u32::from(is_exportable(address, gpu))),
-            SYNC_MEMOPS | IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            SYNC_MEMOPS => put(data.cast(), 1u32),
+            IS_MANAGED | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
             IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(gpu.is_rdma_capable())),
             ACCESS_FLAGS => put(data.cast(), MEM_ACCESS_FLAGS_PROT_READWRITE),
             BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), a.id),
             DEVICE_ORDINAL => put(data.cast(), gpu.index as i32),
-            RANGE_START_ADDR | MAPPING_BASE_ADDR => put(data.cast(), a.base),
-            RANGE_SIZE | MAPPING_SIZE => put(data.cast(), a.size),
+            RANGE_START_ADDR => put(data.cast(), a.base),
+            RANGE_SIZE => put(data.cast(), a.size),
+            // Small ones share what is mapped.
+            MAPPING_BASE_ADDR => put(data.cast(), a.base - a.base % GRANULE),
+            MAPPING_SIZE => {
+                let end = (a.base + a.size).next_multiple_of(GRANULE);
+                put(data.cast(), end - (a.base - a.base % GRANULE));
+            }
             MAPPED => put(data.cast(), 1u32),
             ALLOWED_HANDLE_TYPES | MEMPOOL_HANDLE => put(data.cast(), 0u64),
             _ => return None,

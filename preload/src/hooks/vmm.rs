@@ -218,8 +218,10 @@ fn set_access(
     let wanted: Vec<_> = (0..count).map(|i| unsafe { wanted.add(i).read_unaligned() }).collect();
     for desc in &wanted {
         let mut value = 0;
-        if desc.location.kind != MEM_LOCATION_TYPE_DEVICE || !matches!(desc.flags, 0 | 1 | 3) {
-            return ERROR_INVALID_VALUE;
+        match desc.location.kind {
+            MEM_LOCATION_TYPE_DEVICE if matches!(desc.flags, 0 | 1 | 3) => {}
+            MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // for memory of a GPU (580)
+            _ => return ERROR_INVALID_VALUE,
         }
         let attribute = DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
         // SAFETY: a valid place.
@@ -272,6 +274,11 @@ fn asking(
     Some(if space.on_gpu(memory.base).is_some() { real() } else { recorded(&mut space) })
 }
 
+/// The GPU that it is memory of.
+fn home(memory: &Memory) -> Location {
+    Location { kind: MEM_LOCATION_TYPE_DEVICE, id: memory.gpu.index as i32 }
+}
+
 fn get_access(
     flags: *mut u64,
     location: *const Location,
@@ -295,7 +302,9 @@ fn get_access(
         return SUCCESS;
     };
     let recorded = |space: &mut Space| {
-        let access = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, *location));
+        // Of the host it says what it says of the memory's own GPU (580).
+        let asked = if location.kind == MEM_LOCATION_TYPE_HOST { home(&memory) } else { *location };
+        let access = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, asked));
         // SAFETY: the program's own place, not NULL.
         unsafe { put(flags, access as u64) };
         SUCCESS
@@ -339,8 +348,7 @@ fn asked_of<R>(address: CUdeviceptr, answer: impl FnOnce(&Asked) -> R) -> Option
     let table = TABLE.lock();
     let (mapping, memory) = table.at(address)?;
     let mut space = memory.gpu.space()?.lock();
-    let here = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: memory.gpu.index as i32 };
-    let rights = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, here));
+    let rights = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, home(&memory)));
     let away = space.on_gpu(memory.base).is_none();
     let reservation = table.reservation(address).unwrap_or((mapping.at, mapping.len));
     Some(answer(&Asked { mapping, memory, reservation, rights, away }))
@@ -376,7 +384,8 @@ unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &Asked) -> Opt
                 return Some(ERROR_INVALID_VALUE);
             }
             DEVICE_POINTER => put(data.cast(), address),
-            SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_CUDA_IPC_CAPABLE | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            SYNC_MEMOPS => put(data.cast(), 1u32),
+            IS_MANAGED | IS_LEGACY_CUDA_IPC_CAPABLE | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
             IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(memory.flags.rdma)),
             MAPPED => put(data.cast(), 1u32),
             DEVICE_ORDINAL => put(data.cast(), memory.gpu.index as i32),
@@ -514,6 +523,9 @@ hooks! { real, flavour;
         if !client::is_on() {
             return real();
         }
+        if memory::are_ours(address, size) {
+            return ERROR_INVALID_VALUE;
+        }
         let mut table = TABLE.lock();
         if table.ours_among(address, size as u64).is_some() {
             return ERROR_INVALID_VALUE; // as with anything mapped there
@@ -531,6 +543,9 @@ hooks! { real, flavour;
         if !client::is_on() {
             return real();
         }
+        if memory::are_ours(address, size) {
+            return ERROR_INVALID_VALUE;
+        }
         let mut table = TABLE.lock();
         if table.ours_among(address, size as u64).is_some() {
             return ERROR_INVALID_VALUE; // taken, although the driver may not know it now
@@ -543,9 +558,15 @@ hooks! { real, flavour;
         result
     }
     [cuMemUnmap] (address: CUdeviceptr, size: Size) {
+        if memory::are_ours(address, size) {
+            return ERROR_INVALID_VALUE;
+        }
         if client::is_on() { crate::errno::preserved(|| unmap(address, size as u64, real)) } else { real() }
     }
     [cuMemSetAccess] (address: CUdeviceptr, size: Size, wanted: *const AccessDesc, count: Size) {
+        if memory::are_ours(address, size) {
+            return ERROR_INVALID_VALUE;
+        }
         if client::is_on() {
             crate::errno::preserved(|| set_access(address, size as u64, wanted, count, real))
         } else {

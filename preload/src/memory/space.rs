@@ -625,6 +625,12 @@ impl Space {
         true
     }
 
+    /// Whether addresses of a range are among these.
+    pub fn overlaps(&self, at: u64, len: u64) -> bool {
+        let before = self.ranges.range(..at.saturating_add(len.max(1))).next_back();
+        before.is_some_and(|(base, range)| base + range.len > at)
+    }
+
     /// The base of the range that an allocation is in, for [`pin`](Self::pin).
     pub fn range_of(&self, address: u64) -> Option<u64> {
         self.find(address).map(|allocation| allocation.range)

@@ -1,12 +1,12 @@
 //! GPUs and their memory, as NVML sees them, and the host's memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tracing::{debug, info};
 
 use super::{Gpu, Hub};
-use crate::daemon::gpus::{Ask, GpuDescription, Sample};
+use crate::daemon::gpus::{Ask, GpuDescription, Report, Sample};
 use crate::daemon::host::MemInfo;
 use crate::daemon::overhead::{Attached, Overhead};
 use crate::daemon::socket;
@@ -28,8 +28,8 @@ const CONTEXT_PART: u64 = 16;
 const CHUNK: u64 = 64 << 20;
 
 impl Hub {
-    pub fn gpus_found(&mut self, found: Vec<GpuDescription>) {
-        for GpuDescription { gpu, kind, name, total, index } in found {
+    fn gpus_found(&mut self, found: Vec<GpuDescription>) {
+        for GpuDescription { gpu, kind, name, total, index, link } in found {
             let known = self.gpus.get_mut(&gpu);
             let changed = known.as_ref().is_none_or(|known| known.total != total);
             match known {
@@ -47,6 +47,9 @@ impl Hub {
             }
             if changed {
                 self.apply(Event::GpuFound { gpu, total });
+                if let Some(rate) = link {
+                    self.apply(Event::GpuLink { gpu, rate });
+                }
             }
         }
     }
@@ -61,9 +64,12 @@ impl Hub {
         }
     }
 
-    /// What NVML says is in use.
-    pub fn sample(&mut self, sample: &Sample) {
-        self.measure(sample, None);
+    /// What NVML says.
+    pub fn heard(&mut self, report: Report) {
+        match report {
+            Report::Gpus(found) => self.gpus_found(found),
+            Report::Used(used) => used.iter().for_each(|sample| self.measure(sample, None)),
+        }
     }
 
     /// What is in use, as NVML says or that client, whose own report is of the same moment.
@@ -91,6 +97,9 @@ impl Hub {
         let settled = sample.begun >= self.started + RETURN;
         self.departed.retain(|_, left| sample.begun < *left + LEAVING);
         let departed = &self.departed;
+        let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
+        let complete =
+            settled || sample.processes.keys().all(|pid| clients.contains(pid) || departed.contains_key(pid));
         let fellow = |pid| !settled || departed.contains_key(&pid);
         let told = sample.steady.then(|| entry.overhead.sample(sample, &attached, context, fellow)).flatten();
         // By the contexts as they are now known: what is one of them is not in doubt.
@@ -101,7 +110,7 @@ impl Hub {
                 debug!(gpu = %gpu.0, bytes, "used by others than clients");
             }
             // Also when it is what it was: the machine waits for a measurement that knows a new context.
-            self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes });
+            self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, complete });
         }
         if let Some(bytes) = present {
             self.apply(Event::Present { gpu, begun: sample.begun, bytes });

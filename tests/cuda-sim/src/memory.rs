@@ -118,6 +118,11 @@ impl Chunk {
         if at == libc::MAP_FAILED { Err(Error::OUT_OF_MEMORY) } else { Ok(file.into()) }
     }
 
+    /// Whether it is one that others may be given, which is not said of what others gave (driver 580).
+    pub fn is_exportable(&self) -> bool {
+        self.shareable && self.accounted
+    }
+
     /// The chunk behind a descriptor that another process exported.
     pub fn import(gpu: usize, len: u64, fd: OwnedFd) -> Result<Arc<Chunk>, Error> {
         let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd.as_raw_fd())?;
@@ -317,6 +322,9 @@ impl Space {
 
     /// The mappings that overlap a range, in order.
     pub fn overlapping(&self, at: u64, len: u64) -> Vec<u64> {
+        if len == 0 {
+            return Vec::new();
+        }
         let first = self.at(at).map(|m| m.at);
         let rest =
             self.mappings.range((Bound::Excluded(at), Bound::Excluded(at.saturating_add(len)))).map(|(at, _)| *at);

@@ -3,7 +3,7 @@
 use crate::{
     alloc, context, device,
     error::{Done, Error},
-    memory::{Backing, Mapping, space},
+    memory::{Backing, GRANULARITY, Mapping, space},
     out,
 };
 use std::sync::atomic::Ordering;
@@ -23,7 +23,8 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let host = matches!(mapping.backing, Backing::Host { .. });
     let managed = matches!(mapping.backing, Backing::Managed(_));
     let (shareable, rdma) = match &mapping.backing {
-        Backing::Chunk { chunk, legacy: false, .. } => (chunk.shareable, chunk.rdma.load(Ordering::Relaxed)),
+        // What came from elsewhere goes no further.
+        Backing::Chunk { chunk, legacy: false, .. } => (chunk.is_exportable(), chunk.rdma.load(Ordering::Relaxed)),
         _ => (false, false),
     };
     let is_mapped = matches!(mapping.backing, Backing::Chunk { legacy: false, .. });
@@ -31,6 +32,8 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
     let reserved = if is_mapped { space().reservation(at) } else { None };
     let (base, len) = reserved.or_else(|| alloc::range(at)).unwrap_or((mapping.at, mapping.len));
     let rights = if is_mapped { mapping.rights(mapping.gpu().unwrap_or(0)) } else { ALL_RIGHTS };
+    // Small allocations share what is mapped.
+    let start = mapping.at - mapping.at % GRANULARITY;
     let (as_u32, as_i32) = (data.cast::<u32>(), data.cast::<i32>());
     match attribute {
         // Flags are 4 bytes, and what `cuMemMap` mapped has no context (driver 580).
@@ -41,7 +44,9 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         3 => out(data, at),
         4 if host || managed => out(data, at),
         4 => Err(Error::INVALID_VALUE),
-        6 | 10 | 21 => out(as_u32, 0),
+        6 => out(as_u32, u32::from(!host)),
+        10 => out(as_u32, u32::from(!host && !managed && !is_mapped)),
+        21 => out(as_u32, 0),
         15 => out(as_u32, u32::from(rdma)),
         7 | 20 => out(data, mapping.id),
         8 => out(as_u32, u32::from(managed)),
@@ -58,8 +63,8 @@ fn answer(data: *mut u64, attribute: u32, at: u64, mapping: &Mapping) -> Done {
         14 => out(data, u64::from(shareable)),
         16 => out(as_u32, rights),
         17 => out(data, crate::pool::owner(mapping.at).unwrap_or(0) as u64),
-        18 => out(data, mapping.len),
-        19 => out(data, mapping.at),
+        18 => out(data, mapping.end().next_multiple_of(GRANULARITY) - start),
+        19 => out(data, start),
         _ => Err(Error::INVALID_VALUE),
     }
 }

@@ -214,6 +214,9 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
     for i in 0..count {
         // SAFETY: the program passes `count` entries.
         let access = unsafe { *access.add(i) };
+        if access.location.kind == Location::HOST {
+            return Err(Error::NOT_SUPPORTED); // (driver 580)
+        }
         if access.location.kind != Location::DEVICE || !matches!(access.flags, 0 | 1 | 3) {
             return Err(Error::INVALID_VALUE);
         }
@@ -228,16 +231,17 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
     Ok(())
 }
 
-/// `cuMemGetAccess`: none for the host, and none to memory that was not mapped by `cuMemMap` (driver 580).
+/// `cuMemGetAccess`: for the host what its own GPU has, and none to memory that was not mapped by `cuMemMap` (driver 580).
 pub fn get_access(flags: *mut u64, location: *const Location, at: u64) -> Done {
     let location = crate::arg(location)?;
+    let space = space();
+    let mapping = space.at(at).ok_or(Error::INVALID_VALUE);
     let gpu = match location.kind {
         Location::DEVICE => Some(device::gpu(location.id)?),
-        Location::HOST => None,
+        Location::HOST => mapping?.gpu(),
         _ => return Err(Error::INVALID_VALUE),
     };
-    let space = space();
-    let mapping = space.at(at).ok_or(Error::INVALID_VALUE)?;
+    let mapping = mapping?;
     let gpu = gpu.filter(|_| matches!(mapping.backing, Backing::Chunk { legacy: false, .. }));
     out(flags, gpu.map_or(0, |gpu| mapping.rights(gpu).into()))
 }

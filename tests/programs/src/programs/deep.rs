@@ -22,10 +22,12 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (launches, ns) = (args.size("launches", "10000"), args.size("ns", "100000"));
     let (streams, per_graph) = (args.size("streams", "1").max(1), args.size("per-graph", "0"));
     let gpu = Gpu::open(0)?;
-    let buffer = Buffer::new(Kind::Alloc, (streams * COUNT * 4) as usize)?;
+    // Spread over all of the memory, so that whichever part of it is taken away too early is missed.
+    let apart = (args.size("mem", "0") / streams).max(COUNT * 4) & !3;
+    let buffer = Buffer::new(Kind::Alloc, (streams * apart) as usize)?;
     gpu.fill(buffer.at, buffer.count(), 0, 0)?;
     gpu.synchronise()?;
-    let lane = |i| Ok(Lane { stream: Stream::new()?, at: buffer.at + i * COUNT * 4, added: 0 });
+    let lane = |i| Ok(Lane { stream: Stream::new()?, at: buffer.at + i * apart, added: 0 });
     let mut lanes = (0..streams).map(lane).collect::<cuda::Result<Vec<_>>>()?;
     if let Some(graphs) = launches.checked_div(per_graph) {
         let execs = lanes.iter().map(|lane| graph(&gpu, lane, per_graph, ns)).collect::<cuda::Result<Vec<_>>>()?;

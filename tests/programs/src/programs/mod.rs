@@ -72,7 +72,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "deep",
         deep::run,
-        "--launches 10000 --ns 100000 --streams 1 --per-graph 0: queue kernels as fast as the driver takes them, verify",
+        "--launches 10000 --ns 100000 --streams 1 --per-graph 0 --mem 0: queue kernels as fast as the driver takes them, verify",
     ),
     (
         "host-waits",

@@ -38,6 +38,7 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
     // CU_POINTER_ATTRIBUTE_MEMORY_TYPE, and one that does not exist.
     let which = [2_i32, 4711];
     let mut values = [to.cast::<c_void>(), to.cast()];
+    let access = api::Access { location: api::Location { kind: 1, id: 0 }, flags: 3 };
 
     let answers = [
         call!(cuMemGetInfo_v2(null, to)),
@@ -62,6 +63,13 @@ pub fn run(_: &Args, report: &mut Report) -> Outcome {
         call!(cuPointerGetAttributes(1, null, values.as_mut_ptr(), buffer.at)),
         call!(cuPointerGetAttributes(1, which.as_ptr(), null, buffer.at)),
         call!(cuPointerGetAttributes(2, which.as_ptr(), values.as_mut_ptr(), nonsense)),
+        // What the program did not reserve and map itself.
+        call!(cuMemUnmap(buffer.at, 2 << 20)),
+        call!(cuMemUnmap(buffer.at & !0x1f_ffff, 2 << 20)),
+        call!(cuMemSetAccess(buffer.at, 2 << 20, ptr::from_ref(&access), 1)),
+        call!(cuMemAddressFree(buffer.at, 2 << 20)),
+        call!(cuMemAddressFree(buffer.at & !0x1f_ffff, 2 << 20)),
+        call!(cuMemsetD8_v2(buffer.at, 0, 4096)),
         call!(cuMemcpyDtoH_v2(null, buffer.at, 0)),
         call!(cuMemsetD8_v2(nonsense, 0, 0)),
         call!(cuLaunchKernel(0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)),
