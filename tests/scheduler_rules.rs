@@ -36,7 +36,11 @@ impl Talk {
 
     /// A client on the GPU that needs so much and has it all mapped, if that was free.
     fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
-        self.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        self.join_of(UserId(0), n, demand)
+    }
+
+    fn join_of(&mut self, user: UserId, n: u64, demand: u64) -> Vec<Command> {
+        self.say(Event::Connected { client: client(n), gang: 0, user });
         self.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         let commands = self.report(n, demand, 0, 0);
         self.map(n);
@@ -44,9 +48,12 @@ impl Talk {
     }
 
     fn report(&mut self, n: u64, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
-        let ack = u32::MAX; // of all that was sent
-        let report =
-            MemoryReport { ack, demand, mapped, swapped: demand.saturating_sub(mapped), pinned, limit_ack: u32::MAX };
+        self.acknowledge(n, u32::MAX, demand, mapped, pinned) // all that was sent
+    }
+
+    fn acknowledge(&mut self, n: u64, ack: u32, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
+        let swapped = demand.saturating_sub(mapped);
+        let report = MemoryReport { ack, demand, mapped, swapped, pinned, limit_ack: u32::MAX };
         self.say(Event::Memory { client: client(n), gpu: gpu(0), report })
     }
 
@@ -560,15 +567,7 @@ fn what_is_freed_is_passed_on_while_the_rest_is_still_leaving() {
     let steps = [1, 2, 3, 4].map(|n| (1, 16 * GIB - n * quarter));
     assert_eq!(allowances(&commands), steps, "only what is lacking, in steps");
     assert!(commands.contains(&waiting(2, WaitReason::Eviction)));
-    let report = MemoryReport {
-        ack: 2,
-        demand: 16 * GIB,
-        mapped: 16 * GIB - quarter,
-        swapped: quarter,
-        pinned: 0,
-        limit_ack: u32::MAX,
-    };
-    let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
+    let commands = t.acknowledge(1, 2, 16 * GIB, 16 * GIB - quarter, 0);
     assert_eq!(allowances(&commands), [(2, quarter)]);
     let commands = t.map(1);
     assert_eq!(allowances(&commands), [(2, GIB)]);
@@ -1129,13 +1128,7 @@ fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
 #[test]
 fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
     let mut t = Talk::in_mode(AntiThrash::On);
-    let join_of_another = |t: &mut Talk, n: u64, demand: u64| {
-        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(1) });
-        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
-        t.report(n, demand, 0, 0);
-        t.map(n);
-    };
-    join_of_another(&mut t, 3, 3 * GIB);
+    t.join_of(UserId(1), 3, 3 * GIB);
     t.join(1, 8 * GIB);
     t.report(1, 0, 8 * GIB, 0);
     t.join(2, 12 * GIB);
@@ -1145,12 +1138,30 @@ fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
     assert_eq!(t.state(2), LockState::Holding);
     t.map(2);
     t.release(2, ReleaseReason::Idle);
-    join_of_another(&mut t, 4, 8 * GIB + 4096);
+    t.join_of(UserId(1), 4, 8 * GIB + 4096);
     let allowed = |t: &Talk| -> u64 { [1, 2, 3].map(|n| t.seat(n).allowance).iter().sum() };
     let before = allowed(&t);
     assert_eq!((before, t.seat(4).allowance), (16 * GIB, 0));
     t.request(4);
     assert_eq!(before - allowed(&t), 8 * GIB + 4096, "nothing is free, or would be if the doubts ended");
+}
+
+#[test]
+fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.join_of(UserId(1), 2, 4 * GIB);
+    t.join_of(UserId(1), 3, 4 * GIB);
+    t.request(1);
+    t.request(2);
+    t.report(2, 5 * GIB, 4 * GIB, 0);
+    t.report(1, 9 * GIB, 8 * GIB, 0);
+    assert_eq!(t.seat(3).allowance, 2 * GIB, "it gives for both");
+    t.now += ms(1);
+    let half = 5; // of two evictions in four steps each, after the allowance that it has
+    assert_eq!(allowances(&t.acknowledge(3, half, 4 * GIB, 3 * GIB, 0)), [], "client 2 has no doubts, but comes later");
+    let bytes = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), gib * GIB)).into();
+    assert_eq!(allowances(&t.say(Event::Present { gpu: gpu(0), begun: t.now, bytes })), [(1, 9 * GIB)]);
 }
 
 /// A GPU where each context takes 1 GiB, and client 1 has all of it but half of that.

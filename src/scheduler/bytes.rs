@@ -260,15 +260,19 @@ impl Machine {
     }
 
     /// Raises an allowance towards the need as far as bytes are free, evicting nobody. Says what is still lacking. `owed`:
-    /// bytes on their way out that are spoken for.
+    /// bytes that are spoken for, of those that are free and then of those on their way out.
     pub(super) fn credit(&mut self, client: ClientId, id: GpuId, owed: u64) -> u64 {
         let need = self.need(client, id);
         let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return 0 };
         let account = &seat.account;
+        // What is free still and not given to those before it is in doubt for them, or too little by itself: theirs all the same.
+        let spoken = owed.min(gpu.free(&self.settings));
+        let free = self.free_for(client, id).saturating_sub(spoken);
         // Bytes that were asked back and have not left yet are still charged: they can be left where they are, unless
         // somebody else counts on them.
-        let leaving = account.charge.saturating_sub(account.allowance).min(gpu.bank.coming.saturating_sub(owed));
-        let reach = account.allowance.saturating_add(leaving).saturating_add(self.free_for(client, id)).min(need);
+        let uncounted = gpu.bank.coming.saturating_sub(owed - spoken);
+        let leaving = account.charge.saturating_sub(account.allowance).min(uncounted);
+        let reach = account.allowance.saturating_add(leaving).saturating_add(free).min(need);
         if reach > account.allowance && (reach == need || reach - account.allowance >= CREDIT_STEP) {
             self.allow(client, id, reach);
         }
