@@ -6,7 +6,7 @@
 //! lacks memory takes it.
 //!
 //! A client of several GPUs needs all of them at once. It takes their turns in an order that is everybody's, by their UUIDs,
-//! and keeps one while it waits for those behind it.
+//! and keeps one while it waits for those behind it. Memory leaves one of them only once nothing runs on those that reach it.
 //!
 //! All of it is three lock files a GPU ([`crate::sys::lock_file`]): `turn`; `lack`, which the one with the turn has while
 //! it lacks memory; `here`, which all clients share, so that each knows whether there are others. They are beside the
@@ -70,6 +70,8 @@ pub struct Alone {
     find_at: Option<Instant>,
     turn_at: Option<Instant>,
     drained_at: Option<Instant>,
+    /// Its memory is to leave, so nothing may run.
+    asked: bool,
     /// Since when it has been waiting, and until when it minds nobody.
     waits_since: Option<Instant>,
     deaf_until: Option<Instant>,
@@ -79,11 +81,14 @@ pub struct Alone {
     evicted: Option<(u64, Instant)>,
 }
 
-/// Whether this client waits for memory on other GPUs: on some that come before this one, on some that come after.
+/// How it stands with this client's other GPUs.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Elsewhere {
+    /// It waits for memory on some that come before this one; on some that come after.
     pub before: bool,
     pub after: bool,
+    /// Its memory is to leave one that work of this one can reach.
+    pub asked: bool,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -151,6 +156,11 @@ impl Alone {
         matches!(self.state, State::Waits | State::Fills(..))
     }
 
+    /// Whether its memory is to leave.
+    pub fn is_asked(&self) -> bool {
+        self.asked
+    }
+
     /// Looks at how things stand; says after how long to look again.
     ///
     /// `knew_one`: there has been a scheduler. Who has all memory and never knew one leaves no files.
@@ -160,15 +170,15 @@ impl Alone {
         if self.files.as_ref().is_some_and(|files| !files.are_intact()) {
             trace!("GPU {}: the lock files are gone", gpu.index);
             self.files = None; // and with them every lock
-            if !matches!(self.state, State::Runs) {
-                self.run(space, gpu, turn);
-            }
+            self.run(space);
         }
         if self.files.is_none() && self.find_at.is_none_or(|at| now >= at) {
             let account = space.lock().account;
             self.files = Files::find(gpu, knew_one || !account.is_complete() || account.refused);
             self.find_at = Some(now + FIND_AGAIN);
         }
+        self.asked = matches!((self.state, &self.files), (State::Waits, Some(files)) if files.lack.1.is_taken());
+        self.stop_or_go(gpu, turn, elsewhere, now);
         let Some(files) = &self.files else { return FIND_AGAIN };
         // What can be promised where there are others: more than that no client ever has to itself.
         let most = gpu.total() - gpu.total() / 8;
@@ -183,6 +193,7 @@ impl Alone {
         self.lacks_since = if lacks { Some(self.lacks_since.unwrap_or(now)) } else { None };
         let comes_soon = self.lacks_since.is_none_or(|since| now - since < COMES_SOON);
         match self.state {
+            State::Runs if elsewhere.asked => LOOK_WAITING,
             State::Runs if account.frozen || self.deaf_until.is_some_and(|until| now < until) => LOOK,
             State::Runs if comes_soon && !files.lack.1.is_taken() => {
                 if company > 0 || lacks {
@@ -194,7 +205,7 @@ impl Alone {
             State::Runs => {
                 trace!("GPU {}: {}", gpu.index, if lacks { "lacks memory" } else { "others lack memory" });
                 self.state = State::Waits;
-                (self.waits_since, self.drained_at, self.evicted) = (Some(now), None, None);
+                (self.waits_since, self.evicted) = (Some(now), None);
                 self.hold_still(space);
                 Duration::ZERO
             }
@@ -239,12 +250,28 @@ impl Alone {
         }
     }
 
+    /// Nothing runs while memory is to leave. Where nothing keeps it from running, it does.
+    fn stop_or_go(&mut self, gpu: &Gpu, turn: &mut Turn, elsewhere: Elsewhere, now: Instant) {
+        if self.asked || elsewhere.asked {
+            if !turn.is_held() {
+                self.drained_at = Some(now + DRAIN_AGAIN); // should it be held again, because it could not be drained
+            } else if self.drained_at.is_none_or(|at| now >= at) {
+                turn.lay_down(gpu);
+            }
+        } else {
+            self.drained_at = None;
+            if !matches!(self.state, State::Waits) && gpu.gate.is_closed_for(closed::LOCK) {
+                turn.run_free(gpu);
+            }
+        }
+    }
+
     /// Without the turn: what others lack leaves; what this client lacks, it takes the turn for.
     fn wait(
         &mut self,
         space: &Mutex<Space>,
         gpu: &Gpu,
-        turn: &mut Turn,
+        turn: &Turn,
         takes: bool,
         lacks: bool,
         now: Instant,
@@ -253,38 +280,34 @@ impl Alone {
         if self.waits_since.is_some_and(|since| now - since >= MOST_WAIT) {
             trace!("GPU {}: has waited long enough", gpu.index);
             self.deaf_until = Some(now + DEAF);
-            self.run(space, gpu, turn);
-        } else if files.lack.1.is_taken() {
+            self.run(space);
+        } else if self.asked {
             let Account { mapped, pinned, allowance, .. } = space.lock().account;
             let leaves = mapped + pinned > allowance; // what was made room with before, still
-            if turn.is_over() && gpu.is_drained() {
-                if !leaves && self.evicted.is_none_or(|(before, at)| mapped < before || now >= at + EVICT_AGAIN) {
-                    self.evicted = Some((mapped, now));
-                    space.lock().make_room_for_others((gpu.total() / STEP).max(CHUNK));
-                }
-            } else if self.drained_at.is_none_or(|at| now >= at) {
-                turn.lay_down(gpu);
-                self.drained_at = Some(now + DRAIN_AGAIN);
+            let again = self.evicted.is_none_or(|(before, at)| mapped < before || now >= at + EVICT_AGAIN);
+            if turn.is_over() && gpu.is_drained() && !leaves && again {
+                self.evicted = Some((mapped, now));
+                space.lock().make_room_for_others((gpu.total() / STEP).max(CHUNK));
             }
         } else if !lacks {
-            self.run(space, gpu, turn);
+            self.run(space);
+            return Duration::ZERO;
         } else if takes && self.turn_at.is_none_or(|at| now >= at) && files.turn.1.take() == Tried::Got {
             trace!("GPU {}: takes the turn", gpu.index);
             files.lack.1.take();
             self.state = State::Fills(now, 0, now);
             self.let_go(space);
-            turn.run_free(gpu);
             return Duration::ZERO;
         }
         LOOK_WAITING
     }
 
-    fn run(&mut self, space: &Mutex<Space>, gpu: &Gpu, turn: &mut Turn) {
-        self.state = State::Runs;
-        self.let_go(space);
-        if gpu.gate.is_closed_for(closed::LOCK) {
-            turn.run_free(gpu);
+    fn run(&mut self, space: &Mutex<Space>) {
+        if !matches!(self.state, State::Runs) {
+            self.state = State::Runs;
+            self.let_go(space);
         }
+        self.asked = false;
     }
 
     /// No more memory comes to the GPU.

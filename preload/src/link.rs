@@ -224,9 +224,11 @@ impl Link {
             turn.run_free(gpu); // it was attached when there was no scheduler
         }
         let mut elsewhere = Elsewhere::default();
-        for other in gpu::attached().filter(|other| self.alone.get(other.index as usize).is_some_and(Alone::waits)) {
-            elsewhere.before |= other.uuid() < gpu.uuid();
-            elsewhere.after |= other.uuid() > gpu.uuid();
+        for other in gpu::attached().filter(|other| other.index != gpu.index) {
+            let Some(there) = self.alone.get(other.index as usize) else { continue };
+            elsewhere.before |= there.waits() && other.uuid() < gpu.uuid();
+            elsewhere.after |= there.waits() && other.uuid() > gpu.uuid();
+            elsewhere.asked |= there.is_asked() && gpu.is_companion_of(other);
         }
         match (self.alone.get_mut(at), self.turns.get_mut(at)) {
             (Some(alone), Some(turn)) => alone.step(gpu, turn, elsewhere, CLIENT.load(Ordering::Relaxed) != 0),

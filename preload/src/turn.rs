@@ -172,6 +172,9 @@ impl Turn {
 
     /// A new scheduler knows of no turn: ends this one without a word.
     pub fn lay_down(&mut self, gpu: &Gpu) {
+        if matches!(self.state, State::Draining(Drain { why: ReleaseReason::Gone, .. })) {
+            return;
+        }
         if !gpu.gate.is_closed_for(closed::LOCK) || !self.is_over() {
             self.drain(gpu, ReleaseReason::Gone);
         }
