@@ -133,6 +133,48 @@ fn bound(world: &World, quantum: Duration) -> Duration {
 }
 
 proptest! {
+    #![proptest_config(config(60))]
+
+    /// Whatever shares of the time there are, everybody who is to have any finishes, also where rules change.
+    #[test]
+    fn shares_keep_nobody_waiting_for_ever(
+        seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..12, unruly in unruly(), users: bool,
+        changes in prop::collection::vec((0u64..4000, 0u64..u64::MAX), 0..3),
+    ) {
+        let quantum = ms(500);
+        // One whose work never ends has all that its group may have, for ever.
+        let unruly = Unruly { lingering: false, stuck: false, ..unruly };
+        let mut world = world(seed, mode, quantum, gpus, 0, unruly);
+        world.most_steps = 3_000_000;
+        let group = |seed: u64, client: u64| {
+            let mut rng = Dice(seed);
+            let id = (client + seed) % 5;
+            let shares = [(); 4].map(|()| {
+                let max = 5 + rng.below(96) as u8;
+                let weight = [0, 1, 50, 100, 300, 10_000][rng.below(6) as usize];
+                let min = if weight == 0 { 0 } else { rng.below(u64::from(max)) as u8 };
+                let (priority, interactive) = (rng.below(3) as i8 - 1, rng.one_in(3));
+                Some(Share { weight, min, max, priority, interactive }).filter(|_| !rng.one_in(4))
+            });
+            (id < 4).then(|| Group { id: GroupId(id), memory_max: MemoryMax::Infinity, share: shares[id as usize] })
+        };
+        for n in 1..=clients {
+            let plan = plan(&mut world.rng, gpus, unruly);
+            let user = if users { UserId(n as u32) } else { plan.user };
+            world.add(Plan { group: group(seed, n), user, ..plan });
+        }
+        let bound = bound(&world, quantum) * 40;
+        for (after, seed) in changes {
+            let at = world.now + ms(after);
+            world.run(at);
+            world.regroup(|client| group(seed, client.0));
+        }
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+    }
+}
+
+proptest! {
     #![proptest_config(config(400))]
 
     /// Everybody finishes, and every check of the simulation holds on the way.
@@ -182,7 +224,7 @@ proptest! {
             let mut rng = Dice(seed);
             let most = [MemoryMax::Infinity, MemoryMax::Percent(1 + rng.below(100) as u8), MemoryMax::Bytes(rng.below(24) * GIB / 2)];
             let id = (client + seed) % 4;
-            (id < 3).then(|| Group { id: GroupId(id), memory_max: most[id as usize] })
+            (id < 3).then(|| Group { id: GroupId(id), memory_max: most[id as usize], share: None })
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);
@@ -243,7 +285,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         1 => Just(Event::Tick),
         1 => (mode(), quantum, bytes(), bytes()).prop_map(|(anti_thrash, q, reserve, context)| {
-            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, max_wait: ms(q / 3), reserve, context })
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2) })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
@@ -262,6 +304,13 @@ fn event() -> impl Strategy<Value = Event> {
             let max = |(id, bytes): (u64, u64)| Group {
                 id: GroupId(id),
                 memory_max: if id == 0 { MemoryMax::Percent(50) } else { MemoryMax::Bytes(bytes) },
+                share: (bytes % 3 > 0).then(|| Share {
+                    weight: (bytes % 5) as u16 * 100,
+                    min: (bytes % 7) as u8 * 10,
+                    max: 100 - (bytes % 11) as u8 * 10,
+                    priority: (bytes % 3) as i8 - 1,
+                    interactive: bytes % 2 == 0,
+                }),
             };
             Event::Grouped { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
         }),

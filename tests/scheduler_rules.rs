@@ -73,7 +73,7 @@ impl Talk {
     }
 
     fn regroup<const N: usize>(&mut self, clients: [u64; N], memory_max: MemoryMax) -> Vec<Command> {
-        let group = Some(Group { id: GroupId(7), memory_max });
+        let group = Some(Group { id: GroupId(7), memory_max, share: None });
         self.say(Event::Grouped { groups: clients.into_iter().map(|n| (client(n), group)).collect() })
     }
 

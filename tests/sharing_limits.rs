@@ -1,9 +1,10 @@
-//! Rules that bound the memory of programs: end to end, with real processes on the simulated GPU.
+//! Rules that bound the memory of programs and divide the time of a GPU: end to end, with real processes on the simulated GPU.
 
 mod sharing;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use sharing::*;
 
@@ -182,5 +183,50 @@ fn each_unit_has_the_limit_for_all_of_its_programs() {
         "who is in no such unit has no limit"
     );
     first.kill();
+    machine.wait_until_empty();
+}
+
+/// How long that program has had the lock and waited for it, in seconds, and how often it was granted.
+fn lock_times(machine: &Machine, program: &Program) -> (f64, f64, u64) {
+    let status = machine.status();
+    let clients = status["clients"].as_array().expect("clients");
+    let client = clients.iter().find(|client| client["pid"] == program.pid()).expect("the program");
+    let seconds = |key: &str| client["gpus"][0][key].as_f64().unwrap_or_else(|| panic!("no {key} in {client}"));
+    (seconds("lock-time"), seconds("wait-time"), number(&client["gpus"][0]["grants"]))
+}
+
+#[test]
+fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
+    // SAFETY: it cannot fail.
+    let uid = unsafe { libc::getuid() };
+    let machine = ruled(&format!("time-period = \"1s\"\n[[rule]]\nuser = {uid}\ntime-max = \"30%\"\n"));
+    let mut program = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 100000").start();
+    machine.wait_for_grants(&program, 3); // and nobody else waits
+    let (began, before) = (Instant::now(), lock_times(&machine, &program));
+    std::thread::sleep(Duration::from_secs(4));
+    let after = lock_times(&machine, &program);
+    let part = (after.0 - before.0) / began.elapsed().as_secs_f64();
+    assert!(part < 0.45 && after.2 > before.2, "{:.0} percent of the time, {before:?} to {after:?}", part * 100.0);
+    rule(&machine, "");
+    wait_for("it to have all of the time", || {
+        let before = lock_times(&machine, &program).0;
+        std::thread::sleep(Duration::from_millis(500));
+        (lock_times(&machine, &program).0 - before > 0.49).then_some(())
+    });
+    program.kill();
+}
+
+#[test]
+fn who_has_a_higher_priority_waits_for_no_turn_to_end() {
+    let name = format!("nvshare-test-{}-urgent.service", std::process::id());
+    let Some(unit) = Unit::new(&name) else { return };
+    let mut machine = Machine::new(Setup { time_quantum: 600, anti_thrash: "on", ..Setup::default() });
+    write(&machine, &format!("[[rule]]\nunit = \"**/{name}\"\npriority = 10\n"));
+    machine.start_scheduler();
+    let mut usual = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 100000").start();
+    machine.wait_for_grants(&usual, 1);
+    machine.program_in(&unit.procs(), "mix --mem 32M --chunks 4 --reps 3 --rounds 5").start().finish();
+    machine.wait_for_grants(&usual, 2);
+    usual.kill();
     machine.wait_until_empty();
 }

@@ -24,6 +24,9 @@ pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
 /// What the longest wait may be, in whole seconds; 0 stands for no bound.
 pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
 
+/// Over how many whole seconds parts of the time of a GPU can be counted.
+pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
+
 /// The whole configuration, with the default of everything in one place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
@@ -50,6 +53,7 @@ impl Default for Config {
                 reserve: 512 << 20,
                 // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
                 context: 600 << 20,
+                time_period: Duration::from_secs(10),
             },
             max_clients_per_user: 512,
             log_level: LogLevel::Info,
@@ -146,6 +150,7 @@ impl Config {
                 anti_thrash: all.anti_thrash.unwrap_or(default.settings.anti_thrash),
                 reserve: all.memory.reserve.unwrap_or(default.settings.reserve),
                 context: all.memory.context.unwrap_or(default.settings.context),
+                time_period: all.time_period.unwrap_or(default.settings.time_period),
             },
             max_clients_per_user: all.max_clients_per_user.unwrap_or(default.max_clients_per_user),
             log_level: all.log_level.unwrap_or(default.log_level),
@@ -203,6 +208,10 @@ pub fn max_wait(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "longest wait", MAX_WAIT_SECONDS)
 }
 
+fn time_period(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "time period", TIME_PERIOD_SECONDS)
+}
+
 fn whole_seconds(value: Duration, what: &str, allowed: RangeInclusive<u64>) -> Result<Duration, String> {
     let seconds = value.as_secs();
     if value.subsec_nanos() == 0 && allowed.contains(&seconds) {
@@ -221,6 +230,8 @@ struct File {
     time_quantum: Option<Duration>,
     #[serde(default, deserialize_with = "read_max_wait")]
     max_wait: Option<Duration>,
+    #[serde(default, deserialize_with = "read_time_period")]
+    time_period: Option<Duration>,
     #[serde(default, deserialize_with = "read_anti_thrash")]
     anti_thrash: Option<AntiThrash>,
     #[serde(default, deserialize_with = "read_max_clients")]
@@ -243,6 +254,7 @@ impl File {
         Self {
             time_quantum: self.time_quantum.or(before.time_quantum),
             max_wait: self.max_wait.or(before.max_wait),
+            time_period: self.time_period.or(before.time_period),
             anti_thrash: self.anti_thrash.or(before.anti_thrash),
             max_clients_per_user: self.max_clients_per_user.or(before.max_clients_per_user),
             log_level: self.log_level.or(before.log_level),
@@ -288,6 +300,10 @@ pub fn read_time_quantum<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Du
 
 pub fn read_max_wait<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
     read_duration(from, "max-wait", max_wait)
+}
+
+fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    read_duration(from, "time-period", time_period)
 }
 
 fn read_duration<'de, D: Deserializer<'de>>(
@@ -429,7 +445,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_read() {
-        let text = "time-quantum = \"2min\"\nmax-wait = 0\nanti-thrash = \"on\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
+        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n";
         let expected = Config {
@@ -439,6 +455,7 @@ mod tests {
                 anti_thrash: AntiThrash::On,
                 reserve: 1 << 30,
                 context: 1 << 20,
+                time_period: Duration::from_secs(20),
             },
             max_clients_per_user: 9,
             log_level: LogLevel::Debug,
@@ -524,7 +541,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `anti-thrash`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
             ),
         ];
         for (text, expected) in cases {

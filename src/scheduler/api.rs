@@ -50,6 +50,15 @@ pub struct Settings {
     pub reserve: u64,
     /// Bytes put aside for a context until its size has been measured.
     pub context: u64,
+    /// How far back it is looked when a part of the time is a group's.
+    pub time_period: Duration,
+}
+
+impl Settings {
+    /// What a group gets at a time of what it is to have at least.
+    pub(super) fn slice(&self) -> Duration {
+        self.time_period / 40
+    }
 }
 
 /// Clients that a rule counts together: all programs of a unit, a container or a user.
@@ -61,6 +70,28 @@ pub struct GroupId(pub u64);
 pub struct Group {
     pub id: GroupId,
     pub memory_max: MemoryMax,
+    /// None: its clients take turns as their users' others do.
+    pub share: Option<Share>,
+}
+
+/// How much of each GPU's time a group has, and how soon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// Of what is divided among those who want it, compared with others. 0: what nobody else wants.
+    pub weight: u16,
+    /// Percent of the last `Settings::time_period`: at least, if it wants so much, and at most.
+    pub min: u8,
+    pub max: u8,
+    /// Who has a higher one waits for nobody who has a lower one.
+    pub priority: i8,
+    /// Waits for nobody's turn to end, as long as it has had no more than its share.
+    pub interactive: bool,
+}
+
+impl Default for Share {
+    fn default() -> Self {
+        Self { weight: 100, min: 0, max: 100, priority: 0, interactive: false }
+    }
 }
 
 /// The most that the demands of a group can come to, on each GPU.

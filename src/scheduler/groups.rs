@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Default)]
 pub(super) struct Members {
     pub memory_max: MemoryMax,
+    pub share: Option<Share>,
     clients: BTreeSet<ClientId>,
 }
 
@@ -62,6 +63,7 @@ impl Machine {
             if std::mem::replace(&mut members.memory_max, group.memory_max) != group.memory_max {
                 told.extend(&members.clients);
             }
+            members.share = group.share;
             for (id, seat) in &state.seats {
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.count_for(Some(group.id), 0, seat.promise.counted);
@@ -78,6 +80,7 @@ impl Machine {
                 }
             }
         }
+        self.stand_anew();
     }
 
     pub(super) fn leave_group(&mut self, client: ClientId) {

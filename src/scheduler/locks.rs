@@ -56,6 +56,10 @@ pub(super) struct Hold {
     /// What was granted with it is revoked with it.
     pub group: u64,
     pub since: Time,
+    /// How long nobody had the GPU before that, because its memory was to come first.
+    pub moved: Duration,
+    /// Until when it had been served before.
+    pub served_until: Time,
     /// How long somebody has been waiting for it: the turn's clock, which runs only then.
     pub waited: Duration,
     pub waited_since: Option<Time>,
@@ -92,6 +96,8 @@ impl Hold {
             number,
             group,
             since,
+            moved: Duration::ZERO,
+            served_until: Time::ZERO,
             waited: Duration::ZERO,
             waited_since: None,
             told: None,
@@ -157,7 +163,9 @@ impl Machine {
             let request = Request { place, since: BTreeMap::new(), wants: BTreeMap::new(), parked: None, told: None };
             self.requests.insert(unit, request);
         }
+        let class = self.class(client, &wants);
         if let Some(request) = self.requests.get_mut(&unit) {
+            request.place.class = request.place.class.min(class);
             request.since.insert(client, since);
             request.wants.insert(client, wants);
         }
@@ -199,6 +207,9 @@ impl Machine {
                 return self.park(unit, Parked::Undrained);
             }
             self.split(unit, &undrained);
+        }
+        if let Some(until) = self.is_capped(unit) {
+            return self.park(unit, Parked::Until(until));
         }
         let Some(request) = self.requests.get(&unit) else { return };
         // One that would only take bytes elsewhere, and could not use them, stays out.
@@ -369,6 +380,7 @@ impl Machine {
         self.leave_line(unit);
         let Some(request) = self.requests.remove(&unit) else { return };
         let (now, group) = (self.now, self.count());
+        let came = request.since.values().min().copied().unwrap_or(now);
         for (client, gpus) in request.wants {
             let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
             if let Some(state) = self.clients.get_mut(&client) {
@@ -388,6 +400,12 @@ impl Machine {
                 seat.hold = Some(Hold::new(unit, number, group, now));
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.holders.insert(number, client);
+                    // Nobody could run while its memory came.
+                    let vacant = gpu.vacant.take().map_or(Duration::ZERO, |at| now.saturating_sub(at.max(came)));
+                    let served_until = self.served_before(client, *id);
+                    if let Some(hold) = self.seat_mut(client, *id).and_then(|seat| seat.hold.as_mut()) {
+                        (hold.moved, hold.served_until) = (vacant, served_until);
+                    }
                 }
                 self.enter(client, *id);
                 self.touch(*id);
@@ -485,6 +503,7 @@ impl Machine {
     /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
     pub(super) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
+        let party = self.party(client);
         let Some(seat) = self.seat_mut(client, id) else { return };
         let Some(hold) = seat.hold.take() else { return };
         let held = now.saturating_sub(hold.since);
@@ -496,8 +515,11 @@ impl Machine {
         seat.lingers = hold.undrainable;
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
+            gpu.vacant = gpu.holders.is_empty().then_some(now);
+            gpu.cut_short = party.filter(|_| !idle);
         }
-        self.has_been_served(client, id, hold.since, waited);
+        self.count_usage(client, id, hold.since);
+        self.has_been_served(client, id, &hold, waited);
         self.enter(client, id);
         self.touch(id);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)

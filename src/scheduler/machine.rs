@@ -10,16 +10,25 @@ use super::{
     locks::{Hold, Request, Unit},
     policy::{Bursts, FIRST_RATE, Fcfs, RATE_BACK},
     promise::Promise,
+    shares::{Class, Party},
     squeeze::Squeeze,
     stays::Staying,
     timers::{Timers, Wake},
     together::Fullness,
+    usage::Usage,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 /// Later times are taken for this one (34 years), so that no sum of times overflows.
 const END_OF_TIME: Time = Duration::from_secs(1 << 30);
+
+impl Settings {
+    fn bound(&mut self) {
+        self.time_quantum = self.time_quantum.min(END_OF_TIME);
+        self.time_period = self.time_period.min(END_OF_TIME / 100);
+    }
+}
 
 /// Decides who may run on which GPU, and whose memory is there. See the [module](super).
 #[derive(Debug)]
@@ -62,8 +71,14 @@ pub(super) struct Gpu {
     pub hopes: BTreeMap<ClientId, Hope>,
     /// Requests that want this GPU, in the order in which they are served.
     pub line: BTreeSet<(Place, Unit)>,
-    /// Until when each user has had its share of this GPU, where that is not past.
-    pub served: BTreeMap<UserId, Time>,
+    /// Until when each party has had its share of this GPU, where that is not past.
+    pub served: BTreeMap<Party, Time>,
+    /// What those have had of this GPU of whom that is of interest.
+    pub used: BTreeMap<Party, Usage>,
+    /// Since when nobody has had it, though somebody wanted it.
+    pub vacant: Option<Time>,
+    /// Who had it last, if it was asked for it and wants it still.
+    pub cut_short: Option<Party>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
     /// Waiting for room for a context, and how many of them, from the back, are not to have any: others could never run then.
@@ -98,8 +113,14 @@ pub(super) struct Newcomer {
     pub told: bool,
 }
 
-/// Where a request stands in line: its time, and its rank among those of one user.
-pub(super) type Place = (Time, Time, u64);
+/// Where a request stands in line: among those of its class by its time, and among those of one party by their rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub class: Class,
+    pub at: Time,
+    pub rank: Time,
+    pub number: u64,
+}
 
 #[derive(Debug)]
 pub(super) struct Client {
@@ -146,7 +167,7 @@ pub(super) struct Seat {
 
 impl Machine {
     pub fn new(mut settings: Settings) -> Self {
-        settings.time_quantum = settings.time_quantum.min(END_OF_TIME);
+        settings.bound();
         Self {
             now: Time::ZERO,
             settings,
@@ -262,7 +283,7 @@ impl Machine {
     }
 
     fn configure(&mut self, mut settings: Settings) {
-        settings.time_quantum = settings.time_quantum.min(END_OF_TIME);
+        settings.bound();
         self.settings = settings;
         self.dirty.extend(self.gpus.keys().copied());
         self.admit_needless();
@@ -283,6 +304,9 @@ impl Machine {
                 hopes: BTreeMap::new(),
                 line: BTreeSet::new(),
                 served: BTreeMap::new(),
+                used: BTreeMap::new(),
+                vacant: None,
+                cut_short: None,
                 holders: BTreeMap::new(),
                 attaching: VecDeque::new(),
                 kept_out: 0,

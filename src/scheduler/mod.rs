@@ -17,6 +17,7 @@
 //! - `order`: who stands before whom: users first, then their clients.
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
+//! - `shares`: parts of a GPU's time that rules give; over `usage`, which counts it.
 //! - `squeeze`: room for what the driver takes for itself.
 //! - `stays`: memory that cannot leave its GPU for a while.
 //! - `timers`: when to look at what again.
@@ -38,10 +39,12 @@ mod patience;
 mod policy;
 mod promise;
 mod settle;
+mod shares;
 mod squeeze;
 mod stays;
 mod timers;
 mod together;
+mod usage;
 pub mod view;
 
 pub use api::*;

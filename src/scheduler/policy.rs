@@ -20,6 +20,7 @@
 
 use super::{
     api::{AntiThrash, Settings, Time},
+    shares::Standing,
     together::MEASURED,
 };
 use std::time::Duration;
@@ -47,6 +48,8 @@ pub(super) fn smoothed(rate: u64, measured: u64) -> u64 {
 /// What a policy decides from.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Waiter {
+    /// What it is to the holder, by the rules that both have.
+    pub standing: Standing,
     /// How long it is expected to run until it has no work.
     pub burst: Duration,
     /// How long moving the bytes it lacks takes, both ways.
@@ -60,6 +63,14 @@ pub(super) struct Waiter {
     pub holders_measured: bool,
     /// How many wait, itself included.
     pub waiters: u32,
+}
+
+impl Waiter {
+    /// No turn is shorter: a hand-over costs too much.
+    fn least(&self) -> Duration {
+        let moves = if self.evicts { self.arrives.saturating_mul(MOVES_PER_TURN) } else { Duration::ZERO };
+        moves.max(SHORTEST_TURN)
+    }
 }
 
 /// The decisions that another policy (shares, weights) would take differently.
@@ -78,8 +89,12 @@ pub(super) struct Fcfs;
 
 impl Policy for Fcfs {
     fn turn(&self, settings: &Settings, first: &Waiter) -> Duration {
-        if settings.anti_thrash != AntiThrash::Auto {
-            return settings.time_quantum;
+        match first.standing {
+            Standing::Before => return Duration::ZERO,
+            Standing::After => return Duration::MAX,
+            Standing::Owed => return settings.slice().min(settings.time_quantum).max(first.least()),
+            Standing::Equal if settings.anti_thrash != AntiThrash::Auto => return settings.time_quantum,
+            Standing::Equal => {}
         }
         let quantum = if first.evicts {
             settings.time_quantum
@@ -94,8 +109,7 @@ impl Policy for Fcfs {
             Duration::ZERO => Duration::MAX,
             most => most / first.waiters.max(1),
         };
-        let least = if first.evicts { first.arrives.saturating_mul(MOVES_PER_TURN) } else { Duration::ZERO };
-        quantum.min(share).max(least).max(SHORTEST_TURN)
+        quantum.min(share).max(first.least())
     }
 
     fn place(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time {

@@ -4,8 +4,9 @@
 use super::{
     api::*,
     locks::{Hold, Parked, Request, Unit},
-    machine::Machine,
-    policy::{Policy, Waiter},
+    machine::{Machine, Place},
+    policy::{Policy, SHORTEST_GRACE, Waiter},
+    shares::Standing,
     timers::Wake,
 };
 use std::time::Duration;
@@ -44,6 +45,7 @@ impl Machine {
             gpu.capacity = capacity;
         }
         self.note_offer(id);
+        let reclassed = self.reclass(id);
 
         let mut pressure = Pressure::default();
         let owed = self.make_room(id, &mut pressure);
@@ -63,7 +65,7 @@ impl Machine {
         }
         let attaching = self.answer_attaching(id);
         let turn = self.press(id, &pressure);
-        let next = [attaching, turn, squeezed.next].into_iter().flatten().min();
+        let next = [attaching, turn, squeezed.next, reclassed].into_iter().flatten().min();
         self.timers.set(Wake::Gpu(id), next);
     }
 
@@ -156,6 +158,7 @@ impl Machine {
             pressure.first = Some(unit);
             pressure.locked_out = locked;
             pressure.waiter = Some(Waiter {
+                standing: Standing::default(),
                 burst: burst.unwrap_or_default(),
                 moving,
                 arrives,
@@ -224,7 +227,7 @@ impl Machine {
             let Some(gpus) = request.wants.remove(client) else { continue };
             let since = request.since.remove(client).unwrap_or(self.now);
             let alone = Request {
-                place: (request.place.0, request.place.1, number),
+                place: Place { number, ..request.place },
                 since: [(*client, since)].into(),
                 wants: [(*client, gpus)].into(),
                 parked: None,
@@ -250,10 +253,6 @@ impl Machine {
         let grace = self.policy.grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |w| w.moving));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
         let together = self.may_stay(id);
-        let turn = match &pressure.waiter {
-            Some(waiter) if exclusive || pressure.grower.is_none() => self.policy.turn(&self.settings, waiter),
-            _ => self.settings.time_quantum,
-        };
         let first = gpu.holders.values().filter_map(|c| self.seat(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
         let first = first.map(|h| h.unit);
         let mut short = pressure.short;
@@ -278,9 +277,28 @@ impl Machine {
             // They run together no longer.
             let surplus = exclusive && !together && first.is_some_and(|unit| hold.unit != unit);
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
-            let turn = if seat.fullness.is_for_itself() { self.settings.time_quantum } else { turn };
-            let rival = pressure.first.filter(|_| !pressure.overdue && wanted && hold.waited(now) >= turn);
+            let for_itself = seat.fullness.is_for_itself();
+            let standing = match pressure.first {
+                Some(first) if !pressure.overdue => self.standing(first, client, id),
+                _ => Standing::Equal,
+            };
+            let turn = match pressure.waiter {
+                Some(waiter)
+                    if standing != Standing::Equal || !for_itself && (exclusive || pressure.grower.is_none()) =>
+                {
+                    self.policy.turn(&self.settings, &Waiter { standing, ..waiter })
+                }
+                _ => self.settings.time_quantum,
+            };
+            let is_equal = standing == Standing::Equal;
+            let rival = pressure.first.filter(|_| !pressure.overdue && is_equal && wanted && hold.waited(now) >= turn);
             let stays = rival.and_then(|rival| self.stands_first_until(client, id, rival));
+            let capped = self.capped_at(client, id);
+            // One whose time is counted gives the GPU back whenever it has no use for it.
+            let (tells, waiters, grace) = match capped {
+                Some(_) if !wanted => (true, 1, SHORTEST_GRACE),
+                _ => (wanted, waiters, grace),
+            };
             let gpus = GpuSet::from([id]);
             let Some(hold) = self.seat_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
             if wanted {
@@ -289,7 +307,7 @@ impl Machine {
                 hold.waited += now.saturating_sub(since);
             }
             let told = hold.told.unwrap_or((0, grace));
-            let tell = match (told.0 > 0, wanted) {
+            let tell = match (told.0 > 0, tells) {
                 (false, true) => Some((waiters, grace)),
                 (true, false) => Some((0, grace)),
                 (true, true) if grace > told.1 * 2 || told.1 > grace * 2 => Some((waiters, grace)),
@@ -304,13 +322,16 @@ impl Machine {
             if prepare {
                 self.out.push(Command::Prepare { client, gpu: id, bytes: leaves });
             }
-            if let Some((waiters, grace)) = tell.filter(|_| !(wanted && over)) {
+            let spent = capped.is_some_and(|at| at <= now);
+            let goes = surplus || spent || (wanted && over);
+            if let Some((waiters, grace)) = tell.filter(|_| !goes) {
                 self.out.push(Command::Contended { client, gpus, waiters, grace });
             }
-            if surplus || (wanted && over) {
+            if goes {
                 self.revoke(client, id);
-            } else if wanted {
-                next = Some(next.map_or(ends, |old| old.min(ends)));
+            } else {
+                let ends = capped.into_iter().chain(wanted.then_some(ends)).filter(|at| *at < Time::MAX);
+                next = next.into_iter().chain(ends).min();
             }
         }
         next

@@ -114,6 +114,9 @@ impl Machine {
         let (mut full, mut need, mut own) = (0u32, 0u64, 0u64);
         for client in clients {
             let Some(seat) = self.seat(client, id) else { return false };
+            if self.runs_alone(client) {
+                return false;
+            }
             let Some(permille) = seat.fullness.permille() else { return false };
             full = full.saturating_add(permille);
             need = need.saturating_add(self.need(client, id));

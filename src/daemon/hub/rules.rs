@@ -34,7 +34,7 @@ impl Hub {
             *next += 1;
             GroupId(*next)
         });
-        Some(Group { id, memory_max: rule.memory_max })
+        Some(Group { id, memory_max: rule.memory_max, share: rule.share })
     }
 
     /// Somebody with that rule is gone: perhaps it was the last who counted so.

@@ -1,8 +1,10 @@
 //! Rules: what programs may have, by where they belong. The first rule that matches a program counts.
 //!
 //! - `parse`: `[[rule]]` of the configuration, and what can be wrong with it.
+//! - `amounts`: what the values of a rule can be.
 //! - `matching`: which rule a program has, and who counts with it.
 
+mod amounts;
 mod matching;
 mod parse;
 
@@ -13,7 +15,7 @@ pub use matching::Instance;
 pub use parse::RawRule;
 pub(super) use parse::read;
 
-use crate::scheduler::MemoryMax;
+use crate::scheduler::{MemoryMax, Share};
 
 /// Where a rule is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +38,8 @@ pub struct Rule {
     pub name: String,
     pub subject: Subject,
     pub memory_max: MemoryMax,
+    /// None: it says nothing of time.
+    pub share: Option<Share>,
 }
 
 impl fmt::Display for Rule {

@@ -7,14 +7,10 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 
+use super::amounts::{Amount, Percent, Priority, Weight};
 use super::{Glob, Origin, Rule, Subject};
 use crate::daemon::cgroup;
-use crate::scheduler::MemoryMax;
-use crate::units;
-
-/// The least that a limit can be: the GPU's own granularity; and the most, as everywhere in the file.
-const LEAST: u64 = 2 << 20;
-const MOST: u64 = 1 << 40;
+use crate::scheduler::{MemoryMax, Share};
 
 const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
                         for any number of directories";
@@ -32,6 +28,11 @@ pub struct RawRule {
     #[serde(default)]
     group: Option<Spanned<Account>>,
     memory_max: Option<Spanned<Amount>>,
+    weight: Option<Weight>,
+    time_min: Option<Spanned<Percent>>,
+    time_max: Option<Spanned<Percent>>,
+    priority: Option<Priority>,
+    interactive: Option<bool>,
 }
 
 /// A user or a group: a name or a number.
@@ -40,10 +41,6 @@ enum Account {
     Name(String),
     Number(u32),
 }
-
-/// A size, a part of a GPU, or all there is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Amount(MemoryMax);
 
 /// A mistake, and where it is.
 pub type Mistake = (Range<usize>, String);
@@ -60,6 +57,7 @@ pub fn read(raw: Vec<Spanned<RawRule>>, file: &Path, line_of: impl Fn(usize) -> 
 
 impl RawRule {
     fn check(self, span: Range<usize>, origin: Origin) -> Result<Rule, Mistake> {
+        let share = self.share()?;
         let unit = self.unit.map(|text| pattern("unit", text)).transpose()?;
         let slice = self.slice.map(|text| pattern("slice", text)).transpose()?;
         contradiction(unit.as_ref(), slice.as_ref())?;
@@ -70,14 +68,44 @@ impl RawRule {
             user: self.user.map(|user| account("user", user, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
-        let Some(memory_max) = self.memory_max else {
-            return Err((span, "the rule allows and forbids nothing: say memory-max".into()));
-        };
+        if self.memory_max.is_none() && share.is_none() {
+            let keys = "memory-max, weight, time-min, time-max, priority or interactive";
+            return Err((span, format!("the rule allows and forbids nothing: say {keys}")));
+        }
         let name = self.name.unwrap_or_default();
         if name.chars().any(char::is_control) {
             return Err((span, "the name of a rule is one line of text".into()));
         }
-        Ok(Rule { origin, name, subject, memory_max: memory_max.into_inner().0 })
+        let memory_max = self.memory_max.map_or(MemoryMax::Infinity, |amount| amount.into_inner().0);
+        Ok(Rule { origin, name, subject, memory_max, share })
+    }
+
+    /// What the rule says of time, if it says anything.
+    fn share(&self) -> Result<Option<Share>, Mistake> {
+        let percent = |given: &Option<Spanned<Percent>>| given.as_ref().map(|percent| percent.as_ref().0);
+        let (min, max) = (percent(&self.time_min), percent(&self.time_max));
+        let says = self.weight.is_some() || min.is_some() || max.is_some() || self.priority.is_some();
+        if !says && self.interactive.is_none() {
+            return Ok(None);
+        }
+        let default = Share::default();
+        let share = Share {
+            weight: self.weight.map_or(default.weight, |weight| weight.0),
+            min: min.unwrap_or(default.min),
+            max: max.unwrap_or(default.max),
+            priority: self.priority.map_or(default.priority, |priority| priority.0),
+            interactive: self.interactive.unwrap_or(default.interactive),
+        };
+        match (&self.time_min, share.weight) {
+            (Some(least), _) if share.min > share.max => {
+                let text = format!("time-min cannot be {}%: time-max is {}%", share.min, share.max);
+                Err((least.span(), text))
+            }
+            (Some(least), 0) => {
+                Err((least.span(), "time-min: what is idle has no least time: leave one of them out".into()))
+            }
+            _ => Ok(Some(share)),
+        }
     }
 }
 
@@ -182,53 +210,6 @@ impl Visitor<'_> for AccountVisitor {
     }
 }
 
-impl Amount {
-    const ALLOWED: &'static str = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\"";
-
-    fn bytes(bytes: u64) -> Option<Self> {
-        (LEAST..=MOST).contains(&bytes).then_some(Self(MemoryMax::Bytes(bytes)))
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        if text == "infinity" {
-            return Some(Self(MemoryMax::Infinity));
-        }
-        match text.strip_suffix('%') {
-            Some(number) => {
-                let percent = number.trim().parse().ok().filter(|percent| (1..=100).contains(percent));
-                percent.map(|percent| Self(MemoryMax::Percent(percent)))
-            }
-            None => units::parse_size(text).ok().and_then(Self::bytes),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for Amount {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_any(AmountVisitor)
-    }
-}
-
-struct AmountVisitor;
-
-impl Visitor<'_> for AmountVisitor {
-    type Value = Amount;
-
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} for memory-max", Amount::ALLOWED)
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Amount, E> {
-        let amount = u64::try_from(value).ok().and_then(Amount::bytes);
-        amount.ok_or_else(|| E::custom(format!("memory-max cannot be {value}: {} is allowed", Amount::ALLOWED)))
-    }
-
-    fn visit_str<E: de::Error>(self, value: &str) -> Result<Amount, E> {
-        let amount = Amount::parse(value);
-        amount.ok_or_else(|| E::custom(format!("memory-max cannot be {value:?}: {} is allowed", Amount::ALLOWED)))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -271,6 +252,24 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_rule_says_how_much_of_the_time_somebody_has() {
+        let default = Share::default();
+        for (text, expected) in [
+            ("memory-max = \"1G\"", None),
+            ("weight = 100", Some(default)),
+            ("weight = \"idle\"", Some(Share { weight: 0, ..default })),
+            ("weight = 10000\npriority = -100", Some(Share { weight: 10_000, priority: -100, ..default })),
+            ("time-min = \"20%\"\ntime-max = \"20 %\"", Some(Share { min: 20, max: 20, ..default })),
+            ("interactive = true", Some(Share { interactive: true, ..default })),
+            ("interactive = false", Some(default)),
+        ] {
+            let rules = rules(&format!("[[rule]]\n{text}"));
+            assert_eq!(rules.get(0).map(|rule| rule.share), Some(expected), "{text}");
+        }
+        assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.memory_max), Some(MemoryMax::Infinity));
+    }
+
     /// Mistakes in the second of these lines, after `[[rule]]`.
     #[test]
     fn errors_say_where_and_what_is_allowed() {
@@ -287,11 +286,45 @@ mod tests {
                  or \"infinity\" for memory-max"
                     .to_owned(),
             ),
-            ("user = \"root\"", "1:1: the rule allows and forbids nothing: say memory-max".to_owned()),
+            (
+                "user = \"root\"",
+                "1:1: the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority or interactive"
+                    .to_owned(),
+            ),
+            (
+                "weight = 0",
+                "2:10: weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed".to_owned(),
+            ),
+            (
+                "weight = \"heavy\"",
+                "2:10: weight cannot be \"heavy\": a number from 1 to 10000, or \"idle\" is allowed".to_owned(),
+            ),
+            (
+                "time-max = 20",
+                "2:12: time-min and time-max cannot be 20: a part of the time from \"1%\" to \"100%\" is allowed".to_owned(),
+            ),
+            (
+                "time-min = \"0%\"",
+                "2:12: time-min and time-max cannot be \"0%\": a part of the time from \"1%\" to \"100%\" is allowed"
+                    .to_owned(),
+            ),
+            ("time-max = \"20%\"\ntime-min = \"30%\"", "3:12: time-min cannot be 30%: time-max is 20%".to_owned()),
+            (
+                "weight = \"idle\"\ntime-min = \"30%\"",
+                "3:12: time-min: what is idle has no least time: leave one of them out".to_owned(),
+            ),
+            (
+                "priority = 200",
+                "2:12: priority cannot be 200: a number from -100 to 100 is allowed".to_owned(),
+            ),
+            (
+                "interactive = \"yes\"",
+                "2:15: invalid type: string \"yes\", expected a boolean".to_owned(),
+            ),
             (
                 "memory-low = \"1G\"",
                 "2:1: unknown field `memory-low`, expected one of `name`, `unit`, `slice`, `container`, `user`, `group`, \
-                 `memory-max`"
+                 `memory-max`, `weight`, `time-min`, `time-max`, `priority`, `interactive`"
                     .to_owned(),
             ),
             (

@@ -1,0 +1,260 @@
+//! Shares of a GPU's time, where a rule gives a group one: how it compares with others in line, what it has at least and at
+//! most, and whom it need not wait for. Who has no such rule takes turns by user, all users alike.
+//!
+//! - **Weights** decide how far back somebody's next request stands after its turn (`order`).
+//! - **Priorities** and the idle weight make classes: who is of a better one goes first, and does not wait for a turn to end.
+//! - **A minimum** makes its group go first for as long as it has had less of the last period.
+//! - **A maximum** ends the turns of its group once it has had so much, whether anybody waits or not, until some of that is
+//!   a period ago.
+//! - **An interactive** group goes first as long as it has had no more than its share.
+
+use super::{
+    api::*,
+    groups::Members,
+    locks::{Parked, Request, Unit},
+    machine::Machine,
+    timers::Wake,
+    usage::Window,
+};
+use std::cmp::Reverse;
+use std::time::Duration;
+
+/// Who takes turns as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Party {
+    User(UserId),
+    Group(GroupId),
+}
+
+/// Who goes before whom, whenever they came: the smaller first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub(super) struct Class {
+    tier: Tier,
+    prompt: Reverse<bool>,
+    owed: Reverse<bool>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Tier {
+    /// Of that priority; the higher goes first.
+    Ordinary(Reverse<i8>),
+    /// Has what nobody else wants.
+    Idle,
+}
+
+impl Default for Tier {
+    fn default() -> Self {
+        Self::Ordinary(Reverse(0))
+    }
+}
+
+/// What somebody who waits is to somebody who holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Standing {
+    /// Waits for no turn to end.
+    Before,
+    /// Has had less than it is to have, which the other has not.
+    Owed,
+    #[default]
+    Equal,
+    /// Has to wait until the other has no work, or has had what it is to have.
+    After,
+}
+
+impl Share {
+    /// Of the period.
+    fn part(percent: u8, settings: &Settings) -> Duration {
+        settings.time_period * u32::from(percent.min(100)) / 100
+    }
+
+    fn tier(self) -> Tier {
+        if self.weight == 0 { Tier::Idle } else { Tier::Ordinary(Reverse(self.priority)) }
+    }
+
+    fn is_bounded(self) -> bool {
+        self.min > 0 || self.max < 100
+    }
+
+    /// Whether its class depends on what it has had.
+    fn is_watched(self) -> bool {
+        self.is_bounded() || self.interactive
+    }
+}
+
+impl Members {
+    fn is_watched(&self) -> bool {
+        self.share.is_some_and(Share::is_watched)
+    }
+}
+
+impl Machine {
+    pub(super) fn party(&self, client: ClientId) -> Option<Party> {
+        let state = self.clients.get(&client)?;
+        let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.share.is_some()));
+        Some(group.map_or(Party::User(state.user), Party::Group))
+    }
+
+    pub(super) fn share(&self, party: Party) -> Share {
+        match party {
+            Party::User(_) => Share::default(),
+            Party::Group(group) => self.groups.get(&group).and_then(|members| members.share).unwrap_or_default(),
+        }
+    }
+
+    pub(super) fn share_of(&self, client: ClientId) -> Share {
+        self.party(client).map_or_else(Share::default, |party| self.share(party))
+    }
+
+    /// What it counts for when turns are divided.
+    pub(super) fn weight(&self, party: Party) -> u32 {
+        u32::from(self.share(party).weight.max(1))
+    }
+
+    /// What a party has had of a GPU.
+    fn window(&self, party: Party, id: GpuId) -> Window<'_> {
+        let gpu = self.gpus.get(&id);
+        let holders = gpu.into_iter().flat_map(|gpu| gpu.holders.values());
+        let own = holders.filter(|client| self.party(**client) == Some(party));
+        let since = own.filter_map(|client| Some(self.seat(*client, id)?.hold.as_ref()?.since)).min();
+        Window { usage: gpu.and_then(|gpu| gpu.used.get(&party)), since, period: self.settings.time_period }
+    }
+
+    /// The client no longer has the lock, which it had since then.
+    pub(super) fn count_usage(&mut self, client: ClientId, id: GpuId, since: Time) {
+        let Some(party) = self.party(client).filter(|party| self.share(*party).is_bounded()) else { return };
+        let (now, period) = (self.now, self.settings.time_period);
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.used.entry(party).or_default().record(since, now, period);
+        }
+    }
+
+    /// Whether it has had less of that GPU than it is to have.
+    fn is_owed(&self, party: Party, id: GpuId) -> bool {
+        let min = self.share(party).min;
+        min > 0 && self.window(party, id).used(self.now) < Share::part(min, &self.settings)
+    }
+
+    /// The class of a client that wants these GPUs, or has them.
+    pub(super) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
+        let Some(party) = self.party(client) else { return Class::default() };
+        let share = self.share(party);
+        let has_had_more = |id: &GpuId| {
+            let until = self.gpus.get(id).and_then(|gpu| gpu.served.get(&party));
+            until.is_some_and(|until| *until > self.now)
+        };
+        Class {
+            tier: share.tier(),
+            prompt: Reverse(share.interactive && !gpus.iter().any(has_had_more)),
+            owed: Reverse(gpus.iter().any(|id| self.is_owed(party, *id))),
+        }
+    }
+
+    /// What the first in line is to a holder.
+    pub(super) fn standing(&self, waiter: Unit, holder: ClientId, id: GpuId) -> Standing {
+        let Some(request) = self.requests.get(&waiter) else { return Standing::Equal };
+        let (first, has) = (request.place.class, self.class(holder, &GpuSet::from([id])));
+        match (first.tier.cmp(&has.tier), first.prompt.0, (first.owed.0, has.owed.0)) {
+            (std::cmp::Ordering::Less, ..) => Standing::Before,
+            (std::cmp::Ordering::Greater, ..) => Standing::After,
+            (_, true, _) if !self.share_of(holder).interactive => Standing::Before,
+            (.., (true, false)) => Standing::Owed,
+            (.., (false, true)) => Standing::After,
+            _ => Standing::Equal,
+        }
+    }
+
+    /// When the holder's group will have had all that it may; None: there is no such bound. A time that is not to come: it
+    /// has had it.
+    pub(super) fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
+        let party = self.party(holder)?;
+        let share = self.share(party);
+        if share.max >= 100 {
+            return None;
+        }
+        let (window, most) = (self.window(party, id), Share::part(share.max, &self.settings));
+        if window.used(self.now) >= most {
+            return Some(self.now);
+        }
+        Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
+    }
+
+    /// Until when a client may have none of these GPUs, because its group has had all that it may. It may again once enough
+    /// for a turn is a period ago.
+    fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
+        let party = self.party(client)?;
+        let share = self.share(party);
+        if share.max >= 100 {
+            return None;
+        }
+        let most = Share::part(share.max, &self.settings);
+        let turn = self.settings.slice().min(most / 2);
+        let until = gpus.iter().filter_map(|id| {
+            let window = self.window(party, *id);
+            (window.used(self.now) >= most).then_some(window)?.falls_below(most.saturating_sub(turn), self.now)
+        });
+        until.max()
+    }
+
+    /// The same for all who are to be granted together.
+    pub(super) fn is_capped(&self, unit: Unit) -> Option<Time> {
+        let wants = self.requests.get(&unit).into_iter().flat_map(|request| &request.wants);
+        wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
+    }
+
+    /// Whether nobody may run at the same moment: what it has of the time is counted, or it is not to be slowed down.
+    pub(super) fn runs_alone(&self, client: ClientId) -> bool {
+        let share = self.share_of(client);
+        share.is_watched() || share.tier() != Tier::default()
+    }
+
+    /// Rules are others: everybody who waits stands where it belongs by them.
+    pub(super) fn stand_anew(&mut self) {
+        let now = self.now;
+        for unit in self.requests.keys().copied().collect::<Vec<_>>() {
+            self.put_back(unit);
+            let is_capped = |request: &Request| {
+                let delayed =
+                    request.wants.keys().filter_map(|client| self.clients.get(client)?.not_before.checked_sub(now));
+                matches!(request.parked, Some(Parked::Until(_))) && delayed.into_iter().all(|delay| delay.is_zero())
+            };
+            if self.requests.get(&unit).is_some_and(is_capped) {
+                self.timers.set(Wake::Unit(unit), Some(now));
+            }
+        }
+        let groups = &self.groups;
+        for (id, gpu) in &mut self.gpus {
+            gpu.used.retain(|party, _| matches!(party, Party::Group(group) if groups.contains_key(group)));
+            self.dirty.insert(*id);
+        }
+    }
+
+    /// Puts those in line where they belong now, as what they have had goes into it. Says when to look again.
+    pub(super) fn reclass(&mut self, id: GpuId) -> Option<Time> {
+        if !self.groups.values().any(Members::is_watched) {
+            return None;
+        }
+        let line: Vec<Unit> = self.gpus.get(&id)?.line.iter().map(|(_, unit)| *unit).collect();
+        for unit in &line {
+            match self.is_capped(*unit) {
+                Some(until) => self.park(*unit, Parked::Until(until)),
+                None => self.put_back(*unit),
+            }
+        }
+        let gpu = self.gpus.get(&id).filter(|gpu| !gpu.line.is_empty())?;
+        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.requests.get(unit)).flat_map(|r| r.wants.keys());
+        let changes = waiting.chain(gpu.holders.values()).filter_map(|client| {
+            let party = self.party(*client)?;
+            let share = self.share(party);
+            let window = self.window(party, id);
+            let least = Share::part(share.min, &self.settings);
+            let owed = match window.since {
+                _ if share.min == 0 => None,
+                Some(_) => window.reaches(least, self.now).filter(|_| window.used(self.now) < least),
+                None => window.falls_below(least, self.now).filter(|_| window.used(self.now) >= least),
+            };
+            let prompt = gpu.served.get(&party).copied().filter(|until| share.interactive && *until > self.now);
+            owed.into_iter().chain(prompt).min()
+        });
+        changes.filter(|at| *at > self.now).min()
+    }
+}

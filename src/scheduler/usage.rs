@@ -1,0 +1,115 @@
+//! How much of the last while a GPU was somebody's.
+
+use super::api::Time;
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Times that are to come are found to this.
+const EXACT: Duration = Duration::from_micros(10);
+
+/// When somebody had a GPU, as far back as it matters: one after the other, without overlaps.
+#[derive(Debug, Default)]
+pub(super) struct Usage {
+    spans: VecDeque<(Time, Time)>,
+}
+
+/// What is looked at: the spans, perhaps one that has not ended, and how far back.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Window<'a> {
+    pub usage: Option<&'a Usage>,
+    /// It has had the GPU since then.
+    pub since: Option<Time>,
+    pub period: Duration,
+}
+
+impl Usage {
+    /// A hold that ended; they come in the order in which they end.
+    pub fn record(&mut self, mut from: Time, to: Time, period: Duration) {
+        while let Some((before, _)) = self.spans.back().copied().filter(|(_, end)| *end >= from) {
+            from = from.min(before);
+            self.spans.pop_back();
+        }
+        if to > from {
+            self.spans.push_back((from, to));
+        }
+        while self.spans.front().is_some_and(|(_, end)| *end + period <= to) {
+            self.spans.pop_front();
+        }
+    }
+}
+
+impl Window<'_> {
+    /// Of the period before that time, with nothing new happening until then.
+    pub fn used(&self, at: Time) -> Duration {
+        let begin = at.saturating_sub(self.period);
+        let before = self.since.unwrap_or(at);
+        let spans = self.usage.into_iter().flat_map(|usage| &usage.spans);
+        let ended: Duration = spans.map(|(from, to)| (*to).min(before).saturating_sub((*from).max(begin))).sum();
+        ended + self.since.map_or(Duration::ZERO, |since| at.saturating_sub(since.max(begin)))
+    }
+
+    /// When so much will have been used, at the soonest after now. None if not within a period.
+    pub fn reaches(&self, bound: Duration, now: Time) -> Option<Time> {
+        self.first(now, |at| self.used(at) >= bound)
+    }
+
+    /// When less will have been used.
+    pub fn falls_below(&self, bound: Duration, now: Time) -> Option<Time> {
+        self.first(now, |at| self.used(at) < bound)
+    }
+
+    /// When something begins to hold that will then hold for the rest of a period: what is used grows while the GPU is had,
+    /// and else falls.
+    fn first(&self, now: Time, holds: impl Fn(Time) -> bool) -> Option<Time> {
+        let end = now.saturating_add(self.period);
+        if !holds(end) {
+            return None;
+        }
+        let (mut low, mut high) = (now, end);
+        while high - low > EXACT {
+            let middle = low + (high - low) / 2;
+            if holds(middle) { high = middle } else { low = middle }
+        }
+        Some(high)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn s(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn what_was_used_leaves_the_window_as_it_came() {
+        let mut usage = Usage::default();
+        usage.record(s(100), s(102), s(10));
+        usage.record(s(105), s(106), s(10));
+        let window = Window { usage: Some(&usage), since: None, period: s(10) };
+        assert_eq!(window.used(s(106)), s(3));
+        assert_eq!(window.used(s(111)), s(2));
+        assert_eq!(window.used(s(114)), s(1));
+        assert_eq!(window.used(s(116)), s(0));
+        let at = window.falls_below(s(2), s(106)).expect("a time");
+        assert!(at > s(111) && at <= s(111) + EXACT, "{at:?}");
+        let window = Window { since: Some(s(107)), ..window };
+        assert_eq!((window.used(s(107)), window.used(s(110))), (s(3), s(6)));
+        let at = window.reaches(s(7), s(107)).expect("a time");
+        assert!(at >= s(113) && at <= s(113) + EXACT, "{at:?}: between 110 and 112 as much goes as comes");
+        assert_eq!(window.reaches(s(11), s(107)), None);
+    }
+
+    #[test]
+    fn several_holds_at_once_count_once() {
+        let mut usage = Usage::default();
+        usage.record(s(3), s(4), s(10));
+        usage.record(s(2), s(5), s(10));
+        usage.record(s(5), s(6), s(10));
+        let window = Window { usage: Some(&usage), since: Some(s(5)), period: s(10) };
+        assert_eq!(window.used(s(6)), s(4));
+        usage.record(s(20), s(21), s(10));
+        assert_eq!(usage.spans.len(), 1, "what is past is forgotten");
+    }
+}

@@ -1,0 +1,237 @@
+//! Shares of a GPU's time: what each of them comes to in virtual time, where programs keep the GPU busy for as long as they
+//! may. Figures are of many periods, with work that ends soon and work that does not.
+
+mod scheduler_sim;
+
+use nvshare::scheduler::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+fn s(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn share(share: Share) -> Option<Share> {
+    Some(share)
+}
+
+fn bounds(min: u8, max: u8) -> Option<Share> {
+    share(Share { min, max, ..Share::default() })
+}
+
+fn weight(weight: u16) -> Option<Share> {
+    share(Share { weight, ..Share::default() })
+}
+
+/// Programs that never run out of work, each of a group and a user of its own, on a GPU where all have room.
+fn busy(mode: AntiThrash, drain: Duration, shares: &[Option<Share>]) -> World {
+    let mut world = World::with_gpu(mode, s(5), 16 * GIB);
+    world.most_steps = 3_000_000;
+    for share in shares {
+        add(&mut world, *share, Plan { drain, gpu: s(100_000), ..Plan::default() });
+    }
+    world
+}
+
+fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
+    let n = world.models.len() as u64 + 1;
+    let group = share.map(|share| Group { id: GroupId(n), memory_max: MemoryMax::Infinity, share: Some(share) });
+    world.add(Plan { user: UserId(n as u32), group, ..plan })
+}
+
+/// Percent of the time that each had the lock between these moments.
+fn parts(world: &mut World, from: Duration, to: Duration) -> Vec<f64> {
+    let had = |world: &World| -> Vec<Duration> {
+        world
+            .models
+            .keys()
+            .map(|id| world.machine.client(*id).map_or(Duration::ZERO, |c| c.seats[0].lock_time))
+            .collect()
+    };
+    world.run(from);
+    world.machine.handle(from, Event::Tick);
+    let before = had(world);
+    world.run(to);
+    world.machine.handle(to, Event::Tick);
+    let after = had(world).into_iter().zip(before).map(|(after, before)| after - before);
+    after.map(|had| had.as_secs_f64() / (to - from).as_secs_f64() * 100.0).collect()
+}
+
+/// Ten periods, after the first few.
+fn ten_periods(world: &mut World) -> Vec<f64> {
+    parts(world, PERIOD * 3, PERIOD * 13)
+}
+
+#[track_caller]
+fn near(parts: &[f64], expected: &[f64]) {
+    let all = parts.iter().zip(expected).all(|(part, expected)| (part - expected).abs() <= 3.0);
+    assert!(all && parts.len() == expected.len(), "{parts:.1?} percent, and not {expected:?}");
+}
+
+/// Work that is done in no time, in a millisecond, and in a fifth of a second.
+const DRAINS: [Duration; 3] = [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(200)];
+
+#[test]
+fn time_is_divided_by_weight() {
+    for (mode, drain) in
+        [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
+    {
+        let mut world = busy(mode, drain, &[weight(100), weight(300)]);
+        near(&parts(&mut world, s(100), s(500)), &[25.0, 75.0]);
+        // Who has no rule has the usual weight.
+        let mut world = busy(mode, drain, &[None, weight(200), None]);
+        near(&parts(&mut world, s(100), s(500)), &[25.0, 50.0, 25.0]);
+    }
+}
+
+#[test]
+fn who_slept_has_no_more_than_its_part_when_it_wakes() {
+    let mut world = busy(AntiThrash::On, ms(1), &[weight(100)]);
+    add(&mut world, weight(100), Plan { start: s(1000), gpu: s(100_000), ..Plan::default() });
+    near(&parts(&mut world, s(1000), s(1060)), &[50.0, 50.0]);
+}
+
+#[test]
+fn everybody_has_at_least_its_minimum() {
+    for (mode, drain) in
+        [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
+    {
+        near(&ten_periods(&mut busy(mode, drain, &[bounds(30, 100), bounds(70, 100)])), &[30.0, 70.0]);
+        near(&ten_periods(&mut busy(mode, drain, &[bounds(10, 100), bounds(90, 100)])), &[10.0, 90.0]);
+        let crowd = ten_periods(&mut busy(mode, drain, &[bounds(60, 100), None, None, None, None, None]));
+        assert!(crowd[0] >= 57.0, "{crowd:.1?}");
+        assert!(crowd[1..].iter().all(|part| *part >= 3.0), "what is left is the others': {crowd:.1?}");
+    }
+}
+
+#[test]
+fn what_one_does_not_use_of_its_minimum_others_have() {
+    let mut world = busy(AntiThrash::Auto, ms(1), &[None]);
+    // Half a second of work in five.
+    let plan = Plan { gpu: ms(500), cpu: ms(4500), phases: 1000, ..Plan::default() };
+    add(&mut world, bounds(80, 100), plan);
+    let parts = ten_periods(&mut world);
+    assert!(parts[0] >= 87.0, "{parts:.1?}");
+    let waits = &world.models[&client(2)].waits;
+    assert!(waits.iter().skip(1).all(|wait| *wait < ms(700)), "it is owed its time whenever it wants it: {waits:?}");
+}
+
+#[test]
+fn nobody_has_more_than_its_maximum() {
+    for drain in DRAINS {
+        for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
+            near(&ten_periods(&mut busy(mode, drain, &[bounds(0, 20)])), &[20.0]);
+        }
+        near(&ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), bounds(0, 30)])), &[20.0, 30.0]);
+        // It waits for turns to end as others do.
+        let beside = ten_periods(&mut busy(AntiThrash::On, drain, &[bounds(0, 20), None]));
+        assert!((10.0..=20.5).contains(&beside[0]) && beside[1] >= 79.5, "{beside:.1?}");
+    }
+}
+
+#[test]
+fn in_no_period_has_anybody_more_than_its_maximum() {
+    for n in 0..100 {
+        let at = PERIOD + ms(700) * n;
+        let part = parts(&mut busy(AntiThrash::On, ms(1), &[bounds(0, 20)]), at, at + PERIOD)[0];
+        assert!(part <= 20.5, "{part:.1} percent from {at:?}");
+    }
+}
+
+#[test]
+fn members_of_a_group_have_one_share() {
+    let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
+    for (group, user) in [(1, 1), (1, 2), (1, 3), (2, 4)] {
+        let group = Group { id: GroupId(group), memory_max: MemoryMax::Infinity, share: weight(100) };
+        world.add(Plan { user: UserId(user), group: Some(group), gpu: s(100_000), ..Plan::default() });
+    }
+    let parts = parts(&mut world, s(20), s(320));
+    near(&[parts[..3].iter().sum(), parts[3]], &[50.0, 50.0]);
+}
+
+#[test]
+fn who_has_a_higher_priority_waits_for_nobody_with_a_lower_one() {
+    let mut world = busy(AntiThrash::On, ms(3), &[None]);
+    let urgent = share(Share { priority: 5, ..Share::default() });
+    let one = add(&mut world, urgent, Plan { start: s(1), gpu: s(20), phases: 1, ..Plan::default() });
+    let low = share(Share { priority: -5, ..Share::default() });
+    let last = add(&mut world, low, Plan { gpu: ms(100), phases: 1, ..Plan::default() });
+    world.run(s(30));
+    let waited = world.models[&one].waits[0];
+    assert!(waited < ms(5), "it waits for the work to end, and no longer: {waited:?}");
+    assert!(world.finished(one) < s(22), "nobody is let in beside it: {:?}", world.finished(one));
+    assert_eq!(world.finished(last), Time::MAX, "and one of a lower one waits for all");
+}
+
+#[test]
+fn what_is_idle_has_what_nobody_wants() {
+    let mut world = busy(AntiThrash::Auto, ms(1), &[weight(0)]);
+    let plan = Plan { gpu: ms(500), cpu: ms(500), phases: 1000, ..Plan::default() };
+    let other = add(&mut world, None, plan);
+    near(&parts(&mut world, s(10), s(110)), &[50.0, 50.0]);
+    let waits = &world.models[&other].waits;
+    assert!(waits.iter().all(|wait| *wait < ms(3)), "{waits:?}");
+}
+
+#[test]
+fn an_interactive_program_has_the_gpu_at_the_next_moment() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        let mut world = busy(mode, ms(2), &[None, None]);
+        let interactive = share(Share { interactive: true, ..Share::default() });
+        let plan = Plan { start: s(1), gpu: ms(10), cpu: ms(200), phases: 500, ..Plan::default() };
+        let one = add(&mut world, interactive, plan);
+        world.run(s(200));
+        let waits = &world.models[&one].waits;
+        assert!(
+            waits.len() > 300 && waits.iter().all(|wait| *wait < ms(4)),
+            "{:?} of {}",
+            waits.iter().max(),
+            waits.len()
+        );
+    }
+}
+
+#[test]
+fn one_that_only_says_that_it_is_interactive_has_no_more_than_its_share() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        let interactive = share(Share { interactive: true, ..Share::default() });
+        near(&parts(&mut busy(mode, ms(1), &[None, interactive]), s(100), s(500)), &[50.0, 50.0]);
+    }
+}
+
+#[test]
+fn what_it_takes_to_bring_memory_in_is_charged_to_whom_it_belongs() {
+    let mut world = World::with_gpu(AntiThrash::On, s(2), 16 * GIB);
+    world.most_steps = 3_000_000;
+    // Two small ones have room beside each other, and take long to leave when the large one comes.
+    for (demand, rate) in [(2 * GIB, 2 * GIB), (2 * GIB, 2 * GIB), (15 * GIB, 100 * GIB)] {
+        add(&mut world, weight(100), Plan { demand, rate, gpu: s(100_000), ..Plan::default() });
+    }
+    let parts = parts(&mut world, s(100), s(700));
+    let large = parts[2] + (100.0 - parts.iter().sum::<f64>());
+    near(&[parts[0], parts[1], large], &[33.3, 33.3, 33.3]);
+    assert!(parts[2] < 28.0, "while memory moves, nobody has the GPU: {parts:.1?}");
+}
+
+#[test]
+fn a_rule_that_changes_counts_at_once() {
+    let mut world = busy(AntiThrash::On, ms(1), &[bounds(0, 10)]);
+    near(&ten_periods(&mut world), &[10.0]);
+    let now = world.now;
+    world.regroup(|client| {
+        Some(Group { id: GroupId(client.0), memory_max: MemoryMax::Infinity, share: bounds(0, 100) })
+    });
+    near(&parts(&mut world, now + s(1), now + s(11)), &[100.0]);
+}
+
+#[test]
+fn a_gang_goes_with_the_best_of_its_members() {
+    let mut world = busy(AntiThrash::On, ms(1), &[None]);
+    let urgent = Share { priority: 1, ..Share::default() };
+    let group = Group { id: GroupId(9), memory_max: MemoryMax::Infinity, share: Some(urgent) };
+    let plan = Plan { gang: 7, start: s(1), gpu: s(1), user: UserId(9), ..Plan::default() };
+    let one = world.add(Plan { group: Some(group), ..plan.clone() });
+    let other = world.add(plan);
+    world.run(s(5));
+    assert!(world.finished(one) < s(3) && world.finished(other) < s(3), "{:?}", world.finished(other));
+}
