@@ -3,7 +3,7 @@
 
 use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
-use zbus::{DeserializeDict, SerializeDict, Type, Variant};
+use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
 use crate::scheduler::{AntiThrash, Engine, GpuId, LockState, Stay};
 
@@ -97,6 +97,8 @@ pub trait Scheduler {
         why: &str,
         options: HashMap<&str, Variant<'_>>,
     ) -> zbus::Result<LockFd>;
+    fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn reload(&self) -> zbus::Result<()>;
     fn reset(&self) -> zbus::Result<()>;
 

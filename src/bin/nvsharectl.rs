@@ -9,7 +9,7 @@ use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, preload, run};
+use nvshare::ctl::{CtlError, Target, preload, rules, run};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -40,6 +40,8 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Set(Setting::TimeQuantum { value })) => settings::set(&target, &[Change::TimeQuantum(value)]),
         Some(Verb::Set(Setting::MaxWait { value })) => settings::set(&target, &[Change::MaxWait(value)]),
         Some(Verb::Set(Setting::AntiThrash { value })) => settings::set(&target, &[Change::AntiThrash(value)]),
+        Some(Verb::SetRule { name, keys }) => rules::set(&target, &name, &keys),
+        Some(Verb::UnsetRule { name }) => rules::set(&target, &name, &[]),
         Some(Verb::Reset) => settings::reset(&target),
         Some(Verb::Reload) => settings::reload(&target),
         Some(Verb::Run { library, command }) => Err(run::run(library.as_deref(), &command)),

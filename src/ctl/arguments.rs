@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Command, Parser, Subcommand, ValueHint};
 
+use super::rules;
 use super::settings::parse_seconds;
 use crate::bus::{ANTI_THRASH, anti_thrash_name, parse_anti_thrash};
 use crate::scheduler::AntiThrash;
@@ -42,12 +43,29 @@ pub struct Arguments {
 pub enum Verb {
     /// Show GPUs, who holds them, who waits and what memory is where (the default)
     Status,
-    /// Print the settings that are in effect
+    /// Print the settings and rules that are in effect
     Get,
     /// Change a setting; it outranks the configuration file, also after a restart
     #[command(subcommand)]
     Set(Setting),
-    /// Forget what was changed with `set`: the configuration file decides again
+    /// Set a rule: what programs of a unit, a container, a user may have; it comes before those of the configuration
+    ///
+    /// The keys are those of nvshare.toml(5). A rule of that name that was set before is replaced.
+    SetRule {
+        /// A name for it
+        #[arg(value_hint = ValueHint::Other)]
+        name: String,
+        /// Whom it is about and what they may have, like unit=jupyter-*.service memory-max=8G
+        #[arg(required = true, value_name = "KEY=VALUE", value_parser = rules::parse_pair, value_hint = ValueHint::Other)]
+        keys: Vec<(String, toml::Value)>,
+    },
+    /// Take away a rule that was set with `set-rule`
+    UnsetRule {
+        /// Its name
+        #[arg(value_hint = ValueHint::Other)]
+        name: String,
+    },
+    /// Forget what was changed with `set` and `set-rule`: the configuration file decides again
     Reset,
     /// Have the scheduler read its configuration file again
     Reload,

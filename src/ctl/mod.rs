@@ -2,6 +2,7 @@
 //!
 //! - [`arguments`]: the command line.
 //! - [`status`]: who uses which GPU, as a table or as JSON.
+//! - [`rules`]: setting rules, and printing them.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`lock`]: running one command with a GPU's lock held.
 //! - [`run`]: running one command under nvshare.
@@ -14,6 +15,7 @@ mod errors;
 pub mod lock;
 mod password;
 pub mod preload;
+pub mod rules;
 pub mod run;
 pub mod settings;
 pub mod status;

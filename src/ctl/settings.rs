@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{CtlError, Target, block_on, password};
+use super::{CtlError, Target, block_on, password, rules};
 use crate::scheduler::AntiThrash;
 use crate::{bus, units};
 
@@ -43,14 +43,15 @@ fn whole_seconds(what: &str, value: Duration) -> Result<u32, CtlError> {
         .ok_or_else(|| CtlError::Failed(format!("the {what} cannot be {value:?}: it is a number of whole seconds")))
 }
 
-/// The settings that are in effect, a line each, as they are written in the configuration file.
+/// The settings and rules that are in effect, as they are written in the configuration file.
 pub fn get(target: &Target) -> Result<String, CtlError> {
     block_on(async {
         let scheduler = target.connect().await?;
         let quantum = scheduler.time_quantum().await?;
         let most = scheduler.max_wait().await?;
         let mode = scheduler.anti_thrash().await?;
-        Ok(format!("time-quantum = \"{quantum}s\"\nmax-wait = \"{most}s\"\nanti-thrash = \"{mode}\"\n"))
+        let settings = format!("time-quantum = \"{quantum}s\"\nmax-wait = \"{most}s\"\nanti-thrash = \"{mode}\"\n");
+        Ok(settings + &rules::text(scheduler.list_rules().await?))
     })
 }
 

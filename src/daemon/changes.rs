@@ -9,17 +9,19 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::bus::Change;
-use super::config::{self, ConfigError};
+use super::config::{self, Config, ConfigError};
+use super::rules::Added;
 use crate::bus::anti_thrash_name;
-use crate::scheduler::{AntiThrash, Settings};
+use crate::scheduler::AntiThrash;
 
 const FILE: &str = "settings.toml";
-const HEADER: &str = "# What was changed with `nvsharectl set` or over D-Bus. `nvsharectl reset` forgets it.\n";
+const HEADER: &str =
+    "# What was changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` forgets it.\n";
 
 /// What was changed, and where that is kept.
 #[derive(Debug, Default)]
@@ -39,6 +41,17 @@ struct Changed {
     max_wait: Option<Duration>,
     #[serde(default, deserialize_with = "config::read_anti_thrash")]
     anti_thrash: Option<AntiThrash>,
+    #[serde(default, deserialize_with = "read_rules")]
+    rule: Added,
+}
+
+/// Those that are wrong count for nothing, and the others do.
+fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
+    let (rules, wrong) = Added::read(Vec::deserialize(from)?);
+    for e in wrong {
+        warn!(name: "settings-ignored", "a rule that was set at run time is ignored: {e}");
+    }
+    Ok(rules)
 }
 
 impl Changes {
@@ -54,7 +67,7 @@ impl Changes {
             }
         };
         if changed != Changed::default() {
-            let text = changed.text().trim().replace('\n', ", ");
+            let text = changed.summary();
             info!(name: "settings-kept", "settings that were changed at run time outrank the configuration file: {text}");
         }
         let (writer, texts) = mpsc::channel::<(String, oneshot::Sender<()>)>();
@@ -73,8 +86,10 @@ impl Changes {
         Self { changed, writer: thread.is_ok().then_some(writer) }
     }
 
-    pub fn apply(&self, settings: &mut Settings) {
-        let Changed { time_quantum, max_wait, anti_thrash } = self.changed;
+    pub fn apply(&self, config: &mut Config) {
+        let Changed { time_quantum, max_wait, anti_thrash, ref rule } = self.changed;
+        config.rules.put_first(rule);
+        let settings = &mut config.settings;
         settings.time_quantum = time_quantum.unwrap_or(settings.time_quantum);
         settings.max_wait = max_wait.unwrap_or(settings.max_wait);
         settings.anti_thrash = anti_thrash.unwrap_or(settings.anti_thrash);
@@ -88,6 +103,13 @@ impl Changes {
             Change::AntiThrash(mode) => self.changed.anti_thrash = Some(mode),
         }
         self.save(written);
+    }
+
+    /// Sets a rule, or takes one away that says nothing. `written` hears when that is in the file.
+    pub fn set_rule(&mut self, name: &str, keys: &toml::Table, written: oneshot::Sender<()>) -> Result<(), String> {
+        self.changed.rule.set(name, keys)?;
+        self.save(written);
+        Ok(())
     }
 
     /// Forgets them all.
@@ -105,8 +127,19 @@ impl Changes {
 }
 
 impl Changed {
+    /// In a line, for the journal.
+    fn summary(&self) -> String {
+        let settings = self.settings().lines().map(str::to_owned).collect::<Vec<_>>();
+        let rules = self.rule.names().map(|name| format!("rule {name:?}"));
+        settings.into_iter().chain(rules).collect::<Vec<_>>().join(", ")
+    }
+
     /// Empty where nothing was changed.
     fn text(&self) -> String {
+        self.settings() + &self.rule.text()
+    }
+
+    fn settings(&self) -> String {
         let quantum = self.time_quantum.map(|quantum| format!("time-quantum = \"{}s\"\n", quantum.as_secs()));
         let most = self.max_wait.map(|most| format!("max-wait = \"{}s\"\n", most.as_secs()));
         let mode = self.anti_thrash.map(|mode| format!("anti-thrash = \"{}\"\n", anti_thrash_name(mode)));
@@ -144,6 +177,7 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scheduler::Settings;
 
     #[test]
     fn what_is_written_is_read_again() {
@@ -151,22 +185,28 @@ mod tests {
             time_quantum: Some(Duration::from_secs(45)),
             max_wait: Some(Duration::ZERO),
             anti_thrash: Some(AntiThrash::On),
+            rule: {
+                let mut rule = Added::default();
+                rule.set("one", &"weight = 5".parse().expect("a table")).expect("a rule");
+                rule
+            },
         };
         let text = format!("{HEADER}{}", changed.text());
         assert_eq!(config::parse(&text, Path::new(FILE)), Ok(changed.clone()));
-        let later = format!("{text}of-a-later-version = 3\n");
+        let later = format!("of-a-later-version = 3\n{text}");
         assert_eq!(config::parse(&later, Path::new(FILE)), Ok(changed));
         assert_eq!(Changed::default().text(), "");
     }
 
     #[test]
     fn what_nobody_changed_is_left_as_the_file_says() {
-        let mut settings = config::Config::default().settings;
-        let before = settings.clone();
-        Changes::default().apply(&mut settings);
-        assert_eq!(settings, before);
+        let mut config = Config::default();
+        let before = config.clone();
+        Changes::default().apply(&mut config);
+        assert_eq!(config, before);
         let changed = Changed { time_quantum: Some(Duration::from_secs(7)), ..Changed::default() };
-        Changes { changed, writer: None }.apply(&mut settings);
-        assert_eq!(settings, Settings { time_quantum: Duration::from_secs(7), ..before });
+        Changes { changed, writer: None }.apply(&mut config);
+        let settings = Settings { time_quantum: Duration::from_secs(7), ..before.settings.clone() };
+        assert_eq!(config, Config { settings, ..before });
     }
 }

@@ -13,6 +13,7 @@ use super::clients::Shared;
 use super::config::Config;
 use super::hub::Hub;
 use super::{Options, lock, log, systemd};
+use crate::bus::Error;
 
 pub struct Control {
     pub options: Options,
@@ -33,6 +34,28 @@ impl Control {
                 change.apply(&mut config.settings);
                 hub.configure(config);
                 self.changes.change(change, reply);
+            }
+            Request::Rules(reply) => {
+                let hub = hub.borrow();
+                let all = hub.config.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string()));
+                drop(reply.send(all.collect()));
+            }
+            Request::SetRule { name, keys, reply } => {
+                let (done, written) = oneshot::channel();
+                match self.changes.set_rule(&name, &keys, done) {
+                    Ok(()) => {
+                        let mut hub = hub.borrow_mut();
+                        let mut config = hub.config.clone();
+                        self.changes.apply(&mut config);
+                        hub.configure(config);
+                        info!(name: "rules-changed", "rule {name:?} was set or taken away at run time");
+                        drop(spawn_local(async move {
+                            let _ = written.await;
+                            let _ = reply.send(Ok(()));
+                        }));
+                    }
+                    Err(e) => drop(reply.send(Err(Error::InvalidArgument(e)))),
+                }
             }
             Request::Lock(wish, reply) => drop(reply.send(lock::acquire(hub, shared, wish))),
             Request::Reload(reply) => drop(reply.send(self.reload(hub))),
@@ -69,7 +92,7 @@ impl Control {
 
     fn configure(&self, hub: &RefCell<Hub>, changes: &Changes) -> Result<(), String> {
         let mut config = Config::load(self.options.config.as_deref()).map_err(|e| e.to_string())?;
-        changes.apply(&mut config.settings);
+        changes.apply(&mut config);
         self.log.set(self.options.log_level.unwrap_or(config.log_level));
         hub.borrow_mut().configure(config);
         Ok(())

@@ -24,6 +24,7 @@ const IDS: &[(&str, &str)] = &[
     ("settings-changed", "6622fe9022e34528a03ecc4f8c472d74"),
     ("settings-kept", "333a711eca844280a506ce81a8bbfece"),
     ("settings-reset", "bbaec0f5d7264ea08fa6a0c8e103f6e0"),
+    ("rules-changed", "4ac61284db4c40faa0ff4130ec3d6c84"),
     ("settings-ignored", "b975e78dc2bf4ec1bae99c05fb5ccaae"),
     ("settings-unsaved", "e1f5d85264cd433b8d56ce7675edb146"),
     ("configuration-read", "9f559feef19a448ea34021bab3d87425"),

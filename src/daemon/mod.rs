@@ -153,7 +153,7 @@ fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result
     log.begin();
     systemd::start();
     let changes = Changes::open(std::env::var_os("STATE_DIRECTORY").as_deref().map(Path::new));
-    changes.apply(&mut config.settings);
+    changes.apply(&mut config);
     let trace = options.trace.as_deref().map(trace::Trace::create).transpose();
     let trace = trace.map_err(|e| StartError::new(format!("cannot write the trace: {e}")))?;
 

@@ -2,7 +2,7 @@
 //! of anybody can delay a hand-over; it talks to the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
-//! - `object`: the methods and properties; `served` is how they are reached, `failure` how they fail.
+//! - `object`: the methods and properties; `served` is how they are reached, `failure` how they fail, `rules` how rules look.
 //! - `announce`: PropertiesChanged.
 //! - `callers`: who calls, and what they may do; `authority` is polkit, which knows that of other users than root.
 
@@ -12,6 +12,7 @@ mod callers;
 mod connections;
 mod failure;
 mod object;
+mod rules;
 mod served;
 
 use std::collections::HashMap;
@@ -39,6 +40,14 @@ pub enum Request {
     Clients(oneshot::Sender<Vec<ClientView>>),
     Gpus(oneshot::Sender<Vec<bus::Gpu>>),
     Set(Change, oneshot::Sender<()>),
+    /// Every rule in effect, in the order in which they are tried, and where it is from.
+    Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
+    /// Without keys: takes it away.
+    SetRule {
+        name: String,
+        keys: toml::Table,
+        reply: oneshot::Sender<Result<(), Error>>,
+    },
     Lock(Wish, oneshot::Sender<Result<OwnedFd, Error>>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.

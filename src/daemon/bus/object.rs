@@ -9,11 +9,12 @@ use zbus::{Connection, OwnedVariant};
 
 use super::callers::Callers;
 use super::failure::Failure;
-use super::{Change, Holders, Request, Shared, seconds};
+use super::{Change, Holders, Request, Shared, rules, seconds};
 use crate::bus::{self, Error};
 use crate::daemon::config;
 use crate::daemon::hub::ClientView;
 use crate::daemon::lock::Wish;
+use crate::daemon::rules::Added;
 
 /// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
 /// the reason that [`super::served`] gives.
@@ -66,6 +67,25 @@ impl Object {
         caller.may_lock().await?;
         let wish = Wish { gpu, who, why, uid: caller.uid, pid: caller.pid };
         Ok(self.ask(|reply| Request::Lock(wish, reply)).await??.into())
+    }
+
+    #[zbus(out_args("rules"))]
+    async fn list_rules(&self) -> Result<Vec<HashMap<String, OwnedVariant>>, Error> {
+        let rules = self.ask(Request::Rules).await?;
+        Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
+    }
+
+    async fn set_rule(
+        &self,
+        name: String,
+        rule: HashMap<String, OwnedVariant>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let keys = rules::table(&rule).map_err(Error::InvalidArgument)?;
+        Added::check(&name, &keys).map_err(Error::InvalidArgument)?;
+        self.callers.identify(Some(&header), connection).await?.may_change("change rules").await?;
+        Ok(self.ask(|reply| Request::SetRule { name, keys, reply }).await??)
     }
 
     async fn reload(

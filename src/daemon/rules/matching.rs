@@ -25,7 +25,7 @@ pub struct Instance {
 impl Rules {
     /// The rule that a program has, if it has one.
     pub fn of(&self, who: &Identity) -> Option<(&Rule, Instance)> {
-        self.0.iter().enumerate().find_map(|(at, rule)| Some((rule, rule.subject.matches(who, at)?)))
+        self.all().enumerate().find_map(|(at, rule)| Some((rule, rule.subject.matches(who, at)?)))
     }
 }
 

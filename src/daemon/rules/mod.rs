@@ -1,9 +1,11 @@
 //! Rules: what programs may have, by where they belong. The first rule that matches a program counts.
 //!
 //! - `parse`: `[[rule]]` of the configuration, and what can be wrong with it.
+//! - `added`: rules that were set while the daemon runs.
 //! - `amounts`: what the values of a rule can be.
 //! - `matching`: which rule a program has, and who counts with it.
 
+mod added;
 mod amounts;
 mod matching;
 mod parse;
@@ -11,13 +13,14 @@ mod parse;
 use std::fmt;
 use std::path::PathBuf;
 
+pub use added::Added;
 pub use matching::Instance;
 pub use parse::RawRule;
 pub(super) use parse::read;
 
 use crate::scheduler::{MemoryMax, Share};
 
-/// Where a rule is written.
+/// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
     pub file: PathBuf,
@@ -26,7 +29,10 @@ pub struct Origin {
 
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.file.display(), self.line)
+        match self.line {
+            0 => write!(f, "{}", self.file.display()),
+            line => write!(f, "{}:{line}", self.file.display()),
+        }
     }
 }
 
@@ -52,6 +58,37 @@ impl fmt::Display for Rule {
     }
 }
 
+impl Rule {
+    /// As it could be written.
+    pub fn to_table(&self) -> toml::Table {
+        let Subject { unit, slice, container, user, group } = &self.subject;
+        let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
+        let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
+        let memory_max = match self.memory_max {
+            MemoryMax::Infinity => None,
+            MemoryMax::Bytes(bytes) => Some(i64::try_from(bytes).unwrap_or(i64::MAX).into()),
+            MemoryMax::Percent(percent) => Some(format!("{percent}%").into()),
+        };
+        let share = self.share.unwrap_or_default();
+        let weight = if share.weight == 0 { "idle".into() } else { i64::from(share.weight).into() };
+        let pairs = [
+            ("name", (!self.name.is_empty()).then(|| self.name.as_str().into())),
+            ("unit", glob(unit)),
+            ("slice", glob(slice)),
+            ("container", glob(container)),
+            ("user", id(user)),
+            ("group", id(group)),
+            ("memory-max", memory_max.or_else(|| self.share.is_none().then(|| "infinity".into()))),
+            ("weight", self.share.map(|_| weight)),
+            ("time-min", (share.min > 0).then(|| format!("{}%", share.min).into())),
+            ("time-max", (share.max < 100).then(|| format!("{}%", share.max).into())),
+            ("priority", (share.priority != 0).then(|| i64::from(share.priority).into())),
+            ("interactive", share.interactive.then(|| true.into())),
+        ];
+        pairs.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
+    }
+}
+
 /// Whom a rule is about: everybody, where it names nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Subject {
@@ -66,13 +103,25 @@ pub struct Subject {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Glob(glob::Pattern);
 
-/// All rules, in the order in which they are tried.
+/// All rules, in the order in which they are tried: those that were set at run time, then those of files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rules(Vec<Rule>);
+pub struct Rules {
+    added: Vec<Rule>,
+    written: Vec<Rule>,
+}
 
 impl Rules {
+    pub fn all(&self) -> impl Iterator<Item = &Rule> {
+        self.added.iter().chain(&self.written)
+    }
+
     pub fn get(&self, at: usize) -> Option<&Rule> {
-        self.0.get(at)
+        self.all().nth(at)
+    }
+
+    /// From now on these come before those of files.
+    pub fn put_first(&mut self, added: &Added) {
+        self.added = added.rules().cloned().collect();
     }
 
     /// Those rules come first, then the others. A rule that can never match is an error, as its place and a sentence.
@@ -85,7 +134,7 @@ impl Rules {
                 return Err((rule.origin.clone(), text));
             }
         }
-        Ok(Self(all))
+        Ok(Self { added: Vec::new(), written: all })
     }
 }
 

@@ -55,6 +55,12 @@ pub fn read(raw: Vec<Spanned<RawRule>>, file: &Path, line_of: impl Fn(usize) -> 
     raw.into_iter().map(rule).collect()
 }
 
+/// Reads the keys of one rule that is in no file.
+pub fn read_one(text: &str, origin: Origin) -> Result<Rule, String> {
+    let raw: RawRule = toml::from_str(text).map_err(|e| e.message().to_owned())?;
+    raw.check(0..0, origin).map_err(|(_, reason)| reason)
+}
+
 impl RawRule {
     fn check(self, span: Range<usize>, origin: Origin) -> Result<Rule, Mistake> {
         let share = self.share()?;
@@ -235,6 +241,22 @@ mod tests {
         assert_eq!(all.to_string(), "nvshare.toml:11");
         assert_eq!((&all.subject, all.memory_max), (&Subject::default(), MemoryMax::Percent(50)));
         assert_eq!(rules.get(2), None);
+    }
+
+    #[test]
+    fn a_rule_can_be_written_as_it_was_read() {
+        for text in [
+            "name = \"a\"\nunit = \"a-*.service\"\nslice = \"b.slice\"\ncontainer = \"*\"\nuser = 5\ngroup = 6\nmemory-max = \"8G\"",
+            "memory-max = \"50%\"\nweight = \"idle\"\npriority = -3\ninteractive = true\ntime-max = \"80%\"",
+            "memory-max = \"infinity\"",
+            "weight = 100",
+            "time-min = \"20%\"",
+        ] {
+            let origin = Origin { file: "x".into(), line: 0 };
+            let rule = read_one(text, origin.clone()).unwrap_or_else(|e| panic!("{text}: {e}"));
+            let written = rule.to_table().to_string();
+            assert_eq!(read_one(&written, origin), Ok(rule), "{text}: {written}");
+        }
     }
 
     #[test]

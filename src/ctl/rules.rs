@@ -1,0 +1,102 @@
+//! `nvsharectl set-rule` and `unset-rule`, and rules as `get` prints them.
+
+use std::collections::HashMap;
+
+use toml::Value;
+use zbus::{OwnedVariant, Variant};
+
+use super::{CtlError, Target, block_on, password};
+
+/// Reads `KEY=VALUE`: a number or `true` or `false` is one, anything else a text.
+pub fn parse_pair(text: &str) -> Result<(String, Value), String> {
+    let (key, value) = text.split_once('=').ok_or_else(|| format!("{text:?} is not of the form KEY=VALUE"))?;
+    let plain = value.parse().map(Value::Integer).ok().or_else(|| value.parse().map(Value::Boolean).ok());
+    Ok((key.to_owned(), plain.unwrap_or_else(|| value.into())))
+}
+
+/// Sets a rule; without keys it is taken away.
+pub fn set(target: &Target, name: &str, keys: &[(String, Value)]) -> Result<(), CtlError> {
+    let mut rule = HashMap::new();
+    for (key, value) in keys {
+        let value = match value {
+            Value::Integer(number) => Variant::from(*number),
+            Value::Boolean(value) => Variant::from(*value),
+            other => Variant::from(other.as_str().unwrap_or_default()),
+        };
+        if rule.insert(key.as_str(), value).is_some() {
+            return Err(CtlError::Failed(format!("{key} is said twice")));
+        }
+    }
+    block_on(async { Ok(password::call(&target.connect().await?, "SetRule", &(name, rule)).await?) })
+}
+
+/// Rules as they could be written, each with where it is from.
+pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
+    let one = |mut rule: HashMap<String, OwnedVariant>| {
+        let origin = rule.remove("origin").and_then(|origin| String::try_from(origin).ok()).unwrap_or_default();
+        let mut keys: Vec<(String, OwnedVariant)> = rule.into_iter().collect();
+        keys.sort_by_key(|(key, _)| (ORDER.iter().position(|known| known == key), key.clone()));
+        let lines = keys.into_iter().filter_map(|(key, value)| Some(format!("{key} = {}\n", plain(&value)?)));
+        format!("\n# {origin}\n[[rule]]\n{}", lines.collect::<String>())
+    };
+    rules.into_iter().map(one).collect()
+}
+
+/// As people expect them: whom a rule is about, then what they have. Keys of later versions come before all others.
+const ORDER: [&str; 12] = [
+    "name",
+    "unit",
+    "slice",
+    "container",
+    "user",
+    "group",
+    "memory-max",
+    "weight",
+    "time-min",
+    "time-max",
+    "priority",
+    "interactive",
+];
+
+fn plain(value: &Variant<'_>) -> Option<Value> {
+    match value {
+        Variant::I64(number) => Some((*number).into()),
+        Variant::Bool(value) => Some((*value).into()),
+        Variant::Str(text) => Some(text.as_str().into()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pair_is_a_key_and_what_it_looks_like() {
+        for (text, key, value) in [
+            ("weight=50", "weight", Value::Integer(50)),
+            ("weight=idle", "weight", "idle".into()),
+            ("interactive=true", "interactive", Value::Boolean(true)),
+            ("memory-max=8G", "memory-max", "8G".into()),
+            ("unit=a=b*.service", "unit", "a=b*.service".into()),
+        ] {
+            assert_eq!(parse_pair(text), Ok((key.to_owned(), value)), "{text}");
+        }
+        assert_eq!(parse_pair("weight"), Err("\"weight\" is not of the form KEY=VALUE".into()));
+    }
+
+    #[test]
+    fn rules_are_printed_as_they_could_be_written() {
+        let owned = |value: Variant<'static>| OwnedVariant::try_from(value).expect("a value");
+        let rule = [
+            ("origin", owned("nvshare.toml:3".into())),
+            ("weight", owned(5i64.into())),
+            ("user", owned(7i64.into())),
+            ("name", owned("a \"b\"".into())),
+            ("interactive", owned(true.into())),
+        ];
+        let rule = rule.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        let expected = "\n# nvshare.toml:3\n[[rule]]\nname = 'a \"b\"'\nuser = 7\nweight = 5\ninteractive = true\n";
+        assert_eq!(text(vec![rule]), expected);
+    }
+}

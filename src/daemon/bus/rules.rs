@@ -1,0 +1,40 @@
+//! Rules as D-Bus has them: dictionaries with the keys of the configuration file.
+
+use std::collections::HashMap;
+
+use toml::{Table, Value};
+use zbus::{OwnedVariant, Variant};
+
+/// What somebody sent, or a sentence about what is wrong with it.
+pub fn table(rule: &HashMap<String, OwnedVariant>) -> Result<Table, String> {
+    rule.iter().map(|(key, value)| Ok((key.clone(), plain(key, value)?))).collect()
+}
+
+fn plain(key: &str, value: &Variant<'_>) -> Result<Value, String> {
+    let number = |number: Option<i64>| number.map(Value::from).ok_or_else(|| format!("{key} is too large"));
+    match value {
+        Variant::Str(text) => Ok(text.as_str().into()),
+        Variant::Bool(value) => Ok((*value).into()),
+        Variant::U8(value) => number(Some((*value).into())),
+        Variant::I16(value) => number(Some((*value).into())),
+        Variant::U16(value) => number(Some((*value).into())),
+        Variant::I32(value) => number(Some((*value).into())),
+        Variant::U32(value) => number(Some((*value).into())),
+        Variant::I64(value) => number(Some(*value)),
+        Variant::U64(value) => number(i64::try_from(*value).ok()),
+        _ => Err(format!("{key} is a text, a number, or true or false")),
+    }
+}
+
+/// What others are told.
+pub fn present(keys: Table, origin: String) -> HashMap<String, OwnedVariant> {
+    let value = |value| match value {
+        Value::Integer(number) => Some(Variant::I64(number)),
+        Value::Boolean(value) => Some(Variant::Bool(value)),
+        Value::String(text) => Some(Variant::Str(text.into())),
+        _ => None, // rules have no others
+    };
+    let origin = ("origin".to_owned(), Value::from(origin));
+    let all = keys.into_iter().chain([origin]).filter_map(|(key, given)| Some((key, value(given)?)));
+    all.filter_map(|(key, value)| Some((key, OwnedVariant::try_from(value).ok()?))).collect()
+}

@@ -1,0 +1,136 @@
+//! Rules that were set while the daemon runs (`nvsharectl set-rule`, D-Bus): each has a name, and the one that was set last is
+//! tried first.
+
+use toml::Table;
+
+use super::parse::read_one;
+use super::{Origin, Rule};
+
+/// Where such a rule comes from, for people.
+const ORIGIN: &str = "set at run time";
+/// One may not grow without bound who can only change settings.
+const MOST: usize = 256;
+const LONGEST_NAME: usize = 64;
+
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Added(Vec<(Table, Rule)>);
+
+impl Added {
+    /// What [`set`](Self::set) would set, or a sentence about what is wrong with it.
+    pub fn check(name: &str, keys: &Table) -> Result<Option<(Table, Rule)>, String> {
+        if name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control) {
+            return Err(format!("the name of a rule is one line of text, of 1 to {LONGEST_NAME} bytes"));
+        }
+        if keys.is_empty() {
+            return Ok(None);
+        }
+        if keys.contains_key("name") {
+            return Err("a rule has one name".into());
+        }
+        let mut table = keys.clone();
+        table.insert("name".into(), name.into());
+        let rule = read_one(&table.to_string(), Origin { file: ORIGIN.into(), line: 0 })?;
+        Ok(Some((table, rule)))
+    }
+
+    /// Sets a rule, in the place of one of that name; one that says nothing takes that away. Or a sentence about what is wrong.
+    pub fn set(&mut self, name: &str, keys: &Table) -> Result<(), String> {
+        let read = Self::check(name, keys)?;
+        let Some((table, rule)) = read else {
+            let before = self.0.len();
+            self.0.retain(|(_, rule)| rule.name != name);
+            let is_gone = self.0.len() < before;
+            return is_gone.then_some(()).ok_or_else(|| format!("no rule {name:?} was set at run time"));
+        };
+        if let Some(place) = self.0.iter_mut().find(|(_, rule)| rule.name == name) {
+            *place = (table, rule);
+        } else if self.0.len() < MOST {
+            self.0.insert(0, (table, rule));
+        } else {
+            return Err(format!("there are {MOST} rules already that were set at run time"));
+        }
+        Ok(())
+    }
+
+    /// Those in a file that was written before, and a sentence about each that is wrong now.
+    pub fn read(tables: Vec<Table>) -> (Self, Vec<String>) {
+        let (mut all, mut wrong) = (Self::default(), Vec::new());
+        for mut table in tables.into_iter().rev() {
+            let name = table.remove("name");
+            let name = name.as_ref().and_then(|name| name.as_str()).unwrap_or_default();
+            if let Err(e) = all.set(name, &table) {
+                wrong.push(format!("rule {name:?}: {e}"));
+            }
+        }
+        (all, wrong)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|(_, rule)| rule.name.as_str())
+    }
+
+    pub fn rules(&self) -> impl Iterator<Item = &Rule> {
+        self.0.iter().map(|(_, rule)| rule)
+    }
+
+    /// As it is written.
+    pub fn text(&self) -> String {
+        self.0.iter().map(|(table, _)| format!("\n[[rule]]\n{table}")).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(text: &str) -> Table {
+        text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))
+    }
+
+    #[test]
+    fn what_was_set_is_written_and_read_again() {
+        let mut added = Added::default();
+        added.set("one", &table("user = 5\nmemory-max = \"8G\"")).expect("a rule");
+        added.set("two", &table("unit = \"a.service\"\nweight = \"idle\"\ninteractive = true")).expect("another");
+        added.set("one", &table("user = 5\nweight = 7")).expect("it again");
+        assert_eq!(added.names().collect::<Vec<_>>(), ["two", "one"], "it keeps its place");
+        #[derive(serde::Deserialize)]
+        struct File {
+            rule: Vec<Table>,
+        }
+        let text = added.text();
+        let file: File = toml::from_str(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        assert_eq!(Added::read(file.rule), (added.clone(), Vec::new()));
+        added.set("one", &Table::new()).expect("it is there");
+        assert_eq!(added.names().collect::<Vec<_>>(), ["two"]);
+        assert_eq!(added.rules().next().map(Rule::to_string), Some("\"two\" (set at run time)".into()));
+    }
+
+    #[test]
+    fn what_is_wrong_changes_nothing_and_is_said() {
+        let mut added = Added::default();
+        added.set("one", &table("user = 5\nmemory-max = \"8G\"")).expect("a rule");
+        let before = added.clone();
+        for (name, keys, expected) in [
+            ("", "weight = 5", "the name of a rule is one line of text, of 1 to 64 bytes"),
+            ("a\nb", "weight = 5", "the name of a rule is one line of text, of 1 to 64 bytes"),
+            ("two", "", "no rule \"two\" was set at run time"),
+            (
+                "two",
+                "user = 5",
+                "the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority or interactive",
+            ),
+            ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
+            ("two", "name = \"x\"\nweight = 5", "a rule has one name"),
+        ] {
+            assert_eq!(added.set(name, &table(keys)), Err(expected.to_owned()), "{name} {keys}");
+        }
+        assert_eq!(added, before);
+        let (read, wrong) = Added::read(vec![table("name = \"x\"\nweight = -1"), table("name = \"y\"\nweight = 1")]);
+        assert_eq!((read.names().collect::<Vec<_>>(), wrong.len()), (vec!["y"], 1));
+    }
+}
