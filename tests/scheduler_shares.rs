@@ -235,3 +235,55 @@ fn a_gang_goes_with_the_best_of_its_members() {
     world.run(s(5));
     assert!(world.finished(one) < s(3) && world.finished(other) < s(3), "{:?}", world.finished(other));
 }
+
+#[test]
+fn nobody_owes_anything_to_those_who_are_gone() {
+    let mut world = busy(AntiThrash::On, ms(1), &[weight(1)]);
+    add(&mut world, weight(10_000), Plan { killed: Some(s(60)), gpu: s(100_000), ..Plan::default() });
+    add(&mut world, weight(1), Plan { start: s(60), gpu: s(100_000), ..Plan::default() });
+    let parts = parts(&mut world, s(70), s(370));
+    near(&[parts[0], parts[2]], &[50.0, 50.0]);
+}
+
+#[test]
+fn one_that_cannot_drain_keeps_its_fellows_from_nothing() {
+    let mut world = World::with_gpu(AntiThrash::Auto, s(1), 16 * GIB);
+    let group = Some(Group { id: GroupId(1), memory_max: MemoryMax::Infinity, share: bounds(0, 50) });
+    let stuck = world.add(Plan { group, endless: true, gpu: ENDLESS, ..Plan::default() });
+    let fellow = world.add(Plan { group, start: s(1), gpu: s(10), ..Plan::default() });
+    let other = world.add(Plan { user: UserId(5), start: s(1), gpu: s(20), ..Plan::default() });
+    world.run(s(120));
+    assert!(world.finished(fellow) < s(120), "{:?}", world.machine.client(fellow));
+    assert!(world.finished(other) < s(120), "{:?}", world.machine.client(other));
+    assert!(world.grants_of(fellow).len() < 100, "{} grants", world.grants_of(fellow).len());
+    assert_eq!(world.finished(stuck), Time::MAX);
+}
+
+#[test]
+fn who_waits_for_several_gpus_behind_a_better_one_keeps_none_of_them_from_others() {
+    let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let urgent = share(Share { priority: 10, ..Share::default() });
+    let first = add(&mut world, urgent, Plan { gpus: gpus([1]), gpu: s(50), ..Plan::default() });
+    let both = add(&mut world, None, Plan { gpus: gpus([0, 1]), start: s(1), gpu: s(5), ..Plan::default() });
+    let last = add(&mut world, None, Plan { gpus: gpus([0]), start: s(2), gpu: s(5), ..Plan::default() });
+    world.run(s(100));
+    assert!(world.finished(last) < s(8), "{:?}", world.finished(last));
+    assert!(world.finished(first) < s(51) && world.finished(both) < s(57), "{:?}", world.finished(both));
+}
+
+#[test]
+fn an_interactive_program_that_computes_for_long_makes_way_for_another() {
+    let interactive = share(Share { interactive: true, ..Share::default() });
+    let mut world = busy(AntiThrash::On, ms(2), &[interactive]);
+    let plan = Plan { start: s(1), gpu: ms(10), cpu: s(1), phases: 100, ..Plan::default() };
+    let one = add(&mut world, interactive, plan);
+    world.run(s(110));
+    let waits = &world.models[&one].waits;
+    assert!(
+        waits.len() > 80 && waits.iter().all(|wait| *wait < ms(300)),
+        "{:?} of {}",
+        waits.iter().max(),
+        waits.len()
+    );
+}

@@ -53,6 +53,7 @@ impl Machine {
     pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
         // All of them first: who is let into a group too early would be promised what the others have.
         let mut told: BTreeSet<ClientId> = groups.keys().copied().collect();
+        let mut shares_changed = false;
         for (client, group) in groups {
             self.leave_group(*client);
             let Some(state) = self.clients.get_mut(client) else { continue };
@@ -63,7 +64,7 @@ impl Machine {
             if std::mem::replace(&mut members.memory_max, group.memory_max) != group.memory_max {
                 told.extend(&members.clients);
             }
-            members.share = group.share;
+            shares_changed |= std::mem::replace(&mut members.share, group.share) != group.share;
             for (id, seat) in &state.seats {
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.count_for(Some(group.id), 0, seat.promise.counted);
@@ -80,7 +81,11 @@ impl Machine {
                 }
             }
         }
-        self.stand_anew();
+        // Who has just come stands nowhere.
+        let stands = |client: &ClientId| self.clients.get(client).is_some_and(|c| c.waiting.is_some() || c.holds());
+        if shares_changed || groups.keys().any(stands) {
+            self.stand_anew();
+        }
     }
 
     pub(super) fn leave_group(&mut self, client: ClientId) {

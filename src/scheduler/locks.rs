@@ -45,6 +45,8 @@ pub(super) enum Parked {
     Undrained,
     /// What is pinned on that GPU leaves too little.
     Pinned(GpuId),
+    /// That GPU is somebody's of a better class, and it wants others as well.
+    Behind(GpuId),
 }
 
 /// A client's lock of one GPU.
@@ -221,12 +223,16 @@ impl Machine {
         if let Some(full) = full {
             return self.park(unit, Parked::Pinned(*full));
         }
+        let place = self.place_now(unit);
         let Some(request) = self.requests.get_mut(&unit) else { return };
-        request.parked = None;
+        if request.parked.take().is_some() {
+            request.place = place.unwrap_or(request.place);
+        }
         for id in request.wants.values().flatten() {
             if let Some(gpu) = self.gpus.get_mut(id) {
                 gpu.line.insert((request.place, unit));
                 gpu.shut_out.remove(&unit);
+                gpu.behind.remove(&unit);
                 self.dirty.insert(*id);
             }
         }
@@ -239,6 +245,7 @@ impl Machine {
         for id in request.wants.values().flatten() {
             if let Some(gpu) = self.gpus.get_mut(id) {
                 gpu.shut_out.remove(&unit);
+                gpu.behind.remove(&unit);
                 if gpu.line.remove(&(request.place, unit)) {
                     self.dirty.insert(*id);
                 }
@@ -258,6 +265,11 @@ impl Machine {
                     gpu.shut_out.insert(unit);
                 }
                 self.tell(unit, WaitReason::Pinned);
+            }
+            Parked::Behind(id) => {
+                if let Some(gpu) = self.gpus.get_mut(&id) {
+                    gpu.behind.insert(unit);
+                }
             }
             Parked::Undrained => self.tell(unit, WaitReason::HolderStuck),
             Parked::Stopped => {}
@@ -286,7 +298,7 @@ impl Machine {
             self.requests.remove(&unit);
         } else {
             match parked {
-                Some(Parked::Until(at)) => self.park(unit, Parked::Until(at)),
+                Some(Parked::Until(at)) if self.is_delayed(unit) => self.park(unit, Parked::Until(at)),
                 Some(Parked::Stopped) if self.any_stopped(unit) => {}
                 _ => {
                     if let Some(request) = self.requests.get_mut(&unit) {
@@ -296,6 +308,12 @@ impl Machine {
                 }
             }
         }
+    }
+
+    /// Whether one of them is not to have anything yet, since mapping failed.
+    pub(super) fn is_delayed(&self, unit: Unit) -> bool {
+        let wants = self.requests.get(&unit).into_iter().flat_map(|r| r.wants.keys());
+        wants.filter_map(|c| self.clients.get(c)).any(|c| c.not_before > self.now)
     }
 
     pub(super) fn any_stopped(&self, unit: Unit) -> bool {
@@ -380,7 +398,6 @@ impl Machine {
         self.leave_line(unit);
         let Some(request) = self.requests.remove(&unit) else { return };
         let (now, group) = (self.now, self.count());
-        let came = request.since.values().min().copied().unwrap_or(now);
         for (client, gpus) in request.wants {
             let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
             if let Some(state) = self.clients.get_mut(&client) {
@@ -401,10 +418,11 @@ impl Machine {
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.holders.insert(number, client);
                     // Nobody could run while its memory came.
-                    let vacant = gpu.vacant.take().map_or(Duration::ZERO, |at| now.saturating_sub(at.max(came)));
+                    let own = gpu.vacant.take().filter(|(whose, _)| *whose == unit);
+                    let moved = own.map_or(Duration::ZERO, |(_, since)| now.saturating_sub(since));
                     let served_until = self.served_before(client, *id);
                     if let Some(hold) = self.seat_mut(client, *id).and_then(|seat| seat.hold.as_mut()) {
-                        (hold.moved, hold.served_until) = (vacant, served_until);
+                        (hold.moved, hold.served_until) = (moved, served_until);
                     }
                 }
                 self.enter(client, *id);
@@ -515,11 +533,14 @@ impl Machine {
         seat.lingers = hold.undrainable;
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
-            gpu.vacant = gpu.holders.is_empty().then_some(now);
             gpu.cut_short = party.filter(|_| !idle);
         }
-        self.count_usage(client, id, hold.since);
+        if !hold.is_aside() {
+            self.count_usage(client, id, hold.since);
+        }
         self.has_been_served(client, id, &hold, waited);
+        let behind = self.gpus.get_mut(&id).map(|gpu| std::mem::take(&mut gpu.behind)).unwrap_or_default();
+        behind.into_iter().for_each(|unit| self.join(unit));
         self.enter(client, id);
         self.touch(id);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)

@@ -75,10 +75,12 @@ pub(super) struct Gpu {
     pub served: BTreeMap<Party, Time>,
     /// What those have had of this GPU of whom that is of interest.
     pub used: BTreeMap<Party, Usage>,
-    /// Since when nobody has had it, though somebody wanted it.
-    pub vacant: Option<Time>,
+    /// Nobody has it, since the memory of that one, which is to have it, is coming: since then.
+    pub vacant: Option<(Unit, Time)>,
     /// Who had it last, if it was asked for it and wants it still.
     pub cut_short: Option<Party>,
+    /// Requests that wait here for one of a better class, and would keep other GPUs from others meanwhile.
+    pub behind: BTreeSet<Unit>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
     /// Waiting for room for a context, and how many of them, from the back, are not to have any: others could never run then.
@@ -163,6 +165,12 @@ pub(super) struct Seat {
     pub grants: u64,
     pub lock_time: Duration,
     pub wait_time: Duration,
+}
+
+impl Client {
+    pub(super) fn holds(&self) -> bool {
+        self.seats.values().any(|seat| seat.hold.is_some())
+    }
 }
 
 impl Machine {
@@ -284,7 +292,11 @@ impl Machine {
 
     fn configure(&mut self, mut settings: Settings) {
         settings.bound();
+        let is_same = settings.time_period == self.settings.time_period;
         self.settings = settings;
+        if !is_same {
+            self.stand_anew();
+        }
         self.dirty.extend(self.gpus.keys().copied());
         self.admit_needless();
     }
@@ -307,6 +319,7 @@ impl Machine {
                 used: BTreeMap::new(),
                 vacant: None,
                 cut_short: None,
+                behind: BTreeSet::new(),
                 holders: BTreeMap::new(),
                 attaching: VecDeque::new(),
                 kept_out: 0,

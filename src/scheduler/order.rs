@@ -83,7 +83,8 @@ impl Machine {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.served.retain(|_, until| *until > now);
         let Some((until, _)) = served else { return };
-        gpu.served.insert(party, until);
+        let before = gpu.served.entry(party).or_default();
+        *before = until.max(*before);
         let in_line: Vec<Unit> = gpu.line.iter().map(|(_, unit)| *unit).collect();
         for unit in in_line {
             if self.party_of(unit) == Some(party) {
@@ -97,7 +98,8 @@ impl Machine {
     fn served_until(&self, party: Party, id: GpuId, hold: &Hold, waited: Duration) -> Option<(Time, Debt)> {
         let gpu = self.gpus.get(&id)?;
         let waiting = gpu.line.iter().filter_map(|(_, unit)| self.party_of(*unit));
-        let others: BTreeSet<Party> = waiting.filter(|other| *other != party).collect();
+        let others: BTreeSet<Party> =
+            waiting.filter(|other| *other != party && self.are_peers(*other, party)).collect();
         let weights = others.into_iter().map(|other| self.weight(other)).fold(0u32, u32::saturating_add);
         let debt = Debt { own: self.weight(party), others: weights };
         if weights == 0 {
@@ -110,11 +112,29 @@ impl Machine {
 
     /// Until when the client's party had been served when it was granted that GPU: what it had while the others had no use
     /// for theirs is not owed to them.
-    pub(super) fn served_before(&self, client: ClientId, id: GpuId) -> Time {
-        let (Some(gpu), Some(party)) = (self.gpus.get(&id), self.party(client)) else { return Time::ZERO };
+    pub(super) fn served_before(&mut self, client: ClientId, id: GpuId) -> Time {
+        let Some(party) = self.party(client) else { return Time::ZERO };
+        self.pass_over(id, party);
+        let Some(gpu) = self.gpus.get(&id) else { return Time::ZERO };
         let mut waiting = gpu.line.iter().filter_map(|(_, unit)| self.party_of(*unit)).chain(gpu.cut_short);
         let wanted = waiting.any(|other| other != party);
         gpu.served.get(&party).copied().filter(|_| wanted).unwrap_or_default()
+    }
+
+    /// Where all who want a GPU have been served for long to come, since those are gone to whom they owed it, that time is
+    /// passed over. A time quantum of it is left, since turns do not end to the moment.
+    fn pass_over(&mut self, id: GpuId, granted: Party) {
+        let until = self.now.saturating_add(self.settings.time_quantum);
+        let Some(gpu) = self.gpus.get(&id) else { return };
+        let served = |party: Party| gpu.served.get(&party).copied().unwrap_or_default();
+        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.party_of(*unit));
+        let least = waiting.chain([granted]).map(served).min().unwrap_or_default();
+        let ahead = least.saturating_sub(until);
+        let Some(gpu) = self.gpus.get_mut(&id).filter(|_| !ahead.is_zero()) else { return };
+        gpu.served.values_mut().for_each(|until| *until = until.saturating_sub(ahead));
+        for unit in gpu.line.iter().map(|(_, unit)| *unit).collect::<Vec<_>>() {
+            self.put_back(unit);
+        }
     }
 
     /// Until when a holder would stand before that request if it gave the lock back: to take it away sooner would cost a
@@ -142,14 +162,19 @@ impl Machine {
         self.party(*client)
     }
 
-    /// Moves a request that stands in line to where it belongs now.
-    pub(super) fn put_back(&mut self, unit: Unit) {
-        let Some(request) = self.requests.get(&unit).filter(|request| request.parked.is_none()) else { return };
+    /// Where a request belongs now.
+    pub(super) fn place_now(&self, unit: Unit) -> Option<Place> {
+        let request = self.requests.get(&unit)?;
         let Place { rank, number, .. } = request.place;
         let places = request.wants.iter().map(|(client, gpus)| self.place(*client, gpus, (rank, number)));
         // A gang is of the best class that one of it is of, and as late as the one that has had most.
-        let place = places.reduce(|a, b| Place { class: a.class.min(b.class), at: a.at.max(b.at), ..a });
-        let Some(place) = place.filter(|place| *place != request.place) else { return };
+        places.reduce(|a, b| Place { class: a.class.min(b.class), at: a.at.max(b.at), ..a })
+    }
+
+    /// Moves a request that stands in line to where it belongs now.
+    pub(super) fn put_back(&mut self, unit: Unit) {
+        let Some(request) = self.requests.get(&unit).filter(|request| request.parked.is_none()) else { return };
+        let Some(place) = self.place_now(unit).filter(|place| *place != request.place) else { return };
         self.leave_line(unit);
         if let Some(request) = self.requests.get_mut(&unit) {
             request.place = place;

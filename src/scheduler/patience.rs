@@ -204,6 +204,7 @@ impl Machine {
         });
         // It may also want it again itself, and has to release it first.
         let unit = self.clients.get(&client).and_then(|c| c.waiting);
-        others || unit.is_some_and(|unit| self.members(unit, id).contains(&client))
+        let is_spent = self.capped_at(client, id).is_some_and(|at| at <= self.now);
+        others || is_spent || unit.is_some_and(|unit| self.members(unit, id).contains(&client))
     }
 }

@@ -148,6 +148,11 @@ impl Machine {
                 continue;
             }
             let locked = !self.admissible(unit, id);
+            if locked && self.waits_behind(unit, id) {
+                self.park(unit, Parked::Behind(id));
+                continue;
+            }
+            self.note_vacancy(id, unit, lacking > 0 && !locked);
             if lacking > 0 && !locked {
                 self.tell(unit, WaitReason::Eviction);
             }
@@ -255,6 +260,7 @@ impl Machine {
         let together = self.may_stay(id);
         let first = gpu.holders.values().filter_map(|c| self.seat(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
         let first = first.map(|h| h.unit);
+        let awaited = !gpu.behind.is_empty();
         let mut short = pressure.short;
         let mut next: Option<Time> = self.together_until(id);
         let holders: Vec<ClientId> = gpu.holders.values().copied().collect();
@@ -279,9 +285,11 @@ impl Machine {
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
             let for_itself = seat.fullness.is_for_itself();
             let standing = match pressure.first {
-                Some(first) if !pressure.overdue => self.standing(first, client, id),
-                _ => Standing::Equal,
+                Some(first) => self.standing(first, client, id),
+                None => Standing::Equal,
             };
+            // Others than who waits need the bytes.
+            let standing = if pressure.overdue && standing == Standing::After { Standing::Equal } else { standing };
             let turn = match pressure.waiter {
                 Some(waiter)
                     if standing != Standing::Equal || !for_itself && (exclusive || pressure.grower.is_none()) =>
@@ -294,10 +302,12 @@ impl Machine {
             let rival = pressure.first.filter(|_| !pressure.overdue && is_equal && wanted && hold.waited(now) >= turn);
             let stays = rival.and_then(|rival| self.stands_first_until(client, id, rival));
             let capped = self.capped_at(client, id);
-            // One whose time is counted gives the GPU back whenever it has no use for it.
+            // One whose time is counted, or for whom others wait outside of the line, gives the GPU back whenever it has no
+            // use for it.
             let (tells, waiters, grace) = match capped {
-                Some(_) if !wanted => (true, 1, SHORTEST_GRACE),
-                _ => (wanted, waiters, grace),
+                _ if wanted => (true, waiters, grace),
+                None if !awaited => (false, waiters, grace),
+                _ => (true, 1, SHORTEST_GRACE),
             };
             let gpus = GpuSet::from([id]);
             let Some(hold) = self.seat_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };

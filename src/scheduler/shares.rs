@@ -11,13 +11,16 @@
 use super::{
     api::*,
     groups::Members,
-    locks::{Parked, Request, Unit},
+    locks::{Parked, Unit},
     machine::Machine,
-    timers::Wake,
     usage::Window,
 };
-use std::cmp::Reverse;
+use std::cmp::{Ordering, Reverse};
+use std::collections::BTreeSet;
 use std::time::Duration;
+
+/// A group that has had all that it may is not looked at again sooner.
+const LEAST_PAUSE: Duration = Duration::from_millis(1);
 
 /// Who takes turns as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,7 +118,9 @@ impl Machine {
         let gpu = self.gpus.get(&id);
         let holders = gpu.into_iter().flat_map(|gpu| gpu.holders.values());
         let own = holders.filter(|client| self.party(**client) == Some(party));
-        let since = own.filter_map(|client| Some(self.seat(*client, id)?.hold.as_ref()?.since)).min();
+        // Who is counted as no holder keeps its fellows from nothing.
+        let holds = own.filter_map(|client| self.seat(*client, id)?.hold.as_ref()).filter(|hold| !hold.is_aside());
+        let since = holds.map(|hold| hold.since).min();
         Window { usage: gpu.and_then(|gpu| gpu.used.get(&party)), since, period: self.settings.time_period }
     }
 
@@ -134,8 +139,15 @@ impl Machine {
         min > 0 && self.window(party, id).used(self.now) < Share::part(min, &self.settings)
     }
 
-    /// The class of a client that wants these GPUs, or has them.
+    /// The class of a client that wants these GPUs, or has them: its own, or the best of its gang, which goes together.
     pub(super) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
+        let gang = self.clients.get(&client).and_then(|client| self.gangs.get(&client.gang));
+        let fellows = gang.into_iter().flatten().filter(|fellow| **fellow != client);
+        let all = fellows.chain([&client]).map(|member| self.own_class(*member, gpus));
+        all.min().unwrap_or_default()
+    }
+
+    fn own_class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         let Some(party) = self.party(client) else { return Class::default() };
         let share = self.share(party);
         let has_had_more = |id: &GpuId| {
@@ -149,18 +161,63 @@ impl Machine {
         }
     }
 
+    /// Whether they share what is left by those of better tiers.
+    pub(super) fn are_peers(&self, one: Party, other: Party) -> bool {
+        self.share(one).tier() == self.share(other).tier()
+    }
+
+    /// The class of a holder, by all that it has.
+    fn class_of_holder(&self, holder: ClientId) -> Class {
+        let seats = self.clients.get(&holder).into_iter().flat_map(|client| &client.seats);
+        let held = seats.filter(|(_, seat)| seat.hold.is_some()).map(|(id, _)| *id).collect();
+        self.class(holder, &held)
+    }
+
     /// What the first in line is to a holder.
     pub(super) fn standing(&self, waiter: Unit, holder: ClientId, id: GpuId) -> Standing {
         let Some(request) = self.requests.get(&waiter) else { return Standing::Equal };
-        let (first, has) = (request.place.class, self.class(holder, &GpuSet::from([id])));
+        if !self.has_classes(id) {
+            return Standing::Equal;
+        }
+        let (first, has) = (request.place.class, self.class_of_holder(holder));
         match (first.tier.cmp(&has.tier), first.prompt.0, (first.owed.0, has.owed.0)) {
-            (std::cmp::Ordering::Less, ..) => Standing::Before,
-            (std::cmp::Ordering::Greater, ..) => Standing::After,
-            (_, true, _) if !self.share_of(holder).interactive => Standing::Before,
+            (Ordering::Less, ..) => Standing::Before,
+            (Ordering::Greater, ..) => Standing::After,
+            (_, true, _) if self.share_of(holder).interactive => Standing::Owed,
+            (_, true, _) => Standing::Before,
             (.., (true, false)) => Standing::Owed,
             (.., (false, true)) => Standing::After,
             _ => Standing::Equal,
         }
+    }
+
+    /// Whether anybody has a share of whom that GPU knows.
+    fn has_classes(&self, id: GpuId) -> bool {
+        self.gpus.contains_key(&id) && self.groups.values().any(|members| members.share.is_some())
+    }
+
+    /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long.
+    pub(super) fn waits_behind(&self, unit: Unit, id: GpuId) -> bool {
+        let Some(request) = self.requests.get(&unit).filter(|_| self.has_classes(id)) else { return false };
+        let ids: GpuSet = request.wants.values().flatten().copied().collect();
+        let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
+        let mut counted = holders.filter(|holder| {
+            self.seat(**holder, id)
+                .and_then(|seat| seat.hold.as_ref())
+                .is_some_and(|hold| !hold.is_aside() && hold.unit != unit)
+        });
+        ids.len() > 1 && counted.any(|holder| self.class_of_holder(*holder).tier < request.place.class.tier)
+    }
+
+    /// Whether that one is to have a GPU as soon as its memory is there, and nobody else has it now.
+    pub(super) fn note_vacancy(&mut self, id: GpuId, unit: Unit, arrives: bool) {
+        let now = self.now;
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.vacant = match gpu.vacant {
+            _ if !arrives || !gpu.holders.is_empty() => None,
+            Some((whose, since)) if whose == unit => Some((whose, since)),
+            _ => Some((unit, now)),
+        };
     }
 
     /// When the holder's group will have had all that it may; None: there is no such bound. A time that is not to come: it
@@ -190,15 +247,23 @@ impl Machine {
         let turn = self.settings.slice().min(most / 2);
         let until = gpus.iter().filter_map(|id| {
             let window = self.window(party, *id);
-            (window.used(self.now) >= most).then_some(window)?.falls_below(most.saturating_sub(turn), self.now)
+            let is_spent = window.used(self.now) >= most;
+            // A fellow may have it for as long as it takes to end its work.
+            let again =
+                || window.falls_below(most.saturating_sub(turn), self.now).unwrap_or(self.now + self.settings.slice());
+            is_spent.then(again)
         });
-        until.max()
+        until.max().map(|until| until.max(self.now + LEAST_PAUSE))
     }
 
     /// The same for all who are to be granted together.
     pub(super) fn is_capped(&self, unit: Unit) -> Option<Time> {
         let wants = self.requests.get(&unit).into_iter().flat_map(|request| &request.wants);
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
+    }
+
+    fn clients_of(&self, unit: Unit) -> impl Iterator<Item = ClientId> {
+        self.requests.get(&unit).into_iter().flat_map(|request| request.wants.keys().copied())
     }
 
     /// Whether nobody may run at the same moment: what it has of the time is counted, or it is not to be slowed down.
@@ -209,21 +274,17 @@ impl Machine {
 
     /// Rules are others: everybody who waits stands where it belongs by them.
     pub(super) fn stand_anew(&mut self) {
-        let now = self.now;
         for unit in self.requests.keys().copied().collect::<Vec<_>>() {
             self.put_back(unit);
-            let is_capped = |request: &Request| {
-                let delayed =
-                    request.wants.keys().filter_map(|client| self.clients.get(client)?.not_before.checked_sub(now));
-                matches!(request.parked, Some(Parked::Until(_))) && delayed.into_iter().all(|delay| delay.is_zero())
-            };
-            if self.requests.get(&unit).is_some_and(is_capped) {
-                self.timers.set(Wake::Unit(unit), Some(now));
+            let parked = self.requests.get(&unit).and_then(|request| request.parked);
+            let is_capped = matches!(parked, Some(Parked::Until(_))) && !self.is_delayed(unit);
+            if is_capped || matches!(parked, Some(Parked::Behind(_))) {
+                self.join(unit);
             }
         }
-        let groups = &self.groups;
+        let (now, period) = (self.now, self.settings.time_period);
         for (id, gpu) in &mut self.gpus {
-            gpu.used.retain(|party, _| matches!(party, Party::Group(group) if groups.contains_key(group)));
+            gpu.used.retain(|_, usage| !usage.is_past(now, period));
             self.dirty.insert(*id);
         }
     }
@@ -233,7 +294,8 @@ impl Machine {
         if !self.groups.values().any(Members::is_watched) {
             return None;
         }
-        let line: Vec<Unit> = self.gpus.get(&id)?.line.iter().map(|(_, unit)| *unit).collect();
+        let watched = |unit: &Unit| self.clients_of(*unit).any(|client| self.share_of(client).is_watched());
+        let line: Vec<Unit> = self.gpus.get(&id)?.line.iter().map(|(_, unit)| *unit).filter(watched).collect();
         for unit in &line {
             match self.is_capped(*unit) {
                 Some(until) => self.park(*unit, Parked::Until(until)),
@@ -241,9 +303,9 @@ impl Machine {
             }
         }
         let gpu = self.gpus.get(&id).filter(|gpu| !gpu.line.is_empty())?;
-        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.requests.get(unit)).flat_map(|r| r.wants.keys());
-        let changes = waiting.chain(gpu.holders.values()).filter_map(|client| {
-            let party = self.party(*client)?;
+        let waiting = gpu.line.iter().flat_map(|(_, unit)| self.clients_of(*unit)).chain(gpu.holders.values().copied());
+        let watched: BTreeSet<Party> = waiting.filter_map(|client| self.party(client)).collect();
+        let changes = watched.into_iter().filter(|party| self.share(*party).is_watched()).filter_map(|party| {
             let share = self.share(party);
             let window = self.window(party, id);
             let least = Share::part(share.min, &self.settings);

@@ -10,7 +10,27 @@ const EXACT: Duration = Duration::from_micros(10);
 /// When somebody had a GPU, as far back as it matters: one after the other, without overlaps.
 #[derive(Debug, Default)]
 pub(super) struct Usage {
-    spans: VecDeque<(Time, Time)>,
+    spans: VecDeque<Span>,
+}
+
+/// A time in which it was somebody's for so long: all the time, or several times that were short.
+#[derive(Debug, Clone, Copy)]
+struct Span {
+    from: Time,
+    to: Time,
+    used: Duration,
+}
+
+/// Times that together are no longer than this part of a period are taken together.
+const FINEST: u32 = 200;
+
+impl Span {
+    /// Of that time, as if it had been evenly spread.
+    fn between(&self, from: Time, to: Time) -> Duration {
+        let part = to.min(self.to).saturating_sub(from.max(self.from));
+        let whole = self.to - self.from;
+        if part >= whole { self.used } else { self.used.mul_f64(part.as_secs_f64() / whole.as_secs_f64()) }
+    }
 }
 
 /// What is looked at: the spans, perhaps one that has not ended, and how far back.
@@ -24,17 +44,29 @@ pub(super) struct Window<'a> {
 
 impl Usage {
     /// A hold that ended; they come in the order in which they end.
-    pub fn record(&mut self, mut from: Time, to: Time, period: Duration) {
-        while let Some((before, _)) = self.spans.back().copied().filter(|(_, end)| *end >= from) {
-            from = from.min(before);
+    pub fn record(&mut self, from: Time, to: Time, period: Duration) {
+        let mut span = Span { from, to, used: to.saturating_sub(from) };
+        while let Some(before) = self.spans.back().copied() {
+            let is_fine = to.saturating_sub(before.from) <= period / FINEST;
+            if before.to < span.from && !is_fine {
+                break;
+            }
+            // Where they overlap it counts once.
+            let (overlap, within) = (before.between(span.from, to), span.from.min(before.from));
+            span = Span { from: within, to, used: (before.used + span.used).saturating_sub(overlap).min(to - within) };
             self.spans.pop_back();
         }
-        if to > from {
-            self.spans.push_back((from, to));
+        if span.to > span.from {
+            self.spans.push_back(span);
         }
-        while self.spans.front().is_some_and(|(_, end)| *end + period <= to) {
+        while self.spans.front().is_some_and(|span| span.to + period <= to) {
             self.spans.pop_front();
         }
+    }
+
+    /// Whether it says nothing of the last period.
+    pub fn is_past(&self, now: Time, period: Duration) -> bool {
+        self.spans.back().is_none_or(|span| span.to + period <= now)
     }
 }
 
@@ -44,7 +76,7 @@ impl Window<'_> {
         let begin = at.saturating_sub(self.period);
         let before = self.since.unwrap_or(at);
         let spans = self.usage.into_iter().flat_map(|usage| &usage.spans);
-        let ended: Duration = spans.map(|(from, to)| (*to).min(before).saturating_sub((*from).max(begin))).sum();
+        let ended: Duration = spans.map(|span| span.between(begin, before)).sum();
         ended + self.since.map_or(Duration::ZERO, |since| at.saturating_sub(since.max(begin)))
     }
 
@@ -111,5 +143,15 @@ mod tests {
         assert_eq!(window.used(s(6)), s(4));
         usage.record(s(20), s(21), s(10));
         assert_eq!(usage.spans.len(), 1, "what is past is forgotten");
+    }
+
+    #[test]
+    fn many_short_holds_take_little_room() {
+        let mut usage = Usage::default();
+        let ms = Duration::from_millis;
+        (0..100_000u64).for_each(|n| usage.record(ms(2 * n), ms(2 * n + 1), s(10)));
+        assert!(usage.spans.len() <= 2 * FINEST as usize + 1, "{}", usage.spans.len());
+        let used = Window { usage: Some(&usage), since: None, period: s(10) }.used(s(200));
+        assert!(used.abs_diff(s(5)) <= ms(30), "{used:?}");
     }
 }

@@ -127,7 +127,7 @@ impl Machine {
             let off = request.parked.map(|why| match why {
                 Parked::Pinned(_) => WaitReason::Pinned,
                 Parked::Undrained => WaitReason::HolderStuck,
-                Parked::Until(_) | Parked::Stopped => WaitReason::Queue,
+                Parked::Until(_) | Parked::Stopped | Parked::Behind(_) => WaitReason::Queue,
             });
             for (client, _) in request.wants.iter().filter(|(_, gpus)| gpus.contains(&id)) {
                 let since = request.since.get(client).copied().unwrap_or_default();

@@ -136,7 +136,6 @@ impl Hub {
             self.answer(importer, ticket, Sharing::Unknown);
         }
         self.apply(Event::Disconnected { client });
-        self.forget_group(gone.rule.as_ref());
     }
 
     /// One packet of a client, and the descriptors that came with it.

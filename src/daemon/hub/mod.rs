@@ -345,7 +345,7 @@ impl Hub {
             self.keep_as_configured();
         }
         if before.rules != self.config.rules {
-            self.rule_anew();
+            self.rule_anew(&before.rules);
         }
         let settings = self.config.settings.clone();
         if *self.settings.borrow() != settings {

@@ -1,10 +1,13 @@
 //! Who has which rule, and with whom it counts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Hub;
-use crate::daemon::rules::{Instance, Rule};
+use crate::daemon::rules::{Instance, Rule, Rules, Subject};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
+
+/// Groups that are known at the same moment, more where there are more clients.
+const MOST_GROUPS: usize = 1024;
 
 impl Hub {
     /// The rule of a client that has come.
@@ -14,9 +17,19 @@ impl Hub {
         }
     }
 
-    /// The rules are others: everybody's is looked up anew, all at once.
-    pub(super) fn rule_anew(&mut self) {
-        self.groups.clear();
+    /// The rules are others than those: everybody's is looked up anew, all at once. Who counted together for a rule that is
+    /// there still, be it that it allows something else, has had what it has had.
+    pub(super) fn rule_anew(&mut self, before: &Rules) {
+        let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
+        let place =
+            |rule: usize| now.iter().position(|subject| before.get(rule).is_some_and(|old| old.subject == **subject));
+        let groups = std::mem::take(&mut self.groups).into_iter();
+        let kept = groups.filter_map(|(instance, id)| {
+            let rule = place(instance.rule)?;
+            Some((instance.of_rule(rule), id))
+        });
+        let kept: BTreeMap<Instance, GroupId> = kept.collect();
+        self.groups = kept;
         let clients: Vec<ClientId> = self.clients.keys().copied().collect();
         let groups = clients.into_iter().map(|client| (client, self.matched(client))).collect();
         self.apply(Event::Grouped { groups });
@@ -24,6 +37,7 @@ impl Hub {
 
     /// Looks up the rule of a client.
     fn matched(&mut self, client: ClientId) -> Option<Group> {
+        self.forget_groups();
         let entry = self.clients.get_mut(&client)?;
         // Who only holds a lock for somebody needs no memory.
         let found = entry.lasts.then(|| self.config.rules.of(&entry.identity)).flatten();
@@ -37,12 +51,13 @@ impl Hub {
         Some(Group { id, memory_max: rule.memory_max, share: rule.share })
     }
 
-    /// Somebody with that rule is gone: perhaps it was the last who counted so.
-    pub(super) fn forget_group(&mut self, instance: Option<&Instance>) {
-        if let Some(instance) = instance
-            && !self.clients.values().any(|client| client.rule.as_ref() == Some(instance))
-        {
-            self.groups.remove(instance);
+    /// What a unit's programs have had counts for those that it starts next, so groups without clients are kept, up to a
+    /// number.
+    fn forget_groups(&mut self) {
+        if self.groups.len() >= MOST_GROUPS.max(2 * self.clients.len()) {
+            let present: BTreeSet<&Instance> =
+                self.clients.values().filter_map(|client| client.rule.as_ref()).collect();
+            self.groups.retain(|instance, _| present.contains(instance));
         }
     }
 

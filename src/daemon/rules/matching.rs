@@ -22,6 +22,13 @@ pub struct Instance {
     user: Option<u32>,
 }
 
+impl Instance {
+    /// The same where the rule has another number.
+    pub fn of_rule(self, rule: usize) -> Self {
+        Self { rule, ..self }
+    }
+}
+
 impl Rules {
     /// The rule that a program has, if it has one.
     pub fn of(&self, who: &Identity) -> Option<(&Rule, Instance)> {
