@@ -287,3 +287,17 @@ fn an_interactive_program_that_computes_for_long_makes_way_for_another() {
         waits.len()
     );
 }
+
+#[test]
+fn who_waits_for_several_gpus_goes_on_when_the_better_one_is_stopped() {
+    let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let urgent = share(Share { priority: 10, ..Share::default() });
+    let stopped = Some((s(3), s(60)));
+    add(&mut world, urgent, Plan { gpus: gpus([1]), gpu: s(100_000), stopped, ..Plan::default() });
+    let both = add(&mut world, None, Plan { gpus: gpus([0, 1]), start: s(1), gpu: s(5), ..Plan::default() });
+    // The stopped one is found out when somebody wants something of it.
+    add(&mut world, urgent, Plan { gpus: gpus([1]), start: s(4), gpu: s(1), ..Plan::default() });
+    world.run(s(59));
+    assert!(world.finished(both) < s(40), "{:?}", world.finished(both));
+}

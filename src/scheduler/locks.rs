@@ -539,8 +539,6 @@ impl Machine {
             self.count_usage(client, id, hold.since);
         }
         self.has_been_served(client, id, &hold, waited);
-        let behind = self.gpus.get_mut(&id).map(|gpu| std::mem::take(&mut gpu.behind)).unwrap_or_default();
-        behind.into_iter().for_each(|unit| self.join(unit));
         self.enter(client, id);
         self.touch(id);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)

@@ -45,6 +45,9 @@ impl Machine {
             gpu.capacity = capacity;
         }
         self.note_offer(id);
+        let behind = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.behind).copied();
+        let free: Vec<Unit> = behind.filter(|unit| !self.waits_behind(*unit, id)).collect();
+        free.into_iter().for_each(|unit| self.join(unit));
         let reclassed = self.reclass(id);
 
         let mut pressure = Pressure::default();
