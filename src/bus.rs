@@ -52,6 +52,7 @@ pub struct Client {
     pub library: String,
     pub rule: String,
     pub rule_origin: String,
+    pub share: String,
     pub connected_since: u64,
     pub stopped: bool,
     pub gpus: Vec<GpuUse>,

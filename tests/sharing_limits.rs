@@ -202,6 +202,8 @@ fn a_program_has_no_more_of_the_time_than_its_rule_allows() {
     let machine = ruled(&format!("time-period = \"1s\"\n[[rule]]\nuser = {uid}\ntime-max = \"30%\"\n"));
     let mut program = machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 100000").start();
     machine.wait_for_grants(&program, 3); // and nobody else waits
+    let status = machine.ctl(&["status"]);
+    assert!(status.contains("and all that count with it, have weight 100, time-max 30% by rule "), "{status}");
     let (began, before) = (Instant::now(), lock_times(&machine, &program));
     std::thread::sleep(Duration::from_secs(4));
     let after = lock_times(&machine, &program);

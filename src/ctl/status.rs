@@ -189,6 +189,11 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
                 writeln!(out, "  Client {id}, and all that count with it, may have {max} by rule {}.", rule(client));
         }
     }
+    let here = |client: &&Client| client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
+    for client in clients.iter().filter(here).filter(|client| !client.share.is_empty()) {
+        let (id, share) = (client.id, &client.share);
+        let _ = writeln!(out, "  Client {id}, and all that count with it, have {share} by rule {}.", rule(client));
+    }
     for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.unseen)) {
         let _ = writeln!(out, "  Client {} gives this GPU work by another API than CUDA: its memory stays.", client.id);
     }
@@ -299,6 +304,7 @@ fn client_json(client: &Client) -> Value {
         "library": client.library,
         "rule": client.rule,
         "rule-origin": client.rule_origin,
+        "share": client.share,
         "connected-since": client.connected_since,
         "stopped": client.stopped,
         "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),

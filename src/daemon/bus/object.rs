@@ -204,6 +204,7 @@ fn present(may_see: bool, client: ClientView) -> bus::Client {
         library: client.library,
         rule: client.rule.0,
         rule_origin: client.rule.1,
+        share: client.rule.2,
         connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
         stopped: client.stopped,
         gpus: client.uses,

@@ -12,7 +12,7 @@ use crate::daemon::bus::Holders;
 use crate::daemon::lock::Wanted;
 use crate::daemon::peer::Identity;
 use crate::daemon::socket;
-use crate::scheduler::{self, ClientId, GpuId, SeatView, Time};
+use crate::scheduler::{self, ClientId, GpuId, SeatView, Share, Time};
 
 /// What the D-Bus object is told of a client; it leaves out what its caller may not see.
 #[derive(Debug, Clone)]
@@ -20,11 +20,24 @@ pub struct ClientView {
     pub id: ClientId,
     pub identity: Arc<Identity>,
     pub library: String,
-    /// The name of its rule, and where that is written.
-    pub rule: (String, String),
+    /// The name of its rule, where that is written, and what it says of time.
+    pub rule: (String, String, String),
     pub connected: SystemTime,
     pub stopped: bool,
     pub uses: Vec<bus::GpuUse>,
+}
+
+/// What a rule says of time, as it is written: `weight 50, time-max 20%`.
+fn in_words(share: Share) -> String {
+    let weight = if share.weight == 0 { "idle".to_owned() } else { share.weight.to_string() };
+    let all = [
+        Some(format!("weight {weight}")),
+        (share.min > 0).then(|| format!("time-min {}%", share.min)),
+        (share.max < 100).then(|| format!("time-max {}%", share.max)),
+        (share.priority != 0).then(|| format!("priority {}", share.priority)),
+        share.interactive.then(|| "interactive".to_owned()),
+    ];
+    all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 impl Hub {
@@ -62,9 +75,9 @@ impl Hub {
                 id: seen.client,
                 identity: client.identity.clone(),
                 library: client.library.clone(),
-                rule: self
-                    .rule_of(seen.client)
-                    .map_or_else(Default::default, |rule| (rule.name.clone(), rule.origin.to_string())),
+                rule: self.rule_of(seen.client).map_or_else(Default::default, |rule| {
+                    (rule.name.clone(), rule.origin.to_string(), rule.share.map_or_else(String::new, in_words))
+                }),
                 connected: client.connected,
                 stopped: seen.stopped,
                 uses: uses.collect(),
