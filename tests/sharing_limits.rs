@@ -232,3 +232,28 @@ fn who_has_a_higher_priority_waits_for_no_turn_to_end() {
     usual.kill();
     machine.wait_until_empty();
 }
+
+#[test]
+fn what_a_program_had_of_the_time_counts_for_the_next_that_counts_with_it() {
+    // SAFETY: it cannot fail.
+    let uid = unsafe { libc::getuid() };
+    let machine = ruled(&format!("time-period = \"60s\"\n[[rule]]\nuser = {uid}\ntime-max = \"1%\"\n"));
+    let work = "mix --mem 32M --chunks 4 --reps 3 --rounds 100000";
+    let waits = |program: &Program| {
+        let status = machine.status();
+        let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == program.pid())?.clone();
+        (client["gpus"][0]["state"] == "waiting").then(|| number(&client["gpus"][0]["grants"]))
+    };
+    let mut first = machine.program(work).start();
+    wait_for("it to have had all that it may", || waits(&first).filter(|grants| *grants > 0));
+    first.kill();
+    machine.wait_until_empty();
+    let mut second = machine.program(work).start();
+    wait_for("the next one to wait", || waits(&second));
+    machine.ctl(&["set-rule", "another", "user=4242", "weight=5"]);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(waits(&second), Some(0), "for what the first had, also where a rule is set that is not its");
+    machine.ctl(&["set-rule", "more", &format!("user={uid}"), "time-max=100%"]);
+    machine.wait_for_grants(&second, 1);
+    second.kill();
+}
