@@ -266,6 +266,22 @@ mod tests {
     }
 
     #[test]
+    fn the_bus_lets_every_method_through() {
+        let read = |path: &str| std::fs::read_to_string(path).expect("the file");
+        let (interface, rules) = (read("dbus/org.nvshare.Scheduler1.xml"), read("dbus/org.nvshare.Scheduler1.conf"));
+        let names = |text: &str, tag: &str, key: &str, wanted: &dyn Fn(roxmltree::Node<'_, '_>) -> bool| {
+            let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+            let document = roxmltree::Document::parse_with_options(text, options).expect("it is well-formed");
+            let nodes = document.descendants().filter(|node| node.has_tag_name(tag) && wanted(*node));
+            nodes.filter_map(|node| node.attribute(key).map(str::to_owned)).collect::<std::collections::BTreeSet<_>>()
+        };
+        let methods = names(&interface, "method", "name", &|_| true);
+        let own = |node: roxmltree::Node<'_, '_>| node.attribute("send_interface") == Some("org.nvshare.Scheduler1");
+        assert_eq!(methods, names(&rules, "allow", "send_member", &own));
+        assert!(methods.contains("ListGpus"));
+    }
+
+    #[test]
     fn the_policy_has_the_actions_that_are_asked_for() {
         let text = std::fs::read_to_string("dbus/org.nvshare.Scheduler1.policy").expect("the file");
         let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };

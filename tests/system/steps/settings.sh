@@ -16,6 +16,11 @@ refused "may not" as_user nvsharectl set time-quantum 5
 refused "denied" as_user busctl call "${bus[@]}" NoSuchMethod
 says "u 46" busctl get-property "${bus[@]}" TimeQuantum
 
+nvsharectl set-rule batch slice=batch.slice weight=idle
+as_user nvsharectl get | grep -q '^slice = "batch.slice"$' || fail "a user sees no rules: $(as_user nvsharectl get 2>&1)"
+refused "may not" as_user nvsharectl set-rule mine user=1000 priority=100
+nvsharectl unset-rule batch
+
 as_user nvsharectl | grep -q "Simulated" || fail "a user sees nothing: $(as_user nvsharectl 2>&1)"
 says "with the lock" as_user nvsharectl lock -- echo "with the lock"
 # What is root's is not the user's to see; its own is.
