@@ -132,6 +132,15 @@ fn bound(world: &World, quantum: Duration) -> Duration {
     sum
 }
 
+/// Runs for a while, and puts everybody into another group, by a number for each time.
+fn regroup_now_and_then(world: &mut World, changes: Vec<(u64, u64)>, group: impl Fn(u64, u64) -> Option<Group>) {
+    for (after, seed) in changes {
+        let at = world.now + ms(after);
+        world.run(at);
+        world.regroup(|client| group(seed, client.0));
+    }
+}
+
 proptest! {
     #![proptest_config(config(200))]
 
@@ -145,7 +154,7 @@ proptest! {
         // One whose work never ends keeps those of a lower priority waiting for ever, and is to.
         let unruly = Unruly { lingering: false, ..unruly };
         let mut world = world(seed, mode, quantum, gpus, 0, unruly);
-        world.most_steps = 3_000_000;
+        world.most_steps = 400_000;
         let group = |seed: u64, client: u64| {
             let mut rng = Dice(seed);
             let id = (client + seed) % 5;
@@ -164,11 +173,7 @@ proptest! {
             world.add(Plan { group: group(seed, n), user, ..plan });
         }
         let bound = bound(&world, quantum) * 40;
-        for (after, seed) in changes {
-            let at = world.now + ms(after);
-            world.run(at);
-            world.regroup(|client| group(seed, client.0));
-        }
+        regroup_now_and_then(&mut world, changes, group);
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
@@ -231,11 +236,7 @@ proptest! {
             world.add(Plan { group: group(seed, n), ..plan });
         }
         let bound = bound(&world, quantum) + Duration::from_secs(60);
-        for (after, seed) in changes {
-            let at = world.now + ms(after);
-            world.run(at);
-            world.regroup(|client| group(seed, client.0));
-        }
+        regroup_now_and_then(&mut world, changes, group);
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }

@@ -525,6 +525,25 @@ fn those_who_run_together_are_asked_again_how_full_they_keep_the_gpu() {
 }
 
 #[test]
+fn those_who_say_the_same_again_are_asked_more_rarely() {
+    let mut t = with_fullness(&[300, 200]);
+    let measure = |t: &mut Talk, n: u64, permille: u32| {
+        t.release(n, ReleaseReason::Revoked);
+        t.request(n);
+        t.say(Event::Fullness { client: client(3 - n), gpu: gpu(0), permille });
+    };
+    for (seconds, said) in [(10, [310, 190]), (20, [280, 200]), (40, [300, 500]), (10, [300, 500])] {
+        assert_eq!(t.after(Duration::from_secs(seconds) - ms(1)), [], "{seconds} s");
+        let asked = t.after(ms(1));
+        let [Command::Revoke { client: first, .. }] = asked[..] else { panic!("{asked:?}") };
+        measure(&mut t, first.0, said[2 - first.0 as usize]);
+        t.after(ms(150));
+        measure(&mut t, 3 - first.0, said[first.0 as usize - 1]);
+        assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2], "{seconds} s");
+    }
+}
+
+#[test]
 fn a_client_that_never_says_how_full_it_keeps_the_gpu_is_taken_to_fill_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=2 {

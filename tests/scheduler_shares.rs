@@ -301,3 +301,46 @@ fn who_waits_for_several_gpus_goes_on_when_the_better_one_is_stopped() {
     world.run(s(59));
     assert!(world.finished(both) < s(40), "{:?}", world.finished(both));
 }
+
+#[test]
+fn who_goes_first_waits_for_no_drain_where_there_is_room_beside_it() {
+    let interactive = share(Share { interactive: true, ..Share::default() });
+    for (demand, mode, expected) in [
+        (GIB, AntiThrash::Auto, ms(1)),
+        (GIB, AntiThrash::On, ms(101)),
+        // The other's memory has to leave first.
+        (16 * GIB, AntiThrash::Auto, ms(550)),
+    ] {
+        let mut world = busy(mode, ms(100), &[None]);
+        let plan = Plan { start: s(1), gpu: ms(10), cpu: ms(900), phases: 100, demand, ..Plan::default() };
+        let one = add(&mut world, interactive, plan);
+        world.run(s(100));
+        let waits = &world.models[&one].waits;
+        assert!(waits.len() > 50 && waits.iter().all(|wait| *wait < expected), "{mode:?}, {demand}: {waits:?}");
+    }
+}
+
+#[test]
+fn a_gang_that_is_too_large_for_the_gpu_takes_turns_though_one_of_it_is_interactive() {
+    let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
+    let interactive = Share { interactive: true, ..Share::default() };
+    let group = Some(Group { id: GroupId(1), memory_max: MemoryMax::Infinity, share: Some(interactive) });
+    world.add(Plan { gang: 7, group, gpu: ms(10), leaves: false, ..Plan::default() });
+    let large = Plan { gang: 7, start: s(1), demand: 10 * GIB, gpu: s(3), ..Plan::default() };
+    let [one, other] = [(); 2].map(|()| world.add(large.clone()));
+    world.run(s(60));
+    assert!(world.finished(one) < s(20) && world.finished(other) < s(20), "{:?}", world.machine.gpus());
+}
+
+#[test]
+fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
+    let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let share = |priority| share(Share { priority, ..Share::default() });
+    add(&mut world, share(10), Plan { gpus: gpus([1]), gpu: s(50), ..Plan::default() });
+    let low = add(&mut world, share(-10), Plan { gpus: gpus([0]), gpu: s(10), ..Plan::default() });
+    let both = add(&mut world, share(5), Plan { gpus: gpus([0, 1]), start: s(1), gpu: s(5), ..Plan::default() });
+    world.run(s(100));
+    assert_eq!(world.grants_of(low).len(), 1, "it is not asked for what nobody could use");
+    assert!(world.finished(both) < s(57), "{:?}", world.finished(both));
+}

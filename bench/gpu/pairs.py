@@ -11,13 +11,13 @@ both are done, and whether every result is the one that the loop gives alone.
 import argparse
 import hashlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import stage
 
 LOOPS = ["add", "matmul", "conv", "tiny"]
 PAIRS = ["add+add", "matmul+matmul", "conv+conv", "tiny+tiny", "matmul+tiny"]
@@ -54,9 +54,7 @@ def run(name, iterations, ready, go):
     for _ in range(10):
         step()
     torch.cuda.synchronize()
-    ready.touch()
-    while not go.exists():
-        time.sleep(0.001)
+    stage.wait_to_begin(ready, go)
     began, done = time.time(), 0
     while done < iterations or (not iterations and time.time() - began < 1):
         for _ in range(100 if name == "tiny" else 10):
@@ -71,34 +69,10 @@ def run(name, iterations, ready, go):
 
 def together(jobs, environment, directory):
     """Starts them, has them begin at once, and gives what each said."""
-    go = directory / "go"
-    go.unlink(missing_ok=True)
-    children = []
-    for i, (name, iterations) in enumerate(jobs):
-        ready = directory / f"ready-{i}"
-        ready.unlink(missing_ok=True)
-        words = [sys.executable, __file__, "--child", name, str(iterations), str(ready), str(go)]
-        children.append((ready, subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | environment)))
-    while not all(ready.exists() for ready, _ in children):
-        if any(child.poll() is not None for _, child in children):
-            raise SystemExit("a loop has ended before it began")
-        time.sleep(0.01)
-    go.touch()
-    said = [json.loads(child.communicate()[0]) for _, child in children]
+    words = [[sys.executable, __file__, "--child", name, iterations] for name, iterations in jobs]
+    said = [json.loads(child.communicate()[0]) for child in stage.begin(words, environment, directory)]
     seconds = max(s["ended"] for s in said) - min(s["began"] for s in said)
     return said, seconds
-
-
-def scheduler(programs, directory, settings):
-    (directory / "nvshare.toml").write_text(settings)
-    words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
-    words += ["--control-socket", directory / "control.sock", "--config", directory / "nvshare.toml"]
-    child = subprocess.Popen(words, stderr=open(directory / "scheduler.log", "w"))
-    while not (directory / "scheduler.sock").exists():
-        if child.poll() is not None:
-            raise SystemExit((directory / "scheduler.log").read_text())
-        time.sleep(0.01)
-    return child
 
 
 def main():
@@ -131,8 +105,8 @@ def main():
                 for _ in range(arguments.runs):
                     environment, daemon = {}, None
                     if settings is not None:
-                        daemon = scheduler(programs, directory, f"time-quantum = {arguments.quantum}\n{settings}")
-                        environment = {"LD_PRELOAD": f"{programs}/libnvshare.so", "NVSHARE_SOCKET": f"{directory}/scheduler.sock"}
+                        daemon = stage.scheduler(programs, directory, f"time-quantum = {arguments.quantum}\n{settings}")
+                        environment = stage.under_nvshare(programs, directory)
                     said, seconds = together([(name, alone[name][0]) for name in pair], environment, directory)
                     right &= all(s["digest"] == alone[name][1] for s, name in zip(said, pair))
                     taken.append(seconds)

@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use super::bus::Change;
 use super::config::{self, Config, ConfigError};
-use super::rules::Added;
+use super::rules::{Added, Addition};
 use crate::bus::anti_thrash_name;
 use crate::scheduler::AntiThrash;
 
@@ -105,9 +105,9 @@ impl Changes {
         self.save(written);
     }
 
-    /// Sets a rule, or takes one away that says nothing. `written` hears when that is in the file.
-    pub fn set_rule(&mut self, name: &str, keys: &toml::Table, written: oneshot::Sender<()>) -> Result<(), String> {
-        self.changed.rule.set(name, keys)?;
+    /// Sets a rule, or takes one away. `written` hears when that is in the file.
+    pub fn set_rule(&mut self, addition: Addition, written: oneshot::Sender<()>) -> Result<(), String> {
+        self.changed.rule.set(addition)?;
         self.save(written);
         Ok(())
     }
@@ -187,7 +187,8 @@ mod tests {
             anti_thrash: Some(AntiThrash::On),
             rule: {
                 let mut rule = Added::default();
-                rule.set("one", &"weight = 5".parse().expect("a table")).expect("a rule");
+                let keys = "weight = 5".parse().expect("a table");
+                rule.set(Addition::read("one", &keys).expect("a rule")).expect("room");
                 rule
             },
         };

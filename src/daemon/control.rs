@@ -12,6 +12,7 @@ use super::changes::Changes;
 use super::clients::Shared;
 use super::config::Config;
 use super::hub::Hub;
+use super::rules::Addition;
 use super::{Options, lock, log, systemd};
 use crate::bus::Error;
 
@@ -40,32 +41,13 @@ impl Control {
                 let all = hub.config.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string()));
                 drop(reply.send(all.collect()));
             }
-            Request::SetRule { name, keys, reply } => {
-                let (done, written) = oneshot::channel();
-                match self.changes.set_rule(&name, &keys, done) {
-                    Ok(()) => {
-                        let mut hub = hub.borrow_mut();
-                        let mut config = hub.config.clone();
-                        self.changes.apply(&mut config);
-                        hub.configure(config);
-                        info!(name: "rules-changed", "rule {name:?} was set or taken away at run time");
-                        drop(spawn_local(async move {
-                            let _ = written.await;
-                            let _ = reply.send(Ok(()));
-                        }));
-                    }
-                    Err(e) => drop(reply.send(Err(Error::InvalidArgument(e)))),
-                }
+            Request::SetRule(addition, reply) => {
+                let written = self.set_rule(hub, *addition).map_err(Error::InvalidArgument);
+                answer_once_written(written, reply);
             }
             Request::Lock(wish, reply) => drop(reply.send(lock::acquire(hub, shared, wish))),
             Request::Reload(reply) => drop(reply.send(self.reload(hub))),
-            Request::Reset(reply) => match self.reset(hub) {
-                Ok(written) => drop(spawn_local(async move {
-                    let _ = written.await;
-                    let _ = reply.send(Ok(()));
-                })),
-                Err(e) => drop(reply.send(Err(e))),
-            },
+            Request::Reset(reply) => answer_once_written(self.reset(hub), reply),
         }
     }
 
@@ -79,6 +61,19 @@ impl Control {
         }
         systemd::ready();
         result
+    }
+
+    /// Sets a rule at run time, or takes one away. What is returned hears when that is on the disk.
+    fn set_rule(&mut self, hub: &RefCell<Hub>, addition: Addition) -> Result<oneshot::Receiver<()>, String> {
+        let (done, written) = oneshot::channel();
+        let name = addition.name().to_owned();
+        self.changes.set_rule(addition, done)?;
+        let mut hub = hub.borrow_mut();
+        let mut config = hub.config.clone();
+        self.changes.apply(&mut config);
+        hub.configure(config);
+        info!(name: "rules-changed", "rule {name:?} was set or taken away at run time");
+        Ok(written)
     }
 
     /// Forgets what was changed at run time. What is returned hears when that is on the disk.
@@ -96,5 +91,16 @@ impl Control {
         self.log.set(self.options.log_level.unwrap_or(config.log_level));
         hub.borrow_mut().configure(config);
         Ok(())
+    }
+}
+
+/// Says yes when it is on the disk, without keeping anybody waiting for that.
+fn answer_once_written<E: 'static>(written: Result<oneshot::Receiver<()>, E>, reply: oneshot::Sender<Result<(), E>>) {
+    match written {
+        Ok(written) => drop(spawn_local(async move {
+            let _ = written.await;
+            let _ = reply.send(Ok(()));
+        })),
+        Err(e) => drop(reply.send(Err(e))),
     }
 }

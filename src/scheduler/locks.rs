@@ -228,6 +228,12 @@ impl Machine {
         if request.parked.take().is_some() {
             request.place = place.unwrap_or(request.place);
         }
+        // Nobody gives anything back for it elsewhere meanwhile.
+        let behind = ids.iter().find(|id| !self.admissible(unit, **id) && self.waits_behind(unit, **id));
+        if let Some(behind) = behind {
+            return self.park(unit, Parked::Behind(*behind));
+        }
+        let Some(request) = self.requests.get(&unit) else { return };
         for id in request.wants.values().flatten() {
             if let Some(gpu) = self.gpus.get_mut(id) {
                 gpu.line.insert((request.place, unit));
@@ -267,8 +273,10 @@ impl Machine {
                 self.tell(unit, WaitReason::Pinned);
             }
             Parked::Behind(id) => {
-                if let Some(gpu) = self.gpus.get_mut(&id) {
+                // Who has it is told that somebody waits.
+                if let Some(gpu) = self.gpus.get_mut(&id).filter(|gpu| !gpu.behind.contains(&unit)) {
                     gpu.behind.insert(unit);
+                    self.dirty.insert(id);
                 }
             }
             Parked::Undrained => self.tell(unit, WaitReason::HolderStuck),
@@ -372,7 +380,7 @@ impl Machine {
         gpu.holders.values().all(|holder| {
             let Some(hold) = self.seat(*holder, id).and_then(|s| s.hold.as_ref()) else { return true };
             let own = request.wants.get(holder).is_some_and(|gpus| gpus.contains(&id));
-            let beside = together || hold.is_aside() || hold.unit == unit;
+            let beside = together || hold.is_aside() || hold.unit == unit || self.makes_way(*holder, hold, unit);
             beside && !own
         })
     }

@@ -8,6 +8,9 @@
 //! burst it ends a long turn soon. This is least-attained-service: what a client used up since it last ran out of work
 //! is the best guess of what it still needs, because run times of bursts are heavy-tailed.
 //!
+//! Whom a rule lets go first (`shares`) waits for no turn to end, or for a short one; whom it lets go last waits until the
+//! other has no work.
+//!
 //! Where so many wait that the last would wait too long, `auto` divides what it may wait among them.
 //!
 //! **Place in line**, among the clients of one user. Arrival order, except in `auto`, where a waiter's place is its arrival plus the *class* of what it

@@ -288,7 +288,7 @@ impl Machine {
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
             let for_itself = seat.fullness.is_for_itself();
             let standing = match pressure.first {
-                Some(first) => self.standing(first, client, id),
+                Some(first) => self.standing(first, client),
                 None => Standing::Equal,
             };
             // Others than who waits need the bytes.

@@ -11,7 +11,7 @@
 use super::{
     api::*,
     groups::Members,
-    locks::{Parked, Unit},
+    locks::{Hold, Parked, Unit},
     machine::Machine,
     usage::Window,
 };
@@ -54,7 +54,7 @@ impl Default for Tier {
 /// What somebody who waits is to somebody who holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Standing {
-    /// Waits for no turn to end.
+    /// Waits for no turn to end; in `auto` for no drain either.
     Before,
     /// Has had less than it is to have, which the other has not.
     Owed,
@@ -174,16 +174,18 @@ impl Machine {
     }
 
     /// What the first in line is to a holder.
-    pub(super) fn standing(&self, waiter: Unit, holder: ClientId, id: GpuId) -> Standing {
+    pub(super) fn standing(&self, waiter: Unit, holder: ClientId) -> Standing {
         let Some(request) = self.requests.get(&waiter) else { return Standing::Equal };
-        if !self.has_classes(id) {
+        if !self.has_classes() {
             return Standing::Equal;
         }
         let (first, has) = (request.place.class, self.class_of_holder(holder));
+        // By its gang, or itself, even if it has had more than its share.
+        let is_interactive = has.prompt.0 || self.share_of(holder).interactive;
         match (first.tier.cmp(&has.tier), first.prompt.0, (first.owed.0, has.owed.0)) {
             (Ordering::Less, ..) => Standing::Before,
             (Ordering::Greater, ..) => Standing::After,
-            (_, true, _) if self.share_of(holder).interactive => Standing::Owed,
+            (_, true, _) if is_interactive => Standing::Owed,
             (_, true, _) => Standing::Before,
             (.., (true, false)) => Standing::Owed,
             (.., (false, true)) => Standing::After,
@@ -191,14 +193,21 @@ impl Machine {
         }
     }
 
-    /// Whether anybody has a share of whom that GPU knows.
-    fn has_classes(&self, id: GpuId) -> bool {
-        self.gpus.contains_key(&id) && self.groups.values().any(|members| members.share.is_some())
+    /// Whether a holder that drains keeps that waiter from nothing: in `auto`, one who waits for no turn to end does not wait
+    /// for the work that is queued either, if its memory has room beside. The GPU shares itself out for that long.
+    pub(super) fn makes_way(&self, holder: ClientId, hold: &Hold, waiter: Unit) -> bool {
+        let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
+        is_auto && hold.revoked.is_some() && self.standing(waiter, holder) == Standing::Before
+    }
+
+    /// Whether anybody has a share.
+    fn has_classes(&self) -> bool {
+        self.groups.values().any(|members| members.share.is_some())
     }
 
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long.
     pub(super) fn waits_behind(&self, unit: Unit, id: GpuId) -> bool {
-        let Some(request) = self.requests.get(&unit).filter(|_| self.has_classes(id)) else { return false };
+        let Some(request) = self.requests.get(&unit).filter(|_| self.has_classes()) else { return false };
         let ids: GpuSet = request.wants.values().flatten().copied().collect();
         let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
         let mut counted = holders.filter(|holder| {

@@ -14,8 +14,11 @@ use std::time::Duration;
 const FULL: u32 = 1100;
 /// What a client that says nothing is taken to fill.
 const UNKNOWN: u32 = 1000;
-/// How long clients run together before they are asked again.
-const TOGETHER: Duration = Duration::from_secs(10);
+/// How long clients run together before they are asked again: the first time, twice as long after each time that they said
+/// the same, and at most.
+const TOGETHER: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(80));
+/// What is said differs by no more, in thousandths, if it is the same.
+const SAME: u32 = 150;
 /// A turn that is long enough for a client to say how full it keeps the GPU.
 pub(super) const MEASURED: Duration = Duration::from_millis(150);
 
@@ -23,6 +26,8 @@ pub(super) const MEASURED: Duration = Duration::from_millis(150);
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Fullness {
     said: Option<u32>,
+    /// What it had said before, and for how long that was believed.
+    before: Option<(u32, Duration)>,
     /// It was alone, and waited for, for long enough, and said nothing.
     silent: bool,
     /// It had no more work before it could say anything.
@@ -37,6 +42,18 @@ impl Fullness {
     /// Whether it wants nobody beside it, and not for what it does there: it is no program whose work can be told.
     pub fn is_for_itself(self) -> bool {
         self.said.is_some_and(|said| said > FULL)
+    }
+
+    /// How long it is believed.
+    fn believed(self) -> Duration {
+        let same = self.before.filter(|(before, _)| self.permille().is_some_and(|said| said.abs_diff(*before) <= SAME));
+        same.map_or(TOGETHER.0, |(_, believed)| (believed * 2).min(TOGETHER.1))
+    }
+
+    /// What was said is believed no longer.
+    fn forget(&mut self) {
+        let before = self.said.map(|said| (said, self.believed())).or(self.before);
+        *self = Self { before, ..Self::default() };
     }
 
     /// Whether a turn that is long enough would tell.
@@ -57,7 +74,7 @@ impl Machine {
         let alone = self.gpus.get(&id).is_some_and(|g| g.holders.len() == 1);
         let measured = |s: &&mut Seat| permille > FULL || (alone && s.hold.is_some());
         let Some(seat) = self.seat_mut(client, id).filter(measured) else { return };
-        seat.fullness = Fullness { said: Some(permille), ..Fullness::default() };
+        seat.fullness = Fullness { said: Some(permille), before: seat.fullness.before, ..Fullness::default() };
         self.touch(id);
     }
 
@@ -68,8 +85,7 @@ impl Machine {
 
     /// Whether the holders of a GPU may go on together.
     pub(super) fn may_stay(&self, id: GpuId) -> bool {
-        let since = self.running(id).filter_map(|c| Some(self.seat(c, id)?.hold.as_ref()?.since)).max();
-        let expired = since.is_some_and(|since| self.now >= since.saturating_add(TOGETHER));
+        let expired = self.believed_until(id).is_some_and(|until| self.now >= until);
         !expired && self.run_together(id, self.running(id))
     }
 
@@ -81,16 +97,23 @@ impl Machine {
 
     /// When they will have to take turns again, if nothing else happens.
     pub(super) fn together_until(&self, id: GpuId) -> Option<Time> {
-        let since: Vec<Time> = self.running(id).filter_map(|c| Some(self.seat(c, id)?.hold.as_ref()?.since)).collect();
-        let last = since.iter().max().filter(|_| since.len() > 1)?;
-        (self.settings.anti_thrash == AntiThrash::Auto).then(|| last.saturating_add(TOGETHER))
+        let several = self.running(id).count() > 1;
+        self.believed_until(id).filter(|_| several && self.settings.anti_thrash == AntiThrash::Auto)
+    }
+
+    /// Until when what the holders said is believed.
+    fn believed_until(&self, id: GpuId) -> Option<Time> {
+        let seats = || self.running(id).filter_map(|client| self.seat(client, id));
+        let last = seats().filter_map(|seat| Some(seat.hold.as_ref()?.since)).max()?;
+        let believed = seats().map(|seat| seat.fullness.believed()).min()?;
+        Some(last.saturating_add(believed))
     }
 
     /// What holders said before they ran together is no longer believed.
     pub(super) fn forget_fullness(&mut self, id: GpuId) {
         for client in self.running(id).collect::<Vec<_>>() {
             if let Some(seat) = self.seat_mut(client, id) {
-                seat.fullness = Fullness::default();
+                seat.fullness.forget();
             }
         }
     }

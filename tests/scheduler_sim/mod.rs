@@ -491,8 +491,18 @@ impl World {
     /// not. Within a user they are believed; what that gives away comes after what others were given.
     fn check_credit(&self, before: &BTreeMap<(ClientId, GpuId), u64>, commands: &[Command]) {
         let mut charges = self.charges();
+        let all = |client, gpu| {
+            commands.iter().filter_map(move |command| match command {
+                Command::Allowance { client: to, gpu: on, bytes, .. } if (to, on) == (client, gpu) => Some(*bytes),
+                _ => None,
+            })
+        };
         for command in commands.iter().rev() {
             let Command::Allowance { client, gpu, bytes, .. } = command else { continue };
+            // It was given more, which was taken back at once for another.
+            if all(client, gpu).any(|other| other > *bytes) {
+                continue;
+            }
             let allowed = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
             let charge = |client| charges.get(&(client, *gpu)).copied().unwrap_or(0);
             let earlier = before.get(&(*client, *gpu)).copied().unwrap_or(0);
@@ -554,7 +564,14 @@ impl World {
             if self.now < self.tolerant || self.machine.settings().anti_thrash == AntiThrash::Off {
                 continue;
             }
-            let aside = |h: &HolderView| matches!(h.state, LockState::Suspended | LockState::Undrainable);
+            let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
+            // Who is let in before others waits for no drain.
+            let preempts = auto && self.models.values().any(|m| m.plan.group.is_some_and(|group| group.share.is_some()));
+            let aside = |h: &HolderView| match h.state {
+                LockState::Suspended | LockState::Undrainable => true,
+                LockState::Revoking | LockState::Stuck => preempts,
+                _ => false,
+            };
             let holders = view
                 .holders
                 .iter()
@@ -565,7 +582,6 @@ impl World {
             };
             let units: BTreeSet<(u64, ClientId)> = holders.clone().map(gang).collect();
             // Those who leave it idle run together.
-            let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
             let full = |h: &HolderView| self.models.get(&h.client).and_then(|m| m.plan.fullness).unwrap_or(1000);
             let light = auto && holders.map(full).sum::<u32>() <= 1100;
             assert!(units.len() <= 1 || light, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);

@@ -27,6 +27,7 @@ use tracing::debug;
 
 use super::hub::ClientView;
 use super::lock::Wish;
+use super::rules::Addition;
 use crate::bus::{self, Error};
 use crate::scheduler::{AntiThrash, Settings};
 use connections::{serve_bus, serve_peers};
@@ -42,12 +43,7 @@ pub enum Request {
     Set(Change, oneshot::Sender<()>),
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
-    /// Without keys: takes it away.
-    SetRule {
-        name: String,
-        keys: toml::Table,
-        reply: oneshot::Sender<Result<(), Error>>,
-    },
+    SetRule(Box<Addition>, oneshot::Sender<Result<(), Error>>),
     Lock(Wish, oneshot::Sender<Result<OwnedFd, Error>>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.

@@ -14,7 +14,7 @@ use crate::bus::{self, Error};
 use crate::daemon::config;
 use crate::daemon::hub::ClientView;
 use crate::daemon::lock::Wish;
-use crate::daemon::rules::Added;
+use crate::daemon::rules::Addition;
 
 /// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
 /// the reason that [`super::served`] gives.
@@ -83,9 +83,10 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(Error::InvalidArgument)?;
-        Added::check(&name, &keys).map_err(Error::InvalidArgument)?;
+        // First: what is read may have to be looked up elsewhere, which is not for everybody to cause.
         self.callers.identify(Some(&header), connection).await?.may_change("change rules").await?;
-        Ok(self.ask(|reply| Request::SetRule { name, keys, reply }).await??)
+        let addition = Addition::read(&name, &keys).map_err(Error::InvalidArgument)?;
+        Ok(self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await??)
     }
 
     async fn reload(

@@ -12,40 +12,53 @@ const ORIGIN: &str = "set at run time";
 const MOST: usize = 256;
 const LONGEST_NAME: usize = 64;
 
+/// What is to be set: it was read, and users were looked up. Without a rule, the one of that name goes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Addition {
+    name: String,
+    rule: Option<(Table, Rule)>,
+}
+
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Added(Vec<(Table, Rule)>);
 
-impl Added {
-    /// What [`set`](Self::set) would set, or a sentence about what is wrong with it.
-    pub fn check(name: &str, keys: &Table) -> Result<Option<(Table, Rule)>, String> {
+impl Addition {
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Reads what is to be set, or a sentence about what is wrong with it. That may ask a directory service for users.
+    pub fn read(name: &str, keys: &Table) -> Result<Self, String> {
         if name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control) {
             return Err(format!("the name of a rule is one line of text, of 1 to {LONGEST_NAME} bytes"));
-        }
-        if keys.is_empty() {
-            return Ok(None);
         }
         if keys.contains_key("name") {
             return Err("a rule has one name".into());
         }
-        let mut table = keys.clone();
-        table.insert("name".into(), name.into());
-        let rule = read_one(&table.to_string(), Origin { file: ORIGIN.into(), line: 0 })?;
-        Ok(Some((table, rule)))
+        let read = || {
+            let mut table = keys.clone();
+            table.insert("name".into(), name.into());
+            let rule = read_one(&table.to_string(), Origin { file: ORIGIN.into(), line: 0 })?;
+            Ok::<_, String>((table, rule))
+        };
+        let rule = (!keys.is_empty()).then(read).transpose()?;
+        Ok(Self { name: name.into(), rule })
     }
+}
 
-    /// Sets a rule, in the place of one of that name; one that says nothing takes that away. Or a sentence about what is wrong.
-    pub fn set(&mut self, name: &str, keys: &Table) -> Result<(), String> {
-        let read = Self::check(name, keys)?;
-        let Some((table, rule)) = read else {
+impl Added {
+    /// Sets a rule, in the place of one of that name, or takes it away; or a sentence about why that cannot be.
+    pub fn set(&mut self, Addition { name, rule }: Addition) -> Result<(), String> {
+        let Some(rule) = rule else {
             let before = self.0.len();
             self.0.retain(|(_, rule)| rule.name != name);
             let is_gone = self.0.len() < before;
             return is_gone.then_some(()).ok_or_else(|| format!("no rule {name:?} was set at run time"));
         };
         if let Some(place) = self.0.iter_mut().find(|(_, rule)| rule.name == name) {
-            *place = (table, rule);
+            *place = rule;
         } else if self.0.len() < MOST {
-            self.0.insert(0, (table, rule));
+            self.0.insert(0, rule);
         } else {
             return Err(format!("there are {MOST} rules already that were set at run time"));
         }
@@ -58,7 +71,7 @@ impl Added {
         for mut table in tables.into_iter().rev() {
             let name = table.remove("name");
             let name = name.as_ref().and_then(|name| name.as_str()).unwrap_or_default();
-            if let Err(e) = all.set(name, &table) {
+            if let Err(e) = Addition::read(name, &table).and_then(|addition| all.set(addition)) {
                 wrong.push(format!("rule {name:?}: {e}"));
             }
         }
@@ -91,12 +104,16 @@ mod tests {
         text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))
     }
 
+    fn set(added: &mut Added, name: &str, keys: &str) -> Result<(), String> {
+        Addition::read(name, &table(keys)).and_then(|addition| added.set(addition))
+    }
+
     #[test]
     fn what_was_set_is_written_and_read_again() {
         let mut added = Added::default();
-        added.set("one", &table("user = 5\nmemory-max = \"8G\"")).expect("a rule");
-        added.set("two", &table("unit = \"a.service\"\nweight = \"idle\"\ninteractive = true")).expect("another");
-        added.set("one", &table("user = 5\nweight = 7")).expect("it again");
+        set(&mut added, "one", "user = 5\nmemory-max = \"8G\"").expect("a rule");
+        set(&mut added, "two", "unit = \"a.service\"\nweight = \"idle\"\ninteractive = true").expect("another");
+        set(&mut added, "one", "user = 5\nweight = 7").expect("it again");
         assert_eq!(added.names().collect::<Vec<_>>(), ["two", "one"], "it keeps its place");
         #[derive(serde::Deserialize)]
         struct File {
@@ -105,7 +122,7 @@ mod tests {
         let text = added.text();
         let file: File = toml::from_str(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
         assert_eq!(Added::read(file.rule), (added.clone(), Vec::new()));
-        added.set("one", &Table::new()).expect("it is there");
+        set(&mut added, "one", "").expect("it is there");
         assert_eq!(added.names().collect::<Vec<_>>(), ["two"]);
         assert_eq!(added.rules().next().map(Rule::to_string), Some("\"two\" (set at run time)".into()));
     }
@@ -113,7 +130,7 @@ mod tests {
     #[test]
     fn what_is_wrong_changes_nothing_and_is_said() {
         let mut added = Added::default();
-        added.set("one", &table("user = 5\nmemory-max = \"8G\"")).expect("a rule");
+        set(&mut added, "one", "user = 5\nmemory-max = \"8G\"").expect("a rule");
         let before = added.clone();
         for (name, keys, expected) in [
             ("", "weight = 5", "the name of a rule is one line of text, of 1 to 64 bytes"),
@@ -127,7 +144,7 @@ mod tests {
             ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
             ("two", "name = \"x\"\nweight = 5", "a rule has one name"),
         ] {
-            assert_eq!(added.set(name, &table(keys)), Err(expected.to_owned()), "{name} {keys}");
+            assert_eq!(set(&mut added, name, keys), Err(expected.to_owned()), "{name} {keys}");
         }
         assert_eq!(added, before);
         let (read, wrong) = Added::read(vec![table("name = \"x\"\nweight = -1"), table("name = \"y\"\nweight = 1")]);

@@ -13,7 +13,7 @@ mod parse;
 use std::fmt;
 use std::path::PathBuf;
 
-pub use added::Added;
+pub use added::{Added, Addition};
 pub use matching::Instance;
 pub use parse::RawRule;
 pub(super) use parse::read;

@@ -1,6 +1,6 @@
-//! An interactive program: short work after a pause, and how long each answer took.
+//! An interactive program: short work after a pause, which is the given one on average, and how long each answer took.
 
-use super::{Outcome, expect};
+use super::{Outcome, Random, expect};
 use crate::{
     args::Args,
     cuda::{Buffer, Gpu, Kind},
@@ -16,8 +16,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     gpu.fill(buffer.at, buffer.count(), 3, 0)?;
     gpu.synchronise()?;
     let mut latencies = Vec::new();
+    // So that they meet another program's work at any moment of it.
+    let mut random = Random::new(1);
     for _ in 0..bursts {
-        thread::sleep(pause);
+        thread::sleep(pause * (50 + random.below(100) as u32) / 100);
         let start = Instant::now();
         gpu.add(buffer.at, buffer.count(), 1, 0)?;
         gpu.synchronise()?;

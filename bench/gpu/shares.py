@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Shares of a GPU's time that rules give: PyTorch loops of two groups that never run out of work, in kernels of about 1 ms and of
+about 200 ms, and how much each had of the GPU over ten time periods; then how long an interactive program waits beside such a
+loop, by rule. Prints what was had in percent of what the loop does alone.
+
+  shares.py [--programs target/release] [--rows 30+70,10+90] [--loops short,long] [--period 5] [--periods 10] [--latency]
+            [--keep DIRECTORY]
+
+`--programs`: where nvshare-scheduler, libnvshare.so and cuda-program are; readable for everybody. Needs a GPU, PyTorch, and root,
+to start programs with other groups.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import stage
+
+# Rows of a square matrix whose product with another takes about that long on a large GPU of 2024, and how many to a batch.
+LOOPS = {"short": (8192, 32), "long": (43008, 1)}
+# They need no entry in a database.
+GROUPS = [61001, 61002]
+
+
+def run(name, seconds, ready, go):
+    """A child: says when each batch of its kernels was done."""
+    import torch
+
+    size, batch = LOOPS[name]
+    x = torch.rand(size, size, device="cuda").to(torch.bfloat16)
+    y = torch.empty_like(x)
+    torch.matmul(x, x, out=y)
+    torch.cuda.synchronize()
+    stage.wait_to_begin(ready, go)
+    done, ahead, end = [], [], time.time() + seconds
+    while time.time() < end:
+        for _ in range(batch):
+            torch.matmul(x, x, out=y)
+        mark = torch.cuda.Event()
+        mark.record()
+        ahead.append(mark)
+        # Two are under way at any time, so that it never runs out of work.
+        if len(ahead) > 2:
+            ahead.pop(0).synchronize()
+            done.append(time.time())
+    torch.cuda.synchronize()
+    print(json.dumps(done))
+
+
+def loops(names, seconds, environment, directory):
+    words = [[sys.executable, __file__, "--child", name, seconds] for name in names]
+    children = stage.begin(words, environment, directory, GROUPS[: len(names)])
+    return [json.loads(child.communicate()[0]) for child in children]
+
+
+def percent(done, rate, since, until):
+    return 100 * sum(since <= at < until for at in done) / (rate * (until - since))
+
+
+def shares(arguments, programs, directory):
+    for name in arguments.loops.split(","):
+        done = loops([name], 6, {}, directory)[0]
+        late = [at for at in done if at > done[-1] - 4]
+        rate = (len(late) - 1) / (late[-1] - late[0])
+        print(f"{name}: a kernel takes {1000 / rate / LOOPS[name][1]:.2f} ms alone", flush=True)
+        for row in arguments.rows.split(","):
+            wanted = row.split("+")
+            rules = [f'[[rule]]\ngroup = {group}\ntime-min = "{part}%"\n' for group, part in zip(GROUPS, wanted)]
+            daemon = stage.scheduler(programs, directory, f'time-period = "{arguments.period}s"\n' + "".join(rules))
+            seconds = arguments.period * (arguments.periods + 2)
+            all_done = loops([name, name], seconds, stage.under_nvshare(programs, directory), directory)
+            daemon.terminate()
+            daemon.wait()
+            if arguments.keep:
+                (directory / "trace.jsonl").rename(arguments.keep / f"{name}-{wanted[0]}.jsonl")
+                (arguments.keep / f"{name}-{wanted[0]}.json").write_text(json.dumps(all_done))
+            # After the first period, in which shares are not there yet.
+            since = max(done[0] for done in all_done) + arguments.period
+            until = since + arguments.period * arguments.periods
+            for done, part in zip(all_done, wanted):
+                had = percent(done, rate, since, until)
+                each = [since + i * arguments.period for i in range(arguments.periods)]
+                windows = [percent(done, rate, at, at + arguments.period) for at in each]
+                print(
+                    f"{name} time-min {part} of {row}: {had:.1f} % (periods: {min(windows):.1f} to {max(windows):.1f})",
+                    flush=True,
+                )
+
+
+def latency(arguments, programs, directory):
+    bursts = [programs / "cuda-program", "bursts", "--mem", "256M", "--bursts", "50", "--pause-ms", "200"]
+    rules = {"alone": None, "no rule": "", "priority 10": "priority = 10", "interactive": "interactive = true"}
+    for loop in arguments.loops.split(","):
+        for name, rule in rules.items():
+            text = f"[[rule]]\ngroup = {GROUPS[1]}\n{rule}\n" if rule else ""
+            daemon = stage.scheduler(programs, directory, text)
+            environment = stage.under_nvshare(programs, directory)
+            words = [sys.executable, __file__, "--child", loop, 60]
+            begun = stage.begin([words], environment, directory, GROUPS[:1]) if rule is not None else []
+            output = subprocess.run(
+                list(map(str, bursts)), env=os.environ | environment, group=GROUPS[1], capture_output=True, check=True
+            )
+            said = json.loads(output.stdout)
+            print(
+                f"bursts beside {loop}, {name}: p50 {said['p50'] * 1e3:.1f} p99 {said['p99'] * 1e3:.1f} max {said['max'] * 1e3:.1f} ms",
+                flush=True,
+            )
+            for child in begun:
+                child.kill()
+                child.wait()
+            daemon.terminate()
+            daemon.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--rows", default="30+70,10+90")
+    parser.add_argument("--loops", default="short,long")
+    parser.add_argument("--period", type=int, default=5)
+    parser.add_argument("--periods", type=int, default=10)
+    parser.add_argument("--latency", action="store_true")
+    parser.add_argument("--keep", type=Path, help="a directory for the scheduler's traces, and for when each batch was done")
+    arguments = parser.parse_args()
+    programs = arguments.programs.resolve()
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        directory.chmod(0o777)
+        if arguments.latency:
+            latency(arguments, programs, directory)
+        else:
+            shares(arguments, programs, directory)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        run(sys.argv[2], float(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        main()

@@ -1,0 +1,53 @@
+"""What the scripts beside this one share: a scheduler of their own, and loops that begin at once."""
+
+import os
+import subprocess
+import time
+
+
+def scheduler(programs, directory, settings):
+    """Starts one with these settings; what it says goes to a file."""
+    (directory / "scheduler.sock").unlink(missing_ok=True)
+    (directory / "nvshare.toml").write_text(settings)
+    words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
+    words += ["--control-socket", directory / "control.sock", "--config", directory / "nvshare.toml"]
+    words += ["--trace", directory / "trace.jsonl"]
+    child = subprocess.Popen(words, stderr=open(directory / "scheduler.log", "w"))
+    while not (directory / "scheduler.sock").exists():
+        if child.poll() is not None:
+            raise SystemExit((directory / "scheduler.log").read_text())
+        time.sleep(0.01)
+    return child
+
+
+def under_nvshare(programs, directory):
+    """The environment of a program that takes part."""
+    return {"LD_PRELOAD": f"{programs}/libnvshare.so", "NVSHARE_SOCKET": f"{directory}/scheduler.sock"}
+
+
+def begin(commands, environment, directory, groups=None):
+    """Starts them, each with the path of a file that it makes when it is ready and of one that it then waits for."""
+    go = directory / "go"
+    go.unlink(missing_ok=True)
+    children = []
+    for i, words in enumerate(commands):
+        ready = directory / f"ready-{i}"
+        ready.unlink(missing_ok=True)
+        with_group = {"group": groups[i]} if groups else {}
+        child = subprocess.Popen(
+            [*map(str, words), str(ready), str(go)], stdout=subprocess.PIPE, env=os.environ | environment, **with_group
+        )
+        children.append((ready, child))
+    while not all(ready.exists() for ready, _ in children):
+        if any(child.poll() is not None for _, child in children):
+            raise SystemExit("a loop has ended before it began")
+        time.sleep(0.01)
+    go.touch()
+    return [child for _, child in children]
+
+
+def wait_to_begin(ready, go):
+    """In a child."""
+    ready.touch()
+    while not go.exists():
+        time.sleep(0.001)
