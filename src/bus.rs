@@ -53,6 +53,7 @@ pub struct Client {
     pub rule: String,
     pub rule_origin: String,
     pub share: String,
+    pub gang: Vec<u64>,
     pub connected_since: u64,
     pub stopped: bool,
     pub gpus: Vec<GpuUse>,

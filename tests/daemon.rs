@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use daemon_support::*;
 use nvshare_wire::client::StuckReason;
 use nvshare_wire::scheduler::Refusal;
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Uuid};
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid};
 
 #[test]
 fn a_conversation() {
@@ -269,6 +269,58 @@ fn one_user_can_have_so_many_clients_and_no_more() {
         let many: Vec<Client> = (0..10).map(|_| daemon.client()).collect();
         drop(many);
     }
+}
+
+/// A client that says it is in a gang.
+fn in_gang(path: &Path, gang: u64) -> Client {
+    let mut client = Client::connect(path).expect("the daemon listens");
+    let library = Text::new("test");
+    client.send(ClientMessage::Hello { min_version: 1, max_version: 1, flags: 0, resume: 0, gang, library });
+    let Some(SchedulerMessage::Welcome { client: id, .. }) = client.receive() else { panic!("not welcomed") };
+    client.id = id;
+    client
+}
+
+#[test]
+#[ignore = "a helper: is in a gang until it is killed"]
+fn helper_in_gang() {
+    let _client = in_gang(&helper_socket(), 5);
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+#[test]
+fn nobody_gets_into_another_users_gang() {
+    let daemon = Daemon::start();
+    let fellows = [in_gang(&daemon.socket(), 5), in_gang(&daemon.socket(), 5)];
+    let others = [in_gang(&daemon.socket(), 6), in_gang(&daemon.socket(), 0), in_gang(&daemon.socket(), 0)];
+    let gangs = |expected: usize| -> Vec<(u64, Vec<u64>)> {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            let output = daemon.ctl(&["status", "--json"]);
+            let status: serde_json::Value = serde_json::from_str(&output.stdout).expect("JSON");
+            let clients = status["clients"].as_array().expect("clients").clone();
+            if clients.len() == expected {
+                let number = |value: &serde_json::Value| value.as_u64().expect("a number");
+                let gang =
+                    |client: &serde_json::Value| client["gang"].as_array().expect("ids").iter().map(number).collect();
+                return clients.iter().map(|client| (number(&client["id"]), gang(client))).collect();
+            }
+            assert!(Instant::now() < deadline, "{}", output.stdout);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let seen = gangs(5);
+    assert!(seen.contains(&(fellows[0].id, vec![fellows[1].id])), "{seen:?}");
+    assert!(others.iter().all(|other| seen.contains(&(other.id, vec![]))), "{seen:?}");
+    if !is_root() {
+        eprintln!("not all of it: needs root to be somebody else");
+        return;
+    }
+    let mut stranger = helper("helper_in_gang", &daemon.socket()).uid(65534).gid(65534).spawn().expect("it starts");
+    let seen = gangs(6);
+    assert_eq!(seen.iter().filter(|(_, gang)| !gang.is_empty()).count(), 2, "{seen:?}");
+    kill(stranger.id(), libc::SIGKILL);
+    wait(&mut stranger);
 }
 
 #[test]

@@ -165,7 +165,7 @@ proptest! {
                 let (priority, interactive) = (rng.below(3) as i8 - 1, rng.one_in(3));
                 Some(Share { weight, min, max, priority, interactive }).filter(|_| !rng.one_in(4))
             });
-            (id < 4).then(|| Group { id: GroupId(id), memory_max: MemoryMax::Infinity, share: shares[id as usize] })
+            (id < 4).then(|| Group { id: GroupId(id), terms: Terms { share: shares[id as usize], ..Terms::default() } })
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);
@@ -229,7 +229,7 @@ proptest! {
             let mut rng = Dice(seed);
             let most = [MemoryMax::Infinity, MemoryMax::Percent(1 + rng.below(100) as u8), MemoryMax::Bytes(rng.below(24) * GIB / 2)];
             let id = (client + seed) % 4;
-            (id < 3).then(|| Group { id: GroupId(id), memory_max: most[id as usize], share: None })
+            (id < 3).then(|| Group { id: GroupId(id), terms: Terms { memory_max: most[id as usize], ..Terms::default() } })
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);
@@ -304,14 +304,17 @@ fn event() -> impl Strategy<Value = Event> {
             // A group has one limit, whoever names it.
             let max = |(id, bytes): (u64, u64)| Group {
                 id: GroupId(id),
-                memory_max: if id == 0 { MemoryMax::Percent(50) } else { MemoryMax::Bytes(bytes) },
-                share: (bytes % 3 > 0).then(|| Share {
-                    weight: (bytes % 5) as u16 * 100,
-                    min: (bytes % 7) as u8 * 10,
-                    max: 100 - (bytes % 11) as u8 * 10,
-                    priority: (bytes % 3) as i8 - 1,
-                    interactive: bytes % 2 == 0,
-                }),
+                terms: Terms {
+                    memory_max: if id == 0 { MemoryMax::Percent(50) } else { MemoryMax::Bytes(bytes) },
+                    share: (bytes % 3 > 0).then(|| Share {
+                        weight: (bytes % 5) as u16 * 100,
+                        min: (bytes % 7) as u8 * 10,
+                        max: 100 - (bytes % 11) as u8 * 10,
+                        priority: (bytes % 3) as i8 - 1,
+                        interactive: bytes % 2 == 0,
+                    }),
+                    gang: bytes % 4 == 0,
+                },
             };
             Event::Grouped { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
         }),
@@ -356,7 +359,7 @@ proptest! {
             if let Event::Grouped { groups: named } = &event {
                 for (client, group) in named.iter().filter(|(client, _)| machines[0].client(**client).is_some()) {
                     groups.insert(*client, group.map(|group| group.id));
-                    maxima.extend(group.map(|group| (group.id, group.memory_max)));
+                    maxima.extend(group.map(|group| (group.id, group.terms.memory_max)));
                 }
             }
             let limits = |m: &Machine| -> BTreeMap<(ClientId, GpuId), u64> {

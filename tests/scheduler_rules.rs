@@ -73,7 +73,7 @@ impl Talk {
     }
 
     fn regroup<const N: usize>(&mut self, clients: [u64; N], memory_max: MemoryMax) -> Vec<Command> {
-        let group = Some(Group { id: GroupId(7), memory_max, share: None });
+        let group = Some(Group { id: GroupId(7), terms: Terms { memory_max, ..Terms::default() } });
         self.say(Event::Grouped { groups: clients.into_iter().map(|n| (client(n), group)).collect() })
     }
 
@@ -1371,6 +1371,41 @@ fn a_gang_waits_for_its_members_and_is_granted_whole() {
     t.request(3);
     let commands = t.after(Duration::from_secs(1));
     assert_eq!(commands, [revoke(1), Command::Revoke { client: client(2), gpus: gpus([1]) }]);
+}
+
+#[test]
+fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(n as u32) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
+    }
+    let rule = |gang| {
+        let group = Group { id: GroupId(3), terms: Terms { gang, ..Terms::default() } };
+        Event::Grouped { groups: [1, 2].map(|n| (client(n), Some(group))).into() }
+    };
+    t.say(rule(true));
+    assert_eq!(t.machine.client(client(1)).map(|view| view.fellows), Some(vec![client(2)]));
+    assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), [], "it waits for its fellow");
+    let both = [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }];
+    assert_eq!(t.say(Event::Requested { client: client(2), gpus: gpus([1]) }), both);
+    // While one of them has to go, the rule changes: the other may go on.
+    t.say(rule(false));
+    assert_eq!(t.machine.client(client(1)).map(|view| view.fellows), Some(vec![]));
+    t.join(3, 0);
+    t.request(3);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    // Who waits when it begins to count is granted with the others.
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    t.say(rule(true));
+    assert_eq!((t.state(1), t.state(3)), (LockState::Waiting, LockState::Holding));
+    assert_eq!(t.say(Event::Disconnected { client: client(3) }), [grant(1)]);
+    // Both are one again, although one was granted while it was alone.
+    t.join(4, 0);
+    t.request(4);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), Command::Revoke { client: client(2), gpus: gpus([1]) }]);
 }
 
 #[test]

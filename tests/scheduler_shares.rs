@@ -35,7 +35,7 @@ fn busy(mode: AntiThrash, drain: Duration, shares: &[Option<Share>]) -> World {
 
 fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
     let n = world.models.len() as u64 + 1;
-    let group = share.map(|share| Group { id: GroupId(n), memory_max: MemoryMax::Infinity, share: Some(share) });
+    let group = share.map(|share| Group { id: GroupId(n), terms: Terms { share: Some(share), ..Terms::default() } });
     world.add(Plan { user: UserId(n as u32), group, ..plan })
 }
 
@@ -142,7 +142,7 @@ fn in_no_period_has_anybody_more_than_its_maximum() {
 fn members_of_a_group_have_one_share() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     for (group, user) in [(1, 1), (1, 2), (1, 3), (2, 4)] {
-        let group = Group { id: GroupId(group), memory_max: MemoryMax::Infinity, share: weight(100) };
+        let group = Group { id: GroupId(group), terms: Terms { share: weight(100), ..Terms::default() } };
         world.add(Plan { user: UserId(user), group: Some(group), gpu: s(100_000), ..Plan::default() });
     }
     let parts = parts(&mut world, s(20), s(320));
@@ -219,21 +219,27 @@ fn a_rule_that_changes_counts_at_once() {
     near(&ten_periods(&mut world), &[10.0]);
     let now = world.now;
     world.regroup(|client| {
-        Some(Group { id: GroupId(client.0), memory_max: MemoryMax::Infinity, share: bounds(0, 100) })
+        Some(Group { id: GroupId(client.0), terms: Terms { share: bounds(0, 100), ..Terms::default() } })
     });
     near(&parts(&mut world, now + s(1), now + s(11)), &[100.0]);
 }
 
 #[test]
-fn a_gang_goes_with_the_best_of_its_members() {
+fn nobody_goes_first_by_joining_a_gang() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
-    let group = Group { id: GroupId(9), memory_max: MemoryMax::Infinity, share: Some(urgent) };
+    let group = Group { id: GroupId(9), terms: Terms { share: Some(urgent), ..Terms::default() } };
     let plan = Plan { gang: 7, start: s(1), gpu: s(1), user: UserId(9), ..Plan::default() };
-    let one = world.add(Plan { group: Some(group), ..plan.clone() });
-    let other = world.add(plan);
-    world.run(s(5));
-    assert!(world.finished(one) < s(3) && world.finished(other) < s(3), "{:?}", world.finished(other));
+    let urgent = world.add(Plan { group: Some(group), ..plan.clone() });
+    let other = world.add(plan.clone());
+    world.run(s(20));
+    for member in [urgent, other] {
+        assert!(world.models[&member].waits[0] > s(2), "it waits for a turn to end: {:?}", world.models[&member].waits);
+    }
+    // A gang all of which may go first goes first.
+    let both = [(); 2].map(|()| world.add(Plan { gang: 8, group: Some(group), start: s(21), ..plan.clone() }));
+    world.run(s(25));
+    assert!(both.iter().all(|member| world.finished(*member) < s(23)), "{:?}", world.machine.gpus());
 }
 
 #[test]
@@ -248,7 +254,7 @@ fn nobody_owes_anything_to_those_who_are_gone() {
 #[test]
 fn one_that_cannot_drain_keeps_its_fellows_from_nothing() {
     let mut world = World::with_gpu(AntiThrash::Auto, s(1), 16 * GIB);
-    let group = Some(Group { id: GroupId(1), memory_max: MemoryMax::Infinity, share: bounds(0, 50) });
+    let group = Some(Group { id: GroupId(1), terms: Terms { share: bounds(0, 50), ..Terms::default() } });
     let stuck = world.add(Plan { group, endless: true, gpu: ENDLESS, ..Plan::default() });
     let fellow = world.add(Plan { group, start: s(1), gpu: s(10), ..Plan::default() });
     let other = world.add(Plan { user: UserId(5), start: s(1), gpu: s(20), ..Plan::default() });
@@ -324,7 +330,7 @@ fn who_goes_first_waits_for_no_drain_where_there_is_room_beside_it() {
 fn a_gang_that_is_too_large_for_the_gpu_takes_turns_though_one_of_it_is_interactive() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     let interactive = Share { interactive: true, ..Share::default() };
-    let group = Some(Group { id: GroupId(1), memory_max: MemoryMax::Infinity, share: Some(interactive) });
+    let group = Some(Group { id: GroupId(1), terms: Terms { share: Some(interactive), ..Terms::default() } });
     world.add(Plan { gang: 7, group, gpu: ms(10), leaves: false, ..Plan::default() });
     let large = Plan { gang: 7, start: s(1), demand: 10 * GIB, gpu: s(3), ..Plan::default() };
     let [one, other] = [(); 2].map(|()| world.add(large.clone()));

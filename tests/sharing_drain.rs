@@ -233,13 +233,13 @@ fn events_of_another_process_are_waited_for() {
 
 /// Two processes that need each other at the same moment, beside a normal one.
 #[track_caller]
-fn pair(words: &str, gang: Option<&str>) {
+fn pair(words: &str, gang: &[(&str, &str)]) {
     let machine = Machine::with_scheduler(strict());
     let mut neighbour = machine.program(NEIGHBOUR).start();
     machine.wait_for_grants(&neighbour, 1);
     let mut pair = machine.program(words);
-    if let Some(gang) = gang {
-        pair = pair.env("NVSHARE_GANG", gang);
+    for (name, value) in gang {
+        pair = pair.env(name, value);
     }
     let mut pair = pair.start();
     let other = pair.finish().number("other") as u32;
@@ -254,17 +254,25 @@ fn pair(words: &str, gang: Option<&str>) {
 
 #[test]
 fn a_gang_that_waits_for_itself_runs_together() {
-    pair("pair --how value --rounds 200", Some("pair"));
+    pair("pair --how value --rounds 200", &[("NVSHARE_GANG", "pair")]);
+}
+
+/// As PyTorch's launcher tells its processes of each other, with gaps in which both give the lock back.
+#[test]
+fn processes_of_a_launcher_are_a_gang() {
+    let torchrun =
+        [("TORCHELASTIC_RUN_ID", "none"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("WORLD_SIZE", "2")];
+    pair("pair --how value --rounds 200", &torchrun);
 }
 
 #[test]
 fn a_member_of_a_gang_that_pauses_joins_the_others_again() {
-    pair("pair --how value --rounds 20 --pause-ms 50", Some("pair"));
+    pair("pair --how value --rounds 20 --pause-ms 50", &[("NVSHARE_GANG", "pair")]);
 }
 
 #[test]
 fn two_programs_that_wait_for_each_other_without_a_gang_get_by() {
-    pair("pair --how value --rounds 20", None);
+    pair("pair --how value --rounds 20", &[]);
 }
 
 // ---- what never drains -------------------------------------------------------------------------------------------

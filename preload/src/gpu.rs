@@ -225,7 +225,8 @@ impl Gpu {
             chosen => chosen,
         };
         if let Some(engine) = engine {
-            let _ = self.space.set(Mutex::new(Space::new(device, engine, total as u64)));
+            let own_max = settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64));
+            let _ = self.space.set(Mutex::new(Space::new(device, engine, total as u64, own_max)));
         }
         let end = name.iter().position(|b| *b == 0).unwrap_or(0);
         let info = Info {

@@ -30,6 +30,7 @@ extern crate alloc;
 extern crate std;
 
 mod alone;
+mod amount;
 mod atomic;
 mod barrier;
 mod capture;
@@ -46,6 +47,7 @@ mod gaps;
 mod gate;
 mod gpu;
 mod hooks;
+mod launcher;
 mod limit;
 mod link;
 mod loader;

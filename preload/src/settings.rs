@@ -8,9 +8,14 @@
 //! | `NVSHARE_ENABLE_SINGLE_OVERSUB` | let one program exceed the GPU; implies engine `managed` |
 //! | `NVSHARE_ENGINE` | `swap`, `managed` or `none` |
 //! | `NVSHARE_SOCKET` | the scheduler's socket |
-//! | `NVSHARE_GANG` | programs with the same text are one gang |
+//! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: they are in none (`launcher`) |
+//! | `NVSHARE_MEMORY_MAX` | the most memory that the program can allocate on a GPU |
 
-use crate::sys::{c::environment, sync::OnceLock};
+use crate::{
+    amount::Amount,
+    launcher,
+    sys::{c::environment, sync::OnceLock},
+};
 use core::ffi::CStr;
 use nvshare_wire::client::Engine;
 
@@ -28,6 +33,7 @@ pub struct Settings {
     pub engine: Option<Engine>,
     pub socket: &'static [u8],
     pub gang: u64,
+    pub memory_max: Option<Amount>,
 }
 
 pub fn get() -> &'static Settings {
@@ -54,7 +60,8 @@ impl Settings {
             engine: if oversubscribe { Some(Engine::Managed) } else { engine },
             // The environment may change while the program runs.
             socket: text(c"NVSHARE_SOCKET").map_or(DEFAULT_SOCKET, |path| path.to_vec().leak()),
-            gang: text(c"NVSHARE_GANG").map_or(0, hash),
+            gang: launcher::gang(environment),
+            memory_max: text(c"NVSHARE_MEMORY_MAX").and_then(Amount::parse),
         }
     }
 }
@@ -62,10 +69,4 @@ impl Settings {
 /// Set, and neither empty nor `0`.
 fn flag(name: &CStr) -> bool {
     environment(name).is_some_and(|value| !value.is_empty() && value != b"0")
-}
-
-/// FNV-1a: the same key for the same text in every process; never 0, which means none.
-fn hash(bytes: &[u8]) -> u64 {
-    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
-    hash.max(1)
 }

@@ -43,7 +43,7 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
 }
 
 /// As people expect them: whom a rule is about, then what they have. Keys of later versions come before all others.
-const ORDER: [&str; 12] = [
+const ORDER: [&str; 13] = [
     "name",
     "unit",
     "slice",
@@ -56,6 +56,7 @@ const ORDER: [&str; 12] = [
     "time-max",
     "priority",
     "interactive",
+    "gang",
 ];
 
 fn plain(value: &Variant<'_>) -> Option<Value> {

@@ -194,6 +194,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         let (id, share) = (client.id, &client.share);
         let _ = writeln!(out, "  Client {id}, and all that count with it, have {share} by rule {}.", rule(client));
     }
+    // Each gang once.
+    let first = |client: &&Client| client.gang.first().is_some_and(|fellow| client.id < *fellow);
+    for client in clients.iter().filter(here).filter(first) {
+        let others: Vec<String> = client.gang.iter().map(u64::to_string).collect();
+        let _ = writeln!(out, "  Client {} runs together with {}.", client.id, others.join(", "));
+    }
     for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.unseen)) {
         let _ = writeln!(out, "  Client {} gives this GPU work by another API than CUDA: its memory stays.", client.id);
     }
@@ -305,6 +311,7 @@ fn client_json(client: &Client) -> Value {
         "rule": client.rule,
         "rule-origin": client.rule_origin,
         "share": client.share,
+        "gang": client.gang,
         "connected-since": client.connected_since,
         "stopped": client.stopped,
         "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),

@@ -71,6 +71,7 @@ mod tests {
             identity: Arc::new(identity),
             library: String::new(),
             rule: Default::default(),
+            fellows: Vec::new(),
             connected: SystemTime::UNIX_EPOCH,
             stopped: false,
             uses: Vec::new(),

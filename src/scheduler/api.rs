@@ -69,9 +69,17 @@ pub struct GroupId(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Group {
     pub id: GroupId,
+    pub terms: Terms,
+}
+
+/// What a rule says of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Terms {
     pub memory_max: MemoryMax,
     /// None: its clients take turns as their users' others do.
     pub share: Option<Share>,
+    /// Its clients are one gang, whatever they say.
+    pub gang: bool,
 }
 
 /// How much of each GPU's time a group has, and how soon.

@@ -18,8 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Who is in a group, and what it may have.
 #[derive(Debug, Default)]
 pub(super) struct Members {
-    pub memory_max: MemoryMax,
-    pub share: Option<Share>,
+    pub terms: Terms,
     clients: BTreeSet<ClientId>,
 }
 
@@ -39,7 +38,7 @@ impl Machine {
     /// What the client's group may have on that GPU; `None`: it is in none, or there is no bound.
     pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let group = self.clients.get(&client)?.group?;
-        self.groups.get(&group)?.memory_max.on(self.gpus.get(&id)?.total)
+        self.groups.get(&group)?.terms.memory_max.on(self.gpus.get(&id)?.total)
     }
 
     /// By how much promises of the client's group can rise. `None`: they are above what they may be.
@@ -57,19 +56,24 @@ impl Machine {
         for (client, group) in groups {
             self.leave_group(*client);
             let Some(state) = self.clients.get_mut(client) else { continue };
-            let Some(group) = group else { continue };
-            state.group = Some(group.id);
-            let members = self.groups.entry(group.id).or_default();
+            let Some(Group { id: group, terms }) = *group else {
+                self.gang_anew(*client);
+                continue;
+            };
+            state.group = Some(group);
+            let members = self.groups.entry(group).or_default();
             members.clients.insert(*client);
-            if std::mem::replace(&mut members.memory_max, group.memory_max) != group.memory_max {
+            let before = std::mem::replace(&mut members.terms, terms);
+            if before.memory_max != terms.memory_max {
                 told.extend(&members.clients);
             }
-            shares_changed |= std::mem::replace(&mut members.share, group.share) != group.share;
+            shares_changed |= before.share != terms.share;
             for (id, seat) in &state.seats {
                 if let Some(gpu) = self.gpus.get_mut(id) {
-                    gpu.count_for(Some(group.id), 0, seat.promise.counted);
+                    gpu.count_for(Some(group), 0, seat.promise.counted);
                 }
             }
+            self.gang_anew(*client);
         }
         for client in told {
             let seats = self.clients.get(&client).into_iter().flat_map(|state| &state.seats);
@@ -120,7 +124,7 @@ impl Machine {
 
     /// What members of bounded groups are to have on these GPUs, where nothing else bounds them.
     pub(super) fn weigh_members(&mut self, ids: &GpuSet) -> Vec<Target> {
-        if self.groups.values().all(|members| members.memory_max == MemoryMax::Infinity) {
+        if self.groups.values().all(|members| members.terms.memory_max == MemoryMax::Infinity) {
             return Vec::new();
         }
         self.weigh(None, ids)

@@ -6,14 +6,13 @@
 
 use super::{
     api::*,
+    gangs::{self, Gang},
     machine::{Machine, Place},
     timers::Wake,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How long a gang's request waits for the members that have not asked yet, so that they run together.
-const GANG_GATHERS: Duration = Duration::from_millis(5);
 /// How long a client's request is delayed after a mapping failed: the first time, and at most.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
@@ -21,7 +20,7 @@ const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Unit {
     Solo(ClientId),
-    Gang(u64),
+    Gang(Gang),
 }
 
 /// A unit that waits.
@@ -137,7 +136,7 @@ impl Machine {
                 seat.is_some_and(|s| s.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
             })
             .collect();
-        let (gang, not_before, stopped) = (state.gang, state.not_before, state.stopped);
+        let (unit, not_before, stopped) = (state.unit(client), state.not_before, state.stopped);
         // A request that replaces another keeps its place.
         let old = state.waiting.and_then(|unit| self.requests.get(&unit)?.since.get(&client).copied());
         let since = old.unwrap_or(self.now);
@@ -152,7 +151,6 @@ impl Machine {
         if wants.is_empty() {
             return;
         }
-        let unit = if gang == 0 { Unit::Solo(client) } else { Unit::Gang(gang) };
         self.leave_line(unit);
         if !self.requests.contains_key(&unit) {
             let place = match place {
@@ -167,7 +165,7 @@ impl Machine {
         }
         let class = self.class(client, &wants);
         if let Some(request) = self.requests.get_mut(&unit) {
-            request.place.class = request.place.class.min(class);
+            request.place.class = request.place.class.max(class);
             request.since.insert(client, since);
             request.wants.insert(client, wants);
         }
@@ -175,7 +173,7 @@ impl Machine {
             state.waiting = Some(unit);
         }
         let not_before = match unit {
-            Unit::Gang(gang) if !self.gathered(gang) => not_before.max(self.now + GANG_GATHERS),
+            Unit::Gang(gang) if !self.gathered(gang) => not_before.max(self.now + gangs::GATHERS),
             _ => not_before,
         };
         if stopped {
@@ -185,14 +183,6 @@ impl Machine {
         } else {
             self.join(unit);
         }
-    }
-
-    /// Whether every member of a gang that has attached a GPU holds or wants one.
-    fn gathered(&self, gang: u64) -> bool {
-        let members = self.gangs.get(&gang).into_iter().flatten();
-        members.filter_map(|id| self.clients.get(id)).all(|client| {
-            client.waiting.is_some() || client.seats.is_empty() || client.seats.values().any(|s| s.hold.is_some())
-        })
     }
 
     /// Puts a request into the lines of its GPUs.
@@ -442,8 +432,7 @@ impl Machine {
 
     /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
     pub(super) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
-        let Some(gang) = self.clients.get(&client).map(|c| c.gang) else { return };
-        let unit = if gang == 0 { Unit::Solo(client) } else { Unit::Gang(gang) };
+        let Some(unit) = self.clients.get(&client).map(|state| state.unit(client)) else { return };
         let (now, group) = (self.now, self.count());
         for id in gpus {
             let number = self.count();
@@ -464,7 +453,7 @@ impl Machine {
         let (unit, group) = (hold.unit, hold.group);
         let members = match unit {
             Unit::Solo(client) => vec![client],
-            Unit::Gang(gang) => self.gangs.get(&gang).into_iter().flatten().copied().collect(),
+            Unit::Gang(gang) => self.gang_members(gang).collect(),
         };
         for member in members {
             let Some(state) = self.clients.get(&member) else { continue };

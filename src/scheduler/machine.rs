@@ -4,6 +4,7 @@
 use super::{
     api::*,
     bank::{Account, Bank},
+    gangs::Gang,
     groups::Members,
     hopes::Hope,
     limits::Host,
@@ -41,7 +42,7 @@ pub struct Machine {
     /// Requests that wait, in line or parked.
     pub(super) requests: BTreeMap<Unit, Request>,
     /// Gangs with their members; a client without a gang is in none.
-    pub(super) gangs: BTreeMap<u64, BTreeSet<ClientId>>,
+    pub(super) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
     /// Groups with members.
     pub(super) groups: BTreeMap<GroupId, Members>,
     pub(super) timers: Timers,
@@ -126,7 +127,9 @@ pub(super) struct Place {
 
 #[derive(Debug)]
 pub(super) struct Client {
-    pub gang: u64,
+    pub gang: Option<Gang>,
+    /// As it calls its gang; 0: it is in none, unless a rule says so.
+    pub named: u64,
     pub user: UserId,
     pub group: Option<GroupId>,
     pub stopped: bool,
@@ -346,7 +349,8 @@ impl Machine {
         self.clients.insert(
             id,
             Client {
-                gang,
+                gang: None,
+                named: gang,
                 user,
                 group: None,
                 stopped: false,
@@ -357,28 +361,20 @@ impl Machine {
                 not_before: Time::ZERO,
             },
         );
-        if gang != 0 {
-            self.gangs.entry(gang).or_default().insert(id);
-        }
+        self.enter_gang(id, Gang::named(gang));
     }
 
     fn disconnected(&mut self, id: ClientId) {
         let Some(client) = self.clients.get(&id) else { return };
-        let gang = client.gang;
         let gpus: Vec<GpuId> = client.seats.keys().copied().collect();
         self.withdraw(id);
         for gpu in gpus {
             self.detach(id, gpu);
         }
         self.leave_group(id);
+        self.leave_gang(id);
         self.clients.remove(&id);
         self.timers.set(Wake::Client(id), None);
-        if let Some(members) = self.gangs.get_mut(&gang) {
-            members.remove(&id);
-            if members.is_empty() {
-                self.gangs.remove(&gang);
-            }
-        }
     }
 
     /// That GPU is to be settled.

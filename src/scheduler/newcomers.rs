@@ -2,6 +2,7 @@
 
 use super::{
     api::*,
+    gangs::Gang,
     limits::{LIMIT_STEP, PROMISE_PATIENCE},
     machine::{Machine, Newcomer},
 };
@@ -39,19 +40,15 @@ impl Machine {
             state.is_some_and(|c| c.waiting.is_none() && c.seats.get(&id).is_some_and(|s| s.account.report.demand == 0))
         };
         let waiting = gpu.attaching.iter().rev().take_while(|newcomer| waits(newcomer)).count();
-        let gangs: BTreeSet<u64> = gpu
-            .attaching
-            .iter()
-            .filter_map(|n| self.clients.get(&n.client))
-            .map(|c| c.gang)
-            .filter(|g| *g != 0)
-            .collect();
+        let newcomers = gpu.attaching.iter().filter_map(|newcomer| self.clients.get(&newcomer.client));
+        let gangs: BTreeSet<Gang> = newcomers.filter_map(|client| client.gang).collect();
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.attaching.len());
         let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.contexts(&self.settings, unmeasured));
         let capacity =
             gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken).saturating_sub(gpu.margin);
         let needs = gpu.seats.iter().filter_map(|client| {
-            let state = self.clients.get(client).filter(|state| !gangs.contains(&state.gang))?;
+            let state =
+                self.clients.get(client).filter(|state| state.gang.is_none_or(|gang| !gangs.contains(&gang)))?;
             let seat = state.seats.get(&id).filter(|seat| seat.attached.is_some() && seat.engine != Engine::Managed)?;
             Some(seat.account.report.demand)
         });

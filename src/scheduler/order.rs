@@ -167,8 +167,8 @@ impl Machine {
         let request = self.requests.get(&unit)?;
         let Place { rank, number, .. } = request.place;
         let places = request.wants.iter().map(|(client, gpus)| self.place(*client, gpus, (rank, number)));
-        // A gang is of the best class that one of it is of, and as late as the one that has had most.
-        places.reduce(|a, b| Place { class: a.class.min(b.class), at: a.at.max(b.at), ..a })
+        // A gang is of the last class that one of it is of, and as late as the one that has had most.
+        places.reduce(|a, b| Place { class: a.class.max(b.class), at: a.at.max(b.at), ..a })
     }
 
     /// Moves a request that stands in line to where it belongs now.

@@ -86,21 +86,22 @@ impl Share {
 
 impl Members {
     fn is_watched(&self) -> bool {
-        self.share.is_some_and(Share::is_watched)
+        self.terms.share.is_some_and(Share::is_watched)
     }
 }
 
 impl Machine {
     pub(super) fn party(&self, client: ClientId) -> Option<Party> {
         let state = self.clients.get(&client)?;
-        let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.share.is_some()));
+        let group =
+            state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.share.is_some()));
         Some(group.map_or(Party::User(state.user), Party::Group))
     }
 
     pub(super) fn share(&self, party: Party) -> Share {
         match party {
             Party::User(_) => Share::default(),
-            Party::Group(group) => self.groups.get(&group).and_then(|members| members.share).unwrap_or_default(),
+            Party::Group(group) => self.groups.get(&group).and_then(|members| members.terms.share).unwrap_or_default(),
         }
     }
 
@@ -139,12 +140,11 @@ impl Machine {
         min > 0 && self.window(party, id).used(self.now) < Share::part(min, &self.settings)
     }
 
-    /// The class of a client that wants these GPUs, or has them: its own, or the best of its gang, which goes together.
+    /// The class of a client that wants these GPUs, or has them: the last of its gang's, which goes together. Nobody gains
+    /// anything by joining one.
     pub(super) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
-        let gang = self.clients.get(&client).and_then(|client| self.gangs.get(&client.gang));
-        let fellows = gang.into_iter().flatten().filter(|fellow| **fellow != client);
-        let all = fellows.chain([&client]).map(|member| self.own_class(*member, gpus));
-        all.min().unwrap_or_default()
+        let all = self.fellows(client).chain([client]).map(|member| self.own_class(member, gpus));
+        all.max().unwrap_or_default()
     }
 
     fn own_class(&self, client: ClientId, gpus: &GpuSet) -> Class {
@@ -180,7 +180,7 @@ impl Machine {
             return Standing::Equal;
         }
         let (first, has) = (request.place.class, self.class_of_holder(holder));
-        // By its gang, or itself, even if it has had more than its share.
+        // Even if it has had more than its share.
         let is_interactive = has.prompt.0 || self.share_of(holder).interactive;
         match (first.tier.cmp(&has.tier), first.prompt.0, (first.owed.0, has.owed.0)) {
             (Ordering::Less, ..) => Standing::Before,
@@ -202,7 +202,7 @@ impl Machine {
 
     /// Whether anybody has a share.
     fn has_classes(&self) -> bool {
-        self.groups.values().any(|members| members.share.is_some())
+        self.groups.values().any(|members| members.terms.share.is_some())
     }
 
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long.

@@ -41,7 +41,8 @@ pub struct WaiterView {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
     pub client: ClientId,
-    pub gang: u64,
+    /// The others of its gang.
+    pub fellows: Vec<ClientId>,
     pub stopped: bool,
     pub seats: Vec<SeatView>,
 }
@@ -179,7 +180,12 @@ impl Machine {
                 wait_time: seat.wait_time + waits,
             }
         });
-        Some(ClientView { client: id, gang: client.gang, stopped: client.stopped, seats: seats.collect() })
+        Some(ClientView {
+            client: id,
+            fellows: self.fellows(id).collect(),
+            stopped: client.stopped,
+            seats: seats.collect(),
+        })
     }
 
     fn state(&self, client: ClientId, id: GpuId) -> LockState {

@@ -460,7 +460,7 @@ impl World {
                         |w: &WaiterView| w.off.is_none() || w.client == *client || self.undrainable(*client, *id);
                     view.waiters.iter().any(waits) || view.charged > view.capacity || view.holders.len() > 1
                 });
-                let share = self.models.get(client).and_then(|m| m.plan.group?.share);
+                let share = self.models.get(client).and_then(|m| m.plan.group?.terms.share);
                 let is_capped = share.is_some_and(|share| share.max < 100);
                 assert!(
                     reason || is_capped || self.grows() || self.now < self.tolerant,
@@ -566,7 +566,8 @@ impl World {
             }
             let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
             // Who is let in before others waits for no drain.
-            let preempts = auto && self.models.values().any(|m| m.plan.group.is_some_and(|group| group.share.is_some()));
+            let preempts =
+                auto && self.models.values().any(|m| m.plan.group.is_some_and(|group| group.terms.share.is_some()));
             let aside = |h: &HolderView| match h.state {
                 LockState::Suspended | LockState::Undrainable => true,
                 LockState::Revoking | LockState::Stuck => preempts,
@@ -618,7 +619,7 @@ impl World {
         }
         for ((id, gpu), (group, promised, demand)) in &sums {
             assert!(demand <= promised, "{group:?} on {gpu:?}: {demand} needed, {promised} promised");
-            let max = group.memory_max.on(self.totals[gpu]).unwrap_or(u64::MAX);
+            let max = group.terms.memory_max.on(self.totals[gpu]).unwrap_or(u64::MAX);
             let before = self.promised.get(&(*id, *gpu)).copied();
             let most = before.map_or(u64::MAX, |before| before.max(max));
             assert!(*promised <= most, "{group:?} on {gpu:?}: {promised} promised, {before:?} before");
@@ -629,7 +630,7 @@ impl World {
     /// Whether no group has more than it may.
     pub fn within_limits(&self) -> bool {
         let groups = self.models.values().filter_map(|model| model.plan.group);
-        let max: BTreeMap<GroupId, MemoryMax> = groups.map(|group| (group.id, group.memory_max)).collect();
+        let max: BTreeMap<GroupId, MemoryMax> = groups.map(|group| (group.id, group.terms.memory_max)).collect();
         let most = |gpu: &GpuId, id: &GroupId| max.get(id).and_then(|max| max.on(self.totals[gpu])).unwrap_or(u64::MAX);
         self.promised.iter().all(|((id, gpu), promised)| *promised <= most(gpu, id))
     }

@@ -67,6 +67,8 @@ pub struct Account {
     /// What a rule of the scheduler's allows this program and those that count with it; 0 where none does. It stays when
     /// the scheduler goes.
     pub max: u64,
+    /// What its environment allows it; `u64::MAX` where that says nothing.
+    pub own_max: u64,
     /// Bytes of buffers that hold nothing, or a copy of what is on the GPU; and how many of them may be kept.
     pub spare: u64,
     pub keep: u64,
@@ -220,13 +222,14 @@ impl Account {
     pub fn can_run(&self) -> bool {
         self.faults || (self.is_complete() && self.flying == 0)
     }
-    /// So much of the GPU, or as much of it as a rule allows.
+    /// So much of the GPU, or as much of it as a rule and the environment allow.
     pub fn at_most(&self, bytes: u64) -> u64 {
-        if self.max == 0 { bytes } else { bytes.min(self.max) }
+        let ruled = if self.max == 0 { bytes } else { bytes.min(self.max) };
+        ruled.min(self.own_max)
     }
-    /// Whether so many more bytes can be allocated; `beyond` lets them exceed the limit, but not where a rule set it.
+    /// Whether so many more bytes can be allocated; `beyond` lets them exceed the limit, but not one that somebody set.
     fn admits(&self, len: u64, beyond: bool) -> bool {
-        len <= self.free() || (beyond && self.max == 0)
+        len <= self.free() || (beyond && self.max == 0 && self.own_max == u64::MAX)
     }
     /// What the program may still allocate.
     pub fn free(&self) -> u64 {
@@ -235,13 +238,13 @@ impl Account {
     /// Whether so many more bytes would fit if nobody but clients had anything on the GPU, which has `total`: of that, the
     /// scheduler puts up to an eighth aside.
     pub fn fits_without_others(&self, bytes: u64, total: u64) -> bool {
-        let most = total - total / 8;
+        let most = self.at_most(total - total / 8);
         self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
     /// Without a scheduler: whether so many more bytes would fit with the whole GPU, which has `total`, to itself, and nobody
     /// knows yet whether there are others who make room.
     pub fn may_find_company(&self, bytes: u64, total: u64) -> bool {
-        let most = total - total / 8;
+        let most = self.at_most(total - total / 8);
         !self.searched && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
     /// Whether somebody will make room for what does not fit now.
@@ -267,7 +270,8 @@ impl Range {
 }
 
 impl Space {
-    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, limit: u64) -> Self {
+    /// On a GPU with so much memory.
+    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, own_max: u64) -> Self {
         let faults = !engine.copies();
         let can_rdma = !faults && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let account = Account {
@@ -277,10 +281,11 @@ impl Space {
             pinned: 0,
             allowance: u64::MAX,
             ack: 0,
-            limit,
+            limit: total.min(own_max),
             limit_seq: 0,
             most: 0,
             max: 0,
+            own_max,
             spare: 0,
             keep: u64::MAX,
             flying: 0,
@@ -723,7 +728,8 @@ impl Space {
 
     /// A new limit arrived; from an older scheduler without a number, and then it is all there is to know.
     pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
-        self.account.limit = bytes;
+        self.account.limit = bytes.min(self.account.own_max);
+        let most = most.min(self.account.own_max);
         let keep = if seq == 0 { u64::MAX } else { keep };
         (self.account.limit_seq, self.account.most, self.account.keep) = (seq, most, keep);
     }

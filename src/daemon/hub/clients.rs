@@ -26,13 +26,14 @@ impl Hub {
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
         let client = ClientId(self.next_client);
         self.next_client += 1;
-        let (version, gang, user) = (arrival.version, arrival.gang, UserId(arrival.identity.uid));
+        let (version, user) = (arrival.version, UserId(arrival.identity.uid));
+        let gang = self.gang(&arrival);
         let Identity { pid, uid, unit, name, .. } = &*arrival.identity.clone();
         if self.complaints.may("connected", *uid) {
             let library = printable(&arrival.library);
             info!(name: "client-connected", client = client.0, pid, uid, unit, library, "{name} connected");
         }
-        self.enter(client, arrival, "connect");
+        self.enter(client, arrival, gang, "connect");
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
         self.apply(Event::Connected { client, gang, user });
         self.rule(client);
@@ -41,13 +42,13 @@ impl Hub {
 
     /// Lets a client in that an earlier daemon had let in, with the id that it had.
     pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: Name) {
-        let (gang, user) = (arrival.gang, UserId(arrival.identity.uid));
+        let (gang, user) = (self.gang(&arrival), UserId(arrival.identity.uid));
         let Identity { pid, uid, unit, name: called, .. } = &*arrival.identity.clone();
         if self.complaints.may("connected", *uid) {
             let library = printable(&arrival.library);
             info!(name: "client-resumed", client = client.0, pid, uid, unit, library, "{called} goes on");
         }
-        self.enter(client, arrival, "resume");
+        self.enter(client, arrival, gang, "resume");
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.kept = Some(name);
         }
@@ -55,18 +56,34 @@ impl Hub {
         self.rule(client);
     }
 
+    /// The number of the gang that a client says it is in: of the same name, user and container. Nobody gets into another's.
+    fn gang(&mut self, arrival: &Arrival) -> u64 {
+        if arrival.gang == 0 {
+            return 0;
+        }
+        let same = |other: &&Client| other.gang.0 == arrival.gang && other.identity.may_share_with(&arrival.identity);
+        match self.clients.values().find(same) {
+            Some(fellow) => fellow.gang.1,
+            None => {
+                self.next_gang += 1;
+                self.next_gang
+            }
+        }
+    }
+
     /// Gives that id to nobody else.
     pub fn reserve_id(&mut self, client: ClientId) {
         self.next_client = self.next_client.max(client.0.saturating_add(1));
     }
 
-    fn enter(&mut self, client: ClientId, arrival: Arrival, traced: &str) {
-        let Arrival { link, identity, version, gang: _, library, lasts } = arrival;
+    fn enter(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
+        let Arrival { link, identity, version, gang: named, library, lasts } = arrival;
         let library = printable(&library);
         let session = Session::new(client, version);
         let uses = BTreeMap::new();
         let (connected, rule, kept) = (SystemTime::now(), None, None);
-        let entry = Client { link, session, identity, library, connected, uses, rule, kept, lasts };
+        let gang = (named, gang);
+        let entry = Client { link, session, identity, library, connected, uses, gang, rule, kept, lasts };
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
         self.active();

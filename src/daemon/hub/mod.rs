@@ -61,6 +61,7 @@ pub struct Hub {
     /// Those who count together under a rule, as the machine knows them.
     groups: BTreeMap<Instance, GroupId>,
     next_group: u64,
+    next_gang: u64,
     /// Where clients connect, if that is known.
     directory: Option<PathBuf>,
     next_client: u64,
@@ -105,6 +106,8 @@ struct Client {
     library: String,
     connected: SystemTime,
     uses: BTreeMap<GpuId, Use>,
+    /// Its gang, as it calls that and as the machine does; 0: none.
+    gang: (u64, u64),
     /// With whom it counts, under which rule.
     rule: Option<Instance>,
     /// What systemd knows its connection by, if that outlives this daemon.
@@ -172,6 +175,7 @@ impl Hub {
             shared: Book::new(socket::now()),
             groups: BTreeMap::new(),
             next_group: 1,
+            next_gang: 0,
             directory: None,
             next_client: 1,
             timer: Rc::new(Timer::new()?),

@@ -48,7 +48,7 @@ impl Hub {
             *next += 1;
             GroupId(*next)
         });
-        Some(Group { id, memory_max: rule.memory_max, share: rule.share })
+        Some(Group { id, terms: rule.terms })
     }
 
     /// What a unit's programs have had counts for those that it starts next, so groups without clients are kept, up to a

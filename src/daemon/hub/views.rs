@@ -22,6 +22,8 @@ pub struct ClientView {
     pub library: String,
     /// The name of its rule, where that is written, and what it says of time.
     pub rule: (String, String, String),
+    /// The others of its gang.
+    pub fellows: Vec<ClientId>,
     pub connected: SystemTime,
     pub stopped: bool,
     pub uses: Vec<bus::GpuUse>,
@@ -76,8 +78,9 @@ impl Hub {
                 identity: client.identity.clone(),
                 library: client.library.clone(),
                 rule: self.rule_of(seen.client).map_or_else(Default::default, |rule| {
-                    (rule.name.clone(), rule.origin.to_string(), rule.share.map_or_else(String::new, in_words))
+                    (rule.name.clone(), rule.origin.to_string(), rule.terms.share.map_or_else(String::new, in_words))
                 }),
+                fellows: seen.fellows.clone(),
                 connected: client.connected,
                 stopped: seen.stopped,
                 uses: uses.collect(),

@@ -18,7 +18,7 @@ pub use matching::Instance;
 pub use parse::RawRule;
 pub(super) use parse::read;
 
-use crate::scheduler::{MemoryMax, Share};
+use crate::scheduler::{MemoryMax, Terms};
 
 /// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,9 +43,7 @@ pub struct Rule {
     /// For people; may be empty.
     pub name: String,
     pub subject: Subject,
-    pub memory_max: MemoryMax,
-    /// None: it says nothing of time.
-    pub share: Option<Share>,
+    pub terms: Terms,
 }
 
 impl fmt::Display for Rule {
@@ -64,12 +62,14 @@ impl Rule {
         let Subject { unit, slice, container, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
         let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
-        let memory_max = match self.memory_max {
+        let Terms { memory_max, share: says, gang } = self.terms;
+        let memory_max = match memory_max {
             MemoryMax::Infinity => None,
             MemoryMax::Bytes(bytes) => Some(i64::try_from(bytes).unwrap_or(i64::MAX).into()),
             MemoryMax::Percent(percent) => Some(format!("{percent}%").into()),
         };
-        let share = self.share.unwrap_or_default();
+        let is_empty = says.is_none() && !gang;
+        let share = says.unwrap_or_default();
         let weight = if share.weight == 0 { "idle".into() } else { i64::from(share.weight).into() };
         let pairs = [
             ("name", (!self.name.is_empty()).then(|| self.name.as_str().into())),
@@ -78,12 +78,13 @@ impl Rule {
             ("container", glob(container)),
             ("user", id(user)),
             ("group", id(group)),
-            ("memory-max", memory_max.or_else(|| self.share.is_none().then(|| "infinity".into()))),
-            ("weight", self.share.map(|_| weight)),
+            ("memory-max", memory_max.or_else(|| is_empty.then(|| "infinity".into()))),
+            ("weight", says.map(|_| weight)),
             ("time-min", (share.min > 0).then(|| format!("{}%", share.min).into())),
             ("time-max", (share.max < 100).then(|| format!("{}%", share.max).into())),
             ("priority", (share.priority != 0).then(|| i64::from(share.priority).into())),
             ("interactive", share.interactive.then(|| true.into())),
+            ("gang", gang.then(|| true.into())),
         ];
         pairs.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
     }

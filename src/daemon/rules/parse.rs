@@ -10,7 +10,7 @@ use toml::Spanned;
 use super::amounts::{Amount, Percent, Priority, Weight};
 use super::{Glob, Origin, Rule, Subject};
 use crate::daemon::cgroup;
-use crate::scheduler::{MemoryMax, Share};
+use crate::scheduler::{MemoryMax, Share, Terms};
 
 const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
                         for any number of directories";
@@ -33,6 +33,7 @@ pub struct RawRule {
     time_max: Option<Spanned<Percent>>,
     priority: Option<Priority>,
     interactive: Option<bool>,
+    gang: Option<bool>,
 }
 
 /// A user or a group: a name or a number.
@@ -74,8 +75,8 @@ impl RawRule {
             user: self.user.map(|user| account("user", user, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
-        if self.memory_max.is_none() && share.is_none() {
-            let keys = "memory-max, weight, time-min, time-max, priority or interactive";
+        if self.memory_max.is_none() && share.is_none() && self.gang.is_none() {
+            let keys = "memory-max, weight, time-min, time-max, priority, interactive or gang";
             return Err((span, format!("the rule allows and forbids nothing: say {keys}")));
         }
         let name = self.name.unwrap_or_default();
@@ -83,7 +84,7 @@ impl RawRule {
             return Err((span, "the name of a rule is one line of text".into()));
         }
         let memory_max = self.memory_max.map_or(MemoryMax::Infinity, |amount| amount.into_inner().0);
-        Ok(Rule { origin, name, subject, memory_max, share })
+        Ok(Rule { origin, name, subject, terms: Terms { memory_max, share, gang: self.gang.unwrap_or(false) } })
     }
 
     /// What the rule says of time, if it says anything.
@@ -234,12 +235,12 @@ mod tests {
         let rule = rules.get(0).expect("a rule");
         assert_eq!(rule.to_string(), "\"students\" (nvshare.toml:2)");
         assert_eq!(
-            (rule.subject.user, rule.subject.group, rule.memory_max),
+            (rule.subject.user, rule.subject.group, rule.terms.memory_max),
             (Some(0), Some(7), MemoryMax::Bytes(8 << 30))
         );
         let all = rules.get(1).expect("another");
         assert_eq!(all.to_string(), "nvshare.toml:11");
-        assert_eq!((&all.subject, all.memory_max), (&Subject::default(), MemoryMax::Percent(50)));
+        assert_eq!((&all.subject, all.terms.memory_max), (&Subject::default(), MemoryMax::Percent(50)));
         assert_eq!(rules.get(2), None);
     }
 
@@ -251,6 +252,7 @@ mod tests {
             "memory-max = \"infinity\"",
             "weight = 100",
             "time-min = \"20%\"",
+            "gang = true",
         ] {
             let origin = Origin { file: "x".into(), line: 0 };
             let rule = read_one(text, origin.clone()).unwrap_or_else(|e| panic!("{text}: {e}"));
@@ -270,7 +272,7 @@ mod tests {
             ("\"infinity\"", MemoryMax::Infinity),
         ] {
             let rules = rules(&format!("[[rule]]\nmemory-max = {text}"));
-            assert_eq!(rules.get(0).map(|rule| rule.memory_max), Some(expected), "{text}");
+            assert_eq!(rules.get(0).map(|rule| rule.terms.memory_max), Some(expected), "{text}");
         }
     }
 
@@ -287,9 +289,9 @@ mod tests {
             ("interactive = false", Some(default)),
         ] {
             let rules = rules(&format!("[[rule]]\n{text}"));
-            assert_eq!(rules.get(0).map(|rule| rule.share), Some(expected), "{text}");
+            assert_eq!(rules.get(0).map(|rule| rule.terms.share), Some(expected), "{text}");
         }
-        assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.memory_max), Some(MemoryMax::Infinity));
+        assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.terms.memory_max), Some(MemoryMax::Infinity));
     }
 
     /// Mistakes in the second of these lines, after `[[rule]]`.
@@ -310,7 +312,8 @@ mod tests {
             ),
             (
                 "user = \"root\"",
-                "1:1: the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority or interactive"
+                "1:1: the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority, \
+                 interactive or gang"
                     .to_owned(),
             ),
             (
@@ -346,7 +349,7 @@ mod tests {
             (
                 "memory-low = \"1G\"",
                 "2:1: unknown field `memory-low`, expected one of `name`, `unit`, `slice`, `container`, `user`, `group`, \
-                 `memory-max`, `weight`, `time-min`, `time-max`, `priority`, `interactive`"
+                 `memory-max`, `weight`, `time-min`, `time-max`, `priority`, `interactive`, `gang`"
                     .to_owned(),
             ),
             (

@@ -1,0 +1,95 @@
+//! The gang of a program that waits for others of its job: what the launchers of such jobs (torchrun, Open MPI, Slurm, and
+//! whatever sets PyTorch's own variables) put into the environment of every process of one job, and of no other.
+
+use core::ffi::CStr;
+
+/// A job: how many processes it has, and what it is known by, all of it.
+struct Launcher {
+    size: &'static CStr,
+    names: &'static [&'static CStr],
+}
+
+/// The first that applies counts.
+const LAUNCHERS: [Launcher; 4] = [
+    // torchrun sets MASTER_ADDR and MASTER_PORT as well; the id alone can be "none".
+    Launcher { size: c"WORLD_SIZE", names: &[c"TORCHELASTIC_RUN_ID", c"MASTER_ADDR", c"MASTER_PORT"] },
+    Launcher { size: c"WORLD_SIZE", names: &[c"MASTER_ADDR", c"MASTER_PORT"] },
+    Launcher { size: c"OMPI_COMM_WORLD_SIZE", names: &[c"PMIX_NAMESPACE"] },
+    Launcher { size: c"SLURM_STEP_NUM_TASKS", names: &[c"SLURM_JOB_ID", c"SLURM_STEP_ID"] },
+];
+
+/// The key of the gang that the environment tells of; 0: none.
+pub fn gang(environment: impl Fn(&CStr) -> Option<&'static [u8]>) -> u64 {
+    if let Some(text) = environment(c"NVSHARE_GANG") {
+        return if matches!(text, b"" | b"0") { 0 } else { hash([text]) };
+    }
+    let is_several = |size: &CStr| environment(size).and_then(number).is_some_and(|size| size > 1);
+    let all = |launcher: &Launcher| launcher.names.iter().all(|name| environment(name).is_some_and(|v| !v.is_empty()));
+    let launcher = LAUNCHERS.iter().find(|launcher| is_several(launcher.size) && all(launcher));
+    launcher.map_or(0, |launcher| hash(launcher.names.iter().filter_map(|name| environment(name))))
+}
+
+fn number(text: &[u8]) -> Option<u32> {
+    core::str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// FNV-1a: the same key for the same texts in every process; never 0, which means none.
+fn hash(texts: impl IntoIterator<Item = &'static [u8]>) -> u64 {
+    // No text has a NUL byte in it.
+    let bytes = texts.into_iter().flat_map(|text| text.iter().chain(&[0]));
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+    hash.max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(variables: &'static [(&'static CStr, &'static str)]) -> u64 {
+        gang(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.as_bytes()))
+    }
+
+    #[test]
+    fn processes_of_one_job_are_one_gang() {
+        let torch = of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29500"), (c"WORLD_SIZE", "2"), (c"RANK", "0")]);
+        let other = of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29500"), (c"WORLD_SIZE", "2"), (c"RANK", "1")]);
+        assert!(torch != 0 && torch == other);
+        let port = of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29501"), (c"WORLD_SIZE", "2")]);
+        assert!(port != 0 && port != torch);
+        assert_ne!(of(&[(c"PMIX_NAMESPACE", "prterun-1"), (c"OMPI_COMM_WORLD_SIZE", "8")]), 0);
+        assert_ne!(of(&[(c"SLURM_JOB_ID", "5"), (c"SLURM_STEP_ID", "0"), (c"SLURM_STEP_NUM_TASKS", "4")]), 0);
+        let parts = [of(&[(c"MASTER_ADDR", "ab"), (c"MASTER_PORT", "c"), (c"WORLD_SIZE", "2")]), of(&[
+            (c"MASTER_ADDR", "a"),
+            (c"MASTER_PORT", "bc"),
+            (c"WORLD_SIZE", "2"),
+        ])];
+        assert_ne!(parts[0], parts[1]);
+    }
+
+    #[test]
+    fn a_program_alone_is_in_no_gang() {
+        for alone in [
+            of(&[]),
+            of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29500"), (c"WORLD_SIZE", "1")]),
+            of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "29500")]),
+            of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", ""), (c"WORLD_SIZE", "2")]),
+            of(&[(c"PMIX_NAMESPACE", "x"), (c"OMPI_COMM_WORLD_SIZE", "many")]),
+        ] {
+            assert_eq!(alone, 0);
+        }
+    }
+
+    #[test]
+    fn the_user_has_the_last_word() {
+        assert_ne!(of(&[(c"NVSHARE_GANG", "mine")]), 0);
+        for none in ["", "0"] {
+            let none: &'static str = none;
+            let value = |name: &CStr| match name {
+                name if name == c"NVSHARE_GANG" => Some(none.as_bytes()),
+                name if name == c"WORLD_SIZE" => Some(b"2".as_slice()),
+                _ => Some(b"x".as_slice()),
+            };
+            assert_eq!(gang(value), 0);
+        }
+    }
+}
