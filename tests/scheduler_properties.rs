@@ -165,7 +165,10 @@ proptest! {
                 let (priority, interactive) = (rng.below(3) as i8 - 1, rng.one_in(3));
                 Some(Share { weight, min, max, priority, interactive }).filter(|_| !rng.one_in(4))
             });
-            (id < 4).then(|| Group { id: GroupId(id), terms: Terms { share: shares[id as usize], ..Terms::default() } })
+            let gangs = [(); 4].map(|()| unruly.gangs && rng.one_in(4));
+            let terms =
+                || Terms { share: shares[id as usize], gang: gangs[id as usize], ..Terms::default() };
+            (id < 4).then(|| Group { id: GroupId(id), terms: terms() })
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);

@@ -328,16 +328,18 @@ impl Machine {
             };
             let ends = now.saturating_add(turn.saturating_sub(hold.waited(now))).max(stays.unwrap_or_default());
             let over = ends <= now;
+            let spent = capped.is_some_and(|at| at <= now);
+            let goes = surplus || spent || (wanted && over);
             // Host memory takes longer to make than to fill, and now there is time.
             let prepare = leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
             hold.prepared = if prepare { leaves } else { hold.prepared };
+            // Who has to go is told that, and nothing else.
+            let tell = tell.filter(|_| !goes);
             hold.told = tell.or(hold.told);
             if prepare {
                 self.out.push(Command::Prepare { client, gpu: id, bytes: leaves });
             }
-            let spent = capped.is_some_and(|at| at <= now);
-            let goes = surplus || spent || (wanted && over);
-            if let Some((waiters, grace)) = tell.filter(|_| !goes) {
+            if let Some((waiters, grace)) = tell {
                 self.out.push(Command::Contended { client, gpus, waiters, grace });
             }
             if goes {

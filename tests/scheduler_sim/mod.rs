@@ -453,7 +453,7 @@ impl World {
                 }
             }
             // A gang is revoked together, so one of it may not be in anybody's way.
-            Command::Revoke { client, gpus } if self.models.get(client).is_none_or(|m| m.plan.gang == 0) => {
+            Command::Revoke { client, gpus } if self.gang(*client) == 0 => {
                 let reason = gpus.iter().any(|id| {
                     let view = self.machine.gpu(*id).unwrap();
                     let waits =
@@ -541,6 +541,12 @@ impl World {
         view.holders.iter().any(|h| h.client == client && h.state == LockState::Undrainable)
     }
 
+    /// The gang that a client is in, by a rule or by what it says; 0: none.
+    fn gang(&self, client: ClientId) -> u64 {
+        let Some(plan) = self.models.get(&client).map(|m| &m.plan) else { return 0 };
+        plan.group.filter(|group| group.terms.gang).map_or(plan.gang, |group| 1000 + group.id.0)
+    }
+
     fn grows(&self) -> bool {
         self.machine.settings().anti_thrash == AntiThrash::Off
     }
@@ -577,7 +583,7 @@ impl World {
                 .holders
                 .iter()
                 .filter(|h| !aside(h) && self.models.get(&h.client).is_none_or(|m| m.plan.stopped.is_none()));
-            let gang = |h: &HolderView| match self.models.get(&h.client).map_or(0, |m| m.plan.gang) {
+            let gang = |h: &HolderView| match self.gang(h.client) {
                 0 => (0, h.client),
                 gang => (gang, ClientId(0)),
             };
@@ -596,9 +602,14 @@ impl World {
 
     /// Rules are others: from now on these clients are in these groups.
     pub fn regroup(&mut self, group_of: impl Fn(ClientId) -> Option<Group>) {
+        let gangs = |world: &Self| -> Vec<u64> { world.models.keys().map(|id| world.gang(*id)).collect() };
+        let before = gangs(self);
         for (id, model) in &mut self.models {
             model.plan.group = group_of(*id);
         }
+        // Who was in somebody's way may be so no longer; who ran together may have to drain apart.
+        let patience = if gangs(self) == before { ms(1) } else { Duration::from_secs(20) };
+        self.tolerant = self.tolerant.max(self.now + patience);
         self.limited |= self.models.values().any(|model| model.plan.group.is_some());
         self.promised.clear();
         let groups = self.connected.iter().map(|id| (*id, self.models.get(id).and_then(|m| m.plan.group))).collect();
