@@ -64,7 +64,8 @@ mod tests {
         ] {
             assert_eq!(Amount::parse(text.as_bytes()), expected.map(Amount::Bytes), "{text:?}");
         }
-        for (text, expected) in [("25%", Some(25)), ("100 %", Some(100)), ("0%", None), ("101%", None), ("1.5%", None)] {
+        for (text, expected) in [("25%", Some(25)), ("100 %", Some(100)), ("0%", None), ("101%", None), ("1.5%", None)]
+        {
             assert_eq!(Amount::parse(text.as_bytes()), expected.map(Amount::Percent), "{text:?}");
         }
         assert_eq!(Amount::parse(b"\xff8G"), None);

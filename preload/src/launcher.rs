@@ -58,11 +58,10 @@ mod tests {
         assert!(port != 0 && port != torch);
         assert_ne!(of(&[(c"PMIX_NAMESPACE", "prterun-1"), (c"OMPI_COMM_WORLD_SIZE", "8")]), 0);
         assert_ne!(of(&[(c"SLURM_JOB_ID", "5"), (c"SLURM_STEP_ID", "0"), (c"SLURM_STEP_NUM_TASKS", "4")]), 0);
-        let parts = [of(&[(c"MASTER_ADDR", "ab"), (c"MASTER_PORT", "c"), (c"WORLD_SIZE", "2")]), of(&[
-            (c"MASTER_ADDR", "a"),
-            (c"MASTER_PORT", "bc"),
-            (c"WORLD_SIZE", "2"),
-        ])];
+        let parts = [
+            of(&[(c"MASTER_ADDR", "ab"), (c"MASTER_PORT", "c"), (c"WORLD_SIZE", "2")]),
+            of(&[(c"MASTER_ADDR", "a"), (c"MASTER_PORT", "bc"), (c"WORLD_SIZE", "2")]),
+        ];
         assert_ne!(parts[0], parts[1]);
     }
 

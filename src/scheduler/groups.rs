@@ -68,12 +68,14 @@ impl Machine {
                 told.extend(&members.clients);
             }
             shares_changed |= before.share != terms.share;
+            let others = if before.gang == terms.gang { BTreeSet::new() } else { members.clients.clone() };
             for (id, seat) in &state.seats {
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.count_for(Some(group), 0, seat.promise.counted);
                 }
             }
             self.gang_anew(*client);
+            others.into_iter().for_each(|other| self.gang_anew(other));
         }
         for client in told {
             let seats = self.clients.get(&client).into_iter().flat_map(|state| &state.seats);

@@ -218,7 +218,7 @@ impl Machine {
         if request.parked.take().is_some() {
             request.place = place.unwrap_or(request.place);
         }
-        // Nobody gives anything back for it elsewhere meanwhile.
+        // Nobody gives anything back for it elsewhere at once, to no avail.
         let behind = ids.iter().find(|id| !self.admissible(unit, **id) && self.waits_behind(unit, **id));
         if let Some(behind) = behind {
             return self.park(unit, Parked::Behind(*behind));

@@ -267,10 +267,10 @@ impl Machine {
         let mut short = pressure.short;
         let mut next: Option<Time> = self.together_until(id);
         let holders: Vec<ClientId> = gpu.holders.values().copied().collect();
-        if next.is_some() && !together {
+        if next.is_some_and(|until| until <= now) {
             self.forget_fullness(id);
-            next = None;
         }
+        next = next.filter(|_| together);
         for client in holders {
             let Some(seat) = self.seat(client, id) else { continue };
             let Some(hold) = seat.hold.as_ref() else { continue };

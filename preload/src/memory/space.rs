@@ -229,7 +229,8 @@ impl Account {
     }
     /// Whether so many more bytes can be allocated; `beyond` lets them exceed the limit, but not one that somebody set.
     fn admits(&self, len: u64, beyond: bool) -> bool {
-        len <= self.free() || (beyond && self.max == 0 && self.own_max == u64::MAX)
+        let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
+        len <= self.free() || (beyond && self.max == 0 && wanted <= self.own_max)
     }
     /// What the program may still allocate.
     pub fn free(&self) -> u64 {
