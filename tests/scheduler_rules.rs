@@ -1409,6 +1409,63 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
 }
 
 #[test]
+fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    }
+    t.after(Duration::from_secs(2));
+    assert_eq!(t.request(1), [grant(1)]);
+    assert_eq!(t.release(1, ReleaseReason::Idle), []);
+    // Of one that waits for the others of its gang, others know that it waits.
+    assert_eq!(t.request(2), [], "the first was here a moment ago");
+    t.join(3, 0);
+    assert_eq!(t.request(3), [], "the place is the gang's");
+    assert_eq!(t.after(ms(5)), [grant(2), contended(2, 1, ms(1))]);
+}
+
+#[test]
+fn a_gang_of_one_is_no_gang_until_another_joins() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    let arrive = |t: &mut Talk, n| {
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    };
+    arrive(&mut t, 1);
+    assert_eq!(t.request(1), [grant(1)], "there is nobody to wait for");
+    arrive(&mut t, 2);
+    assert_eq!(t.request(2), [grant(2)], "beside its fellow");
+    t.join(3, 0);
+    t.request(3);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), revoke(2)]);
+}
+
+#[test]
+fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
+    for (by_rule, expected) in [(false, vec![]), (true, vec![grant(2)])] {
+        let mut t = Talk::in_mode(AntiThrash::On);
+        t.join(3, 0);
+        t.request(3);
+        for n in [1, 2] {
+            let gang = if by_rule { 0 } else { 9 };
+            t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+            t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        }
+        if by_rule {
+            let group = Group { id: GroupId(3), terms: Terms { gang: true, ..Terms::default() } };
+            t.say(Event::Grouped { groups: [1, 2].map(|n| (client(n), Some(group))).into() });
+        }
+        t.request(1);
+        t.request(2);
+        t.say(Event::Stopped { client: client(1), stopped: true });
+        assert_eq!(t.release(3, ReleaseReason::Idle), expected, "by a rule: {by_rule}");
+        let both = if by_rule { vec![grant(1)] } else { vec![grant(1), grant(2)] };
+        assert_eq!(t.say(Event::Stopped { client: client(1), stopped: false }), both);
+    }
+}
+
+#[test]
 fn a_stuck_holder_is_asked_again_less_and_less_often() {
     let mut t = Talk::with_waiter();
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);

@@ -339,6 +339,36 @@ fn a_gang_that_is_too_large_for_the_gpu_takes_turns_though_one_of_it_is_interact
 }
 
 #[test]
+fn who_stands_in_line_behind_a_better_one_leaves_other_gpus_to_others() {
+    let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let share = |priority| share(Share { priority, ..Share::default() });
+    // On one GPU two take turns that are better, so that one of them always waits there.
+    let best = [UserId(1), UserId(2)];
+    best.into_iter().for_each(|user| {
+        add(&mut world, share(10), Plan { user, gpus: gpus([1]), gpu: s(20), ..Plan::default() });
+    });
+    let low = add(&mut world, share(0), Plan { gpus: gpus([0]), gpu: s(30), ..Plan::default() });
+    let both = add(&mut world, share(5), Plan { gpus: gpus([0, 1]), start: s(1), gpu: s(5), ..Plan::default() });
+    world.run(s(100));
+    assert!(world.finished(low) < s(31), "nobody keeps the GPU from it: {:?}", world.finished(low));
+    assert!(world.finished(both) < s(47), "{:?}", world.finished(both));
+}
+
+#[test]
+fn the_class_of_a_gang_that_waits_changes_with_its_members() {
+    let mut world = busy(AntiThrash::On, ms(1), &[None]);
+    let urgent = Share { priority: 1, ..Share::default() };
+    let group = Group { id: GroupId(9), terms: Terms { share: Some(urgent), ..Terms::default() } };
+    let plan = Plan { gang: 7, start: s(1), gpu: s(1), user: UserId(9), ..Plan::default() };
+    let urgent = world.add(Plan { group: Some(group), ..plan.clone() });
+    world.add(Plan { killed: Some(ms(1_500)), ..plan });
+    world.run(s(20));
+    let waited = world.models[&urgent].waits[0];
+    assert!(waited > ms(450) && waited < ms(550), "as long as the other was there: {waited:?}");
+}
+
+#[test]
 fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
     let mut world = World::new(settings(AntiThrash::On, s(1)), 1);
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));

@@ -5,14 +5,16 @@
 
 use super::{
     api::*,
-    locks::Unit,
+    locks::{Parked, Unit},
     machine::{Client, Machine},
 };
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// How long a gang's request waits for the members that have not asked yet, so that they run together.
-pub(super) const GATHERS: Duration = Duration::from_millis(5);
+const GATHERS: Duration = Duration::from_millis(5);
+/// Who had a GPU so lately, or has come so lately, is likely to ask for one. Nobody waits for others.
+const LATELY: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Gang {
@@ -28,13 +30,21 @@ impl Gang {
 }
 
 impl Client {
-    /// As what it waits, and is granted.
-    pub fn unit(&self, id: ClientId) -> Unit {
-        self.gang.map_or(Unit::Solo(id), Unit::Gang)
+    /// Whether it had a GPU lately that it has no more, or has come lately.
+    fn had_lately(&self, now: Time) -> bool {
+        let last = self.seats.values().map(|seat| seat.last_run).max();
+        last.is_some_and(|last| now.saturating_sub(last) < LATELY)
     }
 }
 
 impl Machine {
+    /// As what a client waits, and is granted. A gang of one is nothing else than that one.
+    pub(super) fn unit(&self, client: ClientId) -> Unit {
+        let gang = self.clients.get(&client).and_then(|state| state.gang);
+        let gang = gang.filter(|gang| self.gangs.get(gang).is_some_and(|members| members.len() > 1));
+        gang.map_or(Unit::Solo(client), Unit::Gang)
+    }
+
     pub(super) fn gang_members(&self, gang: Gang) -> impl Iterator<Item = ClientId> {
         self.gangs.get(&gang).into_iter().flatten().copied()
     }
@@ -45,11 +55,12 @@ impl Machine {
         gang.into_iter().flat_map(|gang| self.gang_members(gang)).filter(move |fellow| *fellow != client)
     }
 
-    /// Whether every member of a gang that has attached a GPU holds or wants one.
-    pub(super) fn gathered(&self, gang: Gang) -> bool {
-        self.gang_members(gang).filter_map(|id| self.clients.get(&id)).all(|client| {
-            client.waiting.is_some() || client.seats.is_empty() || client.seats.values().any(|s| s.hold.is_some())
-        })
+    /// Until when a request that has just come waits in line for other members, who had a GPU with those lately.
+    pub(super) fn gathers_until(&self, unit: Unit) -> Option<Time> {
+        let Unit::Gang(gang) = unit else { return None };
+        let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
+        let mut missing = members.filter(|client| client.waiting.is_none() && !client.holds() && !client.stopped);
+        missing.any(|client| client.had_lately(self.now)).then(|| self.now + GATHERS)
     }
 
     pub(super) fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
@@ -58,6 +69,7 @@ impl Machine {
         }
         if let Some(gang) = gang {
             self.gangs.entry(gang).or_default().insert(client);
+            self.members_are_others(gang);
         }
     }
 
@@ -67,6 +79,38 @@ impl Machine {
         let members: Option<&mut BTreeSet<ClientId>> = self.gangs.get_mut(&gang);
         if members.is_some_and(|members| members.remove(&client) && members.is_empty()) {
             self.gangs.remove(&gang);
+        }
+        self.members_are_others(gang);
+    }
+
+    /// Members came or went. Those who are there are of another class then, and perhaps a gang, or no longer.
+    fn members_are_others(&mut self, gang: Gang) {
+        for member in self.gang_members(gang).collect::<Vec<_>>() {
+            self.unite(member);
+            let Some(state) = self.clients.get(&member) else { continue };
+            let held = state.seats.iter().filter(|(_, seat)| seat.hold.is_some());
+            self.dirty.extend(held.map(|(id, _)| *id));
+            if let Some(unit) = state.waiting {
+                self.put_back(unit);
+                if self.requests.get(&unit).is_some_and(|request| matches!(request.parked, Some(Parked::Behind(_)))) {
+                    self.join(unit);
+                }
+            }
+        }
+    }
+
+    /// Has a client hold and want what it does as what it is now: one of a gang, or by itself.
+    pub(super) fn unite(&mut self, client: ClientId) {
+        let unit = self.unit(client);
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        let holds = state.seats.values_mut().filter_map(|seat| seat.hold.as_mut());
+        // It is revoked with those it is with now.
+        holds.for_each(|hold| hold.unit = unit);
+        let is_other = state.waiting.is_some_and(|waiting| waiting != unit);
+        let (Some(waiting), true) = (state.waiting, is_other) else { return };
+        let Some(request) = self.requests.get(&waiting) else { return };
+        if let Some(wants) = request.wants.get(&client).cloned() {
+            self.request(client, wants);
         }
     }
 
@@ -78,22 +122,8 @@ impl Machine {
         if gang == state.gang {
             return;
         }
-        let waiting = state.waiting.and_then(|unit| self.requests.get(&unit));
-        let wants = waiting
-            .and_then(|request| Some((request.wants.get(&client)?.clone(), request.since.get(&client).copied())));
-        self.withdraw(client);
         self.leave_gang(client);
         self.enter_gang(client, gang);
-        let Some(state) = self.clients.get_mut(&client) else { return };
-        // It is revoked with those it is with now.
-        let unit = state.unit(client);
-        state.seats.values_mut().filter_map(|seat| seat.hold.as_mut()).for_each(|hold| hold.unit = unit);
-        let Some((wants, since)) = wants else { return };
-        self.request(client, wants);
-        let unit = self.clients.get(&client).and_then(|state| state.waiting);
-        let request = unit.and_then(|unit| self.requests.get_mut(&unit));
-        if let (Some(request), Some(since)) = (request, since) {
-            request.since.insert(client, since);
-        }
+        self.unite(client);
     }
 }

@@ -6,8 +6,9 @@
 
 use super::{
     api::*,
-    gangs::{self, Gang},
+    gangs::Gang,
     machine::{Machine, Place},
+    shares::Class,
     timers::Wake,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +30,8 @@ pub(super) struct Request {
     pub place: Place,
     pub since: BTreeMap<ClientId, Time>,
     pub wants: BTreeMap<ClientId, GpuSet>,
+    /// Others of the gang are likely to ask within a moment: it is not granted before them.
+    pub gathers: Option<Time>,
     /// Whether it stands in line, and if not, why.
     pub parked: Option<Parked>,
     /// What it was last told about why it waits.
@@ -136,7 +139,7 @@ impl Machine {
                 seat.is_some_and(|s| s.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
             })
             .collect();
-        let (unit, not_before, stopped) = (state.unit(client), state.not_before, state.stopped);
+        let (unit, not_before, stopped) = (self.unit(client), state.not_before, state.stopped);
         // A request that replaces another keeps its place.
         let old = state.waiting.and_then(|unit| self.requests.get(&unit)?.since.get(&client).copied());
         let since = old.unwrap_or(self.now);
@@ -156,28 +159,28 @@ impl Machine {
             let place = match place {
                 Some(place) => place,
                 None => {
-                    let rank = self.rank(client, &wants);
-                    self.place(client, &wants, rank)
+                    let (rank, number) = self.rank(client, &wants);
+                    Place { class: Class::default(), at: rank, rank, number }
                 }
             };
-            let request = Request { place, since: BTreeMap::new(), wants: BTreeMap::new(), parked: None, told: None };
-            self.requests.insert(unit, request);
+            let (since, wants) = (BTreeMap::new(), BTreeMap::new());
+            self.requests.insert(unit, Request { place, since, wants, gathers: None, parked: None, told: None });
         }
-        let class = self.class(client, &wants);
         if let Some(request) = self.requests.get_mut(&unit) {
-            request.place.class = request.place.class.max(class);
             request.since.insert(client, since);
             request.wants.insert(client, wants);
         }
         if let Some(state) = self.clients.get_mut(&client) {
             state.waiting = Some(unit);
         }
-        let not_before = match unit {
-            Unit::Gang(gang) if !self.gathered(gang) => not_before.max(self.now + gangs::GATHERS),
-            _ => not_before,
-        };
+        let (place, gathers) = (self.place_now(unit), self.gathers_until(unit));
+        if let Some(request) = self.requests.get_mut(&unit) {
+            request.place = place.unwrap_or(request.place);
+            // Who asks late has nobody wait anew.
+            request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
+        }
         if stopped {
-            self.park(unit, Parked::Stopped);
+            self.wait_until_it_runs(unit, client);
         } else if not_before > self.now {
             self.park(unit, Parked::Until(not_before));
         } else {
@@ -219,7 +222,7 @@ impl Machine {
             request.place = place.unwrap_or(request.place);
         }
         // Nobody gives anything back for it elsewhere at once, to no avail.
-        let behind = ids.iter().find(|id| !self.admissible(unit, **id) && self.waits_behind(unit, **id));
+        let behind = ids.iter().find(|id| self.waits_behind(unit, **id));
         if let Some(behind) = behind {
             return self.park(unit, Parked::Behind(*behind));
         }
@@ -232,7 +235,8 @@ impl Machine {
                 self.dirty.insert(*id);
             }
         }
-        self.timers.set(Wake::Unit(unit), None);
+        let gathers = request.gathers.filter(|until| *until > self.now);
+        self.timers.set(Wake::Unit(unit), gathers);
         self.admit_if_needless(unit);
     }
 
@@ -264,7 +268,7 @@ impl Machine {
             }
             Parked::Behind(id) => {
                 // Who has it is told that somebody waits.
-                if let Some(gpu) = self.gpus.get_mut(&id).filter(|gpu| !gpu.behind.contains(&unit)) {
+                if let Some(gpu) = self.gpus.get_mut(&id) {
                     gpu.behind.insert(unit);
                     self.dirty.insert(id);
                 }
@@ -385,6 +389,9 @@ impl Machine {
     /// Whether it is first in line for all that it wants, and can have it.
     pub(super) fn complete(&self, unit: Unit) -> bool {
         let Some(request) = self.requests.get(&unit) else { return false };
+        if request.gathers.is_some_and(|until| until > self.now) {
+            return false;
+        }
         let ids: BTreeSet<GpuId> = request.wants.values().flatten().copied().collect();
         ids.iter().all(|id| {
             let first = self.gpus.get(id).and_then(|g| g.line.first()).map(|(_, unit)| *unit);
@@ -432,8 +439,7 @@ impl Machine {
 
     /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
     pub(super) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
-        let Some(unit) = self.clients.get(&client).map(|state| state.unit(client)) else { return };
-        let (now, group) = (self.now, self.count());
+        let (unit, now, group) = (self.unit(client), self.now, self.count());
         for id in gpus {
             let number = self.count();
             let Some(seat) = self.seat_mut(client, *id).filter(|seat| seat.hold.is_none()) else { continue };

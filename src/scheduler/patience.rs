@@ -7,7 +7,8 @@
 
 use super::{
     api::*,
-    locks::{Hold, Parked},
+    gangs::Gang,
+    locks::{Hold, Parked, Unit},
     machine::Machine,
     timers::Wake,
 };
@@ -77,15 +78,27 @@ impl Machine {
         }
         if changed && let Some(unit) = waiting {
             if stopped {
-                self.park(unit, Parked::Stopped);
+                self.wait_until_it_runs(unit, client);
             } else if !self.any_stopped(unit) {
                 if let Some(request) = self.requests.get_mut(&unit) {
                     request.parked = None;
                 }
                 self.join(unit);
+                self.unite(client);
             }
         }
         self.check(client);
+    }
+
+    /// A process that is stopped has nothing granted to it, and nothing to those that cannot do without it: who calls itself
+    /// one gang with it. A rule can make a gang of many, who need not wait for each other.
+    pub(super) fn wait_until_it_runs(&mut self, unit: Unit, client: ClientId) {
+        if let Unit::Gang(Gang::Group(_)) = unit {
+            self.split(unit, &[client]);
+            self.join(unit);
+        } else {
+            self.park(unit, Parked::Stopped);
+        }
     }
 
     /// Whoever says something runs.

@@ -150,11 +150,11 @@ impl Machine {
                 self.grant(unit);
                 continue;
             }
-            let locked = !self.admissible(unit, id);
-            if locked && self.waits_behind(unit, id) {
+            if self.waits_behind(unit, id) {
                 self.park(unit, Parked::Behind(id));
                 continue;
             }
+            let locked = !self.admissible(unit, id);
             self.note_vacancy(id, unit, lacking > 0 && !locked);
             if lacking > 0 && !locked {
                 self.tell(unit, WaitReason::Eviction);
@@ -175,6 +175,7 @@ impl Machine {
                 holders_measured: self.are_measured(id),
                 waiters: self.gpus.get(&id).map_or(0, |g| g.line.len() as u32),
             });
+            self.step_aside(id);
             return lacking;
         }
     }
@@ -238,7 +239,8 @@ impl Machine {
                 place: Place { number, ..request.place },
                 since: [(*client, since)].into(),
                 wants: [(*client, gpus)].into(),
-                parked: None,
+                gathers: None,
+                parked: self.clients.get(client).filter(|state| state.stopped).map(|_| Parked::Stopped),
                 told: None,
             };
             if request.wants.is_empty() {

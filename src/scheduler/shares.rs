@@ -10,6 +10,7 @@
 
 use super::{
     api::*,
+    gangs::Gang,
     groups::Members,
     locks::{Hold, Parked, Unit},
     machine::Machine,
@@ -143,6 +144,10 @@ impl Machine {
     /// The class of a client that wants these GPUs, or has them: the last of its gang's, which goes together. Nobody gains
     /// anything by joining one.
     pub(super) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
+        // All of a gang that a rule makes have the same share.
+        if let Some(Gang::Group(_)) = self.clients.get(&client).and_then(|state| state.gang) {
+            return self.own_class(client, gpus);
+        }
         let all = self.fellows(client).chain([client]).map(|member| self.own_class(member, gpus));
         all.max().unwrap_or_default()
     }
@@ -205,17 +210,29 @@ impl Machine {
         self.groups.values().any(|members| members.terms.share.is_some())
     }
 
-    /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long.
+    /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
+    /// the others from everybody meanwhile.
     pub(super) fn waits_behind(&self, unit: Unit, id: GpuId) -> bool {
         let Some(request) = self.requests.get(&unit).filter(|_| self.has_classes()) else { return false };
-        let ids: GpuSet = request.wants.values().flatten().copied().collect();
-        let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
-        let mut counted = holders.filter(|holder| {
-            self.seat(**holder, id)
-                .and_then(|seat| seat.hold.as_ref())
-                .is_some_and(|hold| !hold.is_aside() && hold.unit != unit)
-        });
-        ids.len() > 1 && counted.any(|holder| self.class_of_holder(*holder).tier < request.place.class.tier)
+        let (Some(gpu), tier) = (self.gpus.get(&id), request.place.class.tier) else { return false };
+        let several = request.wants.values().flatten().any(|other| *other != id);
+        let waits = || gpu.line.first().is_some_and(|(place, _)| place.class.tier < tier);
+        let is_counted = |hold: &Hold| !hold.is_aside() && hold.unit != unit;
+        let holds = |holder: &ClientId| {
+            self.seat(*holder, id).and_then(|seat| seat.hold.as_ref()).is_some_and(is_counted)
+                && self.class_of_holder(*holder).tier < tier
+        };
+        several && (waits() || (gpu.holders.values().any(holds) && !self.admissible(unit, id)))
+    }
+
+    /// Takes those out of that line who only keep other GPUs from others, as one of a better tier waits there.
+    pub(super) fn step_aside(&mut self, id: GpuId) {
+        if !self.has_classes() {
+            return;
+        }
+        let line = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.line).map(|(_, unit)| *unit);
+        let behind: Vec<Unit> = line.skip(1).filter(|unit| self.waits_behind(*unit, id)).collect();
+        behind.into_iter().for_each(|unit| self.park(unit, Parked::Behind(id)));
     }
 
     /// Whether that one is to have a GPU as soon as its memory is there, and nobody else has it now.
