@@ -75,6 +75,7 @@ pub struct GpuUse {
     pub allowance: u64,
     pub limit: Option<u64>,
     pub memory_max: Option<u64>,
+    pub awaits: Option<u64>,
     pub unseen: bool,
     pub stays: String,
     pub fullness: Option<u32>,

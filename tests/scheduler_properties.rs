@@ -230,7 +230,7 @@ proptest! {
         }
         let group = |seed: u64, client: u64| {
             let mut rng = Dice(seed);
-            let most = [MemoryMax::Infinity, MemoryMax::Percent(1 + rng.below(100) as u8), MemoryMax::Bytes(rng.below(24) * GIB / 2)];
+            let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
             let id = (client + seed) % 4;
             (id < 3).then(|| Group { id: GroupId(id), terms: Terms { memory_max: most[id as usize], ..Terms::default() } })
         };
@@ -239,6 +239,41 @@ proptest! {
             world.add(Plan { group: group(seed, n), ..plan });
         }
         let bound = bound(&world, quantum) + Duration::from_secs(60);
+        regroup_now_and_then(&mut world, changes, group);
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+    }
+
+    /// Allocations that wait for others get what they wait for, or are refused where nobody would ever free it.
+    #[test]
+    fn allocations_that_wait_are_answered(
+        seed: u64, mode in mode(), gpus in 1u64..4, clients in 1u64..14, host in prop::option::of(0u64..60),
+        changes in prop::collection::vec((0u64..4000, 0u64..u64::MAX), 0..4),
+    ) {
+        let quantum = ms(500);
+        let mut world = world(seed, mode, quantum, gpus, 0, Unruly::default());
+        if let Some(host) = host {
+            world.set_host(host * GIB);
+        }
+        let group = |seed: u64, client: u64| {
+            let mut rng = Dice(seed);
+            let orders = [WaitOrder::Fifo, WaitOrder::BestFit, WaitOrder::MostRecent, WaitOrder::Random];
+            let terms = |n: u64| Terms {
+                memory_max: Amount::Bytes((1 + n * 7 % 24) * GIB / 2),
+                memory_low: (n % 3 == 0).then_some(Amount::Percent((n % 100) as u8)),
+                swap_max: (n % 5 == 0).then_some((n % 48) * GIB / 2),
+                on_memory_full: if n % 7 == 0 { OnMemoryFull::Fail } else { OnMemoryFull::Wait(orders[n as usize % 4]) },
+                ..Terms::default()
+            };
+            let id = (client + seed) % 4;
+            (id < 3).then(|| Group { id: GroupId(id), terms: terms((0..=id).map(|_| rng.below(1 << 20)).last().unwrap_or(0)) })
+        };
+        for n in 1..=clients {
+            let plan = plan(&mut world.rng, gpus, Unruly::default());
+            world.add(Plan { group: group(seed, n), leaves: true, ..plan });
+        }
+        // One after the other, and each refused something first.
+        let bound = bound(&world, quantum) + Duration::from_secs(60 + 20 * clients);
         regroup_now_and_then(&mut world, changes, group);
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
@@ -296,6 +331,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => (g(), 0u64..100_000, bytes(), any::<bool>())
             .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, complete }),
         1 => bytes().prop_map(|bytes| Event::HostMemory { bytes }),
+        1 => (g(), prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, bytes)| Event::Contexts { gpu, bytes }),
         3 => (g(), 0u64..20_000, prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, begun, bytes)| {
             Event::Present { gpu, begun: ms(begun), bytes }
         }),
@@ -308,7 +344,7 @@ fn event() -> impl Strategy<Value = Event> {
             let max = |(id, bytes): (u64, u64)| Group {
                 id: GroupId(id),
                 terms: Terms {
-                    memory_max: if id == 0 { MemoryMax::Percent(50) } else { MemoryMax::Bytes(bytes) },
+                    memory_max: if id == 0 { Amount::Percent(50) } else { Amount::Bytes(bytes) },
                     share: (bytes % 3 > 0).then(|| Share {
                         weight: (bytes % 5) as u16 * 100,
                         min: (bytes % 7) as u8 * 10,
@@ -317,6 +353,13 @@ fn event() -> impl Strategy<Value = Event> {
                         interactive: bytes % 2 == 0,
                     }),
                     gang: bytes % 4 == 0,
+                    memory_low: (bytes % 13 == 0).then_some(Amount::Bytes(bytes / 2)),
+                    swap_max: (bytes % 17 == 0).then_some(bytes / 3),
+                    on_memory_full: match bytes % 5 {
+                        0 => OnMemoryFull::Wait(WaitOrder::Fifo),
+                        1 => OnMemoryFull::Wait(WaitOrder::Random),
+                        _ => OnMemoryFull::Fail,
+                    },
                 },
             };
             Event::Grouped { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
@@ -351,7 +394,7 @@ proptest! {
         let mut machines = [Machine::new(first.clone()), Machine::new(first)];
         let mut now = ms(start);
         let mut groups: BTreeMap<ClientId, Option<GroupId>> = BTreeMap::new();
-        let mut maxima: BTreeMap<GroupId, MemoryMax> = BTreeMap::new();
+        let mut maxima: BTreeMap<GroupId, Amount> = BTreeMap::new();
         for n in 0..3 {
             for m in &mut machines {
                 m.handle(now, Event::GpuFound { gpu: gpu(n), total: TOTAL });

@@ -2,170 +2,12 @@
 //! (`World`), or message by message (`Talk`).
 
 mod scheduler_sim;
+mod scheduler_talk;
 
 use nvshare::scheduler::*;
 use scheduler_sim::*;
+use scheduler_talk::*;
 use std::time::Duration;
-
-/// A machine with one GPU of 16 GiB, spoken to message by message.
-struct Talk {
-    machine: Machine,
-    now: Time,
-}
-
-impl Talk {
-    fn new(settings: Settings) -> Self {
-        let mut talk = Self { machine: Machine::new(settings), now: Duration::from_secs(100) };
-        talk.say(Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
-        talk.measured(0);
-        talk
-    }
-
-    fn in_mode(anti_thrash: AntiThrash) -> Self {
-        Self::new(settings(anti_thrash, Duration::from_secs(1)))
-    }
-
-    fn say(&mut self, event: Event) -> Vec<Command> {
-        self.machine.handle(self.now, event)
-    }
-
-    fn after(&mut self, time: Duration) -> Vec<Command> {
-        self.now += time;
-        self.say(Event::Tick)
-    }
-
-    /// A client on the GPU that needs so much and has it all mapped, if that was free.
-    fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
-        self.join_of(UserId(0), n, demand)
-    }
-
-    fn join_of(&mut self, user: UserId, n: u64, demand: u64) -> Vec<Command> {
-        self.say(Event::Connected { client: client(n), gang: 0, user });
-        self.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
-        let commands = self.report(n, demand, 0, 0);
-        self.map(n);
-        commands
-    }
-
-    fn report(&mut self, n: u64, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
-        self.acknowledge(n, u32::MAX, demand, mapped, pinned) // all that was sent
-    }
-
-    fn acknowledge(&mut self, n: u64, ack: u32, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
-        let swapped = demand.saturating_sub(mapped);
-        let report = MemoryReport { ack, demand, mapped, swapped, pinned, limit_ack: u32::MAX };
-        self.say(Event::Memory { client: client(n), gpu: gpu(0), report })
-    }
-
-    /// Maps, or evicts, exactly what is allowed.
-    fn map(&mut self, n: u64) -> Vec<Command> {
-        let seat = self.seat(n);
-        self.report(n, seat.demand, seat.allowance.min(seat.demand).max(seat.pinned), seat.pinned)
-    }
-
-    fn wish(&mut self, n: u64, bytes: u64) -> Vec<Command> {
-        self.say(Event::Wished { client: client(n), gpu: gpu(0), bytes })
-    }
-
-    /// Puts a client into the one group.
-    fn group(&mut self, n: u64, memory_max: MemoryMax) -> Vec<Command> {
-        self.regroup([n], memory_max)
-    }
-
-    fn regroup<const N: usize>(&mut self, clients: [u64; N], memory_max: MemoryMax) -> Vec<Command> {
-        let group = Some(Group { id: GroupId(7), terms: Terms { memory_max, ..Terms::default() } });
-        self.say(Event::Grouped { groups: clients.into_iter().map(|n| (client(n), group)).collect() })
-    }
-
-    /// Others have so many bytes, and the contexts that are there.
-    fn measured(&mut self, bytes: u64) -> Vec<Command> {
-        self.say(Event::GpuOverhead { gpu: gpu(0), begun: self.now, bytes, complete: true })
-    }
-
-    fn request(&mut self, n: u64) -> Vec<Command> {
-        self.say(Event::Requested { client: client(n), gpus: gpus([0]) })
-    }
-
-    fn release(&mut self, n: u64, reason: ReleaseReason) -> Vec<Command> {
-        self.say(Event::Released { client: client(n), gpus: gpus([0]), reason, busy: Duration::ZERO })
-    }
-
-    fn stuck(&mut self, n: u64, reason: StuckReason) -> Vec<Command> {
-        self.say(Event::Stuck { client: client(n), gpus: gpus([0]), reason })
-    }
-
-    /// Client 1 holds the lock, and client 2 waits for it.
-    fn with_waiter() -> Self {
-        let mut t = Self::in_mode(AntiThrash::On);
-        t.join(1, GIB);
-        t.join(2, GIB);
-        t.request(1);
-        t.request(2);
-        t
-    }
-
-    /// Client 1 holds the lock, was asked for it 3 s ago, and cannot drain. Client 2 waits until now.
-    fn with_undrainable(anti_thrash: AntiThrash, demands: [u64; 2]) -> (Self, Vec<Command>) {
-        let mut t = Self::in_mode(anti_thrash);
-        t.join(1, demands[0]);
-        t.join(2, demands[1]);
-        t.request(1);
-        t.request(2);
-        assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
-        t.stuck(1, StuckReason::NeedsHost);
-        t.after(ms(100));
-        t.after(ms(2899));
-        assert_eq!(t.seat(1).state, LockState::Stuck);
-        let commands = t.after(ms(1));
-        assert_eq!(t.seat(1).state, LockState::Undrainable);
-        (t, commands)
-    }
-
-    fn state(&self, n: u64) -> LockState {
-        self.seat(n).state
-    }
-
-    fn seat(&self, n: u64) -> SeatView {
-        self.machine.client(client(n)).unwrap().seats[0].clone()
-    }
-}
-
-fn grant(n: u64) -> Command {
-    Command::Grant { client: client(n), gpus: gpus([0]) }
-}
-
-fn revoke(n: u64) -> Command {
-    Command::Revoke { client: client(n), gpus: gpus([0]) }
-}
-
-fn undrainable(n: u64) -> Command {
-    Command::Undrainable { client: client(n), gpus: gpus([0]) }
-}
-
-fn contended(n: u64, waiters: u32, grace: Duration) -> Command {
-    Command::Contended { client: client(n), gpus: gpus([0]), waiters, grace }
-}
-
-/// Where the host has plenty of memory, on a GPU that offers so much.
-fn limit(n: u64, bytes: u64, seq: u32) -> Command {
-    Command::Limit { client: client(n), gpu: gpu(0), bytes, seq, most: bytes, spare: u64::MAX, max: None }
-}
-
-fn denied(n: u64, bytes: u64, why: Denial) -> Command {
-    Command::Denied { client: client(n), gpu: gpu(0), bytes, why }
-}
-
-fn waiting(n: u64, why: WaitReason) -> Command {
-    Command::Waiting { client: client(n), gpus: gpus([0]), why }
-}
-
-fn allowances(commands: &[Command]) -> Vec<(u64, u64)> {
-    let all = commands.iter().filter_map(|c| match c {
-        Command::Allowance { client, bytes, .. } => Some((client.0, *bytes)),
-        _ => None,
-    });
-    all.collect()
-}
 
 #[test]
 fn whoever_is_alone_is_granted_at_once_and_never_revoked() {
@@ -991,7 +833,7 @@ fn whoever_leaves_leaves_its_promise_to_others() {
 }
 
 /// Clients in one group on the GPU of 16 GiB.
-fn in_a_group(most: MemoryMax, clients: u64) -> Talk {
+fn in_a_group(most: Amount, clients: u64) -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=clients {
         t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
@@ -1008,7 +850,7 @@ fn in_a_group(most: MemoryMax, clients: u64) -> Talk {
 #[test]
 fn a_program_under_a_rule_has_its_limit_to_the_byte() {
     let most = 5 * GIB + 2 * MIB;
-    let mut t = in_a_group(MemoryMax::Bytes(most), 1);
+    let mut t = in_a_group(Amount::Bytes(most), 1);
     assert_eq!((t.seat(1).limit, t.machine.memory_max(client(1), gpu(0))), (most, Some(most)));
     assert_eq!(t.wish(1, most + 1), [denied(1, most + 1, Denial::MemoryMax)]);
     let commands = t.wish(1, most);
@@ -1025,15 +867,15 @@ fn a_program_under_a_rule_has_its_limit_to_the_byte() {
     // Whoever is in no group has all of the GPU.
     t.join(2, 16 * GIB);
     assert_eq!((t.seat(2).limit, t.machine.memory_max(client(2), gpu(0))), (16 * GIB, None));
-    let t = in_a_group(MemoryMax::Percent(25), 1);
+    let t = in_a_group(Amount::Percent(25), 1);
     assert_eq!(t.seat(1).limit, 4 * GIB);
-    let t = in_a_group(MemoryMax::Infinity, 1);
+    let t = in_a_group(Amount::Infinity, 1);
     assert_eq!(t.seat(1).limit, 16 * GIB);
 }
 
 #[test]
 fn a_group_divides_its_limit_by_need() {
-    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 2);
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
     assert_eq!((t.seat(1).promise, t.seat(2).promise), (4 * GIB, 4 * GIB));
     assert_eq!(limits(&t.wish(1, 6 * GIB)), [(2, 2 * GIB)], "first the other has to know");
     assert_eq!(limits(&t.report(2, GIB, GIB, 0)), [(1, 6 * GIB)]);
@@ -1048,7 +890,7 @@ fn a_group_divides_its_limit_by_need() {
 
 #[test]
 fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
-    let mut t = in_a_group(MemoryMax::Bytes(10 * GIB), 3);
+    let mut t = in_a_group(Amount::Bytes(10 * GIB), 3);
     t.wish(3, 3 * GIB + GIB / 2);
     // The first allocates what it was promised before it knows that it has less.
     let share = t.seat(1).promise;
@@ -1062,7 +904,7 @@ fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
 
 #[test]
 fn many_of_one_group_have_no_more_than_one() {
-    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 20);
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 20);
     let promised = |t: &Talk| (1..=20).map(|n| t.seat(n).promise).sum::<u64>();
     assert!(promised(&t) <= 8 * GIB);
     for n in 1..=20 {
@@ -1077,46 +919,46 @@ fn many_of_one_group_have_no_more_than_one() {
 }
 
 #[test]
-fn a_limit_that_is_lowered_takes_nothing_and_gives_nothing() {
-    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 2);
+fn a_limit_that_is_lowered_has_nobody_fail_and_gives_nothing() {
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
     t.report(1, 4 * GIB, 4 * GIB, 0);
     t.report(2, 2 * GIB, 2 * GIB, 0);
-    let commands = t.regroup([1, 2], MemoryMax::Bytes(3 * GIB));
+    let commands = t.regroup([1, 2], Amount::Bytes(3 * GIB));
     assert_eq!(
         limits(&commands)[2..],
         [(1, 3 * GIB / 2), (2, 3 * GIB / 2)],
         "below what they have: what is freed is gone"
     );
-    assert_eq!(allowances(&commands), [], "what is there is left alone");
+    assert_eq!(allowances(&commands).pop(), Some((1, GIB)), "what is too much is swapped out");
     t.report(1, 4 * GIB, 4 * GIB, 0);
     t.report(2, 2 * GIB, 2 * GIB, 0);
     assert_eq!(t.wish(2, 2 * GIB + MIB), [denied(2, 2 * GIB + MIB, Denial::MemoryMax)]);
     assert_eq!(limits(&t.report(1, GIB, GIB, 0)), [(1, GIB)], "it fits: each may have what it has");
     assert_eq!(limits(&t.report(1, GIB, GIB, 0)), [(2, 2 * GIB)]);
-    let commands = t.regroup([1, 2], MemoryMax::Bytes(16 * GIB));
+    let commands = t.regroup([1, 2], Amount::Bytes(16 * GIB));
     assert_eq!(limits(&commands)[2..], [(1, 15 * GIB / 2), (2, 17 * GIB / 2)], "and raised, they share the rest");
 }
 
 #[test]
 fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
-    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 2);
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
     t.report(1, 40 * GIB, 0, 0);
     assert!(t.seat(1).limit <= 8 * GIB && t.seat(2).limit <= 4 * GIB);
     t.report(2, 0, 0, 0);
     t.report(1, u64::MAX, 0, 0);
     assert!(t.seat(1).limit + t.seat(2).limit <= 8 * GIB);
     // Nor for saying that it needs nothing: what it was promised counts.
-    let mut t = in_a_group(MemoryMax::Bytes(8 * GIB), 1);
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 1);
     t.report(1, 0, 0, 0);
     t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
-    t.group(2, MemoryMax::Bytes(8 * GIB));
+    t.group(2, Amount::Bytes(8 * GIB));
     t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
     assert_eq!(t.seat(2).limit, 0);
 }
 
 #[test]
 fn each_gpu_has_the_limit_by_itself() {
-    let mut t = in_a_group(MemoryMax::Percent(50), 1);
+    let mut t = in_a_group(Amount::Percent(50), 1);
     t.say(Event::GpuFound { gpu: gpu(1), total: 8 * GIB });
     t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
     let seats = t.machine.client(client(1)).unwrap().seats;
@@ -1125,7 +967,7 @@ fn each_gpu_has_the_limit_by_itself() {
 
 #[test]
 fn a_group_and_a_small_host_bound_both() {
-    let mut t = in_a_group(MemoryMax::Bytes(10 * GIB), 1);
+    let mut t = in_a_group(Amount::Bytes(10 * GIB), 1);
     t.join(2, 12 * GIB);
     t.say(Event::HostMemory { bytes: 4 * GIB });
     t.report(1, 0, 0, 0);

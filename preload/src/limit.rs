@@ -1,6 +1,6 @@
 //! Asking the scheduler for a higher limit, when an allocation needs one: what was promised to this client for as long as
-//! nobody needed it may have gone to others, and comes back, or is refused: within seconds, and nothing of the GPU lock
-//! is waited for.
+//! nobody needed it may have gone to others, and comes back, or is refused: within seconds, unless a rule has it wait, and
+//! nothing of the GPU lock is waited for.
 
 use crate::{
     client, futex,
@@ -10,7 +10,7 @@ use crate::{
     trace::trace,
 };
 use core::{
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
     time::Duration,
 };
 use nvshare_wire::ClientMessage;
@@ -27,6 +27,8 @@ pub struct Answers {
     count: AtomicU32,
     /// The newest refusal: how many bytes, and the count then.
     denied: Mutex<(u64, u32)>,
+    /// The scheduler says that it takes as long as it takes.
+    awaited: AtomicBool,
 }
 
 /// How asking went.
@@ -42,7 +44,7 @@ pub enum Outcome {
 
 impl Answers {
     pub const fn new() -> Self {
-        Self { count: AtomicU32::new(0), denied: Mutex::new((0, 0)) }
+        Self { count: AtomicU32::new(0), denied: Mutex::new((0, 0)), awaited: AtomicBool::new(false) }
     }
 
     /// A limit has come, or there is another scheduler to ask, or none.
@@ -54,8 +56,14 @@ impl Answers {
     pub fn denied(&self, bytes: u64) {
         let mut denied = self.denied.lock();
         *denied = (bytes, self.count.fetch_add(1, Ordering::SeqCst).wrapping_add(1));
+        self.awaited.store(false, Ordering::SeqCst);
         drop(denied);
         futex::wake_all(&self.count);
+    }
+
+    /// What is asked for comes when others have freed it.
+    pub fn awaited(&self) {
+        self.awaited.store(true, Ordering::SeqCst);
     }
 
     /// The refusal that came after the count was `seen`.
@@ -69,17 +77,21 @@ impl Answers {
 pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
     let Some(space) = gpu.space() else { return Outcome::Beyond };
     let bytes = if bytes <= slab::LARGEST { GRANULE } else { bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes) };
-    let begin = Instant::now();
+    let mut begin = Instant::now();
     let mut asked = false;
     loop {
         let seen = gpu.answers.count.load(Ordering::SeqCst);
         let account = space.lock().account;
         let wanted = (account.demand + account.pinned - account.freeing).saturating_add(bytes);
         if wanted <= account.limit {
+            gpu.answers.awaited.store(false, Ordering::SeqCst);
             return if asked || account.limit > limit { Outcome::Raised } else { Outcome::Beyond };
         }
         if wanted > account.most || !client::is_connected() {
             return Outcome::Beyond;
+        }
+        if gpu.answers.awaited.load(Ordering::SeqCst) {
+            begin = Instant::now();
         }
         let left = PATIENCE.saturating_sub(begin.elapsed());
         if left.is_zero() {

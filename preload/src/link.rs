@@ -499,6 +499,10 @@ impl Link {
             SchedulerMessage::Waiting { gpus, why: WaitReason::Context } => {
                 gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1).for_each(Gpu::await_room);
             }
+            SchedulerMessage::Waiting { gpus, why: WaitReason::Memory } => {
+                let named = gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1);
+                named.for_each(|gpu| gpu.answers.awaited());
+            }
             SchedulerMessage::Waiting { .. } => {}
             SchedulerMessage::Export { ticket, secret, range, allocation, first } => {
                 shared::answer(ticket, secret, range, allocation, first)

@@ -43,7 +43,7 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
 }
 
 /// As people expect them: whom a rule is about, then what they have. Keys of later versions come before all others.
-const ORDER: [&str; 13] = [
+const ORDER: [&str; 17] = [
     "name",
     "unit",
     "slice",
@@ -51,6 +51,10 @@ const ORDER: [&str; 13] = [
     "user",
     "group",
     "memory-max",
+    "memory-low",
+    "swap-max",
+    "on-memory-full",
+    "wait-order",
     "weight",
     "time-min",
     "time-max",

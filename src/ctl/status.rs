@@ -189,6 +189,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
                 writeln!(out, "  Client {id}, and all that count with it, may have {max} by rule {}.", rule(client));
         }
     }
+    for client in clients {
+        for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.awaits) {
+            let (id, bytes) = (client.id, units::size(bytes));
+            let _ = writeln!(out, "  Client {id} waits for memory: for {bytes} in all, when others have freed enough.");
+        }
+    }
     let here = |client: &&Client| client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
     for client in clients.iter().filter(here).filter(|client| !client.share.is_empty()) {
         let (id, share) = (client.id, &client.share);
@@ -332,6 +338,7 @@ fn use_json(usage: &GpuUse) -> Value {
         "allowance": usage.allowance,
         "limit": usage.limit,
         "memory-max": usage.memory_max,
+        "awaits": usage.awaits,
         "unseen": usage.unseen,
         "stays": usage.stays,
         "fullness": usage.fullness,

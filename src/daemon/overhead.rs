@@ -98,6 +98,11 @@ impl Overhead {
         clients.iter().map(has).collect()
     }
 
+    /// How large each client's context is, where that is known.
+    pub fn contexts(&self) -> &BTreeMap<ClientId, u64> {
+        &self.contexts
+    }
+
     /// What was told last.
     pub fn told(&self) -> Option<u64> {
         self.told

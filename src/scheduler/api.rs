@@ -75,7 +75,12 @@ pub struct Group {
 /// What a rule says of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Terms {
-    pub memory_max: MemoryMax,
+    pub memory_max: Amount,
+    /// So much of each GPU is taken from it only where nobody else has any to give.
+    pub memory_low: Option<Amount>,
+    /// Bytes that its memory may come to where it is not on a GPU, over all GPUs.
+    pub swap_max: Option<u64>,
+    pub on_memory_full: OnMemoryFull,
     /// None: its clients take turns as their users' others do.
     pub share: Option<Share>,
     /// Its clients are one gang, whatever they say.
@@ -102,9 +107,32 @@ impl Default for Share {
     }
 }
 
-/// The most that the demands of a group can come to, on each GPU.
+/// What becomes of an allocation for which a group's limit, or the host, has no room now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum MemoryMax {
+pub enum OnMemoryFull {
+    #[default]
+    Fail,
+    /// It waits until others have freed enough.
+    Wait(WaitOrder),
+}
+
+/// Which of the allocations of a group that wait gets what is freed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WaitOrder {
+    /// The first, and nobody before it.
+    #[default]
+    Fifo,
+    /// The largest that fits.
+    BestFit,
+    /// The last to come that fits.
+    MostRecent,
+    /// Any that fits.
+    Random,
+}
+
+/// So much of each GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Amount {
     #[default]
     Infinity,
     Bytes(u64),
@@ -112,7 +140,7 @@ pub enum MemoryMax {
     Percent(u8),
 }
 
-impl MemoryMax {
+impl Amount {
     /// On a GPU of that size; `None`: there is no bound.
     pub fn on(self, total: u64) -> Option<u64> {
         match self {
@@ -130,6 +158,8 @@ pub enum Denial {
     NoRoom,
     /// Its group would have more than it may.
     MemoryMax,
+    /// It could have more memory that has to leave GPUs than it may.
+    SwapMax,
 }
 
 /// A client's report of its memory on one GPU, in bytes; see `nvshare_wire::ClientMessage::Memory`.
@@ -191,6 +221,12 @@ pub enum Event {
     Present {
         gpu: GpuId,
         begun: Time,
+        bytes: BTreeMap<ClientId, u64>,
+    },
+    /// How large contexts of clients on a GPU were measured to be. It counts for their groups' limits; until it is known
+    /// of one, `Settings::context` does.
+    Contexts {
+        gpu: GpuId,
         bytes: BTreeMap<ClientId, u64>,
     },
     /// Bytes of host memory that promises to clients may count on, over all GPUs. Until the first such event there is no

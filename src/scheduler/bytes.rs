@@ -10,6 +10,7 @@ use super::{
     timers::Wake,
     together::Fullness,
 };
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// What is put aside after a mapping failed is at least and at most this.
@@ -76,6 +77,14 @@ fn at_rate(bytes: u64, per_second: u64) -> Duration {
     Duration::from_micros(((u128::from(bytes) * 1_000_000) / u128::from(per_second.max(1))).min(1 << 50) as u64)
 }
 
+/// From whom bytes are taken, one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    Others,
+    Last,
+    Protected,
+}
+
 impl Machine {
     pub(super) fn overhead(&mut self, id: GpuId, begun: Time, bytes: u64, complete: bool) {
         let Some(gpu) = self.gpus.get(&id) else { return };
@@ -113,6 +122,7 @@ impl Machine {
                 rate: None,
                 hold: None,
                 lingers: false,
+                context: None,
                 attached: None,
                 used: None,
                 last_run: now,
@@ -166,8 +176,11 @@ impl Machine {
             self.recharge(client, id);
             self.host.loosened();
             self.weigh_group(client, id);
-        } else if report.demand != needed && self.is_awaited(client, id) {
-            self.weigh_group(client, id);
+        } else if report.demand != needed {
+            self.host.is_needed_less();
+            if self.is_awaited(client, id) {
+                self.weigh_group(client, id);
+            }
         }
         let Some(seat) = self.seat(client, id) else { return };
         // A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is
@@ -196,7 +209,7 @@ impl Machine {
         // Holders and the first in line go first; what is free after that is nobody's.
         self.dirty.remove(&id);
         self.settle(id);
-        if self.gpus.get(&id).is_some_and(|g| !g.lacking) {
+        if self.gpus.get(&id).is_some_and(|g| !g.lacking) && !self.is_kept_out(client, id) {
             self.credit(client, id, self.overdrawn(id));
         }
     }
@@ -285,29 +298,46 @@ impl Machine {
     }
 
     /// Asks for that many bytes back from clients that do not hold the lock, least recently run first; from those of
-    /// `last` only if nobody else has any.
+    /// `last` only if nobody else has any, and then what rules protect.
     pub(super) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
         let Some(gpu) = self.gpus.get(&id) else { return };
         let mut lacking = bytes;
-        let mut victims = Vec::new();
-        for pass in [false, true] {
+        let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
+        let mut unprotected = self.unprotected(id);
+        for pass in [Pass::Others, Pass::Last, Pass::Protected] {
             for (_, client) in &gpu.bank.lru {
                 if lacking == 0 {
                     break;
                 }
                 let Some(account) = self.seat(*client, id).map(|s| &s.account) else { continue };
                 let lies = account.doubt.present() > 0;
-                if spare.contains(client) || (lies || last.contains(client)) != pass {
+                let is_last = lies || last.contains(client);
+                if spare.contains(client) || is_last != (pass == Pass::Last) && pass != Pass::Protected {
                     continue;
                 }
-                let movable = account.movable();
+                let left = victims.get(client).copied().unwrap_or(account.allowance);
+                let movable = account.movable().saturating_sub(account.allowance - left);
                 let take = if lies { movable } else { movable.min(lacking) };
+                let group = self.clients.get(client).and_then(|state| state.group);
+                let take = match group.and_then(|group| unprotected.get_mut(&group)) {
+                    Some(may_go) if pass != Pass::Protected => {
+                        let take = take.min(*may_go);
+                        *may_go -= take;
+                        take
+                    }
+                    _ => take,
+                };
                 lacking = lacking.saturating_sub(take);
-                victims.push((*client, account.allowance - take));
+                if take > 0 {
+                    victims.insert(*client, left - take);
+                }
             }
         }
-        for (victim, allowance) in victims {
-            self.allow(victim, id, allowance);
+        // In the order in which they ran.
+        let order: Vec<ClientId> = gpu.bank.lru.iter().map(|(_, client)| *client).collect();
+        for victim in order {
+            let Some(allowance) = victims.get(&victim) else { continue };
+            self.allow(victim, id, *allowance);
             self.check(victim);
         }
     }

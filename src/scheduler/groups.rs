@@ -1,17 +1,19 @@
 //! Groups of clients that may together have no more of each GPU than a rule says (`memory-max`).
 //!
-//! What is bounded is Σ demand, as their promises bound it: Σ promises of a group on a GPU never rises above its most. So
+//! What is bounded is Σ demand, less their contexts, as their promises bound it: Σ promises of a group on a GPU never rises above its most. So
 //! it holds whatever messages are on their way, and whatever a client says: one that claims to need more than it was
 //! promised has that counted against its group, and is promised nothing for it. The group's bytes are divided as the
 //! host's are (`limits`): each client has what it needs and an equal part of the rest, and gets more when it asks.
 //!
-//! A bound that falls below what is there takes nothing from anybody. Limits fall to what the group may have, below what
-//! some need already, so that what is freed from then on is gone, until the rest fits.
+//! A bound that falls below what is there has nobody fail. Limits fall to what the group may have, below what some need
+//! already, so that what is freed from then on is gone, until the rest fits. Meanwhile what is too much is swapped out
+//! whenever its client does not run.
 
 use super::{
     api::*,
-    limits::{Part, Target},
-    machine::{Gpu, Machine},
+    limits::LIMIT_STEP,
+    machine::{Client, Gpu, Machine, Seat},
+    weigh::Target,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,6 +22,12 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct Members {
     pub terms: Terms,
     clients: BTreeSet<ClientId>,
+}
+
+impl Members {
+    pub fn is_bounded_everywhere(&self) -> bool {
+        self.terms.swap_max.is_some()
+    }
 }
 
 impl Gpu {
@@ -41,12 +49,110 @@ impl Machine {
         self.groups.get(&group)?.terms.memory_max.on(self.gpus.get(&id)?.total)
     }
 
+    /// What demands of the client's group can come to there: its contexts are memory as well.
+    pub(super) fn memory_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        let max = self.memory_max(client, id)?;
+        let contexts = self.sum_of_group(client, id, |seat| self.context(seat, id));
+        Some(max.saturating_sub(contexts))
+    }
+
+    /// What its context takes of the memory there.
+    pub(super) fn context(&self, seat: &Seat, id: GpuId) -> u64 {
+        let usual = || self.gpus.get(&id).map_or(0, |gpu| gpu.contexts(&self.settings, 1));
+        seat.context.unwrap_or_else(usual)
+    }
+
+    /// Contexts were measured.
+    pub(super) fn contexts(&mut self, id: GpuId, bytes: &BTreeMap<ClientId, u64>) {
+        for (client, bytes) in bytes {
+            let Some(seat) = self.seat_mut(*client, id) else { continue };
+            let is_same = seat.context.is_some_and(|before| before.abs_diff(*bytes) <= LIMIT_STEP);
+            if !is_same {
+                seat.context = Some(*bytes);
+                self.weigh_group(*client, id);
+            }
+        }
+    }
+
+    /// What the client's group may have over all GPUs, since all of it may have to leave them; `None`: there is no bound.
+    pub(super) fn swap_max(&self, client: ClientId) -> Option<u64> {
+        let group = self.clients.get(&client)?.group?;
+        self.groups.get(&group)?.terms.swap_max
+    }
+
+    /// What members of the client's group have there, all of them.
+    fn sum_of_group(&self, client: ClientId, id: GpuId, of: impl Fn(&Seat) -> u64) -> u64 {
+        let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
+        let seats = group.into_iter().flat_map(|members| &members.clients).filter_map(|member| self.seat(*member, id));
+        seats.fold(0, |sum, seat| sum.saturating_add(of(seat)))
+    }
+
+    /// Whether the client's group needs more than it may have there, as its limit fell.
+    fn is_over(&self, client: ClientId, id: GpuId) -> bool {
+        let max = self.memory_bound(client, id);
+        max.is_some_and(|max| self.sum_of_group(client, id, |seat| seat.promise.demand()) > max)
+    }
+
+    /// Whether a client is to have nothing on a GPU that is free: it does not run there, and its group has too much.
+    pub(super) fn is_kept_out(&self, client: ClientId, id: GpuId) -> bool {
+        let uses = |state: &Client| {
+            let wants = state.waiting.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));
+            let holds = state.seats.get(&id).is_some_and(|seat| seat.hold.is_some());
+            holds || wants.is_some_and(|wants| wants.contains(&id))
+        };
+        self.is_bounded(client, id) && !self.clients.get(&client).is_some_and(uses) && self.is_over(client, id)
+    }
+
+    /// Has what a group has beyond its limit leave the GPU, from a client that does not run there now. Who runs has what it
+    /// needs.
+    pub(super) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
+        if !self.is_kept_out(client, id) {
+            return;
+        }
+        let has = self.sum_of_group(client, id, |seat| seat.account.allowance);
+        let surplus = has.saturating_sub(self.memory_bound(client, id).unwrap_or(u64::MAX));
+        let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
+        let take = account.movable().min(surplus);
+        if take > 0 {
+            self.allow(client, id, account.allowance - take);
+            self.check(client);
+        }
+    }
+
+    /// What groups that a rule protects there have beyond what is protected.
+    pub(super) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
+        let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
+        let protected = self.groups.iter().filter_map(|(group, members)| {
+            let low = members.terms.memory_low?;
+            let seats = members.clients.iter().filter_map(|client| self.seat(*client, id));
+            let has = seats.fold(0u64, |sum, seat| sum.saturating_add(seat.account.allowance));
+            Some((*group, has.saturating_sub(low.on(gpu.total).unwrap_or(u64::MAX))))
+        });
+        protected.collect()
+    }
+
+    pub(super) fn is_bounded(&self, client: ClientId, id: GpuId) -> bool {
+        self.memory_max(client, id).is_some() || self.swap_max(client).is_some()
+    }
+
     /// By how much promises of the client's group can rise. `None`: they are above what they may be.
     pub(super) fn group_room(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        let Some(max) = self.memory_max(client, id) else { return Some(u64::MAX) };
-        let group = self.clients.get(&client).and_then(|state| state.group)?;
-        let promised = self.gpus.get(&id).and_then(|gpu| gpu.grouped.get(&group)).copied().unwrap_or(0);
-        max.checked_sub(promised)
+        self.room_within(client, id, self.memory_bound(client, id))
+    }
+
+    /// The same where it is known what they can come to on that GPU.
+    pub(super) fn room_within(&self, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
+        let Some(group) = self.clients.get(&client).and_then(|state| state.group) else { return Some(u64::MAX) };
+        let promised = |gpu: &Gpu| gpu.grouped.get(&group).copied().unwrap_or(0);
+        let here = match bound {
+            Some(max) => max.checked_sub(self.gpus.get(&id).map_or(0, promised))?,
+            None => u64::MAX,
+        };
+        let everywhere = match self.swap_max(client) {
+            Some(max) => max.checked_sub(self.gpus.values().map(promised).fold(0, u64::saturating_add))?,
+            None => u64::MAX,
+        };
+        Some(here.min(everywhere))
     }
 
     pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
@@ -64,7 +170,9 @@ impl Machine {
             let members = self.groups.entry(group).or_default();
             members.clients.insert(*client);
             let before = std::mem::replace(&mut members.terms, terms);
-            if before.memory_max != terms.memory_max {
+            if (before.memory_max, before.swap_max, before.on_memory_full)
+                != (terms.memory_max, terms.swap_max, terms.on_memory_full)
+            {
                 told.extend(&members.clients);
             }
             shares_changed |= before.share != terms.share;
@@ -82,6 +190,7 @@ impl Machine {
             let seats: Vec<(GpuId, bool)> = seats.map(|(id, seat)| (*id, seat.attached.is_some())).collect();
             for (id, is_told) in seats {
                 self.host.has_changed_on(id);
+                self.swap_surplus(client, id);
                 if is_told {
                     self.tell_limit(client, id); // of the bound; the limit itself follows
                 }
@@ -112,70 +221,27 @@ impl Machine {
 
     /// What a client needs has changed, and with it what others of its group can have.
     pub(super) fn weigh_group(&mut self, client: ClientId, id: GpuId) {
-        if self.memory_max(client, id).is_some() {
+        if self.is_bounded(client, id) {
             self.host.has_changed_on(id);
         }
     }
 
-    /// Whether anybody in the client's group waits for a higher limit there.
+    /// Whether anybody in the client's group waits for a higher limit that it stands in the way of.
     pub(super) fn is_awaited(&self, client: ClientId, id: GpuId) -> bool {
         let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
-        let seats = group.into_iter().flat_map(|group| &group.clients).filter_map(|member| self.seat(*member, id));
-        seats.into_iter().any(|seat| seat.promise.wish.is_some())
+        let Some(members) = group else { return false };
+        let clients = members.clients.iter().filter_map(|member| self.clients.get(member));
+        let mut seats = clients.flat_map(|state| &state.seats);
+        seats.any(|(other, seat)| seat.promise.wish.is_some() && (*other == id || members.is_bounded_everywhere()))
     }
 
     /// What members of bounded groups are to have on these GPUs, where nothing else bounds them.
     pub(super) fn weigh_members(&mut self, ids: &GpuSet) -> Vec<Target> {
-        if self.groups.values().all(|members| members.terms.memory_max == MemoryMax::Infinity) {
+        let is_free =
+            |members: &Members| members.terms.memory_max == Amount::Infinity && !members.is_bounded_everywhere();
+        if self.groups.values().all(is_free) {
             return Vec::new();
         }
         self.weigh(None, ids)
-    }
-}
-
-/// A group on a GPU while promises are weighed.
-#[derive(Debug)]
-pub(super) struct Bound {
-    pub max: u64,
-    /// Its members, by their places among the parts.
-    pub parts: Vec<usize>,
-}
-
-impl Bound {
-    /// Bytes that its members have with so much slack.
-    pub fn used(&self, parts: &[Part], slack: u64) -> u64 {
-        let members = self.parts.iter().filter_map(|at| parts.get(*at));
-        members.fold(0, |sum, part| sum.saturating_add(part.at(slack)))
-    }
-
-    /// Divides what the group may have among its members. `awaited`: somebody waits for its part.
-    pub fn divide(&self, parts: &mut [Part], awaited: bool) {
-        // The most that all of them can have each.
-        let highest = |most: u64, used: &dyn Fn(u64) -> u64| {
-            let (mut low, mut high) = (0, most);
-            while low < high {
-                let middle = low + (high - low).div_ceil(2);
-                if used(middle) <= self.max { low = middle } else { high = middle - 1 }
-            }
-            low
-        };
-        let over = self.used(parts, 0) > self.max;
-        let (slack, cap) = if over {
-            let capped = |cap: u64| {
-                let members = self.parts.iter().filter_map(|at| parts.get(*at));
-                members.fold(0u64, |sum, part| sum.saturating_add(part.capped(cap)))
-            };
-            (0, highest(self.max, &capped))
-        } else {
-            (highest(self.max, &|slack| self.used(parts, slack)), u64::MAX)
-        };
-        // To the byte, but where that is worth no messages.
-        let exact = over || awaited || self.parts.len() == 1;
-        for at in &self.parts {
-            if let Some(part) = parts.get_mut(*at) {
-                (part.slack, part.exact) = (slack, exact);
-                part.cap = if part.deaf { u64::MAX } else { cap };
-            }
-        }
     }
 }

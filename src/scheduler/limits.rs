@@ -4,16 +4,18 @@
 //! is so much of it that everybody can be promised a whole GPU, everybody is. Where there is not, each client has what it
 //! needs and an equal part of what is left (its *slack*), and more when it asks, from the slack of others, if all that is
 //! wished for can be had: an allocation that can be had is granted, one that cannot fails at once. Nobody waits for what
-//! another one holds, so nobody can wait for ever. What a rule bounds is divided in the same way (`groups`).
+//! another one holds, so nobody can wait for ever, unless a rule says so (`wishes`). What a rule bounds is divided in the
+//! same way (`groups`). What everybody is to have is worked out in `weigh`; here is how limits get there.
 
 use super::{
     api::*,
-    groups::Bound,
+    groups::Members,
     machine::{Gpu, Machine},
-    promise::{Promise, Wish},
+    promise::Promise,
     timers::Wake,
+    weigh::Target,
 };
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// Clients are told of a new limit when it differs by more: the driver's own granularity.
@@ -22,16 +24,16 @@ pub(super) const LIMIT_STEP: u64 = 2 << 20;
 pub(super) const PROMISE_PATIENCE: Duration = Duration::from_millis(200);
 /// How long a wish waits for the same, before it is denied. A driver that makes contexts for several programs at once may
 /// keep a process from answering for seconds.
-const WISH_PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const WISH_PATIENCE: Duration = Duration::from_secs(5);
 /// A client that has not acknowledged a limit for so long keeps what it had.
-const ACK_PATIENCE: Duration = Duration::from_secs(4);
+pub(super) const ACK_PATIENCE: Duration = Duration::from_secs(4);
 
 /// Nobody is promised more (16 TiB), so that sums cannot overflow.
 const MOST: u64 = 1 << 44;
 
 impl Gpu {
     /// What anybody can be promised there.
-    fn offer(&self, settings: &Settings) -> u64 {
+    pub(super) fn offer(&self, settings: &Settings) -> u64 {
         self.capacity(settings).min(MOST)
     }
 }
@@ -47,12 +49,19 @@ pub(super) struct Host {
     pub promised: u64,
     /// There is less than `most`.
     scarce: bool,
+    /// An allocation waits for what others need now.
+    pub awaited: bool,
     /// Where something changed that promises depend on; while memory is scarce that concerns everybody.
     changed: BTreeSet<GpuId>,
     all_changed: bool,
 }
 
 impl Host {
+    /// Somebody needs less than before.
+    pub fn is_needed_less(&mut self) {
+        self.all_changed |= self.scarce && self.awaited;
+    }
+
     pub fn is_scarce(&self) -> bool {
         self.scarce
     }
@@ -77,90 +86,10 @@ impl Host {
     }
 }
 
-/// A client's promise while all of them are weighed.
-#[derive(Debug)]
-pub(super) struct Part {
-    client: ClientId,
-    gpu: usize,
-    /// What it has whatever others have.
-    floor: u64,
-    /// Where its slack begins.
-    base: u64,
-    /// It can be promised no more than this, and no less than its floor.
-    most: u64,
-    /// The most slack that its group leaves it.
-    pub slack: u64,
-    /// Its limit, where its group has more than it may.
-    pub cap: u64,
-    /// It does not answer.
-    pub deaf: bool,
-    /// Small differences are told.
-    pub exact: bool,
-}
-
-/// What a client is to be promised on a GPU.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Target {
-    client: ClientId,
-    gpu: GpuId,
-    bytes: u64,
-    exact: bool,
-}
-
-/// A GPU while promises are weighed.
-struct Side {
-    id: GpuId,
-    capacity: u64,
-    parts: Vec<Part>,
-    bounds: BTreeMap<GroupId, Bound>,
-    /// Somebody waits to be told a limit.
-    attaching: bool,
-}
-
-impl Part {
-    pub fn at(&self, slack: u64) -> u64 {
-        self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
-    }
-
-    /// What it has where its group has too much.
-    pub fn capped(&self, cap: u64) -> u64 {
-        if self.deaf { self.floor } else { self.at(0).min(cap) }
-    }
-}
-
-/// Bytes in the host if everybody makes use of so much slack.
-fn in_host(sides: &[Side], slack: u64) -> u64 {
-    let excess = |side: &Side| {
-        let sum = side.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.at(slack)));
-        sum.saturating_sub(side.capacity)
-    };
-    sides.iter().fold(0, |sum, side| sum.saturating_add(excess(side)))
-}
-
 impl Machine {
     pub(super) fn host_memory(&mut self, bytes: u64) {
         if self.host.bytes != Some(bytes) {
             self.host.bytes = Some(bytes);
-            self.host.reweigh();
-        }
-    }
-
-    /// `hopes`: more than there is room for is refused only after another measurement.
-    pub(super) fn wish(&mut self, client: ClientId, id: GpuId, bytes: u64, hopes: bool) {
-        let (now, number) = (self.now, self.count());
-        let Some(capacity) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
-        let max = self.memory_max(client, id).unwrap_or(u64::MAX);
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        if bytes <= seat.promise.limit {
-            self.tell_limit(client, id);
-        } else if bytes > capacity.min(max) {
-            let why = if bytes > max { Denial::MemoryMax } else { Denial::NoRoom };
-            if hopes && why == Denial::NoRoom && self.hope(client, id, bytes) {
-                return;
-            }
-            self.out.push(Command::Denied { client, gpu: id, bytes, why });
-        } else {
-            seat.promise.wish = Some(Wish { bytes, since: now, number });
             self.host.reweigh();
         }
     }
@@ -212,7 +141,9 @@ impl Machine {
         self.host.scarce = self.host.bytes.is_some_and(|bytes| bytes < self.host.most);
         let everywhere = || self.gpus.keys().copied().collect();
         let budget = self.host.bytes.filter(|_| self.host.scarce);
-        let ids: GpuSet = if all || before || budget.is_some() { everywhere() } else { changed };
+        // Some are bounded over all GPUs.
+        let all = all || before || budget.is_some() || self.groups.values().any(Members::is_bounded_everywhere);
+        let ids: GpuSet = if all { everywhere() } else { changed };
         let targets = match budget {
             Some(_) => self.weigh(budget, &ids),
             None => {
@@ -239,106 +170,25 @@ impl Machine {
         let mut all = Vec::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let capacity = gpu.offer(&self.settings);
-            let free = gpu.seats.iter().filter(|client| self.memory_max(**client, id).is_none());
-            all.extend(free.map(|client| Target { client: *client, gpu: id, bytes: capacity, exact: false }));
+            let free = gpu.seats.iter().filter(|client| !self.is_bounded(**client, id));
+            all.extend(free.map(|client| Target {
+                client: *client,
+                gpu: id,
+                bytes: capacity,
+                exact: false,
+                bound: None,
+            }));
         }
         all
     }
 
-    /// What each client is to have, those first that wish for something, in the order of their wishes. Denies wishes that
-    /// cannot be fulfilled. Without a budget, only for those whom a rule bounds.
-    pub(super) fn weigh(&mut self, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
-        let now = self.now;
-        let mut sides = Vec::new();
-        let mut wishes = Vec::new();
-        for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
-            let mut parts = Vec::new();
-            let mut bounds: BTreeMap<GroupId, Bound> = BTreeMap::new();
-            let capacity = gpu.offer(&self.settings);
-            for client in &gpu.seats {
-                let Some(state) = self.clients.get(client) else { continue };
-                let bound = state.group.zip(self.memory_max(*client, id));
-                if budget.is_none() && bound.is_none() {
-                    continue;
-                }
-                let Some(promise) = state.seats.get(&id).map(|s| &s.promise) else { continue };
-                // From one who does not answer nothing can be had.
-                let deaf = state.stopped
-                    || !promise.listens()
-                    || promise.lowered.is_some_and(|at| now.saturating_sub(at) >= ACK_PATIENCE);
-                let floor = if deaf { promise.charge() } else { promise.demand() };
-                if let Some(wish) = promise.wish {
-                    wishes.push((wish.number, sides.len(), parts.len(), wish.bytes));
-                }
-                if let Some((group, max)) = bound {
-                    bounds.entry(group).or_insert_with(|| Bound { max, parts: Vec::new() }).parts.push(parts.len());
-                }
-                parts.push(Part {
-                    client: *client,
-                    gpu: sides.len(),
-                    floor,
-                    base: promise.demand(),
-                    most: capacity,
-                    slack: u64::MAX,
-                    cap: u64::MAX,
-                    deaf,
-                    exact: false,
-                });
-            }
-            sides.push(Side { id, capacity, parts, bounds, attaching: !gpu.attaching.is_empty() });
-        }
-        wishes.sort_unstable();
-        let mut granted = Vec::new();
-        for (_, side, part, bytes) in wishes {
-            let before = in_host(&sides, 0);
-            let (id, capacity) = (sides[side].id, sides[side].capacity);
-            let grouped = |side: &Side| {
-                let bound = side.bounds.values().find(|bound| bound.parts.contains(&part))?;
-                Some((bound.max, bound.used(&side.parts, 0)))
-            };
-            let in_group = grouped(&sides[side]).map(|(_, used)| used);
-            let place = &mut sides[side].parts[part];
-            let (client, floor) = (place.client, place.floor);
-            place.floor = floor.max(bytes);
-            let after = in_host(&sides, 0);
-            let no_room = bytes > capacity.max(floor) || budget.is_some_and(|budget| after > budget && after > before);
-            let no_more = grouped(&sides[side]).is_some_and(|(max, used)| used > max && Some(used) > in_group);
-            if no_room || no_more {
-                sides[side].parts[part].floor = floor;
-                self.deny(client, id, if no_more { Denial::MemoryMax } else { Denial::NoRoom });
-            } else {
-                granted.push((side, part));
-            }
-        }
-        for (at, side) in sides.iter_mut().enumerate() {
-            for bound in side.bounds.values() {
-                let wished = granted.iter().any(|(side, part)| *side == at && bound.parts.contains(part));
-                bound.divide(&mut side.parts, wished || side.attaching);
-            }
-        }
-        // The highest slack that everybody can have: what is needed grows with it.
-        let (mut low, mut high) = (0, sides.iter().map(|side| side.capacity).max().unwrap_or(0));
-        while low < high {
-            let middle = low + (high - low).div_ceil(2);
-            if in_host(&sides, middle) <= budget.unwrap_or(u64::MAX) { low = middle } else { high = middle - 1 }
-        }
-        let target = |part: &Part| Target {
-            client: part.client,
-            gpu: sides[part.gpu].id,
-            bytes: part.at(low).min(part.cap),
-            exact: part.exact,
-        };
-        let first: Vec<_> = granted.iter().map(|(side, part)| target(&sides[*side].parts[*part])).collect();
-        first.into_iter().chain(sides.iter().flat_map(|side| &side.parts).map(target)).collect()
-    }
-
     /// Takes one promise to what it is to be, down or up.
     fn approach(&mut self, target: &Target, lower: bool) {
-        let Target { client, gpu: id, bytes: target, exact } = *target;
+        let Target { client, gpu: id, bytes: target, exact, bound } = *target;
         let (now, scarce) = (self.now, self.host.scarce);
-        let bounded = self.memory_max(client, id).is_some();
+        let bounded = self.is_bounded(client, id);
         let (room, step) = (self.promisable(id), if exact { 0 } else { LIMIT_STEP });
-        let in_group = self.group_room(client, id);
+        let in_group = self.room_within(client, id, bound);
         let Some(seat) = self.seat_mut(client, id) else { return };
         let told = seat.attached.is_some();
         let promise = &mut seat.promise;
@@ -387,34 +237,9 @@ impl Machine {
         here.saturating_add(budget.saturating_sub(self.host.promised))
     }
 
-    /// Ends wishes that are fulfilled, or have waited for too long.
-    fn end_wishes(&mut self, weighed: &[Target]) {
-        let now = self.now;
-        let seats = weighed.iter().filter_map(|t| Some((t.client, t.gpu, self.seat(t.client, t.gpu)?)));
-        let wishes = seats.filter_map(|(client, id, seat)| Some((client, id, seat.promise.wish?, seat.promise.limit)));
-        for (client, id, wish, limit) in wishes.collect::<Vec<_>>() {
-            let until = wish.since + WISH_PATIENCE;
-            if wish.bytes <= limit {
-                if let Some(seat) = self.seat_mut(client, id) {
-                    seat.promise.wish = None;
-                }
-            } else if until <= now {
-                let is_full = self.group_room(client, id).is_none_or(|room| room < wish.bytes - limit);
-                self.deny(client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
-            } else {
-                self.weigh_at(until);
-            }
-        }
-    }
-
-    fn weigh_at(&mut self, at: Time) {
+    pub(super) fn weigh_at(&mut self, at: Time) {
         let set = self.timers.get(Wake::Promises).filter(|set| *set > self.now);
         self.timers.set(Wake::Promises, Some(set.map_or(at, |set| set.min(at))));
-    }
-
-    fn deny(&mut self, client: ClientId, id: GpuId, why: Denial) {
-        let Some(wish) = self.seat_mut(client, id).and_then(|s| s.promise.wish.take()) else { return };
-        self.out.push(Command::Denied { client, gpu: id, bytes: wish.bytes, why });
     }
 
     /// Says what the limit is.
@@ -422,7 +247,7 @@ impl Machine {
         let Some(most) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         let Some(Promise { limit: bytes, seq, .. }) = self.seat(client, id).map(|s| s.promise.clone()) else { return };
         let spare = if self.host.scarce { 0 } else { u64::MAX };
-        let max = self.memory_max(client, id);
+        let max = self.memory_max(client, id).into_iter().chain(self.swap_max(client)).min();
         self.out.push(Command::Limit { client, gpu: id, bytes, seq, most: most.max(bytes), spare, max });
     }
 }

@@ -505,6 +505,7 @@ impl Machine {
             if reason == ReleaseReason::NoMemory {
                 self.failed_to_map(client, *id);
             }
+            self.swap_surplus(client, *id);
         }
         let now = self.now;
         let Some(state) = self.clients.get_mut(&client).filter(|_| !held.is_empty()) else { return };

@@ -159,6 +159,8 @@ pub(super) struct Seat {
     /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
     /// scheduled around clears this.
     pub lingers: bool,
+    /// The size of its context, once it was measured.
+    pub context: Option<u64>,
     /// When it was told to create its context, and when it first did something for which it must have one.
     pub attached: Option<Time>,
     pub used: Option<Time>,
@@ -241,6 +243,7 @@ impl Machine {
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
             Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
             Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
+            Event::Contexts { gpu, bytes } => self.contexts(gpu, &bytes),
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Grouped { groups } => self.grouped(&groups),

@@ -24,6 +24,8 @@
 //! - `timers`: when to look at what again.
 //! - `together`: clients that run at the same moment.
 //! - [`view`]: what status shows.
+//! - `weigh`: what everybody's limit is to be.
+//! - `wishes`: allocations that wait for a higher limit.
 
 pub mod api;
 mod bank;
@@ -48,6 +50,8 @@ mod timers;
 mod together;
 mod usage;
 pub mod view;
+mod weigh;
+mod wishes;
 
 pub use api::*;
 pub use machine::Machine;

@@ -3,7 +3,7 @@
 //! A promise's *charge* is the most that the client's demand can be at this moment, whatever messages are still on their
 //! way: a limit that was lowered counts as it was until the client has said that it knows the new one.
 
-use super::api::Time;
+use super::api::{Denial, Time};
 use std::collections::VecDeque;
 
 /// A client that acknowledges nothing is sent no more limits that are lower.
@@ -34,6 +34,8 @@ pub(super) struct Wish {
     pub since: Time,
     /// Orders wishes.
     pub number: u64,
+    /// It waits until others have freed something, and why; its client knows.
+    pub held: Option<Denial>,
 }
 
 impl Promise {

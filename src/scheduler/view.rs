@@ -58,6 +58,8 @@ pub struct SeatView {
     pub demand: u64,
     /// The newest limit of its demand.
     pub limit: u64,
+    /// The limit that an allocation of it waits for, until others have freed enough.
+    pub awaits: Option<u64>,
     /// The most that its demand can be now, messages under way included.
     pub promise: u64,
     /// Bytes that it may have mapped.
@@ -165,6 +167,7 @@ impl Machine {
                 state: self.state(id, *gpu),
                 demand: account.report.demand,
                 limit: seat.promise.limit,
+                awaits: seat.promise.wish.filter(|wish| wish.held.is_some()).map(|wish| wish.bytes),
                 promise: seat.promise.charge(),
                 allowance: account.allowance,
                 charge: account.charge.saturating_add(present),

@@ -641,7 +641,7 @@ impl World {
     /// Whether no group has more than it may.
     pub fn within_limits(&self) -> bool {
         let groups = self.models.values().filter_map(|model| model.plan.group);
-        let max: BTreeMap<GroupId, MemoryMax> = groups.map(|group| (group.id, group.terms.memory_max)).collect();
+        let max: BTreeMap<GroupId, Amount> = groups.map(|group| (group.id, group.terms.memory_max)).collect();
         let most = |gpu: &GpuId, id: &GroupId| max.get(id).and_then(|max| max.on(self.totals[gpu])).unwrap_or(u64::MAX);
         self.promised.iter().all(|((id, gpu), promised)| *promised <= most(gpu, id))
     }
@@ -1151,6 +1151,7 @@ fn event_of(event: &Event) -> Option<ClientId> {
         | Event::Configure(_)
         | Event::GpuFound { .. }
         | Event::GpuLink { .. }
+        | Event::Contexts { .. }
         | Event::GpuOverhead { .. }
         | Event::Present { .. }
         | Event::HostMemory { .. } => None,

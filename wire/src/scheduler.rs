@@ -114,5 +114,7 @@ byte_enum! {
         Pinned = 3,
         /// It may not create a context yet: who is there could then never have all of its memory on the GPU. Since version 3.
         Context = 4,
+        /// An allocation of it waits for memory, as long as it takes, until others have freed some. Since version 3.
+        Memory = 5,
     }
 }

@@ -110,7 +110,7 @@ pub(super) fn patiently<T>(
     size: Size,
     take: impl Fn(&mut Space) -> Result<T, CUresult>,
 ) -> Result<T, CUresult> {
-    let begin = Instant::now();
+    let mut begin = Instant::now();
     loop {
         let mut guard = space.lock();
         let before = guard.account;
@@ -128,7 +128,10 @@ pub(super) fn patiently<T>(
         if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
             return result;
         }
-        match limit::raise(gpu, size as u64, after.limit) {
+        let asked = Instant::now();
+        let outcome = limit::raise(gpu, size as u64, after.limit);
+        begin = begin + asked.elapsed(); // that may be long, where a rule has it wait
+        match outcome {
             Outcome::Raised if begin.elapsed() < FREED_PATIENCE => continue,
             Outcome::Denied => may_come = false,
             Outcome::Raised | Outcome::Beyond => {}

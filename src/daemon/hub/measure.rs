@@ -105,6 +105,8 @@ impl Hub {
         // By the contexts as they are now known: what is one of them is not in doubt.
         let context = context.min(total / CONTEXT_PART);
         let present = entry.overhead.present(sample, &attached, context).filter(|_| is_measured);
+        let contexts = entry.overhead.contexts().clone();
+        self.apply(Event::Contexts { gpu, bytes: contexts });
         if let Some(bytes) = told {
             if before != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "used by others than clients");

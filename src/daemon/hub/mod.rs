@@ -287,7 +287,8 @@ impl Hub {
                 (client, SchedulerMessage::Contended { gpus: slots_of(&client, &gpus)?, waiters, grace_us })
             }
             Command::Waiting { client, gpus, why } => {
-                if why == WaitReason::Context && self.clients.get(&client)?.session.version < version::PATIENT {
+                let is_new = matches!(why, WaitReason::Context | WaitReason::Memory);
+                if is_new && self.clients.get(&client)?.session.version < version::PATIENT {
                     return None;
                 }
                 (client, SchedulerMessage::Waiting { gpus: slots_of(&client, &gpus)?, why })

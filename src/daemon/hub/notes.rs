@@ -173,8 +173,8 @@ impl Hub {
             return;
         }
         usage.refused = Some(now);
-        if why == Denial::MemoryMax {
-            return self.note_beyond(client, gpu, bytes);
+        if why != Denial::NoRoom {
+            return self.note_beyond(client, gpu, bytes, why);
         }
         let mut holders: Vec<(u64, ClientId)> = Vec::new();
         for view in self.machine.clients() {
@@ -215,13 +215,18 @@ impl Hub {
     }
 
     /// Says which rule somebody met.
-    fn note_beyond(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+    fn note_beyond(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) {
         let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return };
         let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
-        let max = self.machine.memory_max(client, gpu).unwrap_or(0);
+        let everywhere = why == Denial::SwapMax;
+        let (key, max) = match why {
+            Denial::SwapMax => ("swap-max", rule.terms.swap_max.unwrap_or(0)),
+            _ => ("memory-max", self.machine.memory_max(client, gpu).unwrap_or(0)),
+        };
         let fellows = self.clients.iter().filter(|(id, other)| **id != client && other.rule == entry.rule);
         let views = fellows.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.seats);
-        let held = views.filter(|seat| seat.gpu == gpu).map(|seat| seat.demand).fold(0, u64::saturating_add);
+        let held = views.filter(|seat| everywhere || seat.gpu == gpu).map(|seat| seat.demand);
+        let held = held.fold(0, u64::saturating_add);
         let Identity { pid, uid, unit, name, .. } = &*entry.identity;
         warn!(
             name: "memory-refused",
@@ -233,8 +238,8 @@ impl Hub {
             bytes,
             rule = rule.to_string(),
             memory_max = max,
-            "{name} is refused memory: it wants {} in all, others that count with it have {}, and rule {rule} allows {} \
-             together",
+            "{name} is refused memory: it wants {} in all, others that count with it have {}, and {key} of rule {rule} \
+             allows {} together, contexts included",
             units::size(bytes),
             units::size(held),
             units::size(max)

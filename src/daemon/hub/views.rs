@@ -65,6 +65,7 @@ impl Hub {
                     allowance: seat.allowance,
                     limit: usage.and_then(|usage| usage.limit),
                     memory_max: self.machine.memory_max(seen.client, seat.gpu),
+                    awaits: seat.awaits,
                     unseen: usage.is_some_and(|usage| usage.unseen),
                     stays: seat.stays.map_or("", bus::stay_name).into(),
                     fullness: seat.fullness,

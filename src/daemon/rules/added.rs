@@ -139,7 +139,8 @@ mod tests {
             (
                 "two",
                 "user = 5",
-                "the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority, interactive or gang",
+                "the rule allows and forbids nothing: say memory-max, memory-low, swap-max, on-memory-full, weight, time-min, \
+                 time-max, priority, interactive or gang",
             ),
             ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
             ("two", "name = \"x\"\nweight = 5", "a rule has one name"),

@@ -5,16 +5,54 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 
-use crate::scheduler::MemoryMax;
+use crate::scheduler::{Amount, WaitOrder};
 use crate::units;
 
 /// The least that a limit can be: the GPU's own granularity; and the most, as everywhere in the file.
 const LEAST: u64 = 2 << 20;
 const MOST: u64 = 1 << 40;
 
-/// A size, a part of a GPU, or all there is.
+/// What each GPU can have of a group's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Amount(pub MemoryMax);
+pub struct MemoryMax(pub Amount);
+
+/// What each GPU keeps of it, if others have something to give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryLow(pub Amount);
+
+/// What the host can have of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SwapMax(pub Option<u64>);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnFull {
+    Fail,
+    Wait,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(remote = "WaitOrder", rename_all = "kebab-case")]
+enum OrderName {
+    Fifo,
+    BestFit,
+    MostRecent,
+    Random,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct Order(#[serde(with = "OrderName")] pub WaitOrder);
+
+impl Order {
+    pub fn name(order: WaitOrder) -> &'static str {
+        match order {
+            WaitOrder::Fifo => "fifo",
+            WaitOrder::BestFit => "best-fit",
+            WaitOrder::MostRecent => "most-recent",
+            WaitOrder::Random => "random",
+        }
+    }
+}
 
 /// What counts for how much when something is divided; 0: what nobody else wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,50 +66,88 @@ pub struct Percent(pub u8);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Priority(pub i8);
 
-impl Amount {
-    const ALLOWED: &'static str = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\"";
+impl MemoryMax {
+    const KEY: &'static str = "memory-max";
+}
 
-    fn bytes(bytes: u64) -> Option<Self> {
-        (LEAST..=MOST).contains(&bytes).then_some(Self(MemoryMax::Bytes(bytes)))
+impl MemoryLow {
+    const KEY: &'static str = "memory-low";
+}
+
+impl SwapMax {
+    const KEY: &'static str = "swap-max";
+}
+
+/// An amount of memory: a size, all there is, and perhaps a part of a GPU.
+struct Memory {
+    key: &'static str,
+    of_a_gpu: bool,
+}
+
+impl Memory {
+    fn allowed(&self) -> &'static str {
+        if self.of_a_gpu {
+            "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\""
+        } else {
+            "a size from 2M to 1T like \"8G\", or \"infinity\""
+        }
     }
 
-    fn parse(text: &str) -> Option<Self> {
+    fn bytes(bytes: u64) -> Option<Amount> {
+        (LEAST..=MOST).contains(&bytes).then_some(Amount::Bytes(bytes))
+    }
+
+    fn parse(&self, text: &str) -> Option<Amount> {
         if text == "infinity" {
-            return Some(Self(MemoryMax::Infinity));
+            return Some(Amount::Infinity);
         }
         match text.strip_suffix('%') {
             Some(number) => {
                 let percent = number.trim().parse().ok().filter(|percent| (1..=100).contains(percent));
-                percent.map(|percent| Self(MemoryMax::Percent(percent)))
+                percent.filter(|_| self.of_a_gpu).map(Amount::Percent)
             }
             None => units::parse_size(text).ok().and_then(Self::bytes),
         }
     }
 }
 
-impl<'de> Deserialize<'de> for Amount {
+impl<'de> Deserialize<'de> for MemoryMax {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_any(AmountVisitor)
+        from.deserialize_any(Memory { key: Self::KEY, of_a_gpu: true }).map(Self)
     }
 }
 
-struct AmountVisitor;
+impl<'de> Deserialize<'de> for MemoryLow {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(Memory { key: Self::KEY, of_a_gpu: true }).map(Self)
+    }
+}
 
-impl Visitor<'_> for AmountVisitor {
+impl<'de> Deserialize<'de> for SwapMax {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let amount = from.deserialize_any(Memory { key: Self::KEY, of_a_gpu: false })?;
+        Ok(Self(match amount {
+            Amount::Bytes(bytes) => Some(bytes),
+            Amount::Infinity | Amount::Percent(_) => None,
+        }))
+    }
+}
+
+impl Visitor<'_> for Memory {
     type Value = Amount;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} for memory-max", Amount::ALLOWED)
+        write!(f, "{} for {}", self.allowed(), self.key)
     }
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<Amount, E> {
-        let amount = u64::try_from(value).ok().and_then(Amount::bytes);
-        amount.ok_or_else(|| E::custom(format!("memory-max cannot be {value}: {} is allowed", Amount::ALLOWED)))
+        let amount = u64::try_from(value).ok().and_then(Self::bytes);
+        amount.ok_or_else(|| E::custom(format!("{} cannot be {value}: {} is allowed", self.key, self.allowed())))
     }
 
     fn visit_str<E: de::Error>(self, value: &str) -> Result<Amount, E> {
-        let amount = Amount::parse(value);
-        amount.ok_or_else(|| E::custom(format!("memory-max cannot be {value:?}: {} is allowed", Amount::ALLOWED)))
+        let amount = self.parse(value);
+        amount.ok_or_else(|| E::custom(format!("{} cannot be {value:?}: {} is allowed", self.key, self.allowed())))
     }
 }
 

@@ -13,12 +13,14 @@ mod parse;
 use std::fmt;
 use std::path::PathBuf;
 
+use amounts::Order;
+
 pub use added::{Added, Addition};
 pub use matching::Instance;
 pub use parse::RawRule;
 pub(super) use parse::read;
 
-use crate::scheduler::{MemoryMax, Terms};
+use crate::scheduler::{Amount, OnMemoryFull, Terms, WaitOrder};
 
 /// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,13 +64,21 @@ impl Rule {
         let Subject { unit, slice, container, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
         let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
-        let Terms { memory_max, share: says, gang } = self.terms;
-        let memory_max = match memory_max {
-            MemoryMax::Infinity => None,
-            MemoryMax::Bytes(bytes) => Some(i64::try_from(bytes).unwrap_or(i64::MAX).into()),
-            MemoryMax::Percent(percent) => Some(format!("{percent}%").into()),
+        let Terms { memory_max, memory_low, swap_max, on_memory_full, share: says, gang } = self.terms;
+        let amount = |amount: Amount| match amount {
+            Amount::Infinity => "infinity".into(),
+            Amount::Bytes(bytes) => i64::try_from(bytes).unwrap_or(i64::MAX).into(),
+            Amount::Percent(percent) => toml::Value::from(format!("{percent}%")),
         };
-        let is_empty = says.is_none() && !gang;
+        let (waits, order) = match on_memory_full {
+            OnMemoryFull::Fail => (None, None),
+            OnMemoryFull::Wait(order) => {
+                let order = (order != WaitOrder::default()).then(|| Order::name(order).into());
+                (Some("wait".into()), order)
+            }
+        };
+        let is_empty = self.terms == Terms::default();
+        let memory_max = (memory_max != Amount::Infinity || is_empty).then(|| amount(memory_max));
         let share = says.unwrap_or_default();
         let weight = if share.weight == 0 { "idle".into() } else { i64::from(share.weight).into() };
         let pairs = [
@@ -78,7 +88,11 @@ impl Rule {
             ("container", glob(container)),
             ("user", id(user)),
             ("group", id(group)),
-            ("memory-max", memory_max.or_else(|| is_empty.then(|| "infinity".into()))),
+            ("memory-max", memory_max),
+            ("memory-low", memory_low.map(amount)),
+            ("swap-max", swap_max.map(|bytes| amount(Amount::Bytes(bytes)))),
+            ("on-memory-full", waits),
+            ("wait-order", order),
             ("weight", says.map(|_| weight)),
             ("time-min", (share.min > 0).then(|| format!("{}%", share.min).into())),
             ("time-max", (share.max < 100).then(|| format!("{}%", share.max).into())),

@@ -7,10 +7,14 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 
-use super::amounts::{Amount, Percent, Priority, Weight};
+use super::amounts::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
 use super::{Glob, Origin, Rule, Subject};
 use crate::daemon::cgroup;
-use crate::scheduler::{MemoryMax, Share, Terms};
+use crate::scheduler::{Amount, OnMemoryFull, Share, Terms};
+
+/// What a rule can say.
+const KEYS: &str = "memory-max, memory-low, swap-max, on-memory-full, weight, time-min, time-max, priority, interactive or \
+                    gang";
 
 const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
                         for any number of directories";
@@ -27,7 +31,11 @@ pub struct RawRule {
     user: Option<Spanned<Account>>,
     #[serde(default)]
     group: Option<Spanned<Account>>,
-    memory_max: Option<Spanned<Amount>>,
+    memory_max: Option<MemoryMax>,
+    memory_low: Option<Spanned<MemoryLow>>,
+    swap_max: Option<SwapMax>,
+    on_memory_full: Option<OnFull>,
+    wait_order: Option<Spanned<Order>>,
     weight: Option<Weight>,
     time_min: Option<Spanned<Percent>>,
     time_max: Option<Spanned<Percent>>,
@@ -64,7 +72,7 @@ pub fn read_one(text: &str, origin: Origin) -> Result<Rule, String> {
 
 impl RawRule {
     fn check(self, span: Range<usize>, origin: Origin) -> Result<Rule, Mistake> {
-        let share = self.share()?;
+        let (memory, share) = (self.memory()?, self.share()?);
         let unit = self.unit.map(|text| pattern("unit", text)).transpose()?;
         let slice = self.slice.map(|text| pattern("slice", text)).transpose()?;
         contradiction(unit.as_ref(), slice.as_ref())?;
@@ -75,16 +83,45 @@ impl RawRule {
             user: self.user.map(|user| account("user", user, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
-        if self.memory_max.is_none() && share.is_none() && self.gang.is_none() {
-            let keys = "memory-max, weight, time-min, time-max, priority, interactive or gang";
-            return Err((span, format!("the rule allows and forbids nothing: say {keys}")));
+        if memory.is_none() && share.is_none() && self.gang.is_none() {
+            return Err((span, format!("the rule allows and forbids nothing: say {KEYS}")));
         }
         let name = self.name.unwrap_or_default();
         if name.chars().any(char::is_control) {
             return Err((span, "the name of a rule is one line of text".into()));
         }
-        let memory_max = self.memory_max.map_or(MemoryMax::Infinity, |amount| amount.into_inner().0);
-        Ok(Rule { origin, name, subject, terms: Terms { memory_max, share, gang: self.gang.unwrap_or(false) } })
+        let terms = Terms { share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
+        Ok(Rule { origin, name, subject, terms })
+    }
+
+    /// What the rule says of memory, if it says anything.
+    fn memory(&self) -> Result<Option<Terms>, Mistake> {
+        let low = self.memory_low.as_ref().map(|low| low.as_ref().0);
+        let on_memory_full = match (self.on_memory_full, &self.wait_order) {
+            (Some(OnFull::Wait), order) => {
+                OnMemoryFull::Wait(order.as_ref().map_or_else(Default::default, |order| order.as_ref().0))
+            }
+            (_, Some(order)) => {
+                return Err((order.span(), "wait-order: nothing waits without on-memory-full = \"wait\"".into()));
+            }
+            (Some(OnFull::Fail) | None, None) => OnMemoryFull::Fail,
+        };
+        let says = self.memory_max.is_some() || low.is_some() || self.swap_max.is_some();
+        if !says && self.on_memory_full.is_none() {
+            return Ok(None);
+        }
+        let memory_max = self.memory_max.map_or(Amount::Infinity, |max| max.0);
+        // Parts of a GPU and sizes cannot be compared here.
+        let is_more = match (low, memory_max) {
+            (Some(Amount::Bytes(low)), Amount::Bytes(max)) => low > max,
+            (Some(Amount::Percent(low)), Amount::Percent(max)) => low > max,
+            _ => false,
+        };
+        if let Some(low) = self.memory_low.as_ref().filter(|_| is_more) {
+            return Err((low.span(), "memory-low: more than memory-max can never be there".into()));
+        }
+        let swap_max = self.swap_max.and_then(|max| max.0);
+        Ok(Some(Terms { memory_max, memory_low: low, swap_max, on_memory_full, ..Terms::default() }))
     }
 
     /// What the rule says of time, if it says anything.
@@ -236,11 +273,11 @@ mod tests {
         assert_eq!(rule.to_string(), "\"students\" (nvshare.toml:2)");
         assert_eq!(
             (rule.subject.user, rule.subject.group, rule.terms.memory_max),
-            (Some(0), Some(7), MemoryMax::Bytes(8 << 30))
+            (Some(0), Some(7), Amount::Bytes(8 << 30))
         );
         let all = rules.get(1).expect("another");
         assert_eq!(all.to_string(), "nvshare.toml:11");
-        assert_eq!((&all.subject, all.terms.memory_max), (&Subject::default(), MemoryMax::Percent(50)));
+        assert_eq!((&all.subject, all.terms.memory_max), (&Subject::default(), Amount::Percent(50)));
         assert_eq!(rules.get(2), None);
     }
 
@@ -251,6 +288,8 @@ mod tests {
             "memory-max = \"50%\"\nweight = \"idle\"\npriority = -3\ninteractive = true\ntime-max = \"80%\"",
             "memory-max = \"infinity\"",
             "weight = 100",
+            "memory-low = \"25%\"\nswap-max = \"8G\"\non-memory-full = \"wait\"\nwait-order = \"best-fit\"",
+            "on-memory-full = \"fail\"",
             "time-min = \"20%\"",
             "gang = true",
         ] {
@@ -264,12 +303,12 @@ mod tests {
     #[test]
     fn an_amount_is_a_size_a_part_or_infinity() {
         for (text, expected) in [
-            ("8589934592", MemoryMax::Bytes(8 << 30)),
-            ("\"1.5G\"", MemoryMax::Bytes(3 << 29)),
-            ("\"2M\"", MemoryMax::Bytes(2 << 20)),
-            ("\"1%\"", MemoryMax::Percent(1)),
-            ("\"100 %\"", MemoryMax::Percent(100)),
-            ("\"infinity\"", MemoryMax::Infinity),
+            ("8589934592", Amount::Bytes(8 << 30)),
+            ("\"1.5G\"", Amount::Bytes(3 << 29)),
+            ("\"2M\"", Amount::Bytes(2 << 20)),
+            ("\"1%\"", Amount::Percent(1)),
+            ("\"100 %\"", Amount::Percent(100)),
+            ("\"infinity\"", Amount::Infinity),
         ] {
             let rules = rules(&format!("[[rule]]\nmemory-max = {text}"));
             assert_eq!(rules.get(0).map(|rule| rule.terms.memory_max), Some(expected), "{text}");
@@ -291,7 +330,7 @@ mod tests {
             let rules = rules(&format!("[[rule]]\n{text}"));
             assert_eq!(rules.get(0).map(|rule| rule.terms.share), Some(expected), "{text}");
         }
-        assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.terms.memory_max), Some(MemoryMax::Infinity));
+        assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.terms.memory_max), Some(Amount::Infinity));
     }
 
     /// Mistakes in the second of these lines, after `[[rule]]`.
@@ -312,9 +351,7 @@ mod tests {
             ),
             (
                 "user = \"root\"",
-                "1:1: the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority, \
-                 interactive or gang"
-                    .to_owned(),
+                format!("1:1: the rule allows and forbids nothing: say {KEYS}"),
             ),
             (
                 "weight = 0",
@@ -347,10 +384,31 @@ mod tests {
                 "2:15: invalid type: string \"yes\", expected a boolean".to_owned(),
             ),
             (
-                "memory-low = \"1G\"",
-                "2:1: unknown field `memory-low`, expected one of `name`, `unit`, `slice`, `container`, `user`, `group`, \
-                 `memory-max`, `weight`, `time-min`, `time-max`, `priority`, `interactive`, `gang`"
+                "memory-high = \"1G\"",
+                "2:1: unknown field `memory-high`, expected one of `name`, `unit`, `slice`, `container`, `user`, `group`, \
+                 `memory-max`, `memory-low`, `swap-max`, `on-memory-full`, `wait-order`, `weight`, `time-min`, `time-max`, \
+                 `priority`, `interactive`, `gang`"
                     .to_owned(),
+            ),
+            (
+                "swap-max = \"50%\"",
+                "2:12: swap-max cannot be \"50%\": a size from 2M to 1T like \"8G\", or \"infinity\" is allowed".to_owned(),
+            ),
+            (
+                "memory-low = \"2G\"\nmemory-max = \"1G\"",
+                "2:14: memory-low: more than memory-max can never be there".to_owned(),
+            ),
+            (
+                "on-memory-full = \"kill\"",
+                "2:18: unknown variant `kill`, expected `fail` or `wait`".to_owned(),
+            ),
+            (
+                "on-memory-full = \"wait\"\nwait-order = \"lifo\"",
+                "3:14: unknown variant `lifo`, expected one of `fifo`, `best-fit`, `most-recent`, `random`".to_owned(),
+            ),
+            (
+                "memory-max = \"1G\"\nwait-order = \"fifo\"",
+                "3:14: wait-order: nothing waits without on-memory-full = \"wait\"".to_owned(),
             ),
             (
                 "user = \"nobody-of-this-name\"\nmemory-max = \"1G\"",

@@ -1,0 +1,213 @@
+//! What rules say of memory, message by message: allocations that wait and in which order, bytes that stay and bytes that
+//! have to leave.
+
+mod scheduler_sim;
+mod scheduler_talk;
+
+use nvshare::scheduler::*;
+use scheduler_sim::*;
+use scheduler_talk::*;
+use std::time::Duration;
+
+/// Clients in one group of those terms, each of which needs so much.
+fn group<const N: usize>(terms: Terms, demands: [u64; N]) -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for (n, demand) in (1..).zip(demands) {
+        t.join(n, 0);
+        t.put(&[n], terms);
+        t.report(n, demand, 0, 0);
+        settle(&mut t, n);
+    }
+    t
+}
+
+/// The first so many clients take up what they were told, until nobody is told anything.
+fn settle(t: &mut Talk, clients: u64) {
+    (0..3).for_each(|_| (1..=clients).for_each(|n| drop(t.map(n))));
+}
+
+/// Says what it wishes for, and who is told that it waits or is refused.
+fn wish(t: &mut Talk, n: u64, bytes: u64) -> Vec<Command> {
+    let mut commands = t.wish(n, bytes);
+    commands.retain(|command| matches!(command, Command::Waiting { .. } | Command::Denied { .. }));
+    settle(t, t.machine.clients().len() as u64);
+    commands
+}
+
+fn waits(order: WaitOrder, memory_max: u64) -> Terms {
+    let on_memory_full = OnMemoryFull::Wait(order);
+    Terms { memory_max: Amount::Bytes(memory_max), on_memory_full, ..Terms::default() }
+}
+
+/// Whose wishes of more than they had were fulfilled.
+fn fulfilled(t: &Talk, wishes: &[(u64, u64)]) -> Vec<u64> {
+    let has = |n: u64| t.seat(n).limit;
+    wishes.iter().filter(|(n, bytes)| has(*n) >= *bytes).map(|(n, _)| *n).collect()
+}
+
+#[test]
+fn an_allocation_beyond_the_groups_limit_waits_until_others_have_freed_enough() {
+    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [6 * GIB, GIB]);
+    assert_eq!(wish(&mut t, 2, 3 * GIB), [waiting(2, WaitReason::Memory)]);
+    assert_eq!(t.after(Duration::from_secs(3600)), [], "as long as it takes");
+    assert_eq!(wish(&mut t, 2, 3 * GIB), [], "it knows");
+    t.report(1, 4 * GIB, 4 * GIB, 0);
+    settle(&mut t, 2);
+    assert_eq!(fulfilled(&t, &[(2, 3 * GIB)]), [2]);
+}
+
+#[test]
+fn what_can_never_be_had_fails_at_once() {
+    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [GIB, GIB]);
+    assert_eq!(wish(&mut t, 1, 9 * GIB), [denied(1, 9 * GIB, Denial::MemoryMax)]);
+    let mut t = group(Terms { swap_max: Some(4 * GIB), ..waits(WaitOrder::Fifo, 8 * GIB) }, [GIB, GIB]);
+    assert_eq!(wish(&mut t, 1, 5 * GIB), [denied(1, 5 * GIB, Denial::SwapMax)]);
+}
+
+#[test]
+fn where_all_wait_for_each_other_the_last_to_come_is_refused() {
+    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [4 * GIB, 4 * GIB]);
+    assert_eq!(wish(&mut t, 1, 6 * GIB), [waiting(1, WaitReason::Memory)]);
+    assert_eq!(t.after(Duration::from_secs(60)), [], "the other may free some");
+    assert_eq!(wish(&mut t, 2, 6 * GIB), [waiting(2, WaitReason::Memory)]);
+    assert_eq!(t.after(Duration::from_secs(4)), []);
+    assert_eq!(t.after(Duration::from_secs(1)), [denied(2, 6 * GIB, Denial::MemoryMax)]);
+    assert_eq!(t.after(Duration::from_secs(60)), [], "the first waits for it still");
+    t.say(Event::Disconnected { client: client(2) });
+    assert_eq!(fulfilled(&t, &[(1, 6 * GIB)]), [1]);
+}
+
+#[test]
+fn one_alone_that_has_all_there_is_waits_for_nobody() {
+    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [GIB]);
+    t.put(&[1], waits(WaitOrder::Fifo, 2 * GIB));
+    assert_eq!(wish(&mut t, 1, 3 * GIB), [denied(1, 3 * GIB, Denial::MemoryMax)]);
+}
+
+#[test]
+fn those_who_wait_are_served_in_the_order_that_the_rule_says() {
+    // Client 1 frees 3 GiB of 8 when the others wait.
+    let wishes = [(2, 4 * GIB), (3, GIB), (4, 3 * GIB), (5, 2 * GIB)];
+    let served = |order| {
+        let mut t = group(waits(order, 8 * GIB), [8 * GIB, 0, 0, 0, 0]);
+        for (n, bytes) in wishes {
+            assert_eq!(wish(&mut t, n, bytes), [waiting(n, WaitReason::Memory)]);
+        }
+        t.report(1, 5 * GIB, 5 * GIB, 0);
+        settle(&mut t, 5);
+        fulfilled(&t, &wishes)
+    };
+    assert_eq!(served(WaitOrder::Fifo), [0u64; 0], "the first wants more, and nobody passes it");
+    assert_eq!(served(WaitOrder::BestFit), [4], "which leaves nothing");
+    assert_eq!(served(WaitOrder::MostRecent), [3, 5], "the last, and then what still fits");
+    let random = served(WaitOrder::Random);
+    assert!(!random.is_empty() && !random.contains(&2), "{random:?}");
+}
+
+#[test]
+fn a_rule_that_no_longer_has_anybody_wait_refuses_those_who_do() {
+    let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [8 * GIB, 0]);
+    assert_eq!(wish(&mut t, 2, GIB), [waiting(2, WaitReason::Memory)]);
+    let commands = t.put(&[1, 2], Terms { memory_max: Amount::Bytes(8 * GIB), ..Terms::default() });
+    assert!(commands.contains(&denied(2, GIB, Denial::MemoryMax)), "{commands:?}");
+}
+
+#[test]
+fn allocations_wait_for_host_memory_as_well() {
+    let mut t = group(waits(WaitOrder::Fifo, 16 * GIB), [10 * GIB, 6 * GIB]);
+    t.say(Event::HostMemory { bytes: 2 * GIB });
+    t.join(3, 0);
+    t.report(3, 2 * GIB, 0, 0);
+    t.put(&[1, 2], Terms { memory_max: Amount::Infinity, ..waits(WaitOrder::Fifo, 0) });
+    assert!(wish(&mut t, 1, 12 * GIB).contains(&waiting(1, WaitReason::Memory)));
+    assert!(wish(&mut t, 3, 4 * GIB).contains(&denied(3, 4 * GIB, Denial::NoRoom)), "it has no such rule");
+    t.report(3, 0, 0, 0);
+    settle(&mut t, 3);
+    assert_eq!(fulfilled(&t, &[(1, 12 * GIB)]), [1]);
+}
+
+#[test]
+fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2] {
+        t.join(n, 6 * GIB);
+    }
+    // The first ran longest ago, and is asked first if nothing protects it.
+    let low = |bytes| Terms { memory_low: Some(Amount::Bytes(bytes)), ..Terms::default() };
+    t.put(&[1], low(5 * GIB));
+    t.join(3, 8 * GIB);
+    let commands = t.request(3);
+    let least = |n| allowances(&commands).into_iter().filter(|(client, _)| *client == n).map(|(_, bytes)| bytes).min();
+    assert_eq!((least(1), least(2)), (Some(5 * GIB), Some(3 * GIB)), "{commands:?}");
+    for n in [1, 2] {
+        t.map(n);
+    }
+    // Now there is nobody else.
+    let demand = 14 * GIB;
+    let mapped = t.seat(3).mapped;
+    let commands = t.report(3, demand, mapped, 0);
+    let least = |n| allowances(&commands).into_iter().filter(|(client, _)| *client == n).map(|(_, bytes)| bytes).min();
+    assert_eq!(least(2), Some(0), "{commands:?}");
+    assert_eq!(least(1), Some(2 * GIB), "{commands:?}");
+}
+
+#[test]
+fn what_a_group_could_swap_out_is_bounded_over_all_gpus() {
+    let terms = Terms { swap_max: Some(6 * GIB), ..Terms::default() };
+    let mut t = group(terms, [4 * GIB, GIB]);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.say(Event::Attached { client: client(2), gpu: gpu(1), engine: Engine::Swap });
+    let report = MemoryReport { demand: GIB, limit_ack: u32::MAX, ack: u32::MAX, ..MemoryReport::default() };
+    t.say(Event::Memory { client: client(2), gpu: gpu(1), report });
+    for n in [1, 2] {
+        t.report(n, t.seat(n).demand, t.seat(n).mapped, 0);
+    }
+    assert_eq!(wish(&mut t, 1, 5 * GIB), [denied(1, 5 * GIB, Denial::SwapMax)]);
+    // What one gives back on one GPU another can have on another.
+    t.report(2, 0, 0, 0);
+    settle(&mut t, 2);
+    wish(&mut t, 1, 5 * GIB);
+    settle(&mut t, 2);
+    assert_eq!(fulfilled(&t, &[(1, 5 * GIB)]), [1]);
+}
+
+#[test]
+fn what_is_more_than_a_limit_that_fell_leaves_the_gpu_when_its_client_does_not_run() {
+    let mut t = group(Terms { memory_max: Amount::Bytes(16 * GIB), ..Terms::default() }, [6 * GIB, 6 * GIB]);
+    t.request(1);
+    let lowered = Terms { memory_max: Amount::Bytes(8 * GIB), ..Terms::default() };
+    let commands = t.put(&[1, 2], lowered);
+    let least = allowances(&commands).into_iter().min();
+    assert_eq!(least, Some((2, 2 * GIB)), "not from the one that runs: {commands:?}");
+    t.map(2);
+    assert_eq!(t.seat(2).allowance, 2 * GIB, "though the GPU has room");
+    // When it runs it has all that it needs; then the other has to go.
+    t.release(1, ReleaseReason::Idle);
+    t.request(2);
+    assert_eq!((t.state(2), t.seat(2).allowance), (LockState::Holding, 6 * GIB));
+    t.map(2);
+    t.release(2, ReleaseReason::Idle);
+    t.map(2);
+    assert_eq!(t.seat(1).allowance + t.seat(2).allowance, 8 * GIB);
+    // Nothing is left of it when the limit rises.
+    t.put(&[1, 2], Terms { memory_max: Amount::Bytes(16 * GIB), ..Terms::default() });
+    (1..3).for_each(|n| drop(t.map(n)));
+    assert_eq!(t.seat(1).allowance + t.seat(2).allowance, 12 * GIB);
+}
+
+#[test]
+fn contexts_count_for_a_groups_limit() {
+    let settings = Settings { context: 512 * MIB, ..settings(AntiThrash::On, Duration::from_secs(1)) };
+    let mut t = Talk::new(settings);
+    t.join(1, 0);
+    t.put(&[1], Terms { memory_max: Amount::Bytes(4 * GIB), ..Terms::default() });
+    settle(&mut t, 1);
+    assert_eq!(t.seat(1).limit, 4 * GIB - 512 * MIB, "as long as it was not measured");
+    let measured = |bytes| Event::Contexts { gpu: gpu(0), bytes: [(client(1), bytes)].into() };
+    t.say(measured(300 * MIB));
+    assert_eq!(t.seat(1).limit, 4 * GIB - 300 * MIB);
+    let beyond = 4 * GIB - 299 * MIB;
+    assert_eq!(wish(&mut t, 1, beyond), [denied(1, beyond, Denial::MemoryMax)]);
+    t.say(measured(5 * GIB));
+    assert_eq!(t.seat(1).limit, 0, "nothing is left");
+}

@@ -1,0 +1,171 @@
+//! The scheduler's machine, spoken to message by message, and what it says.
+#![allow(dead_code)] // each test binary uses a part
+
+use crate::scheduler_sim::*;
+use nvshare::scheduler::*;
+use std::time::Duration;
+
+/// A machine with one GPU of 16 GiB, spoken to message by message.
+pub struct Talk {
+    pub machine: Machine,
+    pub now: Time,
+}
+
+impl Talk {
+    pub fn new(settings: Settings) -> Self {
+        let mut talk = Self { machine: Machine::new(settings), now: Duration::from_secs(100) };
+        talk.say(Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
+        talk.measured(0);
+        talk
+    }
+
+    pub fn in_mode(anti_thrash: AntiThrash) -> Self {
+        Self::new(settings(anti_thrash, Duration::from_secs(1)))
+    }
+
+    pub fn say(&mut self, event: Event) -> Vec<Command> {
+        self.machine.handle(self.now, event)
+    }
+
+    pub fn after(&mut self, time: Duration) -> Vec<Command> {
+        self.now += time;
+        self.say(Event::Tick)
+    }
+
+    /// A client on the GPU that needs so much and has it all mapped, if that was free.
+    pub fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
+        self.join_of(UserId(0), n, demand)
+    }
+
+    pub fn join_of(&mut self, user: UserId, n: u64, demand: u64) -> Vec<Command> {
+        self.say(Event::Connected { client: client(n), gang: 0, user });
+        self.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        let commands = self.report(n, demand, 0, 0);
+        self.map(n);
+        commands
+    }
+
+    pub fn report(&mut self, n: u64, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
+        self.acknowledge(n, u32::MAX, demand, mapped, pinned) // all that was sent
+    }
+
+    pub fn acknowledge(&mut self, n: u64, ack: u32, demand: u64, mapped: u64, pinned: u64) -> Vec<Command> {
+        let swapped = demand.saturating_sub(mapped);
+        let report = MemoryReport { ack, demand, mapped, swapped, pinned, limit_ack: u32::MAX };
+        self.say(Event::Memory { client: client(n), gpu: gpu(0), report })
+    }
+
+    /// Maps, or evicts, exactly what is allowed.
+    pub fn map(&mut self, n: u64) -> Vec<Command> {
+        let seat = self.seat(n);
+        self.report(n, seat.demand, seat.allowance.min(seat.demand).max(seat.pinned), seat.pinned)
+    }
+
+    pub fn wish(&mut self, n: u64, bytes: u64) -> Vec<Command> {
+        self.say(Event::Wished { client: client(n), gpu: gpu(0), bytes })
+    }
+
+    /// Puts a client into the one group.
+    pub fn group(&mut self, n: u64, memory_max: Amount) -> Vec<Command> {
+        self.regroup([n], memory_max)
+    }
+
+    pub fn regroup<const N: usize>(&mut self, clients: [u64; N], memory_max: Amount) -> Vec<Command> {
+        self.put(&clients, Terms { memory_max, ..Terms::default() })
+    }
+
+    /// Puts clients into the one group, of which this is said.
+    pub fn put(&mut self, clients: &[u64], terms: Terms) -> Vec<Command> {
+        let group = Some(Group { id: GroupId(7), terms });
+        self.say(Event::Grouped { groups: clients.iter().map(|n| (client(*n), group)).collect() })
+    }
+
+    /// Others have so many bytes, and the contexts that are there.
+    pub fn measured(&mut self, bytes: u64) -> Vec<Command> {
+        self.say(Event::GpuOverhead { gpu: gpu(0), begun: self.now, bytes, complete: true })
+    }
+
+    pub fn request(&mut self, n: u64) -> Vec<Command> {
+        self.say(Event::Requested { client: client(n), gpus: gpus([0]) })
+    }
+
+    pub fn release(&mut self, n: u64, reason: ReleaseReason) -> Vec<Command> {
+        self.say(Event::Released { client: client(n), gpus: gpus([0]), reason, busy: Duration::ZERO })
+    }
+
+    pub fn stuck(&mut self, n: u64, reason: StuckReason) -> Vec<Command> {
+        self.say(Event::Stuck { client: client(n), gpus: gpus([0]), reason })
+    }
+
+    /// Client 1 holds the lock, and client 2 waits for it.
+    pub fn with_waiter() -> Self {
+        let mut t = Self::in_mode(AntiThrash::On);
+        t.join(1, GIB);
+        t.join(2, GIB);
+        t.request(1);
+        t.request(2);
+        t
+    }
+
+    /// Client 1 holds the lock, was asked for it 3 s ago, and cannot drain. Client 2 waits until now.
+    pub fn with_undrainable(anti_thrash: AntiThrash, demands: [u64; 2]) -> (Self, Vec<Command>) {
+        let mut t = Self::in_mode(anti_thrash);
+        t.join(1, demands[0]);
+        t.join(2, demands[1]);
+        t.request(1);
+        t.request(2);
+        assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+        t.stuck(1, StuckReason::NeedsHost);
+        t.after(ms(100));
+        t.after(ms(2899));
+        assert_eq!(t.seat(1).state, LockState::Stuck);
+        let commands = t.after(ms(1));
+        assert_eq!(t.seat(1).state, LockState::Undrainable);
+        (t, commands)
+    }
+
+    pub fn state(&self, n: u64) -> LockState {
+        self.seat(n).state
+    }
+
+    pub fn seat(&self, n: u64) -> SeatView {
+        self.machine.client(client(n)).unwrap().seats[0].clone()
+    }
+}
+
+pub fn grant(n: u64) -> Command {
+    Command::Grant { client: client(n), gpus: gpus([0]) }
+}
+
+pub fn revoke(n: u64) -> Command {
+    Command::Revoke { client: client(n), gpus: gpus([0]) }
+}
+
+pub fn undrainable(n: u64) -> Command {
+    Command::Undrainable { client: client(n), gpus: gpus([0]) }
+}
+
+pub fn contended(n: u64, waiters: u32, grace: Duration) -> Command {
+    Command::Contended { client: client(n), gpus: gpus([0]), waiters, grace }
+}
+
+/// Where the host has plenty of memory, on a GPU that offers so much.
+pub fn limit(n: u64, bytes: u64, seq: u32) -> Command {
+    Command::Limit { client: client(n), gpu: gpu(0), bytes, seq, most: bytes, spare: u64::MAX, max: None }
+}
+
+pub fn denied(n: u64, bytes: u64, why: Denial) -> Command {
+    Command::Denied { client: client(n), gpu: gpu(0), bytes, why }
+}
+
+pub fn waiting(n: u64, why: WaitReason) -> Command {
+    Command::Waiting { client: client(n), gpus: gpus([0]), why }
+}
+
+pub fn allowances(commands: &[Command]) -> Vec<(u64, u64)> {
+    let all = commands.iter().filter_map(|c| match c {
+        Command::Allowance { client, bytes, .. } => Some((client.0, *bytes)),
+        _ => None,
+    });
+    all.collect()
+}
