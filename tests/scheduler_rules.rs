@@ -1881,3 +1881,44 @@ fn three_that_do_not_fit_together_finish_in_turn() {
     assert!(world.now < Duration::from_millis(32_500), "{:?}", world.now);
     assert!(clients.iter().all(|c| world.revokes_of(*c).len() <= 2));
 }
+
+/// Two jobs of two processes each, which arrive at two GPUs in opposite order, each process with such a demand, and two
+/// programs beside them.
+fn two_jobs(mode: AntiThrash, demand: u64, gang: impl Fn(u64) -> u64) -> (World, Vec<ClientId>) {
+    let mut world = World::new(settings(mode, Duration::from_secs(2)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let plan = Plan { demand, phases: 100, gpu: ms(80), cpu: ms(20), drain: ms(5), ..Plan::default() };
+    let mut clients = Vec::new();
+    for (job, order) in [(1, [0, 1]), (2, [1, 0])] {
+        for (place, at) in order.into_iter().enumerate() {
+            let start = ms(100 * place as u64);
+            clients.push(world.add(Plan { gpus: gpus([at]), job, gang: gang(job), start, ..plan.clone() }));
+        }
+    }
+    for at in 0..2 {
+        clients.push(world.add(Plan { gpus: gpus([at]), start: ms(50), ..plan.clone() }));
+    }
+    (world, clients)
+}
+
+#[test]
+fn jobs_that_say_they_are_gangs_never_wait_for_each_other() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        for demand in [GIB, 12 * GIB] {
+            let (mut world, clients) = two_jobs(mode, demand, |job| job);
+            assert!(world.run(Duration::from_secs(120)), "{mode:?} {demand}: {:?}", world.machine.gpus());
+            let last = clients.iter().map(|client| world.finished(*client)).max().unwrap();
+            assert!(last < Duration::from_secs(60), "{mode:?} {demand}: {last:?}");
+        }
+    }
+}
+
+#[test]
+fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        let (mut world, clients) = two_jobs(mode, GIB, |_| 0);
+        assert!(world.run(Duration::from_secs(300)), "{mode:?}: {:?}", world.machine.gpus());
+        let last = clients.iter().map(|client| world.finished(*client)).max().unwrap();
+        assert!(last < Duration::from_secs(60), "{mode:?}: {last:?}");
+    }
+}

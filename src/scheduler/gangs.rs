@@ -2,10 +2,13 @@
 //! far as their memory fits; what does not fit together takes turns (`locks`).
 //!
 //! A client says whose gang it is in, or a rule says that all whom it counts together are one.
+//!
+//! Of two gangs that meet on a GPU, and use others as well, one has to wait until the other holds nothing, and whoever holds
+//! something goes on first. Else each could hold a GPU on which the other waits, spinning there for its fellows.
 
 use super::{
     api::*,
-    locks::{Parked, Unit},
+    locks::{Hold, Parked, Unit},
     machine::{Client, Machine},
 };
 use std::collections::BTreeSet;
@@ -21,9 +24,15 @@ pub(super) enum Gang {
     /// As its members call it.
     Named(u64),
     Group(GroupId),
+    /// Nobody said so.
+    Learned(u64),
 }
 
 impl Gang {
+    pub fn is_learned(self) -> bool {
+        matches!(self, Self::Learned(_))
+    }
+
     pub fn named(name: u64) -> Option<Self> {
         (name != 0).then_some(Self::Named(name))
     }
@@ -61,6 +70,132 @@ impl Machine {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         let mut missing = members.filter(|client| client.waiting.is_none() && !client.holds() && !client.stopped);
         missing.any(|client| client.had_lately(self.now)).then(|| self.now + GATHERS)
+    }
+
+    fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
+        let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
+        members.flat_map(|client| client.seats.keys().copied()).collect()
+    }
+
+    fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
+        let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
+        members.flat_map(|client| &client.seats).filter_map(|(id, seat)| Some((*id, seat.hold.as_ref()?)))
+    }
+
+    /// Whether two gangs are in each other's way, on one GPU of several.
+    fn are_rivals(&self, one: Gang, other: Gang) -> bool {
+        let (ones, others) = (self.gpus_of_gang(one), self.gpus_of_gang(other));
+        let several = ones.len() > 1 || others.len() > 1;
+        let mut shared = ones.intersection(&others);
+        let both = || self.gang_members(one).chain(self.gang_members(other));
+        several && shared.any(|id| !self.run_together(*id, both().filter(|client| self.seat(*client, *id).is_some())))
+    }
+
+    /// Whether that unit has to wait for another gang, whatever GPU that has.
+    pub(super) fn waits_for_gang(&self, unit: Unit) -> bool {
+        let Unit::Gang(gang) = unit else { return false };
+        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
+            return false;
+        }
+        let mut others = self.gangs.keys().filter(|other| **other != gang);
+        others.any(|other| {
+            self.holds_of_gang(*other).any(|(_, hold)| hold.unit == Unit::Gang(*other) && !hold.is_aside())
+                && self.are_rivals(gang, *other)
+        })
+    }
+
+    /// Whether that GPU is kept for a gang that others ask to go: one of it does not drain yet, and may need another one for
+    /// it that has just left this GPU.
+    pub(super) fn is_kept_for_gang(&self, unit: Unit, id: GpuId) -> bool {
+        let mut turns = self.gang_turns.iter().filter(|(gang, _)| unit != Unit::Gang(**gang));
+        turns.any(|(gang, since)| {
+            let has_left = |member: ClientId| {
+                let seat = self.seat(member, id).filter(|seat| seat.hold.is_none() && seat.grants > 0);
+                seat.is_some_and(|seat| seat.last_run > *since)
+            };
+            let drains = |hold: &Hold| hold.revoked.is_some() && !hold.is_aside();
+            self.holds_of_gang(*gang).any(|(_, hold)| drains(hold)) && self.gang_members(*gang).any(has_left)
+        })
+    }
+
+    /// A gang in line for other GPUs that waits for the holders of this one.
+    pub(super) fn rival_of_holders(&self, id: GpuId) -> Option<Unit> {
+        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
+            return None;
+        }
+        let holders = self.gpus.get(&id)?.holders.values();
+        let holds = holders.filter_map(|client| self.seat(*client, id)?.hold.as_ref());
+        let here: BTreeSet<Gang> = holds.filter_map(|hold| hold.unit.gang()).collect();
+        let waiting = self.requests.iter().filter(|(_, request)| request.parked.is_none());
+        let rivals = waiting.filter(|(unit, _)| {
+            let gang = unit.gang().filter(|gang| !here.contains(gang));
+            gang.is_some_and(|gang| here.iter().any(|other| self.are_rivals(gang, *other)))
+        });
+        rivals.min_by_key(|(_, request)| request.place).map(|(unit, _)| *unit)
+    }
+
+    /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
+    pub(super) fn yields(&self, unit: Unit) -> bool {
+        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
+        if self.settings.anti_thrash == AntiThrash::Off {
+            return false;
+        }
+        let first = |gang: Gang| {
+            let holds = self.holds_of_gang(gang).filter(|(_, hold)| !hold.is_aside());
+            holds.map(|(_, hold)| (hold.since, hold.number)).min()
+        };
+        let Some(own) = first(gang) else { return false };
+        let mut others = self.gangs.keys().filter(|other| **other != gang);
+        others.any(|other| first(*other).is_some_and(|other| other < own) && self.are_rivals(gang, *other))
+    }
+
+    /// What a gang waits for or no longer has, its rivals have or wait for.
+    pub(super) fn touch_rivals(&mut self, unit: Unit) {
+        let Some(gang) = unit.gang() else { return };
+        self.dirty.extend(self.gpus_of_gang(gang));
+        let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));
+        let gpus: GpuSet = rivals.flat_map(|other| self.gpus_of_gang(*other)).collect();
+        self.dirty.extend(gpus);
+    }
+
+    /// One of a gang has drained that was asked to: so do all that have run for it to do so.
+    pub(super) fn revoke_gang(&mut self, gang: Gang) {
+        let holds =
+            self.holds_of_gang(gang).find(|(_, hold)| hold.revoked.is_none()).map(|(id, hold)| (id, hold.number));
+        let holder = holds.and_then(|(id, number)| Some((*self.gpus.get(&id)?.holders.get(&number)?, id)));
+        if let Some((client, id)) = holder {
+            self.revoke(client, id);
+        }
+    }
+
+    /// A gang was granted something.
+    pub(super) fn begin_gang_turn(&mut self, unit: Unit) {
+        if let Some(gang) = unit.gang() {
+            self.gang_turns.entry(gang).or_insert(self.now);
+        }
+    }
+
+    /// A gang has lost something.
+    pub(super) fn end_gang_turn(&mut self, unit: Unit) {
+        if let Some(gang) = unit.gang().filter(|gang| self.holds_of_gang(*gang).next().is_none()) {
+            self.gang_turns.remove(&gang);
+        }
+    }
+
+    /// Since when a gang has had its turn, if its other members go before all who came later: as long as that lasts no
+    /// longer than a turn, and as long as one of it drains, which it may be unable to without them.
+    pub(super) fn goes_on_since(&self, unit: Unit) -> Option<Time> {
+        let gang = unit.gang()?;
+        let since = *self.gang_turns.get(&gang)?;
+        let drains = || self.holds_of_gang(gang).any(|(_, hold)| hold.revoked.is_some());
+        (self.now.saturating_sub(since) < self.settings.time_quantum || drains()).then_some(since)
+    }
+
+    /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
+    pub(super) fn awaited_since(&self, holder: Unit, waiter: Unit) -> Option<Time> {
+        let (gang, other) = (holder.gang()?, waiter.gang()?);
+        let since = self.gang_turns.get(&gang).copied()?;
+        (gang != other && self.are_rivals(gang, other)).then_some(since)
     }
 
     pub(super) fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
@@ -103,9 +238,17 @@ impl Machine {
     pub(super) fn unite(&mut self, client: ClientId) {
         let unit = self.unit(client);
         let Some(state) = self.clients.get_mut(&client) else { return };
-        let holds = state.seats.values_mut().filter_map(|seat| seat.hold.as_mut());
         // It is revoked with those it is with now.
-        holds.for_each(|hold| hold.unit = unit);
+        let mut since: Option<Time> = None;
+        for hold in state.seats.values_mut().filter_map(|seat| seat.hold.as_mut()) {
+            hold.unit = unit;
+            since = Some(since.map_or(hold.since, |since| since.min(hold.since)));
+        }
+        if let (Some(gang), Some(since)) = (unit.gang(), since) {
+            let turn = self.gang_turns.entry(gang).or_insert(since);
+            *turn = since.min(*turn);
+        }
+        let Some(state) = self.clients.get(&client) else { return };
         let is_other = state.waiting.is_some_and(|waiting| waiting != unit);
         let (Some(waiting), true) = (state.waiting, is_other) else { return };
         let Some(request) = self.requests.get(&waiting) else { return };
@@ -118,7 +261,8 @@ impl Machine {
     pub(super) fn gang_anew(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.gang));
-        let gang = group.map(Gang::Group).or(Gang::named(state.named));
+        let said = group.map(Gang::Group).or(Gang::named(state.named));
+        let gang = said.or(state.learned.map(Gang::Learned));
         if gang == state.gang {
             return;
         }

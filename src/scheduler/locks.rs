@@ -24,6 +24,15 @@ pub(super) enum Unit {
     Gang(Gang),
 }
 
+impl Unit {
+    pub fn gang(self) -> Option<Gang> {
+        match self {
+            Self::Solo(_) => None,
+            Self::Gang(gang) => Some(gang),
+        }
+    }
+}
+
 /// A unit that waits.
 #[derive(Debug)]
 pub(super) struct Request {
@@ -236,6 +245,7 @@ impl Machine {
             }
         }
         let gathers = request.gathers.filter(|until| *until > self.now);
+        self.touch_rivals(unit);
         self.timers.set(Wake::Unit(unit), gathers);
         self.admit_if_needless(unit);
     }
@@ -370,6 +380,9 @@ impl Machine {
     /// Whether, as far as the lock of this GPU goes, that unit can be admitted now.
     pub(super) fn admissible(&self, unit: Unit, id: GpuId) -> bool {
         let (Some(gpu), Some(request)) = (self.gpus.get(&id), self.requests.get(&unit)) else { return false };
+        if self.waits_for_gang(unit) || self.is_kept_for_gang(unit, id) {
+            return false;
+        }
         let together = self.settings.anti_thrash == AntiThrash::Off || self.may_join(unit, id);
         gpu.holders.values().all(|holder| {
             let Some(hold) = self.seat(*holder, id).and_then(|s| s.hold.as_ref()) else { return true };
@@ -402,6 +415,7 @@ impl Machine {
     pub(super) fn grant(&mut self, unit: Unit) {
         self.leave_line(unit);
         let Some(request) = self.requests.remove(&unit) else { return };
+        self.begin_gang_turn(unit);
         let (now, group) = (self.now, self.count());
         for (client, gpus) in request.wants {
             let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
@@ -440,6 +454,7 @@ impl Machine {
     /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
     pub(super) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
         let (unit, now, group) = (self.unit(client), self.now, self.count());
+        self.begin_gang_turn(unit);
         for id in gpus {
             let number = self.count();
             let Some(seat) = self.seat_mut(client, *id).filter(|seat| seat.hold.is_none()) else { continue };
@@ -494,18 +509,29 @@ impl Machine {
         if !gpus.is_empty() {
             self.out.push(Command::Revoke { client, gpus });
             self.check(client);
+            // It may need them to drain.
+            let waiting: BTreeSet<Unit> =
+                self.fellows(client).filter_map(|fellow| self.clients.get(&fellow)?.waiting).collect();
+            waiting.into_iter().for_each(|unit| self.put_back(unit));
         }
     }
 
     pub(super) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
         let held: Vec<GpuId> =
             gpus.iter().filter(|id| self.seat(client, **id).is_some_and(|s| s.hold.is_some())).copied().collect();
+        let revoked = held.iter().find_map(|id| {
+            let hold = self.seat(client, *id)?.hold.as_ref()?;
+            hold.revoked.and(hold.unit.gang())
+        });
         for id in &held {
             self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
             if reason == ReleaseReason::NoMemory {
                 self.failed_to_map(client, *id);
             }
             self.swap_surplus(client, *id);
+        }
+        if let Some(gang) = revoked {
+            self.revoke_gang(gang);
         }
         let now = self.now;
         let Some(state) = self.clients.get_mut(&client).filter(|_| !held.is_empty()) else { return };
@@ -545,6 +571,9 @@ impl Machine {
         self.has_been_served(client, id, &hold, waited);
         self.enter(client, id);
         self.touch(id);
+        self.touch_rivals(hold.unit);
+        self.end_gang_turn(hold.unit);
+        self.note_partners(client, &hold);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
             && self.requests.get(&unit).is_some_and(|r| r.parked == Some(Parked::Undrained))
         {

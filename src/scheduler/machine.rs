@@ -43,6 +43,10 @@ pub struct Machine {
     pub(super) requests: BTreeMap<Unit, Request>,
     /// Gangs with their members; a client without a gang is in none.
     pub(super) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
+    /// Since when a gang has held something without pause.
+    pub(super) gang_turns: BTreeMap<Gang, Time>,
+    /// How often it looked as if two were partners.
+    pub(super) partners: BTreeMap<(ClientId, ClientId), u32>,
     /// Groups with members.
     pub(super) groups: BTreeMap<GroupId, Members>,
     pub(super) timers: Timers,
@@ -130,6 +134,8 @@ pub(super) struct Client {
     pub gang: Option<Gang>,
     /// As it calls its gang; 0: it is in none, unless a rule says so.
     pub named: u64,
+    /// With whom it was seen to run, if with anybody.
+    pub learned: Option<u64>,
     pub user: UserId,
     pub group: Option<GroupId>,
     pub stopped: bool,
@@ -189,6 +195,8 @@ impl Machine {
             clients: BTreeMap::new(),
             requests: BTreeMap::new(),
             gangs: BTreeMap::new(),
+            gang_turns: BTreeMap::new(),
+            partners: BTreeMap::new(),
             groups: BTreeMap::new(),
             timers: Timers::default(),
             host: Host::default(),
@@ -354,6 +362,7 @@ impl Machine {
             Client {
                 gang: None,
                 named: gang,
+                learned: None,
                 user,
                 group: None,
                 stopped: false,
@@ -376,6 +385,7 @@ impl Machine {
         }
         self.leave_group(id);
         self.leave_gang(id);
+        self.forget_partner(id);
         self.clients.remove(&id);
         self.timers.set(Wake::Client(id), None);
     }

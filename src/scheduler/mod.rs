@@ -16,6 +16,7 @@
 //! - `locks`: requests, the line, grants, revokes, releases.
 //! - `newcomers`: those who are about to create a context.
 //! - `order`: who stands before whom: users first, then their clients.
+//! - `partners`: those who wait for each other and did not say so.
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
 //! - `shares`: parts of a GPU's time that rules give; over `usage`, which counts it.
@@ -39,6 +40,7 @@ mod locks;
 mod machine;
 mod newcomers;
 mod order;
+mod partners;
 mod patience;
 mod policy;
 mod promise;

@@ -168,7 +168,9 @@ impl Machine {
         let Place { rank, number, .. } = request.place;
         let places = request.wants.iter().map(|(client, gpus)| self.place(*client, gpus, (rank, number)));
         // A gang is of the last class that one of it is of, and as late as the one that has had most.
-        places.reduce(|a, b| Place { class: a.class.max(b.class), at: a.at.max(b.at), ..a })
+        let place = places.reduce(|a, b| Place { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
+        let at = self.goes_on_since(unit).map_or(place.at, |since| since.min(place.at));
+        Some(Place { at, ..place })
     }
 
     /// Moves a request that stands in line to where it belongs now.

@@ -197,6 +197,7 @@ impl Machine {
             self.touch(*id);
         }
         self.out.push(Command::Undrainable { client, gpus });
+        self.touch_rivals(self.unit(client));
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
             && self.requests.get(&unit).is_some_and(|r| r.parked.is_none())
         {

@@ -60,6 +60,13 @@ impl Machine {
         let owed = owed.saturating_add(squeezed.lacking);
         pressure.overdue = pressure.short > 0;
         let mut lacking = self.serve_line(id, owed, &mut pressure);
+        if !pressure.locked_out
+            && let Some(rival) = self.rival_of_holders(id)
+        {
+            pressure.first = Some(rival);
+            pressure.locked_out = true;
+            pressure.waiter.get_or_insert_default();
+        }
         if owed == 0 && lacking == 0 {
             lacking = self.serve_undrainable(id);
         }
@@ -287,6 +294,7 @@ impl Machine {
             }
             // They run together no longer.
             let surplus = exclusive && !together && first.is_some_and(|unit| hold.unit != unit);
+            let surplus = surplus || self.yields(hold.unit);
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
             let for_itself = seat.fullness.is_for_itself();
             let standing = match pressure.first {
@@ -303,6 +311,8 @@ impl Machine {
                 }
                 _ => self.settings.time_quantum,
             };
+            let gang_ends = pressure.first.and_then(|first| self.awaited_since(hold.unit, first));
+            let gang_ends = gang_ends.map(|since| since.saturating_add(turn));
             let is_equal = standing == Standing::Equal;
             let rival = pressure.first.filter(|_| !pressure.overdue && is_equal && wanted && hold.waited(now) >= turn);
             let stays = rival.and_then(|rival| self.stands_first_until(client, id, rival));
@@ -329,6 +339,8 @@ impl Machine {
                 _ => None,
             };
             let ends = now.saturating_add(turn.saturating_sub(hold.waited(now))).max(stays.unwrap_or_default());
+            // Its fellows had turns before it that are the same.
+            let ends = gang_ends.map_or(ends, |at| at.min(ends));
             let over = ends <= now;
             let spent = capped.is_some_and(|at| at <= now);
             let goes = surplus || spent || (wanted && over);

@@ -130,7 +130,7 @@ impl Machine {
     }
 
     /// Whether these, together, leave the GPU idle at times, and all of their bytes fit.
-    fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
+    pub(super) fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
         let Some(gpu) = self.gpus.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
             return false;
         };

@@ -62,6 +62,9 @@ impl Dice {
 pub struct Plan {
     pub gpus: GpuSet,
     pub gang: u64,
+    /// Its work and that of all others of this job, where it is not 0, run only together: each spins until the others are
+    /// there, and cannot drain meanwhile.
+    pub job: u64,
     pub user: UserId,
     /// What it counts with others for, and how much that may be.
     pub group: Option<Group>,
@@ -105,6 +108,7 @@ impl Default for Plan {
         Self {
             gpus: gpus([0]),
             gang: 0,
+            job: 0,
             user: UserId(0),
             group: None,
             fullness: None,
@@ -170,6 +174,8 @@ pub struct Model {
     remaining: Duration,
     /// Work is running since then.
     running: Option<Time>,
+    /// Its part of the job's work is on the GPU.
+    submitted: bool,
     idle_since: Time,
     asked: Option<Time>,
     stuck: u32,
@@ -321,6 +327,7 @@ impl World {
             left: plan.phases,
             remaining: Duration::ZERO,
             running: None,
+            submitted: false,
             idle_since: plan.start,
             asked: None,
             stuck: plan.stuck,
@@ -854,6 +861,10 @@ impl World {
                     let reason = StuckReason::NeedsHost;
                     return self.say(id, Event::Stuck { client: id, gpus, reason });
                 }
+                if m.submitted {
+                    m.revoked.extend(gpus.iter().copied());
+                    return self.at(now + LONG, Happening::Lingers(id, gpus));
+                }
                 self.pause(id);
                 let m = self.models.get_mut(&id).unwrap();
                 m.revoked.extend(gpus.iter().copied());
@@ -992,6 +1003,27 @@ impl World {
             && m.revoked.is_empty()
             && m.plan.gpus.is_subset(&m.holds)
         {
+            // Only once all have done something alone the work of each needs the others'.
+            if m.plan.job != 0 && m.left + 1 < m.plan.phases {
+                m.submitted = true;
+                return self.meet(id);
+            }
+            m.running = Some(now);
+            m.epoch += 1;
+            let (end, epoch) = (now + m.remaining, m.epoch);
+            self.at(end, Happening::WorkEnds(id, epoch));
+        }
+    }
+
+    /// Runs the work of a job once all of it is there.
+    fn meet(&mut self, id: ClientId) {
+        let (now, job) = (self.now, self.models[&id].plan.job);
+        let members = || self.models.iter().filter(|(_, m)| m.plan.job == job && m.phase != Phase::Done);
+        if !members().all(|(_, m)| m.submitted) {
+            return;
+        }
+        for id in members().map(|(id, _)| *id).collect::<Vec<_>>() {
+            let m = self.models.get_mut(&id).unwrap();
             m.running = Some(now);
             m.epoch += 1;
             let (end, epoch) = (now + m.remaining, m.epoch);
@@ -1021,6 +1053,11 @@ impl World {
         m.running = None;
         m.phase = Phase::Cpu;
         m.idle_since = now;
+        if std::mem::take(&mut m.submitted) && !m.revoked.is_empty() {
+            let (at, gpus) = (now + m.plan.drain, m.revoked.clone());
+            self.at(at, Happening::Drained(id, gpus));
+        }
+        let m = self.models.get_mut(&id).unwrap();
         m.bursts.last_mut().unwrap().1 = now;
         let cpu = m.plan.cpu;
         self.at(now + cpu, Happening::PhaseBegins(id));
