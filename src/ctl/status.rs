@@ -111,6 +111,14 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     let (capacity, total) = (units::size(gpu.capacity), units::size(gpu.total));
     let _ = writeln!(out, "  memory   {capacity} of {total} for programs: {}", parts.join(", "));
     let _ = writeln!(out, "  demand   {}", units::size(gpu.demand));
+    match (gpu.thrashing, gpu.apart) {
+        (true, true) => out.push_str("  thrashing: programs push each other's memory off this GPU, and take turns for now\n"),
+        (true, false) => out.push_str(
+            "  thrashing: programs push each other's memory off this GPU (to end it: nvsharectl set anti-thrash auto)\n",
+        ),
+        (false, true) => out.push_str("  programs take turns for now: together they thrashed\n"),
+        (false, false) => {}
+    }
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
         .flat_map(|client| client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid).map(move |usage| (client, usage)))
@@ -293,6 +301,8 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "clients": gpu.clients,
         "holders": gpu.holders,
         "queue": gpu.queue,
+        "thrashing": gpu.thrashing,
+        "apart": gpu.apart,
     })
 }
 

@@ -1,5 +1,5 @@
-//! The event trace (`--trace FILE`): one JSON object a line for every move of a lock or of memory, for timelines and
-//! tests. Not a log: it has a fixed form and no words for people.
+//! The event trace (`--trace FILE`): one JSON object a line for every move of a lock or of memory, and what moves over
+//! the link, for timelines and tests. Not a log: it has a fixed form and no words for people.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,7 +7,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::scheduler::{ClientId, GpuId, Time};
+use crate::scheduler::thrash::Sample;
+use crate::scheduler::{ClientId, GpuId, Time, Traffic};
 
 #[derive(Debug)]
 pub struct Trace(File);
@@ -28,6 +29,27 @@ impl Trace {
                 fields.insert("bytes".into(), bytes.into());
             }
         }
+        self.put(&line);
+    }
+
+    /// What was seen to move, with what it is compared with; `null` where it could not be seen.
+    pub fn traffic(&mut self, now: Time, gpu: GpuId, sample: &Sample) {
+        let Traffic { to_gpu, from_gpu, faults } = sample.traffic;
+        self.put(&json!({
+            "ms": now.as_micros() as f64 / 1000.0,
+            "what": "traffic",
+            "gpu": gpu.0.to_string(),
+            "to_gpu": to_gpu,
+            "from_gpu": from_gpu,
+            "faults": faults,
+            "demand": sample.demand,
+            "capacity": sample.capacity,
+            "link": sample.link,
+            "ordered": sample.is_ordered,
+        }));
+    }
+
+    fn put(&mut self, line: &Value) {
         // One write a line, so that a reader who follows the file sees whole lines. A full disk must not stop anybody.
         let _ = self.0.write_all(format!("{line}\n").as_bytes());
     }

@@ -14,6 +14,7 @@ use super::{
     shares::{Class, Party},
     squeeze::Squeeze,
     stays::Staying,
+    thrash::Detector,
     timers::{Timers, Wake},
     together::Fullness,
     usage::Usage,
@@ -105,6 +106,7 @@ pub(super) struct Gpu {
     pub rate_back: u64,
     /// Requests that cannot be served while what is pinned here stays.
     pub shut_out: BTreeSet<Unit>,
+    pub thrash: Detector,
 }
 
 /// A client that is about to create a context.
@@ -219,6 +221,7 @@ impl Machine {
                 Wake::Doubts(gpu) => self.end_doubts(gpu),
                 Wake::Hopes(gpu) => self.hopes_are_late(gpu),
                 Wake::Promises => self.host.reweigh(),
+                Wake::Apart(gpu) => self.look_at_traffic(gpu),
             }
         }
         loop {
@@ -241,6 +244,7 @@ impl Machine {
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
             Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
             Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
+            Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Grouped { groups } => self.grouped(&groups),
@@ -337,6 +341,7 @@ impl Machine {
                 rate: FIRST_RATE,
                 rate_back: RATE_BACK,
                 shut_out: BTreeSet::new(),
+                thrash: Detector::default(),
             })
             .total = total;
         self.touch(id);

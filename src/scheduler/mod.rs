@@ -21,8 +21,10 @@
 //! - `shares`: parts of a GPU's time that rules give; over `usage`, which counts it.
 //! - `squeeze`: room for what the driver takes for itself.
 //! - `stays`: memory that cannot leave its GPU for a while.
+//! - [`thrash`]: tells when clients that run at the same moment push each other's memory off a GPU.
 //! - `timers`: when to look at what again.
 //! - `together`: clients that run at the same moment.
+//! - `traffic`: what follows from memory that is seen to move.
 //! - [`view`]: what status shows.
 
 pub mod api;
@@ -44,8 +46,10 @@ mod settle;
 mod shares;
 mod squeeze;
 mod stays;
+pub mod thrash;
 mod timers;
 mod together;
+mod traffic;
 mod usage;
 pub mod view;
 
