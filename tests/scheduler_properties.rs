@@ -247,11 +247,17 @@ proptest! {
     /// Whatever is seen to move, and whoever is kept apart for it, everybody finishes, also where settings change.
     #[test]
     fn thrashing_keeps_nobody_waiting_for_ever(
-        seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..9000), 0..4), gpus in 1u64..4,
+        seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..9000), 0..4), gpus in 1u64..3,
         clients in 2u64..10, unruly in unruly(),
     ) {
         let unruly = Unruly { managed: true, ..unruly };
-        let mut world = world(seed, AntiThrash::Off, ms(500), gpus, clients, unruly);
+        let mut world = world(seed, AntiThrash::Off, ms(500), gpus, 0, unruly);
+        for _ in 0..clients {
+            let plan = plan(&mut world.rng, gpus, unruly);
+            // Together they need more than there is, and run for long enough to be seen.
+            let engine = if world.rng.one_in(4) { plan.engine } else { Engine::Managed };
+            world.add(Plan { engine, gpu: plan.gpu * 5, ..plan });
+        }
         world.watch_traffic();
         let bound = bound(&world, ms(3000)) + Duration::from_secs(30);
         for (mode, quantum, after) in changes {

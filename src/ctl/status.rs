@@ -447,4 +447,16 @@ GPU 0  NVIDIA H200  GPU-1
         assert!(coloured.contains("\x1b[32m"), "{coloured}");
         assert!(!coloured.contains("c.py"), "lines are cut: {coloured}");
     }
+
+    #[test]
+    fn it_says_that_programs_thrash_and_that_they_take_turns_for_it() {
+        let of = |thrashing, apart| {
+            let gpus = vec![Gpu { thrashing, apart, ..Gpu::default() }];
+            text(&Status { gpus, ..Status::default() }, Style::default())
+        };
+        assert!(of(true, false).contains("thrashing: ") && of(true, false).contains("nvsharectl set anti-thrash auto"));
+        assert!(of(true, true).contains("thrashing: ") && of(true, true).contains("take turns for now"));
+        assert!(of(false, true).contains("take turns for now"));
+        assert!(!of(false, false).contains("turns"));
+    }
 }

@@ -18,10 +18,25 @@ impl Trace {
         File::create(path).map(Self)
     }
 
-    /// `ms` is `CLOCK_MONOTONIC`, so that it can be laid beside what programs measured themselves.
     pub fn write(&mut self, now: Time, client: ClientId, pid: i32, gpu: Option<GpuId>, what: &str, bytes: Option<u64>) {
-        let mut line = json!({ "ms": now.as_micros() as f64 / 1000.0, "client": client.0, "pid": pid, "what": what });
+        self.put(now, json!({ "client": client.0, "pid": pid, "what": what }), gpu, bytes);
+    }
+
+    /// What was seen to move, with what it is compared with; `null` where it could not be seen. It is no client's.
+    pub fn traffic(&mut self, now: Time, gpu: GpuId, sample: &Sample) {
+        let Traffic { to_gpu, from_gpu, faults } = sample.traffic;
+        let Sample { demand, capacity, link, is_ordered, .. } = *sample;
+        let line = json!({
+            "client": 0, "pid": 0, "what": "traffic", "to_gpu": to_gpu, "from_gpu": from_gpu, "faults": faults,
+            "demand": demand, "capacity": capacity, "link": link, "ordered": is_ordered,
+        });
+        self.put(now, line, Some(gpu), None);
+    }
+
+    /// The time is `CLOCK_MONOTONIC`, so that it can be laid beside what programs measured themselves.
+    fn put(&mut self, now: Time, mut line: Value, gpu: Option<GpuId>, bytes: Option<u64>) {
         if let Value::Object(fields) = &mut line {
+            fields.insert("ms".into(), (now.as_micros() as f64 / 1000.0).into());
             if let Some(gpu) = gpu {
                 fields.insert("gpu".into(), gpu.0.to_string().into());
             }
@@ -29,27 +44,6 @@ impl Trace {
                 fields.insert("bytes".into(), bytes.into());
             }
         }
-        self.put(&line);
-    }
-
-    /// What was seen to move, with what it is compared with; `null` where it could not be seen.
-    pub fn traffic(&mut self, now: Time, gpu: GpuId, sample: &Sample) {
-        let Traffic { to_gpu, from_gpu, faults } = sample.traffic;
-        self.put(&json!({
-            "ms": now.as_micros() as f64 / 1000.0,
-            "what": "traffic",
-            "gpu": gpu.0.to_string(),
-            "to_gpu": to_gpu,
-            "from_gpu": from_gpu,
-            "faults": faults,
-            "demand": sample.demand,
-            "capacity": sample.capacity,
-            "link": sample.link,
-            "ordered": sample.is_ordered,
-        }));
-    }
-
-    fn put(&mut self, line: &Value) {
         // One write a line, so that a reader who follows the file sees whole lines. A full disk must not stop anybody.
         let _ = self.0.write_all(format!("{line}\n").as_bytes());
     }

@@ -31,18 +31,14 @@ impl Hub {
         self.thrashing.subscribe()
     }
 
-    /// Whether `ask_about_traffic` can have something to ask, without anything more being granted.
+    /// Whether `ask_about_traffic` can come to have something to ask without anything more being granted.
     pub fn may_be_crowded(&self) -> bool {
-        let least = if self.trace.is_some() { 1 } else { 2 };
-        self.machine.gpus().iter().any(|gpu| gpu.thrashes || gpu.holders.len() >= least)
+        self.machine.gpus().iter().any(|gpu| gpu.thrashes || gpu.holders.len() > 1)
     }
 
-    /// Asks for what moves now on GPUs of which the machine wants to know it; with a trace, wherever somebody runs.
+    /// Asks for what moves now on GPUs of which the machine wants to know it.
     pub fn ask_about_traffic(&self) {
-        let mut gpus = self.machine.watched();
-        if self.trace.is_some() {
-            gpus.extend(self.machine.gpus().iter().filter(|gpu| !gpu.holders.is_empty()).map(|gpu| gpu.gpu));
-        }
+        let gpus = self.machine.watched();
         if !gpus.is_empty() {
             self.ask_nvml(Ask::Traffic(gpus));
         }
