@@ -19,7 +19,15 @@ fn at(seconds: f64) -> Duration {
 fn sample(seconds: f64, to_gpu: f64, from_gpu: f64, faults: Option<u64>) -> Sample {
     let bytes = |gib: f64| Some((gib * GIB as f64) as u64);
     let traffic = Traffic { to_gpu: bytes(to_gpu), from_gpu: bytes(from_gpu), faults };
-    Sample { at: at(seconds), traffic, demand: 200 * GIB, capacity: 138 * GIB, link: LINK, is_ordered: false }
+    Sample {
+        at: at(seconds),
+        traffic,
+        demand: 200 * GIB,
+        capacity: 138 * GIB,
+        link: LINK,
+        is_ordered: false,
+        can_be_ended: true,
+    }
 }
 
 /// When each sample changed something, in whole seconds.
@@ -195,9 +203,19 @@ fn it_does_not_flap_for_an_hour() {
 
 #[test]
 fn programs_that_did_well_together_for_long_are_kept_apart_for_a_minute_again() {
-    let began = an_hour_in_turns(|s| s < 100 || s > 2000);
+    let began = an_hour_in_turns(|s| !(100..=2000).contains(&s));
     let late = began.iter().position(|s| *s > 2000).expect("it begins again");
     assert!((60..70).contains(&(began[late + 1] - began[late])), "{began:?}");
+}
+
+#[test]
+fn where_nobody_is_kept_apart_the_while_does_not_grow() {
+    let mut detector = Detector::default();
+    for s in 0..3600 {
+        let busy = if s % 20 < 10 { 6.0 } else { 0.0 };
+        detector.sample(&Sample { can_be_ended: false, ..sample(f64::from(s), busy, busy, None) });
+    }
+    assert!(!detector.keeps_apart(at(3600.0 + 60.0)), "it began and ended 180 times");
 }
 
 #[test]
@@ -262,6 +280,7 @@ fn read(path: &Path) -> Trace {
             capacity: number("capacity").expect("a capacity"),
             link,
             is_ordered: number("ordered") == Some(1),
+            can_be_ended: false,
         });
     }
     trace

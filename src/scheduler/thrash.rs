@@ -50,6 +50,8 @@ pub struct Sample {
     pub link: u64,
     /// The scheduler has memory moved there now.
     pub is_ordered: bool,
+    /// Who is kept apart there takes turns; else nobody is, and it goes on.
+    pub can_be_ended: bool,
 }
 
 /// What there is to say.
@@ -143,7 +145,7 @@ impl Detector {
             false => self.score.saturating_sub(stands_for),
         };
         match self.thrashes {
-            false if self.score == SUSTAINED => Some(self.begins(sample.at)),
+            false if self.score == SUSTAINED => Some(self.begins(sample)),
             true if self.score.is_zero() => Some(self.ends()),
             _ => None,
         }
@@ -155,11 +157,12 @@ impl Detector {
         is_silent.then(|| self.ends())
     }
 
-    fn begins(&mut self, now: Time) -> Change {
+    fn begins(&mut self, sample: &Sample) -> Change {
         let (first, longest) = APART;
         let soon = self.until.saturating_add(self.apart.max(SOON));
-        self.apart = if self.apart.is_zero() || now >= soon { first } else { (self.apart * 2).min(longest) };
-        self.until = now.saturating_add(self.apart);
+        let is_again = !self.apart.is_zero() && sample.at < soon && sample.can_be_ended;
+        self.apart = if is_again { (self.apart * 2).min(longest) } else { first };
+        self.until = sample.at.saturating_add(self.apart);
         self.thrashes = true;
         Change::Begins
     }

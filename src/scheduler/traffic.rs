@@ -32,6 +32,7 @@ impl Machine {
             capacity: gpu.capacity(&self.settings),
             link: gpu.rate_back,
             is_ordered: self.has_memory_moved(id),
+            can_be_ended: self.settings.anti_thrash == AntiThrash::Auto,
         })
     }
 
