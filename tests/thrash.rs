@@ -138,10 +138,12 @@ fn who_learns_nothing_more_claims_nothing_more() {
 }
 
 #[test]
-fn a_sample_says_nothing_of_the_time_before_it() {
-    // One in each half minute, and each of them looks like it.
-    let found = changes((0..4).map(|n| sample(f64::from(n) * 30.0, 6.0, 6.0, None)));
-    assert_eq!(found, [(60, Change::Begins)], "two seconds each, and not thirty");
+fn when_nobody_looked_there_was_nothing_to_see() {
+    let found = changes((0..100).map(|n| sample(f64::from(n) * 5.0, 6.0, 6.0, None)));
+    assert_eq!(found, [], "each stands for itself");
+    // For two seconds they are together, and then there is nothing to watch for a while.
+    let found = changes((0..100).map(|n| sample(f64::from(n / 3) * 9.0 + f64::from(n % 3), 6.0, 6.0, None)));
+    assert_eq!(found, []);
 }
 
 #[test]

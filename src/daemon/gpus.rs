@@ -1,5 +1,6 @@
 //! NVML, in a thread of its own because its calls can take long: which GPUs and MIG slices there are, how much of their
-//! memory is in use, and (by `traffic`) what moves between them and the host. A host without NVML works too; then GPUs are known from the clients that use them.
+//! memory is in use, and (by `traffic`) what moves between them and the host. A host without NVML works too; then GPUs are
+//! known from the clients that use them.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;

@@ -12,8 +12,9 @@ use std::time::Duration;
 /// For how much longer there must have been signs of it than none before it is said, and none than signs before it is over.
 /// Longer than the scheduler's own largest moves: an H200's memory is exchanged in three seconds.
 const SUSTAINED: Duration = Duration::from_secs(4);
-/// A sample stands for the time since the one before, and for no more than this.
-const STANDS_FOR: Duration = Duration::from_secs(2);
+/// A sample stands for the time since the one before, if that is no longer ago: else nobody looked, since there was nothing
+/// to see.
+const STANDS_FOR: Duration = Duration::from_secs(3);
 /// Who hears nothing that tells for so long claims nothing.
 const SILENCE: Duration = Duration::from_secs(10);
 
@@ -130,7 +131,9 @@ pub struct Detector {
 impl Detector {
     /// Takes a sample. Those from before the last one say nothing.
     pub fn sample(&mut self, sample: &Sample) -> Option<Change> {
-        let stands_for = self.last.map_or(Duration::ZERO, |last| sample.at.saturating_sub(last)).min(STANDS_FOR);
+        let passed = self.last.map_or(Duration::ZERO, |last| sample.at.saturating_sub(last));
+        let stands_for = if passed <= STANDS_FOR { passed } else { Duration::ZERO };
+        self.score = self.score.saturating_sub(passed - stands_for);
         self.last = Some(sample.at.max(self.last.unwrap_or_default()));
         let since = sample.is_ordered.then(|| self.ordered.unwrap_or(sample.at));
         self.ordered = since;
