@@ -34,6 +34,8 @@ pub struct Gpu {
     pub clients: u32,
     pub holders: Vec<u64>,
     pub queue: Vec<u64>,
+    pub thrashing: bool,
+    pub apart: bool,
 }
 
 /// A client.
@@ -104,6 +106,11 @@ pub trait Scheduler {
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn reload(&self) -> zbus::Result<()>;
     fn reset(&self) -> zbus::Result<()>;
+
+    #[zbus(signal)]
+    fn thrashing_began(&self, gpu: String) -> zbus::Result<()>;
+    #[zbus(signal)]
+    fn thrashing_ended(&self, gpu: String) -> zbus::Result<()>;
 
     #[zbus(property)]
     fn time_quantum(&self) -> zbus::Result<u32>;

@@ -70,6 +70,7 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
     });
     Plan {
         gpus: set,
+        job: 0,
         gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
         user: UserId(rng.below(3) as u32),
         group: None,
@@ -279,6 +280,31 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
+    /// Whatever is seen to move, and whoever is kept apart for it, everybody finishes, also where settings change.
+    #[test]
+    fn thrashing_keeps_nobody_waiting_for_ever(
+        seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..9000), 0..4), gpus in 1u64..3,
+        clients in 2u64..10, unruly in unruly(),
+    ) {
+        let unruly = Unruly { managed: true, ..unruly };
+        let mut world = world(seed, AntiThrash::Off, ms(500), gpus, 0, unruly);
+        for _ in 0..clients {
+            let plan = plan(&mut world.rng, gpus, unruly);
+            // Together they need more than there is, and run for long enough to be seen.
+            let engine = if world.rng.one_in(4) { plan.engine } else { Engine::Managed };
+            world.add(Plan { engine, gpu: plan.gpu * 5, ..plan });
+        }
+        world.watch_traffic();
+        let bound = bound(&world, ms(3000)) + Duration::from_secs(30);
+        for (mode, quantum, after) in changes {
+            let at = world.now + ms(after);
+            world.run(at);
+            world.feed(Event::Configure(settings(mode, ms(quantum))));
+        }
+        let done = world.run(bound);
+        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+    }
+
     /// Settings that change in between lose nobody.
     #[test]
     fn settings_change_midway(
@@ -330,6 +356,9 @@ fn event() -> impl Strategy<Value = Event> {
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
         1 => (g(), 0u64..100_000, bytes(), any::<bool>())
             .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, complete }),
+        2 => (g(), [prop::option::of(bytes()), prop::option::of(bytes()), prop::option::of(bytes())]).prop_map(
+            |(gpu, [to_gpu, from_gpu, faults])| Event::Traffic { gpu, traffic: Traffic { to_gpu, from_gpu, faults } },
+        ),
         1 => bytes().prop_map(|bytes| Event::HostMemory { bytes }),
         1 => (g(), prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, bytes)| Event::Contexts { gpu, bytes }),
         3 => (g(), 0u64..20_000, prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, begun, bytes)| {

@@ -1919,6 +1919,6 @@ fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
         let (mut world, clients) = two_jobs(mode, GIB, |_| 0);
         assert!(world.run(Duration::from_secs(300)), "{mode:?}: {:?}", world.machine.gpus());
         let last = clients.iter().map(|client| world.finished(*client)).max().unwrap();
-        assert!(last < Duration::from_secs(60), "{mode:?}: {last:?}");
+        assert!(last < Duration::from_secs(200), "{mode:?}: {last:?}");
     }
 }

@@ -111,6 +111,14 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     let (capacity, total) = (units::size(gpu.capacity), units::size(gpu.total));
     let _ = writeln!(out, "  memory   {capacity} of {total} for programs: {}", parts.join(", "));
     let _ = writeln!(out, "  demand   {}", units::size(gpu.demand));
+    match (gpu.thrashing, gpu.apart) {
+        (true, true) => out.push_str("  thrashing: programs push each other's memory off this GPU, and take turns for now\n"),
+        (true, false) => out.push_str(
+            "  thrashing: programs push each other's memory off this GPU (to end it: nvsharectl set anti-thrash auto)\n",
+        ),
+        (false, true) => out.push_str("  programs take turns for now: together they thrashed\n"),
+        (false, false) => {}
+    }
     let mut rows: Vec<(usize, &Client, &GpuUse)> = clients
         .iter()
         .flat_map(|client| client.gpus.iter().filter(|usage| usage.uuid == gpu.uuid).map(move |usage| (client, usage)))
@@ -299,6 +307,8 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "clients": gpu.clients,
         "holders": gpu.holders,
         "queue": gpu.queue,
+        "thrashing": gpu.thrashing,
+        "apart": gpu.apart,
     })
 }
 
@@ -443,5 +453,17 @@ GPU 0  NVIDIA H200  GPU-1
         let coloured = text(&status, Style { colour: true, width: Some(40) });
         assert!(coloured.contains("\x1b[32m"), "{coloured}");
         assert!(!coloured.contains("c.py"), "lines are cut: {coloured}");
+    }
+
+    #[test]
+    fn it_says_that_programs_thrash_and_that_they_take_turns_for_it() {
+        let of = |thrashing, apart| {
+            let gpus = vec![Gpu { thrashing, apart, ..Gpu::default() }];
+            text(&Status { gpus, ..Status::default() }, Style::default())
+        };
+        assert!(of(true, false).contains("thrashing: ") && of(true, false).contains("nvsharectl set anti-thrash auto"));
+        assert!(of(true, true).contains("thrashing: ") && of(true, true).contains("take turns for now"));
+        assert!(of(false, true).contains("take turns for now"));
+        assert!(!of(false, false).contains("turns"));
     }
 }

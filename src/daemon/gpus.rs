@@ -1,5 +1,6 @@
-//! NVML, in a thread of its own because its calls can take long: which GPUs and MIG slices there are, and how much of
-//! their memory is in use. A host without NVML works too; then GPUs are known from the clients that use them.
+//! NVML, in a thread of its own because its calls can take long: which GPUs and MIG slices there are, how much of their
+//! memory is in use, and (by `traffic`) what moves between them and the host. A host without NVML works too; then GPUs are
+//! known from the clients that use them.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;
@@ -10,18 +11,40 @@ use nvml_wrapper::{Device, Nvml};
 use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::error::SendError;
 use tracing::{debug, info};
 
 use super::socket;
-use crate::scheduler::{GpuId, Time};
+use super::traffic::Meter;
+use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
 
 /// What the loop wants to know.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ask {
-    /// Which GPUs there are.
+    /// Which GPUs there are, and how much memory is in use.
     Scan,
     /// How much memory is in use.
     Sample,
+    /// What moves between those GPUs and the host.
+    Traffic(GpuSet),
+}
+
+/// What was asked since the last answer: requests that piled up while a call took long are one request.
+#[derive(Debug, Default)]
+struct Asked {
+    scan: bool,
+    sample: bool,
+    traffic: GpuSet,
+}
+
+impl Asked {
+    fn add(&mut self, ask: Ask) {
+        match ask {
+            Ask::Scan => (self.scan, self.sample) = (true, true),
+            Ask::Sample => self.sample = true,
+            Ask::Traffic(mut gpus) => self.traffic.append(&mut gpus),
+        }
+    }
 }
 
 /// What NVML says.
@@ -29,6 +52,7 @@ pub enum Ask {
 pub enum Report {
     Gpus(Vec<GpuDescription>),
     Used(Vec<Sample>),
+    Traffic(Vec<(GpuId, Traffic)>),
 }
 
 /// What is in use on a GPU.
@@ -66,28 +90,46 @@ pub fn start(reports: UnboundedSender<Report>) -> Option<mpsc::Sender<Ask>> {
             return None;
         }
     };
-    let (ask, asked) = mpsc::channel();
+    let (ask, requests) = mpsc::channel();
     let _ = ask.send(Ask::Scan);
     let thread = thread::Builder::new().name("nvml".into()).spawn(move || {
-        while let Ok(first) = asked.recv() {
-            // Requests that piled up while a call took long are one request.
-            let mut scan = first == Ask::Scan;
-            while let Ok(next) = asked.try_recv() {
-                scan |= next == Ask::Scan;
-            }
-            let devices = devices(&nvml);
-            if scan {
-                let found = devices.iter().filter_map(describe).collect();
-                if reports.send(Report::Gpus(found)).is_err() {
-                    return;
-                }
-            }
-            if reports.send(Report::Used(devices.iter().filter_map(sample).collect())).is_err() {
+        let mut meter = Meter::default();
+        while let Ok(first) = requests.recv() {
+            let mut asked = Asked::default();
+            asked.add(first);
+            requests.try_iter().for_each(|next| asked.add(next));
+            if answer(&nvml, &asked, &mut meter, &reports).is_err() {
                 return;
             }
         }
     });
     thread.map(|_| ask).map_err(|e| info!("GPUs are known from their clients only: no thread for NVML: {e}")).ok()
+}
+
+/// What takes longest comes last. An error: nobody listens any more.
+fn answer(
+    nvml: &Nvml,
+    asked: &Asked,
+    meter: &mut Meter,
+    reports: &UnboundedSender<Report>,
+) -> Result<(), SendError<Report>> {
+    let devices = devices(nvml);
+    if asked.scan {
+        reports.send(Report::Gpus(devices.iter().filter_map(describe).collect()))?;
+    }
+    if asked.sample {
+        reports.send(Report::Used(devices.iter().filter_map(sample).collect()))?;
+    }
+    if !asked.traffic.is_empty() {
+        let named = devices.iter().filter_map(|(device, ..)| Some((id(device)?, device)));
+        let wanted = named.filter(|(gpu, _)| asked.traffic.contains(gpu));
+        reports.send(Report::Traffic(wanted.map(|(gpu, device)| (gpu, meter.take(gpu, device))).collect()))?;
+    }
+    Ok(())
+}
+
+fn id(device: &Device<'_>) -> Option<GpuId> {
+    parse_uuid(&device.uuid().ok()?).map(GpuId)
 }
 
 /// Every GPU that work can run on: a GPU that is cut into slices is its slices.
@@ -137,7 +179,7 @@ const TRIES: usize = 3;
 
 /// The figures of a GPU are several calls, so they are taken again if the first has changed by the last, a few times.
 fn sample((device, ..): &(Device<'_>, GpuKind, u32)) -> Option<Sample> {
-    let gpu = GpuId(parse_uuid(&device.uuid().ok()?)?);
+    let gpu = id(device)?;
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
     let take = || {
         let begun = socket::now();

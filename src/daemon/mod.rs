@@ -11,7 +11,7 @@
 //! - `lock`: GPU locks for those who ask over D-Bus.
 //! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
 //! - `host`: the host's memory.
-//! - `gpus`: NVML, with `overhead` for what it measures.
+//! - `gpus`: NVML, with `overhead` for what it measures, and `traffic` for what moves, of which `uvm` knows some.
 //! - `bus`: the D-Bus object, in a thread of its own.
 //! - `status`: what `systemctl status` shows.
 //! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace; `journal` and `messages` are the log
@@ -44,6 +44,8 @@ mod socket;
 mod status;
 mod systemd;
 mod trace;
+mod traffic;
+mod uvm;
 
 use std::cell::RefCell;
 use std::fmt;
@@ -275,7 +277,8 @@ async fn serve(
         _ => Bus::System,
     };
     let (holders, following) = watch::channel(Holders::new());
-    let (bus, attempted) = BusServer::start(bus, control_socket, request, watching, following)?;
+    let followed = bus::Followed { settings: watching, holders: following, thrashing: hub.borrow().follow_thrashing() };
+    let (bus, attempted) = BusServer::start(bus, control_socket, request, followed)?;
     spawn_local(follow(hub.clone(), holders));
 
     let (done, mut resumed) = watch::channel(false);
@@ -298,6 +301,7 @@ async fn serve(
     spawn_local(ticks(hub.clone()));
     spawn_local(sample(hub.clone()));
     spawn_local(watch_stopped(hub.clone()));
+    spawn_local(traffic::watch(hub.clone()));
     spawn_local({
         let hub = hub.clone();
         async move {

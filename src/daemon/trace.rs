@@ -1,5 +1,5 @@
-//! The event trace (`--trace FILE`): one JSON object a line for every move of a lock or of memory, for timelines and
-//! tests. Not a log: it has a fixed form and no words for people.
+//! The event trace (`--trace FILE`): one JSON object a line for every move of a lock or of memory, and what moves over
+//! the link, for timelines and tests. Not a log: it has a fixed form and no words for people.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,7 +7,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::scheduler::{ClientId, GpuId, Time};
+use crate::scheduler::thrash::Sample;
+use crate::scheduler::{ClientId, GpuId, Time, Traffic};
 
 #[derive(Debug)]
 pub struct Trace(File);
@@ -17,10 +18,25 @@ impl Trace {
         File::create(path).map(Self)
     }
 
-    /// `ms` is `CLOCK_MONOTONIC`, so that it can be laid beside what programs measured themselves.
     pub fn write(&mut self, now: Time, client: ClientId, pid: i32, gpu: Option<GpuId>, what: &str, bytes: Option<u64>) {
-        let mut line = json!({ "ms": now.as_micros() as f64 / 1000.0, "client": client.0, "pid": pid, "what": what });
+        self.put(now, json!({ "client": client.0, "pid": pid, "what": what }), gpu, bytes);
+    }
+
+    /// What was seen to move, with what it is compared with; `null` where it could not be seen. It is no client's.
+    pub fn traffic(&mut self, now: Time, gpu: GpuId, sample: &Sample) {
+        let Traffic { to_gpu, from_gpu, faults } = sample.traffic;
+        let Sample { demand, capacity, link, is_ordered, .. } = *sample;
+        let line = json!({
+            "client": 0, "pid": 0, "what": "traffic", "to_gpu": to_gpu, "from_gpu": from_gpu, "faults": faults,
+            "demand": demand, "capacity": capacity, "link": link, "ordered": is_ordered,
+        });
+        self.put(now, line, Some(gpu), None);
+    }
+
+    /// The time is `CLOCK_MONOTONIC`, so that it can be laid beside what programs measured themselves.
+    fn put(&mut self, now: Time, mut line: Value, gpu: Option<GpuId>, bytes: Option<u64>) {
         if let Value::Object(fields) = &mut line {
+            fields.insert("ms".into(), (now.as_micros() as f64 / 1000.0).into());
             if let Some(gpu) = gpu {
                 fields.insert("gpu".into(), gpu.0.to_string().into());
             }

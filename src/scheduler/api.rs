@@ -173,6 +173,16 @@ pub struct MemoryReport {
     pub limit_ack: u32,
 }
 
+/// What was seen to move between a GPU and the host; `None` where it could not be seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Traffic {
+    /// Bytes a second.
+    pub to_gpu: Option<u64>,
+    pub from_gpu: Option<u64>,
+    /// Page faults a second that the driver serviced for that GPU.
+    pub faults: Option<u64>,
+}
+
 /// Why none of a client's memory can leave a GPU now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stay {
@@ -228,6 +238,11 @@ pub enum Event {
     Contexts {
         gpu: GpuId,
         bytes: BTreeMap<ClientId, u64>,
+    },
+    /// What moves between a GPU and the host at this moment; see `Machine::watched`.
+    Traffic {
+        gpu: GpuId,
+        traffic: Traffic,
     },
     /// Bytes of host memory that promises to clients may count on, over all GPUs. Until the first such event there is no
     /// bound.
@@ -397,6 +412,13 @@ pub enum Command {
         client: ClientId,
         gpu: GpuId,
         why: Stay,
+    },
+    /// To nobody, for people: from now on those who run on that GPU at the same moment push each other's memory off it
+    /// (`begins`), or do so no longer. They need `demand` bytes together.
+    Thrashing {
+        gpu: GpuId,
+        begins: bool,
+        demand: u64,
     },
     /// To nobody, for people: from now on these GPUs are scheduled around this holder, which cannot drain.
     Undrainable {

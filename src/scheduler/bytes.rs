@@ -144,6 +144,7 @@ impl Machine {
         if self.seat(client, id).is_none() {
             return;
         }
+        self.touch_rivals(self.unit(client));
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         let Some(state) = self.clients.get_mut(&client) else { return };

@@ -24,15 +24,9 @@ pub(super) enum Gang {
     /// As its members call it.
     Named(u64),
     Group(GroupId),
-    /// Nobody said so.
-    Learned(u64),
 }
 
 impl Gang {
-    pub fn is_learned(self) -> bool {
-        matches!(self, Self::Learned(_))
-    }
-
     pub fn named(name: u64) -> Option<Self> {
         (name != 0).then_some(Self::Named(name))
     }
@@ -77,9 +71,11 @@ impl Machine {
         members.flat_map(|client| client.seats.keys().copied()).collect()
     }
 
+    /// What members hold as one of them; a gang of one is none.
     fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
-        members.flat_map(|client| &client.seats).filter_map(|(id, seat)| Some((*id, seat.hold.as_ref()?)))
+        let holds = members.flat_map(|client| &client.seats).filter_map(|(id, seat)| Some((*id, seat.hold.as_ref()?)));
+        holds.filter(move |(_, hold)| hold.unit == Unit::Gang(gang))
     }
 
     /// Whether two gangs are in each other's way, on one GPU of several.
@@ -98,10 +94,8 @@ impl Machine {
             return false;
         }
         let mut others = self.gangs.keys().filter(|other| **other != gang);
-        others.any(|other| {
-            self.holds_of_gang(*other).any(|(_, hold)| hold.unit == Unit::Gang(*other) && !hold.is_aside())
-                && self.are_rivals(gang, *other)
-        })
+        others
+            .any(|other| self.holds_of_gang(*other).any(|(_, hold)| !hold.is_aside()) && self.are_rivals(gang, *other))
     }
 
     /// Whether that GPU is kept for a gang that others ask to go: one of it does not drain yet, and may need another one for
@@ -113,8 +107,7 @@ impl Machine {
                 let seat = self.seat(member, id).filter(|seat| seat.hold.is_none() && seat.grants > 0);
                 seat.is_some_and(|seat| seat.last_run > *since)
             };
-            let drains = |hold: &Hold| hold.revoked.is_some() && !hold.is_aside();
-            self.holds_of_gang(*gang).any(|(_, hold)| drains(hold)) && self.gang_members(*gang).any(has_left)
+            self.holds_of_gang(*gang).any(|(_, hold)| hold.drains()) && self.gang_members(*gang).any(has_left)
         })
     }
 
@@ -125,7 +118,7 @@ impl Machine {
         }
         let holders = self.gpus.get(&id)?.holders.values();
         let holds = holders.filter_map(|client| self.seat(*client, id)?.hold.as_ref());
-        let here: BTreeSet<Gang> = holds.filter_map(|hold| hold.unit.gang()).collect();
+        let here: BTreeSet<Gang> = holds.filter(|hold| !hold.is_aside()).filter_map(|hold| hold.unit.gang()).collect();
         let waiting = self.requests.iter().filter(|(_, request)| request.parked.is_none());
         let rivals = waiting.filter(|(unit, _)| {
             let gang = unit.gang().filter(|gang| !here.contains(gang));
@@ -175,20 +168,32 @@ impl Machine {
         }
     }
 
-    /// A gang has lost something.
+    /// A gang has lost something, or one of it is counted as no holder any more.
     pub(super) fn end_gang_turn(&mut self, unit: Unit) {
-        if let Some(gang) = unit.gang().filter(|gang| self.holds_of_gang(*gang).next().is_none()) {
+        let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_aside());
+        if let Some(gang) = unit.gang().filter(is_over) {
             self.gang_turns.remove(&gang);
         }
     }
 
     /// Since when a gang has had its turn, if its other members go before all who came later: as long as that lasts no
-    /// longer than a turn, and as long as one of it drains, which it may be unable to without them.
+    /// longer than a turn, and for as long again where one of it cannot drain, which may need them for it.
     pub(super) fn goes_on_since(&self, unit: Unit) -> Option<Time> {
         let gang = unit.gang()?;
         let since = *self.gang_turns.get(&gang)?;
-        let drains = || self.holds_of_gang(gang).any(|(_, hold)| hold.revoked.is_some());
-        (self.now.saturating_sub(since) < self.settings.time_quantum || drains()).then_some(since)
+        let had = self.now.saturating_sub(since);
+        let is_stuck = || self.holds_of_gang(gang).any(|(_, hold)| hold.drains() && hold.stuck);
+        let may = match self.holds_of_gang(gang).any(|(_, hold)| hold.drains()) {
+            true => had < self.settings.time_quantum * 2 && is_stuck(),
+            false => had < self.settings.time_quantum,
+        };
+        may.then_some(since)
+    }
+
+    /// Whether one of a gang is about to drain: until it has, none of it is granted anything.
+    pub(super) fn is_about_to_drain(&self, unit: Unit) -> bool {
+        let holds = unit.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
+        holds.into_iter().any(|(_, hold)| hold.drains() && !hold.stuck)
     }
 
     /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
@@ -205,12 +210,16 @@ impl Machine {
         if let Some(gang) = gang {
             self.gangs.entry(gang).or_default().insert(client);
             self.members_are_others(gang);
+            self.touch_rivals(Unit::Gang(gang));
         }
     }
 
     pub(super) fn leave_gang(&mut self, client: ClientId) {
-        let gang = self.clients.get_mut(&client).and_then(|state| state.gang.take());
-        let Some(gang) = gang else { return };
+        let Some(gang) = self.clients.get(&client).and_then(|state| state.gang) else { return };
+        self.touch_rivals(Unit::Gang(gang));
+        if let Some(state) = self.clients.get_mut(&client) {
+            state.gang = None;
+        }
         let members: Option<&mut BTreeSet<ClientId>> = self.gangs.get_mut(&gang);
         if members.is_some_and(|members| members.remove(&client) && members.is_empty()) {
             self.gangs.remove(&gang);
@@ -261,8 +270,7 @@ impl Machine {
     pub(super) fn gang_anew(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.gang));
-        let said = group.map(Gang::Group).or(Gang::named(state.named));
-        let gang = said.or(state.learned.map(Gang::Learned));
+        let gang = group.map(Gang::Group).or(Gang::named(state.named));
         if gang == state.gang {
             return;
         }

@@ -131,6 +131,11 @@ impl Hold {
         self.undrainable && self.revoked.is_some()
     }
 
+    /// Whether it is asked for the lock, and waited for.
+    pub fn drains(&self) -> bool {
+        self.revoked.is_some() && !self.is_aside()
+    }
+
     /// Whether it is counted as no holder: others are admitted beside it, and its bytes stay where they are.
     pub fn is_aside(&self) -> bool {
         self.suspended || self.is_undrainable()
@@ -402,7 +407,7 @@ impl Machine {
     /// Whether it is first in line for all that it wants, and can have it.
     pub(super) fn complete(&self, unit: Unit) -> bool {
         let Some(request) = self.requests.get(&unit) else { return false };
-        if request.gathers.is_some_and(|until| until > self.now) {
+        if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(unit) {
             return false;
         }
         let ids: BTreeSet<GpuId> = request.wants.values().flatten().copied().collect();
@@ -573,7 +578,6 @@ impl Machine {
         self.touch(id);
         self.touch_rivals(hold.unit);
         self.end_gang_turn(hold.unit);
-        self.note_partners(client, &hold);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
             && self.requests.get(&unit).is_some_and(|r| r.parked == Some(Parked::Undrained))
         {

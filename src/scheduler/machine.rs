@@ -14,6 +14,7 @@ use super::{
     shares::{Class, Party},
     squeeze::Squeeze,
     stays::Staying,
+    thrash::Detector,
     timers::{Timers, Wake},
     together::Fullness,
     usage::Usage,
@@ -45,8 +46,6 @@ pub struct Machine {
     pub(super) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
     /// Since when a gang has held something without pause.
     pub(super) gang_turns: BTreeMap<Gang, Time>,
-    /// How often it looked as if two were partners.
-    pub(super) partners: BTreeMap<(ClientId, ClientId), u32>,
     /// Groups with members.
     pub(super) groups: BTreeMap<GroupId, Members>,
     pub(super) timers: Timers,
@@ -109,6 +108,7 @@ pub(super) struct Gpu {
     pub rate_back: u64,
     /// Requests that cannot be served while what is pinned here stays.
     pub shut_out: BTreeSet<Unit>,
+    pub thrash: Detector,
 }
 
 /// A client that is about to create a context.
@@ -134,8 +134,6 @@ pub(super) struct Client {
     pub gang: Option<Gang>,
     /// As it calls its gang; 0: it is in none, unless a rule says so.
     pub named: u64,
-    /// With whom it was seen to run, if with anybody.
-    pub learned: Option<u64>,
     pub user: UserId,
     pub group: Option<GroupId>,
     pub stopped: bool,
@@ -196,7 +194,6 @@ impl Machine {
             requests: BTreeMap::new(),
             gangs: BTreeMap::new(),
             gang_turns: BTreeMap::new(),
-            partners: BTreeMap::new(),
             groups: BTreeMap::new(),
             timers: Timers::default(),
             host: Host::default(),
@@ -229,6 +226,7 @@ impl Machine {
                 Wake::Doubts(gpu) => self.end_doubts(gpu),
                 Wake::Hopes(gpu) => self.hopes_are_late(gpu),
                 Wake::Promises => self.host.reweigh(),
+                Wake::Apart(gpu) => self.look_at_traffic(gpu),
             }
         }
         loop {
@@ -252,6 +250,7 @@ impl Machine {
             Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
             Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
             Event::Contexts { gpu, bytes } => self.contexts(gpu, &bytes),
+            Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Grouped { groups } => self.grouped(&groups),
@@ -348,6 +347,7 @@ impl Machine {
                 rate: FIRST_RATE,
                 rate_back: RATE_BACK,
                 shut_out: BTreeSet::new(),
+                thrash: Detector::default(),
             })
             .total = total;
         self.touch(id);
@@ -362,7 +362,6 @@ impl Machine {
             Client {
                 gang: None,
                 named: gang,
-                learned: None,
                 user,
                 group: None,
                 stopped: false,
@@ -385,7 +384,6 @@ impl Machine {
         }
         self.leave_group(id);
         self.leave_gang(id);
-        self.forget_partner(id);
         self.clients.remove(&id);
         self.timers.set(Wake::Client(id), None);
     }

@@ -16,14 +16,15 @@
 //! - `locks`: requests, the line, grants, revokes, releases.
 //! - `newcomers`: those who are about to create a context.
 //! - `order`: who stands before whom: users first, then their clients.
-//! - `partners`: those who wait for each other and did not say so.
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
 //! - `shares`: parts of a GPU's time that rules give; over `usage`, which counts it.
 //! - `squeeze`: room for what the driver takes for itself.
 //! - `stays`: memory that cannot leave its GPU for a while.
+//! - [`thrash`]: tells when clients that run at the same moment push each other's memory off a GPU.
 //! - `timers`: when to look at what again.
 //! - `together`: clients that run at the same moment.
+//! - `traffic`: what follows from memory that is seen to move.
 //! - [`view`]: what status shows.
 //! - `weigh`: what everybody's limit is to be.
 //! - `wishes`: allocations that wait for a higher limit.
@@ -40,7 +41,6 @@ mod locks;
 mod machine;
 mod newcomers;
 mod order;
-mod partners;
 mod patience;
 mod policy;
 mod promise;
@@ -48,8 +48,10 @@ mod settle;
 mod shares;
 mod squeeze;
 mod stays;
+pub mod thrash;
 mod timers;
 mod together;
+mod traffic;
 mod usage;
 pub mod view;
 mod weigh;

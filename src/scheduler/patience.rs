@@ -76,6 +76,7 @@ impl Machine {
             self.enter(client, id);
             self.touch(id);
         }
+        self.end_gang_turn(self.unit(client));
         if changed && let Some(unit) = waiting {
             if stopped {
                 self.wait_until_it_runs(unit, client);
@@ -197,7 +198,9 @@ impl Machine {
             self.touch(*id);
         }
         self.out.push(Command::Undrainable { client, gpus });
-        self.touch_rivals(self.unit(client));
+        let unit = self.unit(client);
+        self.end_gang_turn(unit);
+        self.touch_rivals(unit);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
             && self.requests.get(&unit).is_some_and(|r| r.parked.is_none())
         {

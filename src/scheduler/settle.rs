@@ -14,6 +14,10 @@ use std::time::Duration;
 /// A holder is told of bytes that it is likely to lose when they are so many more than it was told.
 const PREPARE_STEP: u64 = 256 << 20;
 
+/// A gang that waits for another is looked at again after this: whether the two can run together depends on what is said of
+/// other GPUs.
+const RIVALS_LOOK: Duration = Duration::from_millis(100);
+
 /// Why holders of a GPU are to give its lock back.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pressure {
@@ -75,7 +79,8 @@ impl Machine {
         }
         let attaching = self.answer_attaching(id);
         let turn = self.press(id, &pressure);
-        let next = [attaching, turn, squeezed.next, reclassed].into_iter().flatten().min();
+        let rivals = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + RIVALS_LOOK);
+        let next = [attaching, turn, squeezed.next, reclassed, rivals].into_iter().flatten().min();
         self.timers.set(Wake::Gpu(id), next);
     }
 

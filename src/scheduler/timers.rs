@@ -19,6 +19,8 @@ pub(super) enum Wake {
     Promises,
     /// That client may be asked for its memory again.
     Stay(ClientId, GpuId),
+    /// Clients may be tried together there again, or nothing was seen of that GPU for long.
+    Apart(GpuId),
 }
 
 #[derive(Debug, Default)]

@@ -134,6 +134,9 @@ impl Machine {
         let Some(gpu) = self.gpus.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
             return false;
         };
+        if gpu.thrash.keeps_apart(self.now) {
+            return false;
+        }
         let (mut full, mut need, mut own) = (0u32, 0u64, 0u64);
         for client in clients {
             let Some(seat) = self.seat(client, id) else { return false };

@@ -21,6 +21,10 @@ pub struct GpuView {
     pub waiters: Vec<WaiterView>,
     /// When the turn of a holder ends, if somebody waits for it.
     pub next: Option<Time>,
+    /// Those who run at the same moment push each other's memory off it.
+    pub thrashes: bool,
+    /// They did, and take turns for a while, whoever they are.
+    pub apart: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,6 +151,8 @@ impl Machine {
             holders: holders.collect(),
             waiters,
             next: self.timers.get(super::timers::Wake::Gpu(id)),
+            thrashes: gpu.thrash.thrashes(),
+            apart: self.settings.anti_thrash == AntiThrash::Auto && gpu.thrash.keeps_apart(self.now),
         })
     }
 

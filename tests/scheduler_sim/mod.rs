@@ -208,6 +208,8 @@ enum Happening {
     Read(GpuId, Time),
     /// It is time for a measurement that nobody asked for.
     Sample,
+    /// It is time to say what moves.
+    Traffic,
 }
 
 #[derive(Debug)]
@@ -296,6 +298,11 @@ impl World {
         self.host = Some(bytes);
         self.limited = true;
         self.feed(Event::HostMemory { bytes });
+    }
+
+    /// From now on the machine hears of traffic on every GPU, of which most looks like thrashing.
+    pub fn watch_traffic(&mut self) {
+        self.at(self.now, Happening::Traffic);
     }
 
     /// From now on what clients have is measured: when the machine asks, and every now and then.
@@ -706,6 +713,13 @@ impl World {
                 gpus.into_iter().for_each(|gpu| self.at(self.now, Happening::Read(gpu, self.now)));
                 self.at(self.now + ms(200), Happening::Sample);
             }
+            Happening::Traffic => {
+                for gpu in self.totals.keys().copied().collect::<Vec<_>>() {
+                    let traffic = self.made_up_traffic();
+                    self.feed(Event::Traffic { gpu, traffic });
+                }
+                self.at(self.now + ms(500), Happening::Traffic);
+            }
             Happening::Read(gpu, begun) => {
                 let has = |m: &Model| m.places.get(&gpu).map(|p| p.mapped + p.hidden);
                 let bytes = self.models.iter().filter_map(|(id, m)| Some((*id, has(m)?))).collect();
@@ -718,6 +732,12 @@ impl World {
                 }
             }
         }
+    }
+
+    fn made_up_traffic(&mut self) -> Traffic {
+        let rng = &mut self.rng;
+        let mut often = |most: u64| (!rng.one_in(8)).then(|| rng.below(most));
+        Traffic { to_gpu: often(20 * GIB), from_gpu: often(20 * GIB), faults: often(50_000) }
     }
 
     fn start(&mut self, id: ClientId) {
@@ -876,7 +896,7 @@ impl World {
                     self.at(now + drain, Happening::Drained(id, gpus));
                 }
             }
-            Command::Room { .. } | Command::Measure { .. } => {}
+            Command::Room { .. } | Command::Measure { .. } | Command::Thrashing { .. } => {}
             Command::Waiting { .. } | Command::Probe { .. } | Command::Undrainable { .. } | Command::Stays { .. } => {}
         }
     }
@@ -1150,7 +1170,7 @@ impl World {
 /// The client that is told, if any is.
 pub fn addressee(command: &Command) -> Option<ClientId> {
     match command {
-        Command::Measure { .. } => None,
+        Command::Measure { .. } | Command::Thrashing { .. } => None,
         Command::Attached { client, .. }
         | Command::Limit { client, .. }
         | Command::Denied { client, .. }
@@ -1191,6 +1211,7 @@ fn event_of(event: &Event) -> Option<ClientId> {
         | Event::Contexts { .. }
         | Event::GpuOverhead { .. }
         | Event::Present { .. }
+        | Event::Traffic { .. }
         | Event::HostMemory { .. } => None,
     }
 }

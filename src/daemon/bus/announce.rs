@@ -1,4 +1,4 @@
-//! Announcing changes of properties.
+//! Announcing: changes of properties, and thrashing.
 
 use std::collections::HashMap;
 
@@ -8,23 +8,32 @@ use zbus::names::InterfaceName;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, Variant};
 
-use super::{Shared, seconds};
+use super::object::Object;
+use super::{Followed, Shared, seconds};
 use crate::bus;
+use crate::daemon::hub::Thrashing;
 
-/// Says PropertiesChanged once for every real change, until the connection ends.
+/// Says every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
-    let (mut settings, mut holders) = (shared.settings.clone(), shared.holders.clone());
+    let Followed { mut settings, mut holders, mut thrashing } = shared.followed.clone();
     let mut before = settings.borrow_and_update().clone();
     let mut held = holders.borrow_and_update().clone();
+    let mut thrashed = thrashing.borrow_and_update().clone();
     loop {
         let heard = tokio::select! {
             () = connection.closed() => return,
             heard = settings.changed() => heard,
             heard = holders.changed() => heard,
+            heard = thrashing.changed() => heard,
         };
         if heard.is_err() {
             return connection.closed().await;
         }
+        let thrashes = thrashing.borrow_and_update().clone();
+        if let Err(e) = announce_thrashing(connection, &thrashed, &thrashes).await {
+            debug!("cannot announce thrashing: {e}");
+        }
+        thrashed = thrashes;
         let now = settings.borrow_and_update().clone();
         let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
         let holds = holders.borrow_and_update().clone();
@@ -54,4 +63,15 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             debug!("cannot announce a change: {e}");
         }
     }
+}
+
+async fn announce_thrashing(connection: &Connection, before: &Thrashing, now: &Thrashing) -> zbus::Result<()> {
+    let emitter = SignalEmitter::new(connection, bus::PATH)?;
+    for gpu in now.difference(before) {
+        Object::thrashing_began(&emitter, gpu).await?;
+    }
+    for gpu in before.difference(now) {
+        Object::thrashing_ended(&emitter, gpu).await?;
+    }
+    Ok(())
 }

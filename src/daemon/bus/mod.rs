@@ -3,7 +3,7 @@
 //!
 //! - `connections`: the bus and the control socket.
 //! - `object`: the methods and properties; `served` is how they are reached, `failure` how they fail, `rules` how rules look.
-//! - `announce`: PropertiesChanged.
+//! - `announce`: PropertiesChanged, and the signals.
 //! - `callers`: who calls, and what they may do; `authority` is polkit, which knows that of other users than root.
 
 mod announce;
@@ -25,7 +25,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::debug;
 
-use super::hub::ClientView;
+use super::hub::{ClientView, Thrashing};
 use super::lock::Wish;
 use super::rules::Addition;
 use crate::bus::{self, Error};
@@ -84,15 +84,14 @@ impl BusServer {
         bus: Bus,
         control: Option<OwnedFd>,
         requests: mpsc::UnboundedSender<Request>,
-        settings: watch::Receiver<Settings>,
-        holders: watch::Receiver<Holders>,
+        followed: Followed,
     ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
         let (attempted, first) = oneshot::channel();
         let (stop, asked) = oneshot::channel();
         let (done, stopped) = blocking::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         thread::Builder::new().name("dbus".into()).spawn(move || {
-            let shared = Shared { requests, settings, holders };
+            let shared = Shared { requests, followed };
             LocalSet::new().block_on(&runtime, async {
                 if let Some(control) = control {
                     spawn_local(serve_peers(control, shared.clone()));
@@ -123,11 +122,18 @@ pub enum Bus {
     Address(String),
 }
 
+/// What the loop has to say unasked.
+#[derive(Debug, Clone)]
+pub struct Followed {
+    pub settings: watch::Receiver<Settings>,
+    pub holders: watch::Receiver<Holders>,
+    pub thrashing: watch::Receiver<Thrashing>,
+}
+
 #[derive(Debug, Clone)]
 struct Shared {
     requests: mpsc::UnboundedSender<Request>,
-    settings: watch::Receiver<Settings>,
-    holders: watch::Receiver<Holders>,
+    followed: Followed,
 }
 
 fn seconds(duration: Duration) -> u32 {

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::sync::oneshot;
 use zbus::message::Header;
+use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedVariant};
 
 use super::callers::Callers;
@@ -107,10 +108,16 @@ impl Object {
         Ok(self.ask(Request::Reset).await?.map_err(Error::InvalidConfiguration)?)
     }
 
+    #[zbus(signal)]
+    pub async fn thrashing_began(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
+
+    #[zbus(signal)]
+    pub async fn thrashing_ended(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
+
     // `Served` announces changes, by the loop's word that they happened; the macro would announce every call.
     #[zbus(property(emits_changed_signal = "false"))]
     fn time_quantum(&self) -> u32 {
-        seconds(self.shared.settings.borrow().time_quantum)
+        seconds(self.shared.followed.settings.borrow().time_quantum)
     }
 
     #[zbus(property)]
@@ -126,7 +133,7 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn max_wait(&self) -> u32 {
-        seconds(self.shared.settings.borrow().max_wait)
+        seconds(self.shared.followed.settings.borrow().max_wait)
     }
 
     #[zbus(property)]
@@ -142,7 +149,7 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn anti_thrash(&self) -> String {
-        bus::anti_thrash_name(self.shared.settings.borrow().anti_thrash).into()
+        bus::anti_thrash_name(self.shared.followed.settings.borrow().anti_thrash).into()
     }
 
     #[zbus(property)]
@@ -158,7 +165,7 @@ impl Object {
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn holders(&self) -> Holders {
-        self.shared.holders.borrow().clone()
+        self.shared.followed.holders.borrow().clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]

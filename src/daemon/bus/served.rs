@@ -120,8 +120,9 @@ mod tests {
 
     use super::*;
     use crate::daemon::bus::callers::Callers;
-    use crate::daemon::bus::{Holders, Shared};
+    use crate::daemon::bus::{Followed, Holders, Shared};
     use crate::daemon::config;
+    use crate::daemon::hub::Thrashing;
 
     /// XML without comments and blank lines, one element a line.
     fn bare(xml: &str) -> Vec<String> {
@@ -140,8 +141,9 @@ mod tests {
         let (requests, _) = mpsc::unbounded_channel();
         let (_, settings) = watch::channel(config::Config::default().settings);
         let (_, holders) = watch::channel(Holders::new());
-        let object =
-            Object { shared: Shared { requests, settings, holders }, callers: Callers::Peer { uid: 0, pid: 0 } };
+        let (_, thrashing) = watch::channel(Thrashing::new());
+        let followed = Followed { settings, holders, thrashing };
+        let object = Object { shared: Shared { requests, followed }, callers: Callers::Peer { uid: 0, pid: 0 } };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
         // Changes of these are announced by `announce`, which the macro does not know.

@@ -69,6 +69,7 @@ impl Hub {
         match report {
             Report::Gpus(found) => self.gpus_found(found),
             Report::Used(used) => used.iter().for_each(|sample| self.measure(sample, None)),
+            Report::Traffic(seen) => self.traffic_seen(seen, socket::now()),
         }
     }
 

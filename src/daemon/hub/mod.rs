@@ -6,6 +6,7 @@
 //! - `measure`: what NVML and the host say of memory.
 //! - `notes`: what is remembered for people, and logged.
 //! - `rules`: who has which rule.
+//! - `traffic`: what moves between GPUs and the host, and who hears of thrashing.
 //! - `views`: what people see.
 
 mod clients;
@@ -13,6 +14,7 @@ mod measure;
 mod notes;
 mod rules;
 mod sharing;
+mod traffic;
 mod views;
 
 use std::cell::Cell;
@@ -29,6 +31,7 @@ use nvshare_wire::{SchedulerMessage, version};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info};
 
+pub use traffic::Thrashing;
 pub use views::{ClientView, printable};
 
 use super::clients::Link;
@@ -80,6 +83,8 @@ pub struct Hub {
     /// The log has said that clients are believed.
     believed: bool,
     settings: watch::Sender<Settings>,
+    thrashing: watch::Sender<Thrashing>,
+    noted: BTreeMap<GpuId, traffic::Noted>,
     pub signals: Rc<Signals>,
 }
 
@@ -92,6 +97,8 @@ pub struct Signals {
     pub turns: Notify,
     /// The same, for those who follow it on D-Bus.
     pub holders: Notify,
+    /// Somebody has a lock, or another one.
+    pub grants: Notify,
     /// A client did something.
     pub activity: Notify,
     pub last_activity: Cell<Time>,
@@ -190,6 +197,8 @@ impl Hub {
             nvml: None,
             believed: false,
             settings,
+            thrashing: watch::Sender::default(),
+            noted: BTreeMap::new(),
             signals: Rc::default(),
         })
     }
@@ -303,7 +312,7 @@ impl Hub {
                 return Some(Event::Stopped { client, stopped });
             }
             Command::Measure { gpu } => return self.measure_anew(gpu, now),
-            Command::Undrainable { .. } | Command::Stays { .. } => return None,
+            Command::Undrainable { .. } | Command::Stays { .. } | Command::Thrashing { .. } => return None,
         };
         self.send(client, message);
         None

@@ -21,6 +21,9 @@ impl Hub {
             self.signals.turns.notify_one();
             self.signals.holders.notify_one();
         }
+        if let Held { .. } = event {
+            self.signals.grants.notify_one();
+        }
         match event {
             Event::Requested { client, gpus } => self.trace_all(now, *client, gpus, "request"),
             Event::Cancelled { client, gpus } => {
@@ -101,6 +104,7 @@ impl Hub {
             }
             Command::Grant { client, gpus } => {
                 self.signals.holders.notify_one();
+                self.signals.grants.notify_one();
                 debug!(client = client.0, ?gpus, "grant");
                 self.trace_all(now, *client, gpus, "grant");
             }
@@ -160,6 +164,7 @@ impl Hub {
                     "{name} waits with its context: beside it, a program that has nearly all of the GPU could not run"
                 );
             }
+            Command::Thrashing { gpu, begins, demand } => self.note_thrashing(*gpu, *begins, *demand, now),
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
             Command::Attached { .. } | Command::Probe { .. } | Command::Measure { .. } => {}
         }

@@ -129,6 +129,8 @@ impl Hub {
                 clients: seats().count() as u32,
                 holders: seen.holders.iter().map(|holder| holder.client.0).collect(),
                 queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
+                thrashing: seen.thrashes,
+                apart: seen.apart,
             })
         };
         self.machine.gpus().into_iter().filter_map(view).collect()

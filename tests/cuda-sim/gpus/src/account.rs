@@ -1,9 +1,10 @@
 //! Who has how many bytes of which GPU. One small file a process; its bytes count as long as the process lives.
 
 use crate::{
-    Config, MAX_GPUS,
+    Config, EngineKind, MAX_GPUS,
     fork::close_in_child,
     lock::{LockFile, flock, open_shared},
+    traffic,
 };
 use std::{
     fs::{self, File},
@@ -150,6 +151,8 @@ impl Account {
         if missing > managed {
             return false;
         }
+        // Takes no time, but is seen to move.
+        traffic::add(gpu, EngineKind::Out, missing);
         for other in &others {
             let loss = missing.min(other.gpus[gpu].managed);
             if loss > 0 && set_managed(&other.path, gpu, other.gpus[gpu].managed - loss).is_ok() {

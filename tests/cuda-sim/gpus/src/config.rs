@@ -28,6 +28,8 @@ pub struct Config {
     pub pageable_bandwidth: u64,
     /// `CUDA_SIM_FAULT_BANDWIDTH`: managed memory that a kernel faults in.
     pub fault_bandwidth: u64,
+    /// `CUDA_SIM_PCIE_LANES`: what NVML says of the link, which is of the first generation; nothing with 0.
+    pub pcie_lanes: u32,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
     /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
@@ -54,6 +56,7 @@ impl Config {
             link_bandwidth: link_bandwidth.max(1),
             pageable_bandwidth: size("CUDA_SIM_PAGEABLE_BANDWIDTH", link_bandwidth / 3).max(1),
             fault_bandwidth: size("CUDA_SIM_FAULT_BANDWIDTH", link_bandwidth / 4).max(1),
+            pcie_lanes: size("CUDA_SIM_PCIE_LANES", 0) as u32,
             vmm: size("CUDA_SIM_VMM", 1) != 0,
             driver: size("CUDA_SIM_DRIVER", 13000) as i32,
             fail: env::var("CUDA_SIM_FAIL").map(|text| failures(&text)).unwrap_or_default(),

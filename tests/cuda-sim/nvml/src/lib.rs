@@ -4,8 +4,12 @@
 // The symbols are called from C, and checked pointers are the API's contract; tests call them from Rust as well.
 #![allow(clippy::not_unsafe_ptr_arg_deref)]
 
-use cuda_sim_gpus::{Config, account};
-use std::ffi::{CStr, c_char};
+use cuda_sim_gpus::{Config, account, traffic};
+use std::{
+    ffi::{CStr, c_char},
+    thread,
+    time::Duration,
+};
 
 /// A `nvmlReturn_t` that is not success.
 #[derive(Clone, Copy, Debug)]
@@ -155,6 +159,30 @@ fn pci(handle: usize) -> Result<Pci, Error> {
     Ok(info)
 }
 
+/// How long traffic is counted for, as NVML does.
+const COUNTED: Duration = Duration::from_millis(20);
+
+/// Kilobytes a second, from a GPU or to it.
+fn throughput(handle: usize, counter: u32) -> Result<u32, Error> {
+    let gpu = gpu(handle)?;
+    let way = match counter {
+        0 => 1, // what it transmits
+        1 => 0,
+        _ => return Err(INVALID_ARGUMENT),
+    };
+    let before = traffic::moved(gpu)[way];
+    thread::sleep(COUNTED);
+    let bytes = traffic::moved(gpu)[way].saturating_sub(before);
+    Ok(u32::try_from(u128::from(bytes) / COUNTED.as_millis()).unwrap_or(u32::MAX))
+}
+
+/// What the link is, where that is to be said.
+fn link(handle: usize, value: impl Fn(u32) -> u32) -> Result<u32, Error> {
+    gpu(handle)?;
+    let lanes = Config::get().pcie_lanes;
+    if lanes > 0 { Ok(value(lanes)) } else { Err(NOT_SUPPORTED) }
+}
+
 fn driver_version() -> &'static str {
     // The first of the branch that speaks this CUDA version, as far as it matters here.
     match Config::get().driver {
@@ -266,6 +294,9 @@ exports! {
         out(major, 9)?;
         out(minor, 0)
     }
+    nvmlDeviceGetPcieThroughput(handle: usize, counter: u32, rate: *mut u32) { out(rate, throughput(handle, counter)?) }
+    nvmlDeviceGetMaxPcieLinkGeneration(handle: usize, generation: *mut u32) { out(generation, link(handle, |_| 1)?) }
+    nvmlDeviceGetMaxPcieLinkWidth(handle: usize, lanes: *mut u32) { out(lanes, link(handle, |lanes| lanes)?) }
     nvmlEventSetCreate(_set: *mut usize) { Err(NOT_SUPPORTED) }
     nvmlDeviceGetSupportedEventTypes(handle: usize, types: *mut u64) {
         gpu(handle)?;

@@ -1,0 +1,92 @@
+//! What follows from memory that is seen to move between a GPU and the host. Whether it is thrashing, `thrash` says; here
+//! is what that is told, and whom it keeps apart.
+//!
+//! Engine `swap` cannot thrash: what does not fit together is not granted together. Managed memory can, where the
+//! administrator has everybody run (`off`), and for as long as one that cannot drain runs beside others.
+
+use super::{
+    api::*,
+    machine::{Machine, Seat},
+    thrash::{Change, Sample},
+    timers::Wake,
+};
+
+/// A client maps nothing for an allowance that is too small for its next chunk, of up to so many bytes.
+const CHUNK: u64 = 64 << 20;
+
+impl Machine {
+    /// The GPUs of which `Event::Traffic` is wanted, every second or so.
+    pub fn watched(&self) -> GpuSet {
+        let is_watched =
+            |id: &GpuId| self.gpus.get(id).is_some_and(|gpu| gpu.thrash.thrashes() || self.is_crowded(*id));
+        self.gpus.keys().copied().filter(is_watched).collect()
+    }
+
+    /// What a sample of a GPU would be taken to mean now.
+    pub fn sample(&self, id: GpuId, traffic: Traffic) -> Option<Sample> {
+        let gpu = self.gpus.get(&id)?;
+        Some(Sample {
+            at: self.now,
+            traffic,
+            demand: self.demand_together(id),
+            capacity: gpu.capacity(&self.settings),
+            link: gpu.rate_back,
+            is_ordered: self.has_memory_moved(id),
+            can_be_ended: self.settings.anti_thrash == AntiThrash::Auto,
+        })
+    }
+
+    pub(super) fn traffic(&mut self, id: GpuId, traffic: Traffic) {
+        let Some(sample) = self.sample(id, traffic) else { return };
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let change = gpu.thrash.sample(&sample);
+        self.thrashing(id, change);
+    }
+
+    pub(super) fn look_at_traffic(&mut self, id: GpuId) {
+        let now = self.now;
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let change = gpu.thrash.look(now);
+        self.thrashing(id, change);
+        self.touch(id); // perhaps they may run together again
+    }
+
+    fn thrashing(&mut self, id: GpuId, change: Option<Change>) {
+        let deadline = self.gpus.get(&id).and_then(|gpu| gpu.thrash.deadline(self.now));
+        self.timers.set(Wake::Apart(id), deadline);
+        if let Some(change) = change {
+            let demand = self.demand_together(id);
+            self.out.push(Command::Thrashing { gpu: id, begins: change == Change::Begins, demand });
+            self.touch(id);
+        }
+    }
+
+    fn is_crowded(&self, id: GpuId) -> bool {
+        self.gpus.get(&id).is_some_and(|gpu| self.demand_together(id) > gpu.capacity(&self.settings))
+    }
+
+    /// Bytes that those need together who run at the same moment; 0 where nobody runs beside another, or nobody's pages can
+    /// fault.
+    fn demand_together(&self, id: GpuId) -> u64 {
+        let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
+        let runs = |seat: &&Seat| seat.hold.as_ref().is_some_and(|hold| !hold.suspended);
+        let seats: Vec<&Seat> = holders.filter_map(|client| self.seat(*client, id)).filter(runs).collect();
+        let can_fault = seats.iter().any(|seat| seat.engine == Engine::Managed);
+        if seats.len() < 2 || !(can_fault || self.settings.anti_thrash == AntiThrash::Off) {
+            return 0;
+        }
+        seats.iter().fold(0, |sum, seat| sum.saturating_add(seat.account.report.demand))
+    }
+
+    /// Whether memory is on its way there, out or in, because clients were told so.
+    fn has_memory_moved(&self, id: GpuId) -> bool {
+        let Some(gpu) = self.gpus.get(&id) else { return false };
+        let comes = |client: &ClientId| {
+            let Some((state, seat)) = self.clients.get(client).zip(self.seat(*client, id)) else { return false };
+            let MemoryReport { demand, mapped, .. } = seat.account.report;
+            let lacking = seat.account.allowance.min(demand).saturating_sub(mapped);
+            lacking >= CHUNK && state.stays(id).is_none()
+        };
+        gpu.bank.coming > 0 || gpu.seats.iter().any(comes)
+    }
+}
