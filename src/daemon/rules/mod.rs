@@ -15,8 +15,7 @@ use std::path::PathBuf;
 
 pub use added::{Added, Addition};
 pub use matching::Instance;
-pub use parse::RawRule;
-pub(super) use parse::read;
+pub use parse::{RawRule, read};
 
 use crate::scheduler::{MemoryMax, Terms};
 
