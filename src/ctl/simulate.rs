@@ -78,7 +78,8 @@ fn gpus(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// How long the programs of each job took on average, and how often as long as alone.
+/// How long the programs of each job took on average, and how often as long as alone; where none has ended, how much of the GPU
+/// time that all programs had was theirs.
 fn jobs(report: &Report) -> Vec<String> {
     let policies = report.policies.iter().map(|figures| figures.policy.to_uppercase());
     let names: Vec<String> = ["JOB".to_owned(), "ALONE".to_owned()].into_iter().chain(policies).collect();
@@ -87,6 +88,10 @@ fn jobs(report: &Report) -> Vec<String> {
         let cell = |figures: &Figures| match figures.jobs.get(at) {
             Some(JobFigures { completion: Some(mean), slowdown: Some(slowdown), .. }) => {
                 format!("{} ×{slowdown:.2}", units::duration(*mean))
+            }
+            Some(JobFigures { had, .. }) if !had.is_zero() => {
+                let all: Duration = figures.jobs.iter().map(|job| job.had).sum();
+                format!("{:.1}%", had.as_secs_f64() / all.as_secs_f64() * 100.0)
             }
             _ => "-".to_owned(),
         };

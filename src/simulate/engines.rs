@@ -43,7 +43,7 @@ impl Work {
 
     /// Up to that moment.
     fn advance(&mut self, now: Time) {
-        let Some(since) = self.since.replace(now) else { return };
+        let Some(since) = self.since.as_mut().map(|since| std::mem::replace(since, now)) else { return };
         let done = (now.saturating_sub(since).as_nanos() as f64 * self.rate).min(self.left);
         self.left -= done;
         self.done += done;
@@ -55,9 +55,13 @@ impl Engines {
         Self { gpus: vec![Engine::default(); gpus], programs }
     }
 
-    /// GPU time that the program has had, of each of its GPUs.
-    pub fn had(&self, program: usize) -> Duration {
-        nanos(self.programs.get(program).map_or(0.0, |work| work.done))
+    /// GPU time that each program has had until now, of each of its GPUs.
+    pub fn had(&mut self, now: Time) -> Vec<Duration> {
+        let had = |work: &mut Work| {
+            work.advance(now);
+            nanos(work.done)
+        };
+        self.programs.iter_mut().map(had).collect()
     }
 
     pub fn runs(&self, program: usize) -> bool {
@@ -170,7 +174,7 @@ mod tests {
                 && engines.done(program, number, at, &mut queue)
             {
                 ends[program] = (at.as_secs_f64() * 1e6).round() / 1e6;
-                assert_eq!(engines.had(program).as_secs(), programs[program].2);
+                assert_eq!(engines.had(at)[program].as_secs(), programs[program].2);
             }
         }
         ends

@@ -77,8 +77,11 @@ impl World {
     pub fn play(mut self) -> Outcome {
         while self.left > 0 {
             let next = self.around.queue.next().into_iter().chain(self.machine.deadline()).min();
-            let Some(next) = next.filter(|next| *next <= self.until) else { break };
-            self.around.now = self.around.now.max(next);
+            let Some(next) = next else { break };
+            self.around.now = self.around.now.max(next.min(self.until));
+            if next > self.until {
+                break;
+            }
             match self.around.queue.pop(self.around.now) {
                 Some(Next::ToMachine(event)) => self.feed(event),
                 Some(Next::ToProgram(client, command)) => self.tell(client, command),
@@ -86,11 +89,11 @@ impl World {
                 None => self.feed(Event::Tick),
             }
         }
-        let Surroundings { now, mut ledger, engines, .. } = self.around;
+        let Surroundings { now, mut ledger, mut engines, .. } = self.around;
         Outcome {
             policy: self.policy,
             could: Some(ledger.could(now)),
-            had: (0..self.programs.len()).map(|program| engines.had(program)).collect(),
+            had: engines.had(now),
             ends: ledger.ends,
             waits: ledger.waits,
             hand_overs: ledger.hand_overs,
