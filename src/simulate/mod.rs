@@ -6,11 +6,13 @@
 //! - `plans`: which program comes when, and to which GPUs.
 //! - [`policies`]: what is compared.
 //! - `world`: the machine, the programs and the time; over `queue`, what happens next.
-//! - `program`: one client, with `memory` for what it has on a GPU.
+//! - `program`: one client, with `answers` for what it answers the scheduler, `turn` for the lock as it has it, and `memory` for
+//!   what it has on a GPU.
 //! - `engines`: work that GPUs do. `surroundings`: all that programs share.
 //! - `serial`: the ideal that policies are compared with.
 //! - [`report`]: the figures; over `ledger`, where they are collected, and `figures`, how they are computed.
 
+mod answers;
 mod engines;
 pub mod figures;
 mod ledger;
@@ -23,6 +25,7 @@ pub mod report;
 pub mod scenario;
 mod serial;
 mod surroundings;
+mod turn;
 mod world;
 mod written;
 
