@@ -60,7 +60,7 @@ pub struct Figures {
     pub wait_most: Duration,
     pub wait_worst: Duration,
     pub fairness: Option<f64>,
-    /// The part of all GPUs' time in which they worked, up to the end of the last program.
+    /// The part of all GPUs' time in which they worked, until everything had ended.
     pub busy: f64,
     pub hand_overs: u64,
     pub swapped_out: u64,
