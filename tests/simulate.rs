@@ -85,7 +85,7 @@ fn two_that_do_not_fit_swap_what_is_too_much_at_each_turn() {
         // Turns of 10 s: a, b, a, b, a, b, a, b. Of 18 GiB 2 do not fit. At each of the first six changes they leave; they
         // come back at all but the first, to which b brings what was never there.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
-        // Out at 8 GiB/s: 0.25 s, the last chunk's way in behind that: 0.03 s. At the last change, after a, only in.
+        // Out at 8 GiB/s: 0.25 s, the last step's way in behind that: 0.03 s. At the last change, after a, only in.
         near(last(figures), 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
         near(figures.wait_worst, 10.5, 0.1);
     }

@@ -188,8 +188,9 @@ impl Program {
 
     pub fn copied(&mut self, at: usize, around: &mut Surroundings) {
         let Some(place) = self.places.get_mut(at).filter(|_| self.phase != Phase::Over) else { return };
-        place.copied();
-        self.report(at, around);
+        if place.copied() {
+            self.report(at, around);
+        }
         self.move_memory(at, around);
         self.run(around);
     }

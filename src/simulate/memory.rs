@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use crate::scheduler::{MemoryReport, Time};
 
-/// What is copied at once, and reported. The scheduler asks for memory in steps of this size; the library's own chunks are up to
-/// a quarter of it, which makes a hand-over some milliseconds shorter.
+/// What comes at once: so much, or such a part of what a program has. What leaves at once are the steps in which the scheduler
+/// asks for it, which are as large. The library's own chunks are smaller, which makes a hand-over shorter by a few percent.
 const CHUNK: u64 = 256 << 20;
+const CHUNKS: u64 = 32;
 
 /// The way between a GPU and the host: each direction carries one chunk after the other.
 #[derive(Debug, Clone, Copy)]
@@ -133,12 +134,14 @@ impl Place {
             if stays {
                 return Step::Nothing;
             }
-            return self.copy(now, Way::Out, self.mapped - self.allowance, link);
+            let next = self.pending.front().map_or(self.allowance, |(_, bytes)| *bytes);
+            return self.copy(now, Way::Out, self.mapped.saturating_sub(next), link);
         }
         let lacking = self.demand.min(self.allowance).saturating_sub(self.mapped);
         let fresh = self.demand.saturating_sub(self.mapped).saturating_sub(self.swapped);
         if lacking > fresh {
-            return self.copy(now, Way::In, lacking - fresh, link);
+            let bytes = (lacking - fresh).min(CHUNK.max(self.size / CHUNKS));
+            return self.copy(now, Way::In, bytes, link);
         }
         if lacking > 0 {
             self.mapped += lacking;
@@ -148,7 +151,6 @@ impl Place {
     }
 
     fn copy(&mut self, now: Time, way: Way, bytes: u64, link: &mut Link) -> Step {
-        let bytes = bytes.min(CHUNK);
         if way == Way::In {
             self.mapped += bytes;
             self.swapped -= bytes;
@@ -157,13 +159,16 @@ impl Place {
         Step::Copies(link.copy(now, way, bytes), way, bytes)
     }
 
-    /// The copy that was under way is done.
-    pub fn copied(&mut self) {
+    /// The copy that was under way is done. Whether that is reported: what comes was there for the scheduler when it was allowed,
+    /// so only its end is.
+    pub fn copied(&mut self) -> bool {
         if let Some((Way::Out, bytes)) = self.copying.take() {
             self.mapped -= bytes;
             self.swapped += bytes;
             self.settle();
+            return true;
         }
+        self.is_complete()
     }
 }
 
