@@ -6,10 +6,12 @@ use std::time::Duration;
 
 const SIZES: [(&str, u64); 5] = [("", 1), ("K", 1 << 10), ("M", 1 << 20), ("G", 1 << 30), ("T", 1 << 40)];
 
-const MILLISECOND: u64 = 1;
+const MICROSECOND: u64 = 1;
+const MILLISECOND: u64 = 1000 * MICROSECOND;
 const SECOND: u64 = 1000 * MILLISECOND;
-const DURATIONS: [(&str, u64); 9] = [
+const DURATIONS: [(&str, u64); 10] = [
     ("", SECOND),
+    ("us", MICROSECOND),
     ("ms", MILLISECOND),
     ("s", SECOND),
     ("sec", SECOND),
@@ -29,7 +31,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     scale(number, *factor).ok_or_else(wrong)
 }
 
-/// Reads `30s`, `2min`, `1min 30s`, `500ms`, `1h` or a plain number of seconds.
+/// Reads `30s`, `2min`, `1min 30s`, `500ms`, `20us`, `1h` or a plain number of seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("\"{text}\" is not a duration: write a number and ms, s, min or h, like \"30s\"");
     let mut rest = text.trim();
@@ -43,7 +45,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         total = total.checked_add(part).ok_or_else(wrong)?;
         rest = next.trim_start();
         if rest.is_empty() {
-            return Ok(Duration::from_millis(total));
+            return Ok(Duration::from_micros(total));
         }
     }
 }
@@ -61,7 +63,7 @@ fn scale(number: &str, factor: u64) -> Option<u64> {
         return whole.checked_mul(factor);
     }
     let product = number.parse::<f64>().ok()? * factor as f64;
-    (product.is_finite() && product < u64::MAX as f64).then_some(product as u64)
+    (product.is_finite() && product < u64::MAX as f64).then_some(product.round() as u64)
 }
 
 /// `14.5 GiB`: three digits that count, and never more than the number has.
@@ -90,6 +92,15 @@ pub fn duration(duration: Duration) -> String {
         _ => write!(text, "{}d {:02}h", seconds / 86400, seconds % 86400 / 3600),
     };
     text
+}
+
+/// The same, with milliseconds below a second: `23ms`, `0.4ms`.
+pub fn fine_duration(value: Duration) -> String {
+    match value.as_micros() {
+        0..10_000 => format!("{:.1}ms", value.as_secs_f64() * 1e3),
+        10_000..1_000_000 => format!("{}ms", value.as_millis()),
+        _ => duration(value),
+    }
 }
 
 #[cfg(test)]
@@ -125,6 +136,7 @@ mod tests {
             ("1min 30s", 90_000),
             ("1h30m", 5_400_000),
             ("0.5 s", 500),
+            ("250us 0.75ms", 1),
         ] {
             assert_eq!(parse_duration(text), Ok(Duration::from_millis(ms)), "{text}");
         }
@@ -155,6 +167,9 @@ mod tests {
             (90_000_000, "1d 01h"),
         ] {
             assert_eq!(duration(Duration::from_millis(ms)), text);
+        }
+        for (us, text) in [(400, "0.4ms"), (23_900, "23ms"), (1_000_000, "1.0s"), (123_000_000, "2min 03s")] {
+            assert_eq!(fine_duration(Duration::from_micros(us)), text);
         }
     }
 }

@@ -9,7 +9,7 @@ use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, preload, rules, run};
+use nvshare::ctl::{CtlError, Target, preload, rules, run, simulate};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -48,6 +48,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Lock { gpu, who, why, command }) => {
             return lock::lock(&target, &lock::Wish { gpu, who, why }, &command);
         }
+        Some(Verb::Simulate { policy, file }) => print(&simulate::simulate(&file, &policy, arguments.json)?),
         Some(Verb::Preload(command)) => return toggle(&command, &target, arguments.json),
     };
     done.map(|()| 0)

@@ -4,13 +4,14 @@ use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::{PossibleValue, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Command, Parser, Subcommand, ValueHint};
 
 use super::rules;
 use super::settings::parse_seconds;
 use crate::bus::{ANTI_THRASH, anti_thrash_name, parse_anti_thrash};
 use crate::scheduler::AntiThrash;
+use crate::simulate::policies::POLICIES;
 
 /// Shows who uses which GPU, and changes how GPUs are shared.
 ///
@@ -94,6 +95,18 @@ pub enum Verb {
         /// The command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
         command: Vec<OsString>,
+    },
+    /// Have the scheduler play a described mix of programs in virtual time, and compare how that goes under each policy
+    ///
+    /// Needs no scheduler, no GPU and no right. The file is described in nvsharectl(1).
+    Simulate {
+        /// Only under this policy; can be given several times [default: all]
+        #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
+        policy: Vec<String>,
+
+        /// The GPUs, the settings and the jobs
+        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+        file: PathBuf,
     },
     /// Have every program of this machine load the library, by /etc/ld.so.preload
     #[command(subcommand)]

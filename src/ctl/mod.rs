@@ -6,6 +6,7 @@
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`lock`]: running one command with a GPU's lock held.
 //! - [`run`]: running one command under nvshare.
+//! - [`simulate`]: what the scheduler would do with a described mix of programs.
 //! - [`preload`]: having every program of the machine load the library.
 //! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
 
@@ -18,6 +19,7 @@ pub mod preload;
 pub mod rules;
 pub mod run;
 pub mod settings;
+pub mod simulate;
 pub mod status;
 mod table;
 

@@ -132,10 +132,7 @@ impl Config {
             let mut file: File = parse(text, path)?;
             let line_of = |at| position(text, at).0;
             let read = rules::read(std::mem::take(&mut file.rule), path, line_of);
-            rules.push(read.map_err(|(span, reason)| {
-                let (line, column) = position(text, span.start);
-                ConfigError::Invalid { path: path.into(), line, column, reason }
-            })?);
+            rules.push(read.map_err(|(span, reason)| wrong(text, path, span.start, reason))?);
             all = file.over(all);
         }
         let main = 1.min(rules.len());
@@ -143,21 +140,45 @@ impl Config {
         let rules = Rules::new(rules.into_iter().flatten().collect())
             .map_err(|(Origin { file, line }, reason)| ConfigError::Invalid { path: file, line, column: 1, reason })?;
         let default = Self::default();
+        let said = Said {
+            time_quantum: all.time_quantum,
+            max_wait: all.max_wait,
+            time_period: all.time_period,
+            anti_thrash: all.anti_thrash,
+            memory: all.memory,
+        };
         Ok(Self {
-            settings: Settings {
-                time_quantum: all.time_quantum.unwrap_or(default.settings.time_quantum),
-                max_wait: all.max_wait.unwrap_or(default.settings.max_wait),
-                anti_thrash: all.anti_thrash.unwrap_or(default.settings.anti_thrash),
-                reserve: all.memory.reserve.unwrap_or(default.settings.reserve),
-                context: all.memory.context.unwrap_or(default.settings.context),
-                time_period: all.time_period.unwrap_or(default.settings.time_period),
-            },
+            settings: said.settings(),
             max_clients_per_user: all.max_clients_per_user.unwrap_or(default.max_clients_per_user),
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
             rules,
         })
+    }
+}
+
+/// What somebody says of the scheduler's settings. Of the others the default counts.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Said {
+    pub time_quantum: Option<Duration>,
+    pub max_wait: Option<Duration>,
+    pub time_period: Option<Duration>,
+    pub anti_thrash: Option<AntiThrash>,
+    pub memory: MemorySection,
+}
+
+impl Said {
+    pub fn settings(self) -> Settings {
+        let default = Config::default().settings;
+        Settings {
+            time_quantum: self.time_quantum.unwrap_or(default.time_quantum),
+            max_wait: self.max_wait.unwrap_or(default.max_wait),
+            anti_thrash: self.anti_thrash.unwrap_or(default.anti_thrash),
+            reserve: self.memory.reserve.unwrap_or(default.reserve),
+            context: self.memory.context.unwrap_or(default.context),
+            time_period: self.time_period.unwrap_or(default.time_period),
+        }
     }
 }
 
@@ -184,14 +205,17 @@ fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
 
 /// Reads the text of a file, with errors that say where it is wrong.
 pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
-    toml::from_str(text).map_err(|e| {
-        let (line, column) = position(text, e.span().map_or(0, |span| span.start));
-        ConfigError::Invalid { path: path.into(), line, column, reason: e.message().to_owned() }
-    })
+    toml::from_str(text).map_err(|e| wrong(text, path, e.span().map_or(0, |span| span.start), e.message().to_owned()))
+}
+
+/// What is wrong at that byte of a file.
+pub fn wrong(text: &str, path: &Path, at: usize, reason: String) -> ConfigError {
+    let (line, column) = position(text, at);
+    ConfigError::Invalid { path: path.into(), line, column, reason }
 }
 
 /// Line and column of a byte, both from 1, columns in characters.
-fn position(text: &str, at: usize) -> (usize, usize) {
+pub fn position(text: &str, at: usize) -> (usize, usize) {
     let before = text.get(..at).unwrap_or(text);
     let line = before.matches('\n').count() + 1;
     let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;
@@ -269,20 +293,20 @@ impl File {
     }
 }
 
-#[derive(Deserialize, Default)]
+#[derive(Debug, Clone, Copy, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct MemorySection {
+pub struct MemorySection {
     #[serde(default, deserialize_with = "read_reserve")]
     reserve: Option<u64>,
     #[serde(default, deserialize_with = "read_context")]
     context: Option<u64>,
 }
 
-#[derive(Deserialize, Default)]
+#[derive(Debug, Clone, Copy, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct SwapSection {
+pub struct SwapSection {
     #[serde(default, deserialize_with = "read_swap_max")]
-    max: Option<SwapMax>,
+    pub max: Option<SwapMax>,
 }
 
 fn read_swap_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
@@ -302,7 +326,7 @@ pub fn read_max_wait<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Durati
     read_duration(from, "max-wait", max_wait)
 }
 
-fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+pub fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
     read_duration(from, "time-period", time_period)
 }
 
@@ -359,7 +383,7 @@ fn read_context<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Er
 }
 
 /// More than any GPU has; a larger number is a slip of the unit.
-const MAX_MEMORY: u64 = 1 << 40;
+pub const MAX_MEMORY: u64 = 1 << 40;
 
 fn read_size<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Option<u64>, D::Error> {
     let bytes = match Scalar::read(from, key, "a size, like \"512M\"")? {
@@ -374,13 +398,18 @@ fn read_size<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Op
 }
 
 /// A value that may be written as a number or as a text.
-enum Scalar {
+#[derive(Debug)]
+pub enum Scalar {
     Number(u64),
     Text(String),
 }
 
 impl Scalar {
-    fn read<'de, D: Deserializer<'de>>(from: D, key: &'static str, allowed: &'static str) -> Result<Self, D::Error> {
+    pub fn read<'de, D: Deserializer<'de>>(
+        from: D,
+        key: &'static str,
+        allowed: &'static str,
+    ) -> Result<Self, D::Error> {
         from.deserialize_any(ScalarVisitor { key, allowed })
     }
 }

@@ -134,6 +134,7 @@ impl Machine {
             },
         );
         gpu.seats.insert(client);
+        gpu.summed_for = None;
         gpu.unmeasured.insert(client);
         gpu.attaching.push_back(Newcomer { client, since: now, told: false });
         self.touch(id);
@@ -155,6 +156,7 @@ impl Machine {
             gpu.promised -= seat.promise.counted;
             gpu.count_for(group, seat.promise.counted, 0);
             gpu.seats.remove(&client);
+            gpu.summed_for = None;
             gpu.unmeasured.remove(&client);
             gpu.hopes.remove(&client);
             gpu.squeezes.retain(|squeeze| !squeeze.is_of(client));
@@ -173,11 +175,15 @@ impl Machine {
         let report = seat.account.report;
         let (charged, needed) = (seat.promise.charge(), seat.promise.demand());
         let fell = seat.promise.reported(report.limit_ack, report.demand);
-        if fell || seat.promise.charge() > charged {
+        let (rose, needs_another) = (seat.promise.charge() > charged, report.demand != needed);
+        if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
+            gpu.summed_for = None;
+        }
+        if fell || rose {
             self.recharge(client, id);
             self.host.loosened();
             self.weigh_group(client, id);
-        } else if report.demand != needed {
+        } else if needs_another {
             self.host.is_needed_less();
             if self.is_awaited(client, id) {
                 self.weigh_group(client, id);

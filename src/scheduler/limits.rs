@@ -98,12 +98,14 @@ impl Machine {
     pub(super) fn note_offer(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.offer(&self.settings);
-        // By what they need, never by what they were promised: that follows from this.
-        let clients = gpu.seats.iter().filter_map(|client| self.clients.get(client)?.seats.get(&id));
-        let all = clients.fold(0u64, |sum, seat| sum.saturating_add(seat.promise.demand().max(capacity)));
-        let most = all.saturating_sub(capacity);
-        self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
-        gpu.most_in_host = most;
+        if gpu.summed_for.replace(capacity) != Some(capacity) {
+            // By what they need, never by what they were promised: that follows from this.
+            let clients = gpu.seats.iter().filter_map(|client| self.clients.get(client)?.seats.get(&id));
+            let all = clients.fold(0u64, |sum, seat| sum.saturating_add(seat.promise.demand().max(capacity)));
+            let most = all.saturating_sub(capacity);
+            self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
+            gpu.most_in_host = most;
+        }
         let seats = gpu.seats.len();
         if gpu.weighed.is_none_or(|(bytes, count)| count != seats || bytes.abs_diff(capacity) > LIMIT_STEP) {
             gpu.weighed = Some((capacity, seats));

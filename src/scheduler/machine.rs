@@ -97,6 +97,8 @@ pub(super) struct Gpu {
     pub promised: u64,
     pub in_host: u64,
     pub most_in_host: u64,
+    /// The capacity for which the last of these was summed up; None: who is here, or needs what, has changed since.
+    pub summed_for: Option<u64>,
     /// Σ promises of each group that has clients here.
     pub grouped: BTreeMap<GroupId, u64>,
     /// The capacity when it was last settled.
@@ -341,6 +343,7 @@ impl Machine {
                 promised: 0,
                 in_host: 0,
                 most_in_host: 0,
+                summed_for: None,
                 grouped: BTreeMap::new(),
                 capacity: 0,
                 lacking: false,

@@ -17,8 +17,7 @@ use amounts::Order;
 
 pub use added::{Added, Addition};
 pub use matching::Instance;
-pub use parse::RawRule;
-pub(super) use parse::read;
+pub use parse::{RawRule, read};
 
 use crate::scheduler::{Amount, OnMemoryFull, Terms, WaitOrder};
 

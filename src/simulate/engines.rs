@@ -1,0 +1,199 @@
+//! Work that GPUs do. Who has work there and is let through has it done: alone as fast as it can; together, if they want
+//! more than the GPU has, each slowed down by the same factor. A program on several GPUs is as fast as on the slowest of them.
+
+use std::time::Duration;
+
+use super::queue::{Happening, Queue};
+use super::scenario::FULL;
+use crate::scheduler::Time;
+
+#[derive(Debug)]
+pub struct Engines {
+    gpus: Vec<Engine>,
+    programs: Vec<Work>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Engine {
+    running: Vec<usize>,
+    /// Of how much of the GPU they could make use, in millionths.
+    wanted: u64,
+}
+
+/// What one program has to do, and has done.
+#[derive(Debug, Clone, Default)]
+pub struct Work {
+    gpus: Vec<usize>,
+    /// Of how much of a GPU it can make use, in millionths.
+    fullness: u32,
+    /// GPU time, in nanoseconds: of what it does now, and of all that it has done.
+    left: f64,
+    done: f64,
+    /// While it runs: since when it has run like this, and how much GPU time it has in a unit of time.
+    since: Option<Time>,
+    rate: f64,
+    /// Counts changes of the rate.
+    number: u32,
+}
+
+impl Work {
+    pub fn new(gpus: Vec<usize>, fullness: u32) -> Self {
+        Self { gpus, fullness, ..Self::default() }
+    }
+
+    /// Up to that moment.
+    fn advance(&mut self, now: Time) {
+        let Some(since) = self.since.as_mut().map(|since| std::mem::replace(since, now)) else { return };
+        let done = (now.saturating_sub(since).as_nanos() as f64 * self.rate).min(self.left);
+        self.left -= done;
+        self.done += done;
+    }
+}
+
+impl Engines {
+    pub fn new(gpus: usize, programs: Vec<Work>) -> Self {
+        Self { gpus: vec![Engine::default(); gpus], programs }
+    }
+
+    /// GPU time that each program has had until now, of each of its GPUs.
+    pub fn had(&mut self, now: Time) -> Vec<Duration> {
+        let had = |work: &mut Work| {
+            work.advance(now);
+            nanos(work.done)
+        };
+        self.programs.iter_mut().map(had).collect()
+    }
+
+    pub fn runs(&self, program: usize) -> bool {
+        self.programs.get(program).is_some_and(|work| work.since.is_some())
+    }
+
+    /// It begins with so much to do.
+    pub fn start(&mut self, program: usize, left: Duration, now: Time, queue: &mut Queue) {
+        let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_none()) else { return };
+        (work.left, work.since, work.rate) = (left.as_nanos() as f64, Some(now), 0.0);
+        let fullness = u64::from(work.fullness);
+        self.each_gpu(program, |engine| {
+            engine.running.push(program);
+            engine.wanted += fullness;
+        });
+        self.rate_anew(program, now, queue);
+        self.rate(program, now, queue);
+    }
+
+    /// It goes on later; what is left to do.
+    pub fn stop(&mut self, program: usize, now: Time, queue: &mut Queue) -> Duration {
+        let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_some()) else {
+            return Duration::ZERO;
+        };
+        work.advance(now);
+        work.since = None;
+        work.number = work.number.wrapping_add(1);
+        let (left, fullness) = (nanos(work.left), u64::from(work.fullness));
+        self.each_gpu(program, |engine| {
+            engine.running.retain(|other| *other != program);
+            engine.wanted -= fullness;
+        });
+        self.rate_anew(program, now, queue);
+        left
+    }
+
+    /// Whether what was to be done is done, as the queue says.
+    pub fn done(&mut self, program: usize, number: u32, now: Time, queue: &mut Queue) -> bool {
+        let Some(work) = self.programs.get_mut(program) else { return false };
+        if work.number != number || work.since.is_none() {
+            return false;
+        }
+        work.done += std::mem::take(&mut work.left); // less than a nanosecond's
+        work.since = Some(now);
+        self.stop(program, now, queue);
+        true
+    }
+
+    fn each_gpu(&mut self, program: usize, mut f: impl FnMut(&mut Engine)) {
+        let gpus = self.programs.get(program).map_or(&[][..], |work| &work.gpus);
+        for gpu in gpus {
+            if let Some(engine) = self.gpus.get_mut(*gpu) {
+                f(engine);
+            }
+        }
+    }
+
+    /// The others on that program's GPUs are as fast as they can be now.
+    fn rate_anew(&mut self, program: usize, now: Time, queue: &mut Queue) {
+        let gpus = self.programs.get(program).map_or(0, |work| work.gpus.len());
+        for at in 0..gpus {
+            let Some(gpu) = self.programs.get(program).and_then(|work| work.gpus.get(at)).copied() else { return };
+            let others = self.gpus.get(gpu).map_or(0, |engine| engine.running.len());
+            for at in 0..others {
+                let other = self.gpus.get(gpu).and_then(|engine| engine.running.get(at)).copied();
+                if let Some(other) = other.filter(|other| *other != program) {
+                    self.rate(other, now, queue);
+                }
+            }
+        }
+    }
+
+    fn rate(&mut self, program: usize, now: Time, queue: &mut Queue) {
+        let Some(work) = self.programs.get_mut(program) else { return };
+        let wanted = work.gpus.iter().filter_map(|gpu| self.gpus.get(*gpu)).map(|engine| engine.wanted).max();
+        let rate = f64::from(work.fullness) / wanted.unwrap_or(0).max(FULL.into()) as f64;
+        if rate == work.rate {
+            return;
+        }
+        work.advance(now);
+        work.rate = rate;
+        work.number = work.number.wrapping_add(1);
+        queue.at(now + nanos(work.left / rate), Happening::WorkDone(program, work.number));
+    }
+}
+
+/// Rounded up: what takes a part of a nanosecond is not over before it.
+fn nanos(value: f64) -> Duration {
+    Duration::from_nanos(value.ceil() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn s(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    /// When each of these is done that begin at once, on the GPUs they name.
+    fn ends(programs: &[(&[usize], u32, u64)]) -> Vec<f64> {
+        let works = programs.iter().map(|(gpus, fullness, _)| Work::new(gpus.to_vec(), *fullness)).collect();
+        let (mut engines, mut queue) = (Engines::new(3, works), Queue::default());
+        for (at, (_, _, work)) in programs.iter().enumerate() {
+            engines.start(at, s(*work), Time::ZERO, &mut queue);
+        }
+        let mut ends = vec![0.0; programs.len()];
+        while let Some(at) = queue.next() {
+            if let Some(super::super::queue::Next::Happening(Happening::WorkDone(program, number))) = queue.pop(at)
+                && engines.done(program, number, at, &mut queue)
+            {
+                ends[program] = (at.as_secs_f64() * 1e6).round() / 1e6;
+                assert_eq!(engines.had(at)[program].as_secs(), programs[program].2);
+            }
+        }
+        ends
+    }
+
+    #[test]
+    fn who_is_alone_is_as_fast_as_it_can_be() {
+        assert_eq!(ends(&[(&[0], FULL, 10), (&[1], FULL / 4, 10)]), [10.0, 40.0]);
+    }
+
+    #[test]
+    fn those_who_want_more_than_there_is_are_slowed_down_alike() {
+        assert_eq!(ends(&[(&[0], FULL, 10), (&[0], FULL, 20)]), [20.0, 30.0]);
+        assert_eq!(ends(&[(&[0], FULL / 4, 10), (&[0], FULL / 2, 20)]), [40.0, 40.0], "they want less");
+        assert_eq!(ends(&[(&[0], FULL, 10), (&[0], FULL / 4, 10)]), [12.5, 42.5]);
+    }
+
+    #[test]
+    fn who_has_several_gpus_is_as_fast_as_on_the_slowest() {
+        assert_eq!(ends(&[(&[0, 1], FULL, 10), (&[1], FULL, 5), (&[2], FULL, 5)]), [15.0, 10.0, 5.0]);
+    }
+}

@@ -1,0 +1,237 @@
+//! A program's memory on one GPU: what the scheduler promised and allows, what is there, and the copies over the GPU's link.
+//! It goes off the GPU and comes back as the library moves it (`preload/src/memory/`).
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::scheduler::{MemoryReport, Time};
+
+/// What comes at once: so much, or such a part of what a program has. What leaves at once are the steps in which the scheduler
+/// asks for it, which are as large. The library's own chunks are smaller, which makes a hand-over shorter by a few percent.
+const CHUNK: u64 = 256 << 20;
+const CHUNKS: u64 = 32;
+
+/// The way between a GPU and the host: each direction carries one chunk after the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Link {
+    /// Bytes a second.
+    rate: u64,
+    out_free: Time,
+    in_free: Time,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    Out,
+    In,
+}
+
+impl Link {
+    pub fn new(rate: u64) -> Self {
+        Self { rate: rate.max(1), out_free: Time::ZERO, in_free: Time::ZERO }
+    }
+
+    /// When a copy is done that is wanted now.
+    fn copy(&mut self, now: Time, way: Way, bytes: u64) -> Time {
+        let free = match way {
+            Way::Out => &mut self.out_free,
+            Way::In => &mut self.in_free,
+        };
+        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.rate);
+        *free = now.max(*free) + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        *free
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct Place {
+    /// What it allocates, once it may.
+    size: u64,
+    demand: u64,
+    limit: u64,
+    limit_seq: u32,
+    allowance: u64,
+    ack: u32,
+    /// Allowances that are not carried out.
+    pending: VecDeque<(u32, u64)>,
+    /// On the GPU, counting what is on its way there; and of what was there, in the host.
+    mapped: u64,
+    swapped: u64,
+    copying: Option<(Way, u64)>,
+    pub attached: bool,
+    pub wishes: bool,
+}
+
+impl Place {
+    pub fn new(size: u64) -> Self {
+        Self { size, ..Self::default() }
+    }
+
+    pub fn report(&self) -> MemoryReport {
+        MemoryReport {
+            ack: self.ack,
+            demand: self.demand,
+            mapped: self.mapped,
+            swapped: self.swapped,
+            pinned: 0,
+            limit_ack: self.limit_seq,
+        }
+    }
+
+    pub fn limited(&mut self, bytes: u64, seq: u32) {
+        (self.limit, self.limit_seq) = (bytes, seq);
+    }
+
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    pub fn is_allocated(&self) -> bool {
+        self.demand == self.size
+    }
+
+    /// Allocates all that it is to have; false: that is more than it may.
+    pub fn allocate(&mut self) -> bool {
+        if self.limit < self.size {
+            return false;
+        }
+        (self.demand, self.wishes) = (self.size, false);
+        true
+    }
+
+    /// A new allowance came. Whether nothing has to leave first, which is reported.
+    pub fn allow(&mut self, seq: u32, bytes: u64) -> bool {
+        self.allowance = bytes;
+        self.pending.push_back((seq, bytes));
+        self.settle();
+        self.ack == seq
+    }
+
+    /// Acknowledges what is carried out by now. Where the newest is, the others no longer matter.
+    fn settle(&mut self) {
+        let mapped = self.mapped;
+        if self.pending.back().is_some_and(|(_, bytes)| mapped <= *bytes) {
+            self.pending.drain(..self.pending.len() - 1);
+        }
+        while let Some((seq, _)) = self.pending.front().copied().filter(|(_, bytes)| mapped <= *bytes) {
+            self.ack = seq;
+            self.pending.pop_front();
+        }
+    }
+
+    /// Whether its program can run: all that it needs and may have is there.
+    pub fn is_complete(&self) -> bool {
+        self.copying.is_none() && self.mapped >= self.demand.min(self.allowance) && self.mapped <= self.allowance
+    }
+
+    /// Begins what is to be done next; says when that is done, if it takes time. `stays`: its program has the lock, and
+    /// nothing leaves. What has never been there comes without a copy.
+    pub fn step(&mut self, now: Time, stays: bool, link: &mut Link) -> Step {
+        if self.copying.is_some() {
+            return Step::Nothing;
+        }
+        if self.mapped > self.allowance {
+            if stays {
+                return Step::Nothing;
+            }
+            let next = self.pending.front().map_or(self.allowance, |(_, bytes)| *bytes);
+            return self.copy(now, Way::Out, self.mapped.saturating_sub(next), link);
+        }
+        let lacking = self.demand.min(self.allowance).saturating_sub(self.mapped);
+        let fresh = self.demand.saturating_sub(self.mapped).saturating_sub(self.swapped);
+        if lacking > fresh {
+            let bytes = (lacking - fresh).min(CHUNK.max(self.size / CHUNKS));
+            return self.copy(now, Way::In, bytes, link);
+        }
+        if lacking > 0 {
+            self.mapped += lacking;
+            return Step::Reports;
+        }
+        Step::Nothing
+    }
+
+    fn copy(&mut self, now: Time, way: Way, bytes: u64, link: &mut Link) -> Step {
+        if way == Way::In {
+            self.mapped += bytes;
+            self.swapped -= bytes;
+        }
+        self.copying = Some((way, bytes));
+        Step::Copies(link.copy(now, way, bytes), way, bytes)
+    }
+
+    /// The copy that was under way is done. Whether that is reported: what comes was there for the scheduler when it was allowed,
+    /// so only its end is.
+    pub fn copied(&mut self) -> bool {
+        if let Some((Way::Out, bytes)) = self.copying.take() {
+            self.mapped -= bytes;
+            self.swapped += bytes;
+            self.settle();
+            return true;
+        }
+        self.is_complete()
+    }
+}
+
+/// What comes of looking at a program's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// It is where it is to be, or on its way there.
+    Nothing,
+    /// It is where it is to be now.
+    Reports,
+    /// So much is copied until then.
+    Copies(Time, Way, u64),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    /// Does all that can be done; when that is done, and how much went which way.
+    fn run(place: &mut Place, mut now: Time, link: &mut Link) -> (Time, u64, u64) {
+        let (mut out, mut back) = (0, 0);
+        loop {
+            match place.step(now, false, link) {
+                Step::Nothing => return (now, out, back),
+                Step::Reports => {}
+                Step::Copies(at, way, bytes) => {
+                    *(if way == Way::Out { &mut out } else { &mut back }) += bytes;
+                    now = at;
+                    place.copied();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn memory_comes_without_a_copy_first_and_leaves_and_returns_with_one() {
+        let (mut place, mut link) = (Place::new(3 * GIB), Link::new(GIB));
+        place.limited(4 * GIB, 1);
+        assert!(place.allocate() && place.is_allocated());
+        assert!(place.allow(1, 2 * GIB));
+        assert_eq!(run(&mut place, Time::ZERO, &mut link), (Time::ZERO, 0, 0));
+        assert!(place.is_complete(), "it has what it may");
+        assert!(place.allow(2, 3 * GIB));
+        run(&mut place, Time::ZERO, &mut link);
+        assert!(!place.allow(3, 2 * GIB) && !place.allow(4, GIB));
+        assert_eq!(place.step(Time::ZERO, true, &mut link), Step::Nothing, "its program has the lock");
+        assert_eq!(run(&mut place, Time::ZERO, &mut link), (Duration::from_secs(2), 2 * GIB, 0));
+        let MemoryReport { ack, mapped, swapped, demand, .. } = place.report();
+        assert_eq!((ack, mapped, swapped, demand), (4, GIB, 2 * GIB, 3 * GIB));
+        assert!(place.allow(5, 3 * GIB) && !place.is_complete());
+        assert_eq!(run(&mut place, Time::ZERO, &mut link), (Duration::from_secs(2), 0, 2 * GIB));
+        assert!(place.is_complete());
+    }
+
+    #[test]
+    fn a_link_carries_each_way_one_after_the_other() {
+        let mut link = Link::new(GIB);
+        let s = Duration::from_secs;
+        assert_eq!(link.copy(s(0), Way::Out, GIB), s(1));
+        assert_eq!(link.copy(s(0), Way::Out, GIB), s(2));
+        assert_eq!(link.copy(s(0), Way::In, GIB), s(1));
+        assert_eq!(link.copy(s(5), Way::In, GIB), s(6));
+    }
+}

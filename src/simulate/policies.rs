@@ -1,0 +1,38 @@
+//! What is compared: the one table of policies.
+
+use crate::scheduler::{AntiThrash, Settings};
+
+/// A way to schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Policy {
+    /// As it is shown and asked for.
+    pub name: &'static str,
+    pub mode: AntiThrash,
+    /// Whether the rules of the jobs count.
+    pub rules: bool,
+}
+
+/// All policies, in the order in which they are shown. `fcfs`: first come, first served, as the mode modifies it; `rules`: the
+/// same, with the jobs' rules.
+pub const POLICIES: [Policy; 6] = [
+    Policy { name: "fcfs-on", mode: AntiThrash::On, rules: false },
+    Policy { name: "fcfs-auto", mode: AntiThrash::Auto, rules: false },
+    Policy { name: "fcfs-off", mode: AntiThrash::Off, rules: false },
+    Policy { name: "rules-on", mode: AntiThrash::On, rules: true },
+    Policy { name: "rules-auto", mode: AntiThrash::Auto, rules: true },
+    Policy { name: "rules-off", mode: AntiThrash::Off, rules: true },
+];
+
+/// The row of programs that run one after another, alone: no policy, and there to be compared with.
+pub const SERIAL: &str = "serial";
+
+impl Policy {
+    pub fn named(name: &str) -> Option<Self> {
+        POLICIES.into_iter().find(|policy| policy.name == name)
+    }
+
+    /// The scenario's settings under this policy.
+    pub fn settings(&self, settings: &Settings) -> Settings {
+        Settings { anti_thrash: self.mode, ..settings.clone() }
+    }
+}

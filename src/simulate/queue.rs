@@ -1,0 +1,114 @@
+//! What happens next: messages on their way, which stay in order, and what programs and GPUs will have done by some moment.
+
+use std::cmp::{Ordering, Reverse};
+use std::collections::{BinaryHeap, VecDeque};
+use std::time::Duration;
+
+use crate::scheduler::{ClientId, Command, Event, Time};
+
+/// From a program to the scheduler, or back: half of what a hand-over takes, from the packet that releases a lock to the moment
+/// the next program has read its grant (`bench/RESULTS.md`: 49 µs at the median).
+pub const LATENCY: Duration = Duration::from_micros(25);
+
+/// What comes about by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Happening {
+    /// A program comes.
+    Arrives(usize),
+    /// It has work for the GPU, after a pause.
+    HasWork(usize),
+    /// The work that it has is done. The number tells whether that is still so.
+    WorkDone(usize, u32),
+    /// It has been idle for as long as it is to wait. The number is that of the pause.
+    Quiet(usize, u32),
+    /// It knows how full it keeps the GPU. The number is that of the turn, as in the next two.
+    Sampled(usize, u32),
+    /// What was submitted before a revoke is done.
+    Drained(usize, u32),
+    /// That takes long.
+    Lingers(usize, u32),
+    /// A chunk has been copied, for the program, on that one of its GPUs.
+    Copied(usize, usize),
+    /// What is on that GPU has been measured; it was asked for then.
+    Measured(usize, Time),
+}
+
+/// One of all that happens.
+#[derive(Debug)]
+pub enum Next {
+    ToMachine(Event),
+    ToProgram(ClientId, Command),
+    Happening(Happening),
+}
+
+#[derive(Debug, Default)]
+pub struct Queue {
+    /// All take equally long, so they arrive in the order in which they were sent.
+    up: VecDeque<(Time, Event)>,
+    down: VecDeque<(Time, ClientId, Command)>,
+    heap: BinaryHeap<Reverse<Entry>>,
+    counter: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    at: Time,
+    /// Of what happens at the same moment, what was known first comes first.
+    number: u64,
+    what: Happening,
+}
+
+impl PartialEq for Entry {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Entry {}
+
+impl PartialOrd for Entry {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Entry {
+    fn cmp(&self, other: &Self) -> Ordering {
+        (self.at, self.number).cmp(&(other.at, other.number))
+    }
+}
+
+impl Queue {
+    pub fn at(&mut self, at: Time, what: Happening) {
+        self.counter += 1;
+        self.heap.push(Reverse(Entry { at, number: self.counter, what }));
+    }
+
+    pub fn say(&mut self, now: Time, event: Event) {
+        self.up.push_back((now + LATENCY, event));
+    }
+
+    pub fn tell(&mut self, now: Time, client: ClientId, command: Command) {
+        self.down.push_back((now + LATENCY, client, command));
+    }
+
+    /// When the next thing happens.
+    pub fn next(&self) -> Option<Time> {
+        let up = self.up.front().map(|(at, _)| *at);
+        let down = self.down.front().map(|(at, ..)| *at);
+        let heap = self.heap.peek().map(|Reverse(entry)| entry.at);
+        [up, down, heap].into_iter().flatten().min()
+    }
+
+    /// The next thing, if it happens by then.
+    pub fn pop(&mut self, now: Time) -> Option<Next> {
+        if self.up.front().is_some_and(|(at, _)| *at <= now) {
+            return self.up.pop_front().map(|(_, event)| Next::ToMachine(event));
+        }
+        if self.down.front().is_some_and(|(at, ..)| *at <= now) {
+            return self.down.pop_front().map(|(_, client, command)| Next::ToProgram(client, command));
+        }
+        self.heap.peek().filter(|Reverse(entry)| entry.at <= now)?;
+        self.heap.pop().map(|Reverse(entry)| Next::Happening(entry.what))
+    }
+}

@@ -1,0 +1,314 @@
+//! What is simulated: GPUs, the scheduler's settings, and jobs, which are programs of one kind. Read from a file (`written`)
+//! with errors that say where the mistake is and what is allowed.
+
+use std::fmt::Display;
+use std::ops::{Range, RangeInclusive};
+use std::path::Path;
+use std::time::Duration;
+
+use toml::Spanned;
+
+use super::written::{self, Length, Size};
+use crate::daemon::config::{self, ConfigError, Said};
+use crate::daemon::host::SwapMax;
+use crate::daemon::rules::{self, Subject};
+use crate::scheduler::{AntiThrash, Settings, Terms};
+
+/// How many programs, and how many GPUs, there can be.
+const PROGRAMS: RangeInclusive<u32> = 1..=100_000;
+const GPUS: RangeInclusive<u32> = 1..=10_000;
+/// What copies between an H200 and registered host memory reach in each direction, in bytes a second [H200, PCIe 5].
+const LINK: u64 = 48 << 30;
+/// A link that is slower is a slip of the unit: 1 MiB a second.
+const SLOWEST_LINK: u64 = 1 << 20;
+/// A scenario that is not over by then is hardly what was meant.
+const UNTIL: Duration = Duration::from_secs(365 * 24 * 3600);
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scenario {
+    pub settings: Settings,
+    /// The only mode that is of interest, where the file names one.
+    pub mode: Option<AntiThrash>,
+    /// Host memory that may be promised; None: any.
+    pub swap: Option<u64>,
+    pub gpus: Vec<Gpu>,
+    pub jobs: Vec<Job>,
+    pub seed: u32,
+    /// The time at which everything ends.
+    pub until: Duration,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gpu {
+    pub memory: u64,
+    /// Bytes a second in each direction.
+    pub link: u64,
+}
+
+/// Programs of one kind.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Job {
+    pub name: String,
+    pub count: u32,
+    /// Whose programs they are, in turn.
+    pub users: Vec<String>,
+    /// How many GPUs a program needs at the same moment.
+    pub gpus: usize,
+    /// Those that it can be given, by their places among all.
+    pub on: Vec<usize>,
+    /// Bytes on each of its GPUs.
+    pub memory: u64,
+    /// Of each of its GPUs, in all.
+    pub work: Duration,
+    /// The GPU part of an iteration, and before it the part without work for the GPU.
+    pub gpu_time: Duration,
+    pub cpu_time: Duration,
+    /// How long submitted work runs on after a revoke.
+    pub drain: Duration,
+    pub arrival: Arrival,
+    /// What a rule says of its programs, which it counts together.
+    pub rule: Option<Terms>,
+}
+
+/// When programs come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Arrival {
+    pub first: Duration,
+    pub gap: Gap,
+}
+
+/// From one to the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gap {
+    Always(Duration),
+    /// As independent ones come, so long apart on average.
+    Random(Duration),
+}
+
+/// A mistake, and where it is.
+type Mistake = (Range<usize>, String);
+
+impl Scenario {
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let unreadable = |e: std::io::Error| ConfigError::Unreadable { path: path.into(), reason: e.to_string() };
+        Self::parse(&std::fs::read_to_string(path).map_err(unreadable)?, path)
+    }
+
+    /// Reads the text of a file; `path` is for messages only.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let file: written::File = config::parse(text, path)?;
+        let line_of = |at| config::position(text, at).0;
+        Self::check(file, path, line_of).map_err(|(span, reason)| config::wrong(text, path, span.start, reason))
+    }
+
+    fn check(file: written::File, path: &Path, line_of: impl Fn(usize) -> usize) -> Result<Self, Mistake> {
+        let said = Said {
+            time_quantum: file.time_quantum,
+            max_wait: file.max_wait,
+            time_period: file.time_period,
+            anti_thrash: file.anti_thrash,
+            memory: file.memory,
+        };
+        let swap = file.swap.map_or(Ok(None), |section| swap(&section))?;
+        let until = file.until.map(|until| positive("until", &until)).transpose()?;
+        let mut gpus = Vec::new();
+        for gpu in file.gpu {
+            let gpu = gpu.into_inner();
+            let count = counted("count", gpu.count.as_ref(), GPUS)?;
+            let memory = bytes("memory", &gpu.memory, 1)?;
+            let link = gpu.link.as_ref().map_or(Ok(LINK), |link| bytes("link", link, SLOWEST_LINK))?;
+            gpus.extend((0..count).map(|_| Gpu { memory, link }));
+        }
+        let all = within("GPUs", 0..0, gpus.len(), &GPUS, "write [[gpu]] with memory and, perhaps, count")?;
+        let mut jobs: Vec<Job> = Vec::new();
+        for raw in file.job {
+            let job = job(raw.into_inner(), all, path, &line_of, &jobs)?;
+            jobs.push(job);
+        }
+        let programs = jobs.iter().map(|job| job.count as usize).sum();
+        within("programs", 0..0, programs, &PROGRAMS, "write [[job]] with name, memory and work")?;
+        Ok(Self {
+            mode: said.anti_thrash,
+            settings: said.settings(),
+            swap,
+            gpus,
+            jobs,
+            seed: file.seed,
+            until: until.unwrap_or(UNTIL),
+        })
+    }
+
+    pub fn has_rules(&self) -> bool {
+        self.jobs.iter().any(|job| job.rule.is_some())
+    }
+}
+
+impl Job {
+    /// Pauses that nobody notices: the gaps between launches of a program that keeps the GPU as busy as it can. The library
+    /// gives nothing back in a pause that is shorter.
+    const NOTICED: Duration = Duration::from_millis(1);
+
+    /// Whether its pauses are so short that it has work at any time.
+    pub fn is_steady(&self) -> bool {
+        self.cpu_time < Self::NOTICED
+    }
+
+    /// How much of a GPU it keeps busy while it has work and is alone there, in millionths.
+    pub fn fullness(&self) -> u32 {
+        let iteration = (self.gpu_time + self.cpu_time).as_nanos().max(1);
+        let part = self.gpu_time.as_nanos() * u128::from(FULL) / iteration;
+        if self.is_steady() { u32::try_from(part).unwrap_or(FULL).clamp(1, FULL) } else { FULL }
+    }
+
+    /// How long one of its programs takes where it has the GPU for itself.
+    pub fn alone(&self) -> Duration {
+        let (work, part) = (self.work.as_nanos(), self.gpu_time.as_nanos().max(1));
+        let nanos = if self.is_steady() {
+            work * u128::from(FULL) / u128::from(self.fullness())
+        } else {
+            work + work.div_ceil(part) * self.cpu_time.as_nanos()
+        };
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+}
+
+/// A GPU that is busy all the time.
+pub const FULL: u32 = 1_000_000;
+
+fn job(
+    raw: written::Job,
+    all: usize,
+    path: &Path,
+    line_of: &impl Fn(usize) -> usize,
+    others: &[Job],
+) -> Result<Job, Mistake> {
+    let name = raw.name.get_ref().clone();
+    if name.is_empty() || name.chars().any(char::is_control) {
+        return Err((raw.name.span(), "name: a job's name is one line of text".into()));
+    }
+    if others.iter().any(|other| other.name == name) {
+        return Err((raw.name.span(), format!("name: there is a job {name:?} already: each has a name of its own")));
+    }
+    let count = counted("count", raw.count.as_ref(), PROGRAMS)?;
+    let users = match (raw.user, &raw.users) {
+        (Some(_), Some(users)) => {
+            return Err((
+                users.span(),
+                "users: the programs are those of one user, or of so many: leave user out".into(),
+            ));
+        }
+        (_, Some(_)) => {
+            let number = counted("users", raw.users.as_ref(), PROGRAMS)?;
+            (1..=number).map(|number| format!("{name}-{number}")).collect()
+        }
+        (user, None) => vec![user.unwrap_or_else(|| name.clone())],
+    };
+    let on = match &raw.on {
+        None => (0..all).collect(),
+        Some(on) => places(on, all)?,
+    };
+    let gpus = match &raw.gpus {
+        None => 1,
+        Some(gpus) => {
+            let most = u32::try_from(on.len()).unwrap_or(u32::MAX);
+            counted("gpus", Some(gpus), 1..=most)? as usize
+        }
+    };
+    let work = positive("work", &raw.work)?;
+    let gpu_time = raw.gpu_time.as_ref().map_or(Ok(work), |time| positive("gpu-time", time))?;
+    let gap = match (raw.every, raw.random) {
+        (Some(_), Some(random)) => {
+            return Err((random.span(), "random: programs come at random or every so often: leave every out".into()));
+        }
+        (_, Some(random)) => Gap::Random(positive("random", &random)?),
+        (every, None) => Gap::Always(every.map_or(Duration::ZERO, |every| every.0)),
+    };
+    Ok(Job {
+        count,
+        users,
+        gpus,
+        on,
+        memory: bytes("memory", &raw.memory, 1)?,
+        work,
+        gpu_time: gpu_time.min(work),
+        cpu_time: raw.cpu_time.map_or(Duration::ZERO, |time| time.0),
+        drain: raw.drain.map_or(Duration::ZERO, |time| time.0),
+        arrival: Arrival { first: raw.at.map_or(Duration::ZERO, |at| at.0), gap },
+        rule: raw.rule.map(|rule| terms(rule, path, line_of)).transpose()?,
+        name,
+    })
+}
+
+/// What a rule says of the job's programs.
+fn terms(rule: Spanned<rules::RawRule>, path: &Path, line_of: &impl Fn(usize) -> usize) -> Result<Terms, Mistake> {
+    let span = rule.span();
+    let read = rules::read(vec![rule], path, line_of)?;
+    match read.first() {
+        Some(rule) if rule.subject == Subject::default() && rule.name.is_empty() => Ok(rule.terms),
+        _ => {
+            let keys = "name, unit, slice, container, user and group have no place here";
+            Err((span, format!("rule: the rule of a job is about its programs: {keys}")))
+        }
+    }
+}
+
+fn swap(section: &Spanned<config::SwapSection>) -> Result<Option<u64>, Mistake> {
+    match section.get_ref().max {
+        None | Some(SwapMax::None) => Ok(None),
+        Some(SwapMax::Bytes(bytes)) => Ok(Some(bytes)),
+        Some(SwapMax::Percent(_)) => {
+            let text = "swap.max: how much RAM there is is not said here: write a size like \"64G\", or \"none\"";
+            Err((section.span(), text.into()))
+        }
+    }
+}
+
+/// Places of GPUs, each once, in their order.
+fn places(on: &Spanned<Vec<u32>>, all: usize) -> Result<Vec<usize>, Mistake> {
+    let mut places: Vec<usize> = on.get_ref().iter().map(|place| *place as usize).collect();
+    places.sort_unstable();
+    places.dedup();
+    match places.last() {
+        None => Err((on.span(), "on: no GPU is named: leave it out for any".into())),
+        Some(last) if *last >= all => {
+            Err((on.span(), format!("on: there is no GPU {last}: they are numbered from 0 to {}", all - 1)))
+        }
+        Some(_) => Ok(places),
+    }
+}
+
+fn counted(key: &str, given: Option<&Spanned<u32>>, allowed: RangeInclusive<u32>) -> Result<u32, Mistake> {
+    let Some(given) = given else { return Ok(1) };
+    within(key, given.span(), *given.get_ref() as usize, &allowed, "").map(|_| *given.get_ref())
+}
+
+fn within(
+    what: impl Display,
+    span: Range<usize>,
+    number: usize,
+    allowed: &RangeInclusive<u32>,
+    hint: &str,
+) -> Result<usize, Mistake> {
+    if u32::try_from(number).is_ok_and(|number| allowed.contains(&number)) {
+        return Ok(number);
+    }
+    let (least, most) = (allowed.start(), allowed.end());
+    let hint = if hint.is_empty() || number > 0 { String::new() } else { format!(": {hint}") };
+    Err((span, format!("{what} cannot be {number}: {least} to {most} are allowed{hint}")))
+}
+
+fn positive(key: &str, given: &Spanned<Length>) -> Result<Duration, Mistake> {
+    let length = given.get_ref().0;
+    if length.is_zero() {
+        return Err((given.span(), format!("{key} cannot be 0: a longer time is allowed")));
+    }
+    Ok(length)
+}
+
+fn bytes(key: &str, given: &Spanned<Size>, least: u64) -> Result<u64, Mistake> {
+    let bytes = given.get_ref().0;
+    if bytes < least {
+        return Err((given.span(), format!("{key} cannot be {bytes}: at least {least} is allowed")));
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,354 @@
+//! `nvsharectl simulate`: figures of small scenarios against what they come to by hand, mistakes in files, and the examples.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use nvshare::simulate::policies::{POLICIES, Policy};
+use nvshare::simulate::report::{Figures, Report};
+use nvshare::simulate::run;
+use nvshare::simulate::scenario::Scenario;
+
+const GIB: u64 = 1 << 30;
+
+/// A GPU of 16 GiB all of which is for programs, with a slow link; and these jobs.
+fn one_gpu(jobs: &str) -> String {
+    format!("[memory]\nreserve = 0\ncontext = 0\n[[gpu]]\nmemory = \"16G\"\nlink = \"8G\"\n{jobs}")
+}
+
+fn job(name: &str, keys: &str) -> String {
+    format!("[[job]]\nname = \"{name}\"\n{keys}\n")
+}
+
+fn report(text: &str) -> Report {
+    let scenario = Scenario::parse(text, Path::new("x.toml")).unwrap_or_else(|e| panic!("{e}\n{text}"));
+    run(&scenario, &POLICIES)
+}
+
+fn of<'a>(report: &'a Report, policy: &str) -> &'a Figures {
+    report.policies.iter().find(|figures| figures.policy == policy).unwrap_or_else(|| panic!("no {policy}"))
+}
+
+#[track_caller]
+fn near(found: Duration, expected: f64, off: f64) {
+    let found = found.as_secs_f64();
+    assert!((found - expected).abs() <= off, "{found} s, and not {expected} s");
+}
+
+fn last(figures: &Figures) -> Duration {
+    figures.last.expect("somebody has ended")
+}
+
+#[test]
+fn one_that_is_alone_takes_as_long_as_its_work_and_its_pauses() {
+    let text = one_gpu(&job("a", "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"300ms\"\ncpu-time = \"100ms\""));
+    let report = report(&text);
+    assert_eq!(report.jobs[0].alone, Duration::from_millis(13_400), "34 pauses");
+    for figures in &report.policies {
+        near(last(figures), 13.4, 0.001);
+        assert_eq!((figures.done, figures.hand_overs, figures.swapped_out), (1, 0, 0), "{}", figures.policy);
+        assert_eq!(figures.fairness, None, "there is nobody to be fair to");
+        let slowdown = figures.jobs[0].slowdown.expect("it has ended");
+        assert!((0.999..1.001).contains(&slowdown), "{slowdown}");
+        assert!((figures.busy - 10.0 / 13.4).abs() < 0.001, "{}", figures.busy);
+    }
+}
+
+#[test]
+fn two_that_fit_run_in_each_others_pauses() {
+    let half = "memory = \"8G\"\nwork = \"10s\"\ngpu-time = \"100ms\"\ncpu-time = \"100ms\"";
+    let report = report(&one_gpu(&(job("a", half) + &job("b", half))));
+    // A hundred times twice 100 ms, each given back after a grace of 1 ms; and the first pause.
+    for policy in ["fcfs-on", "fcfs-auto"] {
+        let figures = of(&report, policy);
+        near(last(figures), 20.3, 0.1);
+        assert!((199..=201).contains(&figures.hand_overs), "{}", figures.hand_overs);
+        assert_eq!((figures.swapped_out, figures.swapped_in), (0, 0));
+        assert!(figures.fairness.is_some_and(|fairness| fairness > 0.999));
+    }
+    // Both work at the same moment, at half the speed, and pause at the same moment.
+    let off = of(&report, "fcfs-off");
+    near(last(off), 30.0, 0.01);
+    assert!((off.busy - 2.0 / 3.0).abs() < 0.01 && off.wait_worst < Duration::from_millis(1));
+    // One after the other.
+    let serial = of(&report, "serial");
+    near(last(serial), 40.0, 0.0);
+    near(serial.wait_worst, 20.0, 0.0);
+}
+
+#[test]
+fn two_that_do_not_fit_swap_what_is_too_much_at_each_turn() {
+    let keys = "memory = \"9G\"\nwork = \"39s\"";
+    let text = format!("time-quantum = \"10s\"\nmax-wait = 0\n{}", one_gpu(&(job("a", keys) + &job("b", keys))));
+    let report = report(&text);
+    for figures in report.policies.iter().filter(|figures| figures.policy != "serial") {
+        // Turns of 10 s: a, b, a, b, a, b, a, b. Of 18 GiB 2 do not fit. At each of the first six changes they leave; they
+        // come back at all but the first, to which b brings what was never there.
+        assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
+        // Out at 8 GiB/s: 0.25 s, the last step's way in behind that: 0.03 s. At the last change, after a, only in.
+        near(last(figures), 78.0 + 0.25 + 5.0 * 0.28 + 0.25, 0.02);
+        near(figures.wait_worst, 10.5, 0.1);
+    }
+}
+
+#[test]
+fn work_that_is_queued_runs_on_after_a_revoke() {
+    let keys = "memory = \"8G\"\nwork = \"20s\"";
+    let jobs = job("a", &format!("{keys}\ndrain = \"500ms\"")) + &job("b", keys);
+    let text = format!("anti-thrash = \"on\"\ntime-quantum = \"5s\"\n{}", one_gpu(&jobs));
+    let report = report(&text);
+    let figures = of(&report, "fcfs-on");
+    // Turns of 5.5 s and of 5 s: a has 16.5 s in three, and its last 3.5 s after b's third.
+    near(last(figures), 40.0, 0.01);
+    near(figures.jobs[0].completion.expect("a has ended"), 35.0, 0.01);
+    assert_eq!((figures.hand_overs, figures.busy > 0.999), (7, true));
+}
+
+#[test]
+fn those_who_leave_the_gpu_idle_run_at_the_same_moment_in_auto() {
+    let light = "memory = \"4G\"\nwork = \"5s\"\ngpu-time = \"100us\"\ncpu-time = \"300us\"";
+    let report = report(&one_gpu(&(job("a", light) + &job("b", light))));
+    assert_eq!(report.jobs[0].alone, Duration::from_secs(20));
+    near(last(of(&report, "fcfs-on")), 40.0, 0.01);
+    near(last(of(&report, "fcfs-off")), 20.0, 0.01);
+    // Now and then each has the GPU for itself, and says how full it keeps it.
+    near(last(of(&report, "fcfs-auto")), 20.5, 0.5);
+}
+
+#[test]
+fn shares_come_out_as_they_are_said() {
+    let report = report(&example("shares.toml"));
+    let part = |policy: &str| of(&report, policy).jobs[0].had.as_secs_f64() / 100.0;
+    for policy in ["rules-on", "rules-auto"] {
+        assert!((part(policy) - 0.3).abs() < 0.02, "{policy}: {}", part(policy));
+        // 0.3 and 0.7 of what each could have had alone: 1 / (2 × 0.58).
+        assert!(of(&report, policy).fairness.is_some_and(|fairness| (fairness - 0.862).abs() < 0.01));
+    }
+    for policy in ["fcfs-on", "fcfs-auto"] {
+        assert!((part(policy) - 0.5).abs() < 0.05, "{policy}: {}", part(policy));
+    }
+    let weighed = "until = \"400s\"\ntime-quantum = \"5s\"\n".to_owned()
+        + &one_gpu(
+            &(job("a", "memory = \"1G\"\nwork = \"1h\"\nrule = { weight = 100 }")
+                + &job("b", "memory = \"1G\"\nwork = \"1h\"\nrule = { weight = 300 }")),
+        );
+    let report = self::report(&weighed);
+    let part = of(&report, "rules-auto").jobs[0].had.as_secs_f64() / 400.0;
+    assert!((part - 0.25).abs() < 0.02, "{part}");
+}
+
+#[test]
+fn a_memory_max_that_is_too_small_for_all_fails_the_others() {
+    let keys = "count = 3\nmemory = \"4G\"\nwork = \"5s\"\nrule = { memory-max = \"8G\" }";
+    let report = report(&one_gpu(&job("a", keys)));
+    let (without, with) = (of(&report, "fcfs-on"), of(&report, "rules-on"));
+    assert_eq!((without.done, without.failed), (3, 0));
+    assert_eq!((with.done, with.failed, with.unfinished), (2, 1, 0));
+    near(last(with), 10.0, 0.01);
+}
+
+#[test]
+fn memory_that_has_room_nowhere_fails_its_program() {
+    let keys = "every = \"1s\"\ncount = 3\nmemory = \"10G\"\nwork = \"5s\"";
+    let with = |swap: &str| report(&(format!("[swap]\nmax = \"{swap}\"\n") + &one_gpu(&job("a", keys))));
+    for (swap, failed) in [("none", 0), ("14G", 0), ("13G", 1), ("3G", 2)] {
+        let report = with(swap);
+        assert_eq!(of(&report, "fcfs-auto").failed, failed, "{swap}");
+    }
+    let report = report(&one_gpu(&job("a", "memory = \"17G\"\nwork = \"5s\"")));
+    assert!(report.policies.iter().all(|figures| (figures.done, figures.failed) == (0, 1)));
+}
+
+#[test]
+fn who_needs_two_gpus_has_both_at_once() {
+    let text = "anti-thrash = \"on\"\ntime-quantum = \"5s\"\n[[gpu]]\ncount = 2\nmemory = \"16G\"\n".to_owned()
+        + &job("single", "memory = \"2G\"\nwork = \"10s\"\non = [1]")
+        + &job("both", "memory = \"2G\"\nwork = \"10s\"\ngpus = 2");
+    let figures = &report(&text).policies[0];
+    // In turns of 5 s: the single one, both, the single one, both.
+    near(figures.jobs[0].completion.expect("it has ended"), 15.0, 0.01);
+    near(figures.jobs[1].completion.expect("they have ended"), 20.0, 0.01);
+    assert!((figures.busy - 30.0 / 40.0).abs() < 0.001, "{}", figures.busy);
+}
+
+#[test]
+fn programs_one_after_another_are_what_there_is_to_compare_with() {
+    let keys = "count = 3\nevery = \"4s\"\nmemory = \"8G\"\nwork = \"10s\"";
+    let report = report(&one_gpu(&job("a", keys)));
+    let serial = of(&report, "serial");
+    // They end at 10, 20 and 30 s.
+    let spread = serial.completion.expect("all have ended");
+    near(spread.mean, (10.0 + 16.0 + 22.0) / 3.0, 1e-6);
+    near(spread.median, 16.0, 0.0);
+    near(spread.worst, 22.0, 0.0);
+    near(serial.wait_mean, (0.0 + 6.0 + 12.0) / 3.0, 1e-6);
+    assert_eq!((serial.hand_overs, serial.busy, serial.events), (2, 1.0, 0));
+}
+
+#[test]
+fn what_has_not_ended_when_time_is_over_is_counted() {
+    let text = "until = \"8s\"\n".to_owned() + &one_gpu(&job("a", "count = 2\nmemory = \"1G\"\nwork = \"6s\""));
+    for figures in &report(&text).policies {
+        let expected = if figures.policy == "serial" { (1, 1) } else { (figures.done, 2 - figures.done) };
+        assert_eq!((figures.done, figures.unfinished), expected, "{}", figures.policy);
+        assert!((figures.busy - 1.0).abs() < 0.001, "{}: {}", figures.policy, figures.busy);
+    }
+}
+
+#[test]
+fn the_same_file_gives_the_same_figures() {
+    let small = example("mix.toml").replace("count = 200", "count = 40").replace("min\"", "s\"");
+    let first = report(&small);
+    assert_eq!(first, report(&small));
+    assert!(first.policies.iter().all(|figures| figures.done == 65), "{first:?}");
+    let other = report(&small.replace("seed = 7", "seed = 8"));
+    assert_ne!(first, other);
+}
+
+fn scenarios() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scenarios")
+}
+
+fn example(name: &str) -> String {
+    std::fs::read_to_string(scenarios().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+#[test]
+fn the_examples_are_right() {
+    let sizes = [
+        ("hundred-on-one.toml", 100, 1),
+        ("mix.toml", 225, 8),
+        ("shares.toml", 2, 1),
+        ("ten-thousand.toml", 10_000, 1000),
+    ];
+    let mut found: Vec<_> =
+        std::fs::read_dir(scenarios()).expect("the directory").map(|e| e.expect("e").path()).collect();
+    found.sort();
+    assert_eq!(found, sizes.map(|(name, ..)| scenarios().join(name)));
+    for (name, programs, gpus) in sizes {
+        let scenario = Scenario::load(&scenarios().join(name)).unwrap_or_else(|e| panic!("{e}"));
+        let count: u32 = scenario.jobs.iter().map(|job| job.count).sum();
+        assert_eq!((count, scenario.gpus.len()), (programs, gpus), "{name}");
+    }
+}
+
+#[test]
+fn ten_thousand_programs_share_a_thousand_gpus() {
+    let text = example("ten-thousand.toml").replace("6min", "2s");
+    let scenario = Scenario::parse(&text, Path::new("x")).unwrap_or_else(|e| panic!("{e}"));
+    let auto: Vec<Policy> = Policy::named("fcfs-auto").into_iter().collect();
+    let report = run(&scenario, &auto);
+    let figures = of(&report, "fcfs-auto");
+    assert_eq!((figures.done, figures.swapped_out), (10_000, 0));
+    near(last(figures), 21.0, 1.0);
+    assert!(figures.busy > 0.9 && figures.fairness.is_some_and(|fairness| fairness > 0.99));
+}
+
+#[test]
+fn mistakes_say_where_they_are_and_what_is_allowed() {
+    const GPU: &str = "[[gpu]]\nmemory = 1\n";
+    const JOB: &str = "[[job]]\nname = \"a\"\nmemory = 1\nwork = 1\n";
+    let both = |more: &str| format!("{GPU}{JOB}{more}");
+    let cases = [
+        (String::new(), "1:1: GPUs cannot be 0: 1 to 10000 are allowed: write [[gpu]] with memory and, perhaps, count"),
+        (GPU.into(), "1:1: programs cannot be 0: 1 to 100000 are allowed: write [[job]] with name, memory and work"),
+        ("[[gpu]]\ncount = 2\n".into(), "1:1: missing field `memory`"),
+        ("[[gpu]]\nmemory = 1\ncount = 0".into(), "3:9: count cannot be 0: 1 to 10000 are allowed"),
+        ("[[gpu]]\nmemory = \"2T\"".into(), "2:10: that is too large: at most 1T is allowed"),
+        ("[[gpu]]\nmemory = 1\nlink = \"50\"".into(), "3:8: link cannot be 50: at least 1048576 is allowed"),
+        (
+            "[[gpu]]\nmemory = \"lots\"".into(),
+            "2:10: \"lots\" is not a size: write a number and K, M, G or T, like \"512M\"",
+        ),
+        (
+            "[[gpu]]\nmemory = true".into(),
+            "2:10: invalid type: boolean `true`, expected a size like \"16G\" for this key",
+        ),
+        ("[[gpu]]\nmemory = -1".into(), "2:10: this key cannot be -1: a size like \"16G\" is allowed"),
+        ("[[gpu]]\nsize = 1".into(), "2:1: unknown field `size`, expected one of `count`, `memory`, `link`"),
+        (format!("{GPU}[[job]]\nname = \"\"\nmemory = 1\nwork = 1"), "4:8: name: a job's name is one line of text"),
+        (both(JOB), "8:8: name: there is a job \"a\" already: each has a name of its own"),
+        (both("memory = 2"), "7:1: duplicate key"),
+        (both("count = 100001"), "7:9: count cannot be 100001: 1 to 100000 are allowed"),
+        (both("count = -1"), "7:9: invalid value: integer `-1`, expected u32"),
+        (both("gpus = 2"), "7:8: gpus cannot be 2: 1 to 1 are allowed"),
+        (both("on = [0, 1]"), "7:6: on: there is no GPU 1: they are numbered from 0 to 0"),
+        (both("on = []"), "7:6: on: no GPU is named: leave it out for any"),
+        (
+            both("user = \"a\"\nusers = 3"),
+            "8:9: users: the programs are those of one user, or of so many: leave user out",
+        ),
+        (both("every = 1\nrandom = 1"), "8:10: random: programs come at random or every so often: leave every out"),
+        (both("random = 0"), "7:10: random cannot be 0: a longer time is allowed"),
+        (both("gpu-time = \"0s\""), "7:12: gpu-time cannot be 0: a longer time is allowed"),
+        (
+            both("cpu-time = \"soon\""),
+            "7:12: \"soon\" is not a duration: write a number and ms, s, min or h, like \"30s\"",
+        ),
+        (both("drain = \"9000d\""), "7:9: that is too long: at most 3650d is allowed"),
+        (both("rule = { weight = 0 }"), "7:19: weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
+        (both("rule = { time-max = \"20%\", time-min = \"30%\" }"), "7:39: time-min cannot be 30%: time-max is 20%"),
+        (
+            both("rule = { user = 5, weight = 5 }"),
+            "7:8: rule: the rule of a job is about its programs: name, unit, slice, container, user and group have no place here",
+        ),
+        (
+            both("rule = {}"),
+            "7:8: the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority, interactive or gang",
+        ),
+        (
+            both("[swap]\nmax = \"80%\""),
+            "7:1: swap.max: how much RAM there is is not said here: write a size like \"64G\", or \"none\"",
+        ),
+        (
+            format!("time-quantum = 0\n{GPU}"),
+            "1:16: time-quantum: the time quantum cannot be 0 seconds: whole seconds from 1 to 3600 are allowed",
+        ),
+        ("until = 0".into(), "1:9: until cannot be 0: a longer time is allowed"),
+        ("seed = \"x\"".into(), "1:8: invalid type: string \"x\", expected u32"),
+        (
+            "gpus = 3".into(),
+            "1:1: unknown field `gpus`, expected one of `seed`, `until`, `time-quantum`, `max-wait`, `time-period`, \
+             `anti-thrash`, `memory`, `swap`, `gpu`, `job`",
+        ),
+    ];
+    for (text, expected) in cases {
+        let error = Scenario::parse(&text, Path::new("x.toml")).expect_err(&text).to_string();
+        assert_eq!(error, format!("x.toml:{expected}"), "{text}");
+    }
+}
+
+fn ctl(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvsharectl"));
+    command.arg("simulate").args(arguments).output().expect("nvsharectl")
+}
+
+#[test]
+fn the_command_prints_tables_or_json_and_names_mistakes() {
+    let file = scenarios().join("shares.toml");
+    let file = file.to_str().expect("a path");
+    let shown = ctl(&[file, "--policy", "fcfs-on", "--policy=rules-auto"]);
+    let text = String::from_utf8(shown.stdout).expect("text");
+    assert!(shown.status.success() && shown.stderr.is_empty(), "{text}");
+    let mut lines = text.lines();
+    assert_eq!(lines.next(), Some("2 programs of 2 users on 1 GPU"));
+    let starts = |start: &str| text.lines().filter(|line| line.starts_with(start)).count();
+    let rows =
+        ["POLICY ", "JOB ", "fcfs-on ", "fcfs-auto ", "rules-auto ", "serial ", "thirty ", "seventy "].map(starts);
+    assert_eq!(rows, [2, 1, 2, 0, 2, 2, 1, 1], "{text}");
+    let thirty = text.lines().find(|line| line.starts_with("thirty ")).unwrap_or_default();
+    assert_eq!(thirty.split_whitespace().collect::<Vec<_>>(), ["thirty", "1h", "00min", "50.0%", "30.0%", "100.0%"]);
+
+    let json = ctl(&[file, "--json", "--policy", "rules-on"]).stdout;
+    let json: serde_json::Value = serde_json::from_slice(&json).expect("JSON");
+    assert_eq!((&json["programs"], &json["gpus"]), (&2.into(), &1.into()));
+    let policy = &json["policies"][0];
+    assert_eq!((&policy["policy"], &policy["unfinished"]), (&"rules-on".into(), &2.into()));
+    assert_eq!(policy["jobs"][1]["gpu-time"].as_f64().map(f64::round), Some(70.0));
+
+    let missing = ctl(&["/no/such/file"]);
+    assert_eq!(missing.status.code(), Some(1));
+    let said = String::from_utf8(missing.stderr).expect("text");
+    assert!(said.starts_with("nvsharectl: cannot read /no/such/file: No such file"), "{said}");
+    assert_eq!(ctl(&[file, "--policy", "best"]).status.code(), Some(2));
+}
