@@ -161,7 +161,11 @@ impl Hub {
                 );
             }
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
-            Command::Attached { .. } | Command::Probe { .. } | Command::Measure { .. } => {}
+            Command::Attached { .. }
+            | Command::Probe { .. }
+            | Command::Measure { .. }
+            | Command::Placed { .. }
+            | Command::Unplaced { .. } => {}
         }
     }
 
