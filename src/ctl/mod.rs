@@ -5,7 +5,7 @@
 //! - [`rules`]: setting rules, and printing them.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`lock`]: running one command with a GPU's lock held.
-//! - [`run`]: running one command under nvshare.
+//! - [`run`]: running one command under nvshare; [`place`]: the GPUs that it is to see.
 //! - [`preload`]: having every program of the machine load the library.
 //! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
 
@@ -14,6 +14,7 @@ mod connect;
 mod errors;
 pub mod lock;
 mod password;
+pub mod place;
 pub mod preload;
 pub mod rules;
 pub mod run;

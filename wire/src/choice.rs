@@ -47,6 +47,11 @@ pub fn chooser<T: AsRef<[u8]>>(environment: impl Fn(&CStr) -> Option<T>) -> Choo
     }
 }
 
+/// Whether a list names any GPU: as the driver reads it, it ends before the first name that it does not know.
+pub fn names_any(list: &[u8]) -> bool {
+    matches!(list.trim_ascii_start().first(), Some(b'0'..=b'9' | b'G' | b'M'))
+}
+
 /// The list as it is said. No name of a GPU has other characters than ASCII's.
 pub fn parts(list: &[u8]) -> impl Iterator<Item = ClientMessage> {
     list.chunks(PART).map(|part| {
@@ -85,6 +90,12 @@ mod tests {
         assert_eq!(of(&[(c"LOCAL_RANK", "")]), Chooser::Nobody);
         assert_eq!(of(&[(c"SLURM_LOCALID", "0")]), Chooser::Nobody);
         assert_eq!(of(&[(c"SLURM_LOCALID", "0"), (c"SLURM_NTASKS", "1")]), Chooser::Nobody);
+    }
+
+    #[test]
+    fn a_list_can_name_nothing() {
+        assert!([" 0,1", "GPU-8", "MIG-8"].iter().all(|list| names_any(list.as_bytes())));
+        assert!(!["", " ", "-1", "none"].iter().any(|list| names_any(list.as_bytes())));
     }
 
     #[test]

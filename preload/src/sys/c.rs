@@ -6,10 +6,11 @@
 //! program has no libdl, it is NULL, and then nobody looks anything up.
 
 use crate::loader::real_dlsym;
+use alloc::vec::Vec;
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
     mem::transmute,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
 
 #[cfg(target_arch = "x86_64")]
@@ -112,5 +113,64 @@ pub fn environment(name: &CStr) -> Option<&'static [u8]> {
     unsafe {
         let value = secure_getenv(name.as_ptr());
         (!value.is_null()).then(|| CStr::from_ptr(value).to_bytes())
+    }
+}
+
+/// An environment variable as the driver sees it, in a setuid program as well.
+pub fn variable(name: &CStr) -> Option<&'static [u8]> {
+    // SAFETY: a NUL-terminated name; the value is read before anybody is given a chance to change it.
+    unsafe {
+        let value = libc::getenv(name.as_ptr());
+        (!value.is_null()).then(|| CStr::from_ptr(value).to_bytes())
+    }
+}
+
+/// Gives a variable a value from now on, in an environment of its own: as `setenv` of another thread does, but for the one
+/// that it leaves behind, which is never freed or changed. So whoever reads it meanwhile reads the one or the other, whole.
+pub fn set_environment(name: &CStr, value: &[u8]) {
+    unsafe extern "C" {
+        static mut environ: *mut *mut c_char;
+    }
+    let mut entry = Vec::with_capacity(name.to_bytes().len() + value.len() + 2);
+    entry.extend_from_slice(name.to_bytes());
+    entry.push(b'=');
+    let prefix = entry.len();
+    entry.extend_from_slice(value);
+    entry.push(0);
+    // SAFETY: the C library's own pointer, which programs may change as well, so it is read and written whole.
+    let current = unsafe { AtomicPtr::from_ptr(&raw mut environ) };
+    let before = current.load(Ordering::Acquire);
+    let mut all: Vec<*mut c_char> = Vec::new();
+    for at in 0.. {
+        // SAFETY: an array that ends with NULL, of strings that end with NUL, or no array.
+        let other = if before.is_null() { core::ptr::null_mut() } else { unsafe { *before.add(at) } };
+        if other.is_null() {
+            break;
+        }
+        // SAFETY: as above; what is compared ends no later than the shorter of the two.
+        if unsafe { libc::strncmp(other, entry.as_ptr().cast(), prefix) } != 0 {
+            all.push(other);
+        }
+    }
+    all.push(entry.leak().as_mut_ptr().cast());
+    all.push(core::ptr::null_mut());
+    current.store(all.leak().as_mut_ptr(), Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_is_set_once_and_the_others_stay() {
+        let name = c"NVSHARE_TEST_VARIABLE";
+        for value in [b"one".as_slice(), b"", b"GPU-1,GPU-2"] {
+            let others = std::env::vars_os().filter(|(other, _)| *other != *"NVSHARE_TEST_VARIABLE").count();
+            set_environment(name, value);
+            assert_eq!(environment(name), Some(value));
+            let all = std::env::vars_os().count();
+            assert_eq!(all, others + 1);
+        }
+        assert!(std::env::var_os("PATH").is_some());
     }
 }
