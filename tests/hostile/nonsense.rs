@@ -1,7 +1,9 @@
 //! What a hostile scheduler says: messages that are well-formed and make no sense, and packets that are not even that.
 
 use nvshare_wire::{
-    SchedulerMessage, Secret, SlotSet, Text, client::Sharing, scheduler::Refusal, scheduler::WaitReason,
+    SchedulerMessage, Secret, SlotSet, Text, Uuid,
+    client::{GpuKind, Sharing},
+    scheduler::{NoPlace, Refusal, WaitReason},
 };
 
 use crate::dice::Dice;
@@ -30,7 +32,7 @@ fn count(dice: &mut Dice) -> u32 {
 
 /// A message that a scheduler could send, though not now and not so.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
-    match dice.below(27) {
+    match dice.below(29) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.next() },
         1 => refusal(dice),
         2..5 => SchedulerMessage::Attached { slot: slot(dice) },
@@ -54,6 +56,16 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             range: count(dice),
             allocation: bytes(dice),
             first: count(dice),
+        },
+        27 => SchedulerMessage::Placed {
+            at: count(dice),
+            of: count(dice),
+            uuid: Uuid([dice.next() as u8; 16]),
+            kind: dice.pick(&[GpuKind::Gpu, GpuKind::Mig]),
+        },
+        28 => SchedulerMessage::Unplaced {
+            outcome: dice.pick(&[NoPlace::Free, NoPlace::NoGpu]),
+            text: Text::new("nonsense"),
         },
         24 => SchedulerMessage::Opened {
             ticket: slot(dice),

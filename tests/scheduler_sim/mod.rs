@@ -866,7 +866,12 @@ impl World {
                 }
             }
             Command::Room { .. } | Command::Measure { .. } => {}
-            Command::Waiting { .. } | Command::Probe { .. } | Command::Undrainable { .. } | Command::Stays { .. } => {}
+            Command::Waiting { .. }
+            | Command::Probe { .. }
+            | Command::Undrainable { .. }
+            | Command::Stays { .. }
+            | Command::Placed { .. }
+            | Command::Unplaced { .. } => {}
         }
     }
 
@@ -1126,7 +1131,9 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Stays { client, .. }
         | Command::Room { client, .. }
         | Command::Prepare { client, .. }
-        | Command::Probe { client } => Some(*client),
+        | Command::Probe { client }
+        | Command::Placed { client, .. }
+        | Command::Unplaced { client, .. } => Some(*client),
     }
 }
 
@@ -1145,8 +1152,11 @@ fn event_of(event: &Event) -> Option<ClientId> {
         | Event::Cancelled { client, .. }
         | Event::Released { client, .. }
         | Event::Stuck { client, .. }
-        | Event::Stopped { client, .. } => Some(*client),
+        | Event::Stopped { client, .. }
+        | Event::Placing { client, .. }
+        | Event::TookPlace { client, .. } => Some(*client),
         Event::Grouped { groups } => groups.keys().next().copied(),
+        Event::Labelled { labels } => labels.keys().next().copied(),
         Event::Tick
         | Event::Configure(_)
         | Event::GpuFound { .. }
