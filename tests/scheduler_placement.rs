@@ -180,7 +180,7 @@ fn what_a_rule_allows_is_expected_for_a_while() {
     host.attach(1, 0, GIB);
     assert_eq!(grouped(&mut host, 2), 1, "twelve GiB were expected of the first");
     host.now += PATIENCE;
-    assert_eq!(grouped(&mut host, 3), 1, "the second has not come, and may never; it counts as the one with less room");
+    assert_eq!(grouped(&mut host, 3), 0, "it takes one GiB only");
 }
 
 #[test]
@@ -216,7 +216,8 @@ fn who_asks_without_end_keeps_a_few_places_only() {
         host.connect(n, Labels::default());
         host.attach(n, 1, 0);
     }
-    assert_eq!(host.start(3000, None), 0, "64 places, and 64 programs: the first");
+    assert_eq!(host.start(3000, None), 1, "64 places there, with memory for their contexts, and 64 programs here");
+    assert_eq!(host.start(3001, None), 0);
 }
 
 #[test]

@@ -154,7 +154,7 @@ fn a_rule_says_which_gpus_programs_may_see() {
         assert!(log.contains("allows none of the GPUs that it could see"), "{log}");
         let mut refused = machine.run(&[], LOOK).quiet().env("CUDA_VISIBLE_DEVICES", "0").start();
         assert_eq!(refused.wait().code(), Some(1));
-        assert!(refused.stderr().contains("nvshare.toml:8 allows none of the GPUs"), "{}", refused.stderr());
+        assert!(refused.stderr().contains("nvshare.toml:9 allows none of the GPUs"), "{}", refused.stderr());
     }
 }
 

@@ -4,12 +4,7 @@
 use crate::{
     settings, socket,
     socket::Socket,
-    sys::{
-        c,
-        sync::Mutex,
-        time,
-        time::Instant,
-    },
+    sys::{c, sync::Mutex, time, time::Instant},
     trace::trace,
 };
 use alloc::{string::String, vec::Vec};

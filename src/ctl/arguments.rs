@@ -155,7 +155,9 @@ pub enum Setting {
 fn parse_memory(text: &str) -> Result<u64, String> {
     let bytes = units::parse_size(text)?;
     let is_some = (1..=MOST_MEMORY).contains(&bytes);
-    is_some.then_some(bytes).ok_or_else(|| format!("{text:?} is no memory of a GPU: a size up to 1T, like \"20G\", is allowed"))
+    is_some
+        .then_some(bytes)
+        .ok_or_else(|| format!("{text:?} is no memory of a GPU: a size up to 1T, like \"20G\", is allowed"))
 }
 
 /// Reads [`parse_anti_thrash`]'s words, and names them to shells.

@@ -53,7 +53,10 @@ pub struct Wish {
 /// Why there is no place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Misfit {
-    TooFew { wanted: u32, there: u32 },
+    TooFew {
+        wanted: u32,
+        there: u32,
+    },
     /// Those of this affinity are elsewhere.
     Affinity(String),
     /// Those of this anti-affinity are everywhere.

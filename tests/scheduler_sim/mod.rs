@@ -31,7 +31,15 @@ pub fn client(n: u64) -> ClientId {
 }
 
 pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
-    Settings { time_quantum, anti_thrash, max_wait: Duration::ZERO, reserve: 0, context: 0, time_period: PERIOD, placement: Placement::None }
+    Settings {
+        time_quantum,
+        anti_thrash,
+        max_wait: Duration::ZERO,
+        reserve: 0,
+        context: 0,
+        time_period: PERIOD,
+        placement: Placement::None,
+    }
 }
 
 /// SplitMix64: enough for made-up behaviour, and the same everywhere.

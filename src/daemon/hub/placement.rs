@@ -54,7 +54,8 @@ impl Hub {
         }
         let rule = self.rule_of(client);
         let allowed = rule.and_then(|rule| rule.places.allowed.as_ref());
-        let is_allowed = |gpu: &&Known<'_>| allowed.is_none_or(|names| names.iter().any(|name| means(name, gpu, &known)));
+        let is_allowed =
+            |gpu: &&Known<'_>| allowed.is_none_or(|names| names.iter().any(|name| means(name, gpu, &known)));
         let chosen: Vec<&Known<'_>> = match ask.chooser {
             Chooser::List => listed(&ask.choice, &known),
             Chooser::Nobody | Chooser::Rank => known.iter().collect(),

@@ -8,7 +8,8 @@ use serde::de::{self, Deserializer, SeqAccess, Visitor};
 
 /// Prefixes of UUIDs.
 const KINDS: [&str; 2] = ["GPU-", "MIG-"];
-const ALLOWED: &str = "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
+const ALLOWED: &str =
+    "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
 
 /// A GPU, or several slices of one, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -132,7 +133,8 @@ mod tests {
             assert!(!name.fits("GPU-9a6c1b2d-0011-2233-4455-66778899aabb", Some(2)), "{name}");
             assert!(!name.fits(&UUID.replace("GPU", "MIG"), None), "{name}");
         }
-        for wrong in ["", "-1", "+1", "GPU-", "gpu-8a", "8a6c", "GPU-8g", "MIG-GPU-8a6c/1/0", "no", &format!("{UUID}0")] {
+        for wrong in ["", "-1", "+1", "GPU-", "gpu-8a", "8a6c", "GPU-8g", "MIG-GPU-8a6c/1/0", "no", &format!("{UUID}0")]
+        {
             assert_eq!(GpuName::parse(wrong), None, "{wrong}");
         }
     }

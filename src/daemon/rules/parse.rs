@@ -362,7 +362,8 @@ mod tests {
     /// Mistakes in the second of these lines, after `[[rule]]`.
     #[test]
     fn errors_say_where_and_what_is_allowed() {
-        let gpus = "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
+        let gpus =
+            "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
         let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";
         let cases = [
             ("memory-max = \"lots\"", format!("2:14: memory-max cannot be \"lots\": {amounts}")),

@@ -18,7 +18,8 @@ pub struct Whereabouts {
 impl Whereabouts {
     /// As it could be written.
     pub(super) fn pairs(&self) -> impl Iterator<Item = (&'static str, Option<Value>)> {
-        let allowed = self.allowed.as_ref().map(|names| names.iter().map(GpuName::to_string).collect::<Vec<_>>().into());
+        let allowed =
+            self.allowed.as_ref().map(|names| names.iter().map(GpuName::to_string).collect::<Vec<_>>().into());
         let label = |label: &Option<String>| label.as_deref().map(Value::from);
         let Labels { affinity, anti_affinity, exclusion } = &self.labels;
         let pairs = [
