@@ -105,7 +105,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
         socket::wait([Some(socket), None], PATIENCE.saturating_sub(begin.elapsed()));
         match socket.receive(version) {
             Ok(Some((SchedulerMessage::Placed { at, of, uuid, kind }, _))) => {
-                if at as usize != gpus.len() || of > MAX_SLOTS {
+                if at as usize != gpus.len() || !(1..=MAX_SLOTS).contains(&of) {
                     return Answer::Free;
                 }
                 gpus.push((uuid, kind));

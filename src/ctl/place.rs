@@ -68,7 +68,9 @@ impl Talk {
         let mut names: Vec<String> = Vec::new();
         loop {
             match answer {
-                SchedulerMessage::Placed { at, of, uuid, kind } if at as usize == names.len() && of <= MAX_SLOTS => {
+                SchedulerMessage::Placed { at, of, uuid, kind }
+                    if at as usize == names.len() && (1..=MAX_SLOTS).contains(&of) =>
+                {
                     names.push(bus::gpu_name(kind, GpuId(uuid)));
                     if names.len() >= of as usize {
                         return Ok(Some(names.join(",").into()));

@@ -57,16 +57,14 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             allocation: bytes(dice),
             first: count(dice),
         },
+        // Never the right number, and never that there is no GPU: what is an answer is obeyed.
         27 => SchedulerMessage::Placed {
-            at: count(dice),
+            at: count(dice).max(1),
             of: count(dice),
             uuid: Uuid([dice.next() as u8; 16]),
             kind: dice.pick(&[GpuKind::Gpu, GpuKind::Mig]),
         },
-        28 => SchedulerMessage::Unplaced {
-            outcome: dice.pick(&[NoPlace::Free, NoPlace::NoGpu]),
-            text: Text::new("nonsense"),
-        },
+        28 => SchedulerMessage::Unplaced { outcome: NoPlace::Free, text: Text::new("nonsense") },
         24 => SchedulerMessage::Opened {
             ticket: slot(dice),
             outcome: dice.pick(&[Sharing::Done, Sharing::Unknown, Sharing::Failed, Sharing::Busy]),
