@@ -36,7 +36,9 @@ impl Hub {
     pub(super) fn place(&mut self, client: ClientId, ask: &Ask) {
         let Some(entry) = self.clients.get(&client) else { return };
         if ask.ahead && entry.identity.pid > 0 {
-            self.ahead.push(Ahead { pid: entry.identity.pid, client, since: socket::now() });
+            let pid = entry.identity.pid;
+            self.ahead.retain(|ahead| ahead.pid != pid); // one for each process, however often it asks
+            self.ahead.push(Ahead { pid, client, since: socket::now() });
         }
         match self.choice(client, ask) {
             Choice::Free => self.unplaced(client, NoPlace::Free, ""),
