@@ -56,6 +56,7 @@ pub struct Client {
     pub rule_origin: String,
     pub share: String,
     pub gang: Vec<u64>,
+    pub placed: Vec<String>,
     pub connected_since: u64,
     pub stopped: bool,
     pub gpus: Vec<GpuUse>,

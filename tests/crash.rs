@@ -133,7 +133,7 @@ impl Episode {
             anti_thrash: dice.pick(&["auto", "auto", "on", "off"]),
             swap_max: "80%",
             simulator: vec![("CUDA_SIM_GPU_BANDWIDTH", "8G".into()), ("CUDA_SIM_LINK_BANDWIDTH", "4G".into())],
-            without: "",
+            ..Setup::default()
         };
         eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}", setup.memory / MIB, setup.anti_thrash);
         // With something that keeps connections for the next scheduler, or without.

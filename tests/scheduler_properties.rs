@@ -350,7 +350,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         1 => Just(Event::Tick),
         1 => (mode(), quantum, bytes(), bytes()).prop_map(|(anti_thrash, q, reserve, context)| {
-            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2) })
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: Placement::None })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),

@@ -6,7 +6,7 @@ use crate::{
     settings, socket,
     socket::Socket,
     sys::{c, file::Name, lock_file, sync::Mutex},
-    threads, trace,
+    threads, trace, visible,
 };
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
@@ -28,6 +28,16 @@ static DESCRIPTOR: Name = Name::none();
 #[inline]
 pub fn is_on() -> bool {
     STATE.load(Ordering::Relaxed) == ON
+}
+
+/// The program is about to initialise CUDA: sees to it that it sees the GPUs that it is to see. `false` if there are none.
+pub fn choose() -> bool {
+    visible::settle(&link::hello())
+}
+
+/// CUDA could not be initialised: nobody is to be counted as a client that is none.
+pub fn forget_choice() {
+    drop(visible::take_connection());
 }
 
 /// The program has initialised CUDA: begins to take part, once a process. `false` if it must not go on without a scheduler,

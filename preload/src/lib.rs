@@ -6,7 +6,7 @@
 //! A call's way, from the program to the driver:
 //! - [`loader`] answers look-ups of driver functions with the [`hooks`], which pass on to the real [`driver`] ([`cuda`]
 //!   has its types). [`client`] says whether this process takes part at all,
-//!   [`environment`] on which GPUs.
+//!   [`environment`] on which GPUs, [`visible`] which of them it sees.
 //! - [`gate`] is where work waits for the GPU lock; [`threads`], [`barrier`] and [`epoch`] make passing it cheap, [`futex`]
 //!   waiting.
 //! - [`work`] bounds what is submitted and knows when it is done; [`capture`] keeps all of that out of stream captures.
@@ -61,4 +61,5 @@ mod sys;
 mod threads;
 mod trace;
 mod turn;
+mod visible;
 mod work;

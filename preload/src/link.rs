@@ -28,6 +28,7 @@ use crate::{
     trace,
     trace::trace,
     turn::Turn,
+    visible,
     work::with_current,
 };
 use alloc::{
@@ -356,7 +357,9 @@ impl Link {
     }
 
     fn connect(&mut self) {
-        let (socket, version, id) = match socket::shake_hands(settings::get().socket, &hello()) {
+        let connected = visible::take_connection();
+        let connected = connected.unwrap_or_else(|| socket::shake_hands(settings::get().socket, &hello()));
+        let (socket, version, id) = match connected {
             Ok(connected) => connected,
             Err(why) => {
                 trace!("no scheduler: {why}");
@@ -512,6 +515,8 @@ impl Link {
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
             SchedulerMessage::Resume { .. } => self.resume(),
+            // It came too late: the driver has seen what it has seen.
+            SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } => {}
         }
     }
 
@@ -522,7 +527,8 @@ impl Link {
     }
 }
 
-fn hello() -> ClientMessage {
+/// How this process introduces itself.
+pub fn hello() -> ClientMessage {
     ClientMessage::Hello {
         min_version: version::MIN,
         max_version: version::MAX,

@@ -9,7 +9,7 @@ use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, preload, rules, run, simulate};
+use nvshare::ctl::{CtlError, Target, place, preload, rules, run, simulate};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -44,7 +44,9 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::UnsetRule { name }) => rules::set(&target, &name, &[]),
         Some(Verb::Reset) => settings::reset(&target),
         Some(Verb::Reload) => settings::reload(&target),
-        Some(Verb::Run { library, command }) => Err(run::run(library.as_deref(), &command)),
+        Some(Verb::Run { library, gpus, memory, command }) => {
+            Err(run::run(library.as_deref(), place::Wish { gpus, memory }, &command))
+        }
         Some(Verb::Lock { gpu, who, why, command }) => {
             return lock::lock(&target, &lock::Wish { gpu, who, why }, &command);
         }

@@ -7,11 +7,17 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Command, Parser, Subcommand, ValueHint};
 
+use nvshare_wire::MAX_SLOTS;
+
 use super::rules;
 use super::settings::parse_seconds;
 use crate::bus::{ANTI_THRASH, anti_thrash_name, parse_anti_thrash};
 use crate::scheduler::AntiThrash;
 use crate::simulate::policies::POLICIES;
+use crate::units;
+
+/// As everywhere else.
+const MOST_MEMORY: u64 = 1 << 40;
 
 /// Shows who uses which GPU, and changes how GPUs are shared.
 ///
@@ -75,6 +81,12 @@ pub enum Verb {
         /// The library to load [default: libnvshare.so beside nvsharectl, else where the loader finds it]
         #[arg(long, value_name = "PATH", env = "NVSHARE_LIBRARY")]
         library: Option<PathBuf>,
+        /// How many GPUs it sees, chosen by the scheduler [default: as the configuration and its rule say]
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_SLOTS)), value_hint = ValueHint::Other)]
+        gpus: Option<u32>,
+        /// Memory that it needs on each GPU, like 20G: it gets a GPU where that fits, if there is one
+        #[arg(long, value_name = "SIZE", value_parser = parse_memory, value_hint = ValueHint::Other)]
+        memory: Option<u64>,
 
         /// The command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]
@@ -150,6 +162,15 @@ pub enum Setting {
         #[arg(value_name = "auto|on|off", value_parser = Mode, hide_possible_values = true)]
         value: AntiThrash,
     },
+}
+
+/// What a GPU can have.
+fn parse_memory(text: &str) -> Result<u64, String> {
+    let bytes = units::parse_size(text)?;
+    let is_some = (1..=MOST_MEMORY).contains(&bytes);
+    is_some
+        .then_some(bytes)
+        .ok_or_else(|| format!("{text:?} is no memory of a GPU: a size up to 1T, like \"20G\", is allowed"))
 }
 
 /// Reads [`parse_anti_thrash`]'s words, and names them to shells.

@@ -5,7 +5,7 @@
 //! - [`rules`]: setting rules, and printing them.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
 //! - [`lock`]: running one command with a GPU's lock held.
-//! - [`run`]: running one command under nvshare.
+//! - [`run`]: running one command under nvshare; [`place`]: the GPUs that it is to see.
 //! - [`simulate`]: what the scheduler would do with a described mix of programs.
 //! - [`preload`]: having every program of the machine load the library.
 //! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
@@ -15,6 +15,7 @@ mod connect;
 mod errors;
 pub mod lock;
 mod password;
+pub mod place;
 pub mod preload;
 pub mod rules;
 pub mod run;

@@ -7,9 +7,15 @@ use zbus::{OwnedVariant, Variant};
 
 use super::{CtlError, Target, block_on, password};
 
+/// Keys whose value is a list; commas are between its parts.
+const LISTS: [&str; 1] = ["allowed-gpus"];
+
 /// Reads `KEY=VALUE`: a number or `true` or `false` is one, anything else a text.
 pub fn parse_pair(text: &str) -> Result<(String, Value), String> {
     let (key, value) = text.split_once('=').ok_or_else(|| format!("{text:?} is not of the form KEY=VALUE"))?;
+    if LISTS.contains(&key) {
+        return Ok((key.to_owned(), value.split(',').map(str::trim).collect::<Vec<_>>().into()));
+    }
     let plain = value.parse().map(Value::Integer).ok().or_else(|| value.parse().map(Value::Boolean).ok());
     Ok((key.to_owned(), plain.unwrap_or_else(|| value.into())))
 }
@@ -21,6 +27,7 @@ pub fn set(target: &Target, name: &str, keys: &[(String, Value)]) -> Result<(), 
         let value = match value {
             Value::Integer(number) => Variant::from(*number),
             Value::Boolean(value) => Variant::from(*value),
+            Value::Array(all) => Variant::from(all.iter().filter_map(Value::as_str).collect::<Vec<_>>()),
             other => Variant::from(other.as_str().unwrap_or_default()),
         };
         if rule.insert(key.as_str(), value).is_some() {
@@ -43,7 +50,7 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
 }
 
 /// As people expect them: whom a rule is about, then what they have. Keys of later versions come before all others.
-const ORDER: [&str; 17] = [
+const ORDER: [&str; 21] = [
     "name",
     "unit",
     "slice",
@@ -61,6 +68,10 @@ const ORDER: [&str; 17] = [
     "priority",
     "interactive",
     "gang",
+    "allowed-gpus",
+    "affinity",
+    "anti-affinity",
+    "exclusion",
 ];
 
 fn plain(value: &Variant<'_>) -> Option<Value> {
@@ -68,6 +79,7 @@ fn plain(value: &Variant<'_>) -> Option<Value> {
         Variant::I64(number) => Some((*number).into()),
         Variant::Bool(value) => Some((*value).into()),
         Variant::Str(text) => Some(text.as_str().into()),
+        Variant::Array(all) => Some(Value::Array(all.iter().map(plain).collect::<Option<_>>()?)),
         _ => None,
     }
 }
@@ -83,6 +95,7 @@ mod tests {
             ("weight=idle", "weight", "idle".into()),
             ("interactive=true", "interactive", Value::Boolean(true)),
             ("memory-max=8G", "memory-max", "8G".into()),
+            ("allowed-gpus=0, GPU-8a", "allowed-gpus", vec!["0", "GPU-8a"].into()),
             ("unit=a=b*.service", "unit", "a=b*.service".into()),
         ] {
             assert_eq!(parse_pair(text), Ok((key.to_owned(), value)), "{text}");

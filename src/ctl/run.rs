@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::CtlError;
+use super::place::{self, Wish};
 
 const LIBRARY: &str = "libnvshare.so";
 const PRELOAD: &str = "LD_PRELOAD";
 
 /// Never returns where the command can be started.
-pub fn run(library: Option<&Path>, command: &[OsString]) -> CtlError {
+pub fn run(library: Option<&Path>, wish: Wish, command: &[OsString]) -> CtlError {
     let Some((program, arguments)) = command.split_first() else {
         return CtlError::Failed("there is no command to run".into());
     };
@@ -22,7 +23,14 @@ pub fn run(library: Option<&Path>, command: &[OsString]) -> CtlError {
         Err(e) => return e,
     };
     let preload = preload(std::env::var_os(PRELOAD).as_deref(), &library);
-    let error = Command::new(program).args(arguments).env(PRELOAD, preload).exec();
+    let mut starting = Command::new(program);
+    starting.args(arguments).env(PRELOAD, preload);
+    match place::ask(wish) {
+        Ok(Some(gpus)) => drop(starting.env("CUDA_VISIBLE_DEVICES", gpus)),
+        Ok(None) => {}
+        Err(e) => return e,
+    }
+    let error = starting.exec();
     CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error }
 }
 

@@ -214,6 +214,11 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         let others: Vec<String> = client.gang.iter().map(u64::to_string).collect();
         let _ = writeln!(out, "  Client {} runs together with {}.", client.id, others.join(", "));
     }
+    for client in clients.iter().filter(|client| client.placed.contains(&gpu.uuid)) {
+        let is_here = client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
+        let still = if is_here { "" } else { ", and does not use it yet" };
+        let _ = writeln!(out, "  Client {} was placed on this GPU{still}.", client.id);
+    }
     for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.unseen)) {
         let _ = writeln!(out, "  Client {} gives this GPU work by another API than CUDA: its memory stays.", client.id);
     }
@@ -328,6 +333,7 @@ fn client_json(client: &Client) -> Value {
         "rule-origin": client.rule_origin,
         "share": client.share,
         "gang": client.gang,
+        "placed": client.placed,
         "connected-since": client.connected_since,
         "stopped": client.stopped,
         "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),

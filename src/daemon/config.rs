@@ -13,7 +13,7 @@ use toml::Spanned;
 
 use super::host::SwapMax;
 use super::rules::{self, Origin, RawRule, Rule, Rules};
-use crate::scheduler::{AntiThrash, Settings};
+use crate::scheduler::{AntiThrash, Placement, Settings};
 use crate::units;
 
 pub const DEFAULT_PATH: &str = "/etc/nvshare/nvshare.toml";
@@ -54,6 +54,7 @@ impl Default for Config {
                 // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
                 context: 600 << 20,
                 time_period: Duration::from_secs(10),
+                placement: Placement::None,
             },
             max_clients_per_user: 512,
             log_level: LogLevel::Info,
@@ -148,7 +149,7 @@ impl Config {
             memory: all.memory,
         };
         Ok(Self {
-            settings: said.settings(),
+            settings: Settings { placement: all.placement.unwrap_or(default.settings.placement), ..said.settings() },
             max_clients_per_user: all.max_clients_per_user.unwrap_or(default.max_clients_per_user),
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
@@ -178,6 +179,7 @@ impl Said {
             reserve: self.memory.reserve.unwrap_or(default.reserve),
             context: self.memory.context.unwrap_or(default.context),
             time_period: self.time_period.unwrap_or(default.time_period),
+            ..default
         }
     }
 }
@@ -258,6 +260,8 @@ struct File {
     time_period: Option<Duration>,
     #[serde(default, deserialize_with = "read_anti_thrash")]
     anti_thrash: Option<AntiThrash>,
+    #[serde(default, deserialize_with = "read_placement")]
+    placement: Option<Placement>,
     #[serde(default, deserialize_with = "read_max_clients")]
     max_clients_per_user: Option<u32>,
     #[serde(default, deserialize_with = "read_log_level")]
@@ -280,6 +284,7 @@ impl File {
             max_wait: self.max_wait.or(before.max_wait),
             time_period: self.time_period.or(before.time_period),
             anti_thrash: self.anti_thrash.or(before.anti_thrash),
+            placement: self.placement.or(before.placement),
             max_clients_per_user: self.max_clients_per_user.or(before.max_clients_per_user),
             log_level: self.log_level.or(before.log_level),
             keep_connections: self.keep_connections.or(before.keep_connections),
@@ -351,6 +356,20 @@ pub fn read_anti_thrash<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Ant
         }
     }
     .map_err(de::Error::custom)
+}
+
+fn read_placement<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Placement>, D::Error> {
+    let allowed = "\"none\", \"pack\" or \"spread\"";
+    let given = match Scalar::read(from, "placement", allowed)? {
+        Scalar::Text(text) => match &*text {
+            "none" => return Ok(Some(Placement::None)),
+            "pack" => return Ok(Some(Placement::Pack)),
+            "spread" => return Ok(Some(Placement::Spread)),
+            _ => format!("{text:?}"),
+        },
+        Scalar::Number(number) => number.to_string(),
+    };
+    Err(de::Error::custom(format!("placement cannot be {given}: {allowed} are allowed")))
 }
 
 fn read_max_clients<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
@@ -474,7 +493,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_read() {
-        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
+        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\nplacement = \"pack\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n";
         let expected = Config {
@@ -485,6 +504,7 @@ mod tests {
                 reserve: 1 << 30,
                 context: 1 << 20,
                 time_period: Duration::from_secs(20),
+                placement: Placement::Pack,
             },
             max_clients_per_user: 9,
             log_level: LogLevel::Debug,
@@ -555,6 +575,10 @@ mod tests {
                 "nvshare.toml:1:15: anti-thrash cannot be \"maybe\": \"auto\", \"on\" or \"off\" are allowed",
             ),
             (
+                "placement = \"full\"",
+                "nvshare.toml:1:13: placement cannot be \"full\": \"none\", \"pack\" or \"spread\" are allowed",
+            ),
+            (
                 "[memory]\nreserve = \"lots\"",
                 "nvshare.toml:2:11: memory.reserve: \"lots\" is not a size: write a number and K, M, G or T, like \"512M\"",
             ),
@@ -570,7 +594,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `placement`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
             ),
         ];
         for (text, expected) in cases {

@@ -65,6 +65,9 @@ impl Control {
 
     /// Sets a rule at run time, or takes one away. What is returned hears when that is on the disk.
     fn set_rule(&mut self, hub: &RefCell<Hub>, addition: Addition) -> Result<oneshot::Receiver<()>, String> {
+        if let Some(text) = addition.rule().and_then(|rule| hub.borrow().config.rules.contradicted(rule)) {
+            return Err(text);
+        }
         let (done, written) = oneshot::channel();
         let name = addition.name().to_owned();
         self.changes.set_rule(addition, done)?;

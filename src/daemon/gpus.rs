@@ -77,6 +77,8 @@ pub struct GpuDescription {
     pub total: u64,
     /// NVML's number of the GPU; a slice has its GPU's.
     pub index: u32,
+    /// The number of its device file; a slice has its GPU's.
+    pub minor: Option<u32>,
     /// Bytes per second that copies over its PCIe link reach, by what both ends can do.
     pub link: Option<u64>,
 }
@@ -132,23 +134,27 @@ fn id(device: &Device<'_>) -> Option<GpuId> {
     parse_uuid(&device.uuid().ok()?).map(GpuId)
 }
 
+/// A GPU or slice, with its GPU's number for NVML and the number of its device file.
+type Found<'a> = (Device<'a>, GpuKind, u32, Option<u32>);
+
 /// Every GPU that work can run on: a GPU that is cut into slices is its slices.
-fn devices(nvml: &Nvml) -> Vec<(Device<'_>, GpuKind, u32)> {
+fn devices(nvml: &Nvml) -> Vec<Found<'_>> {
     let mut devices = Vec::new();
     for index in 0..nvml.device_count().unwrap_or(0) {
         let Ok(device) = nvml.device_by_index(index) else { continue };
         let places = device.mig_device_count().unwrap_or(0);
         let slices: Vec<_> = (0..places).filter_map(|i| device.mig_device_by_index(i).ok()).collect();
+        let minor = device.minor_number().ok();
         if slices.is_empty() {
-            devices.push((device, GpuKind::Gpu, index));
+            devices.push((device, GpuKind::Gpu, index, minor));
         } else {
-            devices.extend(slices.into_iter().map(|slice| (slice, GpuKind::Mig, index)));
+            devices.extend(slices.into_iter().map(|slice| (slice, GpuKind::Mig, index, minor)));
         }
     }
     devices
 }
 
-fn describe((device, kind, index): &(Device<'_>, GpuKind, u32)) -> Option<GpuDescription> {
+fn describe((device, kind, index, minor): &Found<'_>) -> Option<GpuDescription> {
     let text = device.uuid().ok()?;
     let Some(uuid) = parse_uuid(&text) else {
         debug!("NVML names a GPU {text:?}, which is no UUID");
@@ -156,7 +162,8 @@ fn describe((device, kind, index): &(Device<'_>, GpuKind, u32)) -> Option<GpuDes
     };
     let total = device.memory_info().ok()?.total;
     let name = device.name().unwrap_or_default();
-    Some(GpuDescription { gpu: GpuId(uuid), kind: *kind, name, total, index: *index, link: link(device) })
+    let (gpu, link) = (GpuId(uuid), link(device));
+    Some(GpuDescription { gpu, kind: *kind, name, total, index: *index, minor: *minor, link })
 }
 
 fn link(device: &Device<'_>) -> Option<u64> {
@@ -178,7 +185,7 @@ fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
 const TRIES: usize = 3;
 
 /// The figures of a GPU are several calls, so they are taken again if the first has changed by the last, a few times.
-fn sample((device, ..): &(Device<'_>, GpuKind, u32)) -> Option<Sample> {
+fn sample((device, ..): &Found<'_>) -> Option<Sample> {
     let gpu = id(device)?;
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
     let take = || {

@@ -11,6 +11,7 @@ const IDS: &[(&str, &str)] = &[
     ("client-resumed", "4684efeb46d043ed97bbc4e456db5dae"),
     ("client-gone", "b55ea8e87f3a46909bf27d602a4e149b"),
     ("client-refused", "660965c112534847bade7d3cab2fabd0"),
+    ("not-placed", "3f0d5b6c2a9e4c41a7b8d6e09c15f274"),
     ("client-silent", "83221df1dc85496a82a159d2c1dd4a06"),
     ("resumed", "eb7682eea4154213bb95f19024f1ab22"),
     ("memory-refused", "9241ecd8af6145d48484bacc3cc011f2"),

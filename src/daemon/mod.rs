@@ -40,7 +40,7 @@ mod resume;
 pub mod rules;
 mod session;
 mod shared;
-mod socket;
+pub(crate) mod socket;
 mod status;
 mod systemd;
 mod trace;

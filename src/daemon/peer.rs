@@ -77,6 +77,14 @@ pub fn began(pid: i32) -> Option<u64> {
     rest.split(' ').nth(22 - 3)?.parse().ok()
 }
 
+/// The process that started it, or who is in its place.
+pub fn parent(pid: i32) -> Option<i32> {
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let end = stat.iter().rposition(|b| *b == b')')?;
+    // The fourth field, after the state.
+    std::str::from_utf8(stat.get(end + 2..)?).ok()?.split(' ').nth(1)?.parse().ok()
+}
+
 /// The state letter of `/proc/PID/stat`. The name before it is in parentheses and may contain some itself.
 fn state(stat: &[u8]) -> Option<u8> {
     let end = stat.iter().rposition(|b| *b == b')')?;

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use nvshare_wire::choice::Chooser;
 use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::{ClientMessage, MAX_SLOTS, SlotSet, WireError};
 
@@ -11,6 +12,8 @@ use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
 
 /// A number of bytes beyond this is no memory that exists, and would overflow sums.
 const MAX_BYTES: u64 = 1 << 50;
+/// A list of GPUs is no longer: as many as a client can attach, each by its whole UUID.
+const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 
 /// What a client did that the protocol does not allow. Its connection is closed; nobody else is affected.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +29,7 @@ pub enum Violation {
     NoGpu { message: &'static str },
     Bytes { field: &'static str, bytes: u64 },
     TooManyGpus,
+    Choice,
     Unread,
 }
 
@@ -43,6 +47,7 @@ impl fmt::Display for Violation {
             Self::NoGpu { message } => write!(f, "{message} of no GPU"),
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
             Self::TooManyGpus => f.write_str("one more GPU that only clients know: there are too many"),
+            Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
             Self::Unread => f.write_str("it does not read what it is sent"),
         }
     }
@@ -75,11 +80,30 @@ pub enum Meaning {
         /// Bytes of host memory that it holds.
         host: u64,
     },
+    /// Asks which GPUs it is to see.
+    Place(Ask),
+    /// Nothing yet: more follows.
+    Part,
     /// About memory that one program lets another use, on that GPU where it names one.
     Shared {
         message: ClientMessage,
         gpu: Option<GpuId>,
     },
+}
+
+/// What somebody says who asks which GPUs it is to see.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ask {
+    pub chooser: Chooser,
+    /// Its list, where it has one.
+    pub choice: String,
+    /// 0: nothing is said of that.
+    pub count: u32,
+    pub bytes: Option<u64>,
+    /// Device files that it can open, by number; 0: it does not know.
+    pub devices: u64,
+    /// For the program that it becomes or starts.
+    pub ahead: bool,
 }
 
 /// The slots of one client that has been welcomed.
@@ -88,11 +112,13 @@ pub struct Session {
     client: ClientId,
     pub version: u16,
     slots: Vec<Option<GpuId>>,
+    /// What it has said of its list of GPUs.
+    choice: String,
 }
 
 impl Session {
     pub fn new(client: ClientId, version: u16) -> Self {
-        Self { client, version, slots: Vec::new() }
+        Self { client, version, slots: Vec::new(), choice: String::new() }
     }
 
     /// What one packet means.
@@ -153,6 +179,20 @@ impl Session {
             }
             ClientMessage::Stuck { gpus, reason } => {
                 Meaning::Event(Event::Stuck { client, gpus: self.gpus(gpus, "Stuck")?, reason })
+            }
+            ClientMessage::Choice { text } => {
+                self.choice.push_str(text.as_str());
+                if self.choice.len() > MAX_CHOICE {
+                    return Err(Violation::Choice);
+                }
+                Meaning::Part
+            }
+            ClientMessage::Place { chooser, count, bytes, devices, ahead } => {
+                if bytes > MAX_BYTES {
+                    return Err(Violation::Bytes { field: "bytes", bytes });
+                }
+                let (choice, bytes) = (std::mem::take(&mut self.choice), Some(bytes).filter(|bytes| *bytes > 0));
+                Meaning::Place(Ask { chooser, choice, count, bytes, devices, ahead: ahead != 0 })
             }
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
                 if bytes > MAX_BYTES {

@@ -75,6 +75,7 @@ mod tests {
             library: String::new(),
             rule: Default::default(),
             fellows: Vec::new(),
+            placed: Vec::new(),
             connected: SystemTime::UNIX_EPOCH,
             stopped: false,
             uses: Vec::new(),

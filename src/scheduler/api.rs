@@ -8,6 +8,8 @@ pub use nvshare_wire::Uuid;
 pub use nvshare_wire::client::{Engine, ReleaseReason, StuckReason};
 pub use nvshare_wire::scheduler::WaitReason;
 
+pub use super::placement::{Labels, Misfit, Placement, Wish};
+
 /// Time since an arbitrary start; the daemon passes `CLOCK_MONOTONIC`.
 pub type Time = Duration;
 
@@ -52,6 +54,8 @@ pub struct Settings {
     pub context: u64,
     /// How far back it is looked when a part of the time is a group's.
     pub time_period: Duration,
+    /// Where programs go that choose no GPU.
+    pub placement: Placement,
 }
 
 impl Settings {
@@ -260,6 +264,20 @@ pub enum Event {
     Grouped {
         groups: BTreeMap<ClientId, Option<Group>>,
     },
+    /// What rules say of the neighbours of these clients, from now on.
+    Labelled {
+        labels: BTreeMap<ClientId, Labels>,
+    },
+    /// Asks on which GPUs it is to run, before it sees any. Answered by `Command::Placed` or `Command::Unplaced`.
+    Placing {
+        client: ClientId,
+        wish: Wish,
+    },
+    /// The client is the program for which another one, which is gone, had asked for a place.
+    TookPlace {
+        client: ClientId,
+        from: ClientId,
+    },
     /// The client is gone (its connection closed or its process died): nothing of it is left on any GPU.
     Disconnected {
         client: ClientId,
@@ -335,6 +353,16 @@ pub enum Event {
 /// What the daemon is to tell a client, or others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
+    /// It is to run on these GPUs, and to see them in this order.
+    Placed {
+        client: ClientId,
+        gpus: Vec<GpuId>,
+    },
+    /// There is no GPU that it may run on.
+    Unplaced {
+        client: ClientId,
+        why: Misfit,
+    },
     /// Room for the client's context is made.
     Attached {
         client: ClientId,

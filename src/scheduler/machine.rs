@@ -9,6 +9,7 @@ use super::{
     hopes::Hope,
     limits::Host,
     locks::{Hold, Request, Unit},
+    placement::Places,
     policy::{Bursts, FIRST_RATE, Fcfs, RATE_BACK},
     promise::Promise,
     shares::{Class, Party},
@@ -48,6 +49,7 @@ pub struct Machine {
     pub(super) gang_turns: BTreeMap<Gang, Time>,
     /// Groups with members.
     pub(super) groups: BTreeMap<GroupId, Members>,
+    pub(super) places: Places,
     pub(super) timers: Timers,
     pub(super) host: Host,
     pub(super) dirty: BTreeSet<GpuId>,
@@ -197,6 +199,7 @@ impl Machine {
             gangs: BTreeMap::new(),
             gang_turns: BTreeMap::new(),
             groups: BTreeMap::new(),
+            places: Places::default(),
             timers: Timers::default(),
             host: Host::default(),
             dirty: BTreeSet::new(),
@@ -256,6 +259,9 @@ impl Machine {
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Grouped { groups } => self.grouped(&groups),
+            Event::Labelled { labels } => self.places.label(&labels),
+            Event::Placing { client, wish } => self.give_place(client, &wish),
+            Event::TookPlace { client, from } => self.take_place(client, from),
             Event::Disconnected { client } => self.disconnected(client),
             Event::Attached { client, gpu, engine } => {
                 self.alive(client);
@@ -387,6 +393,7 @@ impl Machine {
         }
         self.leave_group(id);
         self.leave_gang(id);
+        self.leave_place(id);
         self.clients.remove(&id);
         self.timers.set(Wake::Client(id), None);
     }

@@ -17,6 +17,7 @@
 //! - `newcomers`: those who are about to create a context.
 //! - `order`: who stands before whom: users first, then their clients.
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
+//! - `placement`: which GPU a program gets that does not choose one.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
 //! - `shares`: parts of a GPU's time that rules give; over `usage`, which counts it.
 //! - `squeeze`: room for what the driver takes for itself.
@@ -42,6 +43,7 @@ mod machine;
 mod newcomers;
 mod order;
 mod patience;
+mod placement;
 mod policy;
 mod promise;
 mod settle;

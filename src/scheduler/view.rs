@@ -47,6 +47,8 @@ pub struct ClientView {
     pub client: ClientId,
     /// The others of its gang.
     pub fellows: Vec<ClientId>,
+    /// GPUs that it was given, where it did not choose.
+    pub placed: Vec<GpuId>,
     pub stopped: bool,
     pub seats: Vec<SeatView>,
 }
@@ -192,6 +194,7 @@ impl Machine {
         Some(ClientView {
             client: id,
             fellows: self.fellows(id).collect(),
+            placed: self.places.of(id),
             stopped: client.stopped,
             seats: seats.collect(),
         })

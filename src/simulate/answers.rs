@@ -50,6 +50,9 @@ impl Program {
             | Command::Prepare { .. }
             | Command::Measure { .. }
             | Command::Stays { .. }
+            | Command::Placed { .. }
+            | Command::Unplaced { .. }
+            | Command::Thrashing { .. }
             | Command::Undrainable { .. } => {}
         }
     }

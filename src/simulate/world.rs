@@ -160,7 +160,12 @@ impl World {
 /// The program that is told, if any is: the others are for people and for what measures.
 fn addressee(command: &Command) -> Option<ClientId> {
     match command {
-        Command::Measure { .. } | Command::Stays { .. } | Command::Undrainable { .. } => None,
+        Command::Measure { .. }
+        | Command::Stays { .. }
+        | Command::Undrainable { .. }
+        | Command::Placed { .. }
+        | Command::Unplaced { .. }
+        | Command::Thrashing { .. } => None,
         Command::Attached { client, .. }
         | Command::Limit { client, .. }
         | Command::Denied { client, .. }

@@ -1,7 +1,9 @@
 //! What a hostile scheduler says: messages that are well-formed and make no sense, and packets that are not even that.
 
 use nvshare_wire::{
-    SchedulerMessage, Secret, SlotSet, Text, client::Sharing, scheduler::Refusal, scheduler::WaitReason,
+    SchedulerMessage, Secret, SlotSet, Text, Uuid,
+    client::{GpuKind, Sharing},
+    scheduler::{NoPlace, Refusal, WaitReason},
 };
 
 use crate::dice::Dice;
@@ -30,7 +32,7 @@ fn count(dice: &mut Dice) -> u32 {
 
 /// A message that a scheduler could send, though not now and not so.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
-    match dice.below(27) {
+    match dice.below(29) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.next() },
         1 => refusal(dice),
         2..5 => SchedulerMessage::Attached { slot: slot(dice) },
@@ -55,6 +57,14 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             allocation: bytes(dice),
             first: count(dice),
         },
+        // Never the right number, and never that there is no GPU: what is an answer is obeyed.
+        27 => SchedulerMessage::Placed {
+            at: count(dice).max(1),
+            of: count(dice),
+            uuid: Uuid([dice.next() as u8; 16]),
+            kind: dice.pick(&[GpuKind::Gpu, GpuKind::Mig]),
+        },
+        28 => SchedulerMessage::Unplaced { outcome: NoPlace::Free, text: Text::new("nonsense") },
         24 => SchedulerMessage::Opened {
             ticket: slot(dice),
             outcome: dice.pick(&[Sharing::Done, Sharing::Unknown, Sharing::Failed, Sharing::Busy]),

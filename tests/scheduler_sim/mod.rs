@@ -31,7 +31,15 @@ pub fn client(n: u64) -> ClientId {
 }
 
 pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
-    Settings { time_quantum, anti_thrash, max_wait: Duration::ZERO, reserve: 0, context: 0, time_period: PERIOD }
+    Settings {
+        time_quantum,
+        anti_thrash,
+        max_wait: Duration::ZERO,
+        reserve: 0,
+        context: 0,
+        time_period: PERIOD,
+        placement: Placement::None,
+    }
 }
 
 /// SplitMix64: enough for made-up behaviour, and the same everywhere.
@@ -897,7 +905,12 @@ impl World {
                 }
             }
             Command::Room { .. } | Command::Measure { .. } | Command::Thrashing { .. } => {}
-            Command::Waiting { .. } | Command::Probe { .. } | Command::Undrainable { .. } | Command::Stays { .. } => {}
+            Command::Waiting { .. }
+            | Command::Probe { .. }
+            | Command::Undrainable { .. }
+            | Command::Stays { .. }
+            | Command::Placed { .. }
+            | Command::Unplaced { .. } => {}
         }
     }
 
@@ -1183,7 +1196,9 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Stays { client, .. }
         | Command::Room { client, .. }
         | Command::Prepare { client, .. }
-        | Command::Probe { client } => Some(*client),
+        | Command::Probe { client }
+        | Command::Placed { client, .. }
+        | Command::Unplaced { client, .. } => Some(*client),
     }
 }
 
@@ -1202,8 +1217,11 @@ fn event_of(event: &Event) -> Option<ClientId> {
         | Event::Cancelled { client, .. }
         | Event::Released { client, .. }
         | Event::Stuck { client, .. }
-        | Event::Stopped { client, .. } => Some(*client),
+        | Event::Stopped { client, .. }
+        | Event::Placing { client, .. }
+        | Event::TookPlace { client, .. } => Some(*client),
         Event::Grouped { groups } => groups.keys().next().copied(),
+        Event::Labelled { labels } => labels.keys().next().copied(),
         Event::Tick
         | Event::Configure(_)
         | Event::GpuFound { .. }

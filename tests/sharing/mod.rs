@@ -64,6 +64,10 @@ pub struct Setup {
     pub anti_thrash: &'static str,
     /// Host memory for what is swapped out.
     pub swap_max: &'static str,
+    /// Where programs go that choose no GPU.
+    pub placement: &'static str,
+    /// Rules, as they are written.
+    pub rules: String,
     /// More of the simulator's settings.
     pub simulator: Vec<(&'static str, String)>,
     /// Symbols that its driver lacks, as older ones do.
@@ -79,6 +83,8 @@ impl Default for Setup {
             time_quantum: 1,
             anti_thrash: "auto",
             swap_max: "80%",
+            placement: "none",
+            rules: String::new(),
             simulator: Vec::new(),
             without: "",
         }
@@ -134,8 +140,14 @@ impl Machine {
             assert!(install.status().is_ok_and(|status| status.success()), "install.sh");
         }
         let config = format!(
-            "time-quantum = {}\nanti-thrash = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n",
-            setup.time_quantum, setup.anti_thrash, setup.reserve, setup.context, setup.swap_max
+            "time-quantum = {}\nanti-thrash = \"{}\"\nplacement = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}",
+            setup.time_quantum,
+            setup.anti_thrash,
+            setup.placement,
+            setup.reserve,
+            setup.context,
+            setup.swap_max,
+            setup.rules
         );
         fs::write(directory.0.join("nvshare.toml"), config).expect("the configuration");
         Self { setup, directory, scheduler: None, manager: None, runs: 0, launched: AtomicU32::new(0) }
@@ -321,6 +333,15 @@ impl Machine {
         Launch { machine: self, command, name: format!("{} {}", program.display(), arguments.join(" ")) }
     }
 
+    /// `nvsharectl run` with those words, and without the library yet.
+    pub fn run(&self, options: &[&str], words: &str) -> Launch<'_> {
+        let mut launch = self.command(&artifact("nvsharectl"), &["run"]);
+        launch.command.env_remove("LD_PRELOAD").arg("--library").arg(artifact("libnvshare.so")).args(options);
+        launch.command.arg("--").arg(artifact("cuda-program")).args(words.split_whitespace());
+        launch.name = format!("nvsharectl run {options:?} {words}");
+        launch
+    }
+
     /// Stops a program at a moment at which it has no work on the GPU: a real GPU goes on with the work of a process that
     /// is stopped, the simulated one waits for it.
     #[track_caller]
@@ -413,6 +434,12 @@ pub struct Launch<'a> {
 impl Launch<'_> {
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.command.env(name, value);
+        self
+    }
+
+    /// In that group of users; only root can.
+    pub fn group(mut self, id: u32) -> Self {
+        self.command.gid(id);
         self
     }
 

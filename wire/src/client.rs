@@ -2,6 +2,7 @@
 
 use crate::{
     Secret, SlotSet, Text, Uuid,
+    choice::{Chooser, PART},
     message::{byte_enum, messages},
 };
 
@@ -117,6 +118,23 @@ messages! {
         /// The end of what is said after [`Resume`](crate::SchedulerMessage::Resume), and only there: has the lock of those
         /// GPUs, from the scheduler before.
         20 (since 3) => Held { gpus: SlotSet },
+
+        /// A part of the list of GPUs that this process is to see by its environment; those before it come first.
+        30 (since 3) => Choice { text: Text<PART> },
+
+        /// Asks which GPUs this process is to see, before it initialises CUDA. The answer is one
+        /// [`Placed`](crate::SchedulerMessage::Placed) for each, or [`Unplaced`](crate::SchedulerMessage::Unplaced).
+        31 (since 3) => Place {
+            chooser: Chooser,
+            /// How many GPUs; 0: nothing is said of that.
+            count: u32,
+            /// Bytes that it needs on each, its context left out; 0: nobody knows.
+            bytes: u64,
+            /// The GPUs whose device file this process can open, by number: bit *n* is `/dev/nvidia`*n*; 0: nobody knows.
+            devices: u64,
+            /// 1: the place is for the program that this process becomes or starts, once this connection is closed.
+            ahead: u8,
+        },
     }
 }
 

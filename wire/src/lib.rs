@@ -2,7 +2,7 @@
 //!
 //! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
 //! little-endian. [`client`] has what a client says, [`scheduler`] what the scheduler says, [`version`] how the
-//! two agree on a protocol version, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
+//! two agree on a protocol version, [`choice`] who chooses a program's GPUs, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
 //!
 //! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's
 //! processes.
@@ -36,6 +36,7 @@
 
 #![cfg_attr(not(test), no_std)]
 
+pub mod choice;
 pub mod client;
 pub mod codec;
 pub mod error;

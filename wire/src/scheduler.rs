@@ -1,8 +1,8 @@
 //! What the scheduler says to a client.
 
 use crate::{
-    Secret, SlotSet, Text,
-    client::Sharing,
+    Secret, SlotSet, Text, Uuid,
+    client::{GpuKind, Sharing},
     message::{byte_enum, messages},
 };
 
@@ -84,6 +84,12 @@ messages! {
             /// The client's id, which stays.
             client: u64,
         },
+
+        /// An answer to [`Place`](crate::ClientMessage::Place): the GPU that this process is to see as number `at`, of `of`.
+        90 (since 3) => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },
+
+        /// The other answer; the text is for people.
+        91 (since 3) => Unplaced { outcome: NoPlace, text: Text<200> },
     }
 }
 
@@ -98,6 +104,16 @@ byte_enum! {
         Stopping = 2,
         /// The peer is in another PID namespace or cannot be identified.
         Identity = 3,
+    }
+}
+
+byte_enum! {
+    /// What it means that no GPU is named.
+    pub enum NoPlace {
+        /// The process sees what it sees.
+        Free = 0,
+        /// There is no GPU for it: it is to see none.
+        NoGpu = 1,
     }
 }
 

@@ -20,6 +20,8 @@ pub const RESUMING: u16 = 3;
 pub const PATIENT: u16 = 3;
 /// The version from which on a client says how full it keeps a GPU.
 pub const FULLNESS: u16 = 3;
+/// The version from which on a scheduler says which GPUs a program is to see.
+pub const PLACING: u16 = 3;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

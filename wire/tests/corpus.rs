@@ -3,8 +3,9 @@
 
 use nvshare_wire::{
     ClientMessage, SchedulerMessage, Secret, Text, Uuid,
+    choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
-    scheduler::{Refusal, WaitReason},
+    scheduler::{NoPlace, Refusal, WaitReason},
 };
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -105,6 +106,8 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
         ("adopted", 2, Adopted { exporter: KEY, range: 2 }),
         ("closed", 2, Closed { exporter: KEY, range: 2 }),
         ("held", 3, Held { gpus }),
+        ("choice", 3, Choice { text: Text::new("GPU-5a,1") }),
+        ("place", 3, Place { chooser: Chooser::List, count: 2, bytes: 9 << 30, devices: 0b101, ahead: 1 }),
     ]
 }
 
@@ -130,6 +133,8 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("adopt", 2, Adopt { exporter: KEY, range: 2 }),
         ("prepare", 2, Prepare { slot, bytes: 12 << 30 }),
         ("resume", 3, Resume { client: 7 }),
+        ("placed", 3, Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
+        ("unplaced", 3, Unplaced { outcome: NoPlace::NoGpu, text: Text::new("no GPU is left") }),
     ]
 }
 

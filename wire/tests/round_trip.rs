@@ -2,8 +2,9 @@
 
 use nvshare_wire::{
     ClientMessage, HEADER_LEN, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, WireError,
+    choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
-    scheduler::{Refusal, WaitReason},
+    scheduler::{NoPlace, Refusal, WaitReason},
     version,
 };
 use proptest::prelude::*;
@@ -71,6 +72,9 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         any::<(u32, u64)>().prop_map(|(slot, bytes)| Wish { slot, bytes }),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| Squeeze { slot, bytes }),
         any::<(u32, u32)>().prop_map(|(slot, permille)| Fullness { slot, permille }),
+        ".{0,200}".prop_map(|text| Choice { text: Text::new(&text) }),
+        (any::<(u32, u64, u64, u8)>(), prop_oneof![Just(Chooser::Nobody), Just(Chooser::List), Just(Chooser::Rank)])
+            .prop_map(|((count, bytes, devices, ahead), chooser)| Place { chooser, count, bytes, devices, ahead }),
         any::<u64>().prop_map(|gpus| Request { gpus }),
         (any::<(u64, u64)>(), release).prop_map(|((gpus, busy_us), reason)| Release { gpus, reason, busy_us }),
         (any::<u64>(), stuck).prop_map(|(gpus, reason)| Stuck { gpus, reason }),
@@ -147,6 +151,10 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         }),
         (secret(), any::<u32>()).prop_map(|(exporter, range)| Adopt { exporter, range }),
         any::<u64>().prop_map(|client| Resume { client }),
+        (any::<(u32, u32, [u8; 16])>(), prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)])
+            .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),
+        (prop_oneof![Just(NoPlace::Free), Just(NoPlace::NoGpu)], ".{0,250}")
+            .prop_map(|(outcome, text)| Unplaced { outcome, text: Text::new(&text) }),
     ]
 }
 

@@ -175,8 +175,15 @@ fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult
 
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
+        if !crate::errno::preserved(client::choose) {
+            return ERROR_NO_DEVICE;
+        }
         let result = real();
-        if result != SUCCESS || crate::errno::preserved(client::start) { result } else { ERROR_SYSTEM_NOT_READY }
+        if result != SUCCESS {
+            crate::errno::preserved(client::forget_choice);
+            return result;
+        }
+        if crate::errno::preserved(client::start) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
     // ---- look-ups ----

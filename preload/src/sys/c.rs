@@ -6,10 +6,11 @@
 //! program has no libdl, it is NULL, and then nobody looks anything up.
 
 use crate::loader::real_dlsym;
+use alloc::vec::Vec;
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
     mem::transmute,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
 
 #[cfg(target_arch = "x86_64")]
@@ -112,5 +113,68 @@ pub fn environment(name: &CStr) -> Option<&'static [u8]> {
     unsafe {
         let value = secure_getenv(name.as_ptr());
         (!value.is_null()).then(|| CStr::from_ptr(value).to_bytes())
+    }
+}
+
+/// The C library's own pointer to the environment, which programs may change as well: it is read and written whole. Looked
+/// up, since whatever is linked to costs every program that is loaded with this library.
+fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
+    static ADDRESS: AtomicUsize = AtomicUsize::new(0);
+    let known = ADDRESS.load(Ordering::Relaxed);
+    let address = if known != 0 { known } else { look_up("environ\0", &ADDRESS) };
+    // SAFETY: the C library's variable of this name is such a pointer, for as long as the process lives; 0 is None.
+    unsafe { (address as *const AtomicPtr<*mut c_char>).as_ref() }
+}
+
+/// The entries of an environment.
+fn entries(environment: *mut *mut c_char) -> impl Iterator<Item = (*mut c_char, &'static CStr)> {
+    // SAFETY: an array that ends with NULL, of strings that end with NUL, or no array.
+    let entry = move |at| unsafe {
+        let entry = if environment.is_null() { environment.cast() } else { *environment.add(at) };
+        (!entry.is_null()).then(|| (entry, CStr::from_ptr(entry)))
+    };
+    (0..).map_while(entry)
+}
+
+fn value_of<'a>(entry: &'a CStr, name: &CStr) -> Option<&'a [u8]> {
+    entry.to_bytes().strip_prefix(name.to_bytes())?.strip_prefix(b"=")
+}
+
+/// An environment variable as the driver sees it, in a setuid program as well.
+pub fn variable(name: &CStr) -> Option<&'static [u8]> {
+    entries(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
+}
+
+/// Gives a variable a value from now on, in an environment of its own: as `setenv` of another thread does, but for the one
+/// that it leaves behind, which is never freed or changed. So whoever reads it meanwhile reads the one or the other, whole.
+pub fn set_environment(name: &CStr, value: &[u8]) {
+    let Some(environ) = environ() else { return };
+    let mut entry = Vec::with_capacity(name.to_bytes().len() + value.len() + 2);
+    entry.extend_from_slice(name.to_bytes());
+    entry.push(b'=');
+    entry.extend_from_slice(value);
+    entry.push(0);
+    let others = entries(environ.load(Ordering::Acquire)).filter(|(_, other)| value_of(other, name).is_none());
+    let mut all: Vec<*mut c_char> = others.map(|(pointer, _)| pointer).collect();
+    all.push(entry.leak().as_mut_ptr().cast());
+    all.push(core::ptr::null_mut());
+    environ.store(all.leak().as_mut_ptr(), Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_is_set_once_and_the_others_stay() {
+        let name = c"NVSHARE_TEST_VARIABLE";
+        for value in [b"one".as_slice(), b"", b"GPU-1,GPU-2"] {
+            let others = std::env::vars_os().filter(|(other, _)| *other != *"NVSHARE_TEST_VARIABLE").count();
+            set_environment(name, value);
+            assert_eq!((environment(name), variable(name)), (Some(value), Some(value)));
+            let all = std::env::vars_os().count();
+            assert_eq!(all, others + 1);
+        }
+        assert!(std::env::var_os("PATH").is_some());
     }
 }

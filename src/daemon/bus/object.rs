@@ -214,6 +214,7 @@ fn present(may_see: bool, client: ClientView) -> bus::Client {
         rule_origin: client.rule.1,
         share: client.rule.2,
         gang: client.fellows.iter().map(|fellow| fellow.0).collect(),
+        placed: client.placed,
         connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
         stopped: client.stopped,
         gpus: client.uses,

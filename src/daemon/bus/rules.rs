@@ -22,7 +22,8 @@ fn plain(key: &str, value: &Variant<'_>) -> Result<Value, String> {
         Variant::U32(value) => number(Some((*value).into())),
         Variant::I64(value) => number(Some(*value)),
         Variant::U64(value) => number(i64::try_from(*value).ok()),
-        _ => Err(format!("{key} is a text, a number, or true or false")),
+        Variant::Array(all) => Ok(Value::Array(all.iter().map(|value| plain(key, value)).collect::<Result<_, _>>()?)),
+        _ => Err(format!("{key} is a text, a number, true or false, or a list of texts or numbers")),
     }
 }
 
@@ -32,6 +33,10 @@ pub fn present(keys: Table, origin: String) -> HashMap<String, OwnedVariant> {
         Value::Integer(number) => Some(Variant::I64(number)),
         Value::Boolean(value) => Some(Variant::Bool(value)),
         Value::String(text) => Some(Variant::Str(text.into())),
+        Value::Array(all) => {
+            let texts: Vec<String> = all.iter().filter_map(|value| value.as_str().map(str::to_owned)).collect();
+            Some(texts.into())
+        }
         _ => None, // rules have no others
     };
     let origin = ("origin".to_owned(), Value::from(origin));

@@ -37,6 +37,7 @@ impl Hub {
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
         self.apply(Event::Connected { client, gang, user });
         self.rule(client);
+        self.find_place(client);
         client
     }
 
@@ -210,6 +211,8 @@ impl Hub {
                     self.measure(&sample, Some(client));
                 }
             }
+            Meaning::Part => {}
+            Meaning::Place(ask) => self.place(client, &ask),
             Meaning::Shared { message, gpu } => self.share(client, message, gpu, &descriptors, now),
         }
         let overdue = self.shared.overdue(client, now);
@@ -238,7 +241,7 @@ impl Hub {
             return Err(Violation::TooManyGpus);
         }
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
-        let entry = Gpu { kind, name, total, index: None, overhead: Overhead::default() };
+        let entry = Gpu { kind, name, total, index: None, minor: None, overhead: Overhead::default() };
         info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a client knows {}", entry.name);
         self.provide(gpu);
         self.gpus.insert(gpu, entry);

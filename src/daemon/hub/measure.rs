@@ -29,17 +29,17 @@ const CHUNK: u64 = 64 << 20;
 
 impl Hub {
     fn gpus_found(&mut self, found: Vec<GpuDescription>) {
-        for GpuDescription { gpu, kind, name, total, index, link } in found {
+        for GpuDescription { gpu, kind, name, total, index, minor, link } in found {
             let known = self.gpus.get_mut(&gpu);
             let changed = known.as_ref().is_none_or(|known| known.total != total);
             match known {
                 Some(known) => {
                     known.total = total;
-                    known.index = Some(index);
+                    (known.index, known.minor) = (Some(index), minor);
                     known.name = name;
                 }
                 None => {
-                    let entry = Gpu { kind, name, total, index: Some(index), overhead: Overhead::default() };
+                    let entry = Gpu { kind, name, total, index: Some(index), minor, overhead: Overhead::default() };
                     info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
                     self.provide(gpu);
                     self.gpus.insert(gpu, entry);

@@ -4,6 +4,7 @@
 //! - `clients`: who comes, what they say, who goes.
 //! - `sharing`: memory that one program lets another use.
 //! - `measure`: what NVML and the host say of memory.
+//! - `placement`: which GPUs a program is to see.
 //! - `notes`: what is remembered for people, and logged.
 //! - `rules`: who has which rule.
 //! - `traffic`: what moves between GPUs and the host, and who hears of thrashing.
@@ -12,6 +13,7 @@
 mod clients;
 mod measure;
 mod notes;
+mod placement;
 mod rules;
 mod sharing;
 mod traffic;
@@ -65,6 +67,8 @@ pub struct Hub {
     groups: BTreeMap<Instance, GroupId>,
     next_group: u64,
     next_gang: u64,
+    /// Processes that have a place for a program which is still to come.
+    ahead: Vec<placement::Ahead>,
     /// Where clients connect, if that is known.
     directory: Option<PathBuf>,
     next_client: u64,
@@ -163,12 +167,18 @@ struct Gpu {
     total: u64,
     /// Its number for NVML; `None` while only clients know it.
     index: Option<u32>,
+    /// The number of its device file, or of the GPU's that it is a slice of.
+    minor: Option<u32>,
     overhead: Overhead,
 }
 
 impl Gpu {
     fn label(&self, gpu: GpuId) -> String {
         bus::gpu_name(self.kind, gpu)
+    }
+
+    fn is_slice(&self) -> bool {
+        self.kind == GpuKind::Mig
     }
 }
 
@@ -183,6 +193,7 @@ impl Hub {
             groups: BTreeMap::new(),
             next_group: 1,
             next_gang: 0,
+            ahead: Vec::new(),
             directory: None,
             next_client: 1,
             timer: Rc::new(Timer::new()?),
@@ -312,6 +323,14 @@ impl Hub {
                 return Some(Event::Stopped { client, stopped });
             }
             Command::Measure { gpu } => return self.measure_anew(gpu, now),
+            Command::Placed { client, gpus } => {
+                self.placed(client, &gpus);
+                return None;
+            }
+            Command::Unplaced { client, why } => {
+                self.misfit(client, &why);
+                return None;
+            }
             Command::Undrainable { .. } | Command::Stays { .. } | Command::Thrashing { .. } => return None,
         };
         self.send(client, message);

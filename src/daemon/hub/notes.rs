@@ -166,7 +166,11 @@ impl Hub {
             }
             Command::Thrashing { gpu, begins, demand } => self.note_thrashing(*gpu, *begins, *demand, now),
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
-            Command::Attached { .. } | Command::Probe { .. } | Command::Measure { .. } => {}
+            Command::Attached { .. }
+            | Command::Probe { .. }
+            | Command::Measure { .. }
+            | Command::Placed { .. }
+            | Command::Unplaced { .. } => {}
         }
     }
 

@@ -14,6 +14,7 @@ impl Hub {
     pub(super) fn rule(&mut self, client: ClientId) {
         if let Some(group) = self.matched(client) {
             self.apply(Event::Grouped { groups: BTreeMap::from([(client, Some(group))]) });
+            self.label([client]);
         }
     }
 
@@ -31,8 +32,9 @@ impl Hub {
         let kept: BTreeMap<Instance, GroupId> = kept.collect();
         self.groups = kept;
         let clients: Vec<ClientId> = self.clients.keys().copied().collect();
-        let groups = clients.into_iter().map(|client| (client, self.matched(client))).collect();
+        let groups = clients.iter().map(|client| (*client, self.matched(*client))).collect();
         self.apply(Event::Grouped { groups });
+        self.label(clients);
     }
 
     /// Looks up the rule of a client.

@@ -24,6 +24,8 @@ pub struct ClientView {
     pub rule: (String, String, String),
     /// The others of its gang.
     pub fellows: Vec<ClientId>,
+    /// GPUs that it was given, where it did not choose.
+    pub placed: Vec<String>,
     pub connected: SystemTime,
     pub stopped: bool,
     pub uses: Vec<bus::GpuUse>,
@@ -82,6 +84,7 @@ impl Hub {
                     (rule.name.clone(), rule.origin.to_string(), rule.terms.share.map_or_else(String::new, in_words))
                 }),
                 fellows: seen.fellows.clone(),
+                placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
                 connected: client.connected,
                 stopped: seen.stopped,
                 uses: uses.collect(),

@@ -27,6 +27,10 @@ impl Addition {
         &self.name
     }
 
+    pub fn rule(&self) -> Option<&Rule> {
+        self.rule.as_ref().map(|(_, rule)| rule)
+    }
+
     /// Reads what is to be set, or a sentence about what is wrong with it. That may ask a directory service for users.
     pub fn read(name: &str, keys: &Table) -> Result<Self, String> {
         if name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control) {
@@ -140,7 +144,7 @@ mod tests {
                 "two",
                 "user = 5",
                 "the rule allows and forbids nothing: say memory-max, memory-low, swap-max, on-memory-full, weight, time-min, \
-                 time-max, priority, interactive or gang",
+                 time-max, priority, interactive, gang, allowed-gpus, affinity, anti-affinity or exclusion",
             ),
             ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
             ("two", "name = \"x\"\nweight = 5", "a rule has one name"),

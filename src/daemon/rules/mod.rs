@@ -3,12 +3,16 @@
 //! - `parse`: `[[rule]]` of the configuration, and what can be wrong with it.
 //! - `added`: rules that were set while the daemon runs.
 //! - `amounts`: what the values of a rule can be.
+//! - `gpus`: how people name GPUs.
 //! - `matching`: which rule a program has, and who counts with it.
+//! - `places`: on which GPUs programs may be, and beside whom.
 
 mod added;
 mod amounts;
+mod gpus;
 mod matching;
 mod parse;
+mod places;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -16,8 +20,10 @@ use std::path::PathBuf;
 use amounts::Order;
 
 pub use added::{Added, Addition};
+pub use gpus::GpuName;
 pub use matching::Instance;
 pub use parse::{RawRule, read};
+pub use places::Whereabouts;
 
 use crate::scheduler::{Amount, OnMemoryFull, Terms, WaitOrder};
 
@@ -45,6 +51,7 @@ pub struct Rule {
     pub name: String,
     pub subject: Subject,
     pub terms: Terms,
+    pub places: Whereabouts,
 }
 
 impl fmt::Display for Rule {
@@ -76,7 +83,7 @@ impl Rule {
                 (Some("wait".into()), order)
             }
         };
-        let is_empty = self.terms == Terms::default();
+        let is_empty = self.terms == Terms::default() && self.places == Whereabouts::default();
         let memory_max = (memory_max != Amount::Infinity || is_empty).then(|| amount(memory_max));
         let share = says.unwrap_or_default();
         let weight = if share.weight == 0 { "idle".into() } else { i64::from(share.weight).into() };
@@ -99,7 +106,7 @@ impl Rule {
             ("interactive", share.interactive.then(|| true.into())),
             ("gang", gang.then(|| true.into())),
         ];
-        pairs.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
+        pairs.into_iter().chain(self.places.pairs()).filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
     }
 }
 
@@ -147,8 +154,18 @@ impl Rules {
                 let text = format!("this rule can never match: rule {other} comes before it and {what}");
                 return Err((rule.origin.clone(), text));
             }
+            let mut before = all.iter().take(at);
+            if let Some(text) = before.find_map(|other| rule.contradicts(other)) {
+                return Err((rule.origin.clone(), text));
+            }
         }
         Ok(Self { added: Vec::new(), written: all })
+    }
+
+    /// Why a rule cannot be set at run time, in the place of one of that name, if it cannot.
+    pub fn contradicted(&self, rule: &Rule) -> Option<String> {
+        let added = self.added.iter().filter(|other| other.name != rule.name);
+        added.chain(&self.written).find_map(|other| rule.contradicts(other))
     }
 }
 

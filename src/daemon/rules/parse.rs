@@ -8,13 +8,15 @@ use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 
 use super::amounts::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
+use super::gpus::GpuNames;
+use super::places::{self, Whereabouts};
 use super::{Glob, Origin, Rule, Subject};
 use crate::daemon::cgroup;
-use crate::scheduler::{Amount, OnMemoryFull, Share, Terms};
+use crate::scheduler::{Amount, Labels, OnMemoryFull, Share, Terms};
 
 /// What a rule can say.
-const KEYS: &str = "memory-max, memory-low, swap-max, on-memory-full, weight, time-min, time-max, priority, interactive or \
-                    gang";
+const KEYS: &str = "memory-max, memory-low, swap-max, on-memory-full, weight, time-min, time-max, priority, interactive, \
+                    gang, allowed-gpus, affinity, anti-affinity or exclusion";
 
 const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
                         for any number of directories";
@@ -42,6 +44,10 @@ pub struct RawRule {
     priority: Option<Priority>,
     interactive: Option<bool>,
     gang: Option<bool>,
+    allowed_gpus: Option<GpuNames>,
+    affinity: Option<Spanned<String>>,
+    anti_affinity: Option<Spanned<String>>,
+    exclusion: Option<Spanned<String>>,
 }
 
 /// A user or a group: a name or a number.
@@ -72,7 +78,7 @@ pub fn read_one(text: &str, origin: Origin) -> Result<Rule, String> {
 
 impl RawRule {
     fn check(self, span: Range<usize>, origin: Origin) -> Result<Rule, Mistake> {
-        let (memory, share) = (self.memory()?, self.share()?);
+        let (memory, share, places) = (self.memory()?, self.share()?, self.places()?);
         let unit = self.unit.map(|text| pattern("unit", text)).transpose()?;
         let slice = self.slice.map(|text| pattern("slice", text)).transpose()?;
         contradiction(unit.as_ref(), slice.as_ref())?;
@@ -83,7 +89,7 @@ impl RawRule {
             user: self.user.map(|user| account("user", user, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
-        if memory.is_none() && share.is_none() && self.gang.is_none() {
+        if memory.is_none() && share.is_none() && self.gang.is_none() && places == Whereabouts::default() {
             return Err((span, format!("the rule allows and forbids nothing: say {KEYS}")));
         }
         let name = self.name.unwrap_or_default();
@@ -91,7 +97,25 @@ impl RawRule {
             return Err((span, "the name of a rule is one line of text".into()));
         }
         let terms = Terms { share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
-        Ok(Rule { origin, name, subject, terms })
+        Ok(Rule { origin, name, subject, terms, places })
+    }
+
+    /// What the rule says of GPUs and of those who are there.
+    fn places(&self) -> Result<Whereabouts, Mistake> {
+        let label = |key, label: &Option<Spanned<String>>| {
+            let Some(label) = label else { return Ok(None) };
+            places::label(key, label.as_ref()).map(Some).map_err(|text| (label.span(), text))
+        };
+        let labels = Labels {
+            affinity: label("affinity", &self.affinity)?,
+            anti_affinity: label("anti-affinity", &self.anti_affinity)?,
+            exclusion: label("exclusion", &self.exclusion)?,
+        };
+        if let Some(both) = self.anti_affinity.as_ref().filter(|_| labels.affinity == labels.anti_affinity) {
+            let text = format!("anti-affinity cannot be {:?}: that is the affinity of the rule", both.as_ref());
+            return Err((both.span(), text));
+        }
+        Ok(Whereabouts { allowed: self.allowed_gpus.as_ref().map(|names| names.0.clone()), labels })
     }
 
     /// What the rule says of memory, if it says anything.
@@ -292,6 +316,8 @@ mod tests {
             "on-memory-full = \"fail\"",
             "time-min = \"20%\"",
             "gang = true",
+            "allowed-gpus = [\"GPU-8a6c\", 0, \"MIG-1\"]",
+            "affinity = \"a\"\nanti-affinity = \"b\"\nexclusion = \"c\"",
         ] {
             let origin = Origin { file: "x".into(), line: 0 };
             let rule = read_one(text, origin.clone()).unwrap_or_else(|e| panic!("{text}: {e}"));
@@ -336,6 +362,8 @@ mod tests {
     /// Mistakes in the second of these lines, after `[[rule]]`.
     #[test]
     fn errors_say_where_and_what_is_allowed() {
+        let gpus =
+            "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
         let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";
         let cases = [
             ("memory-max = \"lots\"", format!("2:14: memory-max cannot be \"lots\": {amounts}")),
@@ -387,7 +415,7 @@ mod tests {
                 "memory-high = \"1G\"",
                 "2:1: unknown field `memory-high`, expected one of `name`, `unit`, `slice`, `container`, `user`, `group`, \
                  `memory-max`, `memory-low`, `swap-max`, `on-memory-full`, `wait-order`, `weight`, `time-min`, `time-max`, \
-                 `priority`, `interactive`, `gang`"
+                 `priority`, `interactive`, `gang`, `allowed-gpus`, `affinity`, `anti-affinity`, `exclusion`"
                     .to_owned(),
             ),
             (
@@ -458,6 +486,37 @@ mod tests {
             (
                 "user = 5\nmemory-max = \"1G\"\n[[rule]]\nuser = 5\nunit = \"a.service\"\nmemory-max = \"2G\"",
                 "4:1: this rule can never match: rule nvshare.toml:1 comes before it and names the same".to_owned(),
+            ),
+            (
+                "allowed-gpus = []",
+                format!("2:16: allowed-gpus cannot be empty: name {gpus}, or leave it out"),
+            ),
+            (
+                "allowed-gpus = [\"0\", \"first\"]",
+                format!("2:22: allowed-gpus cannot have \"first\": {gpus} is allowed"),
+            ),
+            ("allowed-gpus = [-1]", format!("2:17: allowed-gpus cannot have -1: {gpus} is allowed")),
+            (
+                "allowed-gpus = 0",
+                "2:16: invalid type: integer `0`, expected a list of GPUs for allowed-gpus, like [\"GPU-8a6c1b2d\", \"0\"]"
+                    .to_owned(),
+            ),
+            (
+                "affinity = \"\"",
+                "2:12: affinity cannot be \"\": one line of text of 1 to 64 bytes is allowed".to_owned(),
+            ),
+            (
+                "affinity = \"a\"\nanti-affinity = \"a\"",
+                "3:17: anti-affinity cannot be \"a\": that is the affinity of the rule".to_owned(),
+            ),
+            (
+                "user = 5\naffinity = \"a\"\nallowed-gpus = [0, 1]\n[[rule]]\naffinity = \"a\"\nallowed-gpus = [2]",
+                "5:1: affinity \"a\": rule nvshare.toml:1 has it as well, and allows none of the GPUs that this rule allows"
+                    .to_owned(),
+            ),
+            (
+                "user = 5\naffinity = \"a\"\nexclusion = \"x\"\n[[rule]]\naffinity = \"a\"",
+                "5:1: affinity \"a\": rule nvshare.toml:1 has it as well, and another exclusion".to_owned(),
             ),
             ("name = 5\nmemory-max = \"1G\"", "2:8: invalid type: integer `5`, expected a string".to_owned()),
         ];

@@ -1,0 +1,140 @@
+//! The GPUs of a command that `nvsharectl run` starts: it asks the scheduler, as the command itself could not before it has
+//! counted GPUs in its own ways. Over the programs' socket, which everybody may use, in containers too.
+
+use std::ffi::{CStr, OsStr, OsString};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nvshare_wire::choice::{self, chooser};
+use nvshare_wire::scheduler::NoPlace;
+use nvshare_wire::{ClientMessage, MAX_LEN, MAX_SLOTS, SchedulerMessage, Text, version};
+
+use super::CtlError;
+use crate::bus;
+use crate::daemon::CLIENTS_SOCKET;
+use crate::daemon::socket::{self, Kind};
+use crate::scheduler::GpuId;
+
+/// How long a scheduler may take for one answer, as for programs.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// What the command line says of the place.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wish {
+    pub gpus: Option<u32>,
+    pub memory: Option<u64>,
+}
+
+/// `CUDA_VISIBLE_DEVICES` for the command; `None` where it is to stay as it is: also where no scheduler answers.
+pub fn ask(wish: Wish) -> Result<Option<OsString>, CtlError> {
+    let is_off = std::env::var_os("NVSHARE_DISABLE").is_some_and(|value| !value.is_empty() && value != "0");
+    if is_off {
+        return Ok(None);
+    }
+    let path = std::env::var_os("NVSHARE_SOCKET").filter(|path| !path.is_empty());
+    match Talk::begin(Path::new(path.as_deref().unwrap_or(OsStr::new(CLIENTS_SOCKET)))) {
+        Some(talk) => talk.ask(wish),
+        None => Ok(None),
+    }
+}
+
+struct Talk {
+    socket: OwnedFd,
+    version: u16,
+}
+
+impl Talk {
+    fn begin(path: &Path) -> Option<Self> {
+        let mut talk = Self { socket: socket::connect(path, Kind::Packets).ok()?, version: 0 };
+        talk.say(&ClientMessage::Hello {
+            min_version: version::MIN,
+            max_version: version::MAX,
+            flags: 0,
+            resume: 0,
+            gang: 0,
+            library: Text::new("nvsharectl"),
+        })?;
+        match talk.hear()? {
+            SchedulerMessage::Welcome { version, .. } if version >= version::PLACING => talk.version = version,
+            _ => return None, // an older one, which places nobody
+        }
+        Some(talk)
+    }
+
+    fn ask(&self, wish: Wish) -> Result<Option<OsString>, CtlError> {
+        let Some(mut answer) = self.say_wish(wish).and_then(|()| self.hear_answer()) else { return Ok(None) };
+        let mut names: Vec<String> = Vec::new();
+        loop {
+            match answer {
+                SchedulerMessage::Placed { at, of, uuid, kind }
+                    if at as usize == names.len() && (1..=MAX_SLOTS).contains(&of) =>
+                {
+                    names.push(bus::gpu_name(kind, GpuId(uuid)));
+                    if names.len() >= of as usize {
+                        return Ok(Some(names.join(",").into()));
+                    }
+                }
+                SchedulerMessage::Unplaced { outcome: NoPlace::NoGpu, text } => {
+                    return Err(CtlError::Failed(format!("there is no GPU for the command: {}", text.as_str())));
+                }
+                _ => return Ok(None),
+            }
+            match self.hear_answer() {
+                Some(next) => answer = next,
+                None => return Ok(None),
+            }
+        }
+    }
+
+    fn say_wish(&self, wish: Wish) -> Option<()> {
+        let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
+        for part in choice::parts(&environment(choice::VISIBLE).unwrap_or_default()) {
+            self.say(&part)?;
+        }
+        self.say(&ClientMessage::Place {
+            chooser: chooser(environment),
+            count: wish.gpus.unwrap_or(0),
+            bytes: wish.memory.unwrap_or(0),
+            devices: devices(),
+            ahead: 1,
+        })
+    }
+
+    fn say(&self, message: &ClientMessage) -> Option<()> {
+        socket::send(self.socket.as_fd(), message.encode(self.version).as_bytes()).ok()
+    }
+
+    /// Of what a scheduler may say to anybody, only this is meant.
+    fn hear_answer(&self) -> Option<SchedulerMessage> {
+        loop {
+            let message = self.hear()?;
+            if let SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } = message {
+                return Some(message);
+            }
+        }
+    }
+
+    fn hear(&self) -> Option<SchedulerMessage> {
+        let end = Instant::now() + ANSWER;
+        let mut entry = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        while entry.revents == 0 {
+            let left = end.checked_duration_since(Instant::now())?.as_millis() as libc::c_int;
+            // SAFETY: one entry, which lives through the call.
+            unsafe { libc::poll(&raw mut entry, 1, left + 1) };
+        }
+        let mut buffer = [0; MAX_LEN];
+        let length = socket::receive(self.socket.as_fd(), &mut buffer, &mut Vec::new()).ok()?;
+        SchedulerMessage::decode(buffer.get(..length)?, self.version).ok()
+    }
+}
+
+/// Device files of GPUs that can be opened: a container may have some and not others.
+fn devices() -> u64 {
+    let can_open = |number: &u32| {
+        let path = format!("/dev/nvidia{number}");
+        rustix::fs::access(&path, rustix::fs::Access::READ_OK | rustix::fs::Access::WRITE_OK).is_ok()
+    };
+    (0..u64::BITS).filter(can_open).fold(0, |set, number| set | 1 << number)
+}

@@ -1,0 +1,57 @@
+//! On which GPUs a rule's programs may be, and beside whom; and rules that cannot both be kept.
+
+use toml::Value;
+
+use super::{GpuName, Rule};
+use crate::scheduler::Labels;
+
+const LONGEST_LABEL: usize = 64;
+
+/// What a rule says of that.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Whereabouts {
+    /// `None`: all.
+    pub allowed: Option<Vec<GpuName>>,
+    pub labels: Labels,
+}
+
+impl Whereabouts {
+    /// As it could be written.
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (&'static str, Option<Value>)> {
+        let allowed =
+            self.allowed.as_ref().map(|names| names.iter().map(GpuName::to_string).collect::<Vec<_>>().into());
+        let label = |label: &Option<String>| label.as_deref().map(Value::from);
+        let Labels { affinity, anti_affinity, exclusion } = &self.labels;
+        let pairs = [
+            ("allowed-gpus", allowed),
+            ("affinity", label(affinity)),
+            ("anti-affinity", label(anti_affinity)),
+            ("exclusion", label(exclusion)),
+        ];
+        pairs.into_iter()
+    }
+}
+
+/// Reads a label.
+pub(super) fn label(key: &str, text: &str) -> Result<String, String> {
+    let is_allowed = (1..=LONGEST_LABEL).contains(&text.len()) && !text.chars().any(char::is_control);
+    let wrong = || format!("{key} cannot be {text:?}: one line of text of 1 to {LONGEST_LABEL} bytes is allowed");
+    is_allowed.then(|| text.to_owned()).ok_or_else(wrong)
+}
+
+impl Rule {
+    /// Why programs of this rule could never be beside those of the other, though both say that they are to be.
+    pub(super) fn contradicts(&self, other: &Self) -> Option<String> {
+        let (mine, theirs) = (&self.places, &other.places);
+        let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;
+        let apart = |one: &[GpuName], other: &[GpuName]| !one.iter().any(|a| other.iter().any(|b| a.may_be(b)));
+        let has = format!("affinity {label:?}: rule {other} has it as well, and");
+        match (&mine.allowed, &theirs.allowed) {
+            (Some(one), Some(other)) if apart(one, other) => {
+                Some(format!("{has} allows none of the GPUs that this rule allows"))
+            }
+            _ if mine.labels.exclusion != theirs.labels.exclusion => Some(format!("{has} another exclusion")),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! Which GPU a program gets that does not choose one, and what is remembered of that: programs that were started at the
+//! same moment must not all land on the GPU that was free then. Who may choose among which GPUs is decided elsewhere.
+
+use super::{
+    api::*,
+    machine::{Gpu, Machine},
+};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// For how long a place is kept for a program that is about to start, and how long one that says nothing of its memory is
+/// expected to take what its rule allows: about what an interpreter takes to load its libraries on a cold disk.
+const EXPECTED: Duration = Duration::from_secs(30);
+/// Places of one user that wait for their programs; of more, the oldest goes.
+const MOST_WAITING: usize = 64;
+
+/// Where programs go that choose no GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Placement {
+    /// They see all GPUs. Who asks for a place all the same gets one as with [`Self::Spread`].
+    #[default]
+    None,
+    /// Where the least room is left that suffices: others stay free for what needs a whole GPU.
+    Pack,
+    /// Where the fewest programs are.
+    Spread,
+}
+
+/// What a rule says of a program's neighbours.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Labels {
+    /// All that have it are on one GPU.
+    pub affinity: Option<String>,
+    /// Each that has it is on another GPU.
+    pub anti_affinity: Option<String>,
+    /// Only those that have it, or only those that have none, are on one GPU.
+    pub exclusion: Option<String>,
+}
+
+/// What somebody wants who asks for a place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wish {
+    /// GPUs that it may have; of several that are as good, the first is taken.
+    pub candidates: Vec<GpuId>,
+    /// How many of them; one, where nothing is said.
+    pub count: u32,
+    /// Bytes that it needs on each, its context left out, where that is known.
+    pub bytes: Option<u64>,
+    /// It is for the program that this process is about to become, or to start.
+    pub ahead: bool,
+}
+
+/// Why there is no place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Misfit {
+    TooFew {
+        wanted: u32,
+        there: u32,
+    },
+    /// Those of this affinity are elsewhere.
+    Affinity(String),
+    /// Those of this anti-affinity are everywhere.
+    AntiAffinity(String),
+    /// Everywhere is somebody whom this exclusion keeps out, or who keeps others out by it.
+    Exclusion(String),
+}
+
+/// What somebody was given.
+#[derive(Debug, Clone)]
+struct Place {
+    /// With the bytes that are expected there, its context left out.
+    gpus: BTreeMap<GpuId, u64>,
+    /// It said so itself: that counts as long as it lives.
+    is_declared: bool,
+    ahead: bool,
+    since: Time,
+    user: UserId,
+    labels: Labels,
+}
+
+/// Places that were given, also to programs that are still to come, and the labels of all.
+#[derive(Debug, Default)]
+pub(super) struct Places {
+    labels: BTreeMap<ClientId, Labels>,
+    places: BTreeMap<ClientId, Place>,
+}
+
+impl Place {
+    fn is_expected(&self, now: Time) -> bool {
+        self.is_declared || now < self.since + EXPECTED
+    }
+}
+
+impl Places {
+    /// GPUs that were given to a client, as far as it is here.
+    pub fn of(&self, client: ClientId) -> Vec<GpuId> {
+        self.places.get(&client).into_iter().flat_map(|place| place.gpus.keys().copied()).collect()
+    }
+
+    pub fn label(&mut self, labels: &BTreeMap<ClientId, Labels>) {
+        for (client, labels) in labels {
+            if *labels == Labels::default() {
+                self.labels.remove(client);
+            } else {
+                self.labels.insert(*client, labels.clone());
+            }
+        }
+    }
+
+    fn labels(&self, client: ClientId) -> Labels {
+        let waiting = || self.places.get(&client).map(|place| &place.labels);
+        self.labels.get(&client).or_else(waiting).cloned().unwrap_or_default()
+    }
+}
+
+/// What is on a GPU, as far as a newcomer minds.
+struct Neighbours {
+    labels: Vec<Labels>,
+    /// Bytes that they need or are expected to need.
+    bytes: u64,
+}
+
+impl Machine {
+    pub(super) fn give_place(&mut self, client: ClientId, wish: &Wish) {
+        let Some(user) = self.clients.get(&client).map(|state| state.user) else { return };
+        self.end_places();
+        // Who asks again is asked where it is to be from now on.
+        self.places.places.remove(&client);
+        let gpus = match self.decide(client, wish) {
+            Ok(gpus) => gpus,
+            Err(why) => return self.out.push(Command::Unplaced { client, why }),
+        };
+        let needs = gpus.iter().map(|id| (*id, self.expected_need(client, *id, wish.bytes).unwrap_or(0)));
+        let place = Place {
+            gpus: needs.collect(),
+            is_declared: wish.bytes.is_some(),
+            ahead: wish.ahead,
+            since: self.now,
+            user,
+            labels: self.places.labels(client),
+        };
+        self.places.places.insert(client, place);
+        self.out.push(Command::Placed { client, gpus });
+    }
+
+    /// A client is the program for which another had asked.
+    pub(super) fn take_place(&mut self, client: ClientId, from: ClientId) {
+        self.end_places();
+        if !self.clients.contains_key(&client) || self.clients.contains_key(&from) {
+            return;
+        }
+        if let Some(place) = self.places.places.remove(&from) {
+            self.places.places.insert(client, Place { ahead: false, ..place });
+        }
+    }
+
+    pub(super) fn leave_place(&mut self, client: ClientId) {
+        self.places.labels.remove(&client);
+        let Some(place) = self.places.places.get(&client) else { return };
+        let user = place.user;
+        if !place.ahead {
+            self.places.places.remove(&client);
+            return;
+        }
+        let is_waiting = |(id, place): &(&ClientId, &Place)| place.user == user && !self.clients.contains_key(id);
+        let waiting: Vec<ClientId> = self.places.places.iter().filter(is_waiting).map(|(id, _)| *id).collect();
+        if let Some(oldest) = waiting.first().filter(|_| waiting.len() >= MOST_WAITING) {
+            self.places.places.remove(oldest);
+        }
+    }
+
+    /// Forgets what was kept for programs that have not come.
+    fn end_places(&mut self) {
+        let (now, clients) = (self.now, &self.clients);
+        self.places.places.retain(|id, place| clients.contains_key(id) || now < place.since + EXPECTED);
+    }
+
+    fn decide(&self, client: ClientId, wish: &Wish) -> Result<Vec<GpuId>, Misfit> {
+        let count = wish.count.max(1) as usize;
+        let known = wish.candidates.iter().filter(|id| self.gpus.contains_key(id));
+        let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(*id))).collect();
+        if left.len() < count {
+            return Err(Misfit::TooFew { wanted: wish.count.max(1), there: left.len() as u32 });
+        }
+        let Labels { affinity, anti_affinity, exclusion } = self.places.labels(client);
+        let fellows = affinity.as_ref().map(|_| self.gpus_with(&affinity)).unwrap_or_default();
+        if let Some(label) = affinity.filter(|_| !fellows.is_empty()) {
+            left.retain(|(id, _)| fellows.contains(id));
+            if left.len() < count {
+                return Err(Misfit::Affinity(label));
+            }
+        }
+        let differs = |other: &Labels| other.exclusion != exclusion;
+        let stranger = left.iter().flat_map(|(_, there)| &there.labels).find(|other| differs(other)).cloned();
+        left.retain(|(_, there)| !there.labels.iter().any(differs));
+        if let Some(stranger) = stranger.filter(|_| left.len() < count) {
+            return Err(Misfit::Exclusion(exclusion.or(stranger.exclusion).unwrap_or_default()));
+        }
+        if let Some(label) = anti_affinity {
+            let is_same = |other: &Labels| other.anti_affinity.as_ref() == Some(&label);
+            left.retain(|(_, there)| !there.labels.iter().any(is_same));
+            if left.len() < count {
+                return Err(Misfit::AntiAffinity(label));
+            }
+        }
+        // Stable: of those that are as good, the first is taken.
+        left.sort_by_cached_key(|(id, there)| self.preference(client, *id, there, wish.bytes));
+        Ok(left.into_iter().take(count).map(|(id, _)| id).collect())
+    }
+
+    /// The lower, the better.
+    fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (u64, u64) {
+        let Some(gpu) = self.gpus.get(&id) else { return (u64::MAX, u64::MAX) };
+        if self.settings.placement != Placement::Pack {
+            return (there.labels.len() as u64, there.bytes);
+        }
+        let capacity = gpu.capacity(&self.settings);
+        let (free, excess) = (capacity.saturating_sub(there.bytes), there.bytes.saturating_sub(capacity));
+        // Of whom nothing is known, any room is enough.
+        let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.place_for_context(gpu));
+        match need.checked_sub(free) {
+            None | Some(0) => (0, free),
+            Some(lack) => (1, lack.saturating_add(excess)),
+        }
+    }
+
+    /// Bytes that a client is expected to need there, its context left out.
+    fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
+        let gpu = self.gpus.get(&id)?;
+        let by_rule = || Some(self.memory_max(client, id)?.saturating_sub(self.place_for_context(gpu)));
+        Some(bytes.or_else(by_rule)?.min(gpu.total))
+    }
+
+    fn place_for_context(&self, gpu: &Gpu) -> u64 {
+        gpu.contexts(&self.settings, 1)
+    }
+
+    /// Who is on a GPU, or is to be: those who have attached it, and those who were given it.
+    fn neighbours(&self, id: GpuId) -> Neighbours {
+        let mut all = Neighbours { labels: Vec::new(), bytes: 0 };
+        let Some(gpu) = self.gpus.get(&id) else { return all };
+        let expected = |client: &ClientId| {
+            let place = self.places.places.get(client).filter(|place| place.is_expected(self.now))?;
+            place.gpus.get(&id).copied()
+        };
+        for client in &gpu.seats {
+            let demand = self.seat(*client, id).map_or(0, |seat| seat.account.report.demand);
+            all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
+            all.labels.push(self.places.labels(*client));
+        }
+        let to_come = self.places.places.iter().filter(|(_, place)| place.gpus.contains_key(&id));
+        for (client, _) in to_come.filter(|(client, _)| !gpu.seats.contains(client)) {
+            let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(self.place_for_context(gpu)));
+            all.bytes = all.bytes.saturating_add(bytes);
+            all.labels.push(self.places.labels(*client));
+        }
+        all
+    }
+
+    /// Where those of an affinity are.
+    fn gpus_with(&self, affinity: &Option<String>) -> GpuSet {
+        let has = |id: &&GpuId| self.neighbours(**id).labels.iter().any(|labels| labels.affinity == *affinity);
+        self.gpus.keys().filter(has).copied().collect()
+    }
+}

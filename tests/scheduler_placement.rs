@@ -1,0 +1,297 @@
+//! Which GPU a program gets that does not choose one.
+
+mod scheduler_sim;
+
+use nvshare::scheduler::*;
+use scheduler_sim::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+const CONTEXT: u64 = GIB / 2;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// GPUs of these sizes in GiB, and whoever comes.
+struct Host {
+    machine: Machine,
+    now: Time,
+    gpus: Vec<GpuId>,
+}
+
+impl Host {
+    fn new(placement: Placement, sizes: &[u64]) -> Self {
+        let settings = Settings { context: CONTEXT, placement, ..settings(AntiThrash::Auto, Duration::from_secs(1)) };
+        let mut host = Self { machine: Machine::new(settings), now: Duration::from_secs(100), gpus: Vec::new() };
+        for (n, size) in (0..).zip(sizes) {
+            host.say(Event::GpuFound { gpu: gpu(n), total: size * GIB });
+            host.say(Event::GpuOverhead { gpu: gpu(n), begun: host.now, bytes: 0, complete: true });
+            host.gpus.push(gpu(n));
+        }
+        host
+    }
+
+    fn say(&mut self, event: Event) -> Vec<Command> {
+        self.machine.handle(self.now, event)
+    }
+
+    fn connect(&mut self, n: u64, labels: Labels) {
+        self.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        self.say(Event::Labelled { labels: BTreeMap::from([(client(n), labels)]) });
+    }
+
+    fn wish(&self) -> Wish {
+        Wish { candidates: self.gpus.clone(), count: 0, bytes: None, ahead: false }
+    }
+
+    fn ask(&mut self, n: u64, wish: Wish) -> Result<Vec<u64>, Misfit> {
+        let commands = self.say(Event::Placing { client: client(n), wish });
+        let answers = commands.into_iter().filter_map(|command| match command {
+            Command::Placed { client: who, gpus } if who == client(n) => {
+                let number = |id: &GpuId| self.gpus.iter().position(|other| other == id).unwrap() as u64;
+                Some(Ok(gpus.iter().map(number).collect()))
+            }
+            Command::Unplaced { client: who, why } if who == client(n) => Some(Err(why)),
+            _ => None,
+        });
+        let answers: Vec<_> = answers.collect();
+        assert_eq!(answers.len(), 1, "one answer");
+        answers.into_iter().next().unwrap()
+    }
+
+    /// A program that needs so much, if that is known, and where it is to go.
+    fn start(&mut self, n: u64, bytes: Option<u64>) -> u64 {
+        self.connect(n, Labels::default());
+        self.ask(n, Wish { bytes, ..self.wish() }).unwrap()[0]
+    }
+
+    fn start_labelled(&mut self, n: u64, labels: Labels) -> Result<u64, Misfit> {
+        self.connect(n, labels);
+        self.ask(n, self.wish()).map(|gpus| gpus[0])
+    }
+
+    fn attach(&mut self, n: u64, at: u64, demand: u64) {
+        self.say(Event::Attached { client: client(n), gpu: gpu(at), engine: Engine::Swap });
+        let report = MemoryReport { ack: u32::MAX, demand, mapped: 0, swapped: 0, pinned: 0, limit_ack: u32::MAX };
+        self.say(Event::Memory { client: client(n), gpu: gpu(at), report });
+    }
+
+    fn leave(&mut self, n: u64) {
+        self.say(Event::Disconnected { client: client(n) });
+    }
+}
+
+fn affinity(label: &str) -> Labels {
+    Labels { affinity: Some(label.into()), ..Labels::default() }
+}
+
+fn apart(label: &str) -> Labels {
+    Labels { anti_affinity: Some(label.into()), ..Labels::default() }
+}
+
+fn exclusive(label: &str) -> Labels {
+    Labels { exclusion: Some(label.into()), ..Labels::default() }
+}
+
+#[test]
+fn pack_fills_the_gpu_with_the_least_room_that_suffices() {
+    let mut host = Host::new(Placement::Pack, &[16, 8, 24]);
+    assert_eq!(host.start(1, Some(7 * GIB)), 1);
+    assert_eq!(host.start(2, Some(7 * GIB)), 0, "with its context it does not fit beside the first");
+    assert_eq!(host.start(3, Some(8 * GIB)), 0);
+    assert_eq!(host.start(4, Some(20 * GIB)), 2);
+}
+
+#[test]
+fn what_just_fits_fits() {
+    let mut host = Host::new(Placement::Pack, &[8, 16]);
+    assert_eq!(host.start(1, Some(8 * GIB - CONTEXT)), 0);
+    let mut host = Host::new(Placement::Pack, &[8, 16]);
+    assert_eq!(host.start(1, Some(8 * GIB - CONTEXT + 1)), 1);
+}
+
+#[test]
+fn pack_puts_what_nobody_knows_onto_the_fullest_that_has_room() {
+    let mut host = Host::new(Placement::Pack, &[16, 16]);
+    assert_eq!(host.start(1, None), 0);
+    host.attach(1, 0, 10 * GIB);
+    assert_eq!(host.start(2, None), 0);
+    host.attach(2, 0, 4 * GIB);
+    assert_eq!(host.start(3, None), 0, "there is room for its context and more");
+    host.attach(3, 0, GIB);
+    assert_eq!(host.start(4, None), 1);
+}
+
+#[test]
+fn where_no_gpu_has_room_the_least_overcommitted_is_taken() {
+    for bytes in [None, Some(4 * GIB)] {
+        let mut host = Host::new(Placement::Pack, &[16, 16]);
+        for (n, at, demand) in [(1, 0, 20), (2, 1, 18)] {
+            host.connect(n, Labels::default());
+            host.attach(n, at, demand * GIB);
+        }
+        assert_eq!(host.start(3, bytes), 1);
+    }
+}
+
+#[test]
+fn spread_counts_programs_first_and_then_their_memory() {
+    let mut host = Host::new(Placement::Spread, &[16, 16, 16]);
+    assert_eq!((1..=6).map(|n| host.start(n, None)).collect::<Vec<_>>(), [0, 1, 2, 0, 1, 2]);
+    for n in 1..=6 {
+        host.attach(n, (n - 1) % 3, n * GIB);
+    }
+    assert_eq!(host.start(7, None), 0, "1 + 4 GiB");
+    host.leave(2);
+    assert_eq!(host.start(8, None), 1);
+}
+
+#[test]
+fn eight_that_start_at_once_do_not_all_land_on_one_gpu() {
+    let places = |placement, bytes| {
+        let mut host = Host::new(placement, &[16, 16]);
+        let all: Vec<u64> = (1..=8).map(|n| host.start(n, bytes)).collect();
+        [0, 1].map(|at| all.iter().filter(|gpu| **gpu == at).count())
+    };
+    assert_eq!(places(Placement::Spread, None), [4, 4]);
+    assert_eq!(places(Placement::Pack, Some(3 * GIB)), [4, 4], "three and a half GiB each");
+    assert_eq!(places(Placement::Pack, Some(GIB)), [8, 0]);
+}
+
+#[test]
+fn a_program_that_uses_little_of_what_it_asked_for_keeps_its_place_for_as_long_as_it_lives() {
+    let mut host = Host::new(Placement::Pack, &[16, 16]);
+    assert_eq!(host.start(1, Some(10 * GIB)), 0);
+    host.attach(1, 0, GIB);
+    host.now += 2 * PATIENCE;
+    assert_eq!(host.start(2, Some(10 * GIB)), 1);
+    host.leave(1);
+    assert_eq!(host.start(3, Some(10 * GIB)), 0);
+}
+
+#[test]
+fn what_a_rule_allows_is_expected_for_a_while() {
+    let group = Group { id: GroupId(7), terms: Terms { memory_max: Amount::Percent(75), ..Terms::default() } };
+    let mut host = Host::new(Placement::Pack, &[16, 16]);
+    let grouped = |host: &mut Host, n: u64| {
+        host.connect(n, Labels::default());
+        host.say(Event::Grouped { groups: BTreeMap::from([(client(n), Some(group))]) });
+        host.ask(n, host.wish()).unwrap()[0]
+    };
+    assert_eq!(grouped(&mut host, 1), 0);
+    host.attach(1, 0, GIB);
+    assert_eq!(grouped(&mut host, 2), 1, "twelve GiB were expected of the first");
+    host.now += PATIENCE;
+    assert_eq!(grouped(&mut host, 3), 0, "it takes one GiB only");
+}
+
+#[test]
+fn a_place_for_a_program_to_come_is_kept_until_it_is_there_and_not_for_ever() {
+    let mut host = Host::new(Placement::Spread, &[16, 16]);
+    let ahead = |host: &mut Host, n: u64| {
+        host.connect(n, Labels::default());
+        let place = host.ask(n, Wish { ahead: true, ..host.wish() }).unwrap()[0];
+        host.leave(n);
+        place
+    };
+    assert_eq!(ahead(&mut host, 1), 0);
+    assert_eq!(ahead(&mut host, 2), 1);
+    host.connect(3, Labels::default());
+    host.say(Event::TookPlace { client: client(3), from: client(1) });
+    assert_eq!(host.machine.client(client(3)).unwrap().placed, [gpu(0)]);
+    host.now += PATIENCE;
+    assert_eq!(ahead(&mut host, 4), 1, "the second never came, the third is there");
+    host.leave(3);
+    assert_eq!(ahead(&mut host, 5), 0);
+}
+
+#[test]
+fn who_asks_without_end_keeps_a_few_places_only() {
+    let mut host = Host::new(Placement::Spread, &[16, 16]);
+    for n in 1..=1000 {
+        host.connect(n, Labels::default());
+        let wish = Wish { candidates: vec![gpu(0)], ahead: true, ..host.wish() };
+        host.ask(n, wish).unwrap();
+        host.leave(n);
+    }
+    for n in 2001..=2064 {
+        host.connect(n, Labels::default());
+        host.attach(n, 1, 0);
+    }
+    assert_eq!(host.start(3000, None), 1, "64 places there, with memory for their contexts, and 64 programs here");
+    assert_eq!(host.start(3001, None), 0);
+}
+
+#[test]
+fn a_program_can_have_several_gpus() {
+    let mut host = Host::new(Placement::Spread, &[16, 16, 16]);
+    assert_eq!(host.start(1, None), 0);
+    host.connect(2, Labels::default());
+    assert_eq!(host.ask(2, Wish { count: 2, ..host.wish() }), Ok(vec![1, 2]));
+    assert_eq!(host.ask(2, Wish { count: 4, ..host.wish() }), Err(Misfit::TooFew { wanted: 4, there: 3 }));
+    assert_eq!(host.ask(2, Wish { candidates: vec![], ..host.wish() }), Err(Misfit::TooFew { wanted: 1, there: 0 }));
+}
+
+#[test]
+fn only_candidates_are_taken_and_of_equals_the_first() {
+    let mut host = Host::new(Placement::Spread, &[16, 16, 16]);
+    host.connect(1, Labels::default());
+    assert_eq!(host.ask(1, Wish { candidates: vec![gpu(2), gpu(1)], ..host.wish() }), Ok(vec![2]));
+}
+
+#[test]
+fn programs_of_an_affinity_are_on_one_gpu() {
+    for placement in [Placement::Pack, Placement::Spread] {
+        let mut host = Host::new(placement, &[16, 16]);
+        host.connect(9, Labels::default());
+        host.attach(9, 0, 17 * GIB);
+        assert_eq!(host.start_labelled(1, affinity("a")), Ok(1));
+        assert_eq!(host.start_labelled(2, affinity("a")), Ok(1));
+        host.attach(2, 1, 20 * GIB);
+        host.leave(1);
+        assert_eq!(host.start_labelled(3, affinity("a")), Ok(1), "however full it is");
+        assert_eq!(host.start_labelled(4, affinity("b")), Ok(0));
+        let elsewhere = Wish { candidates: vec![gpu(0)], ..host.wish() };
+        host.connect(5, affinity("a"));
+        assert_eq!(host.ask(5, elsewhere), Err(Misfit::Affinity("a".into())));
+    }
+}
+
+#[test]
+fn programs_of_an_anti_affinity_are_on_different_gpus() {
+    for placement in [Placement::Pack, Placement::Spread] {
+        let mut host = Host::new(placement, &[16, 16]);
+        assert_eq!(host.start_labelled(1, apart("a")), Ok(0));
+        host.attach(1, 0, 0);
+        host.now += 2 * PATIENCE;
+        assert_eq!(host.start_labelled(2, apart("a")), Ok(1));
+        host.now += 2 * PATIENCE;
+        let full = host.start_labelled(3, apart("a"));
+        assert_eq!(full, Err(Misfit::AntiAffinity("a".into())), "the second has not attached, and is there");
+        assert!(host.start_labelled(4, apart("b")).is_ok());
+        host.leave(2);
+        assert_eq!(host.ask(3, host.wish()), Ok(vec![1]));
+    }
+}
+
+#[test]
+fn programs_of_an_exclusion_are_with_their_like_only() {
+    for placement in [Placement::Pack, Placement::Spread] {
+        let mut host = Host::new(placement, &[16, 16]);
+        assert_eq!(host.start_labelled(1, exclusive("a")), Ok(0));
+        assert_eq!(host.start_labelled(2, Labels::default()), Ok(1), "who has none is kept out");
+        assert_eq!(host.start_labelled(3, exclusive("a")), Ok(0));
+        assert_eq!(host.start_labelled(4, exclusive("b")), Err(Misfit::Exclusion("b".into())));
+        host.leave(2);
+        assert_eq!(host.ask(4, host.wish()), Ok(vec![1]));
+        assert_eq!(host.start_labelled(5, Labels::default()), Err(Misfit::Exclusion("a".into())));
+    }
+}
+
+#[test]
+fn labels_count_of_those_who_chose_themselves_and_as_rules_say_now() {
+    let mut host = Host::new(Placement::Spread, &[16, 16]);
+    host.connect(1, apart("a"));
+    host.attach(1, 0, 0);
+    assert_eq!(host.start_labelled(2, apart("a")), Ok(1));
+    host.say(Event::Labelled { labels: BTreeMap::from([(client(1), Labels::default())]) });
+    assert_eq!(host.start_labelled(3, apart("a")), Ok(0));
+}

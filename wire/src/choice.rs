@@ -1,0 +1,111 @@
+//! Who chooses a program's GPUs, as far as its environment tells: the same answer for the library and for what starts
+//! programs. What becomes of that is the scheduler's to say.
+
+use crate::{ClientMessage, Text, message::byte_enum};
+use core::ffi::CStr;
+
+/// By which the driver knows which GPUs a process is to see.
+pub const VISIBLE: &CStr = c"CUDA_VISIBLE_DEVICES";
+
+/// How much of the list travels in one message.
+pub const PART: usize = 192;
+
+byte_enum! {
+    /// Who chooses.
+    pub enum Chooser {
+        /// Nobody: the program takes the first GPU that it sees, or all of them.
+        Nobody = 0,
+        /// Whoever has set `CUDA_VISIBLE_DEVICES`. The list came before, in [`Choice`](ClientMessage::Choice).
+        List = 1,
+        /// The program, by the number that its launcher gave it.
+        Rank = 2,
+    }
+}
+
+/// Numbers that launchers give to each process of a job on a host, and by which such processes choose; with the variables
+/// that tell how many there are, where the number is there for a process alone as well.
+const RANKS: [(&CStr, &[&CStr]); 3] = [
+    (c"LOCAL_RANK", &[]),
+    (c"OMPI_COMM_WORLD_LOCAL_RANK", &[]),
+    (c"SLURM_LOCALID", &[c"SLURM_STEP_NUM_TASKS", c"SLURM_NTASKS"]),
+];
+
+pub fn chooser<T: AsRef<[u8]>>(environment: impl Fn(&CStr) -> Option<T>) -> Chooser {
+    let several = |name: &&CStr| {
+        let count = environment(name);
+        let count = count.as_ref().and_then(|text| core::str::from_utf8(text.as_ref()).ok()?.parse::<u32>().ok());
+        count.is_some_and(|count| count > 1)
+    };
+    let is_set = |name: &CStr| environment(name).is_some_and(|text| !text.as_ref().is_empty());
+    // An empty list is a choice: of no GPU.
+    if environment(VISIBLE).is_some() {
+        Chooser::List
+    } else if RANKS.iter().any(|(rank, sizes)| is_set(rank) && (sizes.is_empty() || sizes.iter().any(several))) {
+        Chooser::Rank
+    } else {
+        Chooser::Nobody
+    }
+}
+
+/// Whether a list names any GPU: as the driver reads it, it ends before the first name that it does not know.
+pub fn names_any(list: &[u8]) -> bool {
+    matches!(list.trim_ascii_start().first(), Some(b'0'..=b'9' | b'G' | b'M'))
+}
+
+/// The list as it is said. No name of a GPU has other characters than ASCII's.
+pub fn parts(list: &[u8]) -> impl Iterator<Item = ClientMessage> {
+    list.chunks(PART).map(|part| {
+        let mut ascii = [0; PART];
+        for (to, from) in ascii.iter_mut().zip(part) {
+            *to = if from.is_ascii() && !from.is_ascii_control() { *from } else { b'?' };
+        }
+        let text = core::str::from_utf8(ascii.get(..part.len()).unwrap_or_default()).unwrap_or_default();
+        ClientMessage::Choice { text: Text::new(text) }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(variables: &'static [(&'static CStr, &'static str)]) -> Chooser {
+        chooser(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| *value))
+    }
+
+    #[test]
+    fn a_program_chooses_that_has_a_list_or_a_number() {
+        for variables in [&[(VISIBLE, "0")], &[(VISIBLE, "")]] {
+            assert_eq!(of(variables), Chooser::List, "{variables:?}");
+        }
+        assert_eq!(of(&[(c"LOCAL_RANK", "0"), (VISIBLE, "1")]), Chooser::List);
+        assert_eq!(of(&[(c"LOCAL_RANK", "0")]), Chooser::Rank);
+        assert_eq!(of(&[(c"OMPI_COMM_WORLD_LOCAL_RANK", "3")]), Chooser::Rank);
+        assert_eq!(of(&[(c"SLURM_LOCALID", "0"), (c"SLURM_NTASKS", "4")]), Chooser::Rank);
+        assert_eq!(of(&[(c"SLURM_LOCALID", "0"), (c"SLURM_STEP_NUM_TASKS", "2")]), Chooser::Rank);
+    }
+
+    #[test]
+    fn nobody_chooses_for_a_program_alone() {
+        assert_eq!(of(&[]), Chooser::Nobody);
+        assert_eq!(of(&[(c"LOCAL_RANK", "")]), Chooser::Nobody);
+        assert_eq!(of(&[(c"SLURM_LOCALID", "0")]), Chooser::Nobody);
+        assert_eq!(of(&[(c"SLURM_LOCALID", "0"), (c"SLURM_NTASKS", "1")]), Chooser::Nobody);
+    }
+
+    #[test]
+    fn a_list_can_name_nothing() {
+        assert!([" 0,1", "GPU-8", "MIG-8"].iter().all(|list| names_any(list.as_bytes())));
+        assert!(!["", " ", "-1", "none"].iter().any(|list| names_any(list.as_bytes())));
+    }
+
+    #[test]
+    fn a_list_of_any_length_arrives_whole() {
+        for list in [String::new(), "0".into(), "GPU-0123,".repeat(100), "é,\n1".into()] {
+            let parts = parts(list.as_bytes()).map(|part| match part {
+                ClientMessage::Choice { text } => text.as_str().to_owned(),
+                other => panic!("{other:?}"),
+            });
+            assert_eq!(parts.collect::<String>(), list.replace('é', "??").replace('\n', "?"));
+        }
+    }
+}
