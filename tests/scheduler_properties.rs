@@ -261,9 +261,9 @@ proptest! {
             let orders = [WaitOrder::Fifo, WaitOrder::BestFit, WaitOrder::MostRecent, WaitOrder::Random];
             let terms = |n: u64| Terms {
                 memory_max: Amount::Bytes((1 + n * 7 % 24) * GIB / 2),
-                memory_low: (n % 3 == 0).then_some(Amount::Percent((n % 100) as u8)),
-                swap_max: (n % 5 == 0).then_some((n % 48) * GIB / 2),
-                on_memory_full: if n % 7 == 0 { OnMemoryFull::Fail } else { OnMemoryFull::Wait(orders[n as usize % 4]) },
+                memory_low: (n.is_multiple_of(3)).then_some(Amount::Percent((n % 100) as u8)),
+                swap_max: (n.is_multiple_of(5)).then_some((n % 48) * GIB / 2),
+                on_memory_full: if n.is_multiple_of(7) { OnMemoryFull::Fail } else { OnMemoryFull::Wait(orders[n as usize % 4]) },
                 ..Terms::default()
             };
             let id = (client + seed) % 4;

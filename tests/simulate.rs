@@ -294,7 +294,8 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         ),
         (
             both("rule = {}"),
-            "7:8: the rule allows and forbids nothing: say memory-max, weight, time-min, time-max, priority, interactive or gang",
+            "7:8: the rule allows and forbids nothing: say memory-max, memory-low, swap-max, on-memory-full, weight, time-min, \
+             time-max, priority, interactive, gang, allowed-gpus, affinity, anti-affinity or exclusion",
         ),
         (
             both("[swap]\nmax = \"80%\""),
