@@ -19,6 +19,9 @@ const GATHERS: Duration = Duration::from_millis(5);
 /// Who had a GPU so lately, or has come so lately, is likely to ask for one. Nobody waits for others.
 const LATELY: Duration = Duration::from_secs(1);
 
+/// A job has no more processes on one host: some for each of its GPUs.
+const MOST_OF_A_JOB: usize = 64;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Gang {
     /// As its members call it.
@@ -66,6 +69,11 @@ impl Machine {
         missing.any(|client| client.had_lately(self.now)).then(|| self.now + GATHERS)
     }
 
+    /// Whether they can be the processes of one job on one host. More are merely counted together.
+    fn is_job(&self, gang: Gang) -> bool {
+        self.gangs.get(&gang).is_some_and(|members| (2..=MOST_OF_A_JOB).contains(&members.len()))
+    }
+
     fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         members.flat_map(|client| client.seats.keys().copied()).collect()
@@ -80,6 +88,9 @@ impl Machine {
 
     /// Whether two gangs are in each other's way, on one GPU of several.
     fn are_rivals(&self, one: Gang, other: Gang) -> bool {
+        if !(self.is_job(one) && self.is_job(other)) {
+            return false;
+        }
         let (ones, others) = (self.gpus_of_gang(one), self.gpus_of_gang(other));
         let several = ones.len() > 1 || others.len() > 1;
         let mut shared = ones.intersection(&others);
@@ -95,13 +106,13 @@ impl Machine {
         }
         let mut others = self.gangs.keys().filter(|other| **other != gang);
         others
-            .any(|other| self.holds_of_gang(*other).any(|(_, hold)| !hold.is_aside()) && self.are_rivals(gang, *other))
+            .any(|other| self.are_rivals(gang, *other) && self.holds_of_gang(*other).any(|(_, hold)| !hold.is_aside()))
     }
 
     /// Whether that GPU is kept for a gang that others ask to go: one of it does not drain yet, and may need another one for
     /// it that has just left this GPU.
     pub(super) fn is_kept_for_gang(&self, unit: Unit, id: GpuId) -> bool {
-        let mut turns = self.gang_turns.iter().filter(|(gang, _)| unit != Unit::Gang(**gang));
+        let mut turns = self.gang_turns.iter().filter(|(gang, _)| unit != Unit::Gang(**gang) && self.is_job(**gang));
         turns.any(|(gang, since)| {
             let has_left = |member: ClientId| {
                 let seat = self.seat(member, id).filter(|seat| seat.hold.is_none() && seat.grants > 0);
