@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""Two jobs of two ranks whose kernels wait for each other (NCCL all-reduce), arriving in opposite order on two GPUs, beside a
+program on each GPU that has nothing to do with them. Without gangs each job gets one GPU and waits for the other for ever.
+Prints, for each case, the seconds until each job is done, and whether every result is the one that it gives alone.
+
+  gangs.py [--programs target/release] [--cases CASE,...] [--iterations 300] [--memory 4] [--patience 200]
+
+Cases: `native` (without nvshare), and any of `on`, `auto` (the mode) with `-announced` (as torchrun starts ranks) or `-unknown`
+(`NVSHARE_GANG=0`); with `-scarce`, so much of both GPUs is taken by another program that not everybody's memory fits.
+Needs two GPUs and PyTorch.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import stage
+
+CASES = "native,on-announced,auto-announced,auto-announced-scarce,auto-unknown,on-unknown"
+GIB = 2**30
+
+
+def memory(gib):
+    """So much of it, with something in it."""
+    import torch
+
+    return torch.full((int(gib * GIB) // 4,), 3, dtype=torch.int32, device="cuda")
+
+
+def verdict(held, result):
+    """Of what a program computed, where what it held all the while is as it was."""
+    intact = bool((held == 3).all())
+    return {"digest": hashlib.sha256(result.float().cpu().numpy().tobytes()).hexdigest()[:16] if intact else "lost"}
+
+
+def rank(number, port, iterations, gib):
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": "2"}
+    torch.manual_seed(number)
+    held = memory(gib)
+    dist.init_process_group("nccl")
+    x = torch.rand(4096, 4096, device="cuda") / 4096
+    total = torch.zeros(2**20, device="cuda")
+    for i in range(iterations):
+        for _ in range(4):
+            x = (x @ x).clamp_(0, 1e-3) + 1e-4
+        part = x.flatten()[: 2**20].clone()
+        dist.all_reduce(part)
+        total += part
+        if i % 10 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    said = verdict(held, total)
+    dist.destroy_process_group()
+    return said
+
+
+def single(iterations, gib):
+    import torch
+
+    held = memory(gib)
+    x = torch.eye(4096, device="cuda")
+    for i in range(iterations):
+        for _ in range(4):
+            x = (x @ x).clamp_(0, 1)
+        if i % 10 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return verdict(held, x)
+
+
+def ballast(leave):
+    import torch
+
+    held = memory((torch.cuda.mem_get_info()[0] / GIB) - leave)
+    print(json.dumps(len(held)), flush=True)
+    sys.stdin.read()
+
+
+def start(words, gpu, environment):
+    words = list(map(str, [sys.executable, __file__, *words]))
+    visible = {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | visible | environment)
+
+
+def together(names, environment, announced, arguments, port):
+    """Starts them in that order, and says when each was done and with what."""
+    children = {}
+    began = time.time()
+    for name in names:
+        job, gpu = name[0], int(name[1])
+        own = dict(environment)
+        if job == "s":
+            children[name] = start(["--child-single", arguments.iterations, arguments.memory], gpu, own)
+        else:
+            own |= {"TORCHELASTIC_RUN_ID": f"{job}-{port}"} if announced else {"NVSHARE_GANG": "0"}
+            number = port + "ab".index(job)
+            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(number)}
+            children[name] = start(["--child-rank", gpu, number, arguments.iterations, arguments.memory], gpu, own)
+        time.sleep(1)
+    said = {}
+    while len(said) < len(children) and time.time() < began + arguments.patience:
+        for name, child in children.items():
+            if name not in said and child.poll() is not None:
+                output = child.stdout.read().strip().splitlines()
+                digest = json.loads(output[-1])["digest"] if child.returncode == 0 and output else f"exit {child.returncode}"
+                said[name] = (time.time() - began, digest)
+        time.sleep(0.05)
+    for child in children.values():
+        child.kill()
+        child.wait()
+    return {name: said.get(name, (None, "endless")) for name in names}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--memory", type=float, default=4, help="GiB that each program holds")
+    parser.add_argument("--patience", type=float, default=200)
+    parser.add_argument("--keep", type=Path, help="a directory for the schedulers' traces")
+    arguments = parser.parse_args()
+    programs = arguments.programs.resolve()
+    # Rank 0 of job a is first on GPU 0, rank 1 of job b on GPU 1.
+    order = ["a0", "b1", "s0", "s1", "b0", "a1"]
+    right, wrong, port = {}, False, 29600
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        alone = []
+        for names in (["a0", "a1"], ["b0", "b1"], ["s0"], ["s1"]):
+            port += 2
+            for name, (seconds, digest) in together(names, {}, False, arguments, port).items():
+                right[name] = digest
+                alone.append(f"{name} {seconds or 0:.1f}")
+        print(f"alone (s): {', '.join(alone)}", flush=True)
+        for case in arguments.cases.split(","):
+            port += 2
+            mode, *says = case.split("-")
+            environment, daemon, taken = {}, None, []
+            if "scarce" in says:
+                leave = 2.5 * (arguments.memory + 1.5)
+                taken = [start(["--child-ballast", leave], gpu, {}) for gpu in (0, 1)]
+                for child in taken:
+                    child.stdout.readline()
+            if mode != "native":
+                daemon = stage.scheduler(programs, directory, f'anti-thrash = "{mode}"\ntime-quantum = 5\n')
+                environment = stage.under_nvshare(programs, directory)
+            all_said = together(order, environment, "announced" in says, arguments, port)
+            for child in taken:
+                child.kill()
+                child.wait()
+            if daemon:
+                daemon.terminate()
+                daemon.wait()
+                if arguments.keep:
+                    (directory / "trace.jsonl").rename(arguments.keep / f"{case}.jsonl")
+            marks = []
+            for name, (seconds, digest) in all_said.items():
+                is_right = digest == right[name]
+                wrong |= not is_right
+                marks.append(f"{name} " + ("never" if seconds is None else f"{seconds:.1f}") + ("" if is_right else f"! {digest}"))
+            print(f"{case}: {', '.join(marks)}", flush=True)
+    sys.exit("a result marked with ! is not what the program gives alone" if wrong else 0)
+
+
+if __name__ == "__main__":
+    kind, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("", [])
+    if kind == "--child-rank":
+        print(json.dumps(rank(int(rest[0]), int(rest[1]), int(rest[2]), float(rest[3]))))
+    elif kind == "--child-single":
+        print(json.dumps(single(int(rest[0]), float(rest[1]))))
+    elif kind == "--child-ballast":
+        ballast(float(rest[0]))
+    else:
+        main()
