@@ -3,6 +3,7 @@
 use super::{
     api::*,
     bank::{Account, Evicted},
+    drains::Drains,
     locks::Parked,
     machine::{Gpu, Machine, Newcomer, Seat},
     policy::{self, Bursts},
@@ -122,6 +123,7 @@ impl Machine {
                 rate: None,
                 hold: None,
                 lingers: false,
+                drains: Drains::default(),
                 context: None,
                 attached: None,
                 used: None,

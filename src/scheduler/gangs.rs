@@ -70,7 +70,7 @@ impl Machine {
     }
 
     /// Whether they can be the processes of one job on one host. More are merely counted together.
-    fn is_job(&self, gang: Gang) -> bool {
+    pub(super) fn is_job(&self, gang: Gang) -> bool {
         self.gangs.get(&gang).is_some_and(|members| (2..=MOST_OF_A_JOB).contains(&members.len()))
     }
 
@@ -138,6 +138,14 @@ impl Machine {
         rivals.min_by_key(|(_, request)| request.place).map(|(unit, _)| *unit)
     }
 
+    /// Whether another gang waits, on whatever GPU, for that one to have nothing.
+    pub(super) fn is_in_the_way(&self, unit: Unit) -> bool {
+        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
+        let mut waiting = self.requests.iter().filter(|(_, request)| request.parked.is_none());
+        self.settings.anti_thrash != AntiThrash::Off
+            && waiting.any(|(other, _)| other.gang().is_some_and(|other| other != gang && self.are_rivals(gang, other)))
+    }
+
     /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
     pub(super) fn yields(&self, unit: Unit) -> bool {
         let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
@@ -160,6 +168,57 @@ impl Machine {
         let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));
         let gpus: GpuSet = rivals.flat_map(|other| self.gpus_of_gang(*other)).collect();
         self.dirty.extend(gpus);
+    }
+
+    /// Whether one of a gang was granted a GPU for another one to drain, which has not yet.
+    pub(super) fn helps_to_drain(&self, hold: &Hold) -> bool {
+        let gang = hold.unit.gang().filter(|_| hold.revoked.is_none());
+        gang.is_some_and(|gang| self.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
+    }
+
+    /// What a hand-over by that gang takes, on one GPU and then on the other.
+    pub(super) fn gang_drains_in(&self, gang: Gang) -> Duration {
+        let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
+        let drains = members.flat_map(|client| client.seats.values()).map(|seat| seat.drains.expected());
+        drains.max().unwrap_or_default()
+    }
+
+    /// One of a gang asks for a GPU: another one may be about to need it for draining.
+    pub(super) fn look_for_laggards(&mut self, unit: Unit) {
+        let Some(gang) = unit.gang().filter(|gang| self.is_job(*gang)) else { return };
+        let members: Vec<ClientId> = self.gang_members(gang).collect();
+        members.into_iter().for_each(|member| self.check(member));
+    }
+
+    /// When that holder will take longer to drain than is usual, while others of its gang wait that could help.
+    pub(super) fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
+        let seat = self.seat(client, id)?;
+        let hold = seat.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
+        let gang = hold.unit.gang().filter(|gang| self.is_job(*gang))?;
+        let mut fellows = self.gang_members(gang).filter_map(|fellow| self.clients.get(&fellow));
+        let begun = hold.revoked?.first;
+        fellows.any(|fellow| fellow.waiting.is_some()).then(|| begun + seat.drains.patience())
+    }
+
+    /// From now on others of its gang go first.
+    pub(super) fn lags(&mut self, client: ClientId, id: GpuId) {
+        if let Some(hold) = self.seat_mut(client, id).and_then(|seat| seat.hold.as_mut()) {
+            hold.lags = true;
+        }
+        self.touch(id);
+        self.touch_fellows(client);
+    }
+
+    /// Whether others of its gang go first is to be seen anew.
+    pub(super) fn touch_fellows(&mut self, client: ClientId) {
+        let waiting: BTreeSet<Unit> =
+            self.fellows(client).filter_map(|fellow| self.clients.get(&fellow)?.waiting).collect();
+        for unit in waiting {
+            self.put_back(unit);
+            let wants = self.requests.get(&unit).into_iter().flat_map(|request| request.wants.values());
+            let gpus: GpuSet = wants.flatten().copied().collect();
+            self.dirty.extend(gpus);
+        }
     }
 
     /// One of a gang has drained that was asked to: so do all that have run for it to do so.
@@ -193,7 +252,7 @@ impl Machine {
         let gang = unit.gang()?;
         let since = *self.gang_turns.get(&gang)?;
         let had = self.now.saturating_sub(since);
-        let is_stuck = || self.holds_of_gang(gang).any(|(_, hold)| hold.drains() && hold.stuck);
+        let is_stuck = || self.holds_of_gang(gang).any(|(_, hold)| hold.drains() && hold.may_need_others());
         let may = match self.holds_of_gang(gang).any(|(_, hold)| hold.drains()) {
             true => had < self.settings.time_quantum * 2 && is_stuck(),
             false => had < self.settings.time_quantum,
@@ -204,7 +263,7 @@ impl Machine {
     /// Whether one of a gang is about to drain: until it has, none of it is granted anything.
     pub(super) fn is_about_to_drain(&self, unit: Unit) -> bool {
         let holds = unit.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
-        holds.into_iter().any(|(_, hold)| hold.drains() && !hold.stuck)
+        holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
     }
 
     /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.

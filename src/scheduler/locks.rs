@@ -85,6 +85,8 @@ pub(super) struct Hold {
     pub suspended: bool,
     /// It said that it cannot drain.
     pub stuck: bool,
+    /// It takes longer to drain than it used to, and may need others of its gang for it.
+    pub lags: bool,
     /// It had its time to drain. Whenever it is asked for the lock from now on, it is counted as no holder.
     pub undrainable: bool,
 }
@@ -118,6 +120,7 @@ impl Hold {
             revoked: None,
             suspended: false,
             stuck: false,
+            lags: false,
             undrainable: false,
         }
     }
@@ -129,6 +132,11 @@ impl Hold {
     /// Whether it is asked for the lock and known to be unable to drain.
     pub fn is_undrainable(&self) -> bool {
         self.undrainable && self.revoked.is_some()
+    }
+
+    /// Whether it may be unable to drain without others of its gang.
+    pub fn may_need_others(&self) -> bool {
+        self.stuck || self.lags
     }
 
     /// Whether it is asked for the lock, and waited for.
@@ -200,6 +208,7 @@ impl Machine {
         } else {
             self.join(unit);
         }
+        self.look_for_laggards(unit);
     }
 
     /// Puts a request into the lines of its GPUs.
@@ -566,6 +575,9 @@ impl Machine {
         seat.lock_time += held;
         seat.last_run = now;
         seat.lingers = hold.undrainable;
+        if let Some(revoked) = hold.revoked.filter(|_| !hold.suspended) {
+            seat.drains.drained(now.saturating_sub(revoked.first), hold.lags);
+        }
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
             gpu.cut_short = party.filter(|_| !idle);

@@ -4,6 +4,7 @@
 use super::{
     api::*,
     bank::{Account, Bank},
+    drains::Drains,
     gangs::Gang,
     groups::Members,
     hopes::Hope,
@@ -167,6 +168,7 @@ pub(super) struct Seat {
     /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
     /// scheduled around clears this.
     pub lingers: bool,
+    pub drains: Drains,
     /// The size of its context, once it was measured.
     pub context: Option<u64>,
     /// When it was told to create its context, and when it first did something for which it must have one.

@@ -9,6 +9,7 @@
 //! - `settle`: brings one GPU to rest after something changed there: bytes first, then the lock.
 //! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
 //! - `doubt`: bytes that are gone by nothing but a client's word.
+//! - `drains`: how long clients take to give a GPU back.
 //! - `gangs`: clients that run together or not at all.
 //! - `groups`: clients that may together have no more than a rule says.
 //! - `hopes`: wishes that are refused only after another measurement.
@@ -34,6 +35,7 @@ pub mod api;
 mod bank;
 mod bytes;
 mod doubt;
+mod drains;
 mod gangs;
 mod groups;
 mod hopes;

@@ -49,6 +49,7 @@ impl Machine {
                 self.tell(unit, WaitReason::HolderStuck);
             }
         }
+        self.touch_fellows(client);
         self.check(client);
     }
 
@@ -118,6 +119,7 @@ impl Machine {
         let mut overdue: Option<Time> = None;
         let mut undrainable = GpuSet::new();
         let mut late = GpuSet::new();
+        let mut lagging = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
         for (id, seat) in &state.seats {
             if let Some(eviction) = &seat.account.eviction {
@@ -130,6 +132,11 @@ impl Machine {
             }
             let Some(hold) = &seat.hold else { continue };
             let Some(revoked) = hold.revoked else { continue };
+            match self.lags_at(client, *id) {
+                Some(due) if due <= now => drop(lagging.insert(*id)),
+                Some(due) => sooner(&mut next, due),
+                None => {}
+            }
             // Time decides, not how often it says so: one whose work makes no call says it once.
             if (hold.stuck || seat.lingers) && !hold.undrainable && !state.stopped {
                 let patience = if seat.lingers { DRAIN.1 } else { DRAIN.0 };
@@ -150,6 +157,9 @@ impl Machine {
         for id in &late {
             self.is_late(client, *id);
         }
+        for id in &lagging {
+            self.lags(client, *id);
+        }
         self.schedule_around(client, undrainable);
         // What was asked back together is asked back again together, or not at all.
         let wanted = again.0.iter().any(|id| self.is_wanted_from(client, *id));
@@ -160,6 +170,10 @@ impl Machine {
             }
             self.enter(client, *id);
             self.touch(*id);
+        }
+        if !calm.is_empty() {
+            self.touch_rivals(self.unit(client)); // no GPU is kept for it to drain
+            self.touch_fellows(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
         match overdue {
@@ -211,7 +225,9 @@ impl Machine {
     /// Whether there is a reason to ask that holder for the lock.
     fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
         // Others may be kept out of the line by bytes that it cannot give back, or have been admitted beside it.
-        let undrainable = self.seat(client, id).and_then(|s| s.hold.as_ref()).is_some_and(Hold::is_undrainable);
+        let hold = self.seat(client, id).and_then(|s| s.hold.as_ref());
+        let undrainable = hold.is_some_and(Hold::is_undrainable);
+        let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.unit));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
         let others = self.gpus.get(&id).is_some_and(|g| {
             !g.line.is_empty()
@@ -222,6 +238,6 @@ impl Machine {
         // It may also want it again itself, and has to release it first.
         let unit = self.clients.get(&client).and_then(|c| c.waiting);
         let is_spent = self.capped_at(client, id).is_some_and(|at| at <= self.now);
-        others || is_spent || unit.is_some_and(|unit| self.members(unit, id).contains(&client))
+        others || is_in_the_way() || is_spent || unit.is_some_and(|unit| self.members(unit, id).contains(&client))
     }
 }

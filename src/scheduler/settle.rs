@@ -18,6 +18,9 @@ const PREPARE_STEP: u64 = 256 << 20;
 /// other GPUs.
 const RIVALS_LOOK: Duration = Duration::from_millis(100);
 
+/// A gang's turn is no shorter than so many times what its drain takes.
+const DRAINS_PER_TURN: u32 = 5;
+
 /// Why holders of a GPU are to give its lock back.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pressure {
@@ -316,10 +319,15 @@ impl Machine {
                 }
                 _ => self.settings.time_quantum,
             };
+            let equal = standing == Standing::Equal;
+            // The others of it spin meanwhile.
+            let least = hold.unit.gang().filter(|gang| equal && self.is_job(*gang));
+            let least = least.map_or(Duration::ZERO, |gang| self.gang_drains_in(gang) * DRAINS_PER_TURN);
+            let turn = turn.max(least.min(self.settings.time_quantum));
+            let helps = self.helps_to_drain(hold);
             let gang_ends = pressure.first.and_then(|first| self.awaited_since(hold.unit, first));
             let gang_ends = gang_ends.map(|since| since.saturating_add(turn));
-            let is_equal = standing == Standing::Equal;
-            let rival = pressure.first.filter(|_| !pressure.overdue && is_equal && wanted && hold.waited(now) >= turn);
+            let rival = pressure.first.filter(|_| !pressure.overdue && equal && wanted && hold.waited(now) >= turn);
             let stays = rival.and_then(|rival| self.stands_first_until(client, id, rival));
             let capped = self.capped_at(client, id);
             // One whose time is counted, or for whom others wait outside of the line, gives the GPU back whenever it has no
@@ -348,7 +356,7 @@ impl Machine {
             let ends = gang_ends.map_or(ends, |at| at.min(ends));
             let over = ends <= now;
             let spent = capped.is_some_and(|at| at <= now);
-            let goes = surplus || spent || (wanted && over);
+            let goes = !helps && (surplus || spent || (wanted && over));
             // Host memory takes longer to make than to fill, and now there is time.
             let prepare = leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
             hold.prepared = if prepare { leaves } else { hold.prepared };
@@ -364,7 +372,7 @@ impl Machine {
             if goes {
                 self.revoke(client, id);
             } else {
-                let ends = capped.into_iter().chain(wanted.then_some(ends)).filter(|at| *at < Time::MAX);
+                let ends = capped.into_iter().chain(wanted.then_some(ends)).filter(|at| *at < Time::MAX && !helps);
                 next = next.into_iter().chain(ends).min();
             }
         }

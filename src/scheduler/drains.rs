@@ -1,0 +1,56 @@
+//! How long a client takes to give a GPU back when it is asked to: what is usual, and what it costs a gang whose members wait
+//! for each other.
+
+use std::time::Duration;
+
+/// Before it was seen.
+const FIRST: Duration = Duration::from_millis(10);
+/// Whoever takes so many times longer than usual may be waiting for somebody.
+const LONGER: u32 = 2;
+/// That is never said of one sooner, since a drain depends on the moment, nor later.
+const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
+
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Drains {
+    /// Of those that did not last longer than that, smoothed.
+    usual: Option<Duration>,
+    /// Of all, smoothed.
+    all: Option<Duration>,
+}
+
+impl Drains {
+    pub fn drained(&mut self, took: Duration, lagged: bool) {
+        let smooth = |before: Option<Duration>| Some(before.map_or(took, |before| before / 4 * 3 + took / 4));
+        self.all = smooth(self.all);
+        if !lagged {
+            self.usual = smooth(self.usual);
+        }
+    }
+
+    /// After how long a holder lags.
+    pub fn patience(&self) -> Duration {
+        (self.usual.unwrap_or(FIRST) * LONGER).clamp(LAGS.0, LAGS.1)
+    }
+
+    pub fn expected(&self) -> Duration {
+        self.all.unwrap_or(FIRST)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_for_others_does_not_change_what_is_usual() {
+        let mut drains = Drains::default();
+        let ms = Duration::from_millis;
+        assert_eq!(drains.patience(), ms(20));
+        (0..40).for_each(|_| drains.drained(ms(60), false));
+        let usual = drains.patience();
+        assert!(usual > ms(115) && usual <= ms(120), "{usual:?}");
+        (0..40).for_each(|_| drains.drained(ms(900), true));
+        assert_eq!(drains.patience(), usual);
+        assert!(drains.expected() > ms(890), "{drains:?}");
+    }
+}

@@ -1,0 +1,104 @@
+//! Gangs: clients that wait for each other's kernels.
+
+mod scheduler_sim;
+mod scheduler_talk;
+
+use nvshare::scheduler::*;
+use scheduler_sim::*;
+use scheduler_talk::*;
+use std::time::Duration;
+
+/// Two jobs of two processes each, which arrive at two GPUs in opposite order, each process with such a demand, and two
+/// programs beside them.
+fn two_jobs(mode: AntiThrash, demand: u64, late: Duration, gang: impl Fn(u64) -> u64) -> (World, Vec<ClientId>) {
+    let mut world = World::new(settings(mode, Duration::from_secs(2)), 1);
+    (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
+    let plan = Plan { demand, phases: 100, gpu: ms(80), cpu: ms(20), drain: ms(5), ..Plan::default() };
+    let mut clients = Vec::new();
+    for (job, order) in [(1, [0, 1]), (2, [1, 0])] {
+        for (place, at) in order.into_iter().enumerate() {
+            let start = ms(100 * place as u64);
+            let cpu = plan.cpu + late * place as u32;
+            clients.push(world.add(Plan { gpus: gpus([at]), job, gang: gang(job), start, cpu, ..plan.clone() }));
+        }
+    }
+    for at in 0..2 {
+        clients.push(world.add(Plan { gpus: gpus([at]), start: ms(50), ..plan.clone() }));
+    }
+    (world, clients)
+}
+
+#[test]
+fn jobs_that_say_they_are_gangs_never_wait_for_each_other() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        for demand in [GIB, 12 * GIB] {
+            let (mut world, clients) = two_jobs(mode, demand, Duration::ZERO, |job| job);
+            assert!(world.run(Duration::from_secs(120)), "{mode:?} {demand}: {:?}", world.machine.gpus());
+            let last = clients.iter().map(|client| world.finished(*client)).max().unwrap();
+            assert!(last < Duration::from_secs(60), "{mode:?} {demand}: {last:?}");
+        }
+    }
+}
+
+/// Where one of two asks later than the other each time, the other is often asked for its GPU while it waits for that one.
+#[test]
+fn a_gang_that_was_cut_off_in_the_middle_goes_on_until_it_drains() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        for demand in [GIB, 12 * GIB] {
+            let (mut world, clients) = two_jobs(mode, demand, ms(20), |job| job);
+            assert!(world.run(Duration::from_secs(120)), "{mode:?} {demand}: {:?}", world.machine.gpus());
+            let last = clients.iter().map(|client| world.finished(*client)).max().unwrap();
+            assert!(last < Duration::from_secs(60), "{mode:?} {demand}: {last:?}");
+        }
+    }
+}
+
+#[test]
+fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
+    for mode in [AntiThrash::On, AntiThrash::Auto] {
+        let (mut world, clients) = two_jobs(mode, GIB, Duration::ZERO, |_| 0);
+        assert!(world.run(Duration::from_secs(300)), "{mode:?}: {:?}", world.machine.gpus());
+        let last = clients.iter().map(|client| world.finished(*client)).max().unwrap();
+        assert!(last < Duration::from_secs(200), "{mode:?}: {last:?}");
+    }
+}
+
+/// Clients 1 and 2 are a gang that has the GPU, client 3 wants it, and the first was asked for it and has given it back.
+fn with_one_that_drains() -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for (n, gang) in [(1, 7), (2, 7), (3, 0)] {
+        t.join(n, GIB);
+        t.say(Event::Disconnected { client: client(n) });
+        t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, GIB, 0, 0);
+        t.map(n);
+    }
+    t.request(1);
+    t.request(2);
+    t.after(ms(5));
+    assert_eq!((t.state(1), t.state(2)), (LockState::Holding, LockState::Holding));
+    t.request(3);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), revoke(2)]);
+    assert_eq!(t.release(1, ReleaseReason::Revoked), []);
+    assert_eq!(t.request(1), [], "the other one is about to drain");
+    t
+}
+
+#[test]
+fn one_that_drains_for_long_is_helped_by_its_gang_until_it_has_drained() {
+    let mut t = with_one_that_drains();
+    assert_eq!(t.after(ms(19)), []);
+    assert_eq!(t.after(ms(1))[..1], [grant(1)], "it lags");
+    assert_eq!(t.after(ms(500)), [], "nobody is asked for what another one may need");
+    assert_eq!(t.release(2, ReleaseReason::Revoked), [revoke(1)]);
+    assert_eq!(t.request(2), []);
+    assert_eq!(t.release(1, ReleaseReason::Revoked)[..1], [grant(3)]);
+}
+
+#[test]
+fn one_that_drains_in_time_is_waited_for() {
+    let mut t = with_one_that_drains();
+    t.after(ms(15));
+    assert_eq!(t.release(2, ReleaseReason::Revoked)[..1], [grant(3)]);
+}
