@@ -236,7 +236,8 @@ impl Machine {
                 ] {
                     let (Some(group), Some(max)) = (state.group, max) else { continue };
                     let side = (why == Denial::MemoryMax).then_some(at.side);
-                    let bound = bounds.entry((Whose::Group(group), side)).or_insert(Bound { max, why, parts: Vec::new() });
+                    let bound =
+                        bounds.entry((Whose::Group(group), side)).or_insert(Bound { max, why, parts: Vec::new() });
                     bound.max = bound.max.saturating_sub(own);
                     bound.parts.push(at);
                 }

@@ -164,16 +164,19 @@ impl Machine {
     pub(super) fn end_wishes(&mut self, weighed: &[Target]) {
         let now = self.now;
         let seats = weighed.iter().filter_map(|t| Some((t.client, t.gpu, self.seat(t.client, t.gpu)?)));
-        let wishes = seats.filter_map(|(client, id, seat)| Some((client, id, seat.promise.wish?, seat.promise.limit)));
-        for (client, id, wish, limit) in wishes.collect::<Vec<_>>() {
+        let wishes = seats.filter_map(|(client, id, seat)| {
+            let promise = &seat.promise;
+            Some((client, id, promise.wish?, promise.limit, promise.target))
+        });
+        for (client, id, wish, limit, target) in wishes.collect::<Vec<_>>() {
             let until = wish.since + WISH_PATIENCE;
             let waits = self.on_full(client) != OnMemoryFull::Fail;
             if wish.bytes <= limit {
                 if let Some(seat) = self.seat_mut(client, id) {
                     seat.promise.wish = None;
                 }
-            } else if waits && !self.is_last_of_all(client, wish.held) {
-                continue; // those who can free something will
+            } else if waits && (wish.bytes <= target || !self.is_last_of_all(client, wish.held)) {
+                continue; // those who can free something will, or have, and only have to take notice
             } else if until <= now {
                 let is_full = self.group_room(client, id).is_none_or(|room| room < wish.bytes - limit);
                 self.deny(client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });

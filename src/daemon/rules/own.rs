@@ -134,9 +134,7 @@ impl Value {
     fn no_tighter_than(&self, terms: Terms) -> Option<String> {
         let share = terms.share.unwrap_or_default();
         let (is_no_tighter, has) = match self {
-            Self::MemoryMax(own) => {
-                (is_as_much(*own, terms.memory_max), Self::MemoryMax(terms.memory_max).to_string())
-            }
+            Self::MemoryMax(own) => (is_as_much(*own, terms.memory_max), Self::MemoryMax(terms.memory_max).to_string()),
             Self::MemoryLow(own) => match terms.memory_low {
                 Some(low) => (is_as_much(*own, low), Self::MemoryLow(low).to_string()),
                 None => (true, "no memory-low".into()),
@@ -351,8 +349,9 @@ mod tests {
             (OwnTerm::OnMemoryFull, "wait", "on-memory-full wait"),
         ] {
             let (own, name) = (own(&[(term, text)]), variable(term));
-            let expected =
-                format!("{name}={text} has no effect: by rule \"r\" (f:1) the program has {has}, and can only have less");
+            let expected = format!(
+                "{name}={text} has no effect: by rule \"r\" (f:1) the program has {has}, and can only have less"
+            );
             assert_eq!(own.remark(term, Some(&rule)), Some(expected), "{text}");
             assert_eq!(own.in_words(Some(&rule)), "");
         }
@@ -368,7 +367,8 @@ mod tests {
             assert_eq!(own(&[(term, text)]).remark(term, Some(&rule)), None, "{text}");
         }
         let none = own(&[(OwnTerm::Weight, "101")]).remark(OwnTerm::Weight, None);
-        let expected = "NVSHARE_WEIGHT=101 has no effect: without a rule the program has weight 100, and can only have less";
+        let expected =
+            "NVSHARE_WEIGHT=101 has no effect: without a rule the program has weight 100, and can only have less";
         assert_eq!(none.as_deref(), Some(expected));
     }
 }
