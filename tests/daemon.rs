@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 
 use daemon_support::*;
 use nvshare_wire::client::StuckReason;
+use nvshare_wire::own::{self, OwnTerm};
 use nvshare_wire::scheduler::Refusal;
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid};
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid, version};
 
 #[test]
 fn a_conversation() {
@@ -31,12 +32,12 @@ fn a_conversation() {
 #[test]
 fn a_library_of_another_age_is_told_so() {
     let daemon = Daemon::start();
-    for (min, max) in [(4, 9), (0, 0), (7, 3)] {
+    for (min, max) in [(version::MAX + 1, 9), (0, 0), (7, 3)] {
         let client = Client::connect(&daemon.socket()).expect("the daemon listens");
         client.send(hello_of(min, max));
         match client.receive() {
             Some(SchedulerMessage::Refused { reason: Refusal::Version, text }) => {
-                assert!(text.as_str().contains(&format!("library {min} to {max}, scheduler 1 to 3")), "{text:?}");
+                assert!(text.as_str().contains(&format!("library {min} to {max}, scheduler 1 to 4")), "{text:?}");
             }
             other => panic!("instead of Refused: {other:?}"),
         }
@@ -46,7 +47,7 @@ fn a_library_of_another_age_is_told_so() {
     // A newer library that still speaks ours is served.
     let client = Client::connect(&daemon.socket()).expect("the daemon listens");
     client.send(hello_of(1, 9));
-    assert!(matches!(client.receive(), Some(SchedulerMessage::Welcome { version: 3, .. })));
+    assert!(matches!(client.receive(), Some(SchedulerMessage::Welcome { version: version::MAX, .. })));
 }
 
 #[test]
@@ -116,6 +117,38 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
     bystander.release();
     bystander.request();
     bystander.until_granted();
+}
+
+#[test]
+fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
+    let daemon = Daemon::start();
+    let own = |more, text: &str| ClientMessage::Own { term: OwnTerm::Weight, more, text: Text::new(text) };
+    let client = Client::welcomed_as(&daemon.socket(), version::MAX);
+    let say = |message: ClientMessage| client.send(message);
+    let remark = || match client.receive() {
+        Some(SchedulerMessage::Remark { text }) => text.as_str().to_owned(),
+        other => panic!("instead of a remark: {other:?}"),
+    };
+    // In parts, of which one that belongs to another value is none.
+    say(own(1, "1"));
+    say(own(0, "0000x"));
+    let allowed = "a number from 1 to 10000, or \"idle\" is allowed";
+    assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"10000x\": {allowed}"));
+    say(own(1, "1"));
+    say(ClientMessage::Own { term: OwnTerm::Priority, more: 0, text: Text::new("x") });
+    say(own(0, "0"));
+    assert!(remark().starts_with("NVSHARE_PRIORITY: "));
+    assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be 0: {allowed}"));
+    say(own(0, ""));
+    assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"\": {allowed}"));
+    daemon.log.wait("NVSHARE_PRIORITY: priority cannot be");
+    // One without an end.
+    for _ in 0..=own::LONGEST / 100 {
+        // Until it is hung up on.
+        client.send_raw(own(1, &"1".repeat(100)).encode(version::MAX).as_bytes());
+    }
+    client.until_end();
+    daemon.log.wait("a value of NVSHARE_WEIGHT with more than 4096 bytes");
 }
 
 #[test]

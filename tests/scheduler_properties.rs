@@ -31,10 +31,12 @@ struct Unruly {
     managed: bool,
     /// Bytes are reported as freed that are not.
     lying: bool,
+    /// Some say of themselves that they may have less.
+    claiming: bool,
 }
 
 fn unruly() -> impl Strategy<Value = Unruly> {
-    any::<[bool; 8]>().prop_map(|[stuck, lingering, stopped, killed, pinned, gangs, managed, lying]| Unruly {
+    any::<[bool; 9]>().prop_map(|[stuck, lingering, stopped, killed, pinned, gangs, managed, lying, claiming]| Unruly {
         stuck,
         lingering,
         stopped,
@@ -43,7 +45,31 @@ fn unruly() -> impl Strategy<Value = Unruly> {
         gangs,
         managed,
         lying,
+        claiming,
     })
+}
+
+/// What somebody says of itself: how much memory it may have, and how it compares with others.
+fn claims(rng: &mut Dice) -> Own {
+    let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
+    Own {
+        memory_max: most[rng.below(3) as usize],
+        memory_low: rng.one_in(3).then(|| Amount::Bytes(rng.below(8) * GIB)),
+        swap_max: rng.one_in(3).then(|| rng.below(48) * GIB / 2),
+        weight: rng.one_in(2).then(|| [1, 10, 99, 100, 10_000][rng.below(5) as usize]),
+        ..Own::default()
+    }
+}
+
+/// And when it has any time.
+fn claims_of_time(rng: &mut Dice) -> Own {
+    Own {
+        weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize],
+        time_max: if rng.one_in(2) { 100 } else { 5 + rng.below(96) as u8 },
+        priority: rng.one_in(3).then(|| rng.below(3) as i8 - 1),
+        patient: rng.one_in(3),
+        ..Own::default()
+    }
 }
 
 const TOTAL: u64 = 16 * GIB;
@@ -74,6 +100,7 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
         gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
         user: UserId(rng.below(3) as u32),
         group: None,
+        own: if unruly.claiming && rng.one_in(3) { claims(rng) } else { Own::default() },
         fullness: [None, Some(1000), Some(900), Some(100), Some(0)][rng.below(5) as usize],
         engine: if unruly.managed && rng.one_in(3) { Engine::Managed } else { Engine::Swap },
         demand: if endless { 0 } else { rng.below(largest) * GIB } + pinned + rng.below(3) * 4096,
@@ -174,7 +201,8 @@ proptest! {
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);
             let user = if users { UserId(n as u32) } else { plan.user };
-            world.add(Plan { group: group(seed, n), user, ..plan });
+            let own = if unruly.claiming { claims_of_time(&mut world.rng) } else { plan.own };
+            world.add(Plan { group: group(seed, n), user, own, ..plan });
         }
         let bound = bound(&world, quantum) * 40;
         regroup_now_and_then(&mut world, changes, group);
@@ -270,8 +298,9 @@ proptest! {
             (id < 3).then(|| Group { id: GroupId(id), terms: terms((0..=id).map(|_| rng.below(1 << 20)).last().unwrap_or(0)) })
         };
         for n in 1..=clients {
-            let plan = plan(&mut world.rng, gpus, Unruly::default());
-            world.add(Plan { group: group(seed, n), leaves: true, ..plan });
+            let plan = plan(&mut world.rng, gpus, Unruly { claiming: seed.is_multiple_of(2), ..Unruly::default() });
+            let waits = world.rng.one_in(3).then(|| world.rng.one_in(2));
+            world.add(Plan { group: group(seed, n), own: Own { waits, ..plan.own }, leaves: true, ..plan });
         }
         // One after the other, and each refused something first.
         let bound = bound(&world, quantum) + Duration::from_secs(60 + 20 * clients);
@@ -392,6 +421,16 @@ fn event() -> impl Strategy<Value = Event> {
                 },
             };
             Event::Grouped { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
+        }),
+        2 => (c(), bytes(), any::<u64>()).prop_map(|(client, bytes, seed)| {
+            let mut rng = Dice(seed);
+            let (memory, time) = (claims(&mut rng), claims_of_time(&mut rng));
+            let waits = rng.one_in(3).then(|| rng.one_in(2));
+            let Own { memory_low, swap_max, .. } = memory;
+            Event::Tightened {
+                client,
+                own: Own { memory_max: Amount::Bytes(bytes), memory_low, swap_max, waits, ..time },
+            }
         }),
         1 => c().prop_map(|client| Event::Disconnected { client }),
         5 => (c(), g(), engine).prop_map(|(client, gpu, engine)| Event::Attached { client, gpu, engine }),

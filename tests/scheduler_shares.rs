@@ -380,3 +380,116 @@ fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
     assert_eq!(world.grants_of(low).len(), 1, "it is not asked for what nobody could use");
     assert!(world.finished(both) < s(57), "{:?}", world.finished(both));
 }
+
+/// The same, of whom some say something of themselves; by group and, of each, its own terms.
+fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, Own)]) -> World {
+    let mut world = World::with_gpu(mode, s(5), 16 * GIB);
+    world.most_steps = 3_000_000;
+    for (id, share, own) in members {
+        let group = Group { id: GroupId(*id), terms: Terms { share: *share, ..Terms::default() } };
+        let user = UserId(*id as u32);
+        world.add(Plan { user, group: Some(group), own: *own, drain, gpu: s(100_000), ..Plan::default() });
+    }
+    world
+}
+
+fn own_weight(weight: u16) -> Own {
+    Own { weight: Some(weight), ..Own::default() }
+}
+
+#[test]
+fn who_claims_less_has_less_and_leaves_it_to_all_others() {
+    let none = Own::default();
+    for (mode, drain) in
+        [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
+    {
+        let parts_of = |members: &[_]| parts(&mut tightened(mode, drain, members), s(200), s(2_200));
+        // Alone in its party, it is one of a lower weight.
+        near(&parts_of(&[(1, weight(100), own_weight(10)), (2, weight(100), none)]), &[9.1, 90.9]);
+        // Its fellow has what it leaves, and the party no more than without.
+        let members = [(1, weight(100), own_weight(10)), (1, weight(100), none), (2, weight(100), none)];
+        near(&parts_of(&members), &[4.8, 45.2, 50.0]);
+        // Within one party, and of users without a rule.
+        near(&parts_of(&[(1, None, own_weight(25)), (1, None, none)]), &[20.0, 80.0]);
+        near(&parts_of(&[(1, None, own_weight(25)), (1, None, own_weight(25))]), &[50.0, 50.0]);
+        near(&parts_of(&[(1, None, own_weight(25)), (2, None, own_weight(75))]), &[25.0, 75.0]);
+    }
+}
+
+#[test]
+fn a_claim_that_is_looser_than_the_rule_has_no_effect() {
+    let loose = Own {
+        weight: Some(10_000),
+        time_max: 50,
+        priority: Some(7),
+        memory_max: Amount::Bytes(16 * GIB),
+        ..Own::default()
+    };
+    let rule = share(Share { max: 40, ..Share::default() });
+    let grants = |own: Own| {
+        let other = (2, weight(300), Own { time_max: 100, ..own });
+        let mut world = tightened(AntiThrash::On, ms(1), &[(1, rule, own), (1, rule, own), other]);
+        world.latency = Duration::ZERO;
+        world.run(s(300));
+        [1, 2, 3].map(|n| world.grants_of(client(n)))
+    };
+    let plain = grants(Own::default());
+    assert!(plain.iter().all(|grants| grants.len() > 3), "{plain:?}");
+    assert_eq!(grants(loose), plain);
+}
+
+#[test]
+fn what_a_program_has_at_most_by_itself_is_counted_for_it_alone() {
+    let at_most = |time_max| Own { time_max, ..Own::default() };
+    for drain in DRAINS {
+        for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
+            near(&ten_periods(&mut tightened(mode, drain, &[(1, None, at_most(10))])), &[10.0]);
+        }
+        let beside =
+            ten_periods(&mut tightened(AntiThrash::On, drain, &[(1, None, at_most(10)), (1, None, at_most(100))]));
+        assert!((5.0..=13.0).contains(&beside[0]) && beside[1] >= 87.0, "{beside:.1?}");
+        // Its group's holds as well.
+        let both = [(1, bounds(0, 30), at_most(10)), (1, bounds(0, 30), at_most(100))];
+        let both = ten_periods(&mut tightened(AntiThrash::On, drain, &both));
+        assert!(both[0] <= 13.0 && both.iter().sum::<f64>() <= 33.0, "{both:.1?}");
+        near(&[both.iter().sum()], &[30.0]);
+    }
+    for n in 0..50 {
+        let at = PERIOD + ms(700) * n;
+        let mut world = tightened(AntiThrash::On, ms(1), &[(1, bounds(0, 50), at_most(10))]);
+        let part = parts(&mut world, at, at + PERIOD)[0];
+        assert!(part <= 10.5, "{part:.1} percent from {at:?}");
+    }
+}
+
+#[test]
+fn a_program_can_stand_behind_its_fellows_and_give_up_that_it_is_interactive() {
+    let bursts = Plan { start: s(1), gpu: ms(10), cpu: ms(500), phases: 100, ..Plan::default() };
+    let waits = |own: Own, share: Option<Share>| {
+        let mut world = tightened(AntiThrash::On, ms(2), &[(1, share, own)]);
+        let group = Some(Group { id: GroupId(1), terms: Terms { share, ..Terms::default() } });
+        let fellow = world.add(Plan { user: UserId(1), group, ..bursts.clone() });
+        world.run(s(100));
+        world.models[&fellow].waits.clone()
+    };
+    for own in [own_weight(0), Own { priority: Some(-1), ..Own::default() }] {
+        for share in [None, weight(100)] {
+            let waits = waits(own, share);
+            assert!(waits.len() > 90 && waits.iter().all(|wait| *wait < ms(4)), "{own:?}: {waits:?}");
+        }
+    }
+    let plain = waits(Own::default(), None);
+    assert!(plain.iter().any(|wait| *wait > s(1)), "{plain:?}");
+
+    let interactive = share(Share { interactive: true, ..Share::default() });
+    let first = |own| {
+        let mut world = busy(AntiThrash::On, ms(2), &[None]);
+        let group = Some(Group { id: GroupId(9), terms: Terms { share: interactive, ..Terms::default() } });
+        let one = world.add(Plan { user: UserId(9), group, own, ..bursts.clone() });
+        world.run(s(100));
+        world.models[&one].waits.clone()
+    };
+    assert!(first(Own::default()).iter().all(|wait| *wait < ms(4)));
+    let patient = first(Own { patient: true, ..Own::default() });
+    assert!(patient.iter().any(|wait| *wait > s(1)), "{patient:?}");
+}

@@ -53,6 +53,7 @@ mod link;
 mod loader;
 mod memory;
 mod note;
+mod own;
 mod peers;
 mod settings;
 mod socket;

@@ -18,7 +18,7 @@ use crate::{
         shared,
         space::{Account, Space},
     },
-    settings,
+    own, settings,
     socket::{self, Socket},
     sys::{
         sync::{Mutex, OnceLock},
@@ -358,7 +358,7 @@ impl Link {
 
     fn connect(&mut self) {
         let connected = visible::take_connection();
-        let connected = connected.unwrap_or_else(|| socket::shake_hands(settings::get().socket, &hello()));
+        let connected = connected.unwrap_or_else(|| own::connect(&hello()));
         let (socket, version, id) = match connected {
             Ok(connected) => connected,
             Err(why) => {
@@ -393,7 +393,7 @@ impl Link {
         trace!("a new scheduler has the connection");
         let Some(socket) = self.socket.clone() else { return };
         // What was sent before and not read is in the way until it is thrown away there.
-        if !(socket.wait_for_room() && client::send(&hello())) {
+        if !(socket.wait_for_room() && client::send(&hello()) && own::say(&socket, self.version)) {
             return self.lost("it does not read");
         }
         // From here on nothing is thrown away that any thread says.
@@ -453,6 +453,9 @@ impl Link {
 
     /// Descriptors that belong to nothing are closed.
     fn handle(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
+        if let SchedulerMessage::Remark { text } = message {
+            return trace!("{}", text.as_str());
+        }
         trace!("← {message:?}");
         match message {
             SchedulerMessage::Welcome { .. } => {}
@@ -515,6 +518,7 @@ impl Link {
             }
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
             SchedulerMessage::Resume { .. } => self.resume(),
+            SchedulerMessage::Remark { .. } => {}
             // It came too late: the driver has seen what it has seen.
             SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } => {}
         }

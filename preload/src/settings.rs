@@ -10,14 +10,16 @@
 //! | `NVSHARE_SOCKET` | the scheduler's socket |
 //! | `NVSHARE_GANG` | programs with the same text are one gang; `0` or empty: they are in none (`launcher`) |
 //! | `NVSHARE_MEMORY_MAX` | the most memory that the program can allocate on a GPU |
+//! | `NVSHARE_WEIGHT` and others | what it may have besides, for the scheduler to read (`own`) |
 
 use crate::{
     amount::Amount,
-    launcher,
+    launcher, own,
     sys::{c::environment, sync::OnceLock},
 };
+use alloc::vec::Vec;
 use core::ffi::CStr;
-use nvshare_wire::client::Engine;
+use nvshare_wire::{ClientMessage, client::Engine};
 
 pub const DEFAULT_SOCKET: &[u8] = b"/run/nvshare/scheduler.sock";
 
@@ -34,6 +36,8 @@ pub struct Settings {
     pub socket: &'static [u8],
     pub gang: u64,
     pub memory_max: Option<Amount>,
+    /// What the program may have, as it is said to a scheduler.
+    pub own: Vec<ClientMessage>,
 }
 
 pub fn get() -> &'static Settings {
@@ -62,6 +66,7 @@ impl Settings {
             socket: text(c"NVSHARE_SOCKET").map_or(DEFAULT_SOCKET, |path| path.to_vec().leak()),
             gang: launcher::gang(environment),
             memory_max: text(c"NVSHARE_MEMORY_MAX").and_then(Amount::parse),
+            own: own::read(),
         }
     }
 }

@@ -2,7 +2,7 @@
 //! to the driver by that variable and nothing else.
 
 use crate::{
-    settings, socket,
+    own, settings, socket,
     socket::Socket,
     sys::{c, sync::Mutex, time, time::Instant},
     trace::trace,
@@ -61,7 +61,7 @@ pub fn settle(hello: &ClientMessage) -> bool {
         STATE.store(SETTLED, Ordering::SeqCst);
         return true; // it sees none anyway
     }
-    let connected = socket::shake_hands(settings::get().socket, hello);
+    let connected = own::connect(hello);
     let answer = match &connected {
         Ok((socket, version, _)) if *version >= version::PLACING => ask(socket, *version),
         _ => Answer::Free,
@@ -117,6 +117,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
                 trace!("no place: {outcome:?} {}", text.as_str());
                 return if outcome == NoPlace::NoGpu { Answer::NoGpu } else { Answer::Free };
             }
+            Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
             // Nothing else is said before this client has said anything else.
             Ok(_) => {}
             Err(_) => return Answer::Free,

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nvshare_wire::choice::{self, chooser};
+use nvshare_wire::own::{self, OwnTerm};
 use nvshare_wire::scheduler::NoPlace;
 use nvshare_wire::{ClientMessage, MAX_LEN, MAX_SLOTS, SchedulerMessage, Text, version};
 
@@ -90,6 +91,13 @@ impl Talk {
 
     fn say_wish(&self, wish: Wish) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
+        // The command will say the same of itself.
+        if self.version >= version::OWN {
+            for term in OwnTerm::ALL {
+                let value = environment(term.variable()).unwrap_or_default();
+                own::parts(term, &value).try_for_each(|part| self.say(&part))?;
+            }
+        }
         for part in choice::parts(&environment(choice::VISIBLE).unwrap_or_default()) {
             self.say(&part)?;
         }

@@ -208,6 +208,15 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         let (id, share) = (client.id, &client.share);
         let _ = writeln!(out, "  Client {id}, and all that count with it, have {share} by rule {}.", rule(client));
     }
+    for client in clients.iter().filter(here) {
+        let id = client.id;
+        if !client.environment.is_empty() {
+            let _ = writeln!(out, "  Client {id} has {} by its own environment.", client.environment);
+        }
+        for remark in &client.environment_ignored {
+            let _ = writeln!(out, "  Client {id}: {remark}.");
+        }
+    }
     // Each gang once.
     let first = |client: &&Client| client.gang.first().is_some_and(|fellow| client.id < *fellow);
     for client in clients.iter().filter(here).filter(first) {
@@ -332,6 +341,8 @@ fn client_json(client: &Client) -> Value {
         "rule": client.rule,
         "rule-origin": client.rule_origin,
         "share": client.share,
+        "environment": client.environment,
+        "environment-ignored": client.environment_ignored,
         "gang": client.gang,
         "placed": client.placed,
         "connected-since": client.connected_since,
@@ -354,6 +365,7 @@ fn use_json(usage: &GpuUse) -> Value {
         "allowance": usage.allowance,
         "limit": usage.limit,
         "memory-max": usage.memory_max,
+        "own-memory-max": usage.own_memory_max,
         "awaits": usage.awaits,
         "unseen": usage.unseen,
         "stays": usage.stays,

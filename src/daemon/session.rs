@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use nvshare_wire::choice::Chooser;
 use nvshare_wire::client::{EngineReason, GpuKind};
+use nvshare_wire::own::{self, OwnTerm};
 use nvshare_wire::{ClientMessage, MAX_SLOTS, SlotSet, WireError};
 
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
@@ -30,6 +31,7 @@ pub enum Violation {
     Bytes { field: &'static str, bytes: u64 },
     TooManyGpus,
     Choice,
+    Own { term: OwnTerm },
     Unread,
 }
 
@@ -48,9 +50,17 @@ impl fmt::Display for Violation {
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
             Self::TooManyGpus => f.write_str("one more GPU that only clients know: there are too many"),
             Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
+            Self::Own { term } => {
+                write!(f, "a value of {} with more than {} bytes", variable(*term), own::LONGEST)
+            }
             Self::Unread => f.write_str("it does not read what it is sent"),
         }
     }
+}
+
+/// The name of the variable in which a program says something.
+pub fn variable(term: OwnTerm) -> &'static str {
+    term.variable().to_str().unwrap_or_default()
 }
 
 impl From<WireError> for Violation {
@@ -82,6 +92,11 @@ pub enum Meaning {
     },
     /// Asks which GPUs it is to see.
     Place(Ask),
+    /// Says what its environment allows it.
+    Own {
+        term: OwnTerm,
+        text: String,
+    },
     /// Nothing yet: more follows.
     Part,
     /// About memory that one program lets another use, on that GPU where it names one.
@@ -114,11 +129,13 @@ pub struct Session {
     slots: Vec<Option<GpuId>>,
     /// What it has said of its list of GPUs.
     choice: String,
+    /// What it has said of a value that goes on.
+    own: Option<(OwnTerm, String)>,
 }
 
 impl Session {
     pub fn new(client: ClientId, version: u16) -> Self {
-        Self { client, version, slots: Vec::new(), choice: String::new() }
+        Self { client, version, slots: Vec::new(), choice: String::new(), own: None }
     }
 
     /// What one packet means.
@@ -193,6 +210,19 @@ impl Session {
                 }
                 let (choice, bytes) = (std::mem::take(&mut self.choice), Some(bytes).filter(|bytes| *bytes > 0));
                 Meaning::Place(Ask { chooser, choice, count, bytes, devices, ahead: ahead != 0 })
+            }
+            ClientMessage::Own { term, more, text: part } => {
+                let before = self.own.take().filter(|(other, _)| *other == term);
+                let mut text = before.map(|(_, text)| text).unwrap_or_default();
+                text.push_str(part.as_str());
+                if text.len() > own::LONGEST {
+                    return Err(Violation::Own { term });
+                }
+                if more == 0 {
+                    return Ok(Meaning::Own { term, text });
+                }
+                self.own = Some((term, text));
+                Meaning::Part
             }
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
                 if bytes > MAX_BYTES {

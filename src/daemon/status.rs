@@ -74,6 +74,7 @@ mod tests {
             identity: Arc::new(identity),
             library: String::new(),
             rule: Default::default(),
+            own: Default::default(),
             fellows: Vec::new(),
             placed: Vec::new(),
             connected: SystemTime::UNIX_EPOCH,

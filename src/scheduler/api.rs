@@ -91,6 +91,40 @@ pub struct Terms {
     pub gang: bool,
 }
 
+/// What a program says of itself, by its environment: it holds for this client alone, beside what a rule says of its group,
+/// and only where it is tighter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Own {
+    pub memory_max: Amount,
+    /// Of what a rule has kept on the GPU for its group, so much of its memory.
+    pub memory_low: Option<Amount>,
+    pub swap_max: Option<u64>,
+    /// Whether its allocations wait where they cannot be had: the program's own affair.
+    pub waits: Option<bool>,
+    /// 0: what nobody else wants.
+    pub weight: Option<u16>,
+    /// Percent of the last `Settings::time_period`.
+    pub time_max: u8,
+    pub priority: Option<i8>,
+    /// It is not interactive, whatever its rule says.
+    pub patient: bool,
+}
+
+impl Default for Own {
+    fn default() -> Self {
+        Self {
+            memory_max: Amount::Infinity,
+            memory_low: None,
+            swap_max: None,
+            waits: None,
+            weight: None,
+            time_max: 100,
+            priority: None,
+            patient: false,
+        }
+    }
+}
+
 /// How much of each GPU's time a group has, and how soon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
@@ -164,6 +198,8 @@ pub enum Denial {
     MemoryMax,
     /// It could have more memory that has to leave GPUs than it may.
     SwapMax,
+    /// It would have more than it says itself that it may.
+    Own,
 }
 
 /// A client's report of its memory on one GPU, in bytes; see `nvshare_wire::ClientMessage::Memory`.
@@ -263,6 +299,11 @@ pub enum Event {
     /// From now on these clients are each in that group, or in none. What it says of a group holds for all of its members.
     Grouped {
         groups: BTreeMap<ClientId, Option<Group>>,
+    },
+    /// What the client says itself that it may have, from now on.
+    Tightened {
+        client: ClientId,
+        own: Own,
     },
     /// What rules say of the neighbours of these clients, from now on.
     Labelled {
@@ -369,7 +410,7 @@ pub enum Command {
         gpu: GpuId,
     },
     /// The most this client's demand can be. `seq` counts up from 1 for each client and GPU; `most` is what the limit can be
-    /// at most, `spare` what it may keep of host memory that holds nothing, `max` what its group may have.
+    /// at most, `spare` what it may keep of host memory that holds nothing, `max` what its group may have, or itself.
     Limit {
         client: ClientId,
         gpu: GpuId,

@@ -330,8 +330,9 @@ impl Machine {
                 let group = self.clients.get(client).and_then(|state| state.group);
                 let take = match group.and_then(|group| unprotected.get_mut(&group)) {
                     Some(may_go) if pass != Pass::Protected => {
-                        let take = take.min(*may_go);
-                        *may_go -= take;
+                        let unclaimed = self.unclaimed(*client, id).saturating_sub(account.allowance - left);
+                        let take = take.min(unclaimed.max(*may_go));
+                        *may_go = may_go.saturating_sub(take);
                         take
                     }
                     _ => take,

@@ -93,14 +93,22 @@ impl Machine {
         max.is_some_and(|max| self.sum_of_group(client, id, |seat| seat.promise.demand()) > max)
     }
 
-    /// Whether a client is to have nothing on a GPU that is free: it does not run there, and its group has too much.
+    /// Whether it needs more by itself than it says that it may have.
+    fn is_over_own(&self, client: ClientId, id: GpuId) -> bool {
+        let demand = || self.seat(client, id).map_or(0, |seat| seat.promise.demand());
+        self.own_bound(client, id).is_some_and(|max| demand() > max)
+    }
+
+    /// Whether a client is to have nothing on a GPU that is free: it does not run there, and it or its group has too much.
     pub(super) fn is_kept_out(&self, client: ClientId, id: GpuId) -> bool {
         let uses = |state: &Client| {
             let wants = state.waiting.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));
             let holds = state.seats.get(&id).is_some_and(|seat| seat.hold.is_some());
             holds || wants.is_some_and(|wants| wants.contains(&id))
         };
-        self.is_bounded(client, id) && !self.clients.get(&client).is_some_and(uses) && self.is_over(client, id)
+        self.is_bounded(client, id)
+            && !self.clients.get(&client).is_some_and(uses)
+            && (self.is_over(client, id) || self.is_over_own(client, id))
     }
 
     /// Has what a group has beyond its limit leave the GPU, from a client that does not run there now. Who runs has what it
@@ -112,6 +120,7 @@ impl Machine {
         let has = self.sum_of_group(client, id, |seat| seat.account.allowance);
         let surplus = has.saturating_sub(self.memory_bound(client, id).unwrap_or(u64::MAX));
         let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
+        let surplus = surplus.max(account.allowance.saturating_sub(self.own_bound(client, id).unwrap_or(u64::MAX)));
         let take = account.movable().min(surplus);
         if take > 0 {
             self.allow(client, id, account.allowance - take);
@@ -132,7 +141,8 @@ impl Machine {
     }
 
     pub(super) fn is_bounded(&self, client: ClientId, id: GpuId) -> bool {
-        self.memory_max(client, id).is_some() || self.swap_max(client).is_some()
+        let by_rule = self.memory_max(client, id).is_some() || self.swap_max(client).is_some();
+        by_rule || self.own.get(&client).is_some_and(Own::is_bounded)
     }
 
     /// By how much promises of the client's group can rise. `None`: they are above what they may be.
@@ -142,7 +152,8 @@ impl Machine {
 
     /// The same where it is known what they can come to on that GPU.
     pub(super) fn room_within(&self, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
-        let Some(group) = self.clients.get(&client).and_then(|state| state.group) else { return Some(u64::MAX) };
+        let own = self.own_room(client)?;
+        let Some(group) = self.clients.get(&client).and_then(|state| state.group) else { return Some(own) };
         let promised = |gpu: &Gpu| gpu.grouped.get(&group).copied().unwrap_or(0);
         let here = match bound {
             Some(max) => max.checked_sub(self.gpus.get(&id).map_or(0, promised))?,
@@ -152,7 +163,7 @@ impl Machine {
             Some(max) => max.checked_sub(self.gpus.values().map(promised).fold(0, u64::saturating_add))?,
             None => u64::MAX,
         };
-        Some(here.min(everywhere))
+        Some(here.min(everywhere).min(own))
     }
 
     pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
@@ -239,7 +250,7 @@ impl Machine {
     pub(super) fn weigh_members(&mut self, ids: &GpuSet) -> Vec<Target> {
         let is_free =
             |members: &Members| members.terms.memory_max == Amount::Infinity && !members.is_bounded_everywhere();
-        if self.groups.values().all(is_free) {
+        if self.groups.values().all(is_free) && !self.own.values().any(Own::is_bounded) {
             return Vec::new();
         }
         self.weigh(None, ids)

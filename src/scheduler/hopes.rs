@@ -32,7 +32,7 @@ impl Machine {
 
     /// The same for one whose context counts for what it may have, and was not measured yet.
     pub(super) fn hope_for_context(&mut self, client: ClientId, id: GpuId, bytes: u64) -> bool {
-        let is_open = self.memory_max(client, id).is_some()
+        let is_open = (self.memory_max(client, id).is_some() || self.own_memory_max(client, id).is_some())
             && self.seat(client, id).is_some_and(|seat| seat.context.is_none() && self.context(seat, id) > 0);
         let since = self.now + AT_REST;
         let Some(gpu) = self.gpus.get_mut(&id).filter(|gpu| is_open && gpu.measured.is_some()) else { return false };

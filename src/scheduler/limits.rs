@@ -144,7 +144,9 @@ impl Machine {
         let everywhere = || self.gpus.keys().copied().collect();
         let budget = self.host.bytes.filter(|_| self.host.scarce);
         // Some are bounded over all GPUs.
-        let all = all || before || budget.is_some() || self.groups.values().any(Members::is_bounded_everywhere);
+        let are_bounded = self.groups.values().any(Members::is_bounded_everywhere)
+            || self.own.values().any(Own::is_bounded_everywhere);
+        let all = all || before || budget.is_some() || are_bounded;
         let ids: GpuSet = if all { everywhere() } else { changed };
         let targets = match budget {
             Some(_) => self.weigh(budget, &ids),
@@ -158,7 +160,7 @@ impl Machine {
                 self.approach(target, lower);
             }
         }
-        if self.host.scarce || before || !self.groups.is_empty() {
+        if self.host.scarce || before || !self.groups.is_empty() || !self.own.is_empty() {
             self.end_wishes(&targets);
         }
         // Whoever attaches waits to be told.
@@ -249,7 +251,8 @@ impl Machine {
         let Some(most) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         let Some(Promise { limit: bytes, seq, .. }) = self.seat(client, id).map(|s| s.promise.clone()) else { return };
         let spare = if self.host.scarce { 0 } else { u64::MAX };
-        let max = self.memory_max(client, id).into_iter().chain(self.swap_max(client)).min();
+        let by_rule = self.memory_max(client, id).into_iter().chain(self.swap_max(client));
+        let max = by_rule.chain(self.own_memory_max(client, id)).chain(self.own_swap_max(client)).min();
         self.out.push(Command::Limit { client, gpu: id, bytes, seq, most: most.max(bytes), spare, max });
     }
 }

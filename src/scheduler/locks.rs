@@ -71,8 +71,9 @@ pub(super) struct Hold {
     pub since: Time,
     /// How long nobody had the GPU before that, because its memory was to come first.
     pub moved: Duration,
-    /// Until when it had been served before.
+    /// Until when it had been served before: its party, and itself where it has a weight of its own.
     pub served_until: Time,
+    pub own_served_until: Time,
     /// How long somebody has been waiting for it: the turn's clock, which runs only then.
     pub waited: Duration,
     pub waited_since: Option<Time>,
@@ -113,6 +114,7 @@ impl Hold {
             since,
             moved: Duration::ZERO,
             served_until: Time::ZERO,
+            own_served_until: Time::ZERO,
             waited: Duration::ZERO,
             waited_since: None,
             told: None,
@@ -453,9 +455,10 @@ impl Machine {
                     // Nobody could run while its memory came.
                     let own = gpu.vacant.take().filter(|(whose, _)| *whose == unit);
                     let moved = own.map_or(Duration::ZERO, |(_, since)| now.saturating_sub(since));
-                    let served_until = self.served_before(client, *id);
+                    let (served_until, own_served_until) = self.served_before(client, *id);
                     if let Some(hold) = self.seat_mut(client, *id).and_then(|seat| seat.hold.as_mut()) {
-                        (hold.moved, hold.served_until) = (moved, served_until);
+                        (hold.moved, hold.served_until, hold.own_served_until) =
+                            (moved, served_until, own_served_until);
                     }
                 }
                 self.enter(client, *id);
@@ -565,7 +568,6 @@ impl Machine {
     /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
     pub(super) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
-        let party = self.party(client);
         let Some(seat) = self.seat_mut(client, id) else { return };
         let Some(hold) = seat.hold.take() else { return };
         let held = now.saturating_sub(hold.since);
@@ -580,7 +582,7 @@ impl Machine {
         }
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
-            gpu.cut_short = party.filter(|_| !idle);
+            gpu.cut_short = (!idle).then_some(client);
         }
         if !hold.is_aside() {
             self.count_usage(client, id, hold.since);

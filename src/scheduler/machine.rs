@@ -50,6 +50,8 @@ pub struct Machine {
     pub(super) gang_turns: BTreeMap<Gang, Time>,
     /// Groups with members.
     pub(super) groups: BTreeMap<GroupId, Members>,
+    /// What clients say of themselves, where that is anything.
+    pub(super) own: BTreeMap<ClientId, Own>,
     pub(super) places: Places,
     pub(super) timers: Timers,
     pub(super) host: Host,
@@ -85,7 +87,7 @@ pub(super) struct Gpu {
     /// Nobody has it, since the memory of that one, which is to have it, is coming: since then.
     pub vacant: Option<(Unit, Time)>,
     /// Who had it last, if it was asked for it and wants it still.
-    pub cut_short: Option<Party>,
+    pub cut_short: Option<ClientId>,
     /// Requests that wait here for one of a better class, and would keep other GPUs from others meanwhile.
     pub behind: BTreeSet<Unit>,
     /// In the order of their grants.
@@ -201,6 +203,7 @@ impl Machine {
             gangs: BTreeMap::new(),
             gang_turns: BTreeMap::new(),
             groups: BTreeMap::new(),
+            own: BTreeMap::new(),
             places: Places::default(),
             timers: Timers::default(),
             host: Host::default(),
@@ -261,6 +264,7 @@ impl Machine {
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Grouped { groups } => self.grouped(&groups),
+            Event::Tightened { client, own } => self.tighten(client, own),
             Event::Labelled { labels } => self.places.label(&labels),
             Event::Placing { client, wish } => self.give_place(client, &wish),
             Event::TookPlace { client, from } => self.take_place(client, from),
@@ -393,6 +397,7 @@ impl Machine {
         for gpu in gpus {
             self.detach(id, gpu);
         }
+        self.forget_own(id);
         self.leave_group(id);
         self.leave_gang(id);
         self.leave_place(id);

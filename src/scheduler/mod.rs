@@ -17,6 +17,7 @@
 //! - `locks`: requests, the line, grants, revokes, releases.
 //! - `newcomers`: those who are about to create a context.
 //! - `order`: who stands before whom: users first, then their clients.
+//! - `own`: what clients say themselves that they may have.
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `placement`: which GPU a program gets that does not choose one.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
@@ -44,6 +45,7 @@ mod locks;
 mod machine;
 mod newcomers;
 mod order;
+mod own;
 mod patience;
 mod placement;
 mod policy;

@@ -14,7 +14,7 @@ use super::{
     policy::{Policy, Waiter},
     shares::Party,
 };
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// By what somebody who is served owes others something.
@@ -70,21 +70,27 @@ impl Machine {
     /// Where a request of that rank stands in line.
     pub(super) fn place(&self, client: ClientId, wants: &GpuSet, (at, number): (Time, u64)) -> Place {
         let class = self.class(client, wants);
-        let served = |party| wants.iter().filter_map(move |id| self.gpus.get(id)?.served.get(&party).copied()).max();
-        let served = self.party(client).and_then(served).unwrap_or_default();
+        let served = wants.iter().map(|id| self.has_been_served_until(client, *id)).max().unwrap_or_default();
         Place { class, at: served.max(at), rank: at, number }
     }
 
     /// That client had the lock, and others waited for so much of the time.
     pub(super) fn has_been_served(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
         let Some(party) = self.party(client) else { return };
-        let served = self.served_until(party, id, hold, waited);
+        let served: Vec<(Party, Time)> = self
+            .parties(client)
+            .filter_map(|as_whom| Some((as_whom, self.served_until(client, as_whom, id, hold, waited)?.0)))
+            .collect();
         let now = self.now;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.served.retain(|_, until| *until > now);
-        let Some((until, _)) = served else { return };
-        let before = gpu.served.entry(party).or_default();
-        *before = until.max(*before);
+        if served.is_empty() {
+            return;
+        }
+        for (as_whom, until) in served {
+            let before = gpu.served.entry(as_whom).or_default();
+            *before = until.max(*before);
+        }
         let in_line: Vec<Unit> = gpu.line.iter().map(|(_, unit)| *unit).collect();
         for unit in in_line {
             if self.party_of(unit) == Some(party) {
@@ -93,42 +99,67 @@ impl Machine {
         }
     }
 
-    /// Until when a party has been served, if a client of its had the lock and others waited for so much of the time; and
-    /// what it owes the others then. None where nobody's time was taken.
-    fn served_until(&self, party: Party, id: GpuId, hold: &Hold, waited: Duration) -> Option<(Time, Debt)> {
-        let gpu = self.gpus.get(&id)?;
-        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.party_of(*unit));
-        let others: BTreeSet<Party> =
-            waiting.filter(|other| *other != party && self.are_peers(*other, party)).collect();
-        let weights = others.into_iter().map(|other| self.weight(other)).fold(0u32, u32::saturating_add);
-        let debt = Debt { own: self.weight(party), others: weights };
+    /// Until when a client has been served as its party, or as itself, if it had the lock and others waited for so much of the
+    /// time; and what it owes the others then. None where nobody's time was taken.
+    fn served_until(
+        &self,
+        client: ClientId,
+        as_whom: Party,
+        id: GpuId,
+        hold: &Hold,
+        waited: Duration,
+    ) -> Option<(Time, Debt)> {
+        let weights = self.weights_of_others(client, as_whom, id);
+        let debt = Debt { own: self.weight(as_whom), others: weights };
         if weights == 0 {
             return None;
         }
         let waited = waited + hold.moved;
-        let begun = hold.since.saturating_sub(hold.moved).max(hold.served_until);
+        let before = if as_whom == Party::Client(client) { hold.own_served_until } else { hold.served_until };
+        let begun = hold.since.saturating_sub(hold.moved).max(before);
         Some((begun.saturating_add(waited).saturating_add(debt.of(waited)), debt))
     }
 
-    /// Until when the client's party had been served when it was granted that GPU: what it had while the others had no use
-    /// for theirs is not owed to them.
-    pub(super) fn served_before(&mut self, client: ClientId, id: GpuId) -> Time {
-        let Some(party) = self.party(client) else { return Time::ZERO };
-        self.pass_over(id, party);
-        let Some(gpu) = self.gpus.get(&id) else { return Time::ZERO };
-        let mut waiting = gpu.line.iter().filter_map(|(_, unit)| self.party_of(*unit)).chain(gpu.cut_short);
-        let wanted = waiting.any(|other| other != party);
-        gpu.served.get(&party).copied().filter(|_| wanted).unwrap_or_default()
+    /// What those who wait there, and share it with that client, count for together: other parties, each for no more than
+    /// those of it who wait. For the client as itself its fellows are others, too.
+    fn weights_of_others(&self, client: ClientId, as_whom: Party, id: GpuId) -> u32 {
+        let own = self.party(client);
+        let mut others: BTreeMap<Party, u32> = BTreeMap::new();
+        let line = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.line);
+        for waiting in line.filter_map(|(_, unit)| self.first_of(*unit)) {
+            let Some(party) = self.party(waiting) else { continue };
+            let is_self = if own == Some(as_whom) { own == Some(party) } else { waiting == client };
+            if !is_self && self.are_peers(waiting, client) {
+                let weight = others.entry(party).or_default();
+                *weight = weight.saturating_add(self.weight_of(waiting)).min(self.weight(party));
+            }
+        }
+        others.into_values().fold(0, u32::saturating_add)
+    }
+
+    /// Until when the client's party, and the client itself, had been served when it was granted that GPU: what they had while
+    /// the others had no use for theirs is not owed to them.
+    pub(super) fn served_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
+        let Some(party) = self.party(client) else { return Default::default() };
+        self.pass_over(id, client);
+        let Some(gpu) = self.gpus.get(&id) else { return Default::default() };
+        let waiting = || gpu.line.iter().filter_map(|(_, unit)| self.first_of(*unit)).chain(gpu.cut_short);
+        let served = |as_whom: Party, is_wanted: bool| {
+            gpu.served.get(&as_whom).copied().filter(|_| is_wanted).unwrap_or_default()
+        };
+        let by_others = waiting().any(|other| self.party(other).is_some_and(|other| other != party));
+        let by_anybody = waiting().any(|other| other != client);
+        (served(party, by_others), served(Party::Client(client), by_anybody))
     }
 
     /// Where all who want a GPU have been served for long to come, since those are gone to whom they owed it, that time is
     /// passed over. A time quantum of it is left, since turns do not end to the moment.
-    fn pass_over(&mut self, id: GpuId, granted: Party) {
+    fn pass_over(&mut self, id: GpuId, granted: ClientId) {
         let until = self.now.saturating_add(self.settings.time_quantum);
         let Some(gpu) = self.gpus.get(&id) else { return };
-        let served = |party: Party| gpu.served.get(&party).copied().unwrap_or_default();
-        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.party_of(*unit));
-        let least = waiting.chain([granted]).map(served).min().unwrap_or_default();
+        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.first_of(*unit));
+        let served = waiting.chain([granted]).map(|client| self.has_been_served_until(client, id));
+        let least = served.min().unwrap_or_default();
         let ahead = least.saturating_sub(until);
         let Some(gpu) = self.gpus.get_mut(&id).filter(|_| !ahead.is_zero()) else { return };
         gpu.served.values_mut().for_each(|until| *until = until.saturating_sub(ahead));
@@ -145,21 +176,35 @@ impl Machine {
         let waited = hold.waited(self.now);
         let waiter = Waiter { burst: self.seat(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
         let arrives = self.policy.place(&self.settings, self.now, &waiter);
+        let served = |as_whom: Party| self.gpus.get(&id)?.served.get(&as_whom).copied();
+        let is_fellow = self.party_of(other) == Some(party);
+        // Those of a party have been served alike, but for one that claims less.
+        let own = || self.first_of(other).and_then(|client| served(Party::Client(client))).unwrap_or_default();
+        let stands = if is_fellow { place.rank.max(own()) } else { place.at };
         // As long as it goes on, its arrival comes as fast as time does.
-        let ahead = if self.party_of(other) == Some(party) {
-            place.rank.checked_sub(arrives)?
-        } else {
-            let (until, debt) = self.served_until(party, id, hold, waited).unwrap_or_default();
-            // Of every moment of it, it owes something to each of the others.
-            place.at.checked_sub(arrives)?.min(debt.until_as_much(place.at.checked_sub(until)?))
-        };
+        let mut ahead = stands.checked_sub(arrives);
+        for as_whom in self.parties(holder) {
+            let before = match self.served_until(holder, as_whom, id, hold, waited) {
+                // Of every moment of it, it owes something to each of the others.
+                Some((until, debt)) => stands.checked_sub(until).map(|left| debt.until_as_much(left)),
+                None if is_fellow => (stands > served(as_whom).unwrap_or_default()).then_some(Duration::MAX),
+                None => None,
+            };
+            ahead = ahead.min(before);
+        }
+        let is_lighter = self.parties(holder).any(|as_whom| as_whom != party);
+        let by_rank = place.rank.checked_sub(arrives).filter(|_| is_fellow && !is_lighter);
+        let ahead = ahead.max(by_rank)?;
         (!ahead.is_zero()).then(|| self.now.saturating_add(ahead))
     }
 
-    /// A gang is taken for its first member's party.
+    /// A gang is taken for its first member.
+    fn first_of(&self, unit: Unit) -> Option<ClientId> {
+        self.requests.get(&unit)?.wants.keys().next().copied()
+    }
+
     fn party_of(&self, unit: Unit) -> Option<Party> {
-        let client = self.requests.get(&unit)?.wants.keys().next()?;
-        self.party(*client)
+        self.party(self.first_of(unit)?)
     }
 
     /// Where a request belongs now.

@@ -227,8 +227,9 @@ impl Machine {
     /// Bytes that a client is expected to need there, its context left out.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
         let gpu = self.gpus.get(&id)?;
-        let by_rule = || Some(self.memory_max(client, id)?.saturating_sub(self.place_for_context(gpu)));
-        Some(bytes.or_else(by_rule)?.min(gpu.total))
+        let max = || self.memory_max(client, id).into_iter().chain(self.own_memory_max(client, id)).min();
+        let allowed = || Some(max()?.saturating_sub(self.place_for_context(gpu)));
+        Some(bytes.or_else(allowed)?.min(gpu.total))
     }
 
     fn place_for_context(&self, gpu: &Gpu) -> u64 {

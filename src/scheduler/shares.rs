@@ -28,6 +28,8 @@ const LEAST_PAUSE: Duration = Duration::from_millis(1);
 pub(super) enum Party {
     User(UserId),
     Group(GroupId),
+    /// Within one of those, by what it says itself (`own`).
+    Client(ClientId),
 }
 
 /// Who goes before whom, whenever they came: the smaller first.
@@ -103,11 +105,14 @@ impl Machine {
         match party {
             Party::User(_) => Share::default(),
             Party::Group(group) => self.groups.get(&group).and_then(|members| members.terms.share).unwrap_or_default(),
+            Party::Client(client) => self.own_share(client),
         }
     }
 
+    /// Its party's, as far as it claims that.
     pub(super) fn share_of(&self, client: ClientId) -> Share {
-        self.party(client).map_or_else(Share::default, |party| self.share(party))
+        let share = self.party(client).map_or_else(Share::default, |party| self.share(party));
+        self.own.get(&client).map_or(share, |own| own.of(share))
     }
 
     /// What it counts for when turns are divided.
@@ -119,7 +124,7 @@ impl Machine {
     fn window(&self, party: Party, id: GpuId) -> Window<'_> {
         let gpu = self.gpus.get(&id);
         let holders = gpu.into_iter().flat_map(|gpu| gpu.holders.values());
-        let own = holders.filter(|client| self.party(**client) == Some(party));
+        let own = holders.filter(|client| self.party(**client) == Some(party) || party == Party::Client(**client));
         // Who is counted as no holder keeps its fellows from nothing.
         let holds = own.filter_map(|client| self.seat(*client, id)?.hold.as_ref()).filter(|hold| !hold.is_aside());
         let since = holds.map(|hold| hold.since).min();
@@ -128,9 +133,11 @@ impl Machine {
 
     /// The client no longer has the lock, which it had since then.
     pub(super) fn count_usage(&mut self, client: ClientId, id: GpuId, since: Time) {
-        let Some(party) = self.party(client).filter(|party| self.share(*party).is_bounded()) else { return };
+        let bounded = [self.party(client), Some(Party::Client(client))].into_iter().flatten();
+        let bounded: Vec<Party> = bounded.filter(|party| self.share(*party).is_bounded()).collect();
         let (now, period) = (self.now, self.settings.time_period);
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        for party in bounded {
             gpu.used.entry(party).or_default().record(since, now, period);
         }
     }
@@ -144,8 +151,9 @@ impl Machine {
     /// The class of a client that wants these GPUs, or has them: the last of its gang's, which goes together. Nobody gains
     /// anything by joining one.
     pub(super) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
-        // All of a gang that a rule makes have the same share.
-        if let Some(Gang::Group(_)) = self.clients.get(&client).and_then(|state| state.gang) {
+        // All of a gang that a rule makes have the same share, where none of them claims less.
+        let gang = self.clients.get(&client).and_then(|state| state.gang);
+        if let (Some(Gang::Group(_)), true) = (gang, self.own.is_empty()) {
             return self.own_class(client, gpus);
         }
         let all = self.fellows(client).chain([client]).map(|member| self.own_class(member, gpus));
@@ -154,21 +162,18 @@ impl Machine {
 
     fn own_class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         let Some(party) = self.party(client) else { return Class::default() };
-        let share = self.share(party);
-        let has_had_more = |id: &GpuId| {
-            let until = self.gpus.get(id).and_then(|gpu| gpu.served.get(&party));
-            until.is_some_and(|until| *until > self.now)
-        };
+        let share = self.share_of(client);
+        let has_had_more = |id: &GpuId| self.has_been_served_until(client, *id) > self.now;
         Class {
             tier: share.tier(),
             prompt: Reverse(share.interactive && !gpus.iter().any(has_had_more)),
-            owed: Reverse(gpus.iter().any(|id| self.is_owed(party, *id))),
+            owed: Reverse(share.min > 0 && gpus.iter().any(|id| self.is_owed(party, *id))),
         }
     }
 
     /// Whether they share what is left by those of better tiers.
-    pub(super) fn are_peers(&self, one: Party, other: Party) -> bool {
-        self.share(one).tier() == self.share(other).tier()
+    pub(super) fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
+        self.share_of(one).tier() == self.share_of(other).tier()
     }
 
     /// The class of a holder, by all that it has.
@@ -207,7 +212,7 @@ impl Machine {
 
     /// Whether anybody has a share.
     fn has_classes(&self) -> bool {
-        self.groups.values().any(|members| members.terms.share.is_some())
+        self.groups.values().any(|members| members.terms.share.is_some()) || self.own.values().any(Own::makes_classes)
     }
 
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
@@ -246,10 +251,14 @@ impl Machine {
         };
     }
 
-    /// When the holder's group will have had all that it may; None: there is no such bound. A time that is not to come: it
-    /// has had it.
+    /// When the holder or its group will have had all that it may; None: there is no such bound. A time that is not to come:
+    /// it has had it.
     pub(super) fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
-        let party = self.party(holder)?;
+        let parties = [self.party(holder), Some(Party::Client(holder))].into_iter().flatten();
+        parties.filter_map(|party| self.party_capped_at(party, id)).min()
+    }
+
+    fn party_capped_at(&self, party: Party, id: GpuId) -> Option<Time> {
         let share = self.share(party);
         if share.max >= 100 {
             return None;
@@ -261,10 +270,14 @@ impl Machine {
         Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
     }
 
-    /// Until when a client may have none of these GPUs, because its group has had all that it may. It may again once enough
-    /// for a turn is a period ago.
+    /// Until when a client may have none of these GPUs, because it or its group has had all that it may. It may again once
+    /// enough for a turn is a period ago.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
-        let party = self.party(client)?;
+        let parties = [self.party(client), Some(Party::Client(client))].into_iter().flatten();
+        parties.filter_map(|party| self.party_capped_until(party, gpus)).max()
+    }
+
+    fn party_capped_until(&self, party: Party, gpus: &GpuSet) -> Option<Time> {
         let share = self.share(party);
         if share.max >= 100 {
             return None;
@@ -317,7 +330,7 @@ impl Machine {
 
     /// Puts those in line where they belong now, as what they have had goes into it. Says when to look again.
     pub(super) fn reclass(&mut self, id: GpuId) -> Option<Time> {
-        if !self.groups.values().any(Members::is_watched) {
+        if !self.groups.values().any(Members::is_watched) && !self.own.values().any(Own::is_watched) {
             return None;
         }
         let watched = |unit: &Unit| self.clients_of(*unit).any(|client| self.share_of(client).is_watched());
@@ -343,6 +356,8 @@ impl Machine {
             let prompt = gpu.served.get(&party).copied().filter(|until| share.interactive && *until > self.now);
             owed.into_iter().chain(prompt).min()
         });
-        changes.filter(|at| *at > self.now).min()
+        let interactive = self.own.keys().filter(|client| self.share_of(**client).interactive);
+        let own = interactive.map(|client| self.has_been_served_until(*client, id));
+        changes.chain(own).filter(|at| *at > self.now).min()
     }
 }

@@ -64,7 +64,14 @@ struct Side {
     attaching: bool,
 }
 
-/// What the members of a group may have together.
+/// Who has a bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Whose {
+    Group(GroupId),
+    Client(ClientId),
+}
+
+/// What the members of a group may have together, or a client over all GPUs.
 #[derive(Debug)]
 struct Bound {
     max: u64,
@@ -202,8 +209,8 @@ impl Machine {
         let now = self.now;
         let mut scales = Scales::default();
         let mut waiting = Vec::new();
-        // By group: on each GPU, and over all of them.
-        let mut bounds: BTreeMap<(GroupId, Option<usize>), Bound> = BTreeMap::new();
+        // On each GPU, and over all of them.
+        let mut bounds: BTreeMap<(Whose, Option<usize>), Bound> = BTreeMap::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let mut parts = Vec::new();
             let capacity = gpu.offer(&self.settings);
@@ -229,19 +236,25 @@ impl Machine {
                 ] {
                     let (Some(group), Some(max)) = (state.group, max) else { continue };
                     let side = (why == Denial::MemoryMax).then_some(at.side);
-                    let bound = bounds.entry((group, side)).or_insert(Bound { max, why, parts: Vec::new() });
+                    let bound =
+                        bounds.entry((Whose::Group(group), side)).or_insert(Bound { max, why, parts: Vec::new() });
                     bound.max = bound.max.saturating_sub(own);
                     bound.parts.push(at);
                 }
+                if let Some(max) = self.own_swap_max(*client) {
+                    let fresh = Bound { max, why: Denial::Own, parts: Vec::new() };
+                    bounds.entry((Whose::Client(*client), None)).or_insert(fresh).parts.push(at);
+                }
+                let own_bound = self.own_bound(*client, id);
                 parts.push(Part {
                     client: *client,
                     floor,
                     base: promise.demand(),
-                    most: capacity,
+                    most: own_bound.map_or(capacity, |max| max.min(capacity)),
                     slack: u64::MAX,
                     cap: u64::MAX,
                     deaf,
-                    exact: false,
+                    exact: own_bound.is_some(),
                     bound: None,
                 });
             }

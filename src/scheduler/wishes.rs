@@ -59,6 +59,8 @@ impl Machine {
             return self.tell_limit(client, id);
         } else if hopes && self.hope_for_context(client, id, bytes) {
             return;
+        } else if beyond(self.own_bound(client, id)) || beyond(self.own_swap_max(client)) {
+            Some(Denial::Own)
         } else if beyond(max) {
             Some(Denial::MemoryMax)
         } else if beyond(swap_max) {
@@ -83,10 +85,15 @@ impl Machine {
         }
     }
 
-    /// What happens to a wish of that group which cannot be had now.
-    fn on_full(&self, group: Option<GroupId>) -> OnMemoryFull {
-        let members = group.and_then(|group| self.groups.get(&group));
-        members.map_or(OnMemoryFull::Fail, |members| members.terms.on_memory_full)
+    /// What happens to a wish of that client which cannot be had now: as it says itself, or else its rule.
+    fn on_full(&self, client: ClientId) -> OnMemoryFull {
+        let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
+        let ruled = group.map_or(OnMemoryFull::Fail, |members| members.terms.on_memory_full);
+        match self.own.get(&client).and_then(|own| own.waits) {
+            Some(false) => OnMemoryFull::Fail,
+            Some(true) if ruled == OnMemoryFull::Fail => OnMemoryFull::Wait(WaitOrder::default()),
+            Some(true) | None => ruled,
+        }
     }
 
     /// Grants what can be had, in order, and denies what cannot, unless that waits.
@@ -97,7 +104,7 @@ impl Machine {
         self.host.awaited = false;
         for waiting in self.in_order(scales, wishes) {
             let Waiting { client, gpu, group, wish, at } = waiting;
-            let (waits, is_fifo) = match self.on_full(group) {
+            let (waits, is_fifo) = match self.on_full(client) {
                 OnMemoryFull::Fail => (false, false),
                 OnMemoryFull::Wait(order) => (true, order == WaitOrder::Fifo),
             };
@@ -108,7 +115,8 @@ impl Machine {
             }
             match scales.grant(at, wish.bytes, budget) {
                 Ok(()) => granted.push(at),
-                Err(why) if waits => {
+                // What it does not allow itself nobody else can give it.
+                Err(why) if waits && why != Denial::Own => {
                     held.extend(place.map(|place| (place, why)));
                     self.hold_back(client, gpu, why);
                 }
@@ -125,7 +133,7 @@ impl Machine {
         let mut orders = BTreeMap::new();
         for waiting in &wishes {
             let Some(group) = waiting.group else { continue };
-            if let OnMemoryFull::Wait(order) = self.on_full(Some(group)) {
+            if let OnMemoryFull::Wait(order) = self.on_full(waiting.client) {
                 groups.entry(group).or_default().push(*waiting);
                 orders.insert(group, order);
             }
@@ -136,7 +144,8 @@ impl Machine {
             members.sort_unstable_by_key(|waiting| Reverse(rank(waiting)));
         }
         let next = |waiting: Waiting| {
-            let own = waiting.group.and_then(|group| groups.get_mut(&group));
+            let waits = self.on_full(waiting.client) != OnMemoryFull::Fail;
+            let own = waiting.group.filter(|_| waits).and_then(|group| groups.get_mut(&group));
             own.and_then(Vec::pop).unwrap_or(waiting)
         };
         wishes.into_iter().map(next).collect()
@@ -155,17 +164,19 @@ impl Machine {
     pub(super) fn end_wishes(&mut self, weighed: &[Target]) {
         let now = self.now;
         let seats = weighed.iter().filter_map(|t| Some((t.client, t.gpu, self.seat(t.client, t.gpu)?)));
-        let wishes = seats.filter_map(|(client, id, seat)| Some((client, id, seat.promise.wish?, seat.promise.limit)));
-        for (client, id, wish, limit) in wishes.collect::<Vec<_>>() {
+        let wishes = seats.filter_map(|(client, id, seat)| {
+            let promise = &seat.promise;
+            Some((client, id, promise.wish?, promise.limit, promise.target))
+        });
+        for (client, id, wish, limit, target) in wishes.collect::<Vec<_>>() {
             let until = wish.since + WISH_PATIENCE;
-            let group = self.clients.get(&client).and_then(|state| state.group);
-            let waits = self.on_full(group) != OnMemoryFull::Fail;
+            let waits = self.on_full(client) != OnMemoryFull::Fail;
             if wish.bytes <= limit {
                 if let Some(seat) = self.seat_mut(client, id) {
                     seat.promise.wish = None;
                 }
-            } else if waits && !self.is_last_of_all(client, wish.held) {
-                continue; // those who can free something will
+            } else if waits && (wish.bytes <= target || !self.is_last_of_all(client, wish.held)) {
+                continue; // those who can free something will, or have, and only have to take notice
             } else if until <= now {
                 let is_full = self.group_room(client, id).is_none_or(|room| room < wish.bytes - limit);
                 self.deny(client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });

@@ -76,6 +76,8 @@ pub struct Plan {
     pub user: UserId,
     /// What it counts with others for, and how much that may be.
     pub group: Option<Group>,
+    /// What it says of itself.
+    pub own: Own,
     /// How full it keeps a GPU, in thousandths, if it says so.
     pub fullness: Option<u32>,
     pub engine: Engine,
@@ -119,6 +121,7 @@ impl Default for Plan {
             job: 0,
             user: UserId(0),
             group: None,
+            own: Own::default(),
             fullness: None,
             engine: Engine::Swap,
             demand: GIB,
@@ -232,6 +235,8 @@ pub struct World {
     limited: bool,
     /// What each group was promised when it was last looked at.
     promised: BTreeMap<(GroupId, GpuId), u64>,
+    /// The same of each client that bounds itself.
+    own_promised: BTreeMap<(ClientId, GpuId), u64>,
     pub models: BTreeMap<ClientId, Model>,
     pub history: Vec<(Time, Event)>,
     pub commands: Vec<(Time, Command)>,
@@ -267,6 +272,7 @@ impl World {
             host: None,
             limited: false,
             promised: BTreeMap::new(),
+            own_promised: BTreeMap::new(),
             models: BTreeMap::new(),
             history: Vec::new(),
             commands: Vec::new(),
@@ -331,7 +337,7 @@ impl World {
         }
         let places = plan.gpus.iter().map(|g| (*g, Place::default())).collect();
         self.busy += usize::from(!plan.endless);
-        self.limited |= plan.group.is_some();
+        self.limited |= plan.group.is_some() || plan.own.memory_max != Amount::Infinity || plan.own.swap_max.is_some();
         let model = Model {
             places,
             holds: GpuSet::new(),
@@ -443,6 +449,7 @@ impl World {
         if self.thorough {
             self.check_state();
             self.check_groups();
+            self.check_own();
         }
         for command in commands {
             if let Command::Allowance { client, gpu, bytes, .. } = command {
@@ -482,8 +489,10 @@ impl World {
                         |w: &WaiterView| w.off.is_none() || w.client == *client || self.undrainable(*client, *id);
                     view.waiters.iter().any(waits) || view.charged > view.capacity || view.holders.len() > 1
                 });
-                let share = self.models.get(client).and_then(|m| m.plan.group?.terms.share);
-                let is_capped = share.is_some_and(|share| share.max < 100);
+                let plan = self.models.get(client).map(|m| &m.plan);
+                let share = plan.and_then(|plan| plan.group?.terms.share);
+                let is_capped =
+                    share.is_some_and(|share| share.max < 100) || plan.is_some_and(|p| p.own.time_max < 100);
                 assert!(
                     reason || is_capped || self.grows() || self.now < self.tolerant,
                     "{command:?} for an empty queue"
@@ -594,8 +603,8 @@ impl World {
             }
             let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
             // Who is let in before others waits for no drain.
-            let preempts =
-                auto && self.models.values().any(|m| m.plan.group.is_some_and(|group| group.terms.share.is_some()));
+            let has_class = |m: &Model| m.plan.group.is_some_and(|group| group.terms.share.is_some());
+            let preempts = auto && self.models.values().any(|m| has_class(m) || m.plan.own != Own::default());
             let aside = |h: &HolderView| match h.state {
                 LockState::Suspended | LockState::Undrainable => true,
                 LockState::Revoking | LockState::Stuck => preempts,
@@ -658,6 +667,30 @@ impl World {
             assert!(*promised <= most, "{group:?} on {gpu:?}: {promised} promised, {before:?} before");
         }
         self.promised = sums.into_iter().map(|(at, (_, promised, _))| (at, promised)).collect();
+    }
+
+    /// The same of each client, by what it says itself.
+    fn check_own(&mut self) {
+        let mut all = BTreeMap::new();
+        for view in self.machine.clients() {
+            let Some(own) = self.models.get(&view.client).map(|model| model.plan.own) else { continue };
+            let mut sum = 0;
+            for seat in view.seats {
+                sum += seat.promise;
+                all.insert((view.client, seat.gpu), seat.promise);
+                let max = own.memory_max.on(self.totals[&seat.gpu]).unwrap_or(u64::MAX);
+                let before = self.own_promised.get(&(view.client, seat.gpu)).copied();
+                let most = before.map_or(u64::MAX, |before| before.max(max));
+                assert!(seat.promise <= most, "{seat:?}: {most} at most, {before:?} before");
+            }
+            let before = self.own_promised.range((view.client, gpu(0))..).take_while(|((id, _), _)| *id == view.client);
+            let before: u64 = before.map(|(_, promised)| *promised).sum();
+            assert!(
+                sum <= before.max(own.swap_max.unwrap_or(u64::MAX)),
+                "{sum} promised over all GPUs, {before} before"
+            );
+        }
+        self.own_promised = all;
     }
 
     /// Whether no group has more than it may.
@@ -753,6 +786,9 @@ impl World {
         self.say(id, Event::Connected { client: id, gang: plan.gang, user: plan.user });
         if plan.group.is_some() {
             self.say(id, Event::Grouped { groups: [(id, plan.group)].into() });
+        }
+        if plan.own != Own::default() {
+            self.say(id, Event::Tightened { client: id, own: plan.own });
         }
         for gpu in &plan.gpus {
             self.say(id, Event::Attached { client: id, gpu: *gpu, engine: plan.engine });
@@ -1206,6 +1242,7 @@ fn event_of(event: &Event) -> Option<ClientId> {
     match event {
         Event::Connected { client, .. }
         | Event::Disconnected { client }
+        | Event::Tightened { client, .. }
         | Event::Attached { client, .. }
         | Event::Detached { client, .. }
         | Event::Memory { client, .. }

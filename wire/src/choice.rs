@@ -54,14 +54,16 @@ pub fn names_any(list: &[u8]) -> bool {
 
 /// The list as it is said. No name of a GPU has other characters than ASCII's.
 pub fn parts(list: &[u8]) -> impl Iterator<Item = ClientMessage> {
-    list.chunks(PART).map(|part| {
-        let mut ascii = [0; PART];
-        for (to, from) in ascii.iter_mut().zip(part) {
-            *to = if from.is_ascii() && !from.is_ascii_control() { *from } else { b'?' };
-        }
-        let text = core::str::from_utf8(ascii.get(..part.len()).unwrap_or_default()).unwrap_or_default();
-        ClientMessage::Choice { text: Text::new(text) }
-    })
+    list.chunks(PART).map(|part| ClientMessage::Choice { text: ascii(part) })
+}
+
+/// A part as a text; what is no character of ASCII's is a question mark in it.
+pub(crate) fn ascii(part: &[u8]) -> Text<PART> {
+    let mut ascii = [0; PART];
+    for (to, from) in ascii.iter_mut().zip(part) {
+        *to = if from.is_ascii() && !from.is_ascii_control() { *from } else { b'?' };
+    }
+    Text::new(core::str::from_utf8(ascii.get(..part.len()).unwrap_or_default()).unwrap_or_default())
 }
 
 #[cfg(test)]

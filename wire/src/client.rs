@@ -4,6 +4,7 @@ use crate::{
     Secret, SlotSet, Text, Uuid,
     choice::{Chooser, PART},
     message::{byte_enum, messages},
+    own::OwnTerm,
 };
 
 messages! {
@@ -134,6 +135,17 @@ messages! {
             devices: u64,
             /// 1: the place is for the program that this process becomes or starts, once this connection is closed.
             ahead: u8,
+        },
+
+        /// What the environment of this process allows it: it holds for this client alone, beside what a rule allows, where
+        /// it is tighter. Said on each connection before the first GPU. A newer value replaces an older one of the same
+        /// term; one that means nothing is as though it had not been said, and a [`Remark`](crate::SchedulerMessage::Remark)
+        /// says so.
+        32 (since 4) => Own {
+            term: OwnTerm,
+            /// 1: the value goes on in the next message.
+            more: u8,
+            text: Text<PART>,
         },
     }
 }

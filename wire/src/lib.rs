@@ -2,7 +2,7 @@
 //!
 //! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
 //! little-endian. [`client`] has what a client says, [`scheduler`] what the scheduler says, [`version`] how the
-//! two agree on a protocol version, [`choice`] who chooses a program's GPUs, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
+//! two agree on a protocol version, [`choice`] who chooses a program's GPUs, [`own`] what its environment allows it, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
 //!
 //! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's
 //! processes.
@@ -12,6 +12,7 @@
 //! client                              scheduler
 //! Hello ────────────────────────────▶
 //!       ◀──────────────────────────── Welcome            (or Refused, and the end)
+//! Own(weight, "10") ────────────────▶                     what its environment allows it, if anything; perhaps a Remark
 //! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there
 //!       ◀──────────────────────────── Attached            room for the context is made; limit and first allowance
 //! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others
@@ -42,6 +43,7 @@ pub mod codec;
 pub mod error;
 pub mod header;
 mod message;
+pub mod own;
 pub mod scheduler;
 pub mod version;
 

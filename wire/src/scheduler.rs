@@ -6,6 +6,9 @@ use crate::{
     message::{byte_enum, messages},
 };
 
+/// How long a remark can be: what a packet has room for.
+pub const REMARK: usize = 240;
+
 messages! {
     pub enum SchedulerMessage {
         /// The answer to a `Hello` that was accepted.
@@ -90,6 +93,10 @@ messages! {
 
         /// The other answer; the text is for people.
         91 (since 3) => Unplaced { outcome: NoPlace, text: Text<200> },
+
+        /// Something to say of what this client said, for people: why a value of [`Own`](crate::ClientMessage::Own) has no
+        /// effect. Nothing to act on: traced with `NVSHARE_DEBUG=1`.
+        92 (since 4) => Remark { text: Text<REMARK> },
     }
 }
 

@@ -7,7 +7,7 @@
 /// The oldest version this build speaks.
 pub const MIN: u16 = 1;
 /// The newest version this build speaks.
-pub const MAX: u16 = 3;
+pub const MAX: u16 = 4;
 /// The version from which on limits are promises: numbered, acknowledged, and raised or refused when asked for.
 pub const PROMISES: u16 = 2;
 /// The version from which on programs share memory through the scheduler.
@@ -22,6 +22,8 @@ pub const PATIENT: u16 = 3;
 pub const FULLNESS: u16 = 3;
 /// The version from which on a scheduler says which GPUs a program is to see.
 pub const PLACING: u16 = 3;
+/// The version from which on a client says what its own environment allows it.
+pub const OWN: u16 = 4;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

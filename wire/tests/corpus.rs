@@ -5,6 +5,7 @@ use nvshare_wire::{
     ClientMessage, SchedulerMessage, Secret, Text, Uuid,
     choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
+    own::OwnTerm,
     scheduler::{NoPlace, Refusal, WaitReason},
 };
 use std::{collections::BTreeSet, fs, path::PathBuf};
@@ -108,6 +109,7 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
         ("held", 3, Held { gpus }),
         ("choice", 3, Choice { text: Text::new("GPU-5a,1") }),
         ("place", 3, Place { chooser: Chooser::List, count: 2, bytes: 9 << 30, devices: 0b101, ahead: 1 }),
+        ("own", 4, Own { term: OwnTerm::Weight, more: 0, text: Text::new("idle") }),
     ]
 }
 
@@ -135,6 +137,7 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("resume", 3, Resume { client: 7 }),
         ("placed", 3, Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
         ("unplaced", 3, Unplaced { outcome: NoPlace::NoGpu, text: Text::new("no GPU is left") }),
+        ("remark", 4, Remark { text: Text::new("NVSHARE_WEIGHT: weight cannot be 0") }),
     ]
 }
 

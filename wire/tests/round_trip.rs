@@ -4,6 +4,7 @@ use nvshare_wire::{
     ClientMessage, HEADER_LEN, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, WireError,
     choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
+    own::OwnTerm,
     scheduler::{NoPlace, Refusal, WaitReason},
     version,
 };
@@ -75,6 +76,11 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         ".{0,200}".prop_map(|text| Choice { text: Text::new(&text) }),
         (any::<(u32, u64, u64, u8)>(), prop_oneof![Just(Chooser::Nobody), Just(Chooser::List), Just(Chooser::Rank)])
             .prop_map(|((count, bytes, devices, ahead), chooser)| Place { chooser, count, bytes, devices, ahead }),
+        (0..OwnTerm::ALL.len(), any::<u8>(), ".{0,200}").prop_map(|(at, more, text)| Own {
+            term: OwnTerm::ALL[at],
+            more,
+            text: Text::new(&text)
+        }),
         any::<u64>().prop_map(|gpus| Request { gpus }),
         (any::<(u64, u64)>(), release).prop_map(|((gpus, busy_us), reason)| Release { gpus, reason, busy_us }),
         (any::<u64>(), stuck).prop_map(|(gpus, reason)| Stuck { gpus, reason }),
@@ -155,19 +161,20 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
             .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),
         (prop_oneof![Just(NoPlace::Free), Just(NoPlace::NoGpu)], ".{0,250}")
             .prop_map(|(outcome, text)| Unplaced { outcome, text: Text::new(&text) }),
+        ".{0,250}".prop_map(|text| Remark { text: Text::new(&text) }),
     ]
 }
 
 proptest! {
     #[test]
-    fn client_messages_round_trip(message in client_message(), version in 3u16..) {
+    fn client_messages_round_trip(message in client_message(), version in version::MAX..) {
         let packet = message.encode(version);
         prop_assert!(packet.as_bytes().len() <= MAX_LEN);
         prop_assert_eq!(ClientMessage::decode(packet.as_bytes(), version), Ok(message));
     }
 
     #[test]
-    fn scheduler_messages_round_trip(message in scheduler_message(), version in 3u16..) {
+    fn scheduler_messages_round_trip(message in scheduler_message(), version in version::MAX..) {
         let packet = message.encode(version);
         prop_assert!(packet.as_bytes().len() <= MAX_LEN);
         prop_assert_eq!(SchedulerMessage::decode(packet.as_bytes(), version), Ok(message));

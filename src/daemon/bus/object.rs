@@ -213,6 +213,8 @@ fn present(may_see: bool, client: ClientView) -> bus::Client {
         rule: client.rule.0,
         rule_origin: client.rule.1,
         share: client.rule.2,
+        environment: client.own.0,
+        environment_ignored: client.own.1,
         gang: client.fellows.iter().map(|fellow| fellow.0).collect(),
         placed: client.placed,
         connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),

@@ -14,6 +14,7 @@ use crate::daemon::gpus::{Ask, Sample};
 use crate::daemon::overhead::Overhead;
 use crate::daemon::peer::{self, Identity};
 use crate::daemon::resume::Name;
+use crate::daemon::rules::Own;
 use crate::daemon::session::{Meaning, Session, Violation};
 use crate::daemon::{socket, systemd};
 use crate::scheduler::{ClientId, Event, GpuId, UserId};
@@ -82,9 +83,9 @@ impl Hub {
         let library = printable(&library);
         let session = Session::new(client, version);
         let uses = BTreeMap::new();
-        let (connected, rule, kept) = (SystemTime::now(), None, None);
+        let (connected, rule, own, kept) = (SystemTime::now(), None, Own::default(), None);
         let gang = (named, gang);
-        let entry = Client { link, session, identity, library, connected, uses, gang, rule, kept, lasts };
+        let entry = Client { link, session, identity, library, connected, uses, gang, rule, own, kept, lasts };
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
         self.active();
@@ -212,6 +213,7 @@ impl Hub {
                 }
             }
             Meaning::Part => {}
+            Meaning::Own { term, text } => self.tighten(client, term, &text),
             Meaning::Place(ask) => self.place(client, &ask),
             Meaning::Shared { message, gpu } => self.share(client, message, gpu, &descriptors, now),
         }

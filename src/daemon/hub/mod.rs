@@ -44,7 +44,7 @@ use super::host::HostMemory;
 use super::overhead::Overhead;
 use super::peer::{self, Identity};
 use super::resume::Name;
-use super::rules::Instance;
+use super::rules::{Instance, Own};
 use super::session::Session;
 use super::shared::Book;
 use super::socket::{self, Timer};
@@ -121,6 +121,8 @@ struct Client {
     gang: (u64, u64),
     /// With whom it counts, under which rule.
     rule: Option<Instance>,
+    /// What it says of itself.
+    own: Own,
     /// What systemd knows its connection by, if that outlives this daemon.
     kept: Option<Name>,
     /// It can be.

@@ -182,6 +182,9 @@ impl Hub {
             return;
         }
         usage.refused = Some(now);
+        if why == Denial::Own {
+            return self.note_beyond_own(client, gpu, bytes);
+        }
         if why != Denial::NoRoom {
             return self.note_beyond(client, gpu, bytes, why);
         }
@@ -252,6 +255,25 @@ impl Hub {
             units::size(bytes),
             units::size(held),
             units::size(max)
+        );
+    }
+
+    /// Says that somebody met what it allows itself.
+    fn note_beyond_own(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+        let Some(entry) = self.clients.get(&client) else { return };
+        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
+        let own = entry.own.in_words(self.rule_of(client));
+        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
+        info!(
+            name: "memory-refused",
+            client = client.0,
+            pid,
+            uid,
+            unit,
+            gpu = label,
+            bytes,
+            "{name} is refused memory: it wants {} in all, and its own environment says {own}, contexts included",
+            units::size(bytes)
         );
     }
 

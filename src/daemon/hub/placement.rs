@@ -2,6 +2,7 @@
 //! gives it; and whose place is kept until its program is there.
 
 use nvshare_wire::choice::Chooser;
+use nvshare_wire::own::OwnTerm;
 use nvshare_wire::scheduler::NoPlace;
 use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::{debug, info};
@@ -9,7 +10,7 @@ use tracing::{debug, info};
 use super::{Client, Gpu, Hub};
 use crate::daemon::peer::{self, Identity};
 use crate::daemon::rules::{GpuName, Rule};
-use crate::daemon::session::Ask;
+use crate::daemon::session::{Ask, variable};
 use crate::daemon::socket;
 use crate::scheduler::{ClientId, Event, GpuId, Labels, Misfit, Placement, Time, Wish};
 use std::collections::BTreeMap;
@@ -56,16 +57,23 @@ impl Hub {
         }
         let rule = self.rule_of(client);
         let allowed = rule.and_then(|rule| rule.places.allowed.as_ref());
-        let is_allowed =
-            |gpu: &&Known<'_>| allowed.is_none_or(|names| names.iter().any(|name| means(name, gpu, &known)));
+        let own = self.clients.get(&client).and_then(|entry| entry.own.allowed());
+        let is_named = |names: &[GpuName], gpu: &Known<'_>| names.iter().any(|name| means(name, gpu, &known));
+        let is_ruled = |gpu: &&Known<'_>| allowed.is_none_or(|names| is_named(names, gpu));
         let chosen: Vec<&Known<'_>> = match ask.chooser {
             Chooser::List => listed(&ask.choice, &known),
             Chooser::Nobody | Chooser::Rank => known.iter().collect(),
         };
-        let left: Vec<&Known<'_>> = chosen.iter().copied().filter(is_allowed).collect();
-        if left.is_empty() && !chosen.is_empty() {
+        let ruled: Vec<&Known<'_>> = chosen.iter().copied().filter(is_ruled).collect();
+        if ruled.is_empty() && !chosen.is_empty() {
             let rule = rule.map(Rule::to_string).unwrap_or_default();
             return Choice::Nothing(format!("rule {rule} allows none of the GPUs that it could see"));
+        }
+        let left: Vec<&Known<'_>> =
+            ruled.iter().copied().filter(|gpu| own.is_none_or(|names| is_named(names, gpu))).collect();
+        if left.is_empty() && !chosen.is_empty() {
+            let name = variable(OwnTerm::AllowedGpus);
+            return Choice::Nothing(format!("{name} allows none of the GPUs that it could see"));
         }
         let policy = self.config.settings.placement;
         let asks = ask.count > 0 || ask.bytes.is_some();

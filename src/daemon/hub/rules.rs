@@ -1,6 +1,10 @@
-//! Who has which rule, and with whom it counts.
+//! Who has which rule, with whom it counts, and what it says of itself.
 
 use std::collections::{BTreeMap, BTreeSet};
+
+use nvshare_wire::own::OwnTerm;
+use nvshare_wire::{SchedulerMessage, Text};
+use tracing::debug;
 
 use super::Hub;
 use crate::daemon::rules::{Instance, Rule, Rules, Subject};
@@ -60,6 +64,21 @@ impl Hub {
             let present: BTreeSet<&Instance> =
                 self.clients.values().filter_map(|client| client.rule.as_ref()).collect();
             self.groups.retain(|instance, _| present.contains(instance));
+        }
+    }
+
+    /// A client says what its environment allows it.
+    pub(super) fn tighten(&mut self, client: ClientId, term: OwnTerm, text: &str) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        let before = entry.own.terms();
+        entry.own.hear(term, text);
+        let own = entry.own.terms();
+        if let Some(remark) = self.clients.get(&client).and_then(|entry| entry.own.remark(term, self.rule_of(client))) {
+            debug!(client = client.0, "{remark}");
+            self.send(client, SchedulerMessage::Remark { text: Text::new(&remark) });
+        }
+        if own != before {
+            self.apply(Event::Tightened { client, own });
         }
     }
 

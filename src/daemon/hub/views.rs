@@ -22,6 +22,8 @@ pub struct ClientView {
     pub library: String,
     /// The name of its rule, where that is written, and what it says of time.
     pub rule: (String, String, String),
+    /// What it says of itself that has an effect, and why the rest has none.
+    pub own: (String, Vec<String>),
     /// The others of its gang.
     pub fellows: Vec<ClientId>,
     /// GPUs that it was given, where it did not choose.
@@ -50,6 +52,7 @@ impl Hub {
         let since = self.since();
         let view = |seen: scheduler::ClientView| {
             let client = self.clients.get(&seen.client)?;
+            let rule = self.rule_of(seen.client);
             let uses = seen.seats.iter().map(|seat| {
                 let usage = client.uses.get(&seat.gpu);
                 let since = since.get(&(seen.client, seat.gpu)).copied();
@@ -67,6 +70,7 @@ impl Hub {
                     allowance: seat.allowance,
                     limit: usage.and_then(|usage| usage.limit),
                     memory_max: self.machine.memory_max(seen.client, seat.gpu),
+                    own_memory_max: self.machine.own_memory_max(seen.client, seat.gpu),
                     awaits: seat.awaits,
                     unseen: usage.is_some_and(|usage| usage.unseen),
                     stays: seat.stays.map_or("", bus::stay_name).into(),
@@ -80,9 +84,10 @@ impl Hub {
                 id: seen.client,
                 identity: client.identity.clone(),
                 library: client.library.clone(),
-                rule: self.rule_of(seen.client).map_or_else(Default::default, |rule| {
+                rule: rule.map_or_else(Default::default, |rule| {
                     (rule.name.clone(), rule.origin.to_string(), rule.terms.share.map_or_else(String::new, in_words))
                 }),
+                own: (client.own.in_words(rule), client.own.remarks(rule)),
                 fellows: seen.fellows.clone(),
                 placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
                 connected: client.connected,

@@ -90,6 +90,11 @@ impl<'de> Visitor<'de> for ListVisitor {
     }
 }
 
+/// Reads one, or says what is wrong with it.
+pub(super) fn read(text: &str) -> Result<GpuName, String> {
+    NameVisitor.visit_str(text).map_err(|e: de::value::Error| e.to_string())
+}
+
 /// One as it is written.
 struct Written(GpuName);
 

@@ -5,12 +5,14 @@
 //! - `amounts`: what the values of a rule can be.
 //! - `gpus`: how people name GPUs.
 //! - `matching`: which rule a program has, and who counts with it.
+//! - `own`: what programs say of themselves, by their environment.
 //! - `places`: on which GPUs programs may be, and beside whom.
 
 mod added;
 mod amounts;
 mod gpus;
 mod matching;
+mod own;
 mod parse;
 mod places;
 
@@ -22,6 +24,7 @@ use amounts::Order;
 pub use added::{Added, Addition};
 pub use gpus::GpuName;
 pub use matching::Instance;
+pub use own::Own;
 pub use parse::{RawRule, read};
 pub use places::Whereabouts;
 

@@ -1,0 +1,374 @@
+//! What a program says of itself, by its environment: as texts, read as those of a rule are. What means nothing, and what is no
+//! tighter than its rule, has no effect, and it is said why.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use nvshare_wire::own::OwnTerm;
+use serde::Deserialize;
+use serde::de::value::{Error, I64Deserializer, StrDeserializer};
+
+use super::amounts::{MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight};
+use super::gpus::GpuName;
+use super::{Rule, gpus};
+use crate::daemon::session::variable;
+use crate::scheduler::{self, Amount, OnMemoryFull, Terms};
+use crate::units;
+
+/// So much of a value is repeated to people.
+const SHOWN: usize = 48;
+
+/// What a value means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Value {
+    MemoryMax(Amount),
+    MemoryLow(Amount),
+    SwapMax(Option<u64>),
+    Waits(bool),
+    Weight(u16),
+    TimeMax(u8),
+    Priority(i8),
+    Interactive(bool),
+    AllowedGpus(Vec<GpuName>),
+}
+
+/// All that one program says.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Own(BTreeMap<OwnTerm, Said>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Said {
+    text: String,
+    /// What it means; or a sentence about what is wrong with it.
+    value: Result<Value, String>,
+}
+
+impl Own {
+    /// Takes in what it says now.
+    pub fn hear(&mut self, term: OwnTerm, text: &str) {
+        self.0.insert(term, Said { text: shortened(text), value: Value::read(term, text) });
+    }
+
+    fn values(&self) -> impl Iterator<Item = &Value> {
+        self.0.values().filter_map(|said| said.value.as_ref().ok())
+    }
+
+    /// As the machine knows it.
+    pub fn terms(&self) -> scheduler::Own {
+        let mut own = scheduler::Own::default();
+        for value in self.values() {
+            match value {
+                Value::MemoryMax(max) => own.memory_max = *max,
+                Value::MemoryLow(low) => own.memory_low = Some(*low),
+                Value::SwapMax(max) => own.swap_max = *max,
+                Value::Waits(waits) => own.waits = Some(*waits),
+                Value::Weight(weight) => own.weight = Some(*weight),
+                Value::TimeMax(max) => own.time_max = *max,
+                Value::Priority(priority) => own.priority = Some(*priority),
+                Value::Interactive(is_interactive) => own.patient = !is_interactive,
+                Value::AllowedGpus(_) => {}
+            }
+        }
+        own
+    }
+
+    /// The GPUs on which it may be; `None`: it says nothing of that.
+    pub fn allowed(&self) -> Option<&[GpuName]> {
+        self.values().find_map(|value| match value {
+            Value::AllowedGpus(names) => Some(names.as_slice()),
+            _ => None,
+        })
+    }
+
+    /// Why what it says of that has no effect, if it has none.
+    pub fn remark(&self, term: OwnTerm, rule: Option<&Rule>) -> Option<String> {
+        let said = self.0.get(&term)?;
+        let name = variable(term);
+        let value = match &said.value {
+            Ok(value) => value,
+            Err(why) => return Some(format!("{name}: {why}")),
+        };
+        let without = value.no_tighter_than(rule.map_or_else(Terms::default, |rule| rule.terms))?;
+        let by = rule.map_or_else(|| "without a rule".into(), |rule| format!("by rule {rule}"));
+        Some(format!("{name}={} has no effect: {by} the program has {without}, and can only have less", said.text))
+    }
+
+    /// The same of all that it says.
+    pub fn remarks(&self, rule: Option<&Rule>) -> Vec<String> {
+        self.0.keys().filter_map(|term| self.remark(*term, rule)).collect()
+    }
+
+    /// What has an effect, as a rule would say it: `weight 10, time-max 20%`.
+    pub fn in_words(&self, rule: Option<&Rule>) -> String {
+        let terms = self.0.keys().filter(|term| self.remark(**term, rule).is_none());
+        let words = terms.filter_map(|term| Some(self.0.get(term)?.value.as_ref().ok()?.to_string()));
+        words.collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl Value {
+    fn read(term: OwnTerm, text: &str) -> Result<Self, String> {
+        let text = text.trim();
+        Ok(match term {
+            OwnTerm::MemoryMax => Self::MemoryMax(parse::<MemoryMax>(text)?.0),
+            OwnTerm::MemoryLow => Self::MemoryLow(parse::<MemoryLow>(text)?.0),
+            OwnTerm::SwapMax => Self::SwapMax(parse::<SwapMax>(text)?.0),
+            OwnTerm::OnMemoryFull => Self::Waits(parse::<OnFull>(text)? == OnFull::Wait),
+            OwnTerm::Weight => Self::Weight(parse::<Weight>(text)?.0),
+            OwnTerm::TimeMax => Self::TimeMax(parse::<Percent>(text)?.0),
+            OwnTerm::Priority => Self::Priority(parse::<Priority>(text)?.0),
+            OwnTerm::Interactive => match text {
+                "0" => Self::Interactive(false),
+                "1" => Self::Interactive(true),
+                _ => return Err(format!("interactive cannot be {:?}: 0 or 1 is allowed", shortened(text))),
+            },
+            OwnTerm::AllowedGpus => {
+                let names = text.split(',').map(str::trim);
+                let read = |name| gpus::read(name).or_else(|_| gpus::read(&shortened(name)));
+                Self::AllowedGpus(names.map(read).collect::<Result<_, _>>()?)
+            }
+        })
+    }
+
+    /// What a program has by these terms, if the value is no tighter.
+    fn no_tighter_than(&self, terms: Terms) -> Option<String> {
+        let share = terms.share.unwrap_or_default();
+        let (is_no_tighter, has) = match self {
+            Self::MemoryMax(own) => (is_as_much(*own, terms.memory_max), Self::MemoryMax(terms.memory_max).to_string()),
+            Self::MemoryLow(own) => match terms.memory_low {
+                Some(low) => (is_as_much(*own, low), Self::MemoryLow(low).to_string()),
+                None => (true, "no memory-low".into()),
+            },
+            Self::SwapMax(own) => {
+                let most = |max: &Option<u64>| max.unwrap_or(u64::MAX);
+                (most(own) >= most(&terms.swap_max), Self::SwapMax(terms.swap_max).to_string())
+            }
+            Self::Waits(own) => {
+                let waits = terms.on_memory_full != OnMemoryFull::Fail;
+                (*own == waits, Self::Waits(waits).to_string())
+            }
+            Self::Weight(own) => (*own >= share.weight, Self::Weight(share.weight).to_string()),
+            Self::TimeMax(own) => (*own >= share.max, Self::TimeMax(share.max).to_string()),
+            Self::Priority(own) => (*own >= share.priority, Self::Priority(share.priority).to_string()),
+            Self::Interactive(own) => {
+                let has = if share.interactive { "interactive" } else { "no interactive" };
+                (*own || !share.interactive, has.into())
+            }
+            // Which GPUs these are depends on who asks.
+            Self::AllowedGpus(_) => (false, String::new()),
+        };
+        is_no_tighter.then_some(has)
+    }
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let amount = |amount: &Amount| match amount {
+            Amount::Infinity => "infinity".to_owned(),
+            Amount::Bytes(bytes) => units::size(*bytes),
+            Amount::Percent(percent) => format!("{percent}%"),
+        };
+        match self {
+            Self::MemoryMax(max) => write!(f, "memory-max {}", amount(max)),
+            Self::MemoryLow(low) => write!(f, "memory-low {}", amount(low)),
+            Self::SwapMax(max) => write!(f, "swap-max {}", amount(&max.map_or(Amount::Infinity, Amount::Bytes))),
+            Self::Waits(true) => f.write_str("on-memory-full wait"),
+            Self::Waits(false) => f.write_str("on-memory-full fail"),
+            Self::Weight(0) => f.write_str("weight idle"),
+            Self::Weight(weight) => write!(f, "weight {weight}"),
+            Self::TimeMax(max) => write!(f, "time-max {max}%"),
+            Self::Priority(priority) => write!(f, "priority {priority}"),
+            Self::Interactive(true) => f.write_str("interactive"),
+            Self::Interactive(false) => f.write_str("not interactive"),
+            Self::AllowedGpus(names) => {
+                let names: Vec<String> = names.iter().map(GpuName::to_string).collect();
+                write!(f, "allowed-gpus {}", names.join(" "))
+            }
+        }
+    }
+}
+
+/// Whether one is no less than the other, on every GPU.
+fn is_as_much(one: Amount, other: Amount) -> bool {
+    match (one, other) {
+        (Amount::Infinity, _) | (Amount::Percent(100), Amount::Percent(_)) => true,
+        (Amount::Bytes(one), Amount::Bytes(other)) => one >= other,
+        (Amount::Percent(one), Amount::Percent(other)) => one >= other,
+        _ => false,
+    }
+}
+
+/// Reads a value as that of a rule, where a number may be written with or without quotes.
+fn parse<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, String> {
+    let read = |text: &str| match text.parse() {
+        Ok(number) => T::deserialize(I64Deserializer::<Error>::new(number)),
+        Err(_) => T::deserialize(StrDeserializer::<Error>::new(text)),
+    };
+    read(text).or_else(|_| read(&shortened(text))).map_err(|e| e.to_string())
+}
+
+/// As it is repeated to people. What is cut off ends with something that no value has.
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
+        None => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    use crate::daemon::config::Config;
+
+    fn own(said: &[(OwnTerm, &str)]) -> Own {
+        let mut own = Own::default();
+        said.iter().for_each(|(term, text)| own.hear(*term, text));
+        own
+    }
+
+    fn rule(lines: &str) -> Rule {
+        let text = format!("[[rule]]\nname = \"r\"\n{lines}");
+        let rules = Config::parse(&text, Path::new("f")).unwrap_or_else(|e| panic!("{text}: {e}")).rules;
+        rules.get(0).expect("a rule").clone()
+    }
+
+    #[test]
+    fn values_are_read_as_those_of_a_rule() {
+        let said = own(&[
+            (OwnTerm::MemoryMax, "8G"),
+            (OwnTerm::MemoryLow, "25%"),
+            (OwnTerm::SwapMax, "8589934592"),
+            (OwnTerm::OnMemoryFull, "wait"),
+            (OwnTerm::Weight, " 10 "),
+            (OwnTerm::TimeMax, "30 %"),
+            (OwnTerm::Priority, "-5"),
+            (OwnTerm::Interactive, "0"),
+            (OwnTerm::AllowedGpus, "GPU-8a6c, 1"),
+        ]);
+        let expected = scheduler::Own {
+            memory_max: Amount::Bytes(8 << 30),
+            memory_low: Some(Amount::Percent(25)),
+            swap_max: Some(8 << 30),
+            waits: Some(true),
+            weight: Some(10),
+            time_max: 30,
+            priority: Some(-5),
+            patient: true,
+        };
+        assert_eq!(said.terms(), expected);
+        let names = ["GPU-8a6c", "1"].map(|name| GpuName::parse(name).expect("a name"));
+        assert_eq!(said.allowed(), Some(names.as_slice()));
+        let rule = rule("memory-low = \"50%\"\ninteractive = true");
+        assert_eq!(
+            said.in_words(Some(&rule)),
+            "memory-max 8 GiB, memory-low 25%, swap-max 8 GiB, on-memory-full wait, weight 10, time-max 30%, priority -5, \
+             not interactive, allowed-gpus GPU-8a6c 1"
+        );
+        assert_eq!(said.remarks(Some(&rule)), Vec::<String>::new());
+        assert_eq!(own(&[(OwnTerm::Weight, "idle")]).terms().weight, Some(0));
+    }
+
+    #[test]
+    fn what_means_nothing_says_nothing_and_is_told() {
+        let amounts = "a size from 2M to 1T like \"8G\", a part of a GPU from 1% to 100%, or \"infinity\" is allowed";
+        let gpus =
+            "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
+        let long = "1".repeat(300);
+        for (term, text, expected) in [
+            (OwnTerm::MemoryMax, "lots", format!("NVSHARE_MEMORY_MAX: memory-max cannot be \"lots\": {amounts}")),
+            (OwnTerm::MemoryLow, "1", format!("NVSHARE_MEMORY_LOW: memory-low cannot be 1: {amounts}")),
+            (
+                OwnTerm::SwapMax,
+                "50%",
+                "NVSHARE_SWAP_MAX: swap-max cannot be \"50%\": a size from 2M to 1T like \"8G\", or \"infinity\" is allowed"
+                    .into(),
+            ),
+            (
+                OwnTerm::OnMemoryFull,
+                "kill",
+                "NVSHARE_ON_MEMORY_FULL: unknown variant `kill`, expected `fail` or `wait`".into(),
+            ),
+            (
+                OwnTerm::Weight,
+                "0",
+                "NVSHARE_WEIGHT: weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed".into(),
+            ),
+            (
+                OwnTerm::Weight,
+                &long,
+                format!(
+                    "NVSHARE_WEIGHT: weight cannot be \"{}…\": a number from 1 to 10000, or \"idle\" is allowed",
+                    "1".repeat(SHOWN)
+                ),
+            ),
+            (
+                OwnTerm::TimeMax,
+                "30",
+                "NVSHARE_TIME_MAX: time-min and time-max cannot be 30: a part of the time from \"1%\" to \"100%\" is allowed"
+                    .into(),
+            ),
+            (
+                OwnTerm::Priority,
+                "high",
+                "NVSHARE_PRIORITY: priority cannot be \"high\": a number from -100 to 100 is allowed".into(),
+            ),
+            (
+                OwnTerm::Interactive,
+                "yes",
+                "NVSHARE_INTERACTIVE: interactive cannot be \"yes\": 0 or 1 is allowed".into(),
+            ),
+            (
+                OwnTerm::AllowedGpus,
+                "0,first",
+                format!("NVSHARE_ALLOWED_GPUS: allowed-gpus cannot have \"first\": {gpus} is allowed"),
+            ),
+        ] {
+            let own = own(&[(term, text)]);
+            assert_eq!(own.remark(term, None), Some(expected.clone()), "{text}");
+            assert_eq!((own.terms(), own.allowed()), (scheduler::Own::default(), None), "{text}");
+            assert_eq!((own.in_words(None), own.remarks(None)), (String::new(), vec![expected]));
+        }
+    }
+
+    #[test]
+    fn what_is_no_tighter_than_a_rule_has_no_effect() {
+        let all = "memory-max = \"8G\"\nmemory-low = \"10%\"\nswap-max = \"4G\"\nweight = 50\ntime-max = \"40%\"\n\
+                   priority = -3\non-memory-full = \"wait\"";
+        let rule = rule(all);
+        for (term, text, has) in [
+            (OwnTerm::MemoryMax, "8G", "memory-max 8 GiB"),
+            (OwnTerm::MemoryMax, "infinity", "memory-max 8 GiB"),
+            (OwnTerm::MemoryLow, "11%", "memory-low 10%"),
+            (OwnTerm::SwapMax, "infinity", "swap-max 4 GiB"),
+            (OwnTerm::Weight, "50", "weight 50"),
+            (OwnTerm::TimeMax, "41%", "time-max 40%"),
+            (OwnTerm::Priority, "0", "priority -3"),
+            (OwnTerm::Interactive, "0", "no interactive"),
+            (OwnTerm::OnMemoryFull, "wait", "on-memory-full wait"),
+        ] {
+            let (own, name) = (own(&[(term, text)]), variable(term));
+            let expected = format!(
+                "{name}={text} has no effect: by rule \"r\" (f:1) the program has {has}, and can only have less"
+            );
+            assert_eq!(own.remark(term, Some(&rule)), Some(expected), "{text}");
+            assert_eq!(own.in_words(Some(&rule)), "");
+        }
+        // What cannot be compared without a GPU may be tighter.
+        for (term, text) in [
+            (OwnTerm::MemoryMax, "7G"),
+            (OwnTerm::MemoryMax, "99%"),
+            (OwnTerm::MemoryLow, "1G"),
+            (OwnTerm::Weight, "idle"),
+            (OwnTerm::Priority, "-4"),
+            (OwnTerm::OnMemoryFull, "fail"),
+        ] {
+            assert_eq!(own(&[(term, text)]).remark(term, Some(&rule)), None, "{text}");
+        }
+        let none = own(&[(OwnTerm::Weight, "101")]).remark(OwnTerm::Weight, None);
+        let expected =
+            "NVSHARE_WEIGHT=101 has no effect: without a rule the program has weight 100, and can only have less";
+        assert_eq!(none.as_deref(), Some(expected));
+    }
+}

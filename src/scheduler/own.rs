@@ -1,0 +1,144 @@
+//! What clients say themselves that they may have, by their environment: an inner rule for one client, within that of its
+//! group. Both hold, each in its own right, so that nobody has more by it than without, and nobody else has less.
+//!
+//! - **Weight**: it stands in line where its party does, or where it would as a party of that weight beside all others, its
+//!   party's own among them: whichever is later. While it waits, it counts for no more than that.
+//! - **A maximum of time** is counted for it alone, beside its party's.
+//! - **Memory**: its promise is no higher than what it allows itself, its context included. It waits for nobody's memory
+//!   there, as nobody else could give it any.
+//! - What is **kept on the GPU** for its group is kept of its own memory only as far as it claims that.
+
+use super::{api::*, machine::Machine, shares::Party};
+
+impl Own {
+    /// What it has of a share.
+    pub(super) fn of(&self, share: Share) -> Share {
+        let weight = self.weight.map_or(share.weight, |weight| weight.min(share.weight));
+        Share {
+            weight,
+            // What is idle has no least time.
+            min: if weight == 0 { 0 } else { share.min },
+            max: self.time_max.min(share.max),
+            priority: self.priority.map_or(share.priority, |priority| priority.min(share.priority)),
+            interactive: share.interactive && !self.patient,
+        }
+    }
+
+    /// Whether it can have others go before its client, or its client before fewer.
+    pub(super) fn makes_classes(&self) -> bool {
+        self.weight == Some(0) || self.priority.is_some() || self.patient
+    }
+
+    /// Whether what its client has had of the time matters.
+    pub(super) fn is_watched(&self) -> bool {
+        self.time_max < 100
+    }
+
+    /// Whether its client cannot have all that others leave.
+    pub(super) fn is_bounded(&self) -> bool {
+        self.memory_max != Amount::Infinity || self.is_bounded_everywhere()
+    }
+
+    pub(super) fn is_bounded_everywhere(&self) -> bool {
+        self.swap_max.is_some()
+    }
+
+    /// What of it decides where its client stands.
+    fn time(&self) -> (Option<u16>, u8, Option<i8>, bool) {
+        (self.weight, self.time_max, self.priority, self.patient)
+    }
+}
+
+impl Machine {
+    pub(super) fn tighten(&mut self, client: ClientId, own: Own) {
+        let Some(state) = self.clients.get(&client) else { return };
+        let stands = state.waiting.is_some() || state.holds();
+        let seats: Vec<(GpuId, bool)> = state.seats.iter().map(|(id, seat)| (*id, seat.attached.is_some())).collect();
+        let before = self.own.remove(&client).unwrap_or_default();
+        if own != Own::default() {
+            self.own.insert(client, own);
+        }
+        if before == own {
+            return;
+        }
+        for (id, is_told) in seats {
+            self.host.has_changed_on(id);
+            self.swap_surplus(client, id);
+            if is_told {
+                self.tell_limit(client, id); // of the bound; the limit itself follows
+            }
+        }
+        if stands && before.time() != own.time() {
+            self.stand_anew();
+        }
+    }
+
+    pub(super) fn forget_own(&mut self, client: ClientId) {
+        if self.own.remove(&client).is_some() {
+            let party = Party::Client(client);
+            for gpu in self.gpus.values_mut() {
+                gpu.served.remove(&party);
+                gpu.used.remove(&party);
+            }
+        }
+    }
+
+    /// As a party of its own.
+    pub(super) fn own_share(&self, client: ClientId) -> Share {
+        let default = Share::default();
+        self.own.get(&client).map_or(default, |own| Share {
+            weight: own.weight.unwrap_or(default.weight),
+            max: own.time_max,
+            ..default
+        })
+    }
+
+    /// As whom a client takes turns: as its party, and as itself where it has a lower weight.
+    pub(super) fn parties(&self, client: ClientId) -> impl Iterator<Item = Party> {
+        let party = self.party(client);
+        let own = self.own.get(&client).and_then(|own| own.weight);
+        let is_lower = |own: &u16| party.is_some_and(|party| *own < self.share(party).weight);
+        party.into_iter().chain(own.filter(is_lower).map(|_| Party::Client(client)))
+    }
+
+    /// What it counts for when turns are divided, of what its party does.
+    pub(super) fn weight_of(&self, client: ClientId) -> u32 {
+        self.parties(client).map(|party| self.weight(party)).min().unwrap_or(0)
+    }
+
+    /// Until when a client has been served there.
+    pub(super) fn has_been_served_until(&self, client: ClientId, id: GpuId) -> Time {
+        let Some(gpu) = self.gpus.get(&id) else { return Time::ZERO };
+        self.parties(client).filter_map(|party| gpu.served.get(&party).copied()).max().unwrap_or_default()
+    }
+
+    /// What the client itself may have on that GPU, its context included; `None`: it says nothing of that.
+    pub fn own_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.own.get(&client)?.memory_max.on(self.gpus.get(&id)?.total)
+    }
+
+    /// What its demand can come to there by that.
+    pub(super) fn own_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        let context = self.seat(client, id).map_or(0, |seat| self.context(seat, id));
+        Some(self.own_memory_max(client, id)?.saturating_sub(context))
+    }
+
+    /// What it may have over all GPUs, since all of it may have to leave them.
+    pub(super) fn own_swap_max(&self, client: ClientId) -> Option<u64> {
+        self.own.get(&client)?.swap_max
+    }
+
+    /// By how much its promises can rise by that. `None`: they are above what they may be.
+    pub(super) fn own_room(&self, client: ClientId) -> Option<u64> {
+        let Some(max) = self.own_swap_max(client) else { return Some(u64::MAX) };
+        let seats = self.clients.get(&client).into_iter().flat_map(|state| state.seats.values());
+        max.checked_sub(seats.fold(0, |sum: u64, seat| sum.saturating_add(seat.promise.counted)))
+    }
+
+    /// What of its memory there it does not claim to be kept on the GPU, whatever its rule says.
+    pub(super) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
+        let low = self.own.get(&client).and_then(|own| own.memory_low?.on(self.gpus.get(&id)?.total));
+        let has = self.seat(client, id).map_or(0, |seat| seat.account.allowance);
+        low.map_or(0, |low| has.saturating_sub(low))
+    }
+}
