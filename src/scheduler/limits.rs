@@ -218,7 +218,8 @@ impl Machine {
             _ => {
                 let Some(room) = room else { return };
                 let reach = target.min(promise.charge().saturating_add(room));
-                if near || reach <= promise.limit.saturating_add(step) {
+                let is_more = reach / LIMIT_STEP > promise.limit / LIMIT_STEP;
+                if near || !is_more || reach <= promise.limit.saturating_add(step) {
                     return;
                 }
                 reach
