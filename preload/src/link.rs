@@ -20,6 +20,7 @@ use crate::{
     },
     settings,
     socket::{self, Socket},
+    story,
     sys::{
         sync::{Mutex, OnceLock},
         thread,
@@ -472,6 +473,7 @@ impl Link {
                     gpu.make_room();
                 }
             }
+            SchedulerMessage::MemoryMax { uuid, bytes } => story::rule(uuid, bytes),
             SchedulerMessage::Room { slot, bytes } => {
                 by_slot(slot).inspect(|gpu| gpu.squeezed.room(bytes));
             }

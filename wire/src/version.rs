@@ -23,6 +23,9 @@ pub const FULLNESS: u16 = 3;
 /// The version from which on a scheduler says which GPUs a program is to see.
 pub const PLACING: u16 = 3;
 
+/// The version from which on a client hears what a rule allows it of a GPU that it does not use yet.
+pub const FORETOLD: u16 = 3;
+
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {
     let version = max.min(MAX);
