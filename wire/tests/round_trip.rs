@@ -153,6 +153,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         any::<u64>().prop_map(|client| Resume { client }),
         (any::<(u32, u32, [u8; 16])>(), prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)])
             .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),
+        any::<([u8; 16], u64)>().prop_map(|(uuid, bytes)| MemoryMax { uuid: Uuid(uuid), bytes }),
         (prop_oneof![Just(NoPlace::Free), Just(NoPlace::NoGpu)], ".{0,250}")
             .prop_map(|(outcome, text)| Unplaced { outcome, text: Text::new(&text) }),
     ]
@@ -160,14 +161,14 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
 
 proptest! {
     #[test]
-    fn client_messages_round_trip(message in client_message(), version in 3u16..) {
+    fn client_messages_round_trip(message in client_message(), version in version::MAX..) {
         let packet = message.encode(version);
         prop_assert!(packet.as_bytes().len() <= MAX_LEN);
         prop_assert_eq!(ClientMessage::decode(packet.as_bytes(), version), Ok(message));
     }
 
     #[test]
-    fn scheduler_messages_round_trip(message in scheduler_message(), version in 3u16..) {
+    fn scheduler_messages_round_trip(message in scheduler_message(), version in version::MAX..) {
         let packet = message.encode(version);
         prop_assert!(packet.as_bytes().len() <= MAX_LEN);
         prop_assert_eq!(SchedulerMessage::decode(packet.as_bytes(), version), Ok(message));

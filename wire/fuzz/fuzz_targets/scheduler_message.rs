@@ -3,10 +3,10 @@
 //! `RUSTC_BOOTSTRAP=1 cargo fuzz run scheduler_message` in `wire/`; `corpus/` begins with one message of each kind.
 #![no_main]
 
-use nvshare_wire::SchedulerMessage;
+use nvshare_wire::{SchedulerMessage, version};
 
 libfuzzer_sys::fuzz_target!(|packet: &[u8]| {
-    for version in [1, 2] {
+    for version in version::MIN..=version::MAX {
         if let Ok(message) = SchedulerMessage::decode(packet, version) {
             assert_eq!(message.encode(version).as_bytes(), packet);
         }
