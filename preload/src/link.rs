@@ -462,6 +462,7 @@ impl Link {
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
+                    gpu.uuid().inspect(|uuid| story::rule(*uuid, max)); // an older scheduler says it only here
                     if let Some(space) = gpu.space() {
                         let mut guard = space.lock();
                         let before = guard.account;

@@ -61,3 +61,25 @@ fn of_account(account: &Account, total: u64) -> Told {
     let total = account.at_most(total);
     Told { total, free: account.free().min(total) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_rules_allow_is_known_by_gpu_and_the_newest_counts() {
+        let gpus = [1, 2, 3].map(|n| Uuid([n; 16]));
+        rule(gpus[0], 0);
+        assert!(!IS_RULED.load(Ordering::Relaxed), "none does");
+        rule(gpus[0], 7);
+        rule(gpus[1], 8);
+        rule(gpus[0], 9);
+        assert_eq!(gpus.map(ruled), [9, 8, 0]);
+        rule(gpus[1], 0);
+        assert_eq!(gpus.map(ruled), [9, 0, 0]);
+        // A scheduler that makes GPUs up takes no more memory than that.
+        (0..4 * MOST_GPUS as u64).for_each(|n| rule(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
+        assert_eq!(RULED.lock().len(), MOST_GPUS);
+        assert_eq!(ruled(gpus[0]), 9);
+    }
+}

@@ -64,8 +64,7 @@ fn nvml_answers_as_without_however_it_is_come_by() {
     let host = Host::new();
     let program = host.program("nvml");
     for word in ["linked", "looked-up", "default", "next"] {
-        // In a setuid program's way of seeing it, a bound that cannot be read is none.
-        host.case(&program, &[word]).env("NVSHARE_MEMORY_MAX", "nothing").succeeds();
+        host.case(&program, &[word]).succeeds();
         // A bound beyond all that there is changes nothing, but has each question looked at.
         host.case(&program, &[word]).env("NVSHARE_MEMORY_MAX", "1T").succeeds();
     }

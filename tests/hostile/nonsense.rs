@@ -32,7 +32,7 @@ fn count(dice: &mut Dice) -> u32 {
 
 /// A message that a scheduler could send, though not now and not so.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
-    match dice.below(29) {
+    match dice.below(30) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.next() },
         1 => refusal(dice),
         2..5 => SchedulerMessage::Attached { slot: slot(dice) },
@@ -65,6 +65,7 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             kind: dice.pick(&[GpuKind::Gpu, GpuKind::Mig]),
         },
         28 => SchedulerMessage::Unplaced { outcome: NoPlace::Free, text: Text::new("nonsense") },
+        29 => SchedulerMessage::MemoryMax { uuid: Uuid([dice.next() as u8; 16]), bytes: bytes(dice) },
         24 => SchedulerMessage::Opened {
             ticket: slot(dice),
             outcome: dice.pick(&[Sharing::Done, Sharing::Unknown, Sharing::Failed, Sharing::Busy]),

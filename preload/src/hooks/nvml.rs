@@ -47,6 +47,8 @@ pub struct Memory2 {
     used: u64,
 }
 
+const _: () = assert!(size_of::<Memory2>() == 40);
+
 /// `nvmlMemory_v2`
 const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
