@@ -49,6 +49,11 @@ pub fn start() -> bool {
     if settings::get().disabled || STARTED.swap(true, Ordering::SeqCst) {
         return true;
     }
+    if settings::get().memory_max_is_unread {
+        trace::trace!(
+            "NVSHARE_MEMORY_MAX bounds nothing: it is neither a size of 2M or more, like 8G, nor a part, like 25%"
+        );
+    }
     barrier::init();
     threads::init();
     if !AT_FORK.swap(true, Ordering::SeqCst) {

@@ -3,35 +3,24 @@
 //! A [`Function`] is the real one of a name, looked up on first use. A name that this driver lacks gives
 //! `CUDA_ERROR_NOT_FOUND`, as the driver's own look-up does.
 
-use crate::{cuda::*, elf, sys::c};
+use crate::{
+    cuda::*,
+    library::{self, Library},
+    sys::c,
+};
 use core::{
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{CStr, c_char, c_void},
     sync::atomic::{AtomicUsize, Ordering},
 };
 
 /// Looked up, and not there. No function has this address.
 const MISSING: usize = 1;
 
-/// The handle of `libcuda.so.1`, if it is in this process or can be brought in; 0 while unknown.
-static LIBRARY: AtomicUsize = AtomicUsize::new(0);
+static LIBRARY: Library = Library::new(c"libcuda.so.1");
 
 /// The driver if the program has loaded it already; never loads it.
 pub fn loaded() -> Option<*mut c_void> {
-    open(libc::RTLD_LAZY | libc::RTLD_NOLOAD)
-}
-
-fn open(flags: c_int) -> Option<*mut c_void> {
-    let known = LIBRARY.load(Ordering::Acquire);
-    if known != 0 {
-        return Some(known as *mut c_void);
-    }
-    // SAFETY: a NUL-terminated name and valid flags.
-    let handle = unsafe { c::dlopen()?(c"libcuda.so.1".as_ptr(), flags) };
-    if handle.is_null() {
-        return None;
-    }
-    LIBRARY.store(handle as usize, Ordering::Release);
-    Some(handle)
+    LIBRARY.loaded()
 }
 
 /// Libraries that submit work through tables of private functions: OptiX, and the video encoder and decoder.
@@ -68,9 +57,7 @@ impl Function {
 
     #[cold]
     fn look_up(&self) -> Option<usize> {
-        let library = open(libc::RTLD_LAZY)?;
-        // SAFETY: its handle; the driver is never unloaded, since this one is not given back.
-        let address = unsafe { elf::symbol(library, self.name) }.unwrap_or(0);
+        let address = library::export(LIBRARY.load()?, self.name).unwrap_or(0);
         self.address.store(if address == 0 { MISSING } else { address }, Ordering::Relaxed);
         (address != 0).then_some(address)
     }
@@ -114,6 +101,7 @@ macro_rules! functions {
 }
 
 functions! {
+    cuDeviceGetCount(count: *mut i32);
     cuDeviceGetAttribute(value: *mut i32, attribute: i32, device: CUdevice);
     cuDeviceGetName(name: *mut c_char, len: i32, device: CUdevice);
     cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice);

@@ -5,15 +5,15 @@ use crate::{
     cuda::*,
     driver, environment, epoch, futex,
     gate::{Gate, closed},
+    info::Info,
     limit::Answers,
     link,
     memory::{
-        engine,
         mover::Mover,
         shared,
         space::{Account, Space},
     },
-    settings, squeeze,
+    squeeze, story,
     sys::{
         sync::{Mutex, OnceLock},
         time::Instant,
@@ -24,7 +24,7 @@ use crate::{
 };
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use core::time::Duration;
-use nvshare_wire::{ClientMessage, MAX_SLOTS, Text, Uuid, client as wire};
+use nvshare_wire::{ClientMessage, MAX_SLOTS, Uuid, client as wire};
 
 /// What is known of the room for a context.
 mod room {
@@ -44,8 +44,10 @@ pub struct Gpu {
     pub index: u32,
     pub gate: Gate,
     pub work: Work,
-    /// Made when the program first creates a context here; `None` in it where this library stands aside.
+    /// Made when it is first asked for; `None` in it where this library stands aside.
     info: OnceLock<Option<Info>>,
+    /// Set when the program first creates a context here.
+    attached: OnceLock<()>,
     space: OnceLock<Mutex<Space>>,
     /// What moves the memory. A context that it works in must not go before it has left.
     pub moving: Mutex<Mover>,
@@ -70,15 +72,6 @@ pub struct Gpu {
     used_until: AtomicU64,
 }
 
-#[derive(Debug)]
-struct Info {
-    uuid: Uuid,
-    name: Text<64>,
-    total: u64,
-    engine: wire::Engine,
-    reason: wire::EngineReason,
-}
-
 const NONE: i32 = -1;
 const SEVERAL: i32 = -2;
 /// The only GPU this process uses, if there is just one: then a launch need not ask the driver where it goes.
@@ -97,6 +90,20 @@ static GPUS: [Gpu; MAX_SLOTS as usize] = {
 /// The GPU of that ordinal, once a context was created there.
 pub fn by_ordinal(device: CUdevice) -> Option<&'static Gpu> {
     GPUS.get(usize::try_from(device).ok()?).filter(|g| g.is_attached())
+}
+
+/// The GPU of that ordinal, whether it is used or not, where its memory is in this library's hands or will be.
+pub fn managed(device: CUdevice) -> Option<&'static Gpu> {
+    let gpu = GPUS.get(usize::try_from(device).ok()?)?;
+    gpu.get_acquainted(device).filter(|info| info.engine.is_some()).map(|_| gpu)
+}
+
+/// The same by what it is known by outside of this process.
+pub fn managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
+    let mut count = 0;
+    // SAFETY: a valid place.
+    unsafe { driver::cuDeviceGetCount(&mut count) };
+    (0..count.min(MAX_SLOTS as i32)).filter_map(managed).find(|gpu| gpu.uuid() == Some(uuid))
 }
 
 /// Those that this process uses.
@@ -135,6 +142,7 @@ impl Gpu {
             gate: Gate::new(),
             work: Work::new(),
             info: OnceLock::new(),
+            attached: OnceLock::new(),
             space: OnceLock::new(),
             moving: Mutex::new(Mover::new()),
             primary: AtomicUsize::new(0),
@@ -156,26 +164,22 @@ impl Gpu {
     }
 
     pub fn is_attached(&self) -> bool {
-        self.info().is_some()
+        self.attached.get().is_some()
     }
 
     /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits a little for room.
     pub fn attach(device: CUdevice) {
         let Some(gpu) = usize::try_from(device).ok().and_then(|i| GPUS.get(i)) else { return };
+        let Some(info) = gpu.get_acquainted(device) else { return };
         let mut first = false;
-        gpu.info.get_or_init(|| {
+        gpu.attached.get_or_init(|| {
             first = true;
-            match environment::unsupported(device) {
-                Some(why) => {
-                    trace!("GPU {device} is left alone: {why}");
-                    None
-                }
-                None => Some(gpu.learn(device)),
+            if let Some(engine) = info.engine {
+                let mut space = Space::new(device, engine, info.total, info.own_max);
+                space.account.max = story::ruled(info.uuid);
+                let _ = gpu.space.set(Mutex::new(space));
             }
         });
-        if !gpu.is_attached() {
-            return;
-        }
         if !first {
             if client::is_connected() {
                 gpu.wait_for_room();
@@ -207,37 +211,16 @@ impl Gpu {
         }
     }
 
-    fn learn(&'static self, device: CUdevice) -> Info {
-        let (mut uuid, mut name, mut total) = ([0; 16], [0u8; 64], 0);
-        // SAFETY: valid places of these sizes.
-        unsafe {
-            if driver::cuDeviceGetUuid_v2(&mut uuid, device) != SUCCESS {
-                driver::cuDeviceGetUuid(&mut uuid, device);
+    /// What this GPU is; `None` where this library stands aside. Needs no context.
+    fn get_acquainted(&self, device: CUdevice) -> Option<&Info> {
+        let learn = || match environment::unsupported(device) {
+            Some(why) => {
+                trace!("GPU {device} is left alone: {why}");
+                None
             }
-            driver::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32 - 1, device);
-            driver::cuDeviceTotalMem_v2(&mut total, device);
-        }
-        let settings = settings::get();
-        let (engine, reason) = match engine::choose(device, settings.engine) {
-            (engine, wire::EngineReason::Asked) if settings.oversubscribe => {
-                (engine, wire::EngineReason::Oversubscription)
-            }
-            chosen => chosen,
+            None => Some(Info::learn(device)),
         };
-        if let Some(engine) = engine {
-            let own_max = settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64));
-            let _ = self.space.set(Mutex::new(Space::new(device, engine, total as u64, own_max)));
-        }
-        let end = name.iter().position(|b| *b == 0).unwrap_or(0);
-        let info = Info {
-            uuid: Uuid(uuid),
-            name: Text::new(core::str::from_utf8(name.get(..end).unwrap_or(&[])).unwrap_or("")),
-            total: total as u64,
-            engine: engine.map_or(wire::Engine::None, |e| e.kind()),
-            reason,
-        };
-        trace!("GPU {device} is {} with {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine);
-        info
+        self.info.get_or_init(learn).as_ref()
     }
 
     /// Tells the scheduler of this GPU and of the memory this client has there.
@@ -264,7 +247,7 @@ impl Gpu {
             slot: self.index,
             uuid: info.uuid,
             kind: wire::GpuKind::Gpu,
-            engine: info.engine,
+            engine: info.engine_kind(),
             total: info.total,
             name: info.name,
             reason: info.reason,
@@ -294,6 +277,21 @@ impl Gpu {
 
     pub fn total(&self) -> u64 {
         self.info().map_or(0, |i| i.total)
+    }
+
+    /// How the program's bytes stand here, once it uses this GPU and an engine can move them.
+    pub fn account(&self) -> Option<Account> {
+        self.space().map(|space| space.lock().account)
+    }
+
+    /// The most of this GPU's memory that anybody lets the program have; `u64::MAX` where nobody says.
+    pub fn bound(&self) -> u64 {
+        if let Some(account) = self.account() {
+            return account.at_most(u64::MAX);
+        }
+        let Some(info) = self.info() else { return u64::MAX };
+        let ruled = story::ruled(info.uuid);
+        info.own_max.min(if ruled == 0 { u64::MAX } else { ruled })
     }
 
     /// The memory of this GPU, where an engine can move it.

@@ -5,12 +5,13 @@
 //!
 //! A call's way, from the program to the driver:
 //! - [`loader`] answers look-ups of driver functions with the [`hooks`], which pass on to the real [`driver`] ([`cuda`]
-//!   has its types). [`client`] says whether this process takes part at all,
+//!   has its types), a [`library`] whose symbols [`elf`] finds. [`client`] says whether this process takes part at all,
 //!   [`environment`] on which GPUs, [`visible`] which of them it sees.
 //! - [`gate`] is where work waits for the GPU lock; [`threads`], [`barrier`] and [`epoch`] make passing it cheap, [`futex`]
 //!   waiting.
 //! - [`work`] bounds what is submitted and knows when it is done; [`capture`] keeps all of that out of stream captures.
-//! - [`memory`] is where the program's allocations are; [`gpu`] ties gate, work and memory of one GPU together,
+//! - [`story`] is what the program is told of its memory, where somebody bounds that.
+//! - [`memory`] is where the program's allocations are; [`gpu`] ties gate, work and memory of one GPU together, and has its [`info`],
 //!   [`peers`] those GPUs that reach into each other's memory.
 //!
 //! The scheduler's way:
@@ -47,7 +48,9 @@ mod gaps;
 mod gate;
 mod gpu;
 mod hooks;
+mod info;
 mod launcher;
+mod library;
 mod limit;
 mod link;
 mod loader;
@@ -58,6 +61,7 @@ mod peers;
 mod settings;
 mod socket;
 mod squeeze;
+mod story;
 mod sys;
 mod threads;
 mod trace;

@@ -20,6 +20,7 @@ use crate::{
     },
     own, settings,
     socket::{self, Socket},
+    story,
     sys::{
         sync::{Mutex, OnceLock},
         thread,
@@ -464,6 +465,7 @@ impl Link {
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
+                    gpu.uuid().inspect(|uuid| story::rule(*uuid, max)); // an older scheduler says it only here
                     if let Some(space) = gpu.space() {
                         let mut guard = space.lock();
                         let before = guard.account;
@@ -475,6 +477,7 @@ impl Link {
                     gpu.make_room();
                 }
             }
+            SchedulerMessage::MemoryMax { uuid, bytes } => story::rule(uuid, bytes),
             SchedulerMessage::Room { slot, bytes } => {
                 by_slot(slot).inspect(|gpu| gpu.squeezed.room(bytes));
             }

@@ -6,7 +6,8 @@
 
 use crate::{
     cuda::*,
-    driver, hooks,
+    driver,
+    hooks::{self, nvml},
     sys::{c, sync::OnceLock},
 };
 use alloc::vec::Vec;
@@ -41,8 +42,9 @@ pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     }
 }
 
-/// `dlsym`. Only names that begin with `cu` are looked at, and not with `RTLD_NEXT`, whose meaning depends on the
-/// caller's address: everything else jumps to the real function with the caller's own return address on the stack.
+/// `dlsym`. Only names that begin with `cu` are looked at, and those few of NVML's that are hooked, and not with `RTLD_NEXT`,
+/// whose meaning depends on the caller's address: everything else jumps to the real function with the caller's own return
+/// address on the stack.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -51,7 +53,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "test rsi, rsi",
         "jz 2f",
         "cmp byte ptr [rsi], {c}",
-        "jne 2f",
+        "jne 4f",
         "cmp byte ptr [rsi + 1], {u}",
         "jne 2f",
         "cmp byte ptr [rsi + 2], {a}", // cuInit, not cups… or curl…: the driver's names go on with a capital
@@ -74,10 +76,32 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "pop rsi",
         "pop rdi",
         "jmp rax",
+        "4:",
+        "cmp byte ptr [rsi], {n}",
+        "jne 2b",
+        "cmp byte ptr [rsi + 1], {v}",
+        "jne 2b",
+        "cmp rdi, -1", // RTLD_NEXT
+        "je 2b",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // as above
+        "mov rdi, rsi",
+        "call {is_nvml}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test al, al",
+        "jz 2b",
+        "jmp {hooked_nvml}",
         c = const b'c',
         u = const b'u',
         a = const b'A',
         z = const b'Z',
+        n = const b'n',
+        v = const b'v',
+        is_nvml = sym nvml::is_hooked,
+        hooked_nvml = sym dlsym_of_nvml,
         hooked = sym dlsym_of_driver,
         real = sym REAL_DLSYM,
         find = sym find_real_dlsym,
@@ -92,7 +116,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "cbz x1, 2f",
         "ldrb w9, [x1]",
         "cmp w9, #{c}",
-        "b.ne 2f",
+        "b.ne 4f",
         "ldrb w9, [x1, #1]",
         "cmp w9, #{u}",
         "b.ne 2f",
@@ -116,10 +140,31 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "ldr x30, [sp, #16]",
         "ldp x0, x1, [sp], #32",
         "br x9",
+        "4:",
+        "cmp w9, #{n}",
+        "b.ne 2b",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #{v}",
+        "b.ne 2b",
+        "cmn x0, #1", // RTLD_NEXT
+        "b.eq 2b",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "mov x0, x1",
+        "bl {is_nvml}",
+        "and w9, w0, #1",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "cbz w9, 2b",
+        "b {hooked_nvml}",
         c = const b'c',
         u = const b'u',
         a = const b'A',
         z = const b'Z',
+        n = const b'n',
+        v = const b'v',
+        is_nvml = sym nvml::is_hooked,
+        hooked_nvml = sym dlsym_of_nvml,
         hooked = sym dlsym_of_driver,
         real = sym REAL_DLSYM,
         find = sym find_real_dlsym,
@@ -140,6 +185,19 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
         return real_dlsym(libc::RTLD_NEXT, name);
     }
     hook_of(found)
+}
+
+/// The same for a name of NVML's that is hooked.
+unsafe extern "C" fn dlsym_of_nvml(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    let is_there = nvml::is_loaded();
+    let found = real_dlsym(handle, name);
+    if found.is_null() {
+        return found;
+    }
+    if !is_there && nvml::is_hook(found as usize) {
+        return real_dlsym(libc::RTLD_NEXT, name);
+    }
+    nvml::hook_of(found)
 }
 
 /// The hook of a real function, or the function itself.

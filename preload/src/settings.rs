@@ -38,6 +38,8 @@ pub struct Settings {
     pub memory_max: Option<Amount>,
     /// What the program may have, as it is said to a scheduler.
     pub own: Vec<ClientMessage>,
+    /// That says something which is no amount.
+    pub memory_max_is_unread: bool,
 }
 
 pub fn get() -> &'static Settings {
@@ -55,6 +57,7 @@ impl Settings {
             _ => None,
         };
         let text = |name| environment(name).filter(|value| !value.is_empty());
+        let memory_max = text(c"NVSHARE_MEMORY_MAX").map(Amount::parse);
         Self {
             debug: flag(c"NVSHARE_DEBUG"),
             disabled: flag(c"NVSHARE_DISABLE"),
@@ -65,7 +68,8 @@ impl Settings {
             // The environment may change while the program runs.
             socket: text(c"NVSHARE_SOCKET").map_or(DEFAULT_SOCKET, |path| path.to_vec().leak()),
             gang: launcher::gang(environment),
-            memory_max: text(c"NVSHARE_MEMORY_MAX").and_then(Amount::parse),
+            memory_max: memory_max.flatten(),
+            memory_max_is_unread: memory_max == Some(None),
             own: own::read(),
         }
     }

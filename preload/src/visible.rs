@@ -4,6 +4,7 @@
 use crate::{
     own, settings, socket,
     socket::Socket,
+    story,
     sys::{c, sync::Mutex, time, time::Instant},
     trace::trace,
 };
@@ -118,6 +119,8 @@ fn ask(socket: &Socket, version: u16) -> Answer {
                 return if outcome == NoPlace::NoGpu { Answer::NoGpu } else { Answer::Free };
             }
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
+            // The program may ask for it as soon as CUDA is initialised.
+            Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => story::rule(uuid, bytes),
             // Nothing else is said before this client has said anything else.
             Ok(_) => {}
             Err(_) => return Answer::Free,

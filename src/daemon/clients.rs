@@ -253,7 +253,7 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
         Ok(Err(violation)) => return complain(&identity, format_args!("is hung up on: {violation}")),
         Err(_) => return debug!(pid = identity.pid, "said no Hello within {HELLO_TIMEOUT:?}"),
     };
-    let Hello { min, max, gang, library } = hello;
+    let Hello { min, max, resume, gang, library } = hello;
     let Some(version) = version::negotiate(min, max) else {
         let (oldest, newest) = (version::MIN, version::MAX);
         complain(
@@ -273,7 +273,9 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
 
     link.version.set(version);
     let library = library.as_str().to_owned();
-    let arrival = Arrival { link: link.clone(), identity: identity.clone(), version, gang, library, lasts: true };
+    let returns = resume != 0;
+    let arrival =
+        Arrival { link: link.clone(), identity: identity.clone(), version, gang, library, lasts: true, returns };
     let client = hub.borrow_mut().connect(arrival);
     shared.resumed().await;
     converse(&hub, client, &link, &identity, pidfd.as_ref(), &shared).await;
@@ -327,6 +329,8 @@ pub async fn died(pidfd: Option<&AsyncFd<OwnedFd>>) {
 pub struct Hello {
     pub min: u16,
     pub max: u16,
+    /// The id that it had on an earlier connection, or 0.
+    pub resume: u64,
     pub gang: u64,
     pub library: Text<32>,
 }
@@ -336,8 +340,8 @@ async fn hello(link: &Link) -> Result<Option<Hello>, Violation> {
     let mut buffer = [0; MAX_LEN];
     let Some(packet) = packet(link, &mut buffer, &mut Vec::new()).await? else { return Ok(None) };
     match ClientMessage::decode(packet, 0) {
-        Ok(ClientMessage::Hello { min_version, max_version, flags: _, resume: _, gang, library }) => {
-            Ok(Some(Hello { min: min_version, max: max_version, gang, library }))
+        Ok(ClientMessage::Hello { min_version, max_version, flags: _, resume, gang, library }) => {
+            Ok(Some(Hello { min: min_version, max: max_version, resume, gang, library }))
         }
         Ok(_) | Err(nvshare_wire::WireError::Version { .. }) => Err(Violation::NotHello),
         Err(error) => Err(error.into()),

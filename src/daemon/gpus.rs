@@ -211,12 +211,7 @@ fn sample((device, ..): &Found<'_>) -> Option<Sample> {
 
 /// Reads `GPU-8a6c…` and `MIG-8a6c…`.
 fn parse_uuid(text: &str) -> Option<Uuid> {
-    let hex = text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-"))?;
-    let digits: Vec<u8> =
-        hex.chars().filter(|c| *c != '-').map(|c| c.to_digit(16).map(|d| d as u8)).collect::<Option<_>>()?;
-    let bytes: Vec<u8> =
-        digits.chunks_exact(2).map(|pair| pair.iter().fold(0, |byte, digit| byte << 4 | digit)).collect();
-    (digits.len() == 32).then(|| bytes.try_into().ok().map(Uuid)).flatten()
+    Uuid::parse(text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-"))?)
 }
 
 #[cfg(test)]

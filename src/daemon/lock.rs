@@ -88,6 +88,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, wish: Wish) -> Resul
         gang: 0,
         library: "D-Bus".to_owned(),
         lasts: false,
+        returns: false,
     };
     let client = hub.borrow_mut().connect(arrival);
     let (hub, shared) = (hub.clone(), shared.clone());

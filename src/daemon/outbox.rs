@@ -40,10 +40,11 @@ impl Outbox {
 
 /// Whether nobody needs `older` once `newer` is there. The lock's own moves are never dropped.
 fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
-    use SchedulerMessage::{Allowance, Contended, Denied, Limit, Prepare, Revoke, Room, Waiting};
+    use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Revoke, Room, Waiting};
     match (newer, older) {
         (Allowance { slot: new, .. }, Allowance { slot: old, .. }) => new == old,
         (Limit { slot: new, .. }, Limit { slot: old, .. }) => new == old,
+        (MemoryMax { uuid: new, .. }, MemoryMax { uuid: old, .. }) => new == old,
         (Room { slot: new, .. }, Room { slot: old, .. }) => new == old,
         (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
         (Denied { slot: new, .. }, Denied { slot: old, .. }) => new == old,

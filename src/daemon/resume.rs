@@ -186,7 +186,7 @@ async fn listen(link: &Link, name: Name) -> Option<(Hello, Vec<Vec<u8>>, SlotSet
                 if resume != name.client || !(min..=max).contains(&name.version) {
                     return None;
                 }
-                hello = Some(Hello { min, max, gang, library });
+                hello = Some(Hello { min, max, resume, gang, library });
                 packets.clear();
             }
             Ok(ClientMessage::Held { gpus }) if hello.is_some() => return Some((hello?, packets, gpus)),
@@ -215,6 +215,7 @@ fn admit(hub: &Rc<RefCell<Hub>>, mut statements: Vec<Statement>, shared: &Rc<Sha
             gang: hello.gang,
             library: hello.library.as_str().to_owned(),
             lasts: true,
+            returns: true,
         };
         hub.borrow_mut().resume(client, arrival, asked.name);
         for packet in std::mem::take(packets) {

@@ -49,6 +49,12 @@ impl Machine {
         self.groups.get(&group)?.terms.memory_max.on(self.gpus.get(&id)?.total)
     }
 
+    /// The least of all that rules allow the client's group of that GPU's memory: what it is told of that GPU.
+    pub fn ruled_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        let by_rule = self.memory_max(client, id).into_iter().chain(self.swap_max(client));
+        by_rule.chain(self.own_memory_max(client, id)).chain(self.own_swap_max(client)).min()
+    }
+
     /// What demands of the client's group can come to there: its contexts are memory as well.
     pub(super) fn memory_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let max = self.memory_max(client, id)?;

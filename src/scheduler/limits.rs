@@ -252,8 +252,7 @@ impl Machine {
         let Some(most) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         let Some(Promise { limit: bytes, seq, .. }) = self.seat(client, id).map(|s| s.promise.clone()) else { return };
         let spare = if self.host.scarce { 0 } else { u64::MAX };
-        let by_rule = self.memory_max(client, id).into_iter().chain(self.swap_max(client));
-        let max = by_rule.chain(self.own_memory_max(client, id)).chain(self.own_swap_max(client)).min();
+        let max = self.ruled_max(client, id);
         self.out.push(Command::Limit { client, gpu: id, bytes, seq, most: most.max(bytes), spare, max });
     }
 }

@@ -83,8 +83,14 @@ impl Host {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest").join(name).with_extension("c");
         let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
         cc.args(["-O1", "-g", "-Wall", "-Wextra", "-pthread"]).args(options).arg("-o").arg(&to).arg(source);
-        // What uses CUDA is linked to it, and finds it in an empty environment too.
-        cc.arg("-L").arg(&libraries).args(["-Wl,--as-needed", "-l:libcuda.so.1", "-ldl", "-Wl,--enable-new-dtags"]);
+        // What uses CUDA or NVML is linked to it, and finds it in an empty environment too.
+        cc.arg("-L").arg(&libraries).args([
+            "-Wl,--as-needed",
+            "-l:libcuda.so.1",
+            "-l:libnvidia-ml.so.1",
+            "-ldl",
+            "-Wl,--enable-new-dtags",
+        ]);
         cc.arg(format!("-Wl,-rpath,{}", libraries.display()));
         let said = output(&mut cc);
         if !said.status.success() && !options.iter().any(|o| o.starts_with("-fsanitize")) {

@@ -60,6 +60,17 @@ fn names_of_the_driver_do_not_exist_before_it_is_loaded() {
 }
 
 #[test]
+fn nvml_answers_as_without_however_it_is_come_by() {
+    let host = Host::new();
+    let program = host.program("nvml");
+    for word in ["linked", "looked-up", "default", "next"] {
+        host.case(&program, &[word]).succeeds();
+        // A bound beyond all that there is changes nothing, but has each question looked at.
+        host.case(&program, &[word]).env("NVSHARE_MEMORY_MAX", "1T").succeeds();
+    }
+}
+
+#[test]
 fn a_program_looks_up_in_constructors_and_in_signal_handlers() {
     let host = Host::new();
     host.case(host.program("constructors"), &[]).succeeds();

@@ -32,7 +32,7 @@ fn count(dice: &mut Dice) -> u32 {
 
 /// A message that a scheduler could send, though not now and not so.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
-    match dice.below(30) {
+    match dice.below(31) {
         0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.next() },
         1 => refusal(dice),
         2..5 => SchedulerMessage::Attached { slot: slot(dice) },
@@ -66,6 +66,7 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
         },
         28 => SchedulerMessage::Unplaced { outcome: NoPlace::Free, text: Text::new("nonsense") },
         29 => SchedulerMessage::Remark { text: Text::new(dice.pick(&["", "%s%n", "\u{1b}[2J\n", LONG])) },
+        30 => SchedulerMessage::MemoryMax { uuid: Uuid([dice.next() as u8; 16]), bytes: bytes(dice) },
         24 => SchedulerMessage::Opened {
             ticket: slot(dice),
             outcome: dice.pick(&[Sharing::Done, Sharing::Unknown, Sharing::Failed, Sharing::Busy]),

@@ -7,6 +7,18 @@ use core::fmt;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Uuid(pub [u8; 16]);
 
+impl Uuid {
+    /// Reads what [`Display`](fmt::Display) writes, wherever its hyphens are.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut bytes = [0; 16];
+        let mut digits = text.chars().filter(|c| *c != '-').map(|c| c.to_digit(16));
+        for byte in &mut bytes {
+            *byte = (digits.next()?? << 4 | digits.next()??) as u8;
+        }
+        digits.next().is_none().then_some(Self(bytes))
+    }
+}
+
 impl fmt::Display for Uuid {
     /// The form of `nvidia-smi`, without the `GPU-` or `MIG-` before it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

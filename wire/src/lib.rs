@@ -13,6 +13,7 @@
 //! Hello ────────────────────────────▶
 //!       ◀──────────────────────────── Welcome            (or Refused, and the end)
 //! Own(weight, "10") ────────────────▶                     what its environment allows it, if anything; perhaps a Remark
+//!       ◀──────────────────────────── MemoryMax(GPU by UUID)    for each whose memory a rule bounds
 //! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there
 //!       ◀──────────────────────────── Attached            room for the context is made; limit and first allowance
 //! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others

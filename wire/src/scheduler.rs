@@ -88,6 +88,12 @@ messages! {
             client: u64,
         },
 
+        /// What a rule allows this client, and those that count with it, of that GPU's memory, whether it uses that GPU or not;
+        /// 0: no rule does. Said before any answer to this client, and again when it changes: of each GPU to a client that was
+        /// here before, else of those alone for which there is something to say. Where the client has attached the GPU, the
+        /// newest [`Limit`](Self::Limit) has the last word.
+        80 (since 4) => MemoryMax { uuid: Uuid, bytes: u64 },
+
         /// An answer to [`Place`](crate::ClientMessage::Place): the GPU that this process is to see as number `at`, of `of`.
         90 (since 3) => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },
 

@@ -25,6 +25,9 @@ pub const PLACING: u16 = 3;
 /// The version from which on a client says what its own environment allows it.
 pub const OWN: u16 = 4;
 
+/// The version from which on a client hears what a rule allows it of a GPU that it does not use yet.
+pub const FORETOLD: u16 = 4;
+
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {
     let version = max.min(MAX);

@@ -135,6 +135,7 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("adopt", 2, Adopt { exporter: KEY, range: 2 }),
         ("prepare", 2, Prepare { slot, bytes: 12 << 30 }),
         ("resume", 3, Resume { client: 7 }),
+        ("memory-max", 4, MemoryMax { uuid: Uuid([0x5a; 16]), bytes: 8 << 30 }),
         ("placed", 3, Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
         ("unplaced", 3, Unplaced { outcome: NoPlace::NoGpu, text: Text::new("no GPU is left") }),
         ("remark", 4, Remark { text: Text::new("NVSHARE_WEIGHT: weight cannot be 0") }),

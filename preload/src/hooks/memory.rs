@@ -1,4 +1,4 @@
-//! Allocations, frees and questions about memory. None of them waits for the GPU lock: an allocation for which there is
+//! Allocations, frees and questions about addresses. None of them waits for the GPU lock: an allocation for which there is
 //! no room now only reserves its addresses.
 
 use crate::{
@@ -301,29 +301,6 @@ hooks! { real, flavour;
         if is_broken() { real() } else if free(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
     }
 
-    [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
-        let gpu = if client::is_on() { gpu::current() } else { None };
-        let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
-        if current_context().is_ok_and(|context| context.is_null()) || is_broken() {
-            return real();
-        }
-        let account = space.lock().account;
-        let mut left = account.free().min(gpu.total());
-        if !client::is_connected() {
-            // Nobody makes room: what others use is lacking.
-            let (mut now, mut total) = (0, 0);
-            // SAFETY: valid places.
-            if unsafe { driver::cuMemGetInfo_v2(&mut now, &mut total) } == SUCCESS {
-                left = left.min(now as u64);
-            }
-        }
-        // SAFETY: the program's own places; the driver allows NULL.
-        unsafe {
-            put(free, left as usize);
-            put(total, account.at_most(gpu.total()) as usize);
-        }
-        SUCCESS
-    }
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
         let allocated = find(address).map(|(_, allocation)| Ok((allocation.base, allocation.size)));
         let (begin, len) = match allocated.or_else(|| vmm::extent(address)).filter(|_| !is_broken()) {

@@ -2,7 +2,8 @@
 //! direct linking (the exported symbol), `dlsym` and `cuGetProcAddress` (see [`crate::loader`]).
 //!
 //! - [`gated`]: launches, copies and memsets: they wait at the gate.
-//! - [`memory`]: allocations, frees, and questions about memory: they never wait for the GPU lock.
+//! - [`memory`]: allocations, frees, and questions about addresses: they never wait for the GPU lock.
+//! - [`told`]: questions how much memory there is, and [`nvml`] the same where NVML is asked, which is another library.
 //! - [`pinned`]: allocations that stay the driver's: counted.
 //! - [`vmm`]: memory that the program reserves, makes and maps itself.
 //! - [`squeezed`]: calls in which the driver takes memory for itself.
@@ -17,8 +18,10 @@ pub mod gated;
 pub mod interop;
 pub mod ipc;
 pub mod memory;
+pub mod nvml;
 pub mod pinned;
 pub mod squeezed;
+pub mod told;
 pub mod vmm;
 
 use crate::{
@@ -47,6 +50,7 @@ pub fn all() -> impl Iterator<Item = &'static Hook> {
         .chain(interop::HOOKS)
         .chain(ipc::HOOKS)
         .chain(squeezed::HOOKS)
+        .chain(told::HOOKS)
 }
 
 /// Whether this is the address of a hook.

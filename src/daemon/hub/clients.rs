@@ -79,13 +79,27 @@ impl Hub {
     }
 
     fn enter(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival { link, identity, version, gang: named, library, lasts } = arrival;
+        let Arrival { link, identity, version, gang: named, library, lasts, returns } = arrival;
         let library = printable(&library);
         let session = Session::new(client, version);
-        let uses = BTreeMap::new();
+        let (uses, foretold) = (BTreeMap::new(), BTreeMap::new());
         let (connected, rule, own, kept) = (SystemTime::now(), None, Own::default(), None);
         let gang = (named, gang);
-        let entry = Client { link, session, identity, library, connected, uses, gang, rule, own, kept, lasts };
+        let entry = Client {
+            link,
+            session,
+            identity,
+            library,
+            connected,
+            uses,
+            gang,
+            rule,
+            own,
+            foretold,
+            returns,
+            kept,
+            lasts,
+        };
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
         self.active();
@@ -248,6 +262,7 @@ impl Hub {
         self.provide(gpu);
         self.gpus.insert(gpu, entry);
         self.apply(Event::GpuFound { gpu, total });
+        self.foretell_all();
         // Perhaps a slice that was made just now.
         self.ask_nvml(Ask::Scan);
         Ok(())

@@ -47,6 +47,7 @@ impl Hub {
             }
             if changed {
                 self.apply(Event::GpuFound { gpu, total });
+                self.foretell_all();
                 if let Some(rate) = link {
                     self.apply(Event::GpuLink { gpu, rate });
                 }

@@ -123,6 +123,10 @@ struct Client {
     rule: Option<Instance>,
     /// What it says of itself.
     own: Own,
+    /// What it was told that a rule allows it of each GPU's memory.
+    foretold: BTreeMap<GpuId, u64>,
+    /// What it was told by an earlier daemon, or on an earlier connection, may be something else.
+    returns: bool,
     /// What systemd knows its connection by, if that outlives this daemon.
     kept: Option<Name>,
     /// It can be.
@@ -138,6 +142,8 @@ pub struct Arrival {
     pub library: String,
     /// Its connection can outlive this daemon.
     pub lasts: bool,
+    /// It was welcomed before, here or by an earlier daemon.
+    pub returns: bool,
 }
 
 /// What the machine does not remember of a client on one GPU.

@@ -1,9 +1,9 @@
-//! Who has which rule, with whom it counts, and what it says of itself.
+//! Who has which rule, with whom it counts, and what it says of itself; and what the clients hear of it before they use a GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use nvshare_wire::own::OwnTerm;
-use nvshare_wire::{SchedulerMessage, Text};
+use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::debug;
 
 use super::Hub;
@@ -20,6 +20,7 @@ impl Hub {
             self.apply(Event::Grouped { groups: BTreeMap::from([(client, Some(group))]) });
             self.label([client]);
         }
+        self.foretell([client]);
     }
 
     /// The rules are others than those: everybody's is looked up anew, all at once. Who counted together for a rule that is
@@ -38,7 +39,30 @@ impl Hub {
         let clients: Vec<ClientId> = self.clients.keys().copied().collect();
         let groups = clients.iter().map(|client| (*client, self.matched(*client))).collect();
         self.apply(Event::Grouped { groups });
+        self.foretell_all();
         self.label(clients);
+    }
+
+    /// Tells clients what a rule allows them of each GPU's memory, where that is not what they know: programs ask how much
+    /// there is before they use a GPU, and plan with it.
+    fn foretell(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+        for client in clients {
+            let Some(entry) = self.clients.get_mut(&client) else { continue };
+            if entry.session.version < version::FORETOLD {
+                continue;
+            }
+            for gpu in self.gpus.keys() {
+                let bytes = self.machine.ruled_max(client, *gpu).unwrap_or(0);
+                let before = entry.foretold.insert(*gpu, bytes);
+                if before.unwrap_or(0) != bytes || (before.is_none() && entry.returns) {
+                    entry.link.send(SchedulerMessage::MemoryMax { uuid: gpu.0, bytes });
+                }
+            }
+        }
+    }
+
+    pub(super) fn foretell_all(&mut self) {
+        self.foretell(self.clients.keys().copied().collect::<Vec<_>>());
     }
 
     /// Looks up the rule of a client.
@@ -79,6 +103,7 @@ impl Hub {
         }
         if own != before {
             self.apply(Event::Tightened { client, own });
+            self.foretell([client]);
         }
     }
 

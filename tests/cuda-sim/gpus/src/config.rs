@@ -16,6 +16,8 @@ pub struct Config {
     pub gpus: usize,
     /// `CUDA_SIM_MEMORY`: memory of one GPU.
     pub memory: u64,
+    /// `CUDA_SIM_RESERVED`: what there is besides, for the driver itself; only NVML counts it.
+    pub reserved: u64,
     /// `CUDA_SIM_CONTEXT`: what one context takes of it.
     pub context: u64,
     /// `CUDA_SIM_DIR`: where the processes of one simulated machine meet.
@@ -50,6 +52,7 @@ impl Config {
         Config {
             gpus: (size("CUDA_SIM_GPUS", 1) as usize).min(MAX_GPUS),
             memory: size("CUDA_SIM_MEMORY", 1 << 30),
+            reserved: size("CUDA_SIM_RESERVED", 0),
             context: size("CUDA_SIM_CONTEXT", 16 << 20),
             dir: dir(),
             gpu_bandwidth: size("CUDA_SIM_GPU_BANDWIDTH", 4 << 30).max(1),

@@ -19,6 +19,7 @@ const INVALID_ARGUMENT: Error = Error(2);
 const NOT_SUPPORTED: Error = Error(3);
 const NOT_FOUND: Error = Error(6);
 const INSUFFICIENT_SIZE: Error = Error(7);
+const VERSION_MISMATCH: Error = Error(25);
 
 const ERRORS: &[(u32, &CStr)] = &[
     (0, c"The operation was successful"),
@@ -27,6 +28,7 @@ const ERRORS: &[(u32, &CStr)] = &[
     (3, c"The requested operation is not available on the target device"),
     (6, c"A query to find an object was unsuccessful"),
     (7, c"An input argument is not large enough"),
+    (25, c"The version of the structure is not one that is known"),
     (999, c"An internal driver error occurred"),
 ];
 
@@ -39,7 +41,7 @@ pub struct Memory {
     used: u64,
 }
 
-/// `nvmlMemory_v2_t`
+/// `nvmlMemory_v2_t`. What is used does not include what is reserved here.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Memory2 {
@@ -123,9 +125,16 @@ fn code(done: Result<(), Error>) -> u32 {
     done.map_or_else(|e| e.0, |()| 0)
 }
 
-fn used(gpu: usize) -> u64 {
-    account::used(gpu)
+/// A GPU's memory, with what the driver keeps for itself, which CUDA does not count.
+fn memory(handle: usize) -> Result<Memory2, Error> {
+    let (gpu, config) = (gpu(handle)?, Config::get());
+    let used = account::used(gpu);
+    let (total, free) = (config.memory + config.reserved, config.memory.saturating_sub(used));
+    Ok(Memory2 { version: MEMORY_2, total, reserved: config.reserved, free, used })
 }
+
+/// `nvmlMemory_v2`
+const MEMORY_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
 /// The processes that have memory of a GPU, into the program's list.
 fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, u64) -> T) -> Result<(), Error> {
@@ -251,18 +260,16 @@ exports! {
     nvmlDeviceGetMinorNumber(handle: usize, minor: *mut u32) { out(minor, gpu(handle)? as u32) }
     nvmlDeviceGetPciInfo_v3(handle: usize, info: *mut Pci) { out(info, pci(handle)?) }
     nvmlDeviceGetPciInfo_v2(handle: usize, info: *mut Pci) { out(info, pci(handle)?) }
-    nvmlDeviceGetMemoryInfo(handle: usize, memory: *mut Memory) {
-        let (total, used) = (Config::get().memory, used(gpu(handle)?));
-        out(memory, Memory { total, free: total.saturating_sub(used), used })
+    nvmlDeviceGetMemoryInfo(handle: usize, to: *mut Memory) {
+        let Memory2 { total, free, .. } = memory(handle)?;
+        out(to, Memory { total, free, used: total - free })
     }
-    nvmlDeviceGetMemoryInfo_v2(handle: usize, memory: *mut Memory2) {
-        if memory.is_null() {
-            return Err(INVALID_ARGUMENT);
+    nvmlDeviceGetMemoryInfo_v2(handle: usize, to: *mut Memory2) {
+        // SAFETY: where it is not null, the program passes a whole structure with its version set.
+        match unsafe { to.as_ref() }.ok_or(INVALID_ARGUMENT)?.version {
+            MEMORY_2 => out(to, memory(handle)?),
+            _ => Err(VERSION_MISMATCH),
         }
-        let (total, used) = (Config::get().memory, used(gpu(handle)?));
-        // SAFETY: not null, and the program passes a whole structure with its version set.
-        let version = unsafe { (*memory).version };
-        out(memory, Memory2 { version, total, reserved: 0, free: total.saturating_sub(used), used })
     }
     nvmlDeviceGetUtilizationRates(handle: usize, rates: *mut Utilization) {
         gpu(handle)?;

@@ -36,6 +36,10 @@ fn memory_and_processes() {
     let mut none = 0;
     assert_eq!(nvmlDeviceGetComputeRunningProcesses_v3(handle, &mut none, ptr::null_mut()), 7);
     assert_eq!(none, 1);
+    let mut all = [u64::from(40_u32 | 2 << 24), 0, 0, 0, 0];
+    assert_eq!(nvmlDeviceGetMemoryInfo_v2(handle, all.as_mut_ptr().cast()), 0);
+    assert_eq!(all[1..], [100 * M, 0, 70 * M, 30 * M]);
+    assert_eq!(nvmlDeviceGetMemoryInfo_v2(handle, [0_u64; 5].as_mut_ptr().cast()), 25, "it has no version");
     Account::get().give(1, 30 * M);
     assert_eq!((memory(), processes().0), ([100 * M, 100 * M, 0], 0));
 

@@ -2,6 +2,7 @@
 
 pub mod api;
 pub mod late;
+pub mod nvml;
 
 pub use api::Api;
 use api::{Access, Location, Properties};

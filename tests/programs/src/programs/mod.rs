@@ -26,6 +26,7 @@ mod per_thread;
 mod persistent;
 mod proxy;
 mod share;
+mod story;
 mod stranger;
 mod streams;
 mod weights;
@@ -124,6 +125,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "maps",
         maps::run,
         "--mem 48M --seconds 2 --seed 1 --pause-ms 20 | --unused 1 --strict 1: random steps of virtual memory management, each answer compared with a model",
+    ),
+    (
+        "story",
+        story::run,
+        "--mem 0 --changes 0 --context 1 --init 1 --nvml 0: how much memory there is, by everything that says so, each time that changes",
     ),
     ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];

@@ -1,0 +1,100 @@
+//! NVML as far as a program asks it how much memory there is.
+
+use std::{
+    ffi::{CString, c_char, c_void},
+    mem,
+};
+
+/// `nvmlMemory_t`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Memory {
+    pub total: u64,
+    pub free: u64,
+    pub used: u64,
+}
+
+/// `nvmlMemory_v2_t`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Memory2 {
+    pub version: u32,
+    pub total: u64,
+    pub reserved: u64,
+    pub free: u64,
+    pub used: u64,
+}
+
+/// How NVML's functions are looked up.
+#[derive(Clone, Copy, Debug)]
+pub enum Lookup {
+    /// In the library itself.
+    Library,
+    /// Wherever the loader finds them first, as a program's that is linked to NVML.
+    Linked,
+}
+
+/// One GPU, as NVML knows it.
+#[derive(Clone, Copy, Debug)]
+pub struct Nvml {
+    library: *mut c_void,
+    handle: usize,
+}
+
+impl Nvml {
+    /// The GPU of that number.
+    pub fn open(index: u32) -> Result<Nvml, String> {
+        // SAFETY: a C string; the library stays loaded.
+        let library = unsafe { libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+        if library.is_null() {
+            return Err("cannot load libnvidia-ml.so.1".into());
+        }
+        let mut nvml = Nvml { library, handle: 0 };
+        // SAFETY: both have these signatures by NVML's header, and the places are live.
+        unsafe {
+            let init: unsafe extern "C" fn() -> u32 = mem::transmute(nvml.find(Lookup::Library, "nvmlInit_v2")?);
+            let get: unsafe extern "C" fn(u32, *mut usize) -> u32 =
+                mem::transmute(nvml.find(Lookup::Library, "nvmlDeviceGetHandleByIndex_v2")?);
+            succeeded("nvmlInit_v2", init())?;
+            succeeded("nvmlDeviceGetHandleByIndex_v2", get(index, &mut nvml.handle))?;
+        }
+        Ok(nvml)
+    }
+
+    fn find(&self, lookup: Lookup, name: &str) -> Result<*mut c_void, String> {
+        let text = CString::new(name).map_err(|_| "a NUL in a name")?;
+        let from = match lookup {
+            Lookup::Library => self.library,
+            Lookup::Linked => libc::RTLD_DEFAULT,
+        };
+        // SAFETY: a handle of the loader's, and a C string.
+        let found = unsafe { libc::dlsym(from, text.as_ptr().cast::<c_char>()) };
+        if found.is_null() { Err(format!("NVML has no {name}")) } else { Ok(found) }
+    }
+
+    pub fn memory(&self, lookup: Lookup) -> Result<Memory, String> {
+        let (name, mut memory) = ("nvmlDeviceGetMemoryInfo", Memory::default());
+        // SAFETY: the signature of NVML's header, and a live place.
+        let code = unsafe {
+            let call: unsafe extern "C" fn(usize, *mut Memory) -> u32 = mem::transmute(self.find(lookup, name)?);
+            call(self.handle, &mut memory)
+        };
+        succeeded(name, code).map(|()| memory)
+    }
+
+    pub fn memory_2(&self, lookup: Lookup) -> Result<Memory2, String> {
+        let name = "nvmlDeviceGetMemoryInfo_v2";
+        let version = size_of::<Memory2>() as u32 | 2 << 24;
+        let mut memory = Memory2 { version, total: 0, reserved: 0, free: 0, used: 0 };
+        // SAFETY: the signature of NVML's header, and a live place.
+        let code = unsafe {
+            let call: unsafe extern "C" fn(usize, *mut Memory2) -> u32 = mem::transmute(self.find(lookup, name)?);
+            call(self.handle, &mut memory)
+        };
+        succeeded(name, code).map(|()| memory)
+    }
+}
+
+fn succeeded(name: &str, code: u32) -> Result<(), String> {
+    if code == 0 { Ok(()) } else { Err(format!("{name}: NVML error {code}")) }
+}
