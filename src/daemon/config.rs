@@ -13,7 +13,7 @@ use toml::Spanned;
 
 use super::host::SwapMax;
 use super::rules::{self, Origin, RawRule, Rule, Rules};
-use crate::scheduler::{AntiThrash, Placement, Settings};
+use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 use crate::units;
 
 pub const DEFAULT_PATH: &str = "/etc/nvshare/nvshare.toml";
@@ -50,6 +50,7 @@ impl Default for Config {
                 // Three that need each other's memory wait no longer than two do with the default quantum.
                 max_wait: Duration::from_secs(60),
                 anti_thrash: AntiThrash::Auto,
+                policy: PolicyName::Fcfs,
                 reserve: 512 << 20,
                 // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
                 context: 600 << 20,

@@ -10,7 +10,7 @@ use super::{
     limits::Host,
     locks::{Hold, Request, Unit},
     placement::Places,
-    policy::{Bursts, FIRST_RATE, Fcfs, RATE_BACK},
+    policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
     promise::Promise,
     shares::{Class, Party},
     squeeze::Squeeze,
@@ -38,7 +38,6 @@ impl Settings {
 pub struct Machine {
     pub(super) now: Time,
     pub(super) settings: Settings,
-    pub(super) policy: Fcfs,
     pub(super) gpus: BTreeMap<GpuId, Gpu>,
     pub(super) clients: BTreeMap<ClientId, Client>,
     /// Requests that wait, in line or parked.
@@ -131,6 +130,8 @@ pub(super) struct Place {
     pub at: Time,
     pub rank: Time,
     pub number: u64,
+    /// Since when its party has waited there, if nobody of it was served meanwhile.
+    pub joined: Time,
 }
 
 #[derive(Debug)]
@@ -174,6 +175,7 @@ pub(super) struct Seat {
     pub used: Option<Time>,
     pub last_run: Time,
     pub bursts: Bursts,
+    pub progress: Progress,
     pub fullness: Fullness,
     pub grants: u64,
     pub lock_time: Duration,
@@ -192,7 +194,6 @@ impl Machine {
         Self {
             now: Time::ZERO,
             settings,
-            policy: Fcfs,
             gpus: BTreeMap::new(),
             clients: BTreeMap::new(),
             requests: BTreeMap::new(),
@@ -206,6 +207,10 @@ impl Machine {
             out: Vec::new(),
             counter: 0,
         }
+    }
+
+    pub(super) fn policy(&self) -> &'static dyn Policy {
+        policy::named(self.settings.policy)
     }
 
     /// When it wants the next [`Event::Tick`], unless another event comes first.
@@ -314,8 +319,12 @@ impl Machine {
     fn configure(&mut self, mut settings: Settings) {
         settings.bound();
         let is_same = settings.time_period == self.settings.time_period;
+        let is_same_policy = settings.policy == self.settings.policy;
         self.settings = settings;
-        if !is_same {
+        if !is_same_policy {
+            self.rank_anew();
+        }
+        if !(is_same && is_same_policy) {
             self.stand_anew();
         }
         self.dirty.extend(self.gpus.keys().copied());
