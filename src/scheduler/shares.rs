@@ -125,8 +125,7 @@ impl Machine {
             let waiting = gpu.clone().flat_map(|gpu| &gpu.line).flat_map(|(_, unit)| self.clients_of(*unit));
             let clients = waiting.chain(gpu.flat_map(|gpu| gpu.holders.values().copied()));
             let others = clients.filter(|client| self.party(*client) == Some(Party::Others));
-            let users: BTreeSet<UserId> =
-                others.filter_map(|client| Some(self.clients.get(&client)?.user)).collect();
+            let users: BTreeSet<UserId> = others.filter_map(|client| Some(self.clients.get(&client)?.user)).collect();
             u32::try_from(users.len()).unwrap_or(u32::MAX).max(1)
         };
         self.weight(party).saturating_mul(if party == Party::Others { users() } else { 1 })

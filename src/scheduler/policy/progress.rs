@@ -80,7 +80,11 @@ mod tests {
         assert_eq!(progress.after(s(20), s(3)), (s(13), s(20)), "of its level since its turn ended");
         assert_eq!(progress.after(s(26), s(6)), (s(16), s(26)), "and of the next since then");
         progress.asks(s(23));
-        assert_eq!(progress.after(s(23), s(0)), (s(7), s(20)), "a pause in which it stays of its level costs it no place");
+        assert_eq!(
+            progress.after(s(23), s(0)),
+            (s(7), s(20)),
+            "a pause in which it stays of its level costs it no place"
+        );
         progress.ran(s(24), s(0));
         progress.asks(s(60));
         assert_eq!(progress.after(s(60), s(0)), (s(0), s(60)), "and after a longer one it is as new");
