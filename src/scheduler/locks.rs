@@ -578,7 +578,7 @@ impl Machine {
         let uncontended = held - waited;
         // As for bursts: who has no work has had less than all of what it had while nobody waited.
         let ran = if idle { waited + uncontended.min(seat.bursts.expected()) } else { held };
-        seat.progress.ran(now, ran);
+        seat.progress.ran(now, ran, idle);
         seat.bursts.ran(waited, uncontended, busy, idle);
         seat.fullness.turn_ended(waited, idle);
         seat.lock_time += held;

@@ -89,7 +89,9 @@ impl Machine {
             let arrival = request.since.values().min().copied().unwrap_or(self.now);
             let (rank, ages) = self.rank(*client, wants, arrival);
             let is_in_line = request.parked.is_none();
-            self.leave_line(unit);
+            if is_in_line {
+                self.leave_line(unit);
+            }
             if let Some(request) = self.requests.get_mut(&unit) {
                 (request.place.rank, request.ages, request.aged) = (rank, ages, false);
             }
@@ -121,7 +123,7 @@ impl Machine {
             burst: seat.bursts.expected(),
             moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
-            unmeasured: seat.fullness.is_open(),
+            unmeasured: seat.hold.is_none() && seat.fullness.is_open(),
             waiters: gpu.line.len() as u32 + 1,
             had,
             entered,
@@ -138,7 +140,22 @@ impl Machine {
             waited: hold.waited(self.now),
             aged: hold.aged,
             fellow: first.is_none_or(|first| self.party_of(first) == self.party(client)),
+            others_after: self.others_after(client, id, hold),
         }
+    }
+
+    /// How much longer a holder can run until its party will have had more than another one that waits. None where the policy
+    /// has parties take turns by ending each of theirs, or nobody else waits.
+    fn others_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
+        if self.policy().users_take_turns() || !self.has_classes() {
+            return None;
+        }
+        let party = self.party(client)?;
+        let is_other =
+            |unit: Unit| self.party_of(unit).is_some_and(|other| other != party && self.are_peers(other, party));
+        let (place, _) = self.gpus.get(&id)?.line.iter().find(|(_, unit)| is_other(*unit))?;
+        let (until, debt) = self.served_until(party, id, hold, hold.waited(self.now))?;
+        Some(debt.until_as_much(place.at.saturating_sub(until)))
     }
 
     /// Where a request stands in line now.
@@ -221,6 +238,9 @@ impl Machine {
         let arrives = self.policy().place(&self.settings, self.now, &waiter);
         // As long as it goes on, its arrival comes as fast as time does.
         let ahead = if self.party_of(other) == Some(party) {
+            if self.others_after(holder, id, hold) == Some(Duration::ZERO) {
+                return None;
+            }
             place.rank.checked_sub(arrives)?
         } else {
             let (until, debt) = self.served_until(party, id, hold, waited).unwrap_or_default();

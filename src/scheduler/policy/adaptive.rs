@@ -46,13 +46,17 @@ impl Policy for Adaptive {
             (true, false) if first.holders_measured => SHORTEST_TURN,
             (true, false) => MEASURED.min(settings.time_quantum),
         };
-        if holder.aged || first.aged {
-            turn_of_all(settings, first).max(least)
+        let turn = if holder.aged || first.aged {
+            turn_of_all(settings, first)
         } else if first.rank < holder.rank {
             least
         } else {
-            holder.waited.saturating_add(progress::rest_of_level(holder.had)).max(least)
-        }
+            holder.waited.saturating_add(progress::rest_of_level(holder.had))
+        };
+        // Other parties have their part in whole turns.
+        let others =
+            holder.others_after.map(|after| turn_of_all(settings, first).max(holder.waited.saturating_add(after)));
+        turn.min(others.unwrap_or(Duration::MAX)).max(least)
     }
 
     fn place(&self, settings: &Settings, _: Time, waiter: &Waiter) -> Time {

@@ -84,6 +84,8 @@ pub(super) struct Runner {
     pub aged: bool,
     /// It takes turns with who waits as two of one party.
     pub fellow: bool,
+    /// After how much more of it another party is to have the GPU, if one waits that shares it.
+    pub others_after: Option<Duration>,
 }
 
 /// The decisions that one policy takes differently from another.

@@ -13,29 +13,29 @@ pub(in crate::scheduler) struct Progress {
     had: Duration,
     /// Since when it is of its level: it stands among those of that level as who came then.
     entered: Time,
-    /// Since when it has had no turn.
-    rests_since: Time,
+    /// Since when it has had no work.
+    rests_since: Option<Time>,
 }
 
 impl Progress {
     pub fn new(now: Time) -> Self {
-        Self { had: Duration::ZERO, entered: now, rests_since: now }
+        Self { had: Duration::ZERO, entered: now, rests_since: Some(now) }
     }
 
     /// It wants the GPU again.
     pub fn asks(&mut self, now: Time) {
-        let rested = now.saturating_sub(std::mem::replace(&mut self.rests_since, now));
-        let had = self.had.saturating_sub(rested);
+        let Some(since) = self.rests_since.take() else { return };
+        let had = self.had.saturating_sub(now.saturating_sub(since));
         if had.is_zero() || level(had) != level(self.had) {
             self.entered = now;
         }
         self.had = had;
     }
 
-    /// It ran for so long.
-    pub fn ran(&mut self, now: Time, time: Duration) {
+    /// It ran for so long. `idle`: until it had no more work.
+    pub fn ran(&mut self, now: Time, time: Duration, idle: bool) {
         (self.had, self.entered) = self.after(now, time);
-        self.rests_since = now;
+        self.rests_since = idle.then_some(now);
     }
 
     /// What it will have had when it has run for so much longer, and since when it will be of the level of that.
@@ -76,7 +76,7 @@ mod tests {
     fn who_leaves_the_gpu_to_others_sinks_as_it_rose() {
         let mut progress = Progress::new(s(0));
         progress.asks(s(10));
-        progress.ran(s(20), s(10));
+        progress.ran(s(20), s(10), true);
         assert_eq!(progress.after(s(20), s(3)), (s(13), s(20)), "of its level since its turn ended");
         assert_eq!(progress.after(s(26), s(6)), (s(16), s(26)), "and of the next since then");
         progress.asks(s(23));
@@ -85,7 +85,10 @@ mod tests {
             (s(7), s(20)),
             "a pause in which it stays of its level costs it no place"
         );
-        progress.ran(s(24), s(0));
+        progress.ran(s(24), s(0), false);
+        progress.asks(s(30));
+        assert_eq!(progress.after(s(30), s(0)).0, s(7), "who is cut short does not rest");
+        progress.ran(s(31), s(0), true);
         progress.asks(s(60));
         assert_eq!(progress.after(s(60), s(0)), (s(0), s(60)), "and after a longer one it is as new");
     }
