@@ -59,7 +59,7 @@ fn status_shows_who_holds_and_who_waits() {
 #[test]
 fn settings_change_by_new_words_and_by_the_original_ones() {
     let daemon = Daemon::start();
-    let cases: [(&[&str], &str); 12] = [
+    let cases: [(&[&str], &str); 13] = [
         (
             &["set", "time-quantum", "45"],
             "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
