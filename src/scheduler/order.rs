@@ -64,7 +64,7 @@ impl Machine {
 
     /// Since when the party of one that asks now has waited there. Where no rule divides the time there is but one that counts.
     pub(super) fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
-        if !self.has_classes() {
+        if self.policy().users_take_turns() || !self.has_classes() {
             return Time::ZERO;
         }
         let party = self.party(client);
