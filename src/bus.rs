@@ -5,7 +5,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
 use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
-use crate::scheduler::{AntiThrash, Engine, GpuId, LockState, Stay};
+use crate::scheduler::{AntiThrash, Engine, GpuId, LockState, PolicyName, Stay};
 
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
@@ -129,6 +129,10 @@ pub trait Scheduler {
     #[zbus(property)]
     fn set_anti_thrash(&self, mode: &str) -> zbus::Result<()>;
     #[zbus(property)]
+    fn policy(&self) -> zbus::Result<String>;
+    #[zbus(property)]
+    fn set_policy(&self, name: &str) -> zbus::Result<()>;
+    #[zbus(property)]
     fn holders(&self) -> zbus::Result<HashMap<String, Vec<u64>>>;
     #[zbus(property(emits_changed_signal = "const"))]
     fn version(&self) -> zbus::Result<String>;
@@ -228,4 +232,19 @@ pub const ANTI_THRASH: [AntiThrash; 3] = [AntiThrash::Auto, AntiThrash::On, Anti
 pub fn parse_anti_thrash(text: &str) -> Result<AntiThrash, String> {
     let mode = ANTI_THRASH.into_iter().find(|mode| anti_thrash_name(*mode) == text);
     mode.ok_or_else(|| format!("anti-thrash cannot be {text:?}: \"auto\", \"on\" or \"off\" are allowed"))
+}
+
+pub fn policy_name(policy: PolicyName) -> &'static str {
+    match policy {
+        PolicyName::Fcfs => "fcfs",
+        PolicyName::Adaptive => "adaptive",
+    }
+}
+
+pub const POLICY_NAMES: [PolicyName; 2] = [PolicyName::Fcfs, PolicyName::Adaptive];
+
+/// Reads what [`policy_name`] writes.
+pub fn parse_policy(text: &str) -> Result<PolicyName, String> {
+    let policy = POLICY_NAMES.into_iter().find(|policy| policy_name(*policy) == text);
+    policy.ok_or_else(|| format!("the policy cannot be {text:?}: \"fcfs\" or \"adaptive\" is allowed"))
 }

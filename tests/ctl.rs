@@ -15,7 +15,7 @@ fn status_shows_who_holds_and_who_waits() {
     assert_eq!((empty.code, empty.stderr.as_str()), (Some(0), ""));
     let version = env!("CARGO_PKG_VERSION");
     assert!(
-        empty.stdout.starts_with(&format!("nvshare {version}: time quantum 30s, anti-thrash auto\n")),
+        empty.stdout.starts_with(&format!("nvshare {version}: time quantum 30s, anti-thrash auto, policy fcfs\n")),
         "{}",
         empty.stdout
     );
@@ -59,19 +59,44 @@ fn status_shows_who_holds_and_who_waits() {
 #[test]
 fn settings_change_by_new_words_and_by_the_original_ones() {
     let daemon = Daemon::start();
-    let cases: [(&[&str], &str); 12] = [
-        (&["set", "time-quantum", "45"], "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
-        (&["set", "time-quantum", "2min"], "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
-        (&["set", "max-wait", "0"], "time-quantum = \"120s\"\nmax-wait = \"0s\"\nanti-thrash = \"auto\"\n"),
-        (&["set", "max-wait", "1min"], "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
-        (&["set", "anti-thrash", "on"], "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
-        (&["-T", "7"], "time-quantum = \"7s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
-        (&["--set-tq=8"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
-        (&["-S", "off"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"off\"\n"),
-        (&["--anti-thrash", "auto"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
-        (&["-T", "9", "-S", "on"], "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
-        (&["reload"], "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n"),
-        (&["reset"], "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n"),
+    let cases: [(&[&str], &str); 13] = [
+        (
+            &["set", "time-quantum", "45"],
+            "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "time-quantum", "2min"],
+            "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "max-wait", "0"],
+            "time-quantum = \"120s\"\nmax-wait = \"0s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "max-wait", "1min"],
+            "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "anti-thrash", "on"],
+            "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n",
+        ),
+        (&["-T", "7"], "time-quantum = \"7s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n"),
+        (&["--set-tq=8"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n"),
+        (&["-S", "off"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"off\"\npolicy = \"fcfs\"\n"),
+        (
+            &["--anti-thrash", "auto"],
+            "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["-T", "9", "-S", "on"],
+            "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n",
+        ),
+        (&["reload"], "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n"),
+        (
+            &["set", "policy", "adaptive"],
+            "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\n",
+        ),
+        (&["reset"], "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"),
     ];
     for (arguments, expected) in cases {
         let output = daemon.ctl(arguments);
@@ -104,7 +129,10 @@ fn mistakes_have_their_exit_codes_and_sentences() {
         assert_eq!(daemon.ctl(arguments).code, Some(2), "{arguments:?}");
     }
     assert!(daemon.ctl(&["-S", "maybe"]).stderr.contains("\"auto\", \"on\" or \"off\" are allowed"));
-    assert_eq!(daemon.ctl(&["get"]).stdout, "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n");
+    assert_eq!(
+        daemon.ctl(&["get"]).stdout,
+        "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"
+    );
 }
 
 #[test]

@@ -35,41 +35,44 @@ fn ctl(daemon: &Daemon, arguments: &[&str]) {
 #[test]
 fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
     let daemon = start(Directory::new());
-    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n");
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
     ctl(&daemon, &["set", "anti-thrash", "on"]);
     let directory = daemon.kill();
     let daemon = start(directory);
-    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n");
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
     ctl(&daemon, &["set", "time-quantum", "45"]);
     let daemon = start(daemon.kill());
-    assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n");
+    assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
     daemon.log.wait("outrank the configuration file");
     // The file is read again, and what was changed stays.
     ctl(&daemon, &["reload"]);
-    assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\n");
+    assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
     let text = fs::read_to_string(daemon.directory.0.join("nvshare.toml")).expect("the file");
     assert_eq!(text, "time-quantum = \"20s\"\n", "nobody writes to it");
     ctl(&daemon, &["reset"]);
-    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n");
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
     let daemon = start(daemon.kill());
-    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n");
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
     assert_eq!(fs::read_dir(state(&daemon.directory.0)).expect("the directory").count(), 0, "nothing is left");
 }
 
 #[test]
 fn a_state_file_that_is_wrong_is_reported_and_counts_for_nothing() {
-    for wrong in ["time-quantum = \"0s\"\nanti-thrash = \"on\"\n", "half a li", "\0\0\0"] {
+    for wrong in ["time-quantum = \"0s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n", "half a li", "\0\0\0"] {
         let directory = Directory::new();
         fs::create_dir_all(state(&directory.0)).expect("the state directory");
         fs::write(state(&directory.0).join("settings.toml"), wrong).expect("the state file");
         let daemon = start(directory);
         daemon.log.wait("settings that were changed at run time are ignored");
-        assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n");
+        assert_eq!(
+            get(&daemon),
+            "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"
+        );
         ctl(&daemon, &["set", "time-quantum", "9"]);
         let daemon = start(daemon.kill());
         assert_eq!(
             get(&daemon),
-            "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\n",
+            "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
             "and can be written again"
         );
     }

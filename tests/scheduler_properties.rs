@@ -14,8 +14,16 @@ fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases: wanted.unwrap_or(cases), failure_persistence: None, ..ProptestConfig::default() }
 }
 
-fn mode() -> impl Strategy<Value = AntiThrash> {
-    prop_oneof![Just(AntiThrash::On), Just(AntiThrash::Auto), Just(AntiThrash::Off)]
+/// The mode and the policy.
+type Mode = (AntiThrash, PolicyName);
+
+fn mode() -> impl Strategy<Value = Mode> {
+    let modes = prop_oneof![Just(AntiThrash::On), Just(AntiThrash::Auto), Just(AntiThrash::Off)];
+    (modes, prop_oneof![Just(PolicyName::Fcfs), Just(PolicyName::Adaptive)])
+}
+
+fn settings((anti_thrash, policy): Mode, quantum: Duration) -> Settings {
+    Settings { policy, ..scheduler_sim::settings(anti_thrash, quantum) }
 }
 
 /// How unruly the clients of a world are.
@@ -127,7 +135,7 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
     }
 }
 
-fn world(seed: u64, mode: AntiThrash, quantum: Duration, gpus: u64, clients: u64, unruly: Unruly) -> World {
+fn world(seed: u64, mode: Mode, quantum: Duration, gpus: u64, clients: u64, unruly: Unruly) -> World {
     let mut world = World::new(settings(mode, quantum), seed);
     for n in 0..gpus {
         world.add_gpu(gpu(n), TOTAL, 512 * MIB);
@@ -316,7 +324,7 @@ proptest! {
         clients in 2u64..10, unruly in unruly(),
     ) {
         let unruly = Unruly { managed: true, ..unruly };
-        let mut world = world(seed, AntiThrash::Off, ms(500), gpus, 0, unruly);
+        let mut world = world(seed, (AntiThrash::Off, PolicyName::Fcfs), ms(500), gpus, 0, unruly);
         for _ in 0..clients {
             let plan = plan(&mut world.rng, gpus, unruly);
             // Together they need more than there is, and run for long enough to be seen.
@@ -339,7 +347,7 @@ proptest! {
     fn settings_change_midway(
         seed: u64, changes in prop::collection::vec((mode(), 20u64..3000, 0u64..2000), 1..6), gpus in 1u64..4, clients in 2u64..10,
     ) {
-        let mut world = world(seed, AntiThrash::Auto, ms(500), gpus, clients, Unruly::default());
+        let mut world = world(seed, (AntiThrash::Auto, PolicyName::Fcfs), ms(500), gpus, clients, Unruly::default());
         let bound = bound(&world, ms(3000)) + Duration::from_secs(10);
         for (mode, quantum, after) in changes {
             let at = world.now + ms(after);
@@ -378,8 +386,8 @@ fn event() -> impl Strategy<Value = Event> {
     );
     prop_oneof![
         1 => Just(Event::Tick),
-        1 => (mode(), quantum, bytes(), bytes()).prop_map(|(anti_thrash, q, reserve, context)| {
-            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: Placement::None })
+        1 => (mode(), quantum, bytes(), bytes()).prop_map(|((anti_thrash, policy), q, reserve, context)| {
+            Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: Placement::None })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
@@ -458,7 +466,7 @@ proptest! {
         start in prop_oneof![Just(0u64), 0u64..1 << 40],
         events in prop::collection::vec((prop_oneof![0u64..50, 0u64..20_000, Just(u64::MAX)], event()), 1..200),
     ) {
-        let first = settings(AntiThrash::Auto, ms(1000));
+        let first = settings((AntiThrash::Auto, PolicyName::Fcfs), ms(1000));
         let mut machines = [Machine::new(first.clone()), Machine::new(first)];
         let mut now = ms(start);
         let mut groups: BTreeMap<ClientId, Option<GroupId>> = BTreeMap::new();
@@ -545,11 +553,11 @@ proptest! {
 #[ignore = "takes minutes without optimisation"]
 fn ten_thousand_clients_on_a_thousand_gpus() {
     for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
-        crowd(7, mode, 1000, 10_000).unwrap();
+        crowd(7, (mode, PolicyName::Fcfs), 1000, 10_000).unwrap();
     }
 }
 
-fn crowd(seed: u64, mode: AntiThrash, gpus: u64, clients: u64) -> Result<(), TestCaseError> {
+fn crowd(seed: u64, mode: Mode, gpus: u64, clients: u64) -> Result<(), TestCaseError> {
     let quantum = ms(300);
     let mut world = world(seed, mode, quantum, gpus, clients, Unruly::default());
     world.keep = false;

@@ -81,7 +81,7 @@ fn two_that_do_not_fit_swap_what_is_too_much_at_each_turn() {
     let keys = "memory = \"9G\"\nwork = \"39s\"";
     let text = format!("time-quantum = \"10s\"\nmax-wait = 0\n{}", one_gpu(&(job("a", keys) + &job("b", keys))));
     let report = report(&text);
-    for figures in report.policies.iter().filter(|figures| figures.policy != "serial") {
+    for figures in report.policies.iter().filter(|figures| figures.policy.starts_with("fcfs-")) {
         // Turns of 10 s: a, b, a, b, a, b, a, b. Of 18 GiB 2 do not fit. At each of the first six changes they leave; they
         // come back at all but the first, to which b brings what was never there.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
@@ -216,10 +216,14 @@ fn example(name: &str) -> String {
 #[test]
 fn the_examples_are_right() {
     let sizes = [
+        ("equals.toml", 6, 1),
+        ("heavy-tailed.toml", 203, 2),
         ("hundred-on-one.toml", 100, 1),
         ("mix.toml", 225, 8),
+        ("notebooks-and-trainings.toml", 70, 1),
         ("shares.toml", 2, 1),
         ("ten-thousand.toml", 10_000, 1000),
+        ("three-groups.toml", 14, 1),
     ];
     let mut found: Vec<_> =
         std::fs::read_dir(scenarios()).expect("the directory").map(|e| e.expect("e").path()).collect();
@@ -229,6 +233,27 @@ fn the_examples_are_right() {
         let scenario = Scenario::load(&scenarios().join(name)).unwrap_or_else(|e| panic!("{e}"));
         let count: u32 = scenario.jobs.iter().map(|job| job.count).sum();
         assert_eq!((count, scenario.gpus.len()), (programs, gpus), "{name}");
+    }
+}
+
+#[test]
+fn jobs_end_sooner_on_average_where_who_has_had_least_goes_first() {
+    let mixes = ["notebooks-and-trainings.toml", "three-groups.toml", "equals.toml", "heavy-tailed.toml"];
+    let compared: Vec<Policy> =
+        ["fcfs-auto", "rules-auto", "adaptive-auto"].into_iter().filter_map(Policy::named).collect();
+    for name in mixes {
+        let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
+        let report = run(&scenario, &compared);
+        let mean = |policy: &str| of(&report, policy).completion.expect("all have ended").mean;
+        let adaptive = of(&report, "adaptive-auto");
+        assert_eq!(adaptive.done, report.programs, "{name}");
+        for other in ["fcfs-auto", "rules-auto"] {
+            let (mean, other) = (mean("adaptive-auto"), mean(other));
+            assert!(mean < other.mul_f64(0.9), "{name}: {mean:?}, {other:?}");
+        }
+        assert!(adaptive.swapped_out < of(&report, "fcfs-auto").swapped_out / 2, "{name}");
+        // Eight times max-wait, and the turn of one that had waited for as long.
+        assert!(adaptive.wait_worst < Duration::from_secs(8 * 60 + 45), "{name}: {:?}", adaptive.wait_worst);
     }
 }
 

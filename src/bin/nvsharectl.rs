@@ -40,6 +40,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Set(Setting::TimeQuantum { value })) => settings::set(&target, &[Change::TimeQuantum(value)]),
         Some(Verb::Set(Setting::MaxWait { value })) => settings::set(&target, &[Change::MaxWait(value)]),
         Some(Verb::Set(Setting::AntiThrash { value })) => settings::set(&target, &[Change::AntiThrash(value)]),
+        Some(Verb::Set(Setting::Policy { value })) => settings::set(&target, &[Change::Policy(value)]),
         Some(Verb::SetRule { name, keys }) => rules::set(&target, &name, &keys),
         Some(Verb::UnsetRule { name }) => rules::set(&target, &name, &[]),
         Some(Verb::Reset) => settings::reset(&target),

@@ -11,8 +11,8 @@ use nvshare_wire::MAX_SLOTS;
 
 use super::rules;
 use super::settings::parse_seconds;
-use crate::bus::{ANTI_THRASH, anti_thrash_name, parse_anti_thrash};
-use crate::scheduler::AntiThrash;
+use crate::bus::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
+use crate::scheduler::{AntiThrash, PolicyName};
 use crate::simulate::policies::POLICIES;
 use crate::units;
 
@@ -162,6 +162,11 @@ pub enum Setting {
         #[arg(value_name = "auto|on|off", value_parser = Mode, hide_possible_values = true)]
         value: AntiThrash,
     },
+    /// Who runs when: first come, first served; or who has had least first, so that on average jobs end soon
+    Policy {
+        #[arg(value_name = "fcfs|adaptive", value_parser = Order, hide_possible_values = true)]
+        value: PolicyName,
+    },
 }
 
 /// What a GPU can have.
@@ -186,5 +191,21 @@ impl TypedValueParser for Mode {
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
         Some(Box::new(ANTI_THRASH.into_iter().map(|mode| PossibleValue::new(anti_thrash_name(mode)))))
+    }
+}
+
+/// The same for policies.
+#[derive(Clone)]
+struct Order;
+
+impl TypedValueParser for Order {
+    type Value = PolicyName;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<PolicyName, clap::Error> {
+        parse_policy.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(POLICY_NAMES.into_iter().map(|policy| PossibleValue::new(policy_name(policy)))))
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{CtlError, Target, block_on, password, rules};
-use crate::scheduler::AntiThrash;
+use crate::scheduler::{AntiThrash, PolicyName};
 use crate::{bus, units};
 
 /// A setting and its new value.
@@ -12,6 +12,7 @@ pub enum Change {
     TimeQuantum(Duration),
     MaxWait(Duration),
     AntiThrash(AntiThrash),
+    Policy(PolicyName),
 }
 
 /// Puts changes into effect, one after the other.
@@ -28,6 +29,9 @@ pub fn set(target: &Target, changes: &[Change]) -> Result<(), CtlError> {
                 }
                 Change::AntiThrash(mode) => {
                     password::set(&scheduler, "AntiThrash", bus::anti_thrash_name(*mode).into()).await?;
+                }
+                Change::Policy(policy) => {
+                    password::set(&scheduler, "Policy", bus::policy_name(*policy).into()).await?;
                 }
             }
         }
@@ -50,7 +54,10 @@ pub fn get(target: &Target) -> Result<String, CtlError> {
         let quantum = scheduler.time_quantum().await?;
         let most = scheduler.max_wait().await?;
         let mode = scheduler.anti_thrash().await?;
-        let settings = format!("time-quantum = \"{quantum}s\"\nmax-wait = \"{most}s\"\nanti-thrash = \"{mode}\"\n");
+        let policy = scheduler.policy().await?;
+        let settings = format!(
+            "time-quantum = \"{quantum}s\"\nmax-wait = \"{most}s\"\nanti-thrash = \"{mode}\"\npolicy = \"{policy}\"\n"
+        );
         Ok(settings + &rules::text(scheduler.list_rules().await?))
     })
 }

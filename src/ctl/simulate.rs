@@ -126,7 +126,7 @@ fn policy(report: &Report, figures: &Figures) -> Value {
     let spread = figures.completion.map(|spread| {
         let Spread { mean, median, most, worst } = spread;
         let [mean, median, most, worst] = [mean, median, most, worst].map(|time| time.as_secs_f64());
-        json!({ "mean": mean, "median": median, "95%": most, "worst": worst })
+        json!({ "mean": mean, "total": mean * figures.done as f64, "median": median, "95%": most, "worst": worst })
     });
     let [mean, most, worst] = [figures.wait_mean, figures.wait_most, figures.wait_worst].map(|time| time.as_secs_f64());
     let jobs = report.jobs.iter().zip(&figures.jobs).map(|(job, figures)| {

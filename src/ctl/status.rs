@@ -18,6 +18,7 @@ pub struct Status {
     pub time_quantum: u32,
     pub max_wait: u32,
     pub anti_thrash: String,
+    pub policy: String,
     pub gpus: Vec<Gpu>,
     pub clients: Vec<Client>,
 }
@@ -58,6 +59,7 @@ pub fn ask(target: &Target) -> Result<Status, CtlError> {
             time_quantum: scheduler.time_quantum().await?,
             max_wait: scheduler.max_wait().await?,
             anti_thrash: scheduler.anti_thrash().await?,
+            policy: scheduler.policy().await?,
             gpus: scheduler.list_gpus().await?,
             clients: scheduler.list_clients().await?,
         })
@@ -69,8 +71,8 @@ pub fn text(status: &Status, style: Style) -> String {
     let mut out = String::new();
     let _ = writeln!(
         out,
-        "nvshare {}: time quantum {}s, anti-thrash {}",
-        status.version, status.time_quantum, status.anti_thrash
+        "nvshare {}: time quantum {}s, anti-thrash {}, policy {}",
+        status.version, status.time_quantum, status.anti_thrash, status.policy
     );
     if status.gpus.is_empty() {
         out.push_str("\nNo GPU is known yet: one appears when a program uses it. If the driver was loaded after the scheduler started, restart that.\n");
@@ -301,6 +303,7 @@ pub fn json(status: &Status) -> Value {
         "time-quantum": status.time_quantum,
         "max-wait": status.max_wait,
         "anti-thrash": status.anti_thrash,
+        "policy": status.policy,
         "gpus": status.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
         "clients": status.clients.iter().map(client_json).collect::<Vec<_>>(),
     })
@@ -414,6 +417,7 @@ mod tests {
             time_quantum: 30,
             max_wait: 60,
             anti_thrash: "auto".into(),
+            policy: "fcfs".into(),
             gpus: vec![Gpu {
                 uuid: "GPU-1".into(),
                 kind: "gpu".into(),
@@ -435,7 +439,7 @@ mod tests {
             ],
         };
         let expected = "\
-nvshare 1.2.3: time quantum 30s, anti-thrash auto
+nvshare 1.2.3: time quantum 30s, anti-thrash auto, policy fcfs
 
 GPU 0  NVIDIA H200  GPU-1
   memory   138 GiB of 140 GiB for programs: 20 GiB resident

@@ -16,8 +16,8 @@ use tracing::{info, warn};
 use super::bus::Change;
 use super::config::{self, Config, ConfigError};
 use super::rules::{Added, Addition};
-use crate::bus::anti_thrash_name;
-use crate::scheduler::AntiThrash;
+use crate::bus::{anti_thrash_name, policy_name};
+use crate::scheduler::{AntiThrash, PolicyName};
 
 const FILE: &str = "settings.toml";
 const HEADER: &str =
@@ -41,6 +41,8 @@ struct Changed {
     max_wait: Option<Duration>,
     #[serde(default, deserialize_with = "config::read_anti_thrash")]
     anti_thrash: Option<AntiThrash>,
+    #[serde(default, deserialize_with = "config::read_policy")]
+    policy: Option<PolicyName>,
     #[serde(default, deserialize_with = "read_rules")]
     rule: Added,
 }
@@ -87,12 +89,13 @@ impl Changes {
     }
 
     pub fn apply(&self, config: &mut Config) {
-        let Changed { time_quantum, max_wait, anti_thrash, ref rule } = self.changed;
+        let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = self.changed;
         config.rules.put_first(rule);
         let settings = &mut config.settings;
         settings.time_quantum = time_quantum.unwrap_or(settings.time_quantum);
         settings.max_wait = max_wait.unwrap_or(settings.max_wait);
         settings.anti_thrash = anti_thrash.unwrap_or(settings.anti_thrash);
+        settings.policy = policy.unwrap_or(settings.policy);
     }
 
     /// Remembers one more. `written` hears when it is in the file.
@@ -101,6 +104,7 @@ impl Changes {
             Change::TimeQuantum(quantum) => self.changed.time_quantum = Some(quantum),
             Change::MaxWait(most) => self.changed.max_wait = Some(most),
             Change::AntiThrash(mode) => self.changed.anti_thrash = Some(mode),
+            Change::Policy(policy) => self.changed.policy = Some(policy),
         }
         self.save(written);
     }
@@ -143,7 +147,8 @@ impl Changed {
         let quantum = self.time_quantum.map(|quantum| format!("time-quantum = \"{}s\"\n", quantum.as_secs()));
         let most = self.max_wait.map(|most| format!("max-wait = \"{}s\"\n", most.as_secs()));
         let mode = self.anti_thrash.map(|mode| format!("anti-thrash = \"{}\"\n", anti_thrash_name(mode)));
-        [quantum, most, mode].into_iter().flatten().collect()
+        let policy = self.policy.map(|policy| format!("policy = \"{}\"\n", policy_name(policy)));
+        [quantum, most, mode, policy].into_iter().flatten().collect()
     }
 }
 
@@ -185,6 +190,7 @@ mod tests {
             time_quantum: Some(Duration::from_secs(45)),
             max_wait: Some(Duration::ZERO),
             anti_thrash: Some(AntiThrash::On),
+            policy: Some(PolicyName::Adaptive),
             rule: {
                 let mut rule = Added::default();
                 let keys = "weight = 5".parse().expect("a table");

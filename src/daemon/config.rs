@@ -13,7 +13,7 @@ use toml::Spanned;
 
 use super::host::SwapMax;
 use super::rules::{self, Origin, RawRule, Rule, Rules};
-use crate::scheduler::{AntiThrash, Placement, Settings};
+use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 use crate::units;
 
 pub const DEFAULT_PATH: &str = "/etc/nvshare/nvshare.toml";
@@ -50,6 +50,7 @@ impl Default for Config {
                 // Three that need each other's memory wait no longer than two do with the default quantum.
                 max_wait: Duration::from_secs(60),
                 anti_thrash: AntiThrash::Auto,
+                policy: PolicyName::Fcfs,
                 reserve: 512 << 20,
                 // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
                 context: 600 << 20,
@@ -146,6 +147,7 @@ impl Config {
             max_wait: all.max_wait,
             time_period: all.time_period,
             anti_thrash: all.anti_thrash,
+            policy: all.policy,
             memory: all.memory,
         };
         Ok(Self {
@@ -166,6 +168,7 @@ pub struct Said {
     pub max_wait: Option<Duration>,
     pub time_period: Option<Duration>,
     pub anti_thrash: Option<AntiThrash>,
+    pub policy: Option<PolicyName>,
     pub memory: MemorySection,
 }
 
@@ -176,6 +179,7 @@ impl Said {
             time_quantum: self.time_quantum.unwrap_or(default.time_quantum),
             max_wait: self.max_wait.unwrap_or(default.max_wait),
             anti_thrash: self.anti_thrash.unwrap_or(default.anti_thrash),
+            policy: self.policy.unwrap_or(default.policy),
             reserve: self.memory.reserve.unwrap_or(default.reserve),
             context: self.memory.context.unwrap_or(default.context),
             time_period: self.time_period.unwrap_or(default.time_period),
@@ -260,6 +264,8 @@ struct File {
     time_period: Option<Duration>,
     #[serde(default, deserialize_with = "read_anti_thrash")]
     anti_thrash: Option<AntiThrash>,
+    #[serde(default, deserialize_with = "read_policy")]
+    policy: Option<PolicyName>,
     #[serde(default, deserialize_with = "read_placement")]
     placement: Option<Placement>,
     #[serde(default, deserialize_with = "read_max_clients")]
@@ -284,6 +290,7 @@ impl File {
             max_wait: self.max_wait.or(before.max_wait),
             time_period: self.time_period.or(before.time_period),
             anti_thrash: self.anti_thrash.or(before.anti_thrash),
+            policy: self.policy.or(before.policy),
             placement: self.placement.or(before.placement),
             max_clients_per_user: self.max_clients_per_user.or(before.max_clients_per_user),
             log_level: self.log_level.or(before.log_level),
@@ -354,6 +361,14 @@ pub fn read_anti_thrash<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Ant
         Scalar::Number(number) => {
             Err(format!("anti-thrash cannot be {number}: \"auto\", \"on\" or \"off\" are allowed"))
         }
+    }
+    .map_err(de::Error::custom)
+}
+
+pub fn read_policy<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PolicyName>, D::Error> {
+    match Scalar::read(from, "policy", "\"fcfs\" or \"adaptive\"")? {
+        Scalar::Text(text) => crate::bus::parse_policy(&text).map(Some),
+        Scalar::Number(number) => Err(format!("the policy cannot be {number}: \"fcfs\" or \"adaptive\" is allowed")),
     }
     .map_err(de::Error::custom)
 }
@@ -493,7 +508,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_read() {
-        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\nplacement = \"pack\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
+        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n";
         let expected = Config {
@@ -501,6 +516,7 @@ mod tests {
                 time_quantum: Duration::from_secs(120),
                 max_wait: Duration::ZERO,
                 anti_thrash: AntiThrash::On,
+                policy: PolicyName::Adaptive,
                 reserve: 1 << 30,
                 context: 1 << 20,
                 time_period: Duration::from_secs(20),
@@ -575,6 +591,10 @@ mod tests {
                 "nvshare.toml:1:15: anti-thrash cannot be \"maybe\": \"auto\", \"on\" or \"off\" are allowed",
             ),
             (
+                "policy = \"fair\"",
+                "nvshare.toml:1:10: the policy cannot be \"fair\": \"fcfs\" or \"adaptive\" is allowed",
+            ),
+            (
                 "placement = \"full\"",
                 "nvshare.toml:1:13: placement cannot be \"full\": \"none\", \"pack\" or \"spread\" are allowed",
             ),
@@ -594,7 +614,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `placement`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
             ),
         ];
         for (text, expected) in cases {

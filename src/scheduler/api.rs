@@ -40,6 +40,16 @@ pub enum AntiThrash {
     Off,
 }
 
+/// Who runs when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PolicyName {
+    /// First come, first served; users take turns.
+    #[default]
+    Fcfs,
+    /// Who has had least goes first, so that on average jobs end soon.
+    Adaptive,
+}
+
 /// What an administrator can change while everything runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
@@ -48,6 +58,7 @@ pub struct Settings {
     /// Quanta are shortened, in [`AntiThrash::Auto`], so that nobody waits longer for a turn; 0: never.
     pub max_wait: Duration,
     pub anti_thrash: AntiThrash,
+    pub policy: PolicyName,
     /// Bytes of each GPU that are never promised to anybody.
     pub reserve: u64,
     /// Bytes put aside for a context until its size has been measured.

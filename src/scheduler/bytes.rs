@@ -4,13 +4,14 @@ use super::{
     api::*,
     bank::{Account, Evicted},
     drains::Drains,
-    locks::Parked,
+    locks::{Parked, Unit},
     machine::{Gpu, Machine, Newcomer, Seat},
-    policy::{self, Bursts},
+    policy::{self, Bursts, Progress},
     promise::Promise,
     timers::Wake,
     together::Fullness,
 };
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -129,6 +130,7 @@ impl Machine {
                 used: None,
                 last_run: now,
                 bursts: Bursts::default(),
+                progress: Progress::new(now),
                 fullness: Fullness::default(),
                 grants: 0,
                 lock_time: Duration::ZERO,
@@ -306,15 +308,34 @@ impl Machine {
         self.gpus.get(&id).map_or(0, |g| g.bank.charged.saturating_sub(g.capacity(&self.settings)))
     }
 
-    /// Asks for that many bytes back from clients that do not hold the lock, least recently run first; from those of
+    /// Who has bytes that can leave, in the order in which they do.
+    fn victims(&self, id: GpuId) -> Vec<ClientId> {
+        let Some(gpu) = self.gpus.get(&id) else { return Vec::new() };
+        let idle = gpu.bank.lru.iter().copied();
+        if !self.policy().keeps_for_the_next() {
+            return idle.map(|(_, client)| client).collect();
+        }
+        let line = gpu.line.iter().zip(0u32..).map(|((_, unit), at)| (*unit, at));
+        let before: BTreeMap<Unit, u32> = line.collect();
+        let rests = |(last_run, client): (Time, ClientId)| {
+            let unit = self.clients.get(&client).and_then(|state| state.waiting);
+            let before = unit.and_then(|unit| before.get(&unit).copied());
+            (self.policy().rests(&self.settings, self.now.saturating_sub(last_run), before), client)
+        };
+        let mut victims: Vec<_> = idle.map(rests).collect();
+        victims.sort_by_key(|(rests, _)| Reverse(*rests)); // who ran least recently first, where they are equal
+        victims.into_iter().map(|(_, client)| client).collect()
+    }
+
+    /// Asks for that many bytes back from clients that do not hold the lock, in the order that the policy says; from those of
     /// `last` only if nobody else has any, and then what rules protect.
     pub(super) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
-        let Some(gpu) = self.gpus.get(&id) else { return };
         let mut lacking = bytes;
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(id);
+        let order = self.victims(id);
         for pass in [Pass::Others, Pass::Last, Pass::Protected] {
-            for (_, client) in &gpu.bank.lru {
+            for client in &order {
                 if lacking == 0 {
                     break;
                 }
@@ -343,8 +364,6 @@ impl Machine {
                 }
             }
         }
-        // In the order in which they ran.
-        let order: Vec<ClientId> = gpu.bank.lru.iter().map(|(_, client)| *client).collect();
         for victim in order {
             let Some(allowance) = victims.get(&victim) else { continue };
             self.allow(victim, id, *allowance);

@@ -41,6 +41,10 @@ pub(super) struct Request {
     pub wants: BTreeMap<ClientId, GpuSet>,
     /// Others of the gang are likely to ask within a moment: it is not granted before them.
     pub gathers: Option<Time>,
+    /// When it will have waited for so long that it goes before all others of its party.
+    pub ages: Option<Time>,
+    /// It has.
+    pub aged: bool,
     /// Whether it stands in line, and if not, why.
     pub parked: Option<Parked>,
     /// What it was last told about why it waits.
@@ -71,6 +75,8 @@ pub(super) struct Hold {
     pub since: Time,
     /// How long nobody had the GPU before that, because its memory was to come first.
     pub moved: Duration,
+    /// It was granted because it had waited for so long.
+    pub aged: bool,
     /// Until when it had been served before: its party, and itself where it has a weight of its own.
     pub served_until: Time,
     pub own_served_until: Time,
@@ -113,6 +119,7 @@ impl Hold {
             group,
             since,
             moved: Duration::ZERO,
+            aged: false,
             served_until: Time::ZERO,
             own_served_until: Time::ZERO,
             waited: Duration::ZERO,
@@ -167,12 +174,15 @@ impl Machine {
         // A request that replaces another keeps its place.
         let old = state.waiting.and_then(|unit| self.requests.get(&unit)?.since.get(&client).copied());
         let since = old.unwrap_or(self.now);
-        let place = state.waiting.and_then(|unit| self.requests.get(&unit)).map(|r| r.place);
+        let place = state.waiting.and_then(|unit| self.requests.get(&unit)).map(|r| (r.place, r.ages, r.aged));
         self.withdraw(client);
         let now = self.now;
         for id in &wants {
             if let Some(seat) = self.seat_mut(client, *id) {
                 seat.used.get_or_insert(now);
+                if old.is_none() && seat.hold.is_none() {
+                    seat.progress.asks(now);
+                }
             }
         }
         if wants.is_empty() {
@@ -180,15 +190,17 @@ impl Machine {
         }
         self.leave_line(unit);
         if !self.requests.contains_key(&unit) {
-            let place = match place {
+            let (place, ages, aged) = match place {
                 Some(place) => place,
                 None => {
-                    let (rank, number) = self.rank(client, &wants);
-                    Place { class: Class::default(), at: rank, rank, number }
+                    let (rank, ages) = self.rank(client, &wants, now);
+                    let (number, joined) = (self.count(), self.joined(client, &wants));
+                    (Place { class: Class::default(), at: rank, rank, number, joined }, ages, false)
                 }
             };
             let (since, wants) = (BTreeMap::new(), BTreeMap::new());
-            self.requests.insert(unit, Request { place, since, wants, gathers: None, parked: None, told: None });
+            let request = Request { place, since, wants, gathers: None, ages, aged, parked: None, told: None };
+            self.requests.insert(unit, request);
         }
         if let Some(request) = self.requests.get_mut(&unit) {
             request.since.insert(client, since);
@@ -219,6 +231,8 @@ impl Machine {
         if request.parked == Some(Parked::Stopped) {
             return; // it is put back when all of its members run
         }
+        self.age(unit);
+        let Some(request) = self.requests.get(&unit) else { return };
         // One that waits for its own client holds up nobody. Its fellows in a gang go on without it: it may need them in
         // order to drain.
         let undrained = self.undrained(unit);
@@ -260,9 +274,9 @@ impl Machine {
                 self.dirty.insert(*id);
             }
         }
-        let gathers = request.gathers.filter(|until| *until > self.now);
+        let next = request.gathers.into_iter().chain(request.ages).filter(|at| *at > self.now).min();
         self.touch_rivals(unit);
-        self.timers.set(Wake::Unit(unit), gathers);
+        self.timers.set(Wake::Unit(unit), next);
         self.admit_if_needless(unit);
     }
 
@@ -457,8 +471,8 @@ impl Machine {
                     let moved = own.map_or(Duration::ZERO, |(_, since)| now.saturating_sub(since));
                     let (served_until, own_served_until) = self.served_before(client, *id);
                     if let Some(hold) = self.seat_mut(client, *id).and_then(|seat| seat.hold.as_mut()) {
-                        (hold.moved, hold.served_until, hold.own_served_until) =
-                            (moved, served_until, own_served_until);
+                        (hold.moved, hold.aged) = (moved, request.aged);
+                        (hold.served_until, hold.own_served_until) = (served_until, own_served_until);
                     }
                 }
                 self.enter(client, *id);
@@ -572,7 +586,11 @@ impl Machine {
         let Some(hold) = seat.hold.take() else { return };
         let held = now.saturating_sub(hold.since);
         let waited = hold.waited(now).min(held);
-        seat.bursts.ran(waited, held - waited, busy, idle);
+        let uncontended = held - waited;
+        // As for bursts: who has no work has had less than all of what it had while nobody waited.
+        let ran = if idle { waited + uncontended.min(seat.bursts.expected()) } else { held };
+        seat.progress.ran(now, ran, idle);
+        seat.bursts.ran(waited, uncontended, busy, idle);
         seat.fullness.turn_ended(waited, idle);
         seat.lock_time += held;
         seat.last_run = now;

@@ -11,7 +11,7 @@ use super::{
     limits::Host,
     locks::{Hold, Request, Unit},
     placement::Places,
-    policy::{Bursts, FIRST_RATE, Fcfs, RATE_BACK},
+    policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
     promise::Promise,
     shares::{Class, Party},
     squeeze::Squeeze,
@@ -39,7 +39,6 @@ impl Settings {
 pub struct Machine {
     pub(super) now: Time,
     pub(super) settings: Settings,
-    pub(super) policy: Fcfs,
     pub(super) gpus: BTreeMap<GpuId, Gpu>,
     pub(super) clients: BTreeMap<ClientId, Client>,
     /// Requests that wait, in line or parked.
@@ -134,6 +133,8 @@ pub(super) struct Place {
     pub at: Time,
     pub rank: Time,
     pub number: u64,
+    /// Since when its party has waited there, if nobody of it was served meanwhile.
+    pub joined: Time,
 }
 
 #[derive(Debug)]
@@ -178,6 +179,7 @@ pub(super) struct Seat {
     pub used: Option<Time>,
     pub last_run: Time,
     pub bursts: Bursts,
+    pub progress: Progress,
     pub fullness: Fullness,
     pub grants: u64,
     pub lock_time: Duration,
@@ -196,7 +198,6 @@ impl Machine {
         Self {
             now: Time::ZERO,
             settings,
-            policy: Fcfs,
             gpus: BTreeMap::new(),
             clients: BTreeMap::new(),
             requests: BTreeMap::new(),
@@ -211,6 +212,10 @@ impl Machine {
             out: Vec::new(),
             counter: 0,
         }
+    }
+
+    pub(super) fn policy(&self) -> &'static dyn Policy {
+        policy::named(self.settings.policy)
     }
 
     /// When it wants the next [`Event::Tick`], unless another event comes first.
@@ -320,8 +325,12 @@ impl Machine {
     fn configure(&mut self, mut settings: Settings) {
         settings.bound();
         let is_same = settings.time_period == self.settings.time_period;
+        let is_same_policy = settings.policy == self.settings.policy;
         self.settings = settings;
-        if !is_same {
+        if !is_same_policy {
+            self.rank_anew();
+        }
+        if !(is_same && is_same_policy) {
             self.stand_anew();
         }
         self.dirty.extend(self.gpus.keys().copied());

@@ -9,12 +9,12 @@
 
 use super::{
     api::*,
-    locks::{Hold, Unit},
+    locks::{Hold, Request, Unit},
     machine::{Machine, Place},
-    policy::{Policy, Waiter},
+    policy::{Runner, Waiter},
     shares::Party,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// By what somebody who is served owes others something.
@@ -42,36 +42,129 @@ fn scaled(time: Duration, by: u128, of: u128) -> Duration {
 }
 
 impl Machine {
-    /// Where a new request stands among those of its party.
-    pub(super) fn rank(&mut self, client: ClientId, wants: &GpuSet) -> (Time, u64) {
+    /// Where a request that came then stands among those of its party, and when it goes before all of them.
+    pub(super) fn rank(&self, client: ClientId, wants: &GpuSet, arrival: Time) -> (Time, Option<Time>) {
         let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
         let waiter = waiters.reduce(|a, b| Waiter {
             burst: a.burst.max(b.burst),
             moving: a.moving.max(b.moving),
             evicts: a.evicts || b.evicts,
+            waiters: a.waiters.max(b.waiters),
+            had: a.had.max(b.had),
+            entered: a.entered.max(b.entered),
             ..a
         });
-        let Some(waiter) = waiter else { return (self.now, 0) };
-        let at = self.policy.place(&self.settings, self.now, &waiter);
-        (at, self.count())
+        let Some(waiter) = waiter else { return (arrival, None) };
+        let several = wants.len() > 1 || self.unit(client).gang().is_some();
+        let waiter = Waiter { several, ..waiter };
+        let patience = self.policy().patience(&self.settings, &waiter);
+        let at = self.policy().place(&self.settings, arrival, &waiter);
+        (at, patience.map(|patience| arrival.saturating_add(patience)))
+    }
+
+    /// Since when the party of one that asks now has waited there. Where no rule divides the time there is but one that counts.
+    pub(super) fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
+        if self.policy().users_take_turns() || !self.has_classes() {
+            return Time::ZERO;
+        }
+        let party = self.party(client);
+        let lines = wants.iter().filter_map(|id| self.gpus.get(id)).flat_map(|gpu| &gpu.line);
+        let fellows = lines.filter(|(_, unit)| self.party_of(*unit) == party);
+        fellows.map(|(place, _)| place.joined).min().unwrap_or(self.now)
+    }
+
+    /// Those who wait of whom all stand where their party does, and among themselves by their ranks: that place is kept.
+    fn parties_with_one_place(&self, id: GpuId) -> BTreeSet<Party> {
+        let policy_knows = !self.policy().users_take_turns() && self.has_classes();
+        let line = self.gpus.get(&id).filter(|_| policy_knows).into_iter().flat_map(|gpu| &gpu.line);
+        line.filter_map(|(_, unit)| self.party_of(*unit)).collect()
+    }
+
+    /// The policy is another: what it says of places holds for all who wait, and nobody owes anything by what it was.
+    pub(super) fn rank_anew(&mut self) {
+        self.gpus.values_mut().for_each(|gpu| gpu.served.clear());
+        for unit in self.requests.keys().copied().collect::<Vec<_>>() {
+            let Some(request) = self.requests.get(&unit) else { continue };
+            let Some((client, wants)) = request.wants.first_key_value() else { continue };
+            let arrival = request.since.values().min().copied().unwrap_or(self.now);
+            let (rank, ages) = self.rank(*client, wants, arrival);
+            let is_in_line = request.parked.is_none();
+            if is_in_line {
+                self.leave_line(unit);
+            }
+            if let Some(request) = self.requests.get_mut(&unit) {
+                (request.place.rank, request.ages, request.aged) = (rank, ages, false);
+            }
+            if is_in_line {
+                self.join(unit);
+            }
+        }
+    }
+
+    /// Who has waited for long enough goes before all others of its party.
+    pub(super) fn age(&mut self, unit: Unit) {
+        let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
+        if !self.requests.get(&unit).is_some_and(is_due) {
+            return;
+        }
+        self.leave_line(unit);
+        if let Some(request) = self.requests.get_mut(&unit) {
+            request.place.rank = Time::ZERO;
+            request.aged = true;
+        }
     }
 
     fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
         let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return Waiter::default() };
         let lacking = self.need(client, id).saturating_sub(seat.account.allowance);
+        let held = seat.hold.as_ref().map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
+        let (had, entered) = seat.progress.after(self.now, held);
         Waiter {
             burst: seat.bursts.expected(),
             moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
+            unmeasured: seat.hold.is_none() && seat.fullness.is_open(),
+            waiters: gpu.line.len() as u32 + 1,
+            had,
+            entered,
             ..Waiter::default()
         }
     }
 
-    /// Where a request of that rank stands in line.
-    pub(super) fn place(&self, client: ClientId, wants: &GpuSet, (at, number): (Time, u64)) -> Place {
+    /// What a holder is to who waits.
+    pub(super) fn runner(&self, client: ClientId, id: GpuId, hold: &Hold, first: Option<Unit>) -> Runner {
+        let waiter = self.waiter(client, id);
+        Runner {
+            rank: self.policy().place(&self.settings, self.now, &waiter),
+            had: waiter.had,
+            waited: hold.waited(self.now),
+            aged: hold.aged,
+            fellow: first.is_none_or(|first| self.party_of(first) == self.party(client)),
+            others_after: self.others_after(client, id, hold),
+        }
+    }
+
+    /// How much longer a holder can run until its party will have had more than another one that waits. None where the policy
+    /// has parties take turns by ending each of theirs, or nobody else waits.
+    fn others_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
+        if self.policy().users_take_turns() || !self.has_classes() {
+            return None;
+        }
+        let party = self.party(client)?;
+        let is_other = |unit: Unit| {
+            let other = self.first_of(unit).filter(|other| self.party(*other) != Some(party));
+            other.is_some_and(|other| self.are_peers(other, client))
+        };
+        let (place, _) = self.gpus.get(&id)?.line.iter().find(|(_, unit)| is_other(*unit))?;
+        let (until, debt) = self.served_until(client, party, id, hold, hold.waited(self.now))?;
+        Some(debt.until_as_much(place.at.saturating_sub(until)))
+    }
+
+    /// Where a request stands in line now.
+    fn place(&self, client: ClientId, wants: &GpuSet, before: Place) -> Place {
         let class = self.class(client, wants);
         let served = wants.iter().map(|id| self.has_been_served_until(client, *id)).max().unwrap_or_default();
-        Place { class, at: served.max(at), rank: at, number }
+        Place { class, at: self.policy().place_among_parties(served, before.rank, before.joined), ..before }
     }
 
     /// That client had the lock, and others waited for so much of the time.
@@ -81,9 +174,9 @@ impl Machine {
             .parties(client)
             .filter_map(|as_whom| Some((as_whom, self.served_until(client, as_whom, id, hold, waited)?.0)))
             .collect();
-        let now = self.now;
+        let (now, waiting) = (self.now, self.parties_with_one_place(id));
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.served.retain(|_, until| *until > now);
+        gpu.served.retain(|party, until| *until > now || waiting.contains(party));
         if served.is_empty() {
             return;
         }
@@ -110,10 +203,10 @@ impl Machine {
         waited: Duration,
     ) -> Option<(Time, Debt)> {
         let weights = self.weights_of_others(client, as_whom, id);
-        let debt = Debt { own: self.weight(as_whom), others: weights };
         if weights == 0 {
             return None;
         }
+        let debt = Debt { own: self.weight_on(as_whom, id), others: weights };
         let waited = waited + hold.moved;
         let before = if as_whom == Party::Client(client) { hold.own_served_until } else { hold.served_until };
         let begun = hold.since.saturating_sub(hold.moved).max(before);
@@ -131,7 +224,7 @@ impl Machine {
             let is_self = if own == Some(as_whom) { own == Some(party) } else { waiting == client };
             if !is_self && self.are_peers(waiting, client) {
                 let weight = others.entry(party).or_default();
-                *weight = weight.saturating_add(self.weight_of(waiting)).min(self.weight(party));
+                *weight = weight.saturating_add(self.weight_of(waiting)).min(self.weight_on(party, id));
             }
         }
         others.into_values().fold(0, u32::saturating_add)
@@ -175,14 +268,21 @@ impl Machine {
         let (party, place) = (self.party(holder)?, self.requests.get(&other)?.place);
         let waited = hold.waited(self.now);
         let waiter = Waiter { burst: self.seat(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
-        let arrives = self.policy.place(&self.settings, self.now, &waiter);
-        let served = |as_whom: Party| self.gpus.get(&id)?.served.get(&as_whom).copied();
         let is_fellow = self.party_of(other) == Some(party);
+        if is_fellow && self.others_after(holder, id, hold) == Some(Duration::ZERO) {
+            return None;
+        }
+        let served = |as_whom: Party| self.gpus.get(&id)?.served.get(&as_whom).copied();
+        let arrives = self.policy().place(&self.settings, self.now, &waiter);
+        let arrival = match is_fellow {
+            true => arrives,
+            false => self.policy().place_among_parties(Time::ZERO, arrives, Time::ZERO),
+        };
         // Those of a party have been served alike, but for one that claims less.
         let own = || self.first_of(other).and_then(|client| served(Party::Client(client))).unwrap_or_default();
         let stands = if is_fellow { place.rank.max(own()) } else { place.at };
         // As long as it goes on, its arrival comes as fast as time does.
-        let mut ahead = stands.checked_sub(arrives);
+        let mut ahead = stands.checked_sub(arrival);
         for as_whom in self.parties(holder) {
             let before = match self.served_until(holder, as_whom, id, hold, waited) {
                 // Of every moment of it, it owes something to each of the others.
@@ -210,8 +310,7 @@ impl Machine {
     /// Where a request belongs now.
     pub(super) fn place_now(&self, unit: Unit) -> Option<Place> {
         let request = self.requests.get(&unit)?;
-        let Place { rank, number, .. } = request.place;
-        let places = request.wants.iter().map(|(client, gpus)| self.place(*client, gpus, (rank, number)));
+        let places = request.wants.iter().map(|(client, gpus)| self.place(*client, gpus, request.place));
         // A gang is of the last class that one of it is of, and as late as the one that has had most.
         let place = places.reduce(|a, b| Place { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
         let at = self.goes_on_since(unit).map_or(place.at, |since| since.min(place.at));

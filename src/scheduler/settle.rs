@@ -5,7 +5,7 @@ use super::{
     api::*,
     locks::{Hold, Parked, Request, Unit},
     machine::{Machine, Place},
-    policy::{Policy, SHORTEST_GRACE, Waiter},
+    policy::{SHORTEST_GRACE, Waiter},
     shares::Standing,
     timers::Wake,
 };
@@ -189,6 +189,9 @@ impl Machine {
                 unmeasured: members.iter().any(|m| self.seat(*m, id).is_some_and(|s| s.fullness.is_open())),
                 holders_measured: self.are_measured(id),
                 waiters: self.gpus.get(&id).map_or(0, |g| g.line.len() as u32),
+                rank: self.requests.get(&unit).map_or(Time::ZERO, |request| request.place.rank),
+                aged: self.requests.get(&unit).is_some_and(|request| request.aged),
+                ..Waiter::default()
             });
             self.step_aside(id);
             return lacking;
@@ -255,6 +258,8 @@ impl Machine {
                 since: [(*client, since)].into(),
                 wants: [(*client, gpus)].into(),
                 gathers: None,
+                ages: request.ages,
+                aged: request.aged,
                 parked: self.clients.get(client).filter(|state| state.stopped).map(|_| Parked::Stopped),
                 told: None,
             };
@@ -275,7 +280,7 @@ impl Machine {
         let now = self.now;
         let gpu = self.gpus.get(&id)?;
         let waiters = (gpu.line.len() as u32).max(1);
-        let grace = self.policy.grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |w| w.moving));
+        let grace = self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |w| w.moving));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
         let together = self.may_stay(id);
         let first = gpu.holders.values().filter_map(|c| self.seat(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
@@ -315,7 +320,8 @@ impl Machine {
                 Some(waiter)
                     if standing != Standing::Equal || !for_itself && (exclusive || pressure.grower.is_none()) =>
                 {
-                    self.policy.turn(&self.settings, &Waiter { standing, ..waiter })
+                    let holder = self.runner(client, id, hold, pressure.first);
+                    self.policy().turn(&self.settings, &holder, &Waiter { standing, ..waiter })
                 }
                 _ => self.settings.time_quantum,
             };

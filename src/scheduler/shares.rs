@@ -30,6 +30,8 @@ pub(super) enum Party {
     Group(GroupId),
     /// Within one of those, by what it says itself (`own`).
     Client(ClientId),
+    /// All to whom no rule gives a part of the time, where the policy does not have users take turns.
+    Others,
 }
 
 /// Who goes before whom, whenever they came: the smaller first.
@@ -98,12 +100,13 @@ impl Machine {
         let state = self.clients.get(&client)?;
         let group =
             state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.share.is_some()));
-        Some(group.map_or(Party::User(state.user), Party::Group))
+        let user = if self.policy().users_take_turns() { Party::User(state.user) } else { Party::Others };
+        Some(group.map_or(user, Party::Group))
     }
 
     pub(super) fn share(&self, party: Party) -> Share {
         match party {
-            Party::User(_) => Share::default(),
+            Party::User(_) | Party::Others => Share::default(),
             Party::Group(group) => self.groups.get(&group).and_then(|members| members.terms.share).unwrap_or_default(),
             Party::Client(client) => self.own_share(client),
         }
@@ -118,6 +121,19 @@ impl Machine {
     /// What it counts for when turns are divided.
     pub(super) fn weight(&self, party: Party) -> u32 {
         u32::from(self.share(party).weight.max(1))
+    }
+
+    /// The same where it wants that GPU: the others count for as many users as they are.
+    pub(super) fn weight_on(&self, party: Party, id: GpuId) -> u32 {
+        let users = || {
+            let gpu = self.gpus.get(&id).into_iter();
+            let waiting = gpu.clone().flat_map(|gpu| &gpu.line).flat_map(|(_, unit)| self.clients_of(*unit));
+            let clients = waiting.chain(gpu.flat_map(|gpu| gpu.holders.values().copied()));
+            let others = clients.filter(|client| self.party(*client) == Some(Party::Others));
+            let users: BTreeSet<UserId> = others.filter_map(|client| Some(self.clients.get(&client)?.user)).collect();
+            u32::try_from(users.len()).unwrap_or(u32::MAX).max(1)
+        };
+        self.weight(party).saturating_mul(if party == Party::Others { users() } else { 1 })
     }
 
     /// What a party has had of a GPU.
@@ -211,7 +227,7 @@ impl Machine {
     }
 
     /// Whether anybody has a share.
-    fn has_classes(&self) -> bool {
+    pub(super) fn has_classes(&self) -> bool {
         self.groups.values().any(|members| members.terms.share.is_some()) || self.own.values().any(Own::makes_classes)
     }
 

@@ -1,6 +1,6 @@
 //! What is compared: the one table of policies.
 
-use crate::scheduler::{AntiThrash, Settings};
+use crate::scheduler::{AntiThrash, PolicyName, Settings};
 
 /// A way to schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -8,19 +8,27 @@ pub struct Policy {
     /// As it is shown and asked for.
     pub name: &'static str,
     pub mode: AntiThrash,
+    pub order: PolicyName,
     /// Whether the rules of the jobs count.
     pub rules: bool,
 }
 
 /// All policies, in the order in which they are shown. `fcfs`: first come, first served, as the mode modifies it; `rules`: the
-/// same, with the jobs' rules.
-pub const POLICIES: [Policy; 6] = [
-    Policy { name: "fcfs-on", mode: AntiThrash::On, rules: false },
-    Policy { name: "fcfs-auto", mode: AntiThrash::Auto, rules: false },
-    Policy { name: "fcfs-off", mode: AntiThrash::Off, rules: false },
-    Policy { name: "rules-on", mode: AntiThrash::On, rules: true },
-    Policy { name: "rules-auto", mode: AntiThrash::Auto, rules: true },
-    Policy { name: "rules-off", mode: AntiThrash::Off, rules: true },
+/// same, with the jobs' rules, which can say fixed shares; `adaptive`: who has had least goes first; `both`: within what the
+/// jobs' rules say.
+pub const POLICIES: [Policy; 12] = [
+    Policy { name: "fcfs-on", mode: AntiThrash::On, order: PolicyName::Fcfs, rules: false },
+    Policy { name: "fcfs-auto", mode: AntiThrash::Auto, order: PolicyName::Fcfs, rules: false },
+    Policy { name: "fcfs-off", mode: AntiThrash::Off, order: PolicyName::Fcfs, rules: false },
+    Policy { name: "adaptive-on", mode: AntiThrash::On, order: PolicyName::Adaptive, rules: false },
+    Policy { name: "adaptive-auto", mode: AntiThrash::Auto, order: PolicyName::Adaptive, rules: false },
+    Policy { name: "adaptive-off", mode: AntiThrash::Off, order: PolicyName::Adaptive, rules: false },
+    Policy { name: "rules-on", mode: AntiThrash::On, order: PolicyName::Fcfs, rules: true },
+    Policy { name: "rules-auto", mode: AntiThrash::Auto, order: PolicyName::Fcfs, rules: true },
+    Policy { name: "rules-off", mode: AntiThrash::Off, order: PolicyName::Fcfs, rules: true },
+    Policy { name: "both-on", mode: AntiThrash::On, order: PolicyName::Adaptive, rules: true },
+    Policy { name: "both-auto", mode: AntiThrash::Auto, order: PolicyName::Adaptive, rules: true },
+    Policy { name: "both-off", mode: AntiThrash::Off, order: PolicyName::Adaptive, rules: true },
 ];
 
 /// The row of programs that run one after another, alone: no policy, and there to be compared with.
@@ -33,6 +41,6 @@ impl Policy {
 
     /// The scenario's settings under this policy.
     pub fn settings(&self, settings: &Settings) -> Settings {
-        Settings { anti_thrash: self.mode, ..settings.clone() }
+        Settings { anti_thrash: self.mode, policy: self.order, ..settings.clone() }
     }
 }

@@ -107,6 +107,7 @@ impl Scenario {
             max_wait: file.max_wait,
             time_period: file.time_period,
             anti_thrash: file.anti_thrash,
+            policy: None,
             memory: file.memory,
         };
         let swap = file.swap.map_or(Ok(None), |section| swap(&section))?;

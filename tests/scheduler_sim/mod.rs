@@ -34,6 +34,7 @@ pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
     Settings {
         time_quantum,
         anti_thrash,
+        policy: PolicyName::Fcfs,
         max_wait: Duration::ZERO,
         reserve: 0,
         context: 0,

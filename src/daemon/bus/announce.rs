@@ -50,6 +50,9 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
         if now.anti_thrash != before.anti_thrash {
             changed.insert("AntiThrash", bus::anti_thrash_name(now.anti_thrash).into());
         }
+        if now.policy != before.policy {
+            changed.insert("Policy", bus::policy_name(now.policy).into());
+        }
         before = now;
         if changed.is_empty() {
             continue;

@@ -29,7 +29,7 @@ use super::hub::{ClientView, Thrashing};
 use super::lock::Wish;
 use super::rules::Addition;
 use crate::bus::{self, Error};
-use crate::scheduler::{AntiThrash, Settings};
+use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 
 /// How long a stopping daemon waits for this thread.
@@ -56,6 +56,7 @@ pub enum Change {
     TimeQuantum(Duration),
     MaxWait(Duration),
     AntiThrash(AntiThrash),
+    Policy(PolicyName),
 }
 
 impl Change {
@@ -64,6 +65,7 @@ impl Change {
             Self::TimeQuantum(quantum) => settings.time_quantum = quantum,
             Self::MaxWait(most) => settings.max_wait = most,
             Self::AntiThrash(mode) => settings.anti_thrash = mode,
+            Self::Policy(policy) => settings.policy = policy,
         }
     }
 }

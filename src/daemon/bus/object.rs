@@ -164,6 +164,22 @@ impl Object {
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
+    fn policy(&self) -> String {
+        bus::policy_name(self.shared.followed.settings.borrow().policy).into()
+    }
+
+    #[zbus(property)]
+    async fn set_policy(
+        &self,
+        value: String,
+        #[zbus(header)] header: Option<Header<'_>>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let policy = bus::parse_policy(&value).map_err(Error::InvalidArgument)?;
+        self.change(Change::Policy(policy), "change the policy", header.as_ref(), connection).await
+    }
+
+    #[zbus(property(emits_changed_signal = "false"))]
     fn holders(&self) -> Holders {
         self.shared.followed.holders.borrow().clone()
     }

@@ -395,6 +395,7 @@ impl Hub {
                 time_quantum = settings.time_quantum.as_secs(),
                 max_wait = settings.max_wait.as_secs(),
                 anti_thrash = bus::anti_thrash_name(settings.anti_thrash),
+                policy = bus::policy_name(settings.policy),
                 "settings changed"
             );
             self.apply(Event::Configure(settings.clone()));

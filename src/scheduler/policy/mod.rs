@@ -1,31 +1,19 @@
-//! How long a turn lasts, how long a contended holder may be idle, and which of a user's clients stands before which: all
-//! judgement is here.
+//! How long a turn lasts, how long a contended holder may be idle, which of a party's clients stands before which, and whose
+//! memory leaves first: all judgement is here. One trait ([`Policy`]), with a file for each answer to it; what they decide from
+//! is here, and what is known of a client's past: its bursts here, its GPU time in `progress`.
 //!
-//! **Turns.** `on` gives everybody the full time quantum, as the original does. `auto` asks what a change of holder
-//! costs. Where bytes must move it costs seconds, so the turn is the time quantum, and no less than some times what the move
-//! takes. Where nothing must move it costs a drain, and what is left to decide is fairness: a holder keeps the GPU for twice what the waiter is expected to need.
-//! Between equals that lets each run its phase to the end (two half-busy jobs then overlap perfectly); against a short
-//! burst it ends a long turn soon. This is least-attained-service: what a client used up since it last ran out of work
-//! is the best guess of what it still needs, because run times of bursts are heavy-tailed.
-//!
-//! Whom a rule lets go first (`shares`) waits for no turn to end, or for a short one; whom it lets go last waits until the
-//! other has no work.
-//!
-//! Where so many wait that the last would wait too long, `auto` divides what it may wait among them.
-//!
-//! **Place in line**, among the clients of one user. Arrival order, except in `auto`, where a waiter's place is its arrival plus the *class* of what it
-//! is going to take (its burst, and the moving of its bytes both ways), a class being a power of four. Short bursts so
-//! pass long ones, equals stay in order of arrival, and ageing is built in: nobody is passed by one who came more
-//! than a time quantum later. Moving counts, so one whose bytes are on the GPU goes before one whose bytes are not.
-//!
-//! **Grace** is what a move would cost: the longest that it can be right to wait idle. A client that knows its own pauses
-//! waits less.
+//! - `fcfs`: first come, first served, as the anti-thrash mode modifies it.
+//! - `adaptive`: who has had least goes first.
 
-use super::{
-    api::{AntiThrash, Settings, Time},
-    shares::Standing,
-    together::MEASURED,
-};
+mod adaptive;
+mod fcfs;
+mod progress;
+
+pub(super) use progress::Progress;
+
+use super::api::{PolicyName, Settings, Time};
+use super::shares::Standing;
+use std::fmt::Debug;
 use std::time::Duration;
 
 /// The shortest turn in `auto`: strict turns of 20 ms cost about 5 % of throughput on an H200, of 50 ms about 1 %.
@@ -66,6 +54,14 @@ pub(super) struct Waiter {
     pub holders_measured: bool,
     /// How many wait, itself included.
     pub waiters: u32,
+    /// GPU time that it has had, beyond what it left to others; and since when it is at the level of that.
+    pub had: Duration,
+    pub entered: Time,
+    /// Where it stands, and whether because it has waited for so long.
+    pub rank: Time,
+    pub aged: bool,
+    /// It waits for several GPUs, or with others of a gang.
+    pub several: bool,
 }
 
 impl Waiter {
@@ -76,66 +72,48 @@ impl Waiter {
     }
 }
 
-/// The decisions that another policy (shares, weights) would take differently.
-pub(super) trait Policy {
+/// What a policy decides from, of who has the GPU.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Runner {
+    /// Where it would stand if it asked now.
+    pub rank: Time,
+    /// GPU time that it has had, this turn included, and for how much of this turn somebody has waited.
+    pub had: Duration,
+    pub waited: Duration,
+    /// It has the GPU because it had waited for so long.
+    pub aged: bool,
+    /// It takes turns with who waits as two of one party.
+    pub fellow: bool,
+    /// After how much more of it another party is to have the GPU, if one waits that shares it.
+    pub others_after: Option<Duration>,
+}
+
+/// The decisions that one policy takes differently from another.
+pub(super) trait Policy: Debug + Sync {
     /// How long a holder keeps the lock once that waiter waits.
-    fn turn(&self, settings: &Settings, first: &Waiter) -> Duration;
-    /// The waiter's place in line: the smaller, the earlier.
+    fn turn(&self, settings: &Settings, holder: &Runner, first: &Waiter) -> Duration;
+    /// The waiter's place in line among those of its party: the smaller, the earlier.
     fn place(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
+    /// And among all parties, if its own has had its share until then, and has waited since.
+    fn place_among_parties(&self, served: Time, rank: Time, joined: Time) -> Time;
+    /// After how long it goes before all others of its party. None: its place sees to it.
+    fn patience(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
+    /// Whether users take turns as wholes, however many clients they have.
+    fn users_take_turns(&self) -> bool;
     /// How long a contended holder may be idle before it gives the lock back, if that moves for so long.
     fn grace(&self, settings: &Settings, moving: Duration) -> Duration;
+    /// For how long somebody who has not run for that long is taken not to run, where so many go before it; None: it does
+    /// not wait. The longer, the sooner its memory leaves.
+    fn rests(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration;
+    /// Whether that depends on who goes before it.
+    fn keeps_for_the_next(&self) -> bool;
 }
 
-/// First come, first served, as the anti-thrash mode modifies it.
-#[derive(Debug)]
-pub(super) struct Fcfs;
-
-impl Policy for Fcfs {
-    fn turn(&self, settings: &Settings, first: &Waiter) -> Duration {
-        match first.standing {
-            Standing::Before => return Duration::ZERO,
-            Standing::After => return Duration::MAX,
-            Standing::Owed => return settings.slice().min(settings.time_quantum).max(first.least()),
-            Standing::Equal if settings.anti_thrash != AntiThrash::Auto => return settings.time_quantum,
-            Standing::Equal => {}
-        }
-        let quantum = if first.evicts {
-            settings.time_quantum
-        } else if first.unmeasured && first.holders_measured {
-            SHORTEST_TURN // nothing more is to be learned of them, and perhaps both can run
-        } else if first.unmeasured {
-            MEASURED.min(settings.time_quantum)
-        } else {
-            (first.burst * 2).max(SHORTEST_TURN).min(settings.time_quantum)
-        };
-        let share = match settings.max_wait {
-            Duration::ZERO => Duration::MAX,
-            most => most / first.waiters.max(1),
-        };
-        quantum.min(share).max(first.least())
+pub(super) fn named(name: PolicyName) -> &'static dyn Policy {
+    match name {
+        PolicyName::Fcfs => &fcfs::Fcfs,
+        PolicyName::Adaptive => &adaptive::Adaptive,
     }
-
-    fn place(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time {
-        match settings.anti_thrash {
-            AntiThrash::Auto => {
-                arrival.saturating_add(class(waiter.burst.saturating_add(waiter.moving)).min(settings.time_quantum))
-            }
-            AntiThrash::On | AntiThrash::Off => arrival,
-        }
-    }
-
-    fn grace(&self, settings: &Settings, moving: Duration) -> Duration {
-        moving.min(settings.time_quantum).max(SHORTEST_GRACE)
-    }
-}
-
-/// The largest power of four milliseconds that is not longer.
-fn class(length: Duration) -> Duration {
-    let mut class = 1u64;
-    while class < 1 << 30 && u128::from(class) * 4 <= length.as_millis() {
-        class *= 4;
-    }
-    Duration::from_millis(class)
 }
 
 /// What is known of how long a client runs on a GPU between two times without work.

@@ -1,0 +1,202 @@
+//! The policy `adaptive`: who goes before whom, whose memory stays, and that nobody starves.
+
+mod scheduler_sim;
+
+use nvshare::scheduler::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+fn s(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn adaptive(anti_thrash: AntiThrash, time_quantum: Duration, max_wait: Duration) -> Settings {
+    Settings { policy: PolicyName::Adaptive, max_wait, ..settings(anti_thrash, time_quantum) }
+}
+
+fn world(settings: Settings) -> World {
+    let mut world = World::new(settings, 1);
+    world.add_gpu(gpu(0), 16 * GIB, 0);
+    world.most_steps = 3_000_000;
+    world
+}
+
+fn user(n: u32) -> UserId {
+    UserId(n)
+}
+
+fn ended(world: &World, client: ClientId) -> Duration {
+    world.models[&client].finished.unwrap_or_else(|| panic!("{client:?} has not ended"))
+}
+
+fn grants(world: &World, client: ClientId) -> usize {
+    let is_own = |command: &Command| matches!(command, Command::Grant { client: to, .. } if *to == client);
+    world.commands.iter().filter(|(_, command)| is_own(command)).count()
+}
+
+fn longest_wait(world: &World) -> Duration {
+    world.models.values().flat_map(|model| &model.waits).max().copied().unwrap_or_default()
+}
+
+#[test]
+fn who_has_had_less_passes_who_has_had_much() {
+    let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
+    let long = world.add(Plan { gpu: s(200), user: user(1), ..Plan::default() });
+    let short = world.add(Plan { gpu: s(3), start: s(20), user: user(2), ..Plan::default() });
+    assert!(world.run(s(300)));
+    for c in &world.commands {
+        eprintln!("{c:?}");
+    }
+    assert!(ended(&world, short) < ms(23_500), "{:?}", ended(&world, short));
+    assert!(ended(&world, long) < ms(204_000), "{:?}", ended(&world, long));
+}
+
+#[test]
+fn equals_without_room_for_each_other_run_nearly_one_after_another() {
+    let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
+    let job = |n| Plan { demand: 12 * GIB, gpu: s(60), user: user(n), ..Plan::default() };
+    let jobs = [1, 2, 3].map(|n| world.add(job(n)));
+    assert!(world.run(s(400)));
+    for client in jobs {
+        // To tell how full it keeps the GPU, and for each level below its length: 1, 4, 16 and 64 s.
+        assert!(grants(&world, client) <= 5, "{client:?}: {}", grants(&world, client));
+    }
+    assert!(ended(&world, jobs[0]) < s(160), "{:?}", ended(&world, jobs[0]));
+}
+
+#[test]
+fn jobs_count_and_not_their_users() {
+    let mut world = world(adaptive(AntiThrash::Auto, s(5), s(10)));
+    let job = |n| Plan { gpu: s(400), user: user(n), ..Plan::default() };
+    let many = [1, 1, 1].map(|n| world.add(job(n)));
+    let one = world.add(job(2));
+    world.run(s(120));
+    let had = |client: ClientId| world.machine.client(client).expect("a client").seats[0].lock_time.as_secs_f64();
+    let of_many: f64 = many.iter().map(|client| had(*client)).sum();
+    assert!(of_many > 2.0 * had(one), "{of_many} and {}", had(one));
+}
+
+#[test]
+fn nobody_waits_longer_than_eight_times_as_long_as_if_all_took_turns() {
+    for mode in [AntiThrash::Auto, AntiThrash::On] {
+        let mut world = world(adaptive(mode, s(1), s(4)));
+        // Two that are long, and newcomers that alone would fill the GPU.
+        let long = [1, 2].map(|n| world.add(Plan { gpu: s(60), user: user(n), ..Plan::default() }));
+        for n in 0..400 {
+            world.add(Plan { gpu: ms(950), start: s(n), user: user(3), ..Plan::default() });
+        }
+        world.run(s(400));
+        assert!(long.iter().all(|client| grants(&world, *client) > 5), "{mode:?}: {}", grants(&world, long[0]));
+        // 4 s for all in auto; in on about five wait for turns of 1 s. And then those go first who aged before.
+        let bound = match mode {
+            AntiThrash::Auto => s(8 * 4 + 4),
+            _ => s(8 * 8 + 4),
+        };
+        assert!(longest_wait(&world) < bound, "{mode:?}: {:?}", longest_wait(&world));
+    }
+}
+
+#[test]
+fn memory_leaves_from_those_first_who_run_last() {
+    let mut world = world(adaptive(AntiThrash::Auto, s(30), s(0)));
+    for n in 1..=4 {
+        let start = ms(500 * u64::from(n));
+        world.add(Plan { demand: 4 * GIB, gpu: s(400), user: user(n), start, ..Plan::default() });
+    }
+    world.run(s(100));
+    let line: Vec<ClientId> = world.machine.gpus()[0].waiters.iter().map(|waiter| waiter.client).collect();
+    let had_it = |client: ClientId| {
+        let is_own = |command: &Command| matches!(command, Command::Revoke { client: of, .. } if *of == client);
+        world.commands.iter().rfind(|(_, command)| is_own(command)).map(|(at, _)| *at)
+    };
+    let last = *line.last().expect("three wait");
+    assert!(line.iter().any(|client| had_it(*client) < had_it(last)), "another one ran less recently: {line:?}");
+    world.add(Plan { demand: 2 * GIB, gpu: ms(100), start: s(101), user: user(9), ..Plan::default() });
+    world.run(s(101) + ms(10));
+    let evicted = world.commands.iter().find_map(|(at, command)| match command {
+        Command::Allowance { client, bytes, .. } if *at > s(101) && *bytes < 4 * GIB => Some(*client),
+        _ => None,
+    });
+    assert_eq!(evicted, Some(last));
+}
+
+#[test]
+fn shares_hold_whatever_the_number_of_jobs() {
+    for (weights, part) in [((300, 100), 0.75), ((100, 100), 0.5)] {
+        let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
+        let group = |id, weight| {
+            let share = Share { weight, ..Share::default() };
+            Some(Group { id: GroupId(id), terms: Terms { share: Some(share), ..Terms::default() } })
+        };
+        let few = world.add(Plan { gpu: s(400), group: group(1, weights.0), ..Plan::default() });
+        for n in 0..4 {
+            world.add(Plan { gpu: s(400), start: ms(n), group: group(2, weights.1), ..Plan::default() });
+        }
+        world.run(s(200));
+        let had = world.machine.client(few).expect("a client").seats[0].lock_time.as_secs_f64() / 200.0;
+        assert!((had - part).abs() < 0.05, "{weights:?}: {had}");
+    }
+}
+
+#[test]
+fn those_without_a_rule_count_for_as_many_groups_as_they_have_users() {
+    let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
+    let share = Share { weight: 200, ..Share::default() };
+    let group = Some(Group { id: GroupId(1), terms: Terms { share: Some(share), ..Terms::default() } });
+    let ruled = world.add(Plan { gpu: s(400), group, ..Plan::default() });
+    for n in [1, 2, 2] {
+        world.add(Plan { gpu: s(400), user: user(n), ..Plan::default() });
+    }
+    world.run(s(200));
+    let had = world.machine.client(ruled).expect("a client").seats[0].lock_time.as_secs_f64() / 200.0;
+    assert!((had - 0.5).abs() < 0.05, "{had}");
+}
+
+#[test]
+fn a_least_and_a_greatest_part_hold() {
+    let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
+    let group = |id, min, max| {
+        let share = Share { min, max, ..Share::default() };
+        Some(Group { id: GroupId(id), terms: Terms { share: Some(share), ..Terms::default() } })
+    };
+    let owed = world.add(Plan { gpu: s(900), group: group(1, 60, 100), ..Plan::default() });
+    let capped = world.add(Plan { gpu: s(900), group: group(2, 0, 10), ..Plan::default() });
+    for n in 1..4 {
+        world.add(Plan { gpu: s(900), user: user(n), ..Plan::default() });
+    }
+    world.run(s(200));
+    let had = |client| world.machine.client(client).expect("a client").seats[0].lock_time.as_secs_f64() / 200.0;
+    assert!(had(owed) > 0.58 && had(capped) < 0.12, "{} and {}", had(owed), had(capped));
+}
+
+#[test]
+fn who_is_interactive_waits_for_no_turn_to_end() {
+    let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
+    let share = Share { interactive: true, ..Share::default() };
+    let group = Some(Group { id: GroupId(1), terms: Terms { share: Some(share), ..Terms::default() } });
+    let person = Plan { gpu: ms(50), cpu: s(1), phases: 20, group, start: s(1), ..Plan::default() };
+    let person = world.add(person);
+    for n in 1..4 {
+        world.add(Plan { gpu: s(100), user: user(n), ..Plan::default() });
+    }
+    world.run(s(60));
+    let worst = world.models[&person].waits.iter().max().copied().unwrap_or_default();
+    assert!(worst < ms(50), "{worst:?}");
+}
+
+#[test]
+fn a_policy_that_changes_counts_at_once() {
+    let mut world = world(settings(AntiThrash::Auto, s(30)));
+    let job = |gpu, start| Plan { demand: 12 * GIB, gpu, start, ..Plan::default() };
+    let long = world.add(job(s(300), s(0)));
+    let other = world.add(job(s(300), s(1)));
+    world.run(s(100));
+    let short = world.add(job(s(2), s(101)));
+    world.run(s(102));
+    assert!(world.models[&short].finished.is_none());
+    world.feed(Event::Configure(adaptive(AntiThrash::Auto, s(30), s(60))));
+    world.run(s(112));
+    assert!(world.models[&short].finished.is_some(), "it has had least");
+    assert!(world.run(s(700)));
+    assert!(ended(&world, long).max(ended(&world, other)) < s(640));
+}
