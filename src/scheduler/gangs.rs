@@ -138,12 +138,14 @@ impl Machine {
         rivals.min_by_key(|(_, request)| request.place).map(|(unit, _)| *unit)
     }
 
-    /// Whether another gang waits, on whatever GPU, for that one to have nothing.
+    /// Whether another gang, on whatever GPU, waits for that one to have nothing, or runs while it is counted as if it had.
     pub(super) fn is_in_the_way(&self, unit: Unit) -> bool {
         let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
-        let mut waiting = self.requests.iter().filter(|(_, request)| request.parked.is_none());
+        let waits = |other: Gang| self.requests.get(&Unit::Gang(other)).is_some_and(|request| request.parked.is_none());
+        let runs = |other: Gang| self.holds_of_gang(other).any(|(_, hold)| !hold.is_aside());
+        let mut others = self.gangs.keys().filter(|other| **other != gang);
         self.settings.anti_thrash != AntiThrash::Off
-            && waiting.any(|(other, _)| other.gang().is_some_and(|other| other != gang && self.are_rivals(gang, other)))
+            && others.any(|other| (waits(*other) || runs(*other)) && self.are_rivals(gang, *other))
     }
 
     /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.

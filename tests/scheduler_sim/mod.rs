@@ -705,6 +705,12 @@ impl World {
     fn happen(&mut self, what: Happening) {
         match what {
             Happening::Start(id) => self.start(id),
+            // Which rule it has is what the daemon finds now.
+            Happening::ToMachine(Event::Grouped { groups }) => {
+                let group_of = |id: &ClientId| self.models.get(id).and_then(|m| m.plan.group);
+                let groups = groups.into_keys().map(|id| (id, group_of(&id))).collect();
+                self.feed(Event::Grouped { groups });
+            }
             Happening::ToMachine(event) => self.feed(event),
             Happening::ToClient(id, command) => {
                 let Some(model) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) else {
