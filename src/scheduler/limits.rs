@@ -146,7 +146,8 @@ impl Machine {
         // Some are bounded over all GPUs.
         let are_bounded = self.groups.values().any(Members::is_bounded_everywhere)
             || self.own.values().any(Own::is_bounded_everywhere);
-        let all = all || before || budget.is_some() || are_bounded;
+        // Who waits may wait for fellows elsewhere.
+        let all = all || before || budget.is_some() || are_bounded || self.host.awaited;
         let ids: GpuSet = if all { everywhere() } else { changed };
         let targets = match budget {
             Some(_) => self.weigh(budget, &ids),

@@ -54,8 +54,9 @@ impl Machine {
         let max = self.memory_max(client, id).map(|max| max.saturating_sub(own));
         let swap_max = self.swap_max(client);
         let beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
-        let Some(limit) = self.seat(client, id).map(|seat| seat.promise.limit) else { return };
-        let never = if bytes <= limit {
+        let Some(promise) = self.seat(client, id).map(|seat| &seat.promise) else { return };
+        // What it has already it may keep.
+        let never = if bytes <= promise.limit.max(promise.demand()) {
             return self.tell_limit(client, id);
         } else if hopes && self.hope_for_context(client, id, bytes) {
             return;

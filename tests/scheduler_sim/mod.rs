@@ -964,7 +964,7 @@ impl World {
         let plan = m.plan.demand;
         let Some(p) = m.places.get_mut(&gpu) else { return };
         let wanted = if p.denied { plan.min(p.limit) } else { plan };
-        if wanted <= p.limit {
+        if wanted <= p.limit.max(p.demand) {
             p.wishes = None;
             p.demand = p.demand.max(wanted);
         } else if p.wishes.is_none() {
