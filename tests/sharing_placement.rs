@@ -217,3 +217,18 @@ fn a_scheduler_that_does_not_answer_holds_nobody_up_for_long() {
     kill(machine.scheduler_pid(), libc::SIGCONT);
     assert_eq!(program.finish().number("gpus"), 2);
 }
+
+#[test]
+fn nvml_counts_the_gpus_that_a_program_was_given() {
+    let machine = two_gpus("spread", "");
+    let _stays = machine.program(STAY).start();
+    settled(&machine, 1);
+    let report = machine.program("info --nvml 1").start().finish();
+    assert_eq!(number_of(&machine, &report), 1, "the other one");
+    let uuid = report.0["nvml_uuid"].as_str().expect("a UUID").to_owned();
+    assert_eq!(uuid, uuids(&machine)[1]);
+    assert_eq!(["nvml_gpus", "nvml_index", "nvml_has_another"].map(|name| report.number(name)), [1, 0, 0]);
+
+    let chosen = machine.program("info --nvml 1").env("CUDA_VISIBLE_DEVICES", "1").start().finish();
+    assert_eq!(["gpus", "nvml_gpus"].map(|name| chosen.number(name)), [1, 2], "as without nvshare");
+}

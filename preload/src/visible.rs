@@ -5,7 +5,12 @@ use crate::{
     own, settings, socket,
     socket::Socket,
     story,
-    sys::{c, sync::Mutex, time, time::Instant},
+    sys::{
+        c,
+        sync::{Mutex, OnceLock},
+        time,
+        time::Instant,
+    },
     trace::trace,
 };
 use alloc::{string::String, vec::Vec};
@@ -38,6 +43,9 @@ static STATE: AtomicU8 = AtomicU8::new(UNSETTLED);
 /// A connection that was made to ask, for the link to go on with: the socket, the version and this client's id; or why
 /// there is none.
 pub type Connected = Result<(Socket, u16, u64), String>;
+/// The GPUs that the driver was told of from here, where all are whole.
+static SHOWN: OnceLock<Vec<Uuid>> = OnceLock::new();
+
 static CONNECTED: Mutex<Option<Connected>> = Mutex::new(None);
 
 /// Sees to it that the driver is told, before it is initialised for the first time. `false` if this process is to see no GPU.
@@ -78,6 +86,11 @@ pub fn settle(hello: &ClientMessage) -> bool {
     *CONNECTED.lock() = Some(connected);
     STATE.store(SETTLED, Ordering::SeqCst);
     true
+}
+
+/// The GPUs that this process sees because it was told so from here.
+pub fn shown() -> Option<&'static [Uuid]> {
+    SHOWN.get().map(Vec::as_slice)
 }
 
 /// What the link begins with, once.
@@ -138,6 +151,9 @@ fn show(gpus: &[(Uuid, GpuKind)]) {
         let _ = write!(list, "{comma}{kind}-{uuid}");
     }
     trace!("placed: {list}");
+    if gpus.iter().all(|(_, kind)| *kind == GpuKind::Gpu) {
+        SHOWN.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
+    }
     c::set_environment(choice::VISIBLE, list.as_bytes());
 }
 

@@ -1,7 +1,7 @@
 //! NVML as far as a program asks it how much memory there is.
 
 use std::{
-    ffi::{CString, c_char, c_void},
+    ffi::{CStr, CString, c_char, c_void},
     mem,
 };
 
@@ -59,6 +59,25 @@ impl Nvml {
             succeeded("nvmlDeviceGetHandleByIndex_v2", get(index, &mut nvml.handle))?;
         }
         Ok(nvml)
+    }
+
+    /// How many GPUs there are, and the UUID and number of this one.
+    pub fn devices(&self, lookup: Lookup) -> Result<(u32, String, u32), String> {
+        let (mut count, mut index, mut uuid) = (0, 0, [0u8; 96]);
+        // SAFETY: the signatures of NVML's header, and live places.
+        unsafe {
+            let call: unsafe extern "C" fn(*mut u32) -> u32 =
+                mem::transmute(self.find(lookup, "nvmlDeviceGetCount_v2")?);
+            succeeded("nvmlDeviceGetCount_v2", call(&mut count))?;
+            let call: unsafe extern "C" fn(usize, *mut u8, u32) -> u32 =
+                mem::transmute(self.find(lookup, "nvmlDeviceGetUUID")?);
+            succeeded("nvmlDeviceGetUUID", call(self.handle, uuid.as_mut_ptr(), uuid.len() as u32))?;
+            let call: unsafe extern "C" fn(usize, *mut u32) -> u32 =
+                mem::transmute(self.find(lookup, "nvmlDeviceGetIndex")?);
+            succeeded("nvmlDeviceGetIndex", call(self.handle, &mut index))?;
+        }
+        let uuid = CStr::from_bytes_until_nul(&uuid).map_err(|e| e.to_string())?;
+        Ok((count, uuid.to_string_lossy().into_owned(), index))
     }
 
     fn find(&self, lookup: Lookup, name: &str) -> Result<*mut c_void, String> {

@@ -1,9 +1,12 @@
 //! What the driver says about the GPU.
 
-use super::Outcome;
+use super::{Outcome, expect};
 use crate::{
     args::Args,
-    cuda::{Gpu, cu},
+    cuda::{
+        Gpu, cu,
+        nvml::{Lookup, Nvml},
+    },
     report::Report,
 };
 use std::ffi::CStr;
@@ -24,5 +27,15 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     report.integer("device_total", total as u64);
     report.integer("total", seen as u64);
     report.integer("free", free as u64);
+    if args.size("nvml", "0") != 0 {
+        let nvml = Nvml::open(0)?;
+        let devices = nvml.devices(Lookup::Library)?;
+        let linked = nvml.devices(Lookup::Linked)?;
+        expect("what NVML says where it is linked", format!("{linked:?}"), format!("{devices:?}"))?;
+        report.integer("nvml_gpus", devices.0.into());
+        report.text("nvml_uuid", &devices.1);
+        report.integer("nvml_index", devices.2.into());
+        report.integer("nvml_has_another", Nvml::open(devices.0).is_ok().into());
+    }
     Ok(())
 }

@@ -1,0 +1,112 @@
+//! Which GPUs there are. Where the driver was told which ones this process is to see, and it is not the program that told
+//! it, NVML counts and numbers the same. Who asks by UUID or by the PCI bus is answered as ever.
+
+use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, UUID_LEN, uuid};
+use crate::{errno, visible};
+use alloc::format;
+use core::{ffi::c_char, mem::transmute, ptr::NonNull};
+
+pub static COUNT: Function = Function::new(c"nvmlDeviceGetCount");
+pub static COUNT_2: Function = Function::new(c"nvmlDeviceGetCount_v2");
+pub static BY_INDEX: Function = Function::new(c"nvmlDeviceGetHandleByIndex");
+pub static BY_INDEX_2: Function = Function::new(c"nvmlDeviceGetHandleByIndex_v2");
+pub static INDEX: Function = Function::new(c"nvmlDeviceGetIndex");
+static BY_UUID: Function = Function::new(c"nvmlDeviceGetHandleByUUID");
+
+/// No GPU has that number, so that NVML says what it says then.
+const NONE: u32 = u32::MAX;
+
+fn count(real: &Function, count: *mut u32) -> Return {
+    type Real = unsafe extern "C" fn(*mut u32) -> Return;
+    let Some(real) = real.address() else { return ERROR_LIBRARY_NOT_FOUND };
+    // SAFETY: NVML's export of this name has this signature, and the argument is the program's own.
+    let result = unsafe { transmute::<usize, Real>(real)(count) };
+    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(count), visible::shown()) {
+        // SAFETY: NVML has just written there.
+        unsafe { place.write_unaligned(shown.len() as u32) };
+    }
+    result
+}
+
+fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
+    type Real = unsafe extern "C" fn(u32, *mut Device) -> Return;
+    type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> Return;
+    let Some(real) = real.address() else { return ERROR_LIBRARY_NOT_FOUND };
+    let shown = visible::shown().zip(BY_UUID.address());
+    let Some((shown, by_uuid)) = shown else {
+        // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
+        return unsafe { transmute::<usize, Real>(real)(index, device) };
+    };
+    match shown.get(index as usize) {
+        Some(uuid) => {
+            let name = errno::preserved(|| format!("GPU-{uuid}\0"));
+            debug_assert!(name.len() < UUID_LEN);
+            // SAFETY: as before; the name ends with NUL.
+            unsafe { transmute::<usize, ByUuid>(by_uuid)(name.as_ptr().cast(), device) }
+        }
+        // SAFETY: as before.
+        None => unsafe { transmute::<usize, Real>(real)(NONE, device) },
+    }
+}
+
+/// `nvmlDeviceGetCount`
+///
+/// # Safety
+/// As NVML wants it.
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
+    count(&COUNT, device_count)
+}
+
+/// `nvmlDeviceGetCount_v2`
+///
+/// # Safety
+/// As NVML wants it.
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return {
+    count(&COUNT_2, device_count)
+}
+
+/// `nvmlDeviceGetHandleByIndex`
+///
+/// # Safety
+/// As NVML wants it.
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Device) -> Return {
+    by_index(&BY_INDEX, index, device)
+}
+
+/// `nvmlDeviceGetHandleByIndex_v2`
+///
+/// # Safety
+/// As NVML wants it.
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Device) -> Return {
+    by_index(&BY_INDEX_2, index, device)
+}
+
+/// `nvmlDeviceGetIndex`
+///
+/// # Safety
+/// As NVML wants it.
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> Return {
+    type Real = unsafe extern "C" fn(Device, *mut u32) -> Return;
+    let Some(real) = INDEX.address() else { return ERROR_LIBRARY_NOT_FOUND };
+    // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
+    let result = unsafe { transmute::<usize, Real>(real)(device, index) };
+    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(index), visible::shown()) {
+        let number = errno::preserved(|| {
+            let uuid = uuid(device)?;
+            shown.iter().position(|known| *known == uuid)
+        });
+        // SAFETY: NVML has just written there.
+        number.into_iter().for_each(|number| unsafe { place.write_unaligned(number as u32) });
+    }
+    result
+}

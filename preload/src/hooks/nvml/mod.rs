@@ -1,0 +1,101 @@
+//! NVML's questions that a program asks about its GPUs: they are answered as CUDA answers them, where nvshare changes that:
+//! how much [`memory`] there is, and which [`devices`].
+//!
+//! NVML is the program's: it is never loaded from here, and no question is asked that the program could not ask. No lock
+//! of ours is held meanwhile.
+
+mod devices;
+mod memory;
+
+use crate::library::{self, Library};
+use core::{
+    ffi::{CStr, c_char, c_void},
+    mem::transmute,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+use nvshare_wire::Uuid;
+
+/// `nvmlReturn_t`
+type Return = u32;
+/// `nvmlDevice_t`
+type Device = *mut c_void;
+
+const SUCCESS: Return = 0;
+const ERROR_LIBRARY_NOT_FOUND: Return = 12;
+/// `NVML_DEVICE_UUID_V2_BUFFER_SIZE`
+const UUID_LEN: usize = 96;
+
+static LIBRARY: Library = Library::new(c"libnvidia-ml.so.1");
+
+/// A function of NVML, once NVML is there.
+#[derive(Debug)]
+struct Function {
+    name: &'static CStr,
+    address: AtomicUsize,
+}
+
+impl Function {
+    const fn new(name: &'static CStr) -> Self {
+        Self { name, address: AtomicUsize::new(0) }
+    }
+
+    fn address(&self) -> Option<usize> {
+        let known = self.address.load(Ordering::Relaxed);
+        if known != 0 {
+            return Some(known);
+        }
+        let address = library::export(LIBRARY.loaded()?, self.name)?;
+        self.address.store(address, Ordering::Relaxed);
+        Some(address)
+    }
+}
+
+static UUID: Function = Function::new(c"nvmlDeviceGetUUID");
+
+fn hooks() -> [(&'static Function, usize); 7] {
+    use {devices::*, memory::*};
+    [
+        (&MEMORY, nvmlDeviceGetMemoryInfo as *const () as usize),
+        (&MEMORY_2, nvmlDeviceGetMemoryInfo_v2 as *const () as usize),
+        (&COUNT, nvmlDeviceGetCount as *const () as usize),
+        (&COUNT_2, nvmlDeviceGetCount_v2 as *const () as usize),
+        (&BY_INDEX, nvmlDeviceGetHandleByIndex as *const () as usize),
+        (&BY_INDEX_2, nvmlDeviceGetHandleByIndex_v2 as *const () as usize),
+        (&INDEX, nvmlDeviceGetIndex as *const () as usize),
+    ]
+}
+
+/// Whether the program has NVML.
+pub fn is_loaded() -> bool {
+    LIBRARY.loaded().is_some()
+}
+
+/// Whether a name is that of a hook.
+///
+/// # Safety
+/// NULL, or it ends with NUL.
+pub unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
+    // SAFETY: the caller's promise.
+    !name.is_null() && hooks().iter().any(|(real, _)| real.name == unsafe { CStr::from_ptr(name) })
+}
+
+/// Whether this is the address of a hook.
+pub fn is_hook(address: usize) -> bool {
+    hooks().iter().any(|(_, hook)| *hook == address)
+}
+
+/// The hook of a real function, or the function itself.
+pub fn hook_of(found: *mut c_void) -> *mut c_void {
+    let hook = hooks().into_iter().find(|(real, _)| real.address() == Some(found as usize));
+    hook.map_or(found, |(_, hook)| hook as *mut c_void)
+}
+
+/// Asked each time: a handle is NVML's, and may mean something else once NVML was shut down.
+fn uuid(device: Device) -> Option<Uuid> {
+    type Ask = unsafe extern "C" fn(Device, *mut c_char, u32) -> Return;
+    let mut text = [0; UUID_LEN];
+    // SAFETY: NVML's export of this name has this signature, and has just answered another question with that handle.
+    let result = unsafe { transmute::<usize, Ask>(UUID.address()?)(device, text.as_mut_ptr().cast(), UUID_LEN as u32) };
+    let text = CStr::from_bytes_until_nul(&text).ok().filter(|_| result == SUCCESS)?;
+    Uuid::parse(text.to_str().ok()?.strip_prefix("GPU-")?)
+}
