@@ -1,10 +1,8 @@
 //! Gangs: clients that wait for each other's kernels, and so have to run together. They are granted and revoked together as
 //! far as their memory fits; what does not fit together takes turns (`locks`).
 //!
-//! A client says whose gang it is in, or a rule says that all whom it counts together are one.
-//!
-//! Of two gangs that meet on a GPU, and use others as well, one has to wait until the other holds nothing, and whoever holds
-//! something goes on first. Else each could hold a GPU on which the other waits, spinning there for its fellows.
+//! A client says whose gang it is in, or a rule says that all whom it counts together are one. Gangs that are in each other's
+//! way are in `rivals`.
 
 use super::{
     api::*,
@@ -74,39 +72,16 @@ impl Machine {
         self.gangs.get(&gang).is_some_and(|members| (2..=MOST_OF_A_JOB).contains(&members.len()))
     }
 
-    fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
+    pub(super) fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         members.flat_map(|client| client.seats.keys().copied()).collect()
     }
 
     /// What members hold as one of them; a gang of one is none.
-    fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
+    pub(super) fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         let holds = members.flat_map(|client| &client.seats).filter_map(|(id, seat)| Some((*id, seat.hold.as_ref()?)));
         holds.filter(move |(_, hold)| hold.unit == Unit::Gang(gang))
-    }
-
-    /// Whether two gangs are in each other's way, on one GPU of several.
-    fn are_rivals(&self, one: Gang, other: Gang) -> bool {
-        if !(self.is_job(one) && self.is_job(other)) {
-            return false;
-        }
-        let (ones, others) = (self.gpus_of_gang(one), self.gpus_of_gang(other));
-        let several = ones.len() > 1 || others.len() > 1;
-        let mut shared = ones.intersection(&others);
-        let both = || self.gang_members(one).chain(self.gang_members(other));
-        several && shared.any(|id| !self.run_together(*id, both().filter(|client| self.seat(*client, *id).is_some())))
-    }
-
-    /// Whether that unit has to wait for another gang, whatever GPU that has.
-    pub(super) fn waits_for_gang(&self, unit: Unit) -> bool {
-        let Unit::Gang(gang) = unit else { return false };
-        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
-            return false;
-        }
-        let mut others = self.gangs.keys().filter(|other| **other != gang);
-        others
-            .any(|other| self.are_rivals(gang, *other) && self.holds_of_gang(*other).any(|(_, hold)| !hold.is_aside()))
     }
 
     /// Whether that GPU is kept for a gang that others ask to go: one of it does not drain yet, and may need another one for
@@ -120,56 +95,6 @@ impl Machine {
             };
             self.holds_of_gang(*gang).any(|(_, hold)| hold.drains()) && self.gang_members(*gang).any(has_left)
         })
-    }
-
-    /// A gang in line for other GPUs that waits for the holders of this one.
-    pub(super) fn rival_of_holders(&self, id: GpuId) -> Option<Unit> {
-        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
-            return None;
-        }
-        let holders = self.gpus.get(&id)?.holders.values();
-        let holds = holders.filter_map(|client| self.seat(*client, id)?.hold.as_ref());
-        let here: BTreeSet<Gang> = holds.filter(|hold| !hold.is_aside()).filter_map(|hold| hold.unit.gang()).collect();
-        let waiting = self.requests.iter().filter(|(_, request)| request.parked.is_none());
-        let rivals = waiting.filter(|(unit, _)| {
-            let gang = unit.gang().filter(|gang| !here.contains(gang));
-            gang.is_some_and(|gang| here.iter().any(|other| self.are_rivals(gang, *other)))
-        });
-        rivals.min_by_key(|(_, request)| request.place).map(|(unit, _)| *unit)
-    }
-
-    /// Whether another gang, on whatever GPU, waits for that one to have nothing, or runs while it is counted as if it had.
-    pub(super) fn is_in_the_way(&self, unit: Unit) -> bool {
-        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
-        let waits = |other: Gang| self.requests.get(&Unit::Gang(other)).is_some_and(|request| request.parked.is_none());
-        let runs = |other: Gang| self.holds_of_gang(other).any(|(_, hold)| !hold.is_aside());
-        let mut others = self.gangs.keys().filter(|other| **other != gang);
-        self.settings.anti_thrash != AntiThrash::Off
-            && others.any(|other| (waits(*other) || runs(*other)) && self.are_rivals(gang, *other))
-    }
-
-    /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
-    pub(super) fn yields(&self, unit: Unit) -> bool {
-        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
-        if self.settings.anti_thrash == AntiThrash::Off {
-            return false;
-        }
-        let first = |gang: Gang| {
-            let holds = self.holds_of_gang(gang).filter(|(_, hold)| !hold.is_aside());
-            holds.map(|(_, hold)| (hold.since, hold.number)).min()
-        };
-        let Some(own) = first(gang) else { return false };
-        let mut others = self.gangs.keys().filter(|other| **other != gang);
-        others.any(|other| first(*other).is_some_and(|other| other < own) && self.are_rivals(gang, *other))
-    }
-
-    /// What a gang waits for or no longer has, its rivals have or wait for.
-    pub(super) fn touch_rivals(&mut self, unit: Unit) {
-        let Some(gang) = unit.gang() else { return };
-        self.dirty.extend(self.gpus_of_gang(gang));
-        let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));
-        let gpus: GpuSet = rivals.flat_map(|other| self.gpus_of_gang(*other)).collect();
-        self.dirty.extend(gpus);
     }
 
     /// Whether one of a gang was granted a GPU for another one to drain, which has not yet.
@@ -266,13 +191,6 @@ impl Machine {
     pub(super) fn is_about_to_drain(&self, unit: Unit) -> bool {
         let holds = unit.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
         holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
-    }
-
-    /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
-    pub(super) fn awaited_since(&self, holder: Unit, waiter: Unit) -> Option<Time> {
-        let (gang, other) = (holder.gang()?, waiter.gang()?);
-        let since = self.gang_turns.get(&gang).copied()?;
-        (gang != other && self.are_rivals(gang, other)).then_some(since)
     }
 
     pub(super) fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {

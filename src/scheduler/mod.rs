@@ -21,6 +21,7 @@
 //! - `patience`: those who do not answer: stuck, undrainable, stopped, slow.
 //! - `placement`: which GPU a program gets that does not choose one.
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
+//! - `rivals`: gangs that are in each other's way.
 //! - `shares`: parts of a GPU's time that rules give; over `usage`, which counts it.
 //! - `squeeze`: room for what the driver takes for itself.
 //! - `stays`: memory that cannot leave its GPU for a while.
@@ -50,6 +51,7 @@ mod patience;
 mod placement;
 mod policy;
 mod promise;
+mod rivals;
 mod settle;
 mod shares;
 mod squeeze;

@@ -71,6 +71,14 @@ fn nvml_answers_as_without_however_it_is_come_by() {
 }
 
 #[test]
+fn without_nvml_a_library_that_has_its_names_is_called() {
+    let host = Host::new();
+    let (library, program) = (host.library("wrapper"), host.program("wrapped"));
+    let ended = host.case(&program, &[&library.to_string_lossy()]).same();
+    assert_eq!((&*ended.stdout, ended.status), ("7, 0 7\n", (Some(0), None)), "{ended:?}");
+}
+
+#[test]
 fn a_program_looks_up_in_constructors_and_in_signal_handlers() {
     let host = Host::new();
     host.case(host.program("constructors"), &[]).succeeds();

@@ -7,7 +7,10 @@
 mod devices;
 mod memory;
 
-use crate::library::{self, Library};
+use crate::{
+    library::{self, Library},
+    loader,
+};
 use core::{
     ffi::{CStr, c_char, c_void},
     mem::transmute,
@@ -39,7 +42,15 @@ impl Function {
         Self { name, address: AtomicUsize::new(0) }
     }
 
+    /// What to call: without NVML, whoever else defines that name, as a program's own wrapper may.
     fn address(&self) -> Option<usize> {
+        self.of_nvml().or_else(|| {
+            let next = loader::real_dlsym(libc::RTLD_NEXT, self.name.as_ptr()) as usize;
+            (next != 0).then_some(next)
+        })
+    }
+
+    fn of_nvml(&self) -> Option<usize> {
         let known = self.address.load(Ordering::Relaxed);
         if known != 0 {
             return Some(known);
@@ -86,7 +97,7 @@ pub fn is_hook(address: usize) -> bool {
 
 /// The hook of a real function, or the function itself.
 pub fn hook_of(found: *mut c_void) -> *mut c_void {
-    let hook = hooks().into_iter().find(|(real, _)| real.address() == Some(found as usize));
+    let hook = hooks().into_iter().find(|(real, _)| real.of_nvml() == Some(found as usize));
     hook.map_or(found, |(_, hook)| hook as *mut c_void)
 }
 

@@ -1,0 +1,88 @@
+//! Gangs that are in each other's way. Of two that meet on a GPU, and use others as well, one has to wait until the other
+//! holds nothing, and whoever holds something goes on first. Else each could hold a GPU on which the other waits, spinning
+//! there for its fellows.
+
+use super::{api::*, gangs::Gang, locks::Unit, machine::Machine};
+use std::collections::BTreeSet;
+
+impl Machine {
+    /// Whether two gangs are in each other's way, on one GPU of several.
+    fn are_rivals(&self, one: Gang, other: Gang) -> bool {
+        if !(self.is_job(one) && self.is_job(other)) {
+            return false;
+        }
+        let (ones, others) = (self.gpus_of_gang(one), self.gpus_of_gang(other));
+        let several = ones.len() > 1 || others.len() > 1;
+        let mut shared = ones.intersection(&others);
+        let both = || self.gang_members(one).chain(self.gang_members(other));
+        several && shared.any(|id| !self.run_together(*id, both().filter(|client| self.seat(*client, *id).is_some())))
+    }
+
+    /// Whether that unit has to wait for another gang, whatever GPU that has.
+    pub(super) fn waits_for_gang(&self, unit: Unit) -> bool {
+        let Unit::Gang(gang) = unit else { return false };
+        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
+            return false;
+        }
+        let mut others = self.gangs.keys().filter(|other| **other != gang);
+        others
+            .any(|other| self.are_rivals(gang, *other) && self.holds_of_gang(*other).any(|(_, hold)| !hold.is_aside()))
+    }
+
+    /// A gang in line for other GPUs that waits for the holders of this one.
+    pub(super) fn rival_of_holders(&self, id: GpuId) -> Option<Unit> {
+        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
+            return None;
+        }
+        let holders = self.gpus.get(&id)?.holders.values();
+        let holds = holders.filter_map(|client| self.seat(*client, id)?.hold.as_ref());
+        let here: BTreeSet<Gang> = holds.filter(|hold| !hold.is_aside()).filter_map(|hold| hold.unit.gang()).collect();
+        let waiting = self.requests.iter().filter(|(_, request)| request.parked.is_none());
+        let rivals = waiting.filter(|(unit, _)| {
+            let gang = unit.gang().filter(|gang| !here.contains(gang));
+            gang.is_some_and(|gang| here.iter().any(|other| self.are_rivals(gang, *other)))
+        });
+        rivals.min_by_key(|(_, request)| request.place).map(|(unit, _)| *unit)
+    }
+
+    /// Whether another gang, on whatever GPU, waits for that one to have nothing, or runs while it is counted as if it had.
+    pub(super) fn is_in_the_way(&self, unit: Unit) -> bool {
+        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
+        let waits = |other: Gang| self.requests.get(&Unit::Gang(other)).is_some_and(|request| request.parked.is_none());
+        let runs = |other: Gang| self.holds_of_gang(other).any(|(_, hold)| !hold.is_aside());
+        let mut others = self.gangs.keys().filter(|other| **other != gang);
+        self.settings.anti_thrash != AntiThrash::Off
+            && others.any(|other| (waits(*other) || runs(*other)) && self.are_rivals(gang, *other))
+    }
+
+    /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
+    pub(super) fn yields(&self, unit: Unit) -> bool {
+        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
+        if self.settings.anti_thrash == AntiThrash::Off {
+            return false;
+        }
+        let first = |gang: Gang| {
+            let holds = self.holds_of_gang(gang).filter(|(_, hold)| !hold.is_aside());
+            holds.map(|(_, hold)| (hold.since, hold.number)).min()
+        };
+        let Some(own) = first(gang) else { return false };
+        let mut others = self.gangs.keys().filter(|other| **other != gang);
+        others.any(|other| first(*other).is_some_and(|other| other < own) && self.are_rivals(gang, *other))
+    }
+
+    /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
+    pub(super) fn awaited_since(&self, holder: Unit, waiter: Unit) -> Option<Time> {
+        let (gang, other) = (holder.gang()?, waiter.gang()?);
+        let since = self.gang_turns.get(&gang).copied()?;
+        (gang != other && self.are_rivals(gang, other)).then_some(since)
+    }
+
+    /// What a gang waits for or no longer has, its rivals have or wait for.
+    pub(super) fn touch_rivals(&mut self, unit: Unit) {
+        let Some(gang) = unit.gang() else { return };
+        self.dirty.extend(self.gpus_of_gang(gang));
+        let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));
+        let gpus: GpuSet = rivals.flat_map(|other| self.gpus_of_gang(*other)).collect();
+        self.dirty.extend(gpus);
+    }
+}
