@@ -77,11 +77,11 @@ fn declared(source: &str) -> Vec<String> {
     names.flat_map(|names| names.split('|')).map(|name| name.trim().to_owned()).collect()
 }
 
-/// All hooks, each with the file that declares it.
+/// All hooks of the driver, each with the file that declares it. Folders are about other libraries.
 fn hooks() -> BTreeMap<String, String> {
     let mut hooks = BTreeMap::new();
-    for file in fs::read_dir(path("src/hooks")).expect("the folder of hooks") {
-        let file = file.expect("an entry of a folder").path();
+    let entries = fs::read_dir(path("src/hooks")).expect("the folder of hooks");
+    for file in entries.map(|entry| entry.expect("an entry of a folder").path()).filter(|path| path.is_file()) {
         let stem = file.file_stem().and_then(|stem| stem.to_str()).expect("a name").to_owned();
         for name in declared(&read(&file)) {
             let twice = hooks.insert(name.clone(), stem.clone());
