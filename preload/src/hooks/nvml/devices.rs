@@ -1,7 +1,7 @@
 //! Which GPUs there are. Where the driver was told which ones this process is to see, and it is not the program that told
 //! it, NVML counts and numbers the same. Who asks by UUID or by the PCI bus is answered as ever.
 
-use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, UUID_LEN, uuid};
+use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{errno, visible};
 use alloc::format;
 use core::{ffi::c_char, mem::transmute, ptr::NonNull};
@@ -40,7 +40,6 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
     match shown.get(index as usize) {
         Some(uuid) => {
             let name = errno::preserved(|| format!("GPU-{uuid}\0"));
-            debug_assert!(name.len() < UUID_LEN);
             // SAFETY: as before; the name ends with NUL.
             unsafe { transmute::<usize, ByUuid>(by_uuid)(name.as_ptr().cast(), device) }
         }
