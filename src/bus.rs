@@ -51,6 +51,10 @@ pub struct Client {
     pub unit: String,
     pub slice: String,
     pub container: String,
+    pub pod: String,
+    pub pod_namespace: String,
+    pub pod_name: String,
+    pub pod_container: String,
     pub library: String,
     pub rule: String,
     pub rule_origin: String,
@@ -62,6 +66,19 @@ pub struct Client {
     pub connected_since: u64,
     pub stopped: bool,
     pub gpus: Vec<GpuUse>,
+}
+
+/// A pod of Kubernetes, as an agent tells the scheduler of it.
+#[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
+#[zbus(signature = "a{sv}", rename_all = "kebab-case")]
+pub struct Pod {
+    pub uid: String,
+    pub namespace: String,
+    pub name: String,
+    /// The name of each container, by its id.
+    pub containers: HashMap<String, String>,
+    /// Keys of a rule that count for this pod where no other rule does; may be empty.
+    pub wish: HashMap<String, OwnedVariant>,
 }
 
 /// What a client does on one GPU.
@@ -108,6 +125,7 @@ pub trait Scheduler {
     ) -> zbus::Result<LockFd>;
     fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
+    fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;
     fn reload(&self) -> zbus::Result<()>;
     fn reset(&self) -> zbus::Result<()>;
 

@@ -315,7 +315,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         (both("rule = { time-max = \"20%\", time-min = \"30%\" }"), "7:39: time-min cannot be 30%: time-max is 20%"),
         (
             both("rule = { user = 5, weight = 5 }"),
-            "7:8: rule: the rule of a job is about its programs: name, unit, slice, container, user and group have no place here",
+            "7:8: rule: the rule of a job is about its programs: name, unit, slice, container, pod, user and group have no place here",
         ),
         (
             both("rule = {}"),

@@ -5,11 +5,11 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
-use nvshare::ctl::arguments::{Arguments, Preload, Setting, Verb};
+use nvshare::ctl::arguments::{Arguments, Cdi, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, place, preload, rules, run, simulate};
+use nvshare::ctl::{CtlError, Target, cdi, place, preload, rules, run, simulate};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -52,6 +52,10 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             return lock::lock(&target, &lock::Wish { gpu, who, why }, &command);
         }
         Some(Verb::Simulate { policy, file }) => print(&simulate::simulate(&file, &policy, arguments.json)?),
+        Some(Verb::Cdi(Cdi::Generate(asked))) => {
+            // Standard output is for the file, where that was asked for.
+            cdi::generate(&target, &asked).map(|remarks| remarks.iter().for_each(|text| eprintln!("{text}")))
+        }
         Some(Verb::Preload(command)) => return toggle(&command, &target, arguments.json),
     };
     done.map(|()| 0)

@@ -9,6 +9,7 @@ use clap::{Arg, Command, Parser, Subcommand, ValueHint};
 
 use nvshare_wire::MAX_SLOTS;
 
+use super::cdi::Generate;
 use super::rules;
 use super::settings::parse_seconds;
 use crate::bus::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
@@ -123,6 +124,15 @@ pub enum Verb {
     /// Have every program of this machine load the library, by /etc/ld.so.preload
     #[command(subcommand)]
     Preload(Preload),
+    /// Bring GPUs and nvshare into containers, by the Container Device Interface (CDI)
+    #[command(subcommand)]
+    Cdi(Cdi),
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Cdi {
+    /// Write the CDI file of this machine's GPUs; then `--device nvshare.com/gpu=0` has a container share GPU 0
+    Generate(Generate),
 }
 
 #[derive(Debug, Subcommand)]

@@ -8,9 +8,11 @@
 //! - [`run`]: running one command under nvshare; [`place`]: the GPUs that it is to see.
 //! - [`simulate`]: what the scheduler would do with a described mix of programs.
 //! - [`preload`]: having every program of the machine load the library.
+//! - [`cdi`]: bringing GPUs and nvshare into containers.
 //! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
 
 pub mod arguments;
+pub mod cdi;
 mod connect;
 mod errors;
 pub mod lock;

@@ -50,11 +50,12 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
 }
 
 /// As people expect them: whom a rule is about, then what they have. Keys of later versions come before all others.
-const ORDER: [&str; 21] = [
+const ORDER: [&str; 22] = [
     "name",
     "unit",
     "slice",
     "container",
+    "pod",
     "user",
     "group",
     "memory-max",

@@ -168,7 +168,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
             _ => "",
         });
         let seconds = |seconds: f64| units::duration(Duration::try_from_secs_f64(seconds).unwrap_or_default());
-        let place = if client.container.is_empty() { &client.unit } else { &client.container };
+        let place = place_of(client);
         table.row(vec![
             client.id.to_string(),
             pid(client),
@@ -181,7 +181,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
             usage.engine.clone(),
             seconds(usage.lock_time),
             seconds(usage.wait_time),
-            if place.is_empty() { "-".into() } else { place.clone() },
+            if place.is_empty() { "-".into() } else { place },
             command(client),
         ]);
     }
@@ -237,6 +237,15 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && !u.stays.is_empty()) {
             let _ = writeln!(out, "  The memory of client {} stays on the GPU: {}.", client.id, usage.stays);
         }
+    }
+}
+
+/// Where a client belongs: its pod, by the name that Kubernetes has for it, else its container, else its unit.
+fn place_of(client: &Client) -> String {
+    match client {
+        Client { pod_name: name, pod_namespace: namespace, .. } if !name.is_empty() => format!("{namespace}/{name}"),
+        Client { container, .. } if !container.is_empty() => container.clone(),
+        _ => client.unit.clone(),
     }
 }
 
@@ -340,6 +349,10 @@ fn client_json(client: &Client) -> Value {
         "unit": client.unit,
         "slice": client.slice,
         "container": client.container,
+        "pod": client.pod,
+        "pod-namespace": client.pod_namespace,
+        "pod-name": client.pod_name,
+        "pod-container": client.pod_container,
         "library": client.library,
         "rule": client.rule,
         "rule-origin": client.rule_origin,

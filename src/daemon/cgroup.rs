@@ -1,4 +1,4 @@
-//! Where a process belongs, by the path of its control group: systemd's units and slices, and containers.
+//! Where a process belongs, by the path of its control group: systemd's units and slices, containers, and pods of Kubernetes.
 //!
 //! Anybody may make control groups below what was given to them, by any name: `systemd-run --user --unit=jupyter.service`
 //! does. Names count for as much as who owns them, so what the system's manager made is told from the rest: its slices,
@@ -7,7 +7,8 @@
 /// A control group.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cgroup {
-    /// From the root of the hierarchy, beginning with `/`; empty where it is not known.
+    /// From the root of the hierarchy, beginning with `/`; empty where it is not known. Of a daemon that is in a control
+    /// group namespace itself, from the innermost control group that both are in.
     pub path: String,
 }
 
@@ -19,16 +20,19 @@ pub struct Owned<'a> {
     pub unit: Option<&'a str>,
     /// The outermost container, and its whole id.
     pub container: Option<(&'a str, &'a str)>,
+    /// The outermost pod, and its UID as Kubernetes writes it. What is made inside a container is no pod.
+    pub pod: Option<(&'a str, String)>,
 }
 
 impl Cgroup {
     /// Reads `/proc/PID/cgroup`: version 2 has one line `0::/path`, version 1 has systemd's own hierarchy by name.
     pub fn read(text: &str) -> Self {
         let hierarchies = || text.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'));
-        // On a host with both, units are in systemd's.
-        let named = hierarchies().find(|(controllers, _)| *controllers == "name=systemd");
-        let path = named.or_else(|| hierarchies().find(|(controllers, _)| controllers.is_empty()));
-        let path = path.map_or("", |(_, path)| path);
+        // On a host with both, units are in systemd's, if that is in use.
+        let of = |wanted: &str| hierarchies().find(|(controllers, _)| *controllers == wanted);
+        let (named, unified) = (of("name=systemd"), of(""));
+        let path = named.filter(|(_, path)| *path != "/" || unified.is_none()).or(unified);
+        let path = path.map_or("", |(_, path)| outside(path));
         Self { path: path.chars().map(|c| if c.is_control() { '?' } else { c }).collect() }
     }
 
@@ -84,10 +88,21 @@ impl Cgroup {
             if manager(name).is_some() {
                 break; // what is in there is that user's
             }
+            if owned.container.is_none() {
+                owned.pod = owned.pod.or_else(|| Some((path, pod(name)?)));
+            }
             owned.container = owned.container.or_else(|| container(name).map(|id| (path, id)));
         }
         owned
     }
+}
+
+/// A path without the `/..` that a control group namespace puts before what is outside of it.
+fn outside(mut path: &str) -> &str {
+    while let Some(rest) = path.strip_prefix("/..").filter(|rest| rest.is_empty() || rest.starts_with('/')) {
+        path = rest;
+    }
+    if path.is_empty() { "/" } else { path }
 }
 
 /// The last part of a path.
@@ -113,6 +128,19 @@ fn container(name: &str) -> Option<&str> {
     let name = name.strip_suffix(".scope").unwrap_or(name);
     let id = name.rsplit(['-', ':']).next().unwrap_or(name);
     (id.len() == 64 && id.bytes().all(|b| b.is_ascii_hexdigit())).then_some(id)
+}
+
+/// The pod's UID in a name: `kubepods-burstable-pod<uid>.slice`, whose dashes systemd needs for itself, or `pod<uid>`. Pods
+/// that a node has by itself have a number without dashes.
+fn pod(name: &str) -> Option<String> {
+    let uid = match name.strip_suffix(".slice") {
+        Some(slice) => slice.rsplit_once("-pod")?.1.replace('_', "-"),
+        None => name.strip_prefix("pod")?.to_owned(),
+    };
+    let plain: String = uid.split('-').collect();
+    let groups: Vec<usize> = uid.split('-').map(str::len).collect();
+    let is_uid = plain.len() == 32 && plain.bytes().all(|b| b.is_ascii_hexdigit());
+    (is_uid && (groups == [32] || groups == [8, 4, 4, 4, 12])).then_some(uid)
 }
 
 #[cfg(test)]
@@ -143,6 +171,7 @@ mod tests {
                 ("a.service", "system.slice", ""),
             ),
             (format!("0::/docker/{ID}\n"), ("", "", "0123456789ab")),
+            ("1:name=systemd:/\n0::/system.slice/a.service\n".to_owned(), ("a.service", "system.slice", "")),
             ("0::/\n".to_owned(), ("", "", "")),
             (String::new(), ("", "", "")),
         ]
@@ -173,6 +202,33 @@ mod tests {
         let (uid, owned) = rootless.of_user().expect("a user's manager");
         assert_eq!((uid, owned.slices.len(), owned.unit.map(name)), (7, 1, Some("podman.service")));
         assert_eq!(owned.container.map(|(_, id)| id), Some(ID));
+
+        let uid = "01234567-89ab-cdef-0123-456789abcdef";
+        let systemd = uid.replace('-', "_");
+        let pods = [
+            format!(
+                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{systemd}.slice/cri-containerd-{ID}.scope"
+            ),
+            format!("/kubepods/besteffort/pod{uid}/{ID}"),
+            // What a scheduler in another pod reads.
+            format!("/../../kubepods-pod{systemd}.slice/crio-{ID}.scope/inner.slice"),
+            format!("/../pod{uid}/{ID}/kubepods/podffffffffffffffffffffffffffffffff"),
+        ];
+        for path in pods {
+            let cgroup = Cgroup::read(&format!("0::{path}\n"));
+            let owned = cgroup.of_system();
+            assert_eq!(owned.pod.map(|(_, uid)| uid).as_deref(), Some(uid), "{path}");
+            assert_eq!(owned.container.map(|(_, id)| id), Some(ID), "{path}");
+        }
+        let borrowed = format!("/system.slice/docker-{ID}.scope/kubepods-pod{systemd}.slice");
+        assert_eq!(Cgroup { path: borrowed }.of_system().pod, None, "a container may call anything so");
+        for name in
+            ["pod", "pod1234", "kubepods-pod1234.slice", "podium.slice", "pod01234567-89ab-cdef-0123-456789abcdeX"]
+        {
+            assert_eq!(pod(name), None, "{name}");
+        }
+        assert_eq!(Cgroup::read("0::/../..\n").path, "/");
+        assert_eq!(Cgroup::read("0::/..a/b\n").path, "/..a/b");
 
         let path = format!("/docker/{ID}/system.slice/jupyter.service");
         let own_init = Cgroup { path };

@@ -45,6 +45,7 @@ impl Control {
                 let written = self.set_rule(hub, *addition).map_err(Error::InvalidArgument);
                 answer_once_written(written, reply);
             }
+            Request::SetPods(pods, reply) => drop(reply.send(hub.borrow_mut().set_pods(pods))),
             Request::Lock(wish, reply) => drop(reply.send(lock::acquire(hub, shared, wish))),
             Request::Reload(reply) => drop(reply.send(self.reload(hub))),
             Request::Reset(reply) => answer_once_written(self.reset(hub), reply),

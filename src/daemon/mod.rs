@@ -7,6 +7,7 @@
 //! - `socket`: system calls around sockets, the timer, the clock.
 //! - `clients`: the clients' connections, with `session` for what they may say, `outbox` for what they have not read
 //!   yet, `peer` for who they are and `complaints` for how often the log hears of them.
+//! - `pods`: what Kubernetes calls them.
 //! - `resume`: connections that outlive the daemon.
 //! - `lock`: GPU locks for those who ask over D-Bus.
 //! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
@@ -36,6 +37,7 @@ mod messages;
 mod outbox;
 mod overhead;
 mod peer;
+mod pods;
 mod resume;
 pub mod rules;
 mod session;

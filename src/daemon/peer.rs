@@ -23,12 +23,24 @@ pub struct Identity {
     pub slice: String,
     /// The id of its container, shortened as container tools show it; empty where there is none.
     pub container: String,
+    /// The pod of Kubernetes that it is in, as far as that is known.
+    pub pod: Pod,
     /// All groups of users that it is in. As the kernel kept them with the socket when it connected, as the user: what
     /// `/proc` says later is of another moment, perhaps of another process, and nothing in another PID namespace.
     pub groups: Vec<u32>,
     pub cgroup: Cgroup,
     /// The kernel said where it belongs: where nothing is said of a container, there is none.
     pub placed: bool,
+}
+
+/// A pod, and the container in it. The kernel gives the UID; an agent that asks Kubernetes tells the rest.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Pod {
+    /// Empty where there is no pod.
+    pub uid: String,
+    pub namespace: String,
+    pub name: String,
+    pub container: String,
 }
 
 impl Identity {
@@ -55,8 +67,17 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
         identity.unit = identity.cgroup.unit().to_owned();
         identity.slice = identity.cgroup.slice().to_owned();
         identity.container = identity.cgroup.container().to_owned();
+        identity.pod.uid = identity.cgroup.of_system().pod.map_or_else(String::new, |(_, uid)| uid);
     }
     Ok((identity, pidfd))
+}
+
+/// Whether the process is in a PID namespace below ours, as those in containers are; or in one that we cannot see into.
+pub fn is_in_another_world(pid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let of_each = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    // Kernels before 4.1 do not say; what has gone in the meantime says nothing either.
+    pid <= 0 || of_each.is_some_and(|numbers| numbers.split_whitespace().count() > 1)
 }
 
 /// Whether the process is stopped, by a signal or by a debugger. One that is gone is not.

@@ -247,7 +247,7 @@ fn terms(rule: Spanned<rules::RawRule>, path: &Path, line_of: &impl Fn(usize) ->
     match read.first() {
         Some(rule) if rule.subject == Subject::default() && rule.name.is_empty() => Ok(rule.terms),
         _ => {
-            let keys = "name, unit, slice, container, user and group have no place here";
+            let keys = "name, unit, slice, container, pod, user and group have no place here";
             Err((span, format!("rule: the rule of a job is about its programs: {keys}")))
         }
     }

@@ -12,7 +12,7 @@
 
 pub mod entries;
 mod file;
-mod library;
+pub(super) mod library;
 mod state;
 mod trial;
 mod verify;

@@ -8,6 +8,7 @@ use zbus::message::{Flags, Header};
 use super::authority::{Action, Answer, Authority, Manner, Subject};
 use super::failure::Failure;
 use crate::bus::Error;
+use crate::daemon::peer;
 
 /// How callers are known.
 #[derive(Debug)]
@@ -66,8 +67,20 @@ impl Callers {
 }
 
 impl Caller<'_> {
+    /// Whether they may see what others do: not from within a container, whoever they are there.
+    pub fn may_see_others(&self) -> Result<(), Error> {
+        if peer::is_in_another_world(self.pid) {
+            let text = "a process in a container, or in another PID namespace, may not see what others do";
+            return Err(Error::NotAuthorized(text.into()));
+        }
+        Ok(())
+    }
+
     /// Whether they may change settings; what exactly, as in "may not ...", is for the message.
     pub async fn may_change(&self, what: &str) -> Result<(), Failure> {
+        self.may_see_others().map_err(|_| {
+            Error::NotAuthorized(format!("a process in a container, or in another PID namespace, may not {what}"))
+        })?;
         let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
         match self.from {
             _ if self.uid == 0 => Ok(()),

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::spawn_local;
 use tracing::{debug, error, info, warn};
 use zbus::{Guid, connection};
@@ -15,9 +15,10 @@ use super::authority::Authority;
 use super::callers::Callers;
 use super::object::Object;
 use super::served::Served;
-use super::{Bus, Shared};
+use super::{Bus, Holders, Shared};
 use crate::bus;
-use crate::daemon::socket;
+use crate::daemon::hub::Thrashing;
+use crate::daemon::{peer, socket};
 
 /// How long to wait before the bus is tried again.
 const RETRY: Duration = Duration::from_secs(5);
@@ -94,8 +95,13 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
     }
 }
 
-async fn serve_peer(stream: OwnedFd, shared: Shared) -> zbus::Result<()> {
+async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     let socket::Credentials { uid, pid, .. } = socket::credentials(stream.as_fd())?;
+    if peer::is_in_another_world(pid) {
+        // Somebody has mounted this socket into a container: it hears of no change either.
+        shared.followed.holders = watch::channel(Holders::new()).1;
+        shared.followed.thrashing = watch::channel(Thrashing::new()).1;
+    }
     let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid } };
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())

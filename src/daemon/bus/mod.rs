@@ -12,7 +12,7 @@ mod callers;
 mod connections;
 mod failure;
 mod object;
-mod rules;
+pub mod rules;
 mod served;
 
 use std::collections::HashMap;
@@ -27,6 +27,7 @@ use tracing::debug;
 
 use super::hub::{ClientView, Thrashing};
 use super::lock::Wish;
+use super::pods::{Pods, Refused};
 use super::rules::Addition;
 use crate::bus::{self, Error};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
@@ -44,6 +45,8 @@ pub enum Request {
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
     SetRule(Box<Addition>, oneshot::Sender<Result<(), Error>>),
+    /// All pods of this node. Answered with the wishes that are refused.
+    SetPods(Pods, oneshot::Sender<Refused>),
     Lock(Wish, oneshot::Sender<Result<OwnedFd, Error>>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.

@@ -8,13 +8,14 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedVariant};
 
-use super::callers::Callers;
+use super::callers::{Caller, Callers};
 use super::failure::Failure;
 use super::{Change, Holders, Request, Shared, rules, seconds};
 use crate::bus::{self, Error};
 use crate::daemon::config;
 use crate::daemon::hub::ClientView;
 use crate::daemon::lock::Wish;
+use crate::daemon::pods::Pods;
 use crate::daemon::rules::Addition;
 
 /// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
@@ -28,7 +29,12 @@ pub struct Object {
 #[zbus::interface(name = "org.nvshare.Scheduler1", introspection_docs = false)]
 impl Object {
     #[zbus(out_args("gpus"))]
-    async fn list_gpus(&self) -> Result<Vec<bus::Gpu>, Error> {
+    async fn list_gpus(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<Vec<bus::Gpu>, Error> {
+        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         self.ask(Request::Gpus).await
     }
 
@@ -38,9 +44,10 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Client>, Error> {
-        let clients = self.ask(Request::Clients).await?;
         // Who is not known sees what everybody sees.
         let caller = self.callers.identify(Some(&header), connection).await.ok();
+        caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
+        let clients = self.ask(Request::Clients).await?;
         let uid = caller.as_ref().map(|caller| caller.uid);
         let is_hidden = |client: &ClientView| Some(client.identity.uid) != uid && !client.identity.command.is_empty();
         let sees_all = match caller {
@@ -71,7 +78,12 @@ impl Object {
     }
 
     #[zbus(out_args("rules"))]
-    async fn list_rules(&self) -> Result<Vec<HashMap<String, OwnedVariant>>, Error> {
+    async fn list_rules(
+        &self,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<Vec<HashMap<String, OwnedVariant>>, Error> {
+        self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         let rules = self.ask(Request::Rules).await?;
         Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
     }
@@ -88,6 +100,19 @@ impl Object {
         self.callers.identify(Some(&header), connection).await?.may_change("change rules").await?;
         let addition = Addition::read(&name, &keys).map_err(Error::InvalidArgument)?;
         Ok(self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await??)
+    }
+
+    #[zbus(out_args("refused"))]
+    async fn set_pods(
+        &self,
+        pods: Vec<bus::Pod>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<HashMap<String, String>, Failure> {
+        self.callers.identify(Some(&header), connection).await?.may_change("tell of pods").await?;
+        let (pods, mut refused) = Pods::read(pods).map_err(Error::InvalidArgument)?;
+        refused.extend(self.ask(|reply| Request::SetPods(pods, reply)).await?);
+        Ok(refused)
     }
 
     async fn reload(
@@ -225,6 +250,10 @@ fn present(may_see: bool, client: ClientView) -> bus::Client {
         unit: identity.unit.clone(),
         slice: identity.slice.clone(),
         container: identity.container.clone(),
+        pod: identity.pod.uid.clone(),
+        pod_namespace: identity.pod.namespace.clone(),
+        pod_name: identity.pod.name.clone(),
+        pod_container: identity.pod.container.clone(),
         library: client.library,
         rule: client.rule.0,
         rule_origin: client.rule.1,

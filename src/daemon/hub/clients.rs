@@ -79,7 +79,8 @@ impl Hub {
     }
 
     fn enter(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival { link, identity, version, gang: named, library, lasts, returns } = arrival;
+        let Arrival { link, mut identity, version, gang: named, library, lasts, returns } = arrival;
+        self.pods.name(&mut identity);
         let library = printable(&library);
         let session = Session::new(client, version);
         let (uses, foretold) = (BTreeMap::new(), BTreeMap::new());

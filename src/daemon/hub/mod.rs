@@ -43,6 +43,7 @@ use super::gpus::Ask;
 use super::host::HostMemory;
 use super::overhead::Overhead;
 use super::peer::{self, Identity};
+use super::pods::Pods;
 use super::resume::Name;
 use super::rules::{Instance, Own};
 use super::session::Session;
@@ -67,6 +68,8 @@ pub struct Hub {
     groups: BTreeMap<Instance, GroupId>,
     next_group: u64,
     next_gang: u64,
+    /// What Kubernetes calls those that are here.
+    pods: Pods,
     /// Processes that have a place for a program which is still to come.
     ahead: Vec<placement::Ahead>,
     /// Where clients connect, if that is known.
@@ -201,6 +204,7 @@ impl Hub {
             groups: BTreeMap::new(),
             next_group: 1,
             next_gang: 0,
+            pods: Pods::default(),
             ahead: Vec::new(),
             directory: None,
             next_client: 1,
@@ -382,6 +386,7 @@ impl Hub {
     /// Puts a configuration into effect.
     pub fn configure(&mut self, config: Config) {
         let before = std::mem::replace(&mut self.config, config);
+        self.config.rules.put_last(self.pods.wishes());
         if before.keep_connections != self.config.keep_connections {
             self.keep_as_configured();
         }

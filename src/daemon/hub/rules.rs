@@ -7,6 +7,7 @@ use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::debug;
 
 use super::Hub;
+use crate::daemon::pods::{Pods, Refused};
 use crate::daemon::rules::{Instance, Rule, Rules, Subject};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
 
@@ -41,6 +42,25 @@ impl Hub {
         self.apply(Event::Grouped { groups });
         self.foretell_all();
         self.label(clients);
+    }
+
+    /// An agent says which pods there are. Wishes that cannot be kept are returned, with the reason.
+    pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
+        let rules = &self.config.rules;
+        let refused = pods.reconcile(|wish, kept| {
+            kept.iter().find_map(|other| wish.contradicts(other)).or_else(|| rules.contradicted(wish))
+        });
+        if pods == self.pods {
+            return refused;
+        }
+        self.pods = pods;
+        for client in self.clients.values_mut() {
+            self.pods.name(&mut client.identity);
+        }
+        let before = self.config.rules.clone();
+        self.config.rules.put_last(self.pods.wishes());
+        self.rule_anew(&before);
+        refused
     }
 
     /// Tells clients what a rule allows them of each GPU's memory, where that is not what they know: programs ask how much

@@ -5,7 +5,7 @@
 
 use super::{Glob, Rule, Rules, Subject};
 use crate::daemon::cgroup::{self, Owned};
-use crate::daemon::peer::Identity;
+use crate::daemon::peer::{Identity, Pod};
 
 /// Those who count together under a rule: by all that the rule names, as far as there can be several. A rule for a unit is
 /// for each unit that it matches, one for a user's programs for all of them, one for a group for each user of it.
@@ -17,6 +17,7 @@ pub struct Instance {
     /// The number of the rule.
     pub rule: usize,
     container: Option<String>,
+    pod: Option<String>,
     unit: Option<String>,
     slice: Option<String>,
     user: Option<u32>,
@@ -64,6 +65,10 @@ impl Subject {
             let is_meant = container.0.matches(id) || id.get(..12).is_some_and(|short| container.0.matches(short));
             instance.container = Some(is_meant.then_some(path)?.to_owned());
         }
+        if let Some(pod) = &self.pod {
+            let (path, _) = owned.pod.as_ref()?;
+            instance.pod = Some(pod.is_of(&who.pod).then_some(*path)?.to_owned());
+        }
         instance.user = self.user.or(self.group).map(|_| who.uid);
         Some(instance)
     }
@@ -73,11 +78,20 @@ impl Subject {
         let container = owned.container.map(|(path, _)| path.to_owned());
         let unit = owned.unit.filter(|_| container.is_none() && !is_of_a_user).map(str::to_owned);
         let user = (container.is_none() && unit.is_none()).then_some(who.uid);
-        Instance { rule, container, unit, slice: None, user }
+        Instance { rule, container, unit, user, ..Instance::default() }
     }
 }
 
 impl Glob {
+    /// Whether it is the pod's namespace and name, or its UID. One whose name nobody has told has none.
+    fn is_of(&self, pod: &Pod) -> bool {
+        if !self.0.as_str().contains('/') {
+            return self.0.matches(&pod.uid);
+        }
+        let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
+        !pod.name.is_empty() && self.0.matches_with(&format!("{}/{}", pod.namespace, pod.name), options)
+    }
+
     /// The first of these that it matches, by name; or, by its path, any control group that the program is in.
     fn find<'a>(&self, owned: &[&'a str], who: &'a Identity) -> Option<&'a str> {
         let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };

@@ -4,6 +4,7 @@
 //! - `added`: rules that were set while the daemon runs.
 //! - `amounts`: what the values of a rule can be.
 //! - `gpus`: how people name GPUs.
+//! - `patterns`: of names and paths.
 //! - `matching`: which rule a program has, and who counts with it.
 //! - `own`: what programs say of themselves, by their environment.
 //! - `places`: on which GPUs programs may be, and beside whom.
@@ -14,6 +15,7 @@ mod gpus;
 mod matching;
 mod own;
 mod parse;
+mod patterns;
 mod places;
 
 use std::fmt;
@@ -25,7 +27,7 @@ pub use added::{Added, Addition};
 pub use gpus::GpuName;
 pub use matching::Instance;
 pub use own::Own;
-pub use parse::{RawRule, read};
+pub use parse::{RawRule, read, read_one};
 pub use places::Whereabouts;
 
 use crate::scheduler::{Amount, OnMemoryFull, Terms, WaitOrder};
@@ -70,7 +72,7 @@ impl fmt::Display for Rule {
 impl Rule {
     /// As it could be written.
     pub fn to_table(&self) -> toml::Table {
-        let Subject { unit, slice, container, user, group } = &self.subject;
+        let Subject { unit, slice, container, pod, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
         let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
         let Terms { memory_max, memory_low, swap_max, on_memory_full, share: says, gang } = self.terms;
@@ -95,6 +97,7 @@ impl Rule {
             ("unit", glob(unit)),
             ("slice", glob(slice)),
             ("container", glob(container)),
+            ("pod", glob(pod)),
             ("user", id(user)),
             ("group", id(group)),
             ("memory-max", memory_max),
@@ -119,6 +122,8 @@ pub struct Subject {
     pub unit: Option<Glob>,
     pub slice: Option<Glob>,
     pub container: Option<Glob>,
+    /// Of its namespace and name, or without a `/` of its UID.
+    pub pod: Option<Glob>,
     pub user: Option<u32>,
     pub group: Option<u32>,
 }
@@ -127,16 +132,18 @@ pub struct Subject {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Glob(glob::Pattern);
 
-/// All rules, in the order in which they are tried: those that were set at run time, then those of files.
+/// All rules, in the order in which they are tried: those that were set at run time, then those of files, then what pods
+/// wish for themselves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
     added: Vec<Rule>,
     written: Vec<Rule>,
+    wished: Vec<Rule>,
 }
 
 impl Rules {
     pub fn all(&self) -> impl Iterator<Item = &Rule> {
-        self.added.iter().chain(&self.written)
+        self.added.iter().chain(&self.written).chain(&self.wished)
     }
 
     pub fn get(&self, at: usize) -> Option<&Rule> {
@@ -146,6 +153,11 @@ impl Rules {
     /// From now on these come before those of files.
     pub fn put_first(&mut self, added: &Added) {
         self.added = added.rules().cloned().collect();
+    }
+
+    /// From now on these come after all others: an administrator's word goes before a pod's own.
+    pub fn put_last(&mut self, wished: Vec<Rule>) {
+        self.wished = wished;
     }
 
     /// Those rules come first, then the others. A rule that can never match is an error, as its place and a sentence.
@@ -162,7 +174,7 @@ impl Rules {
                 return Err((rule.origin.clone(), text));
             }
         }
-        Ok(Self { added: Vec::new(), written: all })
+        Ok(Self { added: Vec::new(), written: all, wished: Vec::new() })
     }
 
     /// Why a rule cannot be set at run time, in the place of one of that name, if it cannot.
@@ -181,6 +193,7 @@ impl Subject {
         same(&self.unit, &other.unit)
             && same(&self.slice, &other.slice)
             && same(&self.container, &other.container)
+            && same(&self.pod, &other.pod)
             && same(&self.user, &other.user)
             && same(&self.group, &other.group)
     }

@@ -9,17 +9,14 @@ use toml::Spanned;
 
 use super::amounts::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
 use super::gpus::GpuNames;
+use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
-use super::{Glob, Origin, Rule, Subject};
-use crate::daemon::cgroup;
+use super::{Origin, Rule, Subject};
 use crate::scheduler::{Amount, Labels, OnMemoryFull, Share, Terms};
 
 /// What a rule can say.
 const KEYS: &str = "memory-max, memory-low, swap-max, on-memory-full, weight, time-min, time-max, priority, interactive, \
                     gang, allowed-gpus, affinity, anti-affinity or exclusion";
-
-const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
-                        for any number of directories";
 
 /// A rule in a file.
 #[derive(Debug, Deserialize)]
@@ -29,6 +26,7 @@ pub struct RawRule {
     unit: Option<Spanned<String>>,
     slice: Option<Spanned<String>>,
     container: Option<Spanned<String>>,
+    pod: Option<Spanned<String>>,
     #[serde(default)]
     user: Option<Spanned<Account>>,
     #[serde(default)]
@@ -86,6 +84,7 @@ impl RawRule {
             unit: unit.map(|(glob, _)| glob),
             slice: slice.map(|(glob, _)| glob),
             container: self.container.map(|text| pattern("container", text)).transpose()?.map(|(glob, _)| glob),
+            pod: self.pod.map(|text| pattern("pod", text)).transpose()?.map(|(glob, _)| glob),
             user: self.user.map(|user| account("user", user, user_id)).transpose()?,
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
@@ -177,50 +176,6 @@ impl RawRule {
     }
 }
 
-/// Reads a pattern, and sees to it that it can match something.
-fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>), Mistake> {
-    let span = text.span();
-    let text = text.into_inner();
-    let wrong = |why: String| (span.clone(), format!("{key}: {text:?} {why}"));
-    if text.is_empty() {
-        return Err(wrong("matches nothing: leave the key out to match everybody".into()));
-    }
-    let glob = glob::Pattern::new(&text).map_err(|e| wrong(format!("is no pattern ({}): {PATTERNS}", e.msg)))?;
-    let is_path = text.contains('/');
-    if key == "container" && is_path {
-        return Err(wrong("can match no container: write its id, or * for any".into()));
-    }
-    if is_path && !text.starts_with('/') && !text.starts_with("**/") {
-        return Err(wrong("can match no path: a path begins with / or **/".into()));
-    }
-    let name = cgroup::name(&text);
-    let is_open = name.ends_with(['*', '?', ']']);
-    let example = if name.is_empty() { "jupyter" } else { name.trim_end_matches('.') };
-    match key {
-        "unit" if !is_open && !is_path && !cgroup::is_unit(name) => Err(wrong(format!(
-            "can match no unit: their names end with .service or .scope, as in \"{example}.service\""
-        ))),
-        "slice" if !is_open && !cgroup::is_slice(name) => {
-            Err(wrong(format!("can match no slice: their names end with .slice, as in \"{example}.slice\"")))
-        }
-        _ => Ok((Glob(glob), span)),
-    }
-}
-
-/// A unit that is named by its path is in no other slices than those of the path.
-fn contradiction(unit: Option<&(Glob, Range<usize>)>, slice: Option<&(Glob, Range<usize>)>) -> Result<(), Mistake> {
-    let (Some((unit, _)), Some((slice, span))) = (unit, slice) else { return Ok(()) };
-    let (unit, slice) = (unit.0.as_str(), slice.0.as_str());
-    let is_plain = |text: &str| !text.contains(['*', '?', '[']);
-    let path = format!("{unit}/");
-    let within =
-        if slice.contains('/') { path.starts_with(&format!("{slice}/")) } else { path.contains(&format!("/{slice}/")) };
-    if unit.contains('/') && is_plain(unit) && is_plain(slice) && !within {
-        return Err((span.clone(), format!("the rule can never match: unit {unit:?} is not in slice {slice:?}")));
-    }
-    Ok(())
-}
-
 fn account(
     what: &str,
     given: Spanned<Account>,
@@ -280,6 +235,7 @@ impl Visitor<'_> for AccountVisitor {
 
 #[cfg(test)]
 mod tests {
+    use super::super::patterns::PATTERNS;
     use super::*;
     use crate::daemon::config::Config;
     use crate::daemon::rules::Rules;

@@ -41,7 +41,7 @@ pub(super) fn label(key: &str, text: &str) -> Result<String, String> {
 
 impl Rule {
     /// Why programs of this rule could never be beside those of the other, though both say that they are to be.
-    pub(super) fn contradicts(&self, other: &Self) -> Option<String> {
+    pub fn contradicts(&self, other: &Self) -> Option<String> {
         let (mine, theirs) = (&self.places, &other.places);
         let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;
         let apart = |one: &[GpuName], other: &[GpuName]| !one.iter().any(|a| other.iter().any(|b| a.may_be(b)));

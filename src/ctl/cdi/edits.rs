@@ -1,0 +1,56 @@
+//! What a runtime changes of a container, as CDI writes it: variables, device nodes, mounts, hooks. What nvshare does not
+//! know of is passed on as it is.
+
+use serde_json::{Map, Value, json};
+
+/// The value of `containerEdits`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Edits(Map<String, Value>);
+
+impl Edits {
+    /// What a file has under that key; nothing where the key is not there.
+    pub fn of(parent: &Value) -> Self {
+        Self(parent.get("containerEdits").and_then(Value::as_object).cloned().unwrap_or_default())
+    }
+
+    /// Adds what the other changes, once.
+    pub fn merge(&mut self, other: &Self) {
+        for (key, theirs) in &other.0 {
+            match (self.0.get_mut(key), theirs) {
+                (Some(Value::Array(mine)), Value::Array(theirs)) => {
+                    let new: Vec<Value> = theirs.iter().filter(|item| !mine.contains(item)).cloned().collect();
+                    mine.extend(new);
+                }
+                (Some(_), _) => {}
+                (None, _) => drop(self.0.insert(key.clone(), theirs.clone())),
+            }
+        }
+    }
+
+    /// Shows something of the host in the container, which cannot write to it.
+    pub fn mount(&mut self, host: &str, container: &str) {
+        // Its mounts are not followed: what is mounted below a socket's directory later is nobody's business.
+        let options = ["ro", "nosuid", "nodev", "noexec", "bind"];
+        // A library is mapped to be executed.
+        let options: &[&str] = if container.ends_with(".so") { &["ro", "nosuid", "nodev", "bind"] } else { &options };
+        self.push("mounts", json!({ "hostPath": host, "containerPath": container, "options": options }));
+    }
+
+    pub fn device_node(&mut self, path: &str) {
+        self.push("deviceNodes", json!({ "path": path }));
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn json(&self) -> Value {
+        Value::Object(self.0.clone())
+    }
+
+    fn push(&mut self, key: &str, item: Value) {
+        if let Value::Array(all) = self.0.entry(key).or_insert_with(|| json!([])) {
+            all.push(item);
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! The device nodes of a GPU, as the driver numbers them: for hosts that have no CDI file of NVIDIA's.
+
+use std::path::Path;
+
+use super::edits::Edits;
+
+/// Where the driver says which GPU has which number.
+const GPUS: &str = "/proc/driver/nvidia/gpus";
+
+/// What every program needs that uses a GPU.
+const COMMON: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
+
+/// Those that are there for whatever GPU.
+pub fn common() -> Edits {
+    let mut edits = Edits::default();
+    COMMON.into_iter().filter(|node| Path::new(node).exists()).for_each(|node| edits.device_node(node));
+    edits
+}
+
+/// That of one GPU, by its UUID.
+pub fn of(uuid: &str) -> Option<Edits> {
+    let entries = Path::new(GPUS).read_dir().ok()?;
+    let texts = entries.flatten().filter_map(|entry| std::fs::read_to_string(entry.path().join("information")).ok());
+    let minor = texts.filter_map(|text| minor(&text, uuid)).next()?;
+    let mut edits = Edits::default();
+    edits.device_node(&format!("/dev/nvidia{minor}"));
+    Some(edits)
+}
+
+/// The number in `/dev/nvidia<number>`, which need not be that of `nvidia-smi`.
+fn minor(information: &str, uuid: &str) -> Option<u32> {
+    let value = |key: &str| {
+        let mut pairs = information.lines().filter_map(|line| line.split_once(':'));
+        pairs.find(|(known, _)| known.trim() == key).map(|(_, value)| value.trim())
+    };
+    (value("GPU UUID")? == uuid).then(|| value("Device Minor")?.parse().ok()).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_the_node_is_the_drivers() {
+        let text = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 100\nGPU UUID: \t GPU-1\nBus Location: \t 0000:19:00.0\n\
+                    Device Minor: \t 3\nGPU Excluded:\t No\n";
+        assert_eq!(minor(text, "GPU-1"), Some(3));
+        assert_eq!(minor(text, "GPU-2"), None);
+        assert_eq!(minor("GPU UUID: GPU-1\n", "GPU-1"), None);
+    }
+}

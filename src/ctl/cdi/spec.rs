@@ -1,0 +1,211 @@
+//! The CDI file of nvshare: one device for each GPU by its number and its UUID, and `all`.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::edits::Edits;
+use super::nodes;
+use super::nvidia::Nvidia;
+use crate::bus::Gpu;
+
+const KIND: &str = "nvshare.com/gpu";
+
+/// The oldest version of CDI in which the name of a device may begin with a digit.
+const VERSION: &str = "0.5.0";
+
+/// Where programs in containers look for the scheduler, which is where all programs do.
+pub const SOCKET_DIRECTORY: &str = "/run/nvshare";
+
+/// Where it is on a host, as it is installed.
+pub const PRELOAD_LIST: &str = "/usr/share/nvshare/ld.so.preload";
+
+/// Where the library is in containers: what the file of that name lists.
+pub const LIBRARY_IN_CONTAINERS: &str = "/usr/lib/nvshare/libnvshare.so";
+
+/// What nvshare needs of the host, by its path there.
+#[derive(Debug, Clone)]
+pub struct FromHost {
+    pub library: String,
+    pub preload_list: String,
+    pub sockets: String,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec {
+    version: String,
+    edits: Edits,
+    devices: BTreeMap<String, Edits>,
+}
+
+impl Spec {
+    /// Takes what a GPU needs from NVIDIA's file, and its device nodes alone where there is none.
+    pub fn of(
+        gpus: &[Gpu],
+        from_host: &FromHost,
+        nvidia: Option<&Nvidia>,
+        remarks: &mut Vec<String>,
+    ) -> Result<Self, String> {
+        let mut edits = nvidia.map_or_else(nodes::common, |nvidia| nvidia.edits.clone());
+        // Not LD_PRELOAD: an image may have one of its own, which CDI would replace. And of the C libraries only glibc
+        // reads this file, so that a program with another one runs on as it was.
+        edits.mount(&from_host.preload_list, "/etc/ld.so.preload");
+        edits.mount(&from_host.library, LIBRARY_IN_CONTAINERS);
+        // The directory, and not the socket: a scheduler that starts anew makes a new one there.
+        edits.mount(&from_host.sockets, SOCKET_DIRECTORY);
+        if nvidia.is_none() {
+            remarks.push(
+                "there is no CDI file of NVIDIA's in /etc/cdi or /var/run/cdi, so containers get the device nodes of their \
+                 GPUs and have to have the driver's libraries themselves: `nvidia-ctk cdi generate \
+                 --output=/etc/cdi/nvidia.yaml` writes it, then run this again"
+                    .into(),
+            );
+        }
+        let mut devices = BTreeMap::new();
+        let mut all = Edits::default();
+        for gpu in gpus {
+            let found = match nvidia {
+                Some(nvidia) => nvidia.device(gpu).cloned(),
+                None => nodes::of(&gpu.uuid),
+            };
+            // A device that changes nothing is a mistake to runtimes.
+            let Some(found) = found.filter(|edits| !edits.is_empty()) else {
+                let uuid = &gpu.uuid;
+                remarks.push(match (nvidia, &*gpu.kind) {
+                    (Some(_), "mig") => format!(
+                        "{uuid} is left out: NVIDIA's CDI file does not name it; `nvidia-ctk cdi generate \
+                         --device-name-strategy=uuid` does"
+                    ),
+                    (Some(_), _) => {
+                        format!("{uuid} is left out: NVIDIA's CDI file does not name it; is that older than the GPU?")
+                    }
+                    (None, _) => format!("{uuid} is left out: the driver does not say which device node it has"),
+                });
+                continue;
+            };
+            all.merge(&found);
+            if let Some(index) = gpu.index.filter(|_| gpu.kind != "mig") {
+                devices.insert(index.to_string(), found.clone());
+            }
+            devices.insert(gpu.uuid.clone(), found);
+        }
+        if devices.is_empty() {
+            return Err(remarks.join("; "));
+        }
+        devices.insert("all".into(), all);
+        let version = nvidia.map_or(VERSION, |nvidia| newer(&nvidia.version, VERSION)).to_owned();
+        Ok(Self { version, edits, devices })
+    }
+
+    pub fn json(&self) -> Value {
+        let device = |(name, own): (&String, &Edits)| json!({ "name": name, "containerEdits": own.json() });
+        json!({
+            "cdiVersion": self.version,
+            "kind": KIND,
+            "containerEdits": self.edits.json(),
+            "devices": self.devices.iter().map(device).collect::<Vec<_>>(),
+        })
+    }
+
+    /// The devices, as they are asked for.
+    pub fn names(&self) -> String {
+        let names: Vec<String> = self.devices.keys().map(|name| format!("{KIND}={name}")).collect();
+        names.join(" ")
+    }
+}
+
+/// The newer one of two versions of CDI.
+fn newer<'a>(one: &'a str, other: &'a str) -> &'a str {
+    let numbers = |version: &str| -> Vec<u32> {
+        version.trim_start_matches('v').split('.').map(|part| part.parse().unwrap_or(0)).collect()
+    };
+    if numbers(one) > numbers(other) { one } else { other }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from_host() -> FromHost {
+        let [library, preload_list, sockets] = ["/l/libnvshare.so", "/l/ld.so.preload", "/s"].map(str::to_owned);
+        FromHost { library, preload_list, sockets }
+    }
+
+    fn gpus() -> Vec<Gpu> {
+        let gpu = |uuid: &str, index| Gpu { uuid: uuid.into(), index, kind: "gpu".into(), ..Gpu::default() };
+        vec![gpu("GPU-a", Some(0)), gpu("GPU-b", Some(1))]
+    }
+
+    fn nvidia(version: &str) -> Nvidia {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("nvidia.json");
+        let device = |name: &str, node: &str| json!({ "name": name, "containerEdits": { "deviceNodes": [{ "path": node }, { "path": "/dev/nvidiactl" }] } });
+        let text = json!({
+            "cdiVersion": version,
+            "kind": "nvidia.com/gpu",
+            "containerEdits": { "mounts": [{ "hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/usr/lib/libcuda.so.1" }] },
+            "devices": [device("0", "/dev/nvidia0"), device("1", "/dev/nvidia1")],
+        });
+        std::fs::write(&file, text.to_string()).expect("the file");
+        Nvidia::read(&file).expect("a CDI file")
+    }
+
+    #[test]
+    fn each_gpu_has_its_number_and_its_uuid_and_all_has_all() {
+        let mut remarks = Vec::new();
+        let spec = Spec::of(&gpus(), &from_host(), Some(&nvidia("0.5.0")), &mut remarks).expect("a spec");
+        assert!(remarks.is_empty(), "{remarks:?}");
+        let json = spec.json();
+        let names: Vec<&str> =
+            json["devices"].as_array().expect("devices").iter().filter_map(|d| d["name"].as_str()).collect();
+        assert_eq!(names, ["0", "1", "GPU-a", "GPU-b", "all"]);
+        let nodes = |at: usize| {
+            let nodes = json["devices"][at]["containerEdits"]["deviceNodes"].as_array().expect("nodes").iter();
+            nodes.filter_map(|node| Some(node["path"].as_str()?.to_owned())).collect::<Vec<_>>()
+        };
+        assert_eq!(nodes(1), ["/dev/nvidia1", "/dev/nvidiactl"]);
+        assert_eq!(nodes(4), ["/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia1"]);
+    }
+
+    #[test]
+    fn containers_get_the_library_its_list_and_the_sockets_directory_to_read() {
+        let spec = Spec::of(&gpus(), &from_host(), Some(&nvidia("0.5.0")), &mut Vec::new()).expect("a spec").json();
+        let mounts = spec["containerEdits"]["mounts"].as_array().expect("mounts");
+        let pair = |mount: &Value| {
+            format!("{} {}", mount["hostPath"].as_str().unwrap(), mount["containerPath"].as_str().unwrap())
+        };
+        let pairs: Vec<String> = mounts.iter().map(pair).collect();
+        assert_eq!(
+            pairs,
+            [
+                "/usr/lib/libcuda.so.1 /usr/lib/libcuda.so.1",
+                "/l/ld.so.preload /etc/ld.so.preload",
+                "/l/libnvshare.so /usr/lib/nvshare/libnvshare.so",
+                "/s /run/nvshare",
+            ]
+        );
+        let is_to_read = |mount: &Value| mount["options"].as_array().is_some_and(|all| all.contains(&"ro".into()));
+        assert!(mounts[1..].iter().all(is_to_read));
+        assert_eq!(spec["containerEdits"]["env"], Value::Null, "no variable of the image is replaced");
+    }
+
+    #[test]
+    fn the_version_is_what_the_newest_part_needs() {
+        for (theirs, expected) in [("0.3.0", "0.5.0"), ("0.5.0", "0.5.0"), ("0.7.0", "0.7.0"), ("0.10.0", "0.10.0")] {
+            let spec = Spec::of(&gpus(), &from_host(), Some(&nvidia(theirs)), &mut Vec::new()).expect("a spec");
+            assert_eq!(spec.json()["cdiVersion"], expected);
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_nvidias_file_does_not_name_is_left_out_and_said_so() {
+        let mut all = gpus();
+        all.push(Gpu { uuid: "GPU-c".into(), index: Some(2), kind: "gpu".into(), ..Gpu::default() });
+        all.push(Gpu { uuid: "MIG-d".into(), index: Some(0), kind: "mig".into(), ..Gpu::default() });
+        let mut remarks = Vec::new();
+        let spec = Spec::of(&all, &from_host(), Some(&nvidia("0.5.0")), &mut remarks).expect("a spec");
+        assert!(!spec.names().contains("GPU-c") && !spec.names().contains("MIG-d"));
+        assert!(remarks[0].contains("GPU-c") && remarks[1].contains("strategy=uuid"), "{remarks:?}");
+        assert!(Spec::of(&all[2..], &from_host(), Some(&nvidia("0.5.0")), &mut Vec::new()).is_err(), "none is left");
+    }
+}

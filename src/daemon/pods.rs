@@ -1,0 +1,183 @@
+//! Pods of this node, as an agent tells that asks Kubernetes: names for what control groups only number, and what pods wish
+//! for themselves.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::bus::rules::table;
+use super::peer::Identity;
+use super::rules::{Origin, Rule, read_one};
+use crate::bus;
+
+/// Ten times the most that a node is known to have been given.
+const MOST: usize = 5_000;
+/// The longest name that Kubernetes allows.
+const LONGEST_NAME: usize = 253;
+
+/// What a pod cannot say of itself: whom the rule is about.
+const SUBJECTS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
+
+/// By their UID.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Pods(BTreeMap<String, Known>);
+
+#[derive(Debug, Clone, PartialEq)]
+struct Known {
+    namespace: String,
+    name: String,
+    /// The name of each container, by its id.
+    containers: HashMap<String, String>,
+    wish: Option<Rule>,
+}
+
+/// Why the wish of a pod counts for nothing, by the pod's UID.
+pub type Refused = HashMap<String, String>;
+
+impl Pods {
+    /// Reads what is told, or a sentence about what is wrong with it. A wish that is wrong is its pod's business alone.
+    pub fn read(told: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
+        if told.len() > MOST {
+            return Err(format!("{} pods are more than a node can have: {MOST} are allowed", told.len()));
+        }
+        let (mut pods, mut refused) = (Self::default(), Refused::new());
+        for pod in told {
+            let bus::Pod { uid, namespace, name, containers, wish } = pod;
+            if !(32..=36).contains(&uid.len()) || !uid.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-') {
+                return Err(format!("{uid:?} is not the UID of a pod"));
+            }
+            for text in [&namespace, &name].into_iter().chain(containers.values()) {
+                if text.is_empty() || text.len() > LONGEST_NAME || !text.bytes().all(is_of_a_name) {
+                    return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
+                }
+            }
+            let wish = match read_wish(&uid, &namespace, &name, &wish) {
+                Ok(wish) => wish,
+                Err(why) => {
+                    refused.insert(uid.clone(), why);
+                    None
+                }
+            };
+            pods.0.insert(uid, Known { namespace, name, containers, wish });
+        }
+        Ok((pods, refused))
+    }
+
+    /// Takes out wishes that cannot be kept together with others, and says why.
+    pub fn reconcile(&mut self, contradicted: impl Fn(&Rule, &[Rule]) -> Option<String>) -> Refused {
+        let (mut kept, mut refused) = (Vec::new(), Refused::new());
+        for (uid, pod) in &mut self.0 {
+            let Some(wish) = &pod.wish else { continue };
+            match contradicted(wish, &kept) {
+                None => kept.push(wish.clone()),
+                Some(why) => {
+                    refused.insert(uid.clone(), why);
+                    pod.wish = None;
+                }
+            }
+        }
+        refused
+    }
+
+    /// What pods wish for themselves.
+    pub fn wishes(&self) -> Vec<Rule> {
+        self.0.values().filter_map(|pod| pod.wish.clone()).collect()
+    }
+
+    /// Names the pod that a process is in, and its container there.
+    pub fn name(&self, identity: &mut Arc<Identity>) {
+        if identity.pod.uid.is_empty() {
+            return;
+        }
+        let known = self.0.get(&identity.pod.uid);
+        let mut pod = identity.pod.clone();
+        let of_container = || {
+            let (_, id) = identity.cgroup.of_system().container?;
+            Some(known?.containers.get(id)?.clone())
+        };
+        pod.container = of_container().unwrap_or_default();
+        pod.namespace = known.map_or_else(String::new, |known| known.namespace.clone());
+        pod.name = known.map_or_else(String::new, |known| known.name.clone());
+        if pod != identity.pod {
+            Arc::make_mut(identity).pod = pod;
+        }
+    }
+}
+
+fn is_of_a_name(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"-._".contains(&byte)
+}
+
+fn read_wish(
+    uid: &str,
+    namespace: &str,
+    name: &str,
+    wish: &HashMap<String, zbus::OwnedVariant>,
+) -> Result<Option<Rule>, String> {
+    if wish.is_empty() {
+        return Ok(None);
+    }
+    let mut keys = table(wish)?;
+    if let Some(key) = SUBJECTS.into_iter().find(|key| keys.contains_key(*key)) {
+        return Err(format!("a pod's wish is about that pod: {key} has no place in it"));
+    }
+    keys.insert("pod".into(), uid.into());
+    keys.insert("name".into(), format!("{namespace}/{name}").into());
+    read_one(&keys.to_string(), Origin { file: "the pod's annotations".into(), line: 0 }).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use zbus::{OwnedVariant, Variant};
+
+    use super::*;
+    use crate::daemon::cgroup::Cgroup;
+
+    const UID: &str = "01234567-89ab-cdef-0123-456789abcdef";
+    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+    fn pod(wish: &[(&str, &str)]) -> bus::Pod {
+        let value = |text: &str| OwnedVariant::try_from(Variant::from(text)).expect("a value");
+        bus::Pod {
+            uid: UID.into(),
+            namespace: "team-a".into(),
+            name: "train-0".into(),
+            containers: HashMap::from([(ID.to_owned(), "main".to_owned())]),
+            wish: wish.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect(),
+        }
+    }
+
+    #[test]
+    fn who_is_in_a_pod_has_its_names_and_keeps_them_no_longer_than_it_is_there() {
+        let (pods, refused) = Pods::read(vec![pod(&[("memory-max", "8G")])]).expect("a pod");
+        assert_eq!((pods.wishes().len(), refused.len()), (1, 0));
+        let cgroup = Cgroup { path: format!("/kubepods/pod{UID}/{ID}") };
+        let mut identity = Identity { cgroup, ..Identity::default() };
+        identity.pod.uid = UID.into();
+        let mut identity = Arc::new(identity);
+        pods.name(&mut identity);
+        assert_eq!(
+            (&*identity.pod.namespace, &*identity.pod.name, &*identity.pod.container),
+            ("team-a", "train-0", "main")
+        );
+        Pods::default().name(&mut identity);
+        assert_eq!((&*identity.pod.uid, &*identity.pod.name), (UID, ""));
+    }
+
+    #[test]
+    fn a_wish_that_is_wrong_is_refused_and_the_pod_is_known_all_the_same() {
+        let wrong = [("memory-max", "much"), ("user", "root"), ("pod", "*"), ("colour", "red"), ("time-min", "120%")];
+        for (key, value) in wrong {
+            let (pods, refused) = Pods::read(vec![pod(&[(key, value)])]).expect("a pod");
+            assert!(pods.wishes().is_empty() && pods.0.contains_key(UID), "{key}");
+            assert!(refused.get(UID).is_some_and(|why| why.contains(key) || why.contains(value)), "{key}: {refused:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_pod_is_an_error() {
+        for (uid, name) in [("x", "a"), (UID, ""), (UID, "a b"), (UID, "a\u{1b}"), (UID, &"x".repeat(254))] {
+            let pod = bus::Pod { uid: uid.into(), name: name.into(), ..pod(&[]) };
+            assert!(Pods::read(vec![pod]).is_err(), "{uid} {name:?}");
+        }
+    }
+}

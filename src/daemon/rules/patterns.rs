@@ -1,0 +1,62 @@
+//! Patterns of names and paths, and which of them can match nothing.
+
+use std::ops::Range;
+
+use toml::Spanned;
+
+use super::Glob;
+use super::parse::Mistake;
+use crate::daemon::cgroup;
+
+pub(super) const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
+                        for any number of directories";
+
+/// Reads a pattern, and sees to it that it can match something.
+pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>), Mistake> {
+    let span = text.span();
+    let text = text.into_inner();
+    let wrong = |why: String| (span.clone(), format!("{key}: {text:?} {why}"));
+    if text.is_empty() {
+        return Err(wrong("matches nothing: leave the key out to match everybody".into()));
+    }
+    let glob = glob::Pattern::new(&text).map_err(|e| wrong(format!("is no pattern ({}): {PATTERNS}", e.msg)))?;
+    let is_path = text.contains('/');
+    if key == "container" && is_path {
+        return Err(wrong("can match no container: write its id, or * for any".into()));
+    }
+    let slashes = text.matches('/').count();
+    if key == "pod" && (slashes > 1 || text.starts_with('/') || text.ends_with('/')) {
+        return Err(wrong(
+            "can match no pod: write its namespace and name, as in \"team-a/train-*\", or its UID".into(),
+        ));
+    }
+    if key != "pod" && is_path && !text.starts_with('/') && !text.starts_with("**/") {
+        return Err(wrong("can match no path: a path begins with / or **/".into()));
+    }
+    let name = cgroup::name(&text);
+    let is_open = name.ends_with(['*', '?', ']']);
+    let example = if name.is_empty() { "jupyter" } else { name.trim_end_matches('.') };
+    match key {
+        "unit" if !is_open && !is_path && !cgroup::is_unit(name) => Err(wrong(format!(
+            "can match no unit: their names end with .service or .scope, as in \"{example}.service\""
+        ))),
+        "slice" if !is_open && !cgroup::is_slice(name) => {
+            Err(wrong(format!("can match no slice: their names end with .slice, as in \"{example}.slice\"")))
+        }
+        _ => Ok((Glob(glob), span)),
+    }
+}
+
+/// A unit that is named by its path is in no other slices than those of the path.
+pub fn contradiction(unit: Option<&(Glob, Range<usize>)>, slice: Option<&(Glob, Range<usize>)>) -> Result<(), Mistake> {
+    let (Some((unit, _)), Some((slice, span))) = (unit, slice) else { return Ok(()) };
+    let (unit, slice) = (unit.0.as_str(), slice.0.as_str());
+    let is_plain = |text: &str| !text.contains(['*', '?', '[']);
+    let path = format!("{unit}/");
+    let within =
+        if slice.contains('/') { path.starts_with(&format!("{slice}/")) } else { path.contains(&format!("/{slice}/")) };
+    if unit.contains('/') && is_plain(unit) && is_plain(slice) && !within {
+        return Err((span.clone(), format!("the rule can never match: unit {unit:?} is not in slice {slice:?}")));
+    }
+    Ok(())
+}

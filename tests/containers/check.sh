@@ -1,0 +1,31 @@
+#!/bin/bash
+# Containers of Debian 12, of Debian 11, of another C library and of none share a simulated GPU by CDI, under a real podman:
+# see README.md.
+#
+#   check.sh BUILT   BUILT: target/debug
+set -eu
+
+[ $# -eq 1 ] || { echo "usage: $0 BUILT" >&2; exit 2; }
+built=$(realpath "$1") here=$(realpath "$(dirname "$0")")
+bases=${built%/*}/containers
+mkdir -p "$bases"
+
+for suite in bookworm bullseye; do
+    [ -e "$bases/$suite.tar" ] && continue
+    echo "--- $suite: making a base system"
+    # What old-glibc.sh links with, where that suite is the oldest.
+    include=$([ $suite = bookworm ] || echo --include=libc6-dev,libgcc-s1)
+    # shellcheck disable=SC2086
+    mmdebstrap --quiet --format=tar --variant=essential $include $suite "$bases/$suite.tar.new"
+    mv "$bases/$suite.tar.new" "$bases/$suite.tar"
+done
+if [ ! -e "$bases/bullseye" ]; then
+    mkdir -p "$bases/bullseye.new"
+    tar -C "$bases/bullseye.new" -xf "$bases/bullseye.tar" ./lib ./usr/lib
+    mv "$bases/bullseye.new" "$bases/bullseye"
+fi
+echo "--- programs and a simulated GPU for an old glibc"
+programs=$("$here/old-glibc.sh" "$bases/bullseye" "$bases/target")
+
+# Mounts are this check's alone, and the control groups of version 2, which podman wants.
+exec unshare --mount "$here/inside.sh" "$built" "$programs" "$bases"

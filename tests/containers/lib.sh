@@ -1,0 +1,146 @@
+# shellcheck shell=bash
+# What the steps have in common. Sourced by inside.sh.
+
+sockets=$scratch/nvshare
+control=$scratch/nvshare-control/control.sock
+# One simulated machine: every process of it has these, the scheduler and the containers too.
+gpu=(CUDA_SIM_DIR="$scratch/gpu" CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
+mkdir -p "$sockets" "$scratch/gpu" "$scratch/driver"
+: >"$scratch/nvshare.toml"
+
+pod() {
+    podman --root "$scratch/store" --runroot "$scratch/run" --tmpdir "$scratch/tmp" --cgroup-manager=cgroupfs \
+        --events-backend=file --storage-driver=vfs "$@"
+}
+
+fail() {
+    echo "FAILED: $*" >&2
+    tail -n 30 "$scratch/scheduler.log" >&2 || true
+    exit 1
+}
+
+finish() {
+    code=$?
+    trap - EXIT
+    pod rm --all --force --time 0 >/dev/null 2>&1 || true
+    [ -z "${scheduler:-}" ] || kill -9 "$scheduler" 2>/dev/null || true
+    wait
+    find /sys/fs/cgroup/nvshare-test -depth -type d -exec rmdir {} + 2>/dev/null || true
+    rm -rf --one-file-system "$scratch"
+    exit $code
+}
+
+until_true() { # what, command…
+    what=$1
+    shift
+    for _ in $(seq 600); do
+        if "$@" >/dev/null 2>&1; then return; fi
+        sleep 0.1
+    done
+    fail "waited in vain for $what"
+}
+
+# ---- images
+
+import() { # name, tar, option…
+    image=$1 tar=$2
+    shift 2
+    pod import --quiet "$@" "$tar" "$image" >/dev/null
+}
+
+hello='#include <stdio.h>
+int main(void) { puts("hello"); return 0; }'
+
+import_static() {
+    mkdir -p "$scratch/static/etc"
+    printf '%s\n' "$hello" | cc -static -x c - -o "$scratch/static/hello"
+    import static <(tar -C "$scratch/static" -c .)
+}
+
+# A program of another C library, with its loader.
+import_musl() {
+    mkdir -p "$scratch/musl/lib" "$scratch/musl/etc"
+    printf '%s\n' "$hello" | musl-gcc -x c - -o "$scratch/musl/hello"
+    loader=$(echo /lib/ld-musl-*.so.1)
+    cp -L "$loader" "$scratch/musl/lib/${loader##*/}"
+    import musl <(tar -C "$scratch/musl" -c .)
+}
+
+# ---- the scheduler
+
+start_scheduler() {
+    env "${gpu[@]}" LD_LIBRARY_PATH="$scratch/driver" "$built/nvshare-scheduler" --no-bus --socket "$sockets/scheduler.sock" \
+        --control-socket "$control" --config "$scratch/nvshare.toml" >>"$scratch/scheduler.log" 2>&1 &
+    scheduler=$!
+    until_true "the scheduler" ctl get
+}
+
+stop_scheduler() { # signal
+    kill -s "$1" "$scheduler"
+    wait "$scheduler" || true
+}
+
+ctl() { "$built/nvsharectl" --control "$control" "$@"; }
+
+# The value of a Python expression of what status says: `s`.
+status() { ctl --json status | python3 -c "import json,sys; s = json.load(sys.stdin); print($1)"; }
+
+# ---- the CDI file
+
+# NVIDIA's file, as it would be for this GPU: its driver, its device nodes. And what a simulated GPU needs besides.
+write_nvidia_file() {
+    libraries=/usr/lib/$(uname -m)-linux-gnu
+    cat >/etc/cdi/nvidia.yaml <<EOF
+---
+cdiVersion: 0.5.0
+kind: nvidia.com/gpu
+devices:
+- name: "0"
+  containerEdits:
+    deviceNodes:
+    - path: /dev/zero
+      hostPath: /dev/zero
+containerEdits:
+  env:
+$(printf -- '  - %s\n' "${gpu[@]}")
+  mounts:
+$(for library in libcuda.so.1 libnvidia-ml.so.1; do
+    printf -- '  - {hostPath: %s, containerPath: %s, options: [ro, nosuid, nodev, bind]}\n' \
+        "$scratch/driver/$library" "$libraries/$library"
+done)
+  - {hostPath: $scratch/gpu, containerPath: $scratch/gpu, options: [rw, bind]}
+EOF
+}
+
+write_cdi_file() {
+    write_nvidia_file
+    printf '/usr/lib/nvshare/libnvshare.so\n' >"$scratch/ld.so.preload"
+    ctl cdi generate --library "$built/libnvshare.so" --preload-list "$here/../../etc/ld.so.preload" --sockets "$sockets"
+}
+
+# ---- containers
+
+# Makes a container that sees the GPU, and prints its id. Nothing here needs a network, limits that root may not raise
+# everywhere, or control groups that podman makes: enter makes one of the name that podman would give it.
+create() { # option… image command…
+    pod create --network=none --cgroups=disabled --ulimit nofile=1000:1000 --ulimit nproc=1000:1000 \
+        --device nvshare.com/gpu=0 --volume "$programs/cuda-program:/usr/local/bin/cuda-program:ro" "$@"
+}
+
+# Runs a container that was made, in its control group, and ends as it does.
+enter() { # id
+    group=/sys/fs/cgroup/nvshare-test/libpod-$1
+    mkdir -p "$group"
+    (
+        echo $BASHPID >"$group/cgroup.procs"
+        pod start --attach "$1"
+    )
+}
+
+# Both in one.
+run() { # option… image command…
+    id=$(create "$@")
+    enter "$id"
+}
+
+is_right() { grep -q '"ok":true' "$1"; }
