@@ -43,6 +43,10 @@ struct Arguments {
     /// Be on no bus; the control socket still answers
     #[arg(long, conflicts_with = "bus_address")]
     no_bus: bool,
+
+    /// Be the scheduler of a node of Kubernetes, in a pod: on no bus, and only where the processes of the node are seen
+    #[arg(long, conflicts_with = "bus_address")]
+    in_pod: bool,
 }
 
 fn main() -> ExitCode {
@@ -58,6 +62,7 @@ fn main() -> ExitCode {
         trace: arguments.trace,
         bus_address: arguments.bus_address,
         no_bus: arguments.no_bus,
+        in_pod: arguments.in_pod,
     };
     match daemon::run(options) {
         Ok(()) => ExitCode::SUCCESS,

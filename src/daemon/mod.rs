@@ -8,6 +8,7 @@
 //! - `clients`: the clients' connections, with `session` for what they may say, `outbox` for what they have not read
 //!   yet, `peer` for who they are and `complaints` for how often the log hears of them.
 //! - `pods`: what Kubernetes calls them.
+//! - `node`: whether a daemon in a pod sees the processes of its node.
 //! - `resume`: connections that outlive the daemon.
 //! - `lock`: GPU locks for those who ask over D-Bus.
 //! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
@@ -34,6 +35,7 @@ mod journal;
 mod lock;
 pub mod log;
 mod messages;
+mod node;
 mod outbox;
 mod overhead;
 mod peer;
@@ -106,6 +108,8 @@ pub struct Options {
     /// The address of the bus, instead of the system's.
     pub bus_address: Option<String>,
     pub no_bus: bool,
+    /// It is a node's scheduler, in a pod.
+    pub in_pod: bool,
 }
 
 /// Why the daemon cannot start, as a sentence.
@@ -150,6 +154,9 @@ pub fn run(options: Options) -> Result<(), StartError> {
 fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result<(), StartError> {
     if let Err(e) = socket::raise_descriptor_limit() {
         warn!("cannot raise the limit of file descriptors: {e}");
+    }
+    if options.in_pod {
+        node::sees_the_host().map_err(StartError::new)?;
     }
     let sockets = Sockets::open(&options)?;
     drop_capabilities().map_err(|e| StartError::new(format!("cannot be sure to have no privilege: {e}")))?;
@@ -274,7 +281,7 @@ async fn serve(
     }
     let (request, mut requests) = mpsc::unbounded_channel();
     let bus = match &control.options {
-        Options { no_bus: true, .. } => Bus::None,
+        Options { no_bus: true, .. } | Options { in_pod: true, .. } => Bus::None,
         Options { bus_address: Some(address), .. } => Bus::Address(address.clone()),
         _ => Bus::System,
     };

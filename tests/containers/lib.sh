@@ -6,7 +6,8 @@ control=$scratch/nvshare-control/control.sock
 # One simulated machine: every process of it has these, the scheduler and the containers too.
 gpu=(CUDA_SIM_DIR="$scratch/gpu" CUDA_SIM_MEMORY=256M CUDA_SIM_CONTEXT=4M)
 mkdir -p "$sockets" "$scratch/gpu" "$scratch/driver"
-: >"$scratch/nvshare.toml"
+# Turns that are over soon.
+echo 'time-quantum = "1s"' >"$scratch/nvshare.toml"
 
 pod() {
     podman --root "$scratch/store" --runroot "$scratch/run" --tmpdir "$scratch/tmp" --cgroup-manager=cgroupfs \

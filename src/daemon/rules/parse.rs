@@ -369,7 +369,7 @@ mod tests {
             ),
             (
                 "memory-high = \"1G\"",
-                "2:1: unknown field `memory-high`, expected one of `name`, `unit`, `slice`, `container`, `user`, `group`, \
+                "2:1: unknown field `memory-high`, expected one of `name`, `unit`, `slice`, `container`, `pod`, `user`, `group`, \
                  `memory-max`, `memory-low`, `swap-max`, `on-memory-full`, `wait-order`, `weight`, `time-min`, `time-max`, \
                  `priority`, `interactive`, `gang`, `allowed-gpus`, `affinity`, `anti-affinity`, `exclusion`"
                     .to_owned(),

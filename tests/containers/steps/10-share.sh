@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Two containers of different systems, whose memory does not fit together, take turns; status knows the containers.
 
-mix=(cuda-program mix --mem 160M --rounds 20 --gpu-ms 40)
+mix=(cuda-program mix --mem 160M --rounds 60 --gpu-ms 40)
 new=$(create bookworm "${mix[@]}")
 old=$(create bullseye "${mix[@]}")
 enter "$new" >"$scratch/new" 2>"$scratch/new.err" & one=$!

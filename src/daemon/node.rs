@@ -1,0 +1,54 @@
+//! Whether a daemon in a container sees the processes of its host: it knows its clients by them, and to a process in another
+//! PID namespace the kernel says that the one at the other end of a socket is 0.
+
+use std::path::Path;
+
+use super::cgroup::Cgroup;
+
+/// The initial PID namespace of every Linux (`PROC_PID_INIT_INO`).
+const INITIAL: &str = "pid:[4026531836]";
+
+/// An error that says what to do, unless the processes of the host are seen.
+pub fn sees_the_host() -> Result<(), String> {
+    let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
+    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
+    // Also where the first process of a node is not the machine's: a node can be a container itself.
+    if namespace == Path::new(INITIAL) || is_of_a_node(&read("/proc/1/cgroup"), &read("/proc/self/cgroup")) {
+        return Ok(());
+    }
+    Err("this pod has a PID namespace of its own, so that the scheduler could not know which program is whose: \
+         the pod needs hostPID: true"
+        .into())
+}
+
+/// Whether a first process that is there is the node's: it is in no container, and not where we are.
+fn is_of_a_node(first: &str, own: &str) -> bool {
+    !first.is_empty() && Cgroup::read(first).container().is_empty() && first != own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+    #[test]
+    fn the_first_process_is_the_nodes_or_one_of_a_pod() {
+        let in_pod = format!("0::/kubepods/podx/{ID}\n");
+        let cases = [
+            // With a control group namespace of its own, as pods have.
+            ("0::/../../../init.scope\n".to_owned(), "0::/\n".to_owned(), true),
+            ("0::/../../..\n".to_owned(), "0::/\n".to_owned(), true),
+            ("0::/\n".to_owned(), "0::/\n".to_owned(), false),
+            (format!("0::/../cri-containerd-{ID}.scope\n"), "0::/\n".to_owned(), false),
+            // Without one.
+            ("0::/init.scope\n".to_owned(), in_pod.clone(), true),
+            ("0::/\n".to_owned(), in_pod.clone(), true),
+            (in_pod.clone(), in_pod, false),
+            (String::new(), "0::/\n".to_owned(), false),
+        ];
+        for (first, own, expected) in cases {
+            assert_eq!(is_of_a_node(&first, &own), expected, "{first:?} {own:?}");
+        }
+    }
+}
