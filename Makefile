@@ -108,6 +108,8 @@ install:
 	install -Dm 644 $(COMPLETIONS)/nvsharectl.bash $(DESTDIR)$(bashdir)/nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(zshdir) $(COMPLETIONS)/_nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(fishdir) $(COMPLETIONS)/nvsharectl.fish
+	@# What containers have as /etc/ld.so.preload. The loader knows no comments there.
+	install -Dm 644 -t $(DESTDIR)$(prefix)/share/nvshare etc/ld.so.preload
 	install -Dm 644 systemd/nvshare.sysusers $(DESTDIR)$(prefix)/lib/sysusers.d/nvshare.conf
 	install -Dm 644 systemd/nvshare.catalog $(DESTDIR)$(prefix)/lib/systemd/catalog/nvshare.catalog
 	install -Dm 644 systemd/nvshare.tmpfiles $(DESTDIR)$(prefix)/lib/tmpfiles.d/nvshare.conf

@@ -56,6 +56,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             // Standard output is for the file, where that was asked for.
             cdi::generate(&target, &asked).map(|remarks| remarks.iter().for_each(|text| eprintln!("{text}")))
         }
+        Some(Verb::Cdi(Cdi::Install(asked))) => cdi::install(&asked),
         Some(Verb::Preload(command)) => return toggle(&command, &target, arguments.json),
     };
     done.map(|()| 0)

@@ -9,7 +9,7 @@ use clap::{Arg, Command, Parser, Subcommand, ValueHint};
 
 use nvshare_wire::MAX_SLOTS;
 
-use super::cdi::Generate;
+use super::cdi::{Generate, Install};
 use super::rules;
 use super::settings::parse_seconds;
 use crate::bus::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
@@ -133,6 +133,8 @@ pub enum Verb {
 pub enum Cdi {
     /// Write the CDI file of this machine's GPUs; then `--device nvshare.com/gpu=0` has a container share GPU 0
     Generate(Generate),
+    /// Put the library where containers can mount it from, on a host that has nvshare in containers only
+    Install(Install),
 }
 
 #[derive(Debug, Subcommand)]

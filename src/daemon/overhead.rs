@@ -45,7 +45,9 @@ impl Overhead {
     ) -> Option<u64> {
         self.contexts.retain(|client, _| clients.iter().any(|c| c.client == *client));
         let seen = |pid: u32| sample.processes.get(&pid).copied();
-        let bytes = if clients.iter().any(|c| c.mapped > 0 && c.at_rest && seen(c.pid).is_none()) {
+        // What is on its way may be there already, and not be said yet.
+        let may_have = |c: &Attached| c.mapped > 0 || !c.at_rest;
+        let bytes = if clients.iter().any(|c| may_have(c) && seen(c.pid).is_none()) {
             // NVML does not see these processes (another PID namespace): only the sums can be compared.
             if !clients.iter().all(|c| c.at_rest) {
                 return None;
@@ -182,6 +184,11 @@ mod tests {
         assert_eq!(overhead.sample(&sample(6500, &[]), &clients, CONTEXT, |_| false), Some(1500 * MIB));
         let moving = [client(1, 4000, true), client(2, 1000, false)];
         assert_eq!(overhead.sample(&sample(9000, &[]), &moving, CONTEXT, |_| false), None);
+        // What has left or comes back was theirs, and is nobody else's for that.
+        let leaving = [client(1, 4000, false), client(2, 0, true)];
+        assert_eq!(overhead.sample(&sample(6000, &[(1, 0)]), &leaving, CONTEXT, |_| false), Some(2000 * MIB), "one is seen");
+        let returning = [client(1, 0, false), client(2, 0, true)];
+        assert_eq!(overhead.sample(&sample(6000, &[]), &returning, CONTEXT, |_| false), None);
     }
 
     #[test]

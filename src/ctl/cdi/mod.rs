@@ -44,6 +44,32 @@ pub struct Generate {
     nvidia: Option<PathBuf>,
 }
 
+#[derive(Debug, Args)]
+pub struct Install {
+    /// The directory, which is made where there is none
+    #[arg(long, value_name = "DIRECTORY", value_hint = ValueHint::DirPath)]
+    to: PathBuf,
+    /// The library [default: the one that is installed with nvsharectl]
+    #[arg(long, value_name = "PATH")]
+    library: Option<PathBuf>,
+    /// The file that names the library as it is found in containers
+    #[arg(long, value_name = "PATH", default_value = spec::PRELOAD_LIST)]
+    preload_list: PathBuf,
+}
+
+/// Puts what containers mount into a directory of the host, for a host that has nvshare in containers only. What is there
+/// is replaced in one step; containers that run keep what they have.
+pub fn install(asked: &Install) -> Result<(), CtlError> {
+    let library = library::find(asked.library.as_deref())?;
+    for (from, name) in [(&library, "libnvshare.so"), (&asked.preload_list, "ld.so.preload")] {
+        let to = asked.to.join(name);
+        let fail = |path: &Path, e: std::io::Error| CtlError::Failed(format!("{}: {e}", path.display()));
+        let content = std::fs::read(from).map_err(|e| fail(from, e))?;
+        write(&to, &content).map_err(|e| fail(&to, e))?;
+    }
+    Ok(())
+}
+
 /// Writes the file, and returns what there is to say about it.
 pub fn generate(target: &Target, asked: &Generate) -> Result<Vec<String>, CtlError> {
     let gpus = block_on(async { Ok(target.connect().await?.list_gpus().await?) })?;
@@ -70,7 +96,7 @@ pub fn generate(target: &Target, asked: &Generate) -> Result<Vec<String>, CtlErr
     if asked.output == Path::new("-") {
         print!("{text}");
     } else {
-        write(&asked.output, &text)
+        write(&asked.output, text.as_bytes())
             .map_err(|e| CtlError::Failed(format!("cannot write {}: {e}", asked.output.display())))?;
         remarks.push(format!("{}: {}", asked.output.display(), spec.names()));
     }
@@ -86,14 +112,14 @@ fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     text.map_err(|_| fail("its path is no text, and cannot be written in a CDI file".into()))
 }
 
-/// In one step: runtimes read it at any time.
-fn write(path: &Path, text: &str) -> std::io::Result<()> {
+/// In one step: others read it at any time.
+fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
     let path = std::path::absolute(path)?;
     let directory = path.parent().unwrap_or(Path::new("/"));
     std::fs::create_dir_all(directory)?;
     // Runtimes read every .json here, and no other name.
     let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
-    file.write_all(text.as_bytes())?;
+    file.write_all(content)?;
     file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644))?;
     file.as_file().sync_all()?;
     file.persist(&path)?;

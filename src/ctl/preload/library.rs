@@ -27,7 +27,7 @@ pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
         Some(path) => vec![path.into()],
         None => {
             let prefix = bin.parent().unwrap_or(Path::new("/"));
-            let directories = [&multiarch, "lib64", "lib"].map(|directory| prefix.join(directory));
+            let directories = [&multiarch, "lib64", "lib", "lib/nvshare"].map(|directory| prefix.join(directory));
             directories.into_iter().chain([bin.into()]).map(|directory| directory.join("libnvshare.so")).collect()
         }
     };
