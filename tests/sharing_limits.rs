@@ -1,11 +1,12 @@
 //! Rules that bound the memory of programs and divide the time of a GPU: end to end, with real processes on the simulated GPU.
 
+mod cgroup_support;
 mod sharing;
 
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use cgroup_support::Unit;
 use sharing::*;
 
 /// The rules of a machine, in a drop-in; the scheduler is told of them.
@@ -184,41 +185,6 @@ fn an_allocation_waits_until_others_have_freed_enough() {
     let got = [one.finish(), other.finish()].map(|report| report.number("allocated"));
     assert!(got.iter().any(|bytes| *bytes >= 40 * MIB), "{got:?}");
     machine.wait_until_empty();
-}
-
-/// A control group that looks like a unit, where there is no systemd to make one.
-struct Unit(PathBuf);
-
-impl Unit {
-    /// `None`, with a line that says so, where none can be made.
-    fn new(name: &str) -> Option<Self> {
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let has = |kind: &str| {
-            let line = mounts.lines().find(|line| line.contains(kind))?;
-            Some(PathBuf::from(line.split(' ').nth(4)?))
-        };
-        let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        let of_systemd = cgroups.contains(":name=systemd:");
-        let root = if of_systemd { has("name=systemd") } else { has(" - cgroup2 ") };
-        let own = cgroups.lines().find(|line| line.contains(if of_systemd { ":name=systemd:" } else { "0::" }));
-        let own = own.and_then(|line| line.rsplit(':').next()).unwrap_or("/").trim_start_matches('/');
-        let made = root.map(|root| root.join(own).join(name)).filter(|path| fs::create_dir(path).is_ok());
-        if made.as_deref().is_none_or(|path: &Path| !path.join("cgroup.procs").exists()) {
-            eprintln!("skipped: no control group can be made here");
-            return None;
-        }
-        made.map(Self)
-    }
-
-    fn procs(&self) -> PathBuf {
-        self.0.join("cgroup.procs")
-    }
-}
-
-impl Drop for Unit {
-    fn drop(&mut self) {
-        wait_for("the control group to go", || fs::remove_dir(&self.0).is_ok().then_some(()));
-    }
 }
 
 #[test]

@@ -2,9 +2,8 @@
 //! outlive the daemon in a file of their own, in the directory that systemd gives it (`StateDirectory=`). Without one they
 //! last as long as the daemon. Nothing is ever written to the configuration file.
 
-use std::fs::File;
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
@@ -16,6 +15,7 @@ use tracing::{info, warn};
 use super::bus::Change;
 use super::config::{self, Config, ConfigError};
 use super::rules::{Added, Addition};
+use super::state;
 use crate::bus::{anti_thrash_name, policy_name};
 use crate::scheduler::{AntiThrash, PolicyName};
 
@@ -75,7 +75,8 @@ impl Changes {
         let (writer, texts) = mpsc::channel::<(String, oneshot::Sender<()>)>();
         let thread = thread::Builder::new().name("state".into()).spawn(move || {
             for (text, written) in texts {
-                if let Err(e) = write(&path, &text) {
+                let text = if text.is_empty() { text } else { format!("{HEADER}{text}") };
+                if let Err(e) = state::write(&path, &text) {
                     warn!(
                         name: "settings-unsaved",
                         "a changed setting is in effect, and will not outlive the scheduler: {}: {e}",
@@ -157,25 +158,6 @@ fn read(path: &Path) -> Result<Changed, ConfigError> {
         Ok(text) => config::parse(&text, path),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Changed::default()),
         Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
-    }
-}
-
-/// All of it or nothing, whenever the power fails.
-fn write(path: &Path, text: &str) -> io::Result<()> {
-    if text.is_empty() {
-        return match std::fs::remove_file(path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            _ => Ok(()),
-        };
-    }
-    let beside: PathBuf = path.with_extension("new");
-    let mut file = File::create(&beside)?;
-    file.write_all(format!("{HEADER}{text}").as_bytes())?;
-    file.sync_all()?;
-    std::fs::rename(&beside, path)?;
-    match path.parent() {
-        Some(directory) => File::open(directory)?.sync_all(),
-        None => Ok(()),
     }
 }
 

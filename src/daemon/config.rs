@@ -38,6 +38,8 @@ pub struct Config {
     pub keep_connections: bool,
     /// How much host memory all programs together may take for what is swapped out.
     pub swap_max: SwapMax,
+    /// Whether the driver is to bound what rules bound.
+    pub driver_limits: bool,
     /// What programs may have, by where they belong.
     pub rules: Rules,
 }
@@ -62,6 +64,8 @@ impl Default for Config {
             keep_connections: true,
             // Swapped memory is locked in RAM: what the host itself needs must not be.
             swap_max: SwapMax::Percent(80),
+            // It takes a privilege.
+            driver_limits: false,
             rules: Rules::default(),
         }
     }
@@ -148,7 +152,7 @@ impl Config {
             time_period: all.time_period,
             anti_thrash: all.anti_thrash,
             policy: all.policy,
-            memory: all.memory,
+            memory: MemorySection { reserve: all.memory.reserve, context: all.memory.context },
         };
         Ok(Self {
             settings: Settings { placement: all.placement.unwrap_or(default.settings.placement), ..said.settings() },
@@ -156,6 +160,7 @@ impl Config {
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
+            driver_limits: all.memory.driver_limits.unwrap_or(default.driver_limits),
             rules,
         })
     }
@@ -275,7 +280,7 @@ struct File {
     #[serde(default)]
     keep_connections: Option<bool>,
     #[serde(default)]
-    memory: MemorySection,
+    memory: FileMemory,
     #[serde(default)]
     swap: SwapSection,
     #[serde(default)]
@@ -295,9 +300,10 @@ impl File {
             max_clients_per_user: self.max_clients_per_user.or(before.max_clients_per_user),
             log_level: self.log_level.or(before.log_level),
             keep_connections: self.keep_connections.or(before.keep_connections),
-            memory: MemorySection {
+            memory: FileMemory {
                 reserve: self.memory.reserve.or(before.memory.reserve),
                 context: self.memory.context.or(before.memory.context),
+                driver_limits: self.memory.driver_limits.or(before.memory.driver_limits),
             },
             swap: SwapSection { max: self.swap.max.or(before.swap.max) },
             rule: Vec::new(),
@@ -305,6 +311,18 @@ impl File {
     }
 }
 
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct FileMemory {
+    #[serde(default, deserialize_with = "read_reserve")]
+    reserve: Option<u64>,
+    #[serde(default, deserialize_with = "read_context")]
+    context: Option<u64>,
+    #[serde(default)]
+    driver_limits: Option<bool>,
+}
+
+/// What of it is the scheduler's own.
 #[derive(Debug, Clone, Copy, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct MemorySection {
@@ -510,7 +528,7 @@ mod tests {
     fn every_setting_is_read() {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
-                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n";
+                    [memory]\nreserve = \"1G\"\ncontext = 1048576\ndriver-limits = true\n[swap]\nmax = \"64G\"\n";
         let expected = Config {
             settings: Settings {
                 time_quantum: Duration::from_secs(120),
@@ -526,6 +544,7 @@ mod tests {
             log_level: LogLevel::Debug,
             keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
+            driver_limits: true,
             rules: Rules::default(),
         };
         assert_eq!(Config::parse(text, Path::new("x")), Ok(expected));

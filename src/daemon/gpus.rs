@@ -1,8 +1,9 @@
 //! NVML, in a thread of its own because its calls can take long: which GPUs and MIG slices there are, how much of their
-//! memory is in use, and (by `traffic`) what moves between them and the host. A host without NVML works too; then GPUs are
-//! known from the clients that use them.
+//! memory is in use, (by `traffic`) what moves between them and the host, and (by `driver_limits`) what the driver bounds.
+//! A host without NVML works too; then GPUs are known from the clients that use them.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
 
@@ -12,14 +13,16 @@ use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::mpsc::error::SendError;
+use tokio::sync::oneshot;
 use tracing::{debug, info};
 
-use super::socket;
+use super::driver_limits::{Call, Driver, Keeper, Refusal, Wanted};
 use super::traffic::Meter;
+use super::{privileges, socket};
 use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
 
-/// What the loop wants to know.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What the loop wants to know, or to have done.
+#[derive(Debug)]
 pub enum Ask {
     /// Which GPUs there are, and how much memory is in use.
     Scan,
@@ -27,6 +30,10 @@ pub enum Ask {
     Sample,
     /// What moves between those GPUs and the host.
     Traffic(GpuSet),
+    /// The driver is to have these limits, and no others.
+    Limits(Wanted),
+    /// It is to have none at all, and the thread to end.
+    Lift(oneshot::Sender<()>),
 }
 
 /// What was asked since the last answer: requests that piled up while a call took long are one request.
@@ -35,6 +42,8 @@ struct Asked {
     scan: bool,
     sample: bool,
     traffic: GpuSet,
+    limits: Option<Wanted>,
+    lifted: Option<oneshot::Sender<()>>,
 }
 
 impl Asked {
@@ -43,6 +52,9 @@ impl Asked {
             Ask::Scan => (self.scan, self.sample) = (true, true),
             Ask::Sample => self.sample = true,
             Ask::Traffic(mut gpus) => self.traffic.append(&mut gpus),
+            Ask::Limits(wanted) if self.lifted.is_none() => self.limits = Some(wanted),
+            Ask::Limits(_) => {}
+            Ask::Lift(lifted) => (self.limits, self.lifted) = (Some(Wanted::new()), Some(lifted)),
         }
     }
 }
@@ -83,39 +95,102 @@ pub struct GpuDescription {
     pub link: Option<u64>,
 }
 
-/// Starts the thread, or says why there is no NVML. The GPUs that exist now are the first report.
-pub fn start(reports: UnboundedSender<Report>) -> Option<mpsc::Sender<Ask>> {
+/// The thread, before it has anything to do.
+#[derive(Debug)]
+pub struct Thread(mpsc::Sender<Start>);
+
+#[derive(Debug)]
+struct Start {
+    reports: UnboundedSender<Report>,
+    keeper: Keeper,
+    answer: mpsc::Sender<Result<mpsc::Sender<Ask>, String>>,
+}
+
+impl Thread {
+    /// Makes it, with what privileges of this one it needs: to set limits, or none.
+    pub fn new(sets_limits: bool) -> Result<Self, String> {
+        let (start, started) = mpsc::channel();
+        let (ready, is_ready) = mpsc::channel();
+        let run = move || {
+            let kept = privileges::keep(if sets_limits { &privileges::FOR_LIMITS } else { &[] });
+            let may_go_on = kept.is_ok();
+            let _ = ready.send(kept);
+            if let Some(start) = may_go_on.then(|| started.recv().ok()).flatten() {
+                serve(start);
+            }
+        };
+        thread::Builder::new().name("nvml".into()).spawn(run).map_err(|e| format!("no thread for NVML: {e}"))?;
+        is_ready.recv().map_err(|e| e.to_string())?.map(|()| Self(start))
+    }
+
+    /// Has it begin, or says why there is no NVML. The GPUs that exist now are the first report. What an earlier daemon has
+    /// set in the driver is in that directory.
+    pub fn start(self, reports: UnboundedSender<Report>, state: Option<&Path>) -> Option<mpsc::Sender<Ask>> {
+        let (answer, answered) = mpsc::channel();
+        let _ = self.0.send(Start { reports, keeper: Keeper::new(state), answer });
+        match answered.recv().unwrap_or_else(|e| Err(e.to_string())) {
+            Ok(ask) => Some(ask),
+            Err(e) => {
+                info!(name: "no-nvml", "GPUs are known from their clients only: NVML cannot be used: {e}");
+                None
+            }
+        }
+    }
+}
+
+/// The thread's work, until nobody asks any more.
+fn serve(Start { reports, mut keeper, answer: answered }: Start) {
     let nvml = match Nvml::init() {
         Ok(nvml) => nvml,
-        Err(e) => {
-            info!(name: "no-nvml", "GPUs are known from their clients only: NVML cannot be used: {e}");
-            return None;
-        }
+        Err(e) => return drop(answered.send(Err(e.to_string()))),
     };
     let (ask, requests) = mpsc::channel();
     let _ = ask.send(Ask::Scan);
-    let thread = thread::Builder::new().name("nvml".into()).spawn(move || {
-        let mut meter = Meter::default();
-        while let Ok(first) = requests.recv() {
-            let mut asked = Asked::default();
-            asked.add(first);
-            requests.try_iter().for_each(|next| asked.add(next));
-            if answer(&nvml, &asked, &mut meter, &reports).is_err() {
-                return;
-            }
+    let _ = answered.send(Ok(ask));
+    let (call, mut meter) = (Call::find(), Meter::default());
+    while let Ok(first) = requests.recv() {
+        let mut asked = Asked::default();
+        asked.add(first);
+        requests.try_iter().for_each(|next| asked.add(next));
+        let devices = devices(&nvml);
+        if let Some(wanted) = asked.limits.take() {
+            keeper.want(wanted);
         }
-    });
-    thread.map(|_| ask).map_err(|e| info!("GPUs are known from their clients only: no thread for NVML: {e}")).ok()
+        keeper.keep(&Limits { devices: &devices, call: call.as_ref() });
+        if let Some(lifted) = asked.lifted.take() {
+            let _ = lifted.send(());
+            return;
+        }
+        if answer(&devices, &asked, &mut meter, &reports).is_err() {
+            return;
+        }
+    }
+}
+
+/// The driver, for who keeps limits there.
+struct Limits<'a> {
+    devices: &'a [Found<'a>],
+    call: Option<&'a Call>,
+}
+
+impl Driver for Limits<'_> {
+    fn set(&self, gpu: GpuId, cgroup: &Path, bytes: Option<u64>) -> Result<(), Refusal> {
+        let call = self.call.ok_or(Refusal::Unknown)?;
+        let found = self.devices.iter().find(|(device, ..)| id(device) == Some(gpu)).ok_or(Refusal::NoGpu)?;
+        match found {
+            (_, GpuKind::Mig, ..) => Err(Refusal::Slice),
+            (device, ..) => Ok(call.set(device, cgroup, bytes)?),
+        }
+    }
 }
 
 /// What takes longest comes last. An error: nobody listens any more.
 fn answer(
-    nvml: &Nvml,
+    devices: &[Found<'_>],
     asked: &Asked,
     meter: &mut Meter,
     reports: &UnboundedSender<Report>,
 ) -> Result<(), SendError<Report>> {
-    let devices = devices(nvml);
     if asked.scan {
         reports.send(Report::Gpus(devices.iter().filter_map(describe).collect()))?;
     }

@@ -3,7 +3,7 @@
 //! - [`config`]: the configuration file and every default.
 //! - `control`: what administrators ask of it.
 //! - `rules`: what programs may have by where they belong, with `cgroup` for where that is.
-//! - `changes`: settings that were changed at run time.
+//! - `changes`: settings that were changed at run time, and `state`: how a file is written that outlives the daemon.
 //! - `socket`: system calls around sockets, the timer, the clock.
 //! - `clients`: the clients' connections, with `session` for what they may say, `outbox` for what they have not read
 //!   yet, `peer` for who they are and `complaints` for how often the log hears of them.
@@ -14,6 +14,7 @@
 //! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
 //! - `host`: the host's memory.
 //! - `gpus`: NVML, with `overhead` for what it measures, and `traffic` for what moves, of which `uvm` knows some.
+//! - `driver_limits`: what the driver itself is to bound, and `privileges`: what that takes.
 //! - `bus`: the D-Bus object, in a thread of its own.
 //! - `status`: what `systemctl status` shows.
 //! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace; `journal` and `messages` are the log
@@ -28,6 +29,7 @@ mod clients;
 mod complaints;
 pub mod config;
 mod control;
+mod driver_limits;
 mod gpus;
 pub mod host;
 mod hub;
@@ -40,11 +42,13 @@ mod outbox;
 mod overhead;
 mod peer;
 mod pods;
+mod privileges;
 mod resume;
 pub mod rules;
 mod session;
 mod shared;
 pub(crate) mod socket;
+mod state;
 mod status;
 mod systemd;
 mod trace;
@@ -61,7 +65,7 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{LocalSet, spawn_local};
-use tracing::{debug, error, info, warn};
+use tracing::{error, info, warn};
 
 use bus::{Bus, BusServer, Holders};
 use changes::Changes;
@@ -90,8 +94,14 @@ const SAMPLE_QUIET: Duration = Duration::from_secs(2);
 /// How often the bus is told who holds which lock, at most.
 const FOLLOWED: Duration = Duration::from_millis(100);
 
+/// How often the driver's limits change, at most. Programs try for longer to get memory that was promised to them.
+const BOUNDED: Duration = Duration::from_millis(20);
+
 /// How often a stopped process is looked at.
 const STOPPED_PERIOD: Duration = Duration::from_millis(200);
+
+/// How long limits in the driver are waited for to be gone when the daemon stops.
+const LIFT_PATIENCE: Duration = Duration::from_secs(3);
 
 /// How long the daemon waits for its bus name before it says that it is ready.
 const BUS_PATIENCE: Duration = Duration::from_secs(2);
@@ -159,18 +169,24 @@ fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result
         node::sees_the_host().map_err(StartError::new)?;
     }
     let sockets = Sockets::open(&options)?;
-    drop_capabilities().map_err(|e| StartError::new(format!("cannot be sure to have no privilege: {e}")))?;
+    let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
+    let sets_limits = config.driver_limits || driver_limits::are_left(state.as_deref());
+    let unsure = |e| StartError::new(format!("cannot be sure to have no privilege: {e}"));
+    let nvml = gpus::Thread::new(sets_limits).map_err(unsure)?;
+    // `/proc` and NVML answer everybody. As a service it has none from the beginning.
+    privileges::keep(&[]).map_err(unsure)?;
     // From here on there are other threads, which have no more than this one.
     log.begin();
     systemd::start();
-    let changes = Changes::open(std::env::var_os("STATE_DIRECTORY").as_deref().map(Path::new));
+    let changes = Changes::open(state.as_deref());
     changes.apply(&mut config);
     let trace = options.trace.as_deref().map(trace::Trace::create).transpose();
     let trace = trace.map_err(|e| StartError::new(format!("cannot write the trace: {e}")))?;
 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|e| StartError::new(format!("cannot start: {e}")))?;
-    let result = LocalSet::new().block_on(&runtime, serve(Control { options, log, changes }, config, sockets, trace));
+    let result = LocalSet::new()
+        .block_on(&runtime, serve(Control { options, log, changes }, config, sockets, trace, (nvml, state)));
     result.map_err(|e| StartError::new(format!("cannot start: {e}")))
 }
 
@@ -232,26 +248,13 @@ fn control_path(clients: &Path) -> PathBuf {
     Path::new(&control).join("control.sock")
 }
 
-/// Nothing after this needs a privilege: `/proc` and NVML answer everybody. As a service it has none from the beginning.
-fn drop_capabilities() -> Result<(), String> {
-    for set in [caps::CapSet::Ambient, caps::CapSet::Effective, caps::CapSet::Permitted, caps::CapSet::Inheritable] {
-        if let Err(e) = caps::clear(None, set) {
-            debug!("cannot give up capabilities: {e}"); // of a kind that this kernel does not have
-        }
-        let left = caps::read(None, set).map_err(|e| e.to_string())?;
-        if !left.is_empty() {
-            return Err(format!("it still has {left:?}"));
-        }
-    }
-    Ok(())
-}
-
 /// The scheduling loop.
 async fn serve(
     mut control: Control,
     config: Config,
     sockets: Sockets,
     trace: Option<trace::Trace>,
+    (nvml, state): (gpus::Thread, Option<PathBuf>),
 ) -> std::io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -266,7 +269,7 @@ async fn serve(
         hub.borrow_mut().provide_in(directory);
     }
     let (report, mut reports) = mpsc::unbounded_channel();
-    if let Some(ask) = gpus::start(report) {
+    if let Some(ask) = nvml.start(report, state.as_deref()) {
         hub.borrow_mut().use_nvml(ask);
         // Which GPUs there are, and what is in use there: before anybody is told what there is room for.
         let first = async {
@@ -311,6 +314,7 @@ async fn serve(
     spawn_local(sample(hub.clone()));
     spawn_local(watch_stopped(hub.clone()));
     spawn_local(traffic::watch(hub.clone()));
+    spawn_local(bound(hub.clone()));
     spawn_local({
         let hub = hub.clone();
         async move {
@@ -345,8 +349,20 @@ async fn serve(
     systemd::stopping();
     info!(name: "stopping", "nvshare-scheduler stops");
     hub.borrow_mut().stop();
+    let lifted = hub.borrow().lift_driver_limits();
+    let _ = tokio::time::timeout(LIFT_PATIENCE, lifted).await;
     bus.stop();
     Ok(())
+}
+
+/// Has the driver bound what it is to bound, once for all that changes at about the same moment.
+async fn bound(hub: Rc<RefCell<Hub>>) {
+    let signals = hub.borrow().signals.clone();
+    loop {
+        hub.borrow_mut().bound_by_driver();
+        tokio::time::sleep(BOUNDED).await;
+        signals.limits.notified().await;
+    }
 }
 
 /// Tells the bus who holds which lock: turns change many times a second, and what is told does not.

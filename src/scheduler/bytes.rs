@@ -27,6 +27,13 @@ const RATES: (u64, u64) = (64 << 20, 1 << 40);
 /// Of a small GPU, reserve and contexts take no larger part than one in so many: contexts are smaller there, too.
 const SMALLEST_PART: u64 = 16;
 
+impl Settings {
+    /// What a context is taken to need on a GPU of that size, until it was measured.
+    pub fn context_on(&self, total: u64) -> u64 {
+        self.context.min(total / SMALLEST_PART)
+    }
+}
+
 impl Gpu {
     /// Never promised to anybody.
     pub(super) fn reserve(&self, settings: &Settings) -> u64 {
@@ -35,7 +42,7 @@ impl Gpu {
 
     /// Put aside for so many contexts that were not measured.
     pub(super) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
-        settings.context.min(self.total / SMALLEST_PART).saturating_mul(count as u64)
+        settings.context_on(self.total).saturating_mul(count as u64)
     }
 
     /// What may be charged to clients.

@@ -179,6 +179,11 @@ impl Machine {
     // ---- the scheduler -------------------------------------------------------------------------------------------
 
     pub fn start_scheduler(&mut self) {
+        self.start_scheduler_with(|_| ());
+    }
+
+    /// Starts one; `change` adds to its command line.
+    pub fn start_scheduler_with(&mut self, change: impl FnOnce(&mut Command)) {
         assert!(self.scheduler.is_none(), "it runs already");
         self.runs += 1;
         let log = self.path(&format!("scheduler-{}.log", self.runs));
@@ -190,6 +195,7 @@ impl Machine {
         command.args(["--no-bus", "--log-level", "debug"]);
         command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
         self.simulate(&mut command);
+        change(&mut command);
         if let Some(manager) = &self.manager {
             command = manager.wrap(&command);
         }

@@ -162,6 +162,7 @@ impl Hub {
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
         self.stopped.remove(&client);
         self.signals.clients.set(self.clients.len());
+        self.signals.limits.notify_one();
         self.active();
         // Before its bytes are free: what others have open of them is not.
         let (adopters, unanswered) = self.shared.leave(client);

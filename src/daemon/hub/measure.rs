@@ -48,6 +48,7 @@ impl Hub {
             if changed {
                 self.apply(Event::GpuFound { gpu, total });
                 self.foretell_all();
+                self.signals.limits.notify_one();
                 if let Some(rate) = link {
                     self.apply(Event::GpuLink { gpu, rate });
                 }
@@ -69,7 +70,10 @@ impl Hub {
     pub fn heard(&mut self, report: Report) {
         match report {
             Report::Gpus(found) => self.gpus_found(found),
-            Report::Used(used) => used.iter().for_each(|sample| self.measure(sample, None)),
+            Report::Used(used) => {
+                used.iter().for_each(|sample| self.measure(sample, None));
+                self.signals.limits.notify_one();
+            }
             Report::Traffic(seen) => self.traffic_seen(seen, socket::now()),
         }
     }

@@ -7,9 +7,11 @@
 //! - `placement`: which GPUs a program is to see.
 //! - `notes`: what is remembered for people, and logged.
 //! - `rules`: who has which rule.
+//! - `bounds`: what the driver is to bound of it.
 //! - `traffic`: what moves between GPUs and the host, and who hears of thrashing.
 //! - `views`: what people see.
 
+mod bounds;
 mod clients;
 mod measure;
 mod notes;
@@ -39,6 +41,7 @@ pub use views::{ClientView, printable};
 use super::clients::Link;
 use super::complaints::Complaints;
 use super::config::Config;
+use super::driver_limits::Wanted;
 use super::gpus::Ask;
 use super::host::HostMemory;
 use super::overhead::Overhead;
@@ -92,6 +95,8 @@ pub struct Hub {
     settings: watch::Sender<Settings>,
     thrashing: watch::Sender<Thrashing>,
     noted: BTreeMap<GpuId, traffic::Noted>,
+    /// What the driver was last told to bound.
+    bounded: Option<Wanted>,
     pub signals: Rc<Signals>,
 }
 
@@ -106,6 +111,8 @@ pub struct Signals {
     pub holders: Notify,
     /// Somebody has a lock, or another one.
     pub grants: Notify,
+    /// What the driver is to bound may be something else.
+    pub limits: Notify,
     /// A client did something.
     pub activity: Notify,
     pub last_activity: Cell<Time>,
@@ -222,6 +229,7 @@ impl Hub {
             settings,
             thrashing: watch::Sender::default(),
             noted: BTreeMap::new(),
+            bounded: None,
             signals: Rc::default(),
         })
     }
@@ -407,6 +415,7 @@ impl Hub {
             self.settings.send_replace(settings);
         }
         self.sample_host();
+        self.signals.limits.notify_one();
     }
 
     /// Tells every client that the daemon stops, by hanging up. Those whose connection is kept hear of it from systemd,

@@ -22,6 +22,7 @@ impl Hub {
             self.label([client]);
         }
         self.foretell([client]);
+        self.signals.limits.notify_one();
     }
 
     /// The rules are others than those: everybody's is looked up anew, all at once. Who counted together for a rule that is

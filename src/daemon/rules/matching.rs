@@ -28,6 +28,14 @@ impl Instance {
     pub fn of_rule(self, rule: usize) -> Self {
         Self { rule, ..self }
     }
+
+    /// The path of the control group that they are all in; of several, the innermost.
+    pub fn place(&self) -> Option<&str> {
+        [&self.container, &self.unit, &self.slice]
+            .into_iter()
+            .filter_map(|path| path.as_deref())
+            .max_by_key(|path| path.len())
+    }
 }
 
 impl Rules {

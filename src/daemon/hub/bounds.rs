@@ -1,0 +1,59 @@
+//! What the driver is to bound: of whom that is known here, and when it is told.
+
+use std::collections::BTreeMap;
+
+use tokio::sync::oneshot;
+
+use super::{Client, Hub};
+use crate::daemon::driver_limits::{self, Program, Wanted};
+use crate::daemon::gpus::Ask;
+use crate::daemon::rules::Instance;
+use crate::scheduler::{Amount, ClientId, SeatView};
+
+impl Hub {
+    /// Tells the driver what it is to bound, where that is not what it was told.
+    pub fn bound_by_driver(&mut self) {
+        let wanted = if self.config.driver_limits { self.to_be_bounded() } else { Wanted::new() };
+        if self.bounded.as_ref() != Some(&wanted) {
+            self.ask_nvml(Ask::Limits(wanted.clone()));
+            self.bounded = Some(wanted);
+        }
+    }
+
+    /// Has the driver bound nothing any more. What is returned hears when that is so.
+    pub fn lift_driver_limits(&self) -> oneshot::Receiver<()> {
+        let (done, lifted) = oneshot::channel();
+        self.ask_nvml(Ask::Lift(done));
+        lifted
+    }
+
+    fn to_be_bounded(&self) -> Wanted {
+        let margin = |total| self.config.settings.context_on(total);
+        let gpus = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some());
+        let gpus = gpus.map(|(id, gpu)| (*id, driver_limits::Gpu { total: gpu.total, margin: margin(gpu.total) }));
+        let mut seats: BTreeMap<ClientId, Vec<SeatView>> =
+            self.machine.clients().into_iter().map(|view| (view.client, view.seats)).collect();
+        // Who only holds a lock for somebody has no memory.
+        let programs = self.clients.iter().filter(|(_, entry)| entry.lasts).map(|(id, entry)| {
+            let has = seats.remove(id).unwrap_or_default().into_iter().map(|seat| (seat.gpu, self.reach(*id, &seat)));
+            Program { cgroup: &entry.identity.cgroup, rule: self.terms(entry), has: has.collect() }
+        });
+        let programs: Vec<Program<'_>> = programs.collect();
+        driver_limits::wanted(&gpus.collect(), &programs)
+    }
+
+    /// With whom a client counts, and what they may have.
+    fn terms<'a>(&'a self, entry: &'a Client) -> Option<(&'a Instance, Amount)> {
+        let instance = entry.rule.as_ref()?;
+        Some((instance, self.config.rules.get(instance.rule)?.terms.memory_max))
+    }
+
+    /// The most that a client can have on a GPU: it maps what it needs, and that never comes to more than was promised to it;
+    /// and its context.
+    fn reach(&self, client: ClientId, seat: &SeatView) -> u64 {
+        let gpu = self.gpus.get(&seat.gpu);
+        let measured = gpu.and_then(|gpu| gpu.overhead.contexts().get(&client).copied());
+        let context = measured.unwrap_or_else(|| self.config.settings.context_on(gpu.map_or(0, |gpu| gpu.total)));
+        seat.promise.max(seat.mapped).saturating_add(context)
+    }
+}
