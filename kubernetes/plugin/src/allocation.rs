@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::config::Allocation;
 use crate::devices::Devices;
+use crate::names::quoted;
 
 /// What kubelet asks.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +27,8 @@ pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) ->
     let mut picked: Vec<String> = Vec::new();
     let mut choice = Choice { devices, allocation, free: BTreeMap::new(), taken: BTreeMap::new() };
     for id in &must {
-        let (at, _) = devices.find(id).ok_or_else(|| format!("{id:?} must be included and is no device here"))?;
+        let (at, _) =
+            devices.find(id).ok_or_else(|| format!("{} must be included and is no device here", quoted(id)))?;
         *choice.taken.entry(at).or_default() += 1;
         picked.push((*id).clone());
     }

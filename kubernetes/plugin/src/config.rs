@@ -20,7 +20,7 @@ pub const DEFAULT_PATH: &str = "/etc/nvshare/device-plugin.toml";
 /// GPUs in 7 slices each come to with 1000 slots a slice.
 pub const SLOTS: RangeInclusive<u64> = 1..=1000;
 
-/// For how many whole seconds the scheduler may be silent. Five suffice it for a restart.
+/// For how many whole seconds the scheduler may be silent. A restart takes it two at most.
 const SCHEDULER_TIMEOUT_SECONDS: RangeInclusive<u64> = 1..=600;
 
 /// Every how many whole seconds GPUs are queried.

@@ -8,6 +8,7 @@ use tonic::Status;
 
 use crate::config::{Config, Inject, Mounts};
 use crate::devices::{Devices, Gpu};
+use crate::names::quoted;
 use crate::protocol::{CdiDevice, ContainerAllocateResponse, DeviceSpec, Mount};
 
 /// Where the loader and the library look, in every container.
@@ -40,10 +41,13 @@ fn gpus<'a>(devices: &'a Devices, ids: &[String]) -> Result<Vec<&'a Gpu>, Status
     let (mut seen, mut positions) = (BTreeSet::new(), BTreeSet::new());
     for id in ids {
         if !seen.insert(id) {
-            return Err(Status::invalid_argument(format!("the device {id:?} is named twice for one container")));
+            return Err(Status::invalid_argument(format!(
+                "the device {} is named twice for one container",
+                quoted(id)
+            )));
         }
         let (at, _) = devices.find(id).ok_or_else(|| {
-            Status::not_found(format!("there is no device {id:?}: ListAndWatch says which there are"))
+            Status::not_found(format!("there is no device {}: ListAndWatch says which there are", quoted(id)))
         })?;
         positions.insert(at);
     }

@@ -11,10 +11,10 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 
 use crate::config::Config;
-use crate::devices::{Devices, NvmlGpu, SchedulerView};
+use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
 
-/// How long the first list waits for NVML: a driver without persistence takes seconds for each GPU.
+/// How long the first list waits for both: a driver that must wake its GPUs first takes seconds for each.
 const START: Duration = Duration::from_secs(30);
 
 /// Keeps the list until nobody reports any more. `complete` hears when the first one is there.
@@ -32,9 +32,12 @@ pub async fn keep(
             report = reports.recv() => report,
             Ok(()) = config.changed() => { known.publish(&config, &devices, complete.is_none()); continue },
             () = sleep_until(late), if complete.is_some() => {
-                warn!("NVML does not answer: the list of GPUs is as the scheduler says");
+                warn!("NVML or the scheduler takes long to answer: GPUs are listed as far as they are known");
                 known.nvml.get_or_insert(None);
-                known.scheduler.get_or_insert_default();
+                known.scheduler.get_or_insert_with(|| SchedulerView {
+                    silence: Some("the scheduler has not answered yet".into()),
+                    ..SchedulerView::default()
+                });
                 None
             }
         };
@@ -78,7 +81,7 @@ impl Known {
 /// Logs what is different.
 fn tell(old: &Devices, new: &Devices) {
     let by_uuid = |devices: &Devices| -> BTreeMap<String, (u32, Option<String>)> {
-        let entry = |gpu: &crate::devices::Gpu| (gpu.uuid.clone(), (gpu.slots, gpu.problem.clone()));
+        let entry = |gpu: &Gpu| (gpu.uuid.clone(), (gpu.slots, gpu.problem.clone()));
         devices.gpus.iter().map(entry).collect()
     };
     let (before, now) = (by_uuid(old), by_uuid(new));

@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
@@ -11,7 +12,7 @@ use tracing::{info, warn};
 use crate::notices::Notices;
 use crate::registration::register;
 use crate::server::{Facts, Serving};
-use crate::sockets::{BindError, Identity, KUBELET, PluginSocket, State};
+use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, State};
 
 /// How often the directory is looked at although nothing was heard.
 const LOOK: Duration = Duration::from_secs(15);
@@ -34,11 +35,10 @@ pub async fn live(
     let mut trouble = Trouble::default();
     loop {
         let mut end = stopped.clone();
-        let bound = tokio::select! {
+        let (listener, socket) = tokio::select! {
             bound = bind(directory, &mut notices, &mut trouble) => bound?,
             _ = end.wait_for(|stopped| *stopped) => return Ok(()),
         };
-        let (listener, socket) = bound;
         let serving = Serving::start(listener, facts.clone()).await;
         let why = tokio::select! {
             state = stay_registered(directory, resource, &socket, &serving, &mut notices, &mut trouble) => Some(state),
@@ -49,8 +49,8 @@ pub async fn live(
         serving.stop().await;
         match why {
             None => return Ok(()),
-            Some(State::Anothers) => return Err(BindError::Taken(directory.join(crate::sockets::PLUGIN))),
-            Some(_) => info!("kubelet has removed the plugin's socket: it is made again"),
+            Some(State::Anothers) => return Err(BindError::Taken(directory.join(PLUGIN))),
+            Some(_) => info!("the plugin's socket is gone, as with a kubelet that starts: it is made again"),
         }
     }
 }
@@ -60,7 +60,7 @@ async fn bind(
     directory: &Path,
     notices: &mut Notices,
     trouble: &mut Trouble,
-) -> Result<(tokio::net::UnixListener, PluginSocket), BindError> {
+) -> Result<(UnixListener, PluginSocket), BindError> {
     let mut retry = Retry::default();
     loop {
         match PluginSocket::bind(directory) {
@@ -89,6 +89,7 @@ async fn stay_registered(
     let mut retry = Retry::default();
     loop {
         match socket.state() {
+            State::Ours if serving.is_over() => return State::Gone,
             State::Ours => {}
             other => return other,
         }
@@ -126,11 +127,8 @@ async fn stay_registered(
 /// Returns when nobody has called ListAndWatch, or is in such a call, for some time.
 async fn nobody_watches(watchers: &mut watch::Receiver<usize>) {
     loop {
-        if watchers.wait_for(|count| *count == 0).await.is_err() {
-            // The server has ended, which is seen by other means.
-            return std::future::pending().await;
-        }
-        if timeout(UNWATCHED, watchers.wait_for(|count| *count > 0)).await.is_err() {
+        let is_over = watchers.wait_for(|count| *count == 0).await.is_err();
+        if is_over || timeout(UNWATCHED, watchers.wait_for(|count| *count > 0)).await.is_err() {
             return;
         }
     }

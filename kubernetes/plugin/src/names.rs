@@ -9,6 +9,17 @@ use serde::de::{self, Deserializer, Visitor};
 const DOMAIN_MAX: usize = 253;
 const LABEL_MAX: usize = 63;
 
+/// How many characters the name of a device may have.
+pub const ID_MAX: usize = 63;
+
+/// Something that kubelet named, for a sentence: whatever it is, no more of it than the name of a device may have.
+pub fn quoted(text: &str) -> String {
+    match text.char_indices().nth(ID_MAX) {
+        Some((end, _)) => format!("{:?} and so on", text.get(..end).unwrap_or_default()),
+        None => format!("{text:?}"),
+    }
+}
+
 /// Whether Kubernetes takes that name of an extended resource.
 pub fn check_resource(text: &str) -> Result<(), String> {
     let is_right = |domain: &str, name: &str| {
@@ -138,6 +149,13 @@ mod tests {
         ] {
             assert!(check_resource(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn what_is_quoted_is_short() {
+        assert_eq!(quoted("GPU-a\n"), "\"GPU-a\\n\"");
+        assert_eq!(quoted(&"é".repeat(63)), format!("{:?}", "é".repeat(63)));
+        assert_eq!(quoted(&"é".repeat(64)), format!("{:?} and so on", "é".repeat(63)));
     }
 
     #[test]

@@ -80,6 +80,11 @@ impl Serving {
         self.watchers.clone()
     }
 
+    /// Whether it has ended by itself.
+    pub fn is_over(&self) -> bool {
+        self.task.is_finished()
+    }
+
     /// Ends every stream, and waits a moment for what else is being answered.
     pub async fn stop(mut self) {
         let _ = self.stop.send(true);
@@ -239,7 +244,7 @@ mod tests {
             Gpu { slots, ..gpu(uuid, Some(1), Some("it ails".into())) }
         };
         let list = list(&Devices { gpus: (0..8 * 7).map(slice).collect() });
-        assert!(list.devices.iter().all(|device| device.id.len() <= 63));
+        assert!(list.devices.iter().all(|device| device.id.len() <= crate::names::ID_MAX));
         assert!(list.encoded_len() < MESSAGE_MAX, "{} bytes", list.encoded_len());
     }
 }

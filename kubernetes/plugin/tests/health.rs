@@ -119,7 +119,7 @@ async fn a_scheduler_that_is_gone_or_hangs_makes_every_gpu_unhealthy() {
 
     scheduler.kill();
     plugin.until_healthy(&[false, false]).await;
-    process.log.wait("is unhealthy: the scheduler has not answered for 1 seconds or more");
+    process.log.wait("is unhealthy: the scheduler has not answered for 1 s or more");
     let scheduler = node.scheduler();
     plugin.until_healthy(&[true, true]).await;
 

@@ -34,6 +34,8 @@ pub enum Answer {
     /// It answers.
     There(Advice),
     /// It does not, for that reason.
+    Silent(String),
+    /// It is not there any more, or no driver is.
     Lost(String),
 }
 
@@ -68,6 +70,7 @@ impl Faults {
     /// things, when the GPU was lost and answers again, because only a reset or a new driver does that.
     pub fn answered(&mut self, gpu: &str, answer: &Answer, now: Instant) -> Option<String> {
         let advice = match answer {
+            Answer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),
             Answer::Lost(why) => {
                 self.lost.insert(gpu.to_owned());
                 return Some(format!("NVML cannot reach it: {why}"));
@@ -139,6 +142,9 @@ mod tests {
         faults.happened(GPU, Event::Xid(48), &BTreeSet::new(), now);
         now += Duration::from_secs(86_400);
         assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some());
+        let silent = faults.answered(GPU, &Answer::Silent("unknown error".into()), now);
+        assert_eq!(silent.as_deref(), Some("NVML cannot read it: unknown error"));
+        assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some(), "that was no reset");
         let lost = faults.answered(GPU, &Answer::Lost("fallen off the bus".into()), now);
         assert_eq!(lost.as_deref(), Some("NVML cannot reach it: fallen off the bus"));
         assert_eq!(faults.answered(GPU, &there(Advice::Unknown), now), None);

@@ -16,7 +16,7 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
-use tracing::{debug, info, warn};
+use tracing::{debug, info};
 
 use super::Report;
 use super::faults::{Advice, Answer, Event, Faults};
@@ -69,10 +69,13 @@ impl Watch {
             match Nvml::init() {
                 Ok(nvml) => self.session(&nvml)?,
                 Err(e) => {
-                    self.say(format!("NVML cannot be used: {e}"));
                     let why = format!("NVML cannot be used: {e}");
-                    let answers = |_: &Board| Answer::Lost(why.clone());
-                    self.report(answers)?;
+                    self.say(why.clone());
+                    if self.boards.is_empty() {
+                        self.reports.send(Report::Nvml(None)).map_err(|_| Unheard)?;
+                    } else {
+                        self.report(|_| Answer::Lost(why.clone()))?;
+                    }
                     thread::sleep(self.interval());
                 }
             }
@@ -146,6 +149,7 @@ impl Watch {
                 format!("{} GPUs are watched by the driver's events, and asked every {seconds} s", able.len())
             }
             Some(_) => format!("some GPUs have no events: those are only asked every {seconds} s"),
+            None if self.boards.is_empty() => "NVML shows no GPU".to_owned(),
             None => format!("the driver has no events: GPUs are asked every {seconds} s"),
         });
         events
@@ -181,7 +185,7 @@ impl Watch {
         let Ok(uuid) = device.uuid() else { return };
         let config = self.config.borrow().clone();
         match self.faults.happened(&uuid, event, &config.health.ignored_xids, Instant::now()) {
-            true => warn!("{uuid}: {event:?}"),
+            true => info!("{uuid}: {event:?}"),
             false => debug!("{uuid}: {event:?}, which is not held against it"),
         }
     }
@@ -191,7 +195,7 @@ impl Watch {
         let mut is_lost = false;
         self.report(|board| {
             let answer = ask(nvml, board);
-            is_lost |= matches!(answer, Answer::Lost(_));
+            is_lost |= !matches!(answer, Answer::There(_));
             answer
         })?;
         Ok(is_lost)
@@ -203,20 +207,20 @@ impl Watch {
             let trouble = self.faults.answered(&board.uuid, &answers(board), Instant::now());
             gpus.extend(board.gpus.iter().map(|gpu| NvmlGpu { trouble: trouble.clone(), ..gpu.clone() }));
         }
-        let report = Report::Nvml((!self.boards.is_empty()).then_some(gpus));
-        self.reports.send(report).map_err(|_| Unheard)
+        self.reports.send(Report::Nvml(Some(gpus))).map_err(|_| Unheard)
     }
 }
 
 /// One that answers says how much memory it has, unless it shares the host's.
 fn ask(nvml: &Nvml, board: &Board) -> Answer {
-    let device = match nvml.device_by_uuid(board.uuid.as_str()) {
-        Ok(device) => device,
-        Err(e) => return Answer::Lost(e.to_string()),
-    };
-    match device.memory_info() {
-        Ok(_) | Err(NvmlError::NotSupported) => Answer::There(advice(&device)),
-        Err(e) => Answer::Lost(e.to_string()),
+    let asked = nvml.device_by_uuid(board.uuid.as_str()).and_then(|device| match device.memory_info() {
+        Ok(_) | Err(NvmlError::NotSupported) => Ok(advice(&device)),
+        Err(e) => Err(e),
+    });
+    match asked {
+        Ok(advice) => Answer::There(advice),
+        Err(e @ (NvmlError::GpuLost | NvmlError::DriverNotLoaded | NvmlError::NotFound)) => Answer::Lost(e.to_string()),
+        Err(e) => Answer::Silent(e.to_string()),
     }
 }
 

@@ -41,8 +41,8 @@ pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, repo
             debug!("the scheduler cannot be asked: {why}");
             proxy = None;
         }
-        let silence = silence
-            .map(|why| format!("the scheduler has not answered for {} seconds or more: {why}", patience.as_secs()));
+        let silence =
+            silence.map(|why| format!("the scheduler has not answered for {} s or more: {why}", patience.as_secs()));
         // Until it has been silent for long enough, what it said last counts.
         if silence.is_none() || heard.elapsed() >= patience {
             let view = SchedulerView { gpus: gpus.clone(), silence };

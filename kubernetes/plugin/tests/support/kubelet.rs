@@ -29,7 +29,9 @@ pub struct Kubelet {
     pub refusal: Arc<Mutex<Option<Status>>>,
 }
 
+/// Where plugins register. kubelet has called a plugin back before it answers.
 struct Desk {
+    directory: PathBuf,
     to: mpsc::UnboundedSender<RegisterRequest>,
     refusal: Arc<Mutex<Option<Status>>>,
 }
@@ -38,6 +40,7 @@ struct Desk {
 impl Registration for Desk {
     async fn register(&self, request: Request<RegisterRequest>) -> Result<Response<Empty>, Status> {
         let refusal = self.refusal.lock().expect("the refusal").clone();
+        call(&self.directory, &request.get_ref().endpoint).await;
         self.to.send(request.into_inner()).expect("the test listens");
         refusal.map_or(Ok(Response::new(Empty {})), Err)
     }
@@ -59,7 +62,7 @@ impl Kubelet {
         let listener = UnixListener::bind(socket).expect("it listens");
         let (to, registrations) = mpsc::unbounded_channel();
         let refusal = Arc::new(Mutex::new(None));
-        let desk = RegistrationServer::new(Desk { to, refusal: refusal.clone() });
+        let desk = RegistrationServer::new(Desk { directory: directory.to_owned(), to, refusal: refusal.clone() });
         let server = tokio::spawn(async move {
             let serving = Server::builder().add_service(desk).serve_with_incoming(UnixListenerStream::new(listener));
             serving.await.expect("it serves");
@@ -78,18 +81,19 @@ impl Kubelet {
         let asked = self.asked().await;
         assert_eq!(asked.version, "v1beta1");
         assert!(!asked.endpoint.contains('/') && !asked.endpoint.is_empty(), "{asked:?}");
-        let mut client = self.call(&asked.endpoint).await;
+        let mut client = DevicePluginClient::new(call(&self.directory, &asked.endpoint).await);
         let options = client.get_device_plugin_options(Empty {}).await.expect("its options").into_inner();
         assert_eq!(Some(options), asked.options);
         let list = client.list_and_watch(Empty {}).await.expect("its list").into_inner();
         Plugin { asked, options, client, list, last: Vec::new() }
     }
+}
 
-    pub async fn call(&self, endpoint: &str) -> DevicePluginClient<Channel> {
-        let endpoint = format!("unix://{}", self.directory.join(endpoint).display());
-        let channel = Endpoint::try_from(endpoint).expect("an endpoint").connect().await;
-        DevicePluginClient::new(channel.expect("the plugin serves before it registers"))
-    }
+/// Connects to a plugin, with the authority that kubelet sends since 1.26.
+async fn call(directory: &Path, endpoint: &str) -> Channel {
+    let endpoint = Endpoint::try_from(format!("unix://{}", directory.join(endpoint).display())).expect("an endpoint");
+    let channel = endpoint.origin("http://localhost".parse().expect("a URI")).connect().await;
+    channel.expect("the plugin serves before it registers")
 }
 
 impl Drop for Kubelet {
