@@ -1,5 +1,5 @@
 //! The protocol is the published one: each message, field, number and type of ours against a list that was made from
-//! k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto of Kubernetes 1.34, and bytes that were written by hand.
+//! k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto (kubernetes 0619cbbff1ff), and bytes that were written by hand.
 
 use std::collections::BTreeSet;
 
