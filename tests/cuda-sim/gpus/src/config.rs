@@ -32,6 +32,8 @@ pub struct Config {
     pub fault_bandwidth: u64,
     /// `CUDA_SIM_PCIE_LANES`: what NVML says of the link, which is of the first generation; nothing with 0.
     pub pcie_lanes: u32,
+    /// `CUDA_SIM_NVML_EVENTS`: `0` for a driver without events.
+    pub nvml_events: bool,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
     /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
@@ -73,6 +75,7 @@ impl Config {
             pageable_bandwidth: size("CUDA_SIM_PAGEABLE_BANDWIDTH", link_bandwidth / 3).max(1),
             fault_bandwidth: size("CUDA_SIM_FAULT_BANDWIDTH", link_bandwidth / 4).max(1),
             pcie_lanes: size("CUDA_SIM_PCIE_LANES", 0) as u32,
+            nvml_events: size("CUDA_SIM_NVML_EVENTS", 1) != 0,
             vmm: size("CUDA_SIM_VMM", 1) != 0,
             driver: size("CUDA_SIM_DRIVER", 13000) as i32,
             limits: setters(),

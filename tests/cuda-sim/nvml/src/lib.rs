@@ -1,10 +1,10 @@
 //! A simulated `libnvidia-ml.so.1`: the GPUs of `cuda-sim-gpus`, with the memory and the processes that their accounts
-//! say. It knows what a monitor asks, and sets limits of memory; utilisation is always 0, and there are no events.
+//! say. It knows what a monitor asks, and sets limits of memory; utilisation is always 0. Events are in `events`.
 
 // The symbols are called from C, and checked pointers are the API's contract; tests call them from Rust as well.
 #![allow(clippy::not_unsafe_ptr_arg_deref)]
 
-use cuda_sim_gpus::{Config, account, config::Setters, limits, limits::Limit, traffic};
+use cuda_sim_gpus::{Config, account, config::Setters, limits, limits::Limit, traffic, trouble};
 use std::{
     ffi::{CStr, c_char},
     fs, thread,
@@ -20,6 +20,9 @@ const NOT_SUPPORTED: Error = Error(3);
 const NO_PERMISSION: Error = Error(4);
 const NOT_FOUND: Error = Error(6);
 const INSUFFICIENT_SIZE: Error = Error(7);
+const DRIVER_NOT_LOADED: Error = Error(9);
+const TIMEOUT: Error = Error(10);
+const GPU_IS_LOST: Error = Error(15);
 const IN_USE: Error = Error(19);
 const VERSION_MISMATCH: Error = Error(25);
 
@@ -31,6 +34,9 @@ const ERRORS: &[(u32, &CStr)] = &[
     (4, c"The current user may not do this"),
     (6, c"A query to find an object was unsuccessful"),
     (7, c"An input argument is not large enough"),
+    (9, c"NVIDIA driver is not loaded"),
+    (10, c"A timeout occurred"),
+    (15, c"The GPU has fallen off the bus or has otherwise become inaccessible"),
     (19, c"The GPU is in use"),
     (25, c"The version of the structure is not one that is known"),
     (999, c"An internal driver error occurred"),
@@ -101,6 +107,24 @@ pub struct Utilization {
     memory: u32,
 }
 
+/// `nvmlFieldValue_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct FieldValue {
+    field: u32,
+    scope: u32,
+    timestamp: i64,
+    latency: i64,
+    kind: u32,
+    done: u32,
+    /// The first member of the union that is meant here: an unsigned int.
+    value: u64,
+}
+
+/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`
+const RECOVERY_ACTION: u32 = 230;
+const UNSIGNED_INT: u32 = 1;
+
 /// `nvmlPciInfo_t`
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -141,7 +165,12 @@ fn text(to: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
 
 /// A handle is the GPU's index and one.
 fn gpu(handle: usize) -> Result<usize, Error> {
-    handle.checked_sub(1).filter(|gpu| *gpu < Config::get().gpus).ok_or(INVALID_ARGUMENT)
+    let gpu = handle.checked_sub(1).filter(|gpu| *gpu < Config::get().gpus).ok_or(INVALID_ARGUMENT)?;
+    if trouble::is_lost(&Config::get().dir, gpu) { Err(GPU_IS_LOST) } else { Ok(gpu) }
+}
+
+fn init() -> Result<(), Error> {
+    if trouble::is_unloaded(&Config::get().dir) { Err(DRIVER_NOT_LOADED) } else { Ok(()) }
 }
 
 fn code(done: Result<(), Error>) -> u32 {
@@ -263,6 +292,13 @@ fn link(handle: usize, value: impl Fn(u32) -> u32) -> Result<u32, Error> {
     if lanes > 0 { Ok(value(lanes)) } else { Err(NOT_SUPPORTED) }
 }
 
+/// Fills in the one field that is known here.
+fn field(gpu: usize, value: &mut FieldValue) {
+    let advice = (value.field == RECOVERY_ACTION).then(|| trouble::advice(&Config::get().dir, gpu)).flatten();
+    (value.kind, value.timestamp, value.latency) = (UNSIGNED_INT, 0, 0);
+    (value.done, value.value) = advice.map_or((NOT_SUPPORTED.0, 0), |action| (0, action.into()));
+}
+
 fn driver_version() -> &'static str {
     // The first of the branch that speaks this CUDA version, as far as it matters here.
     match Config::get().driver {
@@ -284,10 +320,13 @@ macro_rules! exports {
     };
 }
 
+mod events;
+pub use events::*;
+
 exports! {
-    nvmlInit() { Ok(()) }
-    nvmlInit_v2() { Ok(()) }
-    nvmlInitWithFlags(_flags: u32) { Ok(()) }
+    nvmlInit() { init() }
+    nvmlInit_v2() { init() }
+    nvmlInitWithFlags(_flags: u32) { init() }
     nvmlShutdown() { Ok(()) }
     nvmlSystemGetDriverVersion(to: *mut c_char, len: u32) { text(to, len, driver_version()) }
     nvmlSystemGetNVMLVersion(to: *mut c_char, len: u32) { text(to, len, &format!("13.{}", driver_version())) }
@@ -310,8 +349,8 @@ exports! {
         // SAFETY: the program passes a C string.
         let uuid = unsafe { CStr::from_ptr(uuid) }.to_str().map_err(|_| INVALID_ARGUMENT)?;
         let config = Config::get();
-        let gpu = (0..config.gpus).find(|gpu| config.uuid_text(*gpu) == uuid).ok_or(NOT_FOUND)?;
-        out(handle, gpu + 1)
+        let found = (0..config.gpus).find(|gpu| config.uuid_text(*gpu) == uuid).ok_or(NOT_FOUND)?;
+        out(handle, gpu(found + 1)? + 1)
     }
     nvmlDeviceGetHandleByPciBusId_v2(id: *const c_char, handle: *mut usize) {
         if id.is_null() {
@@ -380,17 +419,18 @@ exports! {
         out(major, 9)?;
         out(minor, 0)
     }
+    nvmlDeviceGetFieldValues(handle: usize, count: i32, values: *mut FieldValue) {
+        let gpu = gpu(handle)?;
+        let count = usize::try_from(count).ok().filter(|count| *count > 0 && !values.is_null()).ok_or(INVALID_ARGUMENT)?;
+        for i in 0..count {
+            // SAFETY: the program says that there are `count` of them, with their numbers set.
+            unsafe { values.add(i).as_mut() }.into_iter().for_each(|value| field(gpu, value));
+        }
+        Ok(())
+    }
     nvmlDeviceGetPcieThroughput(handle: usize, counter: u32, rate: *mut u32) { out(rate, throughput(handle, counter)?) }
     nvmlDeviceGetMaxPcieLinkGeneration(handle: usize, generation: *mut u32) { out(generation, link(handle, |_| 1)?) }
     nvmlDeviceGetMaxPcieLinkWidth(handle: usize, lanes: *mut u32) { out(lanes, link(handle, |lanes| lanes)?) }
-    nvmlEventSetCreate(_set: *mut usize) { Err(NOT_SUPPORTED) }
-    nvmlDeviceGetSupportedEventTypes(handle: usize, types: *mut u64) {
-        gpu(handle)?;
-        out(types, 0)
-    }
-    nvmlDeviceRegisterEvents(_handle: usize, _types: u64, _set: usize) { Err(NOT_SUPPORTED) }
-    nvmlEventSetWait_v2(_set: usize, _data: *mut u8, _timeout: u32) { Err(NOT_SUPPORTED) }
-    nvmlEventSetFree(_set: usize) { Ok(()) }
 }
 
 /// `nvmlErrorString`

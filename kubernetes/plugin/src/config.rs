@@ -1,0 +1,341 @@
+//! The configuration file `/etc/nvshare/device-plugin.toml`: what can be set, what each setting is when nobody sets it, and
+//! errors that say where the mistake is. The command line is `main`'s; what settings do is said where they are used.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nvshare::daemon::config::{self as scheduler_config, ConfigError, Scalar};
+use nvshare::units;
+use serde::Deserialize;
+use serde::de::{self, Deserializer};
+
+use crate::names::{self, GpuName};
+
+pub const DEFAULT_PATH: &str = "/etc/nvshare/device-plugin.toml";
+
+/// How many slots a GPU can have. kubelet takes lists of up to 4 MiB, as gRPC does unless told otherwise: that is what 8
+/// GPUs in 7 slices each come to with 1000 slots a slice.
+pub const SLOTS: RangeInclusive<u64> = 1..=1000;
+
+/// For how many whole seconds the scheduler may be silent. A restart takes it two at most.
+const SCHEDULER_TIMEOUT_SECONDS: RangeInclusive<u64> = 1..=600;
+
+/// Every how many whole seconds GPUs are queried.
+const QUERY_INTERVAL_SECONDS: RangeInclusive<u64> = 1..=600;
+
+/// The whole configuration, with the default of everything in one place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// The resource's name in Kubernetes.
+    pub resource: String,
+    /// How many slots a GPU has that no entry of `gpus` says otherwise of.
+    pub slots: u32,
+    pub allocation: Allocation,
+    pub inject: Inject,
+    /// The kind of the CDI devices.
+    pub cdi_kind: String,
+    /// What is said of some GPUs; the first entry that means a GPU counts.
+    pub gpus: Vec<GpuSlots>,
+    pub mounts: Mounts,
+    pub health: HealthSettings,
+}
+
+/// Which GPU is next where a container wants one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Allocation {
+    /// The one with the most free slots.
+    Spread,
+    /// The one with the fewest.
+    Pack,
+}
+
+/// How a container gets what it needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Inject {
+    /// Named CDI devices, which the container runtime looks up.
+    Cdi,
+    /// Mounts and environment in the answer itself.
+    Mounts,
+}
+
+/// The slots of some GPUs; 0 hides them.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuSlots {
+    pub gpu: GpuName,
+    #[serde(deserialize_with = "read_gpu_slots")]
+    pub slots: u32,
+}
+
+/// What containers get with [`Inject::Mounts`]. Paths are the host's.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Mounts {
+    /// The library; it is at the same path in containers, because `preload` names it.
+    #[serde(deserialize_with = "read_path")]
+    pub library: PathBuf,
+    /// The loader's list, which is `/etc/ld.so.preload` in containers.
+    #[serde(deserialize_with = "read_path")]
+    pub preload: PathBuf,
+    /// The directory of the clients' socket, which is `/run/nvshare` in containers.
+    #[serde(deserialize_with = "read_path")]
+    pub sockets: PathBuf,
+    /// Whether the driver's device files are named too, for runtimes that are not NVIDIA's.
+    pub device_nodes: bool,
+}
+
+/// When GPUs are unhealthy.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct HealthSettings {
+    /// How long the scheduler may be silent.
+    #[serde(deserialize_with = "read_scheduler_timeout")]
+    pub scheduler_timeout: Duration,
+    /// How often each GPU is queried.
+    #[serde(deserialize_with = "read_query_interval")]
+    pub query_interval: Duration,
+    /// XIDs that say nothing about a GPU, besides those that are always programs' own fault.
+    pub ignored_xids: BTreeSet<u64>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            resource: "nvshare.com/gpu".into(),
+            slots: 10,
+            allocation: Allocation::Spread,
+            inject: Inject::Cdi,
+            cdi_kind: "nvshare.com/gpu".into(),
+            gpus: Vec::new(),
+            mounts: Mounts::default(),
+            health: HealthSettings::default(),
+        }
+    }
+}
+
+impl Default for Mounts {
+    fn default() -> Self {
+        Self {
+            // Where Debian's package puts it.
+            library: format!("/usr/lib/{}-linux-gnu/libnvshare.so", std::env::consts::ARCH).into(),
+            preload: "/etc/ld.so.preload".into(),
+            sockets: "/run/nvshare".into(),
+            device_nodes: false,
+        }
+    }
+}
+
+impl Default for HealthSettings {
+    fn default() -> Self {
+        Self {
+            scheduler_timeout: Duration::from_secs(10),
+            query_interval: Duration::from_secs(5),
+            ignored_xids: BTreeSet::new(),
+        }
+    }
+}
+
+impl Config {
+    /// Reads `explicit`, or the default file, which may be missing.
+    pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
+        let path = explicit.unwrap_or(Path::new(DEFAULT_PATH));
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::parse(&text, path),
+            Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => Ok(Self::default()),
+            Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
+        }
+    }
+
+    /// Reads the text of a file; `path` is for messages only.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let file: File = scheduler_config::parse(text, path)?;
+        let default = Self::default();
+        Ok(Self {
+            resource: file.resource.unwrap_or(default.resource),
+            slots: file.slots.unwrap_or(default.slots),
+            allocation: file.allocation.unwrap_or(default.allocation),
+            inject: file.inject.unwrap_or(default.inject),
+            cdi_kind: file.cdi_kind.unwrap_or(default.cdi_kind),
+            gpus: file.gpu,
+            mounts: file.mounts,
+            health: file.health,
+        })
+    }
+
+    /// How many slots that GPU has.
+    pub fn slots_of(&self, uuid: &str, index: Option<u32>, name: &str) -> u32 {
+        let entry = self.gpus.iter().find(|entry| entry.gpu.is(uuid, index, name));
+        entry.map_or(self.slots, |entry| entry.slots)
+    }
+}
+
+/// A file as it is written. Every key can be left out.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct File {
+    #[serde(default, deserialize_with = "read_resource")]
+    resource: Option<String>,
+    #[serde(default, deserialize_with = "read_slots")]
+    slots: Option<u32>,
+    #[serde(default)]
+    allocation: Option<Allocation>,
+    #[serde(default)]
+    inject: Option<Inject>,
+    #[serde(default, deserialize_with = "read_cdi_kind")]
+    cdi_kind: Option<String>,
+    #[serde(default)]
+    gpu: Vec<GpuSlots>,
+    #[serde(default)]
+    mounts: Mounts,
+    #[serde(default)]
+    health: HealthSettings,
+}
+
+fn read_resource<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    let text = String::deserialize(from)?;
+    names::check_resource(&text).map_err(de::Error::custom)?;
+    Ok(Some(text))
+}
+
+fn read_cdi_kind<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    let text = String::deserialize(from)?;
+    names::check_cdi_kind(&text).map_err(de::Error::custom)?;
+    Ok(Some(text))
+}
+
+fn read_slots<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
+    number(from, "slots", SLOTS).map(Some)
+}
+
+fn read_gpu_slots<'de, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
+    number(from, "slots of [[gpu]]", 0..=*SLOTS.end())
+}
+
+fn number<'de, D: Deserializer<'de>>(
+    from: D,
+    key: &'static str,
+    allowed: RangeInclusive<u64>,
+) -> Result<u32, D::Error> {
+    let given = match Scalar::read(from, key, "a whole number")? {
+        Scalar::Number(number) => match u32::try_from(number) {
+            Ok(fits) if allowed.contains(&number) => return Ok(fits),
+            _ => number.to_string(),
+        },
+        Scalar::Text(text) => format!("{text:?}"),
+    };
+    let (least, most) = (allowed.start(), allowed.end());
+    Err(de::Error::custom(format!("{key} cannot be {given}: {least} to {most} are allowed")))
+}
+
+fn read_path<'de, D: Deserializer<'de>>(from: D) -> Result<PathBuf, D::Error> {
+    let path = PathBuf::deserialize(from)?;
+    if path.is_absolute() {
+        return Ok(path);
+    }
+    Err(de::Error::custom(format!("{:?} is no path of the host: it must begin with /", path.display().to_string())))
+}
+
+fn read_scheduler_timeout<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    whole_seconds(from, "scheduler-timeout", SCHEDULER_TIMEOUT_SECONDS)
+}
+
+fn read_query_interval<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    whole_seconds(from, "query-interval", QUERY_INTERVAL_SECONDS)
+}
+
+fn whole_seconds<'de, D: Deserializer<'de>>(
+    from: D,
+    key: &'static str,
+    allowed: RangeInclusive<u64>,
+) -> Result<Duration, D::Error> {
+    let value = match Scalar::read(from, key, "a duration in whole seconds, like \"10s\"")? {
+        Scalar::Number(seconds) => Ok(Duration::from_secs(seconds)),
+        Scalar::Text(text) => units::parse_duration(&text),
+    };
+    let value = value.map_err(|e| de::Error::custom(format!("{key}: {e}")))?;
+    if value.subsec_nanos() == 0 && allowed.contains(&value.as_secs()) {
+        return Ok(value);
+    }
+    let (least, most, given) = (allowed.start(), allowed.end(), value.as_secs_f64());
+    Err(de::Error::custom(format!("{key} cannot be {given} seconds: whole seconds from {least} to {most} are allowed")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(text, Path::new("p.toml")).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn an_empty_file_is_the_default() {
+        assert_eq!(parse(""), Ok(Config::default()));
+        assert_eq!(parse("[mounts]\n[health]\n"), Ok(Config::default()));
+    }
+
+    #[test]
+    fn everything_can_be_said() {
+        let text = r#"
+            resource = "example.com/shared-gpu"
+            slots = 4
+            allocation = "pack"
+            inject = "mounts"
+            cdi-kind = "example.com/gpu"
+            [[gpu]]
+            gpu = 0
+            slots = 0
+            [[gpu]]
+            gpu = "NVIDIA H*"
+            slots = 32
+            [mounts]
+            library = "/opt/libnvshare.so"
+            preload = "/opt/preload"
+            sockets = "/var/run/nvshare"
+            device-nodes = true
+            [health]
+            scheduler-timeout = "30s"
+            query-interval = 1
+            ignored-xids = [94, 63]
+        "#;
+        let config = parse(text).expect("it is right");
+        assert_eq!(config.slots_of("GPU-1", Some(0), "NVIDIA H200"), 0, "the first entry counts");
+        assert_eq!(config.slots_of("GPU-2", Some(1), "NVIDIA H200"), 32);
+        assert_eq!(config.slots_of("GPU-3", None, "Tesla T4"), 4);
+        assert_eq!((config.allocation, config.inject), (Allocation::Pack, Inject::Mounts));
+        assert_eq!(config.mounts.preload, Path::new("/opt/preload"));
+        assert_eq!(config.health.scheduler_timeout, Duration::from_secs(30));
+        assert_eq!(config.health.query_interval, Duration::from_secs(1));
+        assert_eq!(config.health.ignored_xids, BTreeSet::from([63, 94]));
+    }
+
+    #[test]
+    fn mistakes_are_sentences_with_their_place() {
+        for (text, said) in [
+            ("slots = 0", "p.toml:1:9: slots cannot be 0: 1 to 1000 are allowed"),
+            ("\nslots = 1001", "p.toml:2:9: slots cannot be 1001: 1 to 1000 are allowed"),
+            ("slots = -1", "slots cannot be -1"),
+            ("slots = \"ten\"", "slots cannot be \"ten\""),
+            ("slot = 3", "p.toml:1:1: unknown field `slot`, expected one of `resource`, `slots`"),
+            ("inject = \"nothing\"", "p.toml:1:10: unknown variant `nothing`, expected `cdi` or `mounts`"),
+            ("allocation = \"best\"", "expected `spread` or `pack`"),
+            ("resource = \"gpu\"", "p.toml:1:12: \"gpu\" is no name of a resource"),
+            ("cdi-kind = \"gpu\"", "\"gpu\" is no kind of CDI devices"),
+            ("[[gpu]]\ngpu = 0\nslots = 2000", "p.toml:3:9: slots of [[gpu]] cannot be 2000: 0 to 1000 are allowed"),
+            ("[[gpu]]\ngpu = 0", "missing field `slots`"),
+            ("[[gpu]]\ngpu = -2\nslots = 1", "p.toml:2:7: "),
+            ("[mounts]\nlibrary = \"libnvshare.so\"", "p.toml:2:11: \"libnvshare.so\" is no path of the host"),
+            ("[health]\nscheduler-timeout = \"1.5s\"", "scheduler-timeout cannot be 1.5 seconds"),
+            ("[health]\nquery-interval = 0", "whole seconds from 1 to 600 are allowed"),
+            ("[health]\nignored-xids = [\"a\"]", "p.toml:2:17: "),
+        ] {
+            let error = parse(text).expect_err(text);
+            assert!(error.contains(said), "{text:?}: {error}");
+        }
+    }
+}

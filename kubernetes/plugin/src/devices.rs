@@ -1,0 +1,185 @@
+//! What kubelet is told there is: each GPU as slots, made of what NVML and the scheduler say and of the configuration. Pure.
+
+use crate::config::Config;
+
+/// What NVML says of a GPU or MIG slice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NvmlGpu {
+    pub uuid: String,
+    pub name: String,
+    /// NVML's number; a slice has its GPU's.
+    pub index: u32,
+    /// The number of its device file; a slice has its GPU's.
+    pub minor: Option<u32>,
+    /// The host's NUMA node that it is at, where the host has several.
+    pub numa: Option<u32>,
+    /// Why nothing new should run on it.
+    pub trouble: Option<String>,
+}
+
+/// A GPU or MIG slice that the scheduler hands out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SchedulerGpu {
+    pub uuid: String,
+    pub name: String,
+    pub index: Option<u32>,
+}
+
+/// What the scheduler says.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SchedulerView {
+    /// The GPUs that it listed last.
+    pub gpus: Vec<SchedulerGpu>,
+    /// Why it has not been heard for too long.
+    pub silence: Option<String>,
+}
+
+/// A GPU or MIG slice that containers can have slots of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    pub uuid: String,
+    pub index: Option<u32>,
+    pub minor: Option<u32>,
+    pub numa: Option<u32>,
+    pub slots: u32,
+    /// Why it is unhealthy.
+    pub problem: Option<String>,
+}
+
+impl Gpu {
+    /// Its devices' names: the same over restarts, and fewer than the 63 characters that are allowed.
+    pub fn ids(&self) -> impl Iterator<Item = String> {
+        (0..self.slots).map(|slot| self.id(slot))
+    }
+
+    pub fn id(&self, slot: u32) -> String {
+        format!("{}{SEPARATOR}{slot}", self.uuid)
+    }
+}
+
+const SEPARATOR: &str = "::";
+
+/// All of them, by number and UUID.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Devices {
+    pub gpus: Vec<Gpu>,
+}
+
+impl Devices {
+    /// Puts together what is known. Without NVML the scheduler's word is all there is.
+    pub fn new(config: &Config, nvml: Option<&[NvmlGpu]>, scheduler: &SchedulerView) -> Self {
+        let listed = |uuid: &str| scheduler.gpus.iter().any(|gpu| gpu.uuid == uuid);
+        let unserved = |uuid: &str| match &scheduler.silence {
+            Some(why) => Some(why.clone()),
+            None if !listed(uuid) => Some("the scheduler does not list it".to_owned()),
+            None => None,
+        };
+        let shown = nvml.unwrap_or_default().iter().map(|gpu| Gpu {
+            uuid: gpu.uuid.clone(),
+            index: Some(gpu.index),
+            minor: gpu.minor,
+            numa: gpu.numa,
+            slots: config.slots_of(&gpu.uuid, Some(gpu.index), &gpu.name),
+            problem: gpu.trouble.clone().or_else(|| unserved(&gpu.uuid)),
+        });
+        let unseen = |uuid: &str| {
+            let is_seen = nvml.is_none_or(|shown| shown.iter().any(|gpu| gpu.uuid == uuid));
+            (!is_seen).then(|| "NVML does not show it".to_owned())
+        };
+        let is_shown = |uuid: &str| nvml.unwrap_or_default().iter().any(|gpu| gpu.uuid == uuid);
+        let others = scheduler.gpus.iter().filter(|gpu| !is_shown(&gpu.uuid)).map(|gpu| Gpu {
+            uuid: gpu.uuid.clone(),
+            index: gpu.index,
+            minor: None,
+            numa: None,
+            slots: config.slots_of(&gpu.uuid, gpu.index, &gpu.name),
+            problem: unserved(&gpu.uuid).or_else(|| unseen(&gpu.uuid)),
+        });
+        let mut gpus: Vec<Gpu> = shown.chain(others).filter(|gpu| gpu.slots > 0).collect();
+        gpus.sort_by(|one, other| {
+            let key = |gpu: &Gpu| (gpu.index.is_none(), gpu.index);
+            key(one).cmp(&key(other)).then_with(|| one.uuid.cmp(&other.uuid))
+        });
+        gpus.dedup_by(|one, other| one.uuid == other.uuid);
+        Self { gpus }
+    }
+
+    /// The position of the GPU that a device belongs to, and which of its slots it is.
+    pub fn find(&self, id: &str) -> Option<(usize, u32)> {
+        let (uuid, slot) = id.rsplit_once(SEPARATOR)?;
+        let (at, gpu) = self.gpus.iter().enumerate().find(|(_, gpu)| gpu.uuid == uuid)?;
+        let number = slot.parse().ok().filter(|number| *number < gpu.slots)?;
+        // Only what `id` writes is one of ours: no `+1`, no `01`.
+        (gpu.id(number) == id).then_some((at, number))
+    }
+
+    pub fn gpu(&self, at: usize) -> Option<&Gpu> {
+        self.gpus.get(at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(uuid: &str, index: u32) -> NvmlGpu {
+        NvmlGpu { uuid: uuid.into(), name: "Test".into(), index, minor: Some(index), numa: Some(1), trouble: None }
+    }
+
+    fn listed(uuids: &[&str]) -> SchedulerView {
+        let gpu = |uuid: &&str| SchedulerGpu { uuid: (*uuid).into(), name: "Test".into(), index: None };
+        SchedulerView { gpus: uuids.iter().map(gpu).collect(), silence: None }
+    }
+
+    fn problems(devices: &Devices) -> Vec<(&str, Option<&str>)> {
+        devices.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.problem.as_deref())).collect()
+    }
+
+    #[test]
+    fn a_gpu_is_healthy_where_nvml_and_the_scheduler_say_so() {
+        let config = Config::default();
+        let mut nvml = [seen("GPU-b", 1), seen("GPU-a", 0), seen("GPU-c", 2)];
+        nvml[2].trouble = Some("XID 79".into());
+        let devices = Devices::new(&config, Some(&nvml), &listed(&["GPU-a", "GPU-c", "GPU-d"]));
+        let expected = [
+            ("GPU-a", None),
+            ("GPU-b", Some("the scheduler does not list it")),
+            ("GPU-c", Some("XID 79")),
+            ("GPU-d", Some("NVML does not show it")),
+        ];
+        assert_eq!(problems(&devices), expected);
+    }
+
+    #[test]
+    fn without_nvml_the_scheduler_decides() {
+        let devices = Devices::new(&Config::default(), None, &listed(&["GPU-a"]));
+        assert_eq!(problems(&devices), [("GPU-a", None)]);
+    }
+
+    #[test]
+    fn a_silent_scheduler_leaves_what_it_listed_last_and_none_of_it_healthy() {
+        let scheduler = SchedulerView { silence: Some("it is gone".into()), ..listed(&["GPU-a"]) };
+        let devices = Devices::new(&Config::default(), Some(&[seen("GPU-b", 0)]), &scheduler);
+        assert_eq!(problems(&devices), [("GPU-b", Some("it is gone")), ("GPU-a", Some("it is gone"))]);
+    }
+
+    #[test]
+    fn slots_are_as_the_configuration_says() {
+        let text = "slots = 2\n[[gpu]]\ngpu = 1\nslots = 0\n[[gpu]]\ngpu = \"GPU-c\"\nslots = 3";
+        let config = Config::parse(text, "x".as_ref()).expect("it is right");
+        let nvml = [seen("GPU-a", 0), seen("GPU-b", 1), seen("GPU-c", 2)];
+        let devices = Devices::new(&config, Some(&nvml), &listed(&[]));
+        let ids: Vec<String> = devices.gpus.iter().flat_map(Gpu::ids).collect();
+        assert_eq!(ids, ["GPU-a::0", "GPU-a::1", "GPU-c::0", "GPU-c::1", "GPU-c::2"]);
+        for (at, gpu) in devices.gpus.iter().enumerate() {
+            for (slot, id) in (0..).zip(gpu.ids()) {
+                assert_eq!(devices.find(&id), Some((at, slot)), "{id}");
+            }
+        }
+        for wrong in
+            ["", "::", "GPU-a", "GPU-a::", "GPU-a::2", "GPU-a::+1", "GPU-a::01", "GPU-b::0", "GPU-a::0::0", "GPU-a::-1"]
+        {
+            assert_eq!(devices.find(wrong), None, "{wrong}");
+        }
+    }
+}

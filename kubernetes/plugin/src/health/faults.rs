@@ -1,0 +1,161 @@
+//! What is held against GPUs by the driver's events and answers: when a GPU becomes unhealthy, and by what it is healthy
+//! again. Pure; `nvml` feeds it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+/// XIDs that a program can cause by its own mistakes, and that say nothing about the GPU: graphics engine exception, MMU
+/// fault, channel stopped because of another error, preemptive cleanup, video processor exception, context switch timeout.
+pub const PROGRAMS_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
+
+/// For how long after an event the driver's word that nothing is to be done is not taken for an answer to it.
+pub const SETTLING: Duration = Duration::from_secs(2);
+
+/// Something that the driver tells unasked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    Xid(u64),
+    DoubleBitEcc,
+}
+
+/// What the driver says is to be done about a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Advice {
+    /// It does not say such things.
+    Unknown,
+    Nothing,
+    /// The number of an action: `NVML_GPU_RECOVERY_ACTION_*`.
+    Action(u64),
+}
+
+/// What one query of a GPU came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// It answers.
+    There(Advice),
+    /// It does not, for that reason.
+    Silent(String),
+    /// It is not there any more, or no driver is.
+    Lost(String),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Fault {
+    what: String,
+    since: Instant,
+}
+
+/// All that is held against GPUs, by UUID. Slices have what their GPU has.
+#[derive(Debug, Default)]
+pub struct Faults {
+    faults: BTreeMap<String, Fault>,
+    lost: BTreeSet<String>,
+}
+
+impl Faults {
+    /// Takes an event; returns whether it makes its GPU unhealthy.
+    pub fn happened(&mut self, gpu: &str, event: Event, ignored: &BTreeSet<u64>, now: Instant) -> bool {
+        let what = match event {
+            Event::Xid(xid) if PROGRAMS_XIDS.contains(&xid) || ignored.contains(&xid) => return false,
+            Event::Xid(xid) => format!("the driver reported XID {xid}"),
+            Event::DoubleBitEcc => "the driver reported an ECC error of two bits".to_owned(),
+        };
+        self.faults.insert(gpu.to_owned(), Fault { what, since: now });
+        true
+    }
+
+    /// Takes the answer to a query; returns why the GPU is unhealthy, if it is.
+    ///
+    /// A fault is over when the driver, asked a while later, says that nothing is to be done; where it does not say such
+    /// things, when the GPU was lost and answers again, because only a reset or a new driver does that.
+    pub fn answered(&mut self, gpu: &str, answer: &Answer, now: Instant) -> Option<String> {
+        let advice = match answer {
+            Answer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),
+            Answer::Lost(why) => {
+                self.lost.insert(gpu.to_owned());
+                return Some(format!("NVML cannot reach it: {why}"));
+            }
+            Answer::There(advice) => *advice,
+        };
+        if self.lost.remove(gpu) {
+            self.faults.remove(gpu);
+        }
+        let is_settled =
+            self.faults.get(gpu).is_some_and(|fault| now.saturating_duration_since(fault.since) >= SETTLING);
+        match advice {
+            Advice::Action(action) => return Some(format!("the driver says that it needs {}", action_name(action))),
+            Advice::Nothing if is_settled => drop(self.faults.remove(gpu)),
+            Advice::Nothing | Advice::Unknown => {}
+        }
+        self.faults.get(gpu).map(|fault| fault.what.clone())
+    }
+}
+
+/// What the driver's actions are, by their numbers in `nvml.h`.
+fn action_name(action: u64) -> String {
+    match action {
+        1 => "a reset".into(),
+        2 => "a reboot of the node".into(),
+        3 => "its peer-to-peer traffic to end".into(),
+        4 => "to be drained and reset".into(),
+        5 => "a reset of its bus".into(),
+        other => format!("recovery action {other}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GPU: &str = "GPU-a";
+
+    fn there(advice: Advice) -> Answer {
+        Answer::There(advice)
+    }
+
+    #[test]
+    fn what_programs_cause_is_not_held_against_a_gpu() {
+        let (mut faults, now) = (Faults::default(), Instant::now());
+        for xid in PROGRAMS_XIDS.into_iter().chain([94]) {
+            assert!(!faults.happened(GPU, Event::Xid(xid), &BTreeSet::from([94]), now), "{xid}");
+        }
+        assert_eq!(faults.answered(GPU, &there(Advice::Unknown), now), None);
+    }
+
+    #[test]
+    fn a_fault_stays_until_the_driver_says_that_it_is_over() {
+        let (mut faults, now) = (Faults::default(), Instant::now());
+        for (event, said) in [(Event::Xid(79), "XID 79"), (Event::DoubleBitEcc, "ECC error of two bits")] {
+            assert!(faults.happened(GPU, event, &BTreeSet::new(), now));
+            assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some_and(|why| why.contains(said)));
+            // What it says at once may be from before.
+            assert!(faults.answered(GPU, &there(Advice::Nothing), now).is_some());
+            let asks = faults.answered(GPU, &there(Advice::Action(1)), now + SETTLING);
+            assert_eq!(asks.as_deref(), Some("the driver says that it needs a reset"));
+            assert_eq!(faults.answered(GPU, &there(Advice::Nothing), now + SETTLING), None);
+        }
+    }
+
+    #[test]
+    fn where_the_driver_gives_no_advice_a_fault_stays_until_the_gpu_was_gone() {
+        let (mut faults, mut now) = (Faults::default(), Instant::now());
+        faults.happened(GPU, Event::Xid(48), &BTreeSet::new(), now);
+        now += Duration::from_secs(86_400);
+        assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some());
+        let silent = faults.answered(GPU, &Answer::Silent("unknown error".into()), now);
+        assert_eq!(silent.as_deref(), Some("NVML cannot read it: unknown error"));
+        assert!(faults.answered(GPU, &there(Advice::Unknown), now).is_some(), "that was no reset");
+        let lost = faults.answered(GPU, &Answer::Lost("fallen off the bus".into()), now);
+        assert_eq!(lost.as_deref(), Some("NVML cannot reach it: fallen off the bus"));
+        assert_eq!(faults.answered(GPU, &there(Advice::Unknown), now), None);
+    }
+
+    #[test]
+    fn a_gpu_that_needs_something_is_unhealthy_without_any_event() {
+        let mut faults = Faults::default();
+        for (action, said) in [(1, "a reset"), (2, "a reboot"), (4, "drained"), (9, "recovery action 9")] {
+            let why = faults.answered(GPU, &there(Advice::Action(action)), Instant::now());
+            assert!(why.is_some_and(|why| why.contains(said)), "{action}");
+        }
+    }
+}

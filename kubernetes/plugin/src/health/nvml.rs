@@ -1,0 +1,289 @@
+//! NVML, in a thread of its own because its calls can take long: which GPUs and slices there are, where they are, and what
+//! their driver says of them, unasked (events) and asked (queries, which are all there is where events are not supported).
+//! A NVML that gives way is initialised anew, so that a driver which is loaded later, or again, is found.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enums::device::SampleValue;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper::{Device, EventSet, Nvml};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::watch;
+use tracing::{debug, info};
+
+use super::Report;
+use super::faults::{Advice, Answer, Event, Faults};
+use crate::config::Config;
+use crate::devices::NvmlGpu;
+
+/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION` of `nvml.h`, which drivers have from R570 on.
+const RECOVERY_ACTION: FieldId = FieldId(230);
+
+/// `NVML_ERROR_UNKNOWN` as an XID.
+const UNKNOWN_XID: u64 = 999;
+
+/// Where Linux says where PCI devices are.
+const PCI_DEVICES: &str = "/sys/bus/pci/devices";
+
+/// Starts the thread. It ends when nobody wants to know any more.
+pub fn start(config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) -> std::io::Result<()> {
+    let thread = thread::Builder::new().name("nvml".into());
+    thread.spawn(move || {
+        drop(Watch { config, reports, faults: Faults::default(), boards: Vec::new(), said: None }.run())
+    })?;
+    Ok(())
+}
+
+/// A GPU as a board, with its slices if it is cut into some. Faults are a board's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Board {
+    uuid: String,
+    index: u32,
+    /// What work can run on: the board itself, or its slices.
+    gpus: Vec<NvmlGpu>,
+}
+
+struct Watch {
+    config: watch::Receiver<Arc<Config>>,
+    reports: UnboundedSender<Report>,
+    faults: Faults,
+    /// As they were seen last.
+    boards: Vec<Board>,
+    /// What was said last of NVML or its events.
+    said: Option<String>,
+}
+
+/// Nobody listens any more.
+struct Unheard;
+
+impl Watch {
+    fn run(mut self) -> Result<(), Unheard> {
+        loop {
+            match Nvml::init() {
+                Ok(nvml) => self.session(&nvml)?,
+                Err(e) => {
+                    let why = format!("NVML cannot be used: {e}");
+                    self.say(why.clone());
+                    if self.boards.is_empty() {
+                        self.reports.send(Report::Nvml(None)).map_err(|_| Unheard)?;
+                    } else {
+                        self.report(|_| Answer::Lost(why.clone()))?;
+                    }
+                    thread::sleep(self.interval());
+                }
+            }
+        }
+    }
+
+    /// Once, until something else is to be said.
+    fn say(&mut self, text: String) {
+        if self.said.as_ref() != Some(&text) {
+            info!("{text}");
+            self.said = Some(text);
+        }
+    }
+
+    fn interval(&self) -> Duration {
+        self.config.borrow().health.query_interval
+    }
+
+    /// Watches until NVML is to be initialised anew: GPUs came or went, or do not answer.
+    fn session(&mut self, nvml: &Nvml) -> Result<(), Unheard> {
+        self.boards = scan(nvml, &self.boards);
+        let events = self.events(nvml);
+        loop {
+            let is_lost = self.query(nvml)?;
+            let until = Instant::now() + self.interval();
+            let is_broken = match &events {
+                Some(events) => self.listen(nvml, events, until)?,
+                None => false,
+            };
+            thread::sleep(until.saturating_duration_since(Instant::now()));
+            if is_lost || is_broken || scan(nvml, &self.boards) != self.boards {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Asks for the events of all GPUs that have them.
+    fn events<'nvml>(&mut self, nvml: &'nvml Nvml) -> Option<EventSet<'nvml>> {
+        let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
+        let mut able: Vec<(Device<'_>, EventTypes)> = Vec::new();
+        for board in &self.boards {
+            let Ok(device) = nvml.device_by_index(board.index) else { continue };
+            let types = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
+            if !types.is_empty() {
+                able.push((device, types));
+            }
+        }
+        let all = able.len() == self.boards.len();
+        // A set is lost with what cannot be registered in it.
+        let events = 'anew: loop {
+            let mut set = match nvml.create_event_set() {
+                Ok(set) if !able.is_empty() => set,
+                _ => break None,
+            };
+            for at in 0..able.len() {
+                let Some((device, types)) = able.get(at) else { continue };
+                match device.register_events(*types, set) {
+                    Ok(with) => set = with,
+                    Err(e) => {
+                        debug!("events of a GPU cannot be had: {}", e.error);
+                        able.remove(at);
+                        continue 'anew;
+                    }
+                }
+            }
+            break Some(set);
+        };
+        let seconds = self.interval().as_secs();
+        self.say(match &events {
+            Some(_) if all => {
+                format!("{} GPUs are watched by the driver's events, and asked every {seconds} s", able.len())
+            }
+            Some(_) => format!("some GPUs have no events: those are only asked every {seconds} s"),
+            None if self.boards.is_empty() => "NVML shows no GPU".to_owned(),
+            None => format!("the driver has no events: GPUs are asked every {seconds} s"),
+        });
+        events
+    }
+
+    /// Takes events until then; says whether waiting for them does not work any more.
+    fn listen(&mut self, nvml: &Nvml, events: &EventSet<'_>, until: Instant) -> Result<bool, Unheard> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let Ok(milliseconds @ 1..) = u32::try_from(left.as_millis()) else { return Ok(false) };
+            match events.wait(milliseconds) {
+                Ok(event) => {
+                    let what = match (&event.event_data, event.event_type) {
+                        (Some(XidError::Value(xid)), _) => Event::Xid(*xid),
+                        (Some(XidError::Unknown), _) => Event::Xid(UNKNOWN_XID),
+                        (None, types) if types.contains(EventTypes::DOUBLE_BIT_ECC_ERROR) => Event::DoubleBitEcc,
+                        _ => continue,
+                    };
+                    self.happened(&event.device, what);
+                    self.query(nvml)?;
+                }
+                Err(NvmlError::Timeout) => {}
+                Err(e) => {
+                    debug!("no events any more: {e}");
+                    self.query(nvml)?;
+                    return Ok(true);
+                }
+            }
+        }
+    }
+
+    fn happened(&mut self, device: &Device<'_>, event: Event) {
+        let Ok(uuid) = device.uuid() else { return };
+        let config = self.config.borrow().clone();
+        match self.faults.happened(&uuid, event, &config.health.ignored_xids, Instant::now()) {
+            true => info!("{uuid}: {event:?}"),
+            false => debug!("{uuid}: {event:?}, which is not held against it"),
+        }
+    }
+
+    /// Asks each GPU and reports; says whether one does not answer.
+    fn query(&mut self, nvml: &Nvml) -> Result<bool, Unheard> {
+        let mut is_lost = false;
+        self.report(|board| {
+            let answer = ask(nvml, board);
+            is_lost |= !matches!(answer, Answer::There(_));
+            answer
+        })?;
+        Ok(is_lost)
+    }
+
+    fn report(&mut self, mut answers: impl FnMut(&Board) -> Answer) -> Result<(), Unheard> {
+        let mut gpus = Vec::new();
+        for board in &self.boards {
+            let trouble = self.faults.answered(&board.uuid, &answers(board), Instant::now());
+            gpus.extend(board.gpus.iter().map(|gpu| NvmlGpu { trouble: trouble.clone(), ..gpu.clone() }));
+        }
+        self.reports.send(Report::Nvml(Some(gpus))).map_err(|_| Unheard)
+    }
+}
+
+/// One that answers says how much memory it has, unless it shares the host's.
+fn ask(nvml: &Nvml, board: &Board) -> Answer {
+    let asked = nvml.device_by_uuid(board.uuid.as_str()).and_then(|device| match device.memory_info() {
+        Ok(_) | Err(NvmlError::NotSupported) => Ok(advice(&device)),
+        Err(e) => Err(e),
+    });
+    match asked {
+        Ok(advice) => Answer::There(advice),
+        Err(e @ (NvmlError::GpuLost | NvmlError::DriverNotLoaded | NvmlError::NotFound)) => Answer::Lost(e.to_string()),
+        Err(e) => Answer::Silent(e.to_string()),
+    }
+}
+
+fn advice(device: &Device<'_>) -> Advice {
+    let values = device.field_values_for(&[RECOVERY_ACTION]).unwrap_or_default();
+    let value = values.into_iter().next().and_then(Result::ok).and_then(|sample| sample.value.ok());
+    match value {
+        Some(SampleValue::U32(0)) => Advice::Nothing,
+        Some(SampleValue::U32(action)) => Advice::Action(action.into()),
+        _ => Advice::Unknown,
+    }
+}
+
+/// Every board that there is. One that cannot be asked what it is, is what it was before.
+fn scan(nvml: &Nvml, before: &[Board]) -> Vec<Board> {
+    let Ok(count) = nvml.device_count() else { return before.to_vec() };
+    let known: BTreeMap<u32, &Board> = before.iter().map(|board| (board.index, board)).collect();
+    (0..count)
+        .filter_map(|index| board(nvml, index).or_else(|| known.get(&index).map(|board| (*board).clone())))
+        .collect()
+}
+
+fn board(nvml: &Nvml, index: u32) -> Option<Board> {
+    let device = nvml.device_by_index(index).ok()?;
+    let (minor, numa) = (device.minor_number().ok(), node(&device));
+    let gpu = |device: &Device<'_>| {
+        let (uuid, name) = (device.uuid().ok()?, device.name().unwrap_or_default());
+        Some(NvmlGpu { uuid, name, index, minor, numa, trouble: None })
+    };
+    let places = device.mig_device_count().unwrap_or(0);
+    let slices = (0..places).filter_map(|place| gpu(&device.mig_device_by_index(place).ok()?));
+    let mut gpus: Vec<NvmlGpu> = slices.collect();
+    if gpus.is_empty() {
+        gpus.push(gpu(&device)?);
+    }
+    Some(Board { uuid: device.uuid().ok()?, index, gpus })
+}
+
+fn node(device: &Device<'_>) -> Option<u32> {
+    let pci = device.pci_info().ok()?;
+    numa_node(PCI_DEVICES.as_ref(), &format!("{:04x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device))
+}
+
+/// Linux says -1 of a device that is at no node.
+fn numa_node(devices: &Path, address: &str) -> Option<u32> {
+    std::fs::read_to_string(devices.join(address).join("numa_node")).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_is_what_linux_says() {
+        let directory = std::env::temp_dir().join(format!("nvshare-plugin-numa-{}", std::process::id()));
+        for (address, text) in [("0000:10:00.0", "1\n"), ("0000:11:00.0", "-1\n")] {
+            let device = directory.join(address);
+            std::fs::create_dir_all(&device).expect("a directory");
+            std::fs::write(device.join("numa_node"), text).expect("a file");
+        }
+        assert_eq!(numa_node(&directory, "0000:10:00.0"), Some(1));
+        assert_eq!(numa_node(&directory, "0000:11:00.0"), None);
+        assert_eq!(numa_node(&directory, "0000:12:00.0"), None);
+        std::fs::remove_dir_all(directory).expect("it is removed");
+    }
+}

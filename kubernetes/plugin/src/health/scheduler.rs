@@ -1,0 +1,75 @@
+//! What the scheduler says: it is asked for its GPUs all the time, on its control socket, and is given some time before its
+//! silence counts, because a restart is nothing.
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvshare::bus::{self, SchedulerProxy};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout_at};
+use tracing::debug;
+use zbus::connection::Builder;
+use zbus::proxy::CacheProperties;
+
+use super::Report;
+use crate::config::Config;
+use crate::devices::{SchedulerGpu, SchedulerView};
+
+/// How often it is asked. Its answer takes it less than a millisecond.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Asks until nobody wants to know any more.
+pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) {
+    let (mut proxy, mut gpus, mut heard) = (None, Vec::new(), Instant::now());
+    loop {
+        let patience = config.borrow().health.scheduler_timeout;
+        // One that was silent for long is given a moment as well.
+        let deadline = (heard + patience).max(Instant::now() + PERIOD);
+        let answer = timeout_at(deadline, ask(&control, &mut proxy)).await;
+        let silence = match answer {
+            Ok(Ok(listed)) => {
+                (gpus, heard) = (listed, Instant::now());
+                None
+            }
+            Ok(Err(why)) => Some(why),
+            Err(_) => Some(format!("{} gives no answer", control.display())),
+        };
+        if let Some(why) = &silence {
+            debug!("the scheduler cannot be asked: {why}");
+            proxy = None;
+        }
+        let silence =
+            silence.map(|why| format!("the scheduler has not answered for {} s or more: {why}", patience.as_secs()));
+        // Until it has been silent for long enough, what it said last counts.
+        if silence.is_none() || heard.elapsed() >= patience {
+            let view = SchedulerView { gpus: gpus.clone(), silence };
+            if reports.send(Report::Scheduler(view)).is_err() {
+                return;
+            }
+        }
+        sleep(PERIOD).await;
+    }
+}
+
+/// Asks once, over the connection that there is or a new one.
+async fn ask(control: &Path, proxy: &mut Option<SchedulerProxy<'static>>) -> Result<Vec<SchedulerGpu>, String> {
+    let proxy = match proxy {
+        Some(proxy) => proxy,
+        None => proxy.insert(connect(control).await?),
+    };
+    let gpus = proxy.list_gpus().await.map_err(|e| e.to_string())?;
+    let gpu = |gpu: bus::Gpu| SchedulerGpu { uuid: gpu.uuid, name: gpu.name, index: gpu.index };
+    Ok(gpus.into_iter().map(gpu).collect())
+}
+
+async fn connect(control: &Path) -> Result<SchedulerProxy<'static>, String> {
+    let stream = UnixStream::connect(control).map_err(|e| format!("{}: {e}", control.display()))?;
+    let proxy = async {
+        let connection = Builder::unix_stream(stream).p2p().build().await?;
+        SchedulerProxy::builder(&connection).cache_properties(CacheProperties::No).build().await
+    };
+    proxy.await.map_err(|e| format!("{}: {e}", control.display()))
+}

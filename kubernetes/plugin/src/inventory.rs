@@ -1,0 +1,99 @@
+//! The list of devices as it changes: what NVML and the scheduler report and the configuration says, put together by
+//! `devices`, and published where something is different. What becomes of a GPU is logged here.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::{oneshot, watch};
+use tokio::time::{Instant, sleep_until};
+use tracing::{info, warn};
+
+use crate::config::Config;
+use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
+use crate::health::Report;
+
+/// How long the first list waits for both: a driver that must wake its GPUs first takes seconds for each.
+const START: Duration = Duration::from_secs(30);
+
+/// Keeps the list until nobody reports any more. `complete` hears when the first one is there.
+pub async fn keep(
+    mut reports: UnboundedReceiver<Report>,
+    mut config: watch::Receiver<Arc<Config>>,
+    devices: watch::Sender<Arc<Devices>>,
+    complete: oneshot::Sender<()>,
+) {
+    let mut known = Known::default();
+    let mut complete = Some(complete);
+    let late = Instant::now() + START;
+    loop {
+        let reported = tokio::select! {
+            report = reports.recv() => report,
+            Ok(()) = config.changed() => { known.publish(&config, &devices, complete.is_none()); continue },
+            () = sleep_until(late), if complete.is_some() => {
+                warn!("NVML or the scheduler takes long to answer: GPUs are listed as far as they are known");
+                known.nvml.get_or_insert(None);
+                known.scheduler.get_or_insert_with(|| SchedulerView {
+                    silence: Some("the scheduler has not answered yet".into()),
+                    ..SchedulerView::default()
+                });
+                None
+            }
+        };
+        match reported {
+            Some(Report::Nvml(gpus)) => known.nvml = Some(gpus),
+            Some(Report::Scheduler(view)) => known.scheduler = Some(view),
+            None if complete.is_none() => return,
+            None => {}
+        }
+        if known.nvml.is_some() && known.scheduler.is_some() {
+            known.publish(&config, &devices, true);
+            if let Some(complete) = complete.take() {
+                let _ = complete.send(());
+            }
+        }
+    }
+}
+
+/// What was reported last, and whether it was at all.
+#[derive(Debug, Default)]
+struct Known {
+    nvml: Option<Option<Vec<NvmlGpu>>>,
+    scheduler: Option<SchedulerView>,
+}
+
+impl Known {
+    fn publish(&self, config: &watch::Receiver<Arc<Config>>, devices: &watch::Sender<Arc<Devices>>, is_whole: bool) {
+        let (Some(nvml), Some(scheduler), true) = (&self.nvml, &self.scheduler, is_whole) else { return };
+        let new = Devices::new(&config.borrow().clone(), nvml.as_deref(), scheduler);
+        devices.send_if_modified(|old| {
+            let is_new = **old != new;
+            if is_new {
+                tell(old, &new);
+                *old = Arc::new(new);
+            }
+            is_new
+        });
+    }
+}
+
+/// Logs what is different.
+fn tell(old: &Devices, new: &Devices) {
+    let by_uuid = |devices: &Devices| -> BTreeMap<String, (u32, Option<String>)> {
+        let entry = |gpu: &Gpu| (gpu.uuid.clone(), (gpu.slots, gpu.problem.clone()));
+        devices.gpus.iter().map(entry).collect()
+    };
+    let (before, now) = (by_uuid(old), by_uuid(new));
+    for (uuid, (slots, problem)) in &now {
+        match (before.get(uuid), problem) {
+            (Some((_, same)), _) if same == problem => {}
+            (Some(_), None) => info!("{uuid} is healthy again"),
+            (None, None) => info!("{uuid} has {slots} slots"),
+            (_, Some(why)) => warn!("{uuid} is unhealthy: {why}"),
+        }
+    }
+    for uuid in before.keys().filter(|uuid| !now.contains_key(*uuid)) {
+        info!("{uuid} is not offered any more");
+    }
+}

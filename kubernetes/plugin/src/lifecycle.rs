@@ -1,0 +1,164 @@
+//! Being there for kubelet: the socket is made, served and registered, and all of that again whenever kubelet restarts, which
+//! it shows by removing the socket and making its own anew.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+use tracing::{info, warn};
+
+use crate::notices::Notices;
+use crate::registration::register;
+use crate::server::{Facts, Serving};
+use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, State};
+
+/// How often the directory is looked at although nothing was heard.
+const LOOK: Duration = Duration::from_secs(15);
+
+/// For how long a kubelet that has registered the plugin may not watch its list. Less than [`LOOK`].
+const UNWATCHED: Duration = Duration::from_secs(10);
+
+/// The first wait before what failed is tried again, and the longest.
+const RETRY_FIRST: Duration = Duration::from_millis(250);
+const RETRY_LAST: Duration = Duration::from_secs(30);
+
+/// Serves kubelet until it is stopped. An error: another plugin has the socket.
+pub async fn live(
+    directory: &Path,
+    resource: &str,
+    facts: Facts,
+    stopped: watch::Receiver<bool>,
+) -> Result<(), BindError> {
+    let mut notices = Notices::new(directory);
+    let mut trouble = Trouble::default();
+    loop {
+        let mut end = stopped.clone();
+        let (listener, socket) = tokio::select! {
+            bound = bind(directory, &mut notices, &mut trouble) => bound?,
+            _ = end.wait_for(|stopped| *stopped) => return Ok(()),
+        };
+        let serving = Serving::start(listener, facts.clone()).await;
+        let why = tokio::select! {
+            state = stay_registered(directory, resource, &socket, &serving, &mut notices, &mut trouble) => Some(state),
+            _ = end.wait_for(|stopped| *stopped) => None,
+        };
+        // Who connects from now on finds no socket rather than one that hangs up.
+        drop(socket);
+        serving.stop().await;
+        match why {
+            None => return Ok(()),
+            Some(State::Anothers) => return Err(BindError::Taken(directory.join(PLUGIN))),
+            Some(_) => info!("the plugin's socket is gone, as with a kubelet that starts: it is made again"),
+        }
+    }
+}
+
+/// Makes the socket, once that is possible.
+async fn bind(
+    directory: &Path,
+    notices: &mut Notices,
+    trouble: &mut Trouble,
+) -> Result<(UnixListener, PluginSocket), BindError> {
+    let mut retry = Retry::default();
+    loop {
+        match PluginSocket::bind(directory) {
+            Err(e @ BindError::Failed(..)) => trouble.tell(e.to_string()),
+            done => return done,
+        }
+        tokio::select! {
+            () = notices.changed() => {}
+            () = sleep(retry.next()) => {}
+        }
+    }
+}
+
+/// Has kubelet know of the plugin as long as the socket is there; returns what has become of that.
+async fn stay_registered(
+    directory: &Path,
+    resource: &str,
+    socket: &PluginSocket,
+    serving: &Serving,
+    notices: &mut Notices,
+    trouble: &mut Trouble,
+) -> State {
+    let kubelet = directory.join(KUBELET);
+    let mut watchers = serving.watchers();
+    let mut registered: Option<Identity> = None;
+    let mut retry = Retry::default();
+    loop {
+        match socket.state() {
+            State::Ours if serving.is_over() => return State::Gone,
+            State::Ours => {}
+            other => return other,
+        }
+        let now = Identity::of(&kubelet);
+        if registered.is_some() && registered != now {
+            registered = None;
+            serving.set_registered(false).await;
+        }
+        match now {
+            None => trouble.tell(format!("there is no kubelet at {} yet: waiting for it", kubelet.display())),
+            Some(_) if registered.is_none() => match register(directory, resource).await {
+                Ok(()) => {
+                    info!("kubelet has registered {resource}");
+                    (registered, retry) = (now, Retry::default());
+                    trouble.is_over();
+                    serving.set_registered(true).await;
+                }
+                Err(why) => trouble.tell(why),
+            },
+            Some(_) => {}
+        }
+        let wait = if registered.is_some() { LOOK } else { retry.next() };
+        tokio::select! {
+            () = notices.changed() => {}
+            () = sleep(wait) => {}
+            () = nobody_watches(&mut watchers), if registered.is_some() => {
+                trouble.tell("kubelet does not watch the list of devices: it is told of the plugin again".into());
+                registered = None;
+                serving.set_registered(false).await;
+            }
+        }
+    }
+}
+
+/// Returns when nobody has called ListAndWatch, or is in such a call, for some time.
+async fn nobody_watches(watchers: &mut watch::Receiver<usize>) {
+    loop {
+        let is_over = watchers.wait_for(|count| *count == 0).await.is_err();
+        if is_over || timeout(UNWATCHED, watchers.wait_for(|count| *count > 0)).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Ever longer waits.
+#[derive(Debug, Default)]
+struct Retry(Option<Duration>);
+
+impl Retry {
+    fn next(&mut self) -> Duration {
+        let wait = self.0.map_or(RETRY_FIRST, |last| (last * 2).min(RETRY_LAST));
+        self.0 = Some(wait);
+        wait
+    }
+}
+
+/// What is in the way, said once until it is over or something else is.
+#[derive(Debug, Default)]
+struct Trouble(Option<String>);
+
+impl Trouble {
+    fn tell(&mut self, text: String) {
+        if self.0.as_ref() != Some(&text) {
+            warn!("{text}");
+            self.0 = Some(text);
+        }
+    }
+
+    fn is_over(&mut self) {
+        self.0 = None;
+    }
+}

@@ -1,0 +1,34 @@
+//! `nvshare-device-plugin`: which of the things that its command line can ask is done.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use nvshare_device_plugin::arguments::Arguments;
+use nvshare_device_plugin::config::{Config, DEFAULT_PATH};
+use nvshare_device_plugin::plugin::{self, Options};
+use nvshare_device_plugin::probe::probe;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let done = if arguments.check_config {
+        let path = arguments.config.as_deref().unwrap_or(DEFAULT_PATH.as_ref());
+        let read = Config::load(arguments.config.as_deref()).map_err(|e| e.to_string());
+        read.map(|_| println!("{}: the configuration is right", path.display()))
+    } else if arguments.probe {
+        probe(&arguments.kubelet)
+    } else {
+        plugin::run(Options {
+            config: arguments.config,
+            kubelet: arguments.kubelet,
+            control: arguments.control,
+            log_level: arguments.log_level,
+        })
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("nvshare-device-plugin: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

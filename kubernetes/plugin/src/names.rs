@@ -1,0 +1,184 @@
+//! What things are called: the resource in Kubernetes, the kind of CDI devices, GPUs in the configuration.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{self, Deserializer, Visitor};
+
+/// The longest name of a domain, and of what belongs to it, that Kubernetes takes.
+const DOMAIN_MAX: usize = 253;
+const LABEL_MAX: usize = 63;
+
+/// How many characters the name of a device may have.
+pub const ID_MAX: usize = 63;
+
+/// Something that kubelet named, for a sentence: whatever it is, no more of it than the name of a device may have.
+pub fn quoted(text: &str) -> String {
+    match text.char_indices().nth(ID_MAX) {
+        Some((end, _)) => format!("{:?} and so on", text.get(..end).unwrap_or_default()),
+        None => format!("{text:?}"),
+    }
+}
+
+/// Whether Kubernetes takes that name of an extended resource.
+pub fn check_resource(text: &str) -> Result<(), String> {
+    let is_right = |domain: &str, name: &str| {
+        let is_label = |label: &str| {
+            is_framed(label, |b| b.is_ascii_lowercase() || b.is_ascii_digit(), |b| b == b'-')
+                && label.len() <= LABEL_MAX
+        };
+        let is_kubernetes_own = domain == "kubernetes.io" || domain.ends_with(".kubernetes.io");
+        domain.len() <= DOMAIN_MAX
+            && domain.split('.').all(is_label)
+            && !is_kubernetes_own
+            && name.len() <= LABEL_MAX
+            && is_framed(name, |b| b.is_ascii_alphanumeric(), |b| b"-_.".contains(&b))
+    };
+    if text.split_once('/').is_some_and(|(domain, name)| is_right(domain, name)) {
+        return Ok(());
+    }
+    Err(format!(
+        "{text:?} is no name of a resource: write a domain that is not kubernetes.io, /, and a name, like \"nvshare.com/gpu\""
+    ))
+}
+
+/// Whether CDI takes that kind.
+pub fn check_cdi_kind(text: &str) -> Result<(), String> {
+    let is_part = |part: &str| {
+        is_framed(part, |b| b.is_ascii_alphanumeric(), |b| b"-_.".contains(&b))
+            && part.starts_with(|first: char| first.is_ascii_alphabetic())
+    };
+    if text.split_once('/').is_some_and(|(vendor, class)| is_part(vendor) && is_part(class)) {
+        return Ok(());
+    }
+    Err(format!("{text:?} is no kind of CDI devices: write a vendor, /, and a class, like \"nvshare.com/gpu\""))
+}
+
+/// Whether a text begins and ends with an `edge`, and has those and `inner` between.
+fn is_framed(text: &str, edge: impl Fn(u8) -> bool, inner: impl Fn(u8) -> bool) -> bool {
+    let bytes = text.as_bytes();
+    bytes.first().is_some_and(|b| edge(*b))
+        && bytes.last().is_some_and(|b| edge(*b))
+        && bytes.iter().all(|b| edge(*b) || inner(*b))
+}
+
+/// Which GPUs an entry of the configuration means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GpuName {
+    /// NVML's number, which the slices of a GPU have too.
+    Number(u32),
+    /// Its UUID, in lower case but for the kind, or the name of its model: with `*`, `?` and `[…]`, every one that matches.
+    Text(glob::Pattern),
+}
+
+const ALLOWED: &str = "the number of a GPU, its UUID as nvidia-smi -L prints it, or the name of its model, in which * \
+                       stands for anything";
+
+impl GpuName {
+    pub fn is(&self, uuid: &str, index: Option<u32>, name: &str) -> bool {
+        match self {
+            Self::Number(number) => index == Some(*number),
+            Self::Text(pattern) => {
+                let ignoring_case = glob::MatchOptions { case_sensitive: false, ..glob::MatchOptions::new() };
+                pattern.matches_with(uuid, ignoring_case) || pattern.matches(name)
+            }
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for GpuName {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(GpuNameVisitor)
+    }
+}
+
+struct GpuNameVisitor;
+
+impl Visitor<'_> for GpuNameVisitor {
+    type Value = GpuName;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(ALLOWED)
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<GpuName, E> {
+        let number = u32::try_from(value);
+        number.map(GpuName::Number).map_err(|_| E::custom(format!("gpu cannot be {value}: it is {ALLOWED}")))
+    }
+
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<GpuName, E> {
+        let number = u32::try_from(value);
+        number.map(GpuName::Number).map_err(|_| E::custom(format!("gpu cannot be {value}: it is {ALLOWED}")))
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<GpuName, E> {
+        if value.is_empty() {
+            return Err(E::custom(format!("gpu cannot be empty: it is {ALLOWED}")));
+        }
+        if let Ok(number) = value.parse() {
+            return Ok(GpuName::Number(number));
+        }
+        let pattern = glob::Pattern::new(value);
+        pattern
+            .map(GpuName::Text)
+            .map_err(|e| E::custom(format!("gpu cannot be {value:?} ({}): it is {ALLOWED}", e.msg)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resources_are_named_as_kubernetes_wants() {
+        for right in ["nvshare.com/gpu", "a/b", "example.com/Shared_GPU.1"] {
+            assert_eq!(check_resource(right), Ok(()), "{right}");
+        }
+        let long = format!("a.b/{}", "x".repeat(64));
+        for wrong in [
+            "",
+            "gpu",
+            "/gpu",
+            "nvshare.com/",
+            "Nvshare.com/gpu",
+            "a..b/gpu",
+            "a/b/c",
+            "k.kubernetes.io/gpu",
+            "a/-b",
+            &long,
+        ] {
+            assert!(check_resource(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_is_quoted_is_short() {
+        assert_eq!(quoted("GPU-a\n"), "\"GPU-a\\n\"");
+        assert_eq!(quoted(&"é".repeat(63)), format!("{:?}", "é".repeat(63)));
+        assert_eq!(quoted(&"é".repeat(64)), format!("{:?} and so on", "é".repeat(63)));
+    }
+
+    #[test]
+    fn kinds_are_named_as_cdi_wants() {
+        assert_eq!(check_cdi_kind("nvshare.com/gpu"), Ok(()));
+        for wrong in ["", "gpu", "1x/gpu", "nvshare.com/gpu=all", "nvshare.com/9", "a/b-"] {
+            assert!(check_cdi_kind(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn gpus_are_meant_by_number_uuid_or_model() {
+        let read = |text: &str| {
+            let value: toml::Table = toml::from_str(&format!("gpu = {text}")).expect("TOML");
+            GpuName::deserialize(value["gpu"].clone()).expect(text)
+        };
+        let is = |text: &str| read(text).is("GPU-00aa", Some(3), "NVIDIA H200");
+        for yes in ["3", "\"3\"", "\"GPU-00aa\"", "\"GPU-00AA\"", "\"GPU-*\"", "\"NVIDIA H200\"", "\"*H200*\"", "\"*\""]
+        {
+            assert!(is(yes), "{yes}");
+        }
+        for no in ["2", "\"GPU-00\"", "\"MIG-*\"", "\"NVIDIA\"", "\"nvidia h200\""] {
+            assert!(!is(no), "{no}");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Hearing of changes in kubelet's directory as they happen, by inotify. Where that cannot be had, somebody who waits is told
+//! to look for himself every second.
+
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+use tokio::io::unix::AsyncFd;
+use tokio::time::sleep;
+use tracing::debug;
+
+/// How long to wait where there is nothing to be heard: the directory may not be there yet.
+const UNHEARD: Duration = Duration::from_secs(1);
+
+/// Room for many events; of one, the name has at most 255 bytes.
+const BUFFER: usize = 4096;
+
+/// Changes of one directory.
+#[derive(Debug)]
+pub struct Notices {
+    directory: PathBuf,
+    inotify: Option<AsyncFd<OwnedFd>>,
+}
+
+impl Notices {
+    /// What happens from now on is heard.
+    pub fn new(directory: &Path) -> Self {
+        let mut notices = Self { directory: directory.to_owned(), inotify: None };
+        notices.begin();
+        notices
+    }
+
+    fn begin(&mut self) {
+        let wanted = WatchFlags::CREATE
+            | WatchFlags::DELETE
+            | WatchFlags::MOVED_TO
+            | WatchFlags::MOVED_FROM
+            | WatchFlags::DELETE_SELF
+            | WatchFlags::MOVE_SELF
+            | WatchFlags::ONLYDIR;
+        let begun = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).and_then(|fd| {
+            inotify::add_watch(&fd, &self.directory, wanted)?;
+            Ok(fd)
+        });
+        // SAFETY: the descriptor is owned by what is made of it, and stays open and the same until that is dropped.
+        let register = |fd: OwnedFd| unsafe { AsyncFd::register(fd) }.map_err(|e| e.into_parts().1);
+        self.inotify = match begun.map_err(std::io::Error::from).and_then(register) {
+            Ok(fd) => Some(fd),
+            Err(e) => {
+                debug!("changes of {} cannot be heard: {e}", self.directory.display());
+                None
+            }
+        };
+    }
+
+    /// Returns when something may have changed. Can be dropped and called again without missing anything.
+    pub async fn changed(&mut self) {
+        let Some(inotify) = &self.inotify else {
+            sleep(UNHEARD).await;
+            return self.begin();
+        };
+        let Ok(mut ready) = inotify.readable().await else {
+            self.inotify = None;
+            return;
+        };
+        let mut buffer = [MaybeUninit::uninit(); BUFFER];
+        let mut reader = inotify::Reader::new(inotify.get_ref(), &mut buffer);
+        let mut is_over = false;
+        while let Ok(event) = reader.next() {
+            // The directory itself is another one now, or none.
+            is_over |= event.events().intersects(ReadFlags::IGNORED | ReadFlags::MOVE_SELF | ReadFlags::UNMOUNT);
+        }
+        ready.clear_ready();
+        if is_over {
+            self.begin();
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! The plugin as a process: its parts are started, signals are heeded, and all of it ends.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nvshare::daemon::config::LogLevel;
+use nvshare::daemon::log;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{mpsc, oneshot, watch};
+use tracing::{info, warn};
+
+use crate::config::Config;
+use crate::devices::Devices;
+use crate::health;
+use crate::inventory;
+use crate::lifecycle;
+use crate::server::Facts;
+
+/// What the command line says.
+#[derive(Debug, Clone)]
+pub struct Options {
+    pub config: Option<PathBuf>,
+    /// kubelet's directory for plugins.
+    pub kubelet: PathBuf,
+    /// The scheduler's control socket.
+    pub control: PathBuf,
+    pub log_level: LogLevel,
+}
+
+/// Runs until a signal ends it.
+pub fn run(options: Options) -> Result<(), String> {
+    let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
+    let log = log::start(options.log_level);
+    log.begin();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;
+    let done = runtime.block_on(work(&options, config));
+    log.flush();
+    done
+}
+
+async fn work(options: &Options, config: Config) -> Result<(), String> {
+    let listen = |kind| signal(kind).map_err(|e| format!("cannot listen for signals: {e}"));
+    let mut hangup = listen(SignalKind::hangup())?;
+    let ends = [listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?];
+    info!(
+        "nvshare-device-plugin {}: {} for kubelet at {}, of the scheduler at {}",
+        env!("CARGO_PKG_VERSION"),
+        config.resource,
+        options.kubelet.display(),
+        options.control.display()
+    );
+
+    let resource = config.resource.clone();
+    let (settings, config) = watch::channel(Arc::new(config));
+    let (reports, reported) = mpsc::unbounded_channel();
+    let (devices, listed) = watch::channel(Arc::new(Devices::default()));
+    let (complete, completed) = oneshot::channel();
+    health::nvml::start(config.clone(), reports.clone()).map_err(|e| format!("cannot start a thread for NVML: {e}"))?;
+    tokio::spawn(health::scheduler::follow(options.control.clone(), config.clone(), reports));
+    tokio::spawn(inventory::keep(reported, config.clone(), devices, complete));
+
+    let (stop, stopped) = watch::channel(false);
+    let live = async {
+        // kubelet is not told of GPUs that only seem ill because nobody has been asked yet.
+        let mut early = stopped.clone();
+        tokio::select! {
+            _ = completed => {}
+            _ = early.wait_for(|stopped| *stopped) => return Ok(()),
+        }
+        lifecycle::live(&options.kubelet, &resource, Facts { config, devices: listed }, stopped).await
+    };
+    let heed = async {
+        let mut end = std::pin::pin!(first(ends));
+        loop {
+            tokio::select! {
+                () = &mut end => break,
+                Some(()) = hangup.recv() => reload(options.config.as_deref(), &settings),
+            }
+        }
+        let _ = stop.send(true);
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        done = live => done.map_err(|e| e.to_string()),
+        () = heed => Ok(()),
+    }
+}
+
+/// Returns with the first of two signals.
+async fn first([mut one, mut other]: [Signal; 2]) {
+    tokio::select! {
+        _ = one.recv() => {}
+        _ = other.recv() => {}
+    }
+}
+
+/// Reads the configuration again. One that is wrong changes nothing.
+fn reload(path: Option<&Path>, settings: &watch::Sender<Arc<Config>>) {
+    match Config::load(path) {
+        Ok(mut new) => {
+            let registered = settings.borrow().resource.clone();
+            if new.resource != registered {
+                warn!("the resource stays {registered}: the plugin is to be restarted for {}", new.resource);
+                new.resource = registered;
+            }
+            settings.send_replace(Arc::new(new));
+            info!("the configuration was read again");
+        }
+        Err(e) => warn!("the configuration stays as it was: {e}"),
+    }
+}

@@ -1,0 +1,113 @@
+//! The sockets in kubelet's directory, as files: the plugin's own, which is made here, and kubelet's, which comes and goes.
+
+use std::fmt;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use tokio::net::UnixListener;
+
+/// The plugin's socket, by which kubelet calls it back.
+pub const PLUGIN: &str = "nvshare.sock";
+
+/// Where kubelet takes registrations.
+pub const KUBELET: &str = "kubelet.sock";
+
+/// Which file it is: what is made anew under the same name is another one. Numbers of files are used again, so the time
+/// of its last change counts too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    device: u64,
+    inode: u64,
+    changed: (i64, i64),
+}
+
+impl Identity {
+    pub fn of(path: &Path) -> Option<Self> {
+        let metadata = path.symlink_metadata().ok()?;
+        let changed = (metadata.ctime(), metadata.ctime_nsec());
+        Some(Self { device: metadata.dev(), inode: metadata.ino(), changed })
+    }
+
+    /// A bound socket keeps its number for itself, and may have its mode changed.
+    fn is_file(&self, other: &Self) -> bool {
+        (self.device, self.inode) == (other.device, other.inode)
+    }
+}
+
+/// What can be in the way of the plugin's socket.
+#[derive(Debug)]
+pub enum BindError {
+    /// Another process answers on it.
+    Taken(PathBuf),
+    Failed(PathBuf, io::Error),
+}
+
+impl fmt::Display for BindError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Taken(path) => {
+                write!(f, "another process serves {}: one plugin runs on a node, end the other first", path.display())
+            }
+            Self::Failed(path, error) => write!(f, "cannot listen on {}: {error}", path.display()),
+        }
+    }
+}
+
+impl std::error::Error for BindError {}
+
+/// What has become of the plugin's socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    Ours,
+    /// kubelet removes all sockets of plugins when it starts.
+    Gone,
+    /// Somebody else has put one there.
+    Anothers,
+}
+
+/// The plugin's socket. Its file goes away with it.
+#[derive(Debug)]
+pub struct PluginSocket {
+    path: PathBuf,
+    identity: Identity,
+}
+
+impl PluginSocket {
+    /// Makes it, in place of one that nobody listens on any more.
+    pub fn bind(directory: &Path) -> Result<(UnixListener, Self), BindError> {
+        let path = directory.join(PLUGIN);
+        if UnixStream::connect(&path).is_ok() {
+            return Err(BindError::Taken(path));
+        }
+        let bound = match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => UnixListener::bind(&path),
+        };
+        let listener = match bound {
+            Ok(listener) => listener,
+            Err(e) => return Err(BindError::Failed(path, e)),
+        };
+        match Identity::of(&path) {
+            Some(identity) => Ok((listener, Self { path, identity })),
+            None => Err(BindError::Failed(path, io::ErrorKind::NotFound.into())),
+        }
+    }
+
+    pub fn state(&self) -> State {
+        match Identity::of(&self.path) {
+            None => State::Gone,
+            Some(now) if now.is_file(&self.identity) => State::Ours,
+            Some(_) => State::Anothers,
+        }
+    }
+}
+
+impl Drop for PluginSocket {
+    fn drop(&mut self) {
+        if self.state() == State::Ours {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! What makes GPUs unhealthy, and healthy again: the driver's events and answers, and the scheduler's state.
+
+mod support;
+
+use cuda_sim_gpus::trouble::{self, DOUBLE_BIT_ECC, Event, XID};
+use support::kubelet::{Kubelet, Plugin, health};
+use support::{Node, Process};
+
+/// The plugin on a node whose scheduler runs.
+async fn watched(node: &Node) -> (Process, Kubelet, Plugin) {
+    let mut kubelet = Kubelet::start(&node.kubelet_directory());
+    let process = node.plugin();
+    let plugin = kubelet.plugin().await;
+    (process, kubelet, plugin)
+}
+
+fn happens(node: &Node, gpu: usize, kind: u64, data: u64) {
+    trouble::happen(&node.machine(), Event { gpu, kind, data }).expect("it is written");
+}
+
+#[tokio::test]
+async fn an_event_makes_a_gpu_unhealthy_until_the_driver_says_that_it_is_well() {
+    let node = Node::with_gpus(2);
+    let _scheduler = node.scheduler();
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[true, true]).await;
+    process.log.wait("watched by the driver's events");
+    // A program's own fault, then one that is not.
+    happens(&node, 0, XID, 31);
+    happens(&node, 1, XID, 79);
+    plugin.until_healthy(&[true, false]).await;
+    process.log.wait("is unhealthy: the driver reported XID 79");
+    process.log.wait("Xid(31), which is not held against it");
+    let ill = plugin.last.last().expect("a device").id.clone();
+    let refused = plugin.allocate(&[&[&ill]]).await.expect_err("it is unhealthy");
+    assert!(refused.message().contains("is unhealthy: the driver reported XID 79"), "{refused}");
+
+    trouble::advise(&node.machine(), 1, Some(1)).expect("it is written");
+    process.log.wait("is unhealthy: the driver says that it needs a reset");
+    trouble::advise(&node.machine(), 1, Some(0)).expect("it is written");
+    plugin.until_healthy(&[true, true]).await;
+    happens(&node, 0, DOUBLE_BIT_ECC, 0);
+    plugin.until_healthy(&[false, true]).await;
+}
+
+#[tokio::test]
+async fn xids_can_be_ignored() {
+    let node = Node::with_gpus(1);
+    node.configure("[health]\nquery-interval = 1\nignored-xids = [79]\n");
+    let _scheduler = node.scheduler();
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[true]).await;
+    process.log.wait("watched by the driver's events");
+    happens(&node, 0, XID, 79);
+    process.log.wait("Xid(79), which is not held against it");
+    happens(&node, 0, XID, 48);
+    plugin.until_healthy(&[false]).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_lost_is_unhealthy_until_it_answers_again() {
+    let node = Node::with_gpus(2);
+    let _scheduler = node.scheduler();
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[true, true]).await;
+    process.log.wait("watched by the driver's events");
+    let gpus = health(&plugin.last);
+    // The driver gives no advice here, so only the reset ends what the event began.
+    happens(&node, 0, XID, 79);
+    plugin.until_healthy(&[false, true]).await;
+    trouble::lose(&node.machine(), 0, true).expect("it is written");
+    process.log.wait("is unhealthy: NVML cannot reach it");
+    trouble::lose(&node.machine(), 0, false).expect("it is written");
+    plugin.until_healthy(&[true, true]).await;
+    assert_eq!(health(&plugin.last), gpus);
+    // Its events are heard again.
+    happens(&node, 0, XID, 79);
+    plugin.until_healthy(&[false, true]).await;
+}
+
+#[tokio::test]
+async fn without_events_gpus_are_asked() {
+    let node = Node::with_gpus(2).without_events();
+    let _scheduler = node.scheduler();
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[true, true]).await;
+    process.log.wait("the driver has no events: GPUs are asked every 1 s");
+    trouble::advise(&node.machine(), 0, Some(2)).expect("it is written");
+    plugin.until_healthy(&[false, true]).await;
+    process.log.wait("the driver says that it needs a reboot of the node");
+    trouble::advise(&node.machine(), 0, None).expect("it is written");
+    trouble::lose(&node.machine(), 1, true).expect("it is written");
+    plugin.until_healthy(&[true, false]).await;
+}
+
+#[tokio::test]
+async fn a_driver_that_comes_later_is_found() {
+    let node = Node::with_gpus(1);
+    let _scheduler = node.scheduler();
+    trouble::unload(&node.machine(), true).expect("it is written");
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    process.log.wait("NVML cannot be used");
+    // The scheduler found it in time, and its word is enough.
+    plugin.until_healthy(&[true]).await;
+    trouble::unload(&node.machine(), false).expect("it is written");
+    process.log.wait("watched by the driver's events");
+    happens(&node, 0, XID, 79);
+    plugin.until_healthy(&[false]).await;
+    assert_eq!(process.log.count("NVML cannot be used"), 1, "it is said once");
+}
+
+#[tokio::test]
+async fn a_scheduler_that_is_gone_or_hangs_makes_every_gpu_unhealthy() {
+    let node = Node::with_gpus(2);
+    let scheduler = node.scheduler();
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[true, true]).await;
+    let gpus = health(&plugin.last);
+
+    scheduler.kill();
+    plugin.until_healthy(&[false, false]).await;
+    process.log.wait("is unhealthy: the scheduler has not answered for 1 s or more");
+    let scheduler = node.scheduler();
+    plugin.until_healthy(&[true, true]).await;
+
+    scheduler.signal(libc::SIGSTOP);
+    plugin.until_healthy(&[false, false]).await;
+    process.log.wait("gives no answer");
+    scheduler.signal(libc::SIGCONT);
+    plugin.until_healthy(&[true, true]).await;
+    assert_eq!(health(&plugin.last), gpus);
+}
+
+#[tokio::test]
+async fn gpus_of_a_scheduler_that_is_not_there_yet_are_unhealthy() {
+    let node = Node::with_gpus(1);
+    let (_process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[false]).await;
+    let _scheduler = node.scheduler();
+    plugin.until_healthy(&[true]).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_the_scheduler_does_not_list_is_unhealthy() {
+    let node = Node::with_gpus(2);
+    // It started before the driver was there, and so knows no GPU.
+    trouble::unload(&node.machine(), true).expect("it is written");
+    let _scheduler = node.scheduler();
+    trouble::unload(&node.machine(), false).expect("it is written");
+    let (process, _kubelet, mut plugin) = watched(&node).await;
+    plugin.until_healthy(&[false, false]).await;
+    process.log.wait("is unhealthy: the scheduler does not list it");
+}

@@ -1,0 +1,124 @@
+//! The protocol is the published one: each message, field, number and type of ours against a list that was made from
+//! k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto (kubernetes 0619cbbff1ff), and bytes that were written by hand.
+
+use std::collections::BTreeSet;
+
+use nvshare_device_plugin::protocol::{
+    AllocateResponse, CdiDevice, ContainerAllocateResponse, Device, NumaNode, TopologyInfo,
+};
+use prost::Message;
+use prost_types::field_descriptor_proto::{Label, Type};
+use prost_types::{DescriptorProto, FileDescriptorSet};
+
+const PUBLISHED: [&str; 34] = [
+    "DevicePluginOptions.pre_start_required 1 bool",
+    "DevicePluginOptions.get_preferred_allocation_available 2 bool",
+    "RegisterRequest.version 1 string",
+    "RegisterRequest.endpoint 2 string",
+    "RegisterRequest.resource_name 3 string",
+    "RegisterRequest.options 4 DevicePluginOptions",
+    "ListAndWatchResponse.devices 1 repeated Device",
+    "TopologyInfo.nodes 1 repeated NUMANode",
+    "NUMANode.ID 1 int64",
+    "Device.ID 1 string",
+    "Device.health 2 string",
+    "Device.topology 3 TopologyInfo",
+    "PreStartContainerRequest.devices_ids 1 repeated string",
+    "PreferredAllocationRequest.container_requests 1 repeated ContainerPreferredAllocationRequest",
+    "ContainerPreferredAllocationRequest.available_deviceIDs 1 repeated string",
+    "ContainerPreferredAllocationRequest.must_include_deviceIDs 2 repeated string",
+    "ContainerPreferredAllocationRequest.allocation_size 3 int32",
+    "PreferredAllocationResponse.container_responses 1 repeated ContainerPreferredAllocationResponse",
+    "ContainerPreferredAllocationResponse.deviceIDs 1 repeated string",
+    "AllocateRequest.container_requests 1 repeated ContainerAllocateRequest",
+    "ContainerAllocateRequest.devices_ids 1 repeated string",
+    "CDIDevice.name 1 string",
+    "AllocateResponse.container_responses 1 repeated ContainerAllocateResponse",
+    "ContainerAllocateResponse.envs 1 map",
+    "ContainerAllocateResponse.mounts 2 repeated Mount",
+    "ContainerAllocateResponse.devices 3 repeated DeviceSpec",
+    "ContainerAllocateResponse.annotations 4 map",
+    "ContainerAllocateResponse.cdi_devices 5 repeated CDIDevice",
+    "Mount.container_path 1 string",
+    "Mount.host_path 2 string",
+    "Mount.read_only 3 bool",
+    "DeviceSpec.container_path 1 string",
+    "DeviceSpec.host_path 2 string",
+    "DeviceSpec.permissions 3 string",
+];
+
+const MESSAGES_WITHOUT_FIELDS: [&str; 2] = ["Empty", "PreStartContainerResponse"];
+
+const METHODS: [&str; 6] = [
+    "Registration.Register RegisterRequest Empty",
+    "DevicePlugin.GetDevicePluginOptions Empty DevicePluginOptions",
+    "DevicePlugin.ListAndWatch Empty stream ListAndWatchResponse",
+    "DevicePlugin.GetPreferredAllocation PreferredAllocationRequest PreferredAllocationResponse",
+    "DevicePlugin.Allocate AllocateRequest AllocateResponse",
+    "DevicePlugin.PreStartContainer PreStartContainerRequest PreStartContainerResponse",
+];
+
+fn ours() -> FileDescriptorSet {
+    let compiled = include_bytes!(concat!(env!("OUT_DIR"), "/deviceplugin.bin"));
+    FileDescriptorSet::decode(&compiled[..]).expect("a description")
+}
+
+fn short(name: &str) -> &str {
+    name.rsplit('.').next().unwrap_or(name)
+}
+
+fn fields(message: &DescriptorProto) -> Vec<String> {
+    let is_map = |name: &str| {
+        let inner = message.nested_type.iter().find(|inner| inner.name() == short(name));
+        inner.is_some_and(|inner| inner.options.as_ref().is_some_and(|options| options.map_entry()))
+    };
+    let text = |field: &prost_types::FieldDescriptorProto| {
+        let kind = match field.r#type() {
+            Type::Message if is_map(field.type_name()) => "map".to_owned(),
+            Type::Message => short(field.type_name()).to_owned(),
+            other => other.as_str_name().trim_start_matches("TYPE_").to_lowercase(),
+        };
+        let many = if field.label() == Label::Repeated && kind != "map" { "repeated " } else { "" };
+        format!("{}.{} {} {many}{kind}", message.name(), field.name(), field.number())
+    };
+    message.field.iter().map(text).collect()
+}
+
+#[test]
+fn every_message_is_as_published() {
+    let [file] = &ours().file[..] else { panic!("one file") };
+    assert_eq!((file.package(), file.syntax()), ("v1beta1", "proto3"));
+    let all: BTreeSet<String> = file.message_type.iter().flat_map(fields).collect();
+    assert_eq!(all, PUBLISHED.map(str::to_owned).into());
+    let empty: BTreeSet<&str> =
+        file.message_type.iter().filter(|message| message.field.is_empty()).map(|message| message.name()).collect();
+    assert_eq!(empty, MESSAGES_WITHOUT_FIELDS.into());
+}
+
+#[test]
+fn every_method_is_as_published() {
+    let [file] = &ours().file[..] else { panic!("one file") };
+    let methods = file.service.iter().flat_map(|service| {
+        service.method.iter().map(|method| {
+            assert!(!method.client_streaming());
+            let stream = if method.server_streaming() { "stream " } else { "" };
+            let (takes, gives) = (short(method.input_type()), short(method.output_type()));
+            format!("{}.{} {takes} {stream}{gives}", service.name(), method.name())
+        })
+    });
+    assert_eq!(methods.collect::<BTreeSet<_>>(), METHODS.map(str::to_owned).into());
+}
+
+#[test]
+fn messages_are_these_bytes() {
+    let device =
+        Device { id: "a".into(), health: "b".into(), topology: Some(TopologyInfo { nodes: vec![NumaNode { id: 1 }] }) };
+    assert_eq!(device.encode_to_vec(), b"\x0a\x01a\x12\x01b\x1a\x04\x0a\x02\x08\x01");
+    let container = ContainerAllocateResponse {
+        envs: [("k".into(), "v".into())].into(),
+        cdi_devices: vec![CdiDevice { name: "n".into() }],
+        ..Default::default()
+    };
+    let answer = AllocateResponse { container_responses: vec![container] };
+    assert_eq!(answer.encode_to_vec(), b"\x0a\x0d\x0a\x06\x0a\x01k\x12\x01v\x2a\x03\x0a\x01n");
+}
