@@ -13,6 +13,7 @@
 //! - `host`: the host's memory.
 //! - `gpus`: NVML, with `overhead` for what it measures, and `traffic` for what moves, of which `uvm` knows some.
 //! - `bus`: the D-Bus object, in a thread of its own.
+//! - `metrics`: metrics for monitoring, in a thread of its own, where somebody has asked for them.
 //! - `status`: what `systemctl status` shows.
 //! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace; `journal` and `messages` are the log
 //!   as the journal has it.
@@ -33,6 +34,7 @@ mod journal;
 mod lock;
 pub mod log;
 mod messages;
+mod metrics;
 mod outbox;
 mod overhead;
 mod peer;
@@ -149,7 +151,7 @@ fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result
     if let Err(e) = socket::raise_descriptor_limit() {
         warn!("cannot raise the limit of file descriptors: {e}");
     }
-    let sockets = Sockets::open(&options)?;
+    let sockets = Sockets::open(&options, &config)?;
     drop_capabilities().map_err(|e| StartError::new(format!("cannot be sure to have no privilege: {e}")))?;
     // From here on there are other threads, which have no more than this one.
     log.begin();
@@ -169,6 +171,7 @@ fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result
 struct Sockets {
     clients: OwnedFd,
     control: Option<OwnedFd>,
+    metrics: Vec<OwnedFd>,
     clients_path: PathBuf,
     kept: Vec<Kept>,
     unknown: Vec<String>,
@@ -178,7 +181,7 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn open(options: &Options) -> Result<Self, StartError> {
+    fn open(options: &Options, config: &Config) -> Result<Self, StartError> {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut bound = Vec::new();
         let clients_path = options.socket.clone().unwrap_or_else(|| CLIENTS_SOCKET.into());
@@ -210,8 +213,13 @@ impl Sockets {
                 }
             }
         };
+        let mut metrics = given.metrics;
+        if let Some((socket, ours)) = metrics::listen::bind(&config.metrics).map_err(StartError::new)? {
+            metrics.push(socket);
+            bound.extend(ours);
+        }
         let (kept, unknown) = (given.kept, given.unknown);
-        Ok(Self { clients, control, clients_path, kept, unknown, in_lasting_directory, _bound: bound })
+        Ok(Self { clients, control, metrics, clients_path, kept, unknown, in_lasting_directory, _bound: bound })
     }
 }
 
@@ -247,8 +255,16 @@ async fn serve(
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hang_up = signal(SignalKind::hangup())?;
-    let Sockets { clients, control: control_socket, clients_path, kept, unknown, in_lasting_directory, _bound } =
-        sockets;
+    let Sockets {
+        clients,
+        control: control_socket,
+        metrics,
+        clients_path,
+        kept,
+        unknown,
+        in_lasting_directory,
+        _bound,
+    } = sockets;
     unknown.iter().for_each(|name| systemd::forget(name));
     let (settings, watching) = watch::channel(config.settings.clone());
     let hub = Rc::new(RefCell::new(Hub::new(config, trace, settings)?));
@@ -280,6 +296,8 @@ async fn serve(
     let followed = bus::Followed { settings: watching, holders: following, thrashing: hub.borrow().follow_thrashing() };
     let (bus, attempted) = BusServer::start(bus, control_socket, request, followed)?;
     spawn_local(follow(hub.clone(), holders));
+    let (question, mut questions) = mpsc::unbounded_channel();
+    metrics::start(metrics, question)?;
 
     let (done, mut resumed) = watch::channel(false);
     let shared = Rc::new(clients::Shared::new(resumed.clone()));
@@ -325,6 +343,7 @@ async fn serve(
                 systemd::watchdog();
             }
             Some(report) = reports.recv() => hub.borrow_mut().heard(report),
+            Some(reply) = questions.recv() => drop(reply.send(hub.borrow().snapshot())),
             Some(request) = requests.recv() => control.answer(&hub, &shared, request),
             _ = hang_up.recv() => {
                 let _ = control.reload(&hub);

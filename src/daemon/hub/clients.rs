@@ -207,7 +207,8 @@ impl Hub {
                 self.trace(now, client, Some(gpu), "attach", None);
                 self.apply(event);
             }
-            Meaning::Memory { gpu, mut report, device_free, host } => {
+            Meaning::Memory { gpu, mut report, device_free, host, counts } => {
+                self.counts.said(client, gpu, counts);
                 if let Some(usage) = self.usage(client, gpu) {
                     usage.host = host;
                 }
