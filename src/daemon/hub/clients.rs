@@ -237,6 +237,14 @@ impl Hub {
         Ok(())
     }
 
+    /// What a client said before it was gone: what it had counted by then.
+    pub fn hear_last(&mut self, client: ClientId, packet: &[u8]) {
+        let meaning = self.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
+        if let Some(Ok(Meaning::Memory { gpu, counts, .. })) = meaning {
+            self.counts.said(client, gpu, counts);
+        }
+    }
+
     /// Tells the machine what a client has on a GPU: what it reported, and what counts with it besides.
     pub(super) fn report(&mut self, client: ClientId, gpu: GpuId) {
         let extra = self.shared.extra(client, gpu);
