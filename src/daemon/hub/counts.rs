@@ -76,6 +76,11 @@ impl Counts {
         self.add(client, gpu, &Counted { grants: 1, hand_overs, wait_time: waited, ..Counted::default() });
     }
 
+    /// It has had the lock since an earlier daemon's time.
+    fn holds(&mut self, client: ClientId, gpu: GpuId) {
+        self.gpus.entry(gpu).or_default().last = Some(client);
+    }
+
     /// The seat is about to be no more.
     fn seat_ends(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
         let count = self.client(client, gpu);
@@ -105,6 +110,7 @@ impl Hub {
         match event {
             Event::Attached { client, gpu, .. } => drop(self.counts.client(*client, *gpu)),
             Event::Detached { client, gpu } => self.count_seat(*client, *gpu, now),
+            Event::Held { client, gpus } => gpus.iter().for_each(|gpu| self.counts.holds(*client, *gpu)),
             Event::Disconnected { client } => {
                 let gpus: GpuSet = self.counts.clients.get(client).into_iter().flatten().map(|(gpu, _)| *gpu).collect();
                 gpus.into_iter().for_each(|gpu| self.count_seat(*client, gpu, now));
@@ -178,6 +184,11 @@ mod tests {
         let Counted { grants, hand_overs, .. } = counts.gpu(GPU).counted;
         assert_eq!((grants, hand_overs), (5, 2));
         assert_eq!(counts.client(ONE, GPU).counted.hand_overs, 1);
+        // Also where the one before had it from an earlier daemon.
+        let mut counts = Counts::default();
+        counts.holds(ONE, GPU);
+        counts.granted(OTHER, GPU, &turns(1, 0, 0));
+        assert_eq!(counts.gpu(GPU).counted.hand_overs, 1);
     }
 
     #[test]
