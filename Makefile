@@ -91,7 +91,7 @@ check-system: programs
 bench:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
-	$(CARGO) bench --locked --bench handover --bench guest --bench exchange
+	$(CARGO) bench --locked --bench handover --bench metrics --bench guest --bench exchange
 
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:
