@@ -91,7 +91,7 @@ check-system: programs
 bench:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
-	$(CARGO) bench --locked --bench handover --bench guest --bench exchange
+	$(CARGO) bench --locked --bench handover --bench metrics --bench guest --bench exchange
 
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:
@@ -119,7 +119,7 @@ install:
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/polkit-1/actions dbus/org.nvshare.Scheduler1.policy
 	for page in man/*.[0-9]; do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
-	for name in nvshare-scheduler nvshare.socket nvshare-control.socket; do \
+	for name in nvshare-scheduler nvshare.socket nvshare-control.socket nvshare-metrics.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done
 
 # Cargo's own folders are named, because the build gets a home of its own. -d: cargo is seldom Debian's.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use cuda_sim_gpus::{Account, Config};
 use daemon_support::*;
 use nvshare_wire::client::{Engine, EngineReason, GpuKind};
-use nvshare_wire::{ClientMessage, SchedulerMessage, Text, Uuid};
+use nvshare_wire::{ClientMessage, Counts, SchedulerMessage, Text, Uuid};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -45,6 +45,7 @@ fn report(ack: u32, mapped: u64) -> ClientMessage {
         device_free: u64::MAX,
         limit_ack: 1,
         host: DEMAND - mapped,
+        counts: Counts::default(),
     }
 }
 

@@ -14,6 +14,7 @@ use cgroup_support::*;
 use cuda_sim_gpus::{Config, limits};
 use daemon_support::*;
 use nvshare_wire::client::{Engine, EngineReason, GpuKind};
+use nvshare_wire::counts::Counts;
 use nvshare_wire::{ClientMessage, SchedulerMessage, Text, Uuid, version};
 
 const MIB: u64 = 1 << 20;
@@ -140,6 +141,7 @@ fn report(client: &Client, bytes: u64) {
         device_free: u64::MAX,
         limit_ack: u32::MAX,
         host: 0,
+        counts: Counts::default(),
     });
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use daemon_support::*;
 use nvshare_wire::client::Sharing;
-use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage, Secret, version};
+use nvshare_wire::{ClientMessage, Counts, MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage, Secret, version};
 
 const KEY: Secret = Secret([3; 16]);
 const SECRET: Secret = Secret([4; 16]);
@@ -261,6 +261,7 @@ fn bytes_that_an_exporter_leaves_are_counted_at_once_and_once() {
         device_free: u64::MAX,
         limit_ack: 0,
         host: 0,
+        counts: Counts::default(),
     };
     exporter.send(pinned_report(2 * CHUNK));
     importer.send(pinned_report(0));

@@ -52,7 +52,7 @@ fn the_journal_takes_the_catalog() {
 fn sockets_are_in_directories_that_outlive_the_service() {
     let read = |name: &str| std::fs::read_to_string(installed(name)).expect("a file");
     let made = read("nvshare.tmpfiles");
-    for socket in ["nvshare.socket", "nvshare-control.socket"] {
+    for socket in ["nvshare.socket", "nvshare-control.socket", "nvshare-metrics.socket"] {
         let text = read(socket);
         let path = text.lines().find_map(|line| line.strip_prefix("Listen")?.split_once('=')).expect("a socket").1;
         let directory = Path::new(path).parent().expect("a directory").display().to_string();

@@ -472,6 +472,7 @@ impl Gpu {
                 device_free,
                 limit_ack: account.limit_seq,
                 host: account.swapped + account.spare,
+                counts: account.counts,
             });
         self.unreported.store(!sent, Ordering::SeqCst);
     }
@@ -498,6 +499,16 @@ impl Gpu {
         let mut guard = space.lock();
         let before = guard.account;
         guard.account.pinned = change(before.pinned);
+        let after = guard.account;
+        self.account_changed(&before, &after);
+    }
+
+    /// An allocation here fails since there is to be no memory for it.
+    pub fn count_refusal(&self) {
+        let Some(space) = self.space() else { return };
+        let mut guard = space.lock();
+        let before = guard.account;
+        guard.account.counts.refused += 1;
         let after = guard.account;
         self.account_changed(&before, &after);
     }

@@ -27,6 +27,8 @@ use crate::scheduler::ClientId;
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// How many packets of one client are read before others have their turn.
 const BURST: usize = 16;
+/// How many packets of one that has ended are read: more than a socket holds.
+const MOST_LAST_WORDS: usize = 1024;
 /// Connections beyond the limit of a user are still accepted, to be refused in words, but only so many at a time.
 const REFUSALS_AT_ONCE: u32 = 32;
 /// How long to wait before accepting again when that failed for a reason which waiting may cure.
@@ -297,6 +299,9 @@ pub async fn converse(
         () = async { link.flush().await; std::future::pending().await } => End::HungUp,
         () = died(pidfd) => End::Died,
     };
+    if !matches!(end, End::Broke(_)) {
+        last_words(hub, client, link);
+    }
     let why = match end {
         End::HungUp => "disconnected",
         End::Died => "has ended",
@@ -307,6 +312,18 @@ pub async fn converse(
     };
     hub.borrow_mut().disconnect(client, why);
     link.close();
+}
+
+/// A process that ends may have said something that nobody has read: its end can be seen first.
+fn last_words(hub: &RefCell<Hub>, client: ClientId, link: &Link) {
+    let mut buffer = [0; MAX_LEN];
+    // Somebody else who has the socket can say things for ever.
+    for _ in 0..MOST_LAST_WORDS {
+        let Ok(length @ 1..) = socket::receive(link.socket.get_ref().as_fd(), &mut buffer, &mut Vec::new()) else {
+            return;
+        };
+        hub.borrow_mut().hear_last(client, buffer.get(..length).unwrap_or_default());
+    }
 }
 
 /// How a connection ends.

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use toml::Spanned;
 
 use super::host::SwapMax;
+use super::metrics::listen::{self, Listen};
 use super::rules::{self, Origin, RawRule, Rule, Rules};
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 use crate::units;
@@ -40,6 +41,8 @@ pub struct Config {
     pub swap_max: SwapMax,
     /// Whether the driver is to bound what rules bound.
     pub driver_limits: bool,
+    /// Where metrics are served, beside what systemd passes.
+    pub metrics: Listen,
     /// What programs may have, by where they belong.
     pub rules: Rules,
 }
@@ -66,6 +69,7 @@ impl Default for Config {
             swap_max: SwapMax::Percent(80),
             // It takes a privilege.
             driver_limits: false,
+            metrics: Listen::Nowhere,
             rules: Rules::default(),
         }
     }
@@ -161,6 +165,7 @@ impl Config {
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
             driver_limits: all.memory.driver_limits.unwrap_or(default.driver_limits),
+            metrics: all.metrics.listen.unwrap_or(default.metrics),
             rules,
         })
     }
@@ -284,6 +289,8 @@ struct File {
     #[serde(default)]
     swap: SwapSection,
     #[serde(default)]
+    metrics: listen::Section,
+    #[serde(default)]
     rule: Vec<Spanned<RawRule>>,
 }
 
@@ -306,6 +313,7 @@ impl File {
                 driver_limits: self.memory.driver_limits.or(before.memory.driver_limits),
             },
             swap: SwapSection { max: self.swap.max.or(before.swap.max) },
+            metrics: listen::Section { listen: self.metrics.listen.or(before.metrics.listen) },
             rule: Vec::new(),
         }
     }
@@ -528,7 +536,8 @@ mod tests {
     fn every_setting_is_read() {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
-                    [memory]\nreserve = \"1G\"\ncontext = 1048576\ndriver-limits = true\n[swap]\nmax = \"64G\"\n";
+                    [memory]\nreserve = \"1G\"\ncontext = 1048576\ndriver-limits = true\n[swap]\nmax = \"64G\"\n\
+                    [metrics]\nlisten = \"/run/m.sock\"\n";
         let expected = Config {
             settings: Settings {
                 time_quantum: Duration::from_secs(120),
@@ -545,6 +554,7 @@ mod tests {
             keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
             driver_limits: true,
+            metrics: Listen::Path("/run/m.sock".into()),
             rules: Rules::default(),
         };
         assert_eq!(Config::parse(text, Path::new("x")), Ok(expected));
@@ -626,6 +636,10 @@ mod tests {
                 "[swap]\nmax = \"all\"",
                 "nvshare.toml:2:7: swap.max: \"all\" is not allowed: write \"80%\", a size like \"64G\", or \"none\"",
             ),
+            (
+                "[metrics]\nlisten = \"9810\"",
+                "nvshare.toml:2:10: metrics.listen cannot be \"9810\": the path of a socket, like \"/run/nvshare-metrics/metrics.sock\", an address with a port, like \"127.0.0.1:9810\" or \"[::1]:9810\", or nothing at all is allowed",
+            ),
             ("max-clients-per-user = 0", "nvshare.toml:1:24: max-clients-per-user cannot be 0: 1 to 65535 are allowed"),
             (
                 "log-level = \"loud\"",
@@ -633,7 +647,7 @@ mod tests {
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `rule`",
             ),
         ];
         for (text, expected) in cases {

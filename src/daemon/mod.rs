@@ -16,6 +16,7 @@
 //! - `gpus`: NVML, with `overhead` for what it measures, and `traffic` for what moves, of which `uvm` knows some.
 //! - `driver_limits`: what the driver itself is to bound, and `privileges`: what that takes.
 //! - `bus`: the D-Bus object, in a thread of its own.
+//! - `metrics`: metrics for monitoring, in a thread of its own, where somebody has asked for them.
 //! - `status`: what `systemctl status` shows.
 //! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace; `journal` and `messages` are the log
 //!   as the journal has it.
@@ -37,6 +38,7 @@ mod journal;
 mod lock;
 pub mod log;
 mod messages;
+mod metrics;
 mod node;
 mod outbox;
 mod overhead;
@@ -168,7 +170,7 @@ fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result
     if options.in_pod {
         node::sees_the_host().map_err(StartError::new)?;
     }
-    let sockets = Sockets::open(&options)?;
+    let sockets = Sockets::open(&options, &config)?;
     let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
     let sets_limits = config.driver_limits || driver_limits::are_left(state.as_deref());
     let unsure = |e| StartError::new(format!("cannot be sure to have no privilege: {e}"));
@@ -194,6 +196,7 @@ fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result
 struct Sockets {
     clients: OwnedFd,
     control: Option<OwnedFd>,
+    metrics: Vec<OwnedFd>,
     clients_path: PathBuf,
     kept: Vec<Kept>,
     unknown: Vec<String>,
@@ -203,7 +206,7 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn open(options: &Options) -> Result<Self, StartError> {
+    fn open(options: &Options, config: &Config) -> Result<Self, StartError> {
         let given = systemd::activated().map_err(StartError::new)?;
         let mut bound = Vec::new();
         let clients_path = options.socket.clone().unwrap_or_else(|| CLIENTS_SOCKET.into());
@@ -235,8 +238,13 @@ impl Sockets {
                 }
             }
         };
+        let mut metrics = given.metrics;
+        if let Some((socket, ours)) = metrics::listen::bind(&config.metrics).map_err(StartError::new)? {
+            metrics.push(socket);
+            bound.extend(ours);
+        }
         let (kept, unknown) = (given.kept, given.unknown);
-        Ok(Self { clients, control, clients_path, kept, unknown, in_lasting_directory, _bound: bound })
+        Ok(Self { clients, control, metrics, clients_path, kept, unknown, in_lasting_directory, _bound: bound })
     }
 }
 
@@ -259,8 +267,16 @@ async fn serve(
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hang_up = signal(SignalKind::hangup())?;
-    let Sockets { clients, control: control_socket, clients_path, kept, unknown, in_lasting_directory, _bound } =
-        sockets;
+    let Sockets {
+        clients,
+        control: control_socket,
+        metrics,
+        clients_path,
+        kept,
+        unknown,
+        in_lasting_directory,
+        _bound,
+    } = sockets;
     unknown.iter().for_each(|name| systemd::forget(name));
     let (settings, watching) = watch::channel(config.settings.clone());
     let hub = Rc::new(RefCell::new(Hub::new(config, trace, settings)?));
@@ -292,6 +308,8 @@ async fn serve(
     let followed = bus::Followed { settings: watching, holders: following, thrashing: hub.borrow().follow_thrashing() };
     let (bus, attempted) = BusServer::start(bus, control_socket, request, followed)?;
     spawn_local(follow(hub.clone(), holders));
+    let (question, mut questions) = mpsc::unbounded_channel();
+    metrics::start(metrics, question)?;
 
     let (done, mut resumed) = watch::channel(false);
     let shared = Rc::new(clients::Shared::new(resumed.clone()));
@@ -338,6 +356,7 @@ async fn serve(
                 systemd::watchdog();
             }
             Some(report) = reports.recv() => hub.borrow_mut().heard(report),
+            Some(reply) = questions.recv() => drop(reply.send(hub.borrow().snapshot())),
             Some(request) = requests.recv() => control.answer(&hub, &shared, request),
             _ = hang_up.recv() => {
                 let _ = control.reload(&hub);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nvshare_wire::choice::Chooser;
 use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::own::{self, OwnTerm};
-use nvshare_wire::{ClientMessage, MAX_SLOTS, SlotSet, WireError};
+use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
 
@@ -89,6 +89,7 @@ pub enum Meaning {
         device_free: Option<u64>,
         /// Bytes of host memory that it holds.
         host: u64,
+        counts: Counts,
     },
     /// Asks which GPUs it is to see.
     Place(Ask),
@@ -160,7 +161,18 @@ impl Session {
                 }
                 Meaning::Event(Event::Detached { client, gpu })
             }
-            ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host } => {
+            ClientMessage::Memory {
+                slot,
+                ack,
+                demand,
+                mapped,
+                swapped,
+                pinned,
+                device_free,
+                limit_ack,
+                host,
+                counts,
+            } => {
                 let gpu = self.gpu(slot)?;
                 for (field, bytes) in
                     [("demand", demand), ("mapped", mapped), ("swapped", swapped), ("pinned", pinned), ("host", host)]
@@ -173,7 +185,8 @@ impl Session {
                 let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
                 // An older library says only what has contents.
                 let host = host.max(swapped);
-                Meaning::Memory { gpu, report, device_free: (device_free != u64::MAX).then_some(device_free), host }
+                let device_free = (device_free != u64::MAX).then_some(device_free);
+                Meaning::Memory { gpu, report, device_free, host, counts }
             }
             ClientMessage::Wish { slot, bytes } => {
                 Meaning::Event(Event::Wished { client, gpu: self.gpu(slot)?, bytes })

@@ -21,13 +21,15 @@ pub enum Kind {
     Packets,
     /// A stream: the control socket, for D-Bus.
     Stream,
+    /// A stream as well, which may be one of TCP.
+    Metrics,
 }
 
 impl Kind {
     fn raw(self) -> libc::c_int {
         match self {
             Self::Packets => libc::SOCK_SEQPACKET,
-            Self::Stream => libc::SOCK_STREAM,
+            Self::Stream | Self::Metrics => libc::SOCK_STREAM,
         }
     }
 }
@@ -246,7 +248,17 @@ pub fn hang_up(socket: BorrowedFd<'_>) {
 pub fn is_listening(socket: BorrowedFd<'_>, kind: Kind) -> bool {
     option::<libc::c_int>(socket, libc::SO_ACCEPTCONN).is_ok_and(|listens| listens == 1)
         && option::<libc::c_int>(socket, libc::SO_TYPE).is_ok_and(|raw| raw == kind.raw())
-        && option::<libc::c_int>(socket, libc::SO_DOMAIN).is_ok_and(|domain| domain == libc::AF_UNIX)
+        && (is_local(socket) || (kind == Kind::Metrics && is_of_network(socket)))
+}
+
+/// Whether it is a socket of this host alone.
+pub fn is_local(socket: BorrowedFd<'_>) -> bool {
+    option::<libc::c_int>(socket, libc::SO_DOMAIN).is_ok_and(|domain| domain == libc::AF_UNIX)
+}
+
+fn is_of_network(socket: BorrowedFd<'_>) -> bool {
+    let domain = option::<libc::c_int>(socket, libc::SO_DOMAIN);
+    domain.is_ok_and(|domain| [libc::AF_INET, libc::AF_INET6].contains(&domain))
 }
 
 /// Makes a descriptor that somebody gave us non-blocking and close-on-exec.

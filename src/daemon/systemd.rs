@@ -19,6 +19,7 @@ use super::socket::{self, Kind};
 /// The names of the descriptors in `nvshare.socket` (`FileDescriptorName=`).
 const CLIENTS: &str = "clients";
 const CONTROL: &str = "control";
+const METRICS: &str = "metrics";
 
 /// How long a daemon that ends waits for systemd to read what it was told.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
@@ -28,6 +29,8 @@ const STOP_PATIENCE: Duration = Duration::from_millis(300);
 pub struct Activated {
     pub clients: Option<OwnedFd>,
     pub control: Option<OwnedFd>,
+    /// Any number of them: a unit can listen in several places.
+    pub metrics: Vec<OwnedFd>,
     /// Connections of the daemon before.
     pub kept: Vec<Kept>,
     /// Names of descriptors that nobody needs.
@@ -48,9 +51,10 @@ pub fn activated() -> Result<Activated, String> {
             }
             continue;
         }
-        let (place, kind) = match name.as_str() {
-            CLIENTS => (&mut sockets.clients, Kind::Packets),
-            CONTROL => (&mut sockets.control, Kind::Stream),
+        let kind = match name.as_str() {
+            CLIENTS => Kind::Packets,
+            CONTROL => Kind::Stream,
+            METRICS => Kind::Metrics,
             _ => {
                 warn!("systemd passed a descriptor named {name:?}, of which this version knows nothing");
                 sockets.unknown.push(name);
@@ -63,7 +67,11 @@ pub fn activated() -> Result<Activated, String> {
             ));
         }
         socket::prepare(fd.as_fd()).map_err(|e| format!("cannot use the socket {name:?} that systemd passed: {e}"))?;
-        *place = Some(fd);
+        match kind {
+            Kind::Packets => sockets.clients = Some(fd),
+            Kind::Stream => sockets.control = Some(fd),
+            Kind::Metrics => sockets.metrics.push(fd),
+        }
     }
     Ok(sockets)
 }

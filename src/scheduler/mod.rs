@@ -67,4 +67,4 @@ mod wishes;
 
 pub use api::*;
 pub use machine::Machine;
-pub use view::{ClientView, GpuView, HolderView, LockState, SeatView, WaiterView};
+pub use view::{ClientView, GpuView, HolderView, LockState, SeatView, Turns, WaiterView};

@@ -89,6 +89,18 @@ pub struct SeatView {
     pub wait_time: Duration,
 }
 
+/// How a client has fared with the lock of one GPU, for as long as it has been attached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Turns {
+    pub grants: u64,
+    /// The present turn included.
+    pub lock_time: Duration,
+    /// Of waits that ended with a grant.
+    pub wait_time: Duration,
+    /// For how long it has been waiting, if it is.
+    pub waits: Duration,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockState {
     Idle,
@@ -198,6 +210,27 @@ impl Machine {
             stopped: client.stopped,
             seats: seats.collect(),
         })
+    }
+
+    /// At a time that is not before the newest event's.
+    pub fn turns(&self, id: ClientId, gpu: GpuId, now: Time) -> Option<Turns> {
+        let client = self.clients.get(&id)?;
+        let seat = client.seats.get(&gpu)?;
+        let request = client.waiting.and_then(|unit| self.requests.get(&unit));
+        let request = request.filter(|r| r.wants.get(&id).is_some_and(|gpus| gpus.contains(&gpu)));
+        let since = request.and_then(|r| r.since.get(&id));
+        let until_now = |since: Time| now.saturating_sub(since);
+        Some(Turns {
+            grants: seat.grants,
+            lock_time: seat.lock_time + seat.hold.as_ref().map_or(Duration::ZERO, |hold| until_now(hold.since)),
+            wait_time: seat.wait_time,
+            waits: since.map_or(Duration::ZERO, |since| until_now(*since)),
+        })
+    }
+
+    /// Whether anybody has the lock of a GPU.
+    pub fn is_held(&self, gpu: GpuId) -> bool {
+        self.gpus.get(&gpu).is_some_and(|gpu| !gpu.holders.is_empty())
     }
 
     fn state(&self, client: ClientId, id: GpuId) -> LockState {

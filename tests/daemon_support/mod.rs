@@ -16,7 +16,7 @@ pub mod manager;
 
 use manager::Manager;
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid};
+use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Text, Uuid};
 
 /// Long enough for a loaded machine; nothing waits this long unless it fails.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -408,8 +408,8 @@ pub fn attach(slot: u32, uuid: Uuid) -> ClientMessage {
 }
 
 pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
-    let (device_free, limit_ack, host) = (u64::MAX, 0, 0);
-    ClientMessage::Memory { slot, ack: 0, demand, mapped, swapped: 0, pinned: 0, device_free, limit_ack, host }
+    let (device_free, limit_ack, host, counts) = (u64::MAX, 0, 0, Counts::default());
+    ClientMessage::Memory { slot, ack: 0, demand, mapped, swapped: 0, pinned: 0, device_free, limit_ack, host, counts }
 }
 
 pub fn release() -> ClientMessage {

@@ -3,6 +3,7 @@
 use crate::{
     Secret, SlotSet, Text, Uuid,
     choice::{Chooser, PART},
+    counts::Counts,
     message::{byte_enum, messages},
     own::OwnTerm,
 };
@@ -61,6 +62,7 @@ messages! {
             (since 2) limit_ack: u32,
             /// Bytes of host memory that this client holds for contents of that GPU, whether anything is in them or not.
             (since 2) host: u64,
+            (since 5) counts: Counts,
         },
 
         /// Wants the lock of all GPUs in the set, at once or not at all. Replaces a request that still waits.

@@ -2,7 +2,8 @@
 //!
 //! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
 //! little-endian. [`client`] has what a client says, [`scheduler`] what the scheduler says, [`version`] how the
-//! two agree on a protocol version, [`choice`] who chooses a program's GPUs, [`own`] what its environment allows it, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
+//! two agree on a protocol version, [`choice`] who chooses a program's GPUs, [`own`] what its environment allows it, [`counts`] what it
+//! counts, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
 //!
 //! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's
 //! processes.
@@ -41,6 +42,7 @@
 pub mod choice;
 pub mod client;
 pub mod codec;
+pub mod counts;
 pub mod error;
 pub mod header;
 mod message;
@@ -50,6 +52,7 @@ pub mod version;
 
 pub use client::ClientMessage;
 pub use codec::{Secret, Text, Uuid};
+pub use counts::Counts;
 pub use error::WireError;
 pub use header::{HEADER_LEN, MAX_LEN};
 pub use scheduler::SchedulerMessage;

@@ -7,7 +7,7 @@
 /// The oldest version this build speaks.
 pub const MIN: u16 = 1;
 /// The newest version this build speaks.
-pub const MAX: u16 = 4;
+pub const MAX: u16 = 5;
 /// The version from which on limits are promises: numbered, acknowledged, and raised or refused when asked for.
 pub const PROMISES: u16 = 2;
 /// The version from which on programs share memory through the scheduler.
@@ -27,6 +27,8 @@ pub const OWN: u16 = 4;
 
 /// The version from which on a client hears what a rule allows it of a GPU that it does not use yet.
 pub const FORETOLD: u16 = 4;
+/// The version from which on a client says what it has counted.
+pub const COUNTING: u16 = 5;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

@@ -2,7 +2,7 @@
 //! exactly as it was. Run with `NVSHARE_WRITE_CORPUS=1` to write the message of each kind that the corpus begins with.
 
 use nvshare_wire::{
-    ClientMessage, SchedulerMessage, Secret, Text, Uuid,
+    ClientMessage, Counts, SchedulerMessage, Secret, Text, Uuid,
     choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
     own::OwnTerm,
@@ -75,6 +75,7 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
                 device_free: u64::MAX,
                 limit_ack: 0,
                 host: 0,
+                counts: Counts::default(),
             },
         ),
         (
@@ -90,6 +91,23 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
                 device_free: 1 << 30,
                 limit_ack: 4,
                 host: 3 << 30,
+                counts: Counts::default(),
+            },
+        ),
+        (
+            "memory-5",
+            5,
+            Memory {
+                slot,
+                ack: 3,
+                demand: 8 << 30,
+                mapped: 6 << 30,
+                swapped: 2 << 30,
+                pinned: 2 << 20,
+                device_free: 1 << 30,
+                limit_ack: 4,
+                host: 3 << 30,
+                counts: Counts { swapped_out: 5 << 30, swapped_in: 3 << 30, unmoved: 7 << 20, refused: 2 },
             },
         ),
         ("request", 1, Request { gpus }),

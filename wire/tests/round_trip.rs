@@ -1,7 +1,7 @@
 //! Every message survives a round trip, and no bytes make the decoder do anything but return.
 
 use nvshare_wire::{
-    ClientMessage, HEADER_LEN, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, WireError,
+    ClientMessage, Counts, HEADER_LEN, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, WireError,
     choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
     own::OwnTerm,
@@ -57,8 +57,11 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
             }
         ),
         any::<u32>().prop_map(|slot| Detach { slot }),
-        any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>().prop_map(
-            |(slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host)| Memory {
+        (any::<(u32, u32, u64, u64, u64, u64, u64, u32, u64)>(), any::<[u64; 4]>()).prop_map(
+            |(
+                (slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host),
+                [out, back, unmoved, refused],
+            )| Memory {
                 slot,
                 ack,
                 demand,
@@ -67,7 +70,8 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
                 pinned,
                 device_free,
                 limit_ack,
-                host
+                host,
+                counts: Counts { swapped_out: out, swapped_in: back, unmoved, refused },
             }
         ),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| Wish { slot, bytes }),

@@ -138,6 +138,7 @@ pub(super) fn patiently<T>(
         }
         if !(comes || may_come || may_find_company) {
             space.lock().account.searched |= is_alone;
+            gpu.count_refusal();
             return result;
         }
         time::sleep(if comes { FREE_LOOK } else { OTHERS_LOOK });

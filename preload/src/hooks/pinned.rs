@@ -26,6 +26,7 @@ pub(super) fn allocate(
         return real();
     }
     if !pinned::fits(gpu, size) && !settings::get().oversubscribe {
+        crate::errno::preserved(|| gpu.inspect(|gpu| gpu.count_refusal()));
         return ERROR_OUT_OF_MEMORY;
     }
     let result = retried(real);

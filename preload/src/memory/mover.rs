@@ -560,6 +560,7 @@ impl Mover {
     ) {
         self.tally.out += len;
         self.tally.uncopied += len;
+        guard.account.counts.unmoved += len;
         guard.left(len, matches!(place, Place::Host(_)));
         guard.put(base, offset, place);
         report(&guard.account);
@@ -699,9 +700,17 @@ impl Mover {
             desk.events.push(event);
         }
         let place = match trip {
-            Trip::Out(copy) => Place::Host(copy),
+            Trip::Out(copy) => {
+                space.lock().account.counts.swapped_out += len;
+                Place::Host(copy)
+            }
             Trip::In(place) => {
                 let mut guard = space.lock();
+                match place {
+                    Place::Host(_) => guard.account.counts.swapped_in += len,
+                    Place::Constant(_) => guard.account.counts.unmoved += len,
+                    _ => {} // it never had contents
+                }
                 if guard.show(base, offset, len, handle).is_ok() {
                     let copy = if let Place::Host(copy) = place { copy } else { None };
                     self.tally.back += len;

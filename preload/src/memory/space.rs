@@ -21,7 +21,7 @@ use alloc::{
     collections::{BTreeMap, VecDeque},
     vec::Vec,
 };
-use nvshare_wire::Secret;
+use nvshare_wire::{Counts, Secret};
 
 /// More allowances than an eviction of any GPU has steps.
 const MANY_PENDING: usize = 4096;
@@ -85,6 +85,8 @@ pub struct Account {
     pub searched: bool,
     /// It stays on the GPU, since nobody knows when the program's work is done.
     pub frozen: bool,
+    /// What has been moved and refused.
+    pub counts: Counts,
 }
 
 /// What a range is for.
@@ -296,6 +298,7 @@ impl Space {
             refused: false,
             searched: false,
             frozen: false,
+            counts: Counts::default(),
         };
         Self {
             gpu,

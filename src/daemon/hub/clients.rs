@@ -209,7 +209,8 @@ impl Hub {
                 self.trace(now, client, Some(gpu), "attach", None);
                 self.apply(event);
             }
-            Meaning::Memory { gpu, mut report, device_free, host } => {
+            Meaning::Memory { gpu, mut report, device_free, host, counts } => {
+                self.counts.said(client, gpu, counts);
                 if let Some(usage) = self.usage(client, gpu) {
                     usage.host = host;
                 }
@@ -236,6 +237,14 @@ impl Hub {
         let overdue = self.shared.overdue(client, now);
         self.have_adopted(overdue);
         Ok(())
+    }
+
+    /// What a client said before it was gone: what it had counted by then.
+    pub fn hear_last(&mut self, client: ClientId, packet: &[u8]) {
+        let meaning = self.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
+        if let Some(Ok(Meaning::Memory { gpu, counts, .. })) = meaning {
+            self.counts.said(client, gpu, counts);
+        }
     }
 
     /// Tells the machine what a client has on a GPU: what it reported, and what counts with it besides.

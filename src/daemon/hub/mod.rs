@@ -3,6 +3,7 @@
 //!
 //! - `clients`: who comes, what they say, who goes.
 //! - `sharing`: memory that one program lets another use.
+//! - `counts`: what is counted for metrics, which `metrics` makes a copy of.
 //! - `measure`: what NVML and the host say of memory.
 //! - `placement`: which GPUs a program is to see.
 //! - `notes`: what is remembered for people, and logged.
@@ -13,7 +14,9 @@
 
 mod bounds;
 mod clients;
+mod counts;
 mod measure;
+mod metrics;
 mod notes;
 mod placement;
 mod rules;
@@ -33,7 +36,7 @@ use std::time::{Duration, SystemTime};
 use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::{SchedulerMessage, version};
 use tokio::sync::{Notify, watch};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 pub use traffic::Thrashing;
 pub use views::{ClientView, printable};
@@ -88,6 +91,7 @@ pub struct Hub {
     departed: BTreeMap<u32, Time>,
     stopped: BTreeSet<ClientId>,
     complaints: Complaints,
+    counts: counts::Counts,
     trace: Option<Trace>,
     nvml: Option<std::sync::mpsc::Sender<Ask>>,
     /// The log has said that clients are believed.
@@ -223,6 +227,7 @@ impl Hub {
             departed: BTreeMap::new(),
             stopped: BTreeSet::new(),
             complaints: Complaints::default(),
+            counts: counts::Counts::default(),
             trace,
             nvml: None,
             believed: false,
@@ -279,11 +284,13 @@ impl Hub {
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
             self.note_event(&event, now);
+            self.count_event(&event, now);
             for command in self.machine.handle(now, event) {
                 if let Some(answer) = self.carry_out(command, now) {
                     events.push_back(answer);
                 }
             }
+            self.count_held(now);
         }
         let deadline = self.machine.deadline().map(|at| at.max(self.ticked + MIN_TICK));
         if deadline != self.armed {
@@ -295,6 +302,7 @@ impl Hub {
     /// Sends what a command says to its client. A command that asks something is answered with an event.
     fn carry_out(&mut self, command: Command, now: Time) -> Option<Event> {
         self.note_command(&command, now);
+        self.count_command(&command, now);
         let slot_of = |client: &ClientId, gpu: &GpuId| self.clients.get(client).and_then(|c| c.session.slot(*gpu));
         let slots_of = |client: &ClientId, gpus: &GpuSet| {
             self.clients.get(client).map(|c| c.session.slots(gpus)).filter(|slots| *slots != 0)
@@ -400,6 +408,9 @@ impl Hub {
         }
         if before.rules != self.config.rules {
             self.rule_anew(&before.rules);
+        }
+        if before.metrics != self.config.metrics {
+            warn!("metrics are served where they were: [metrics] listen counts when the scheduler starts");
         }
         let settings = self.config.settings.clone();
         if *self.settings.borrow() != settings {

@@ -1,0 +1,245 @@
+//! Every metric that there is: its name, unit, type and meaning, and where its value is in a snapshot. Names and types are for
+//! good, since dashboards and alerts have them. The same table for people is in nvshare.service(8).
+
+use std::time::Duration;
+
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Unit;
+
+use super::snapshot::{OfClient, OfGpu, Waits};
+
+/// Metrics of one name, of each `T`.
+#[derive(Debug)]
+pub struct Family<T: 'static> {
+    /// Without the unit, and without what the type appends.
+    pub name: &'static str,
+    pub unit: Option<Unit>,
+    pub value: Value<T>,
+    pub help: &'static str,
+}
+
+/// What kind of a value it is, and how to get at it.
+#[derive(Debug)]
+pub enum Value<T: 'static> {
+    Counter(fn(&T) -> u64),
+    /// A counter of seconds.
+    Time(fn(&T) -> Duration),
+    /// `None`: there is none of this one.
+    Gauge(fn(&T) -> Option<u64>),
+    /// A gauge of seconds.
+    Age(fn(&T) -> Option<Duration>),
+    Waits(fn(&T) -> &Waits),
+}
+
+use Value::{Age, Counter, Gauge, Time};
+
+impl<T> Value<T> {
+    pub fn kind(&self) -> MetricType {
+        match self {
+            Counter(_) | Time(_) => MetricType::Counter,
+            Gauge(_) | Age(_) => MetricType::Gauge,
+            Self::Waits(_) => MetricType::Histogram,
+        }
+    }
+
+    pub fn is_there(&self, one: &T) -> bool {
+        match self {
+            Gauge(of) => of(one).is_some(),
+            Age(of) => of(one).is_some(),
+            Counter(_) | Time(_) | Self::Waits(_) => true,
+        }
+    }
+}
+
+const fn family<T>(name: &'static str, unit: Option<Unit>, value: Value<T>, help: &'static str) -> Family<T> {
+    Family { name, unit, value, help }
+}
+
+const SECONDS: Option<Unit> = Some(Unit::Seconds);
+const BYTES: Option<Unit> = Some(Unit::Bytes);
+
+pub static OF_GPUS: [Family<OfGpu>; 20] = [
+    family("nvshare_gpu_held", SECONDS, Time(|gpu| gpu.held), "Time in which any program had the GPU lock."),
+    family(
+        "nvshare_gpu_lock",
+        SECONDS,
+        Time(|gpu| gpu.counted.lock_time),
+        "Time for which programs had the GPU lock, summed over programs.",
+    ),
+    family(
+        "nvshare_gpu_wait",
+        SECONDS,
+        Value::Waits(|gpu| &gpu.waits),
+        "How long programs waited for the GPU lock before they had it.",
+    ),
+    family(
+        "nvshare_gpu_grants",
+        None,
+        Counter(|gpu| gpu.counted.grants),
+        "Times that the GPU lock was given to a program.",
+    ),
+    family(
+        "nvshare_gpu_hand_overs",
+        None,
+        Counter(|gpu| gpu.counted.hand_overs),
+        "Times that it was given to another program than the time before.",
+    ),
+    family(
+        "nvshare_gpu_swapped_out",
+        BYTES,
+        Counter(|gpu| gpu.counted.swapped_out),
+        "Bytes moved from the GPU to host memory.",
+    ),
+    family(
+        "nvshare_gpu_swapped_in",
+        BYTES,
+        Counter(|gpu| gpu.counted.swapped_in),
+        "Bytes moved from host memory to the GPU.",
+    ),
+    family(
+        "nvshare_gpu_unmoved",
+        BYTES,
+        Counter(|gpu| gpu.counted.unmoved),
+        "Bytes that left the GPU or came back without being moved: constant, or in host memory still.",
+    ),
+    family(
+        "nvshare_gpu_refused_allocations",
+        None,
+        Counter(|gpu| gpu.counted.refused),
+        "Allocations that failed since there was to be no memory for them.",
+    ),
+    family("nvshare_gpu_total", BYTES, Gauge(|gpu| Some(gpu.total)), "Memory of the GPU."),
+    family("nvshare_gpu_capacity", BYTES, Gauge(|gpu| Some(gpu.capacity)), "Memory of the GPU that programs can have."),
+    family(
+        "nvshare_gpu_overhead",
+        BYTES,
+        Gauge(|gpu| Some(gpu.overhead)),
+        "Memory of the GPU that is put aside: for contexts, and for what others use.",
+    ),
+    family(
+        "nvshare_gpu_promised",
+        BYTES,
+        Gauge(|gpu| Some(gpu.promised)),
+        "What the demands of its programs can come to.",
+    ),
+    family(
+        "nvshare_gpu_demand",
+        BYTES,
+        Gauge(|gpu| Some(gpu.memory.demand)),
+        "What its programs need on the GPU in order to run.",
+    ),
+    family(
+        "nvshare_gpu_resident",
+        BYTES,
+        Gauge(|gpu| Some(gpu.memory.resident)),
+        "Memory of its programs that is on the GPU.",
+    ),
+    family(
+        "nvshare_gpu_swapped",
+        BYTES,
+        Gauge(|gpu| Some(gpu.memory.swapped)),
+        "Memory of its programs that is in host memory.",
+    ),
+    family(
+        "nvshare_gpu_pinned",
+        BYTES,
+        Gauge(|gpu| Some(gpu.memory.pinned)),
+        "Memory of its programs that cannot leave the GPU.",
+    ),
+    family("nvshare_gpu_clients", None, Gauge(|gpu| Some(gpu.clients)), "Programs that use the GPU."),
+    family("nvshare_gpu_holders", None, Gauge(|gpu| Some(gpu.holders)), "Programs that have the GPU lock."),
+    family("nvshare_gpu_waiters", None, Gauge(|gpu| Some(gpu.waiters)), "Programs that wait for the GPU lock."),
+];
+
+pub static OF_CLIENTS: [Family<OfClient>; 15] = [
+    family(
+        "nvshare_client_lock",
+        SECONDS,
+        Time(|client| client.counted.lock_time),
+        "Time for which the program had the GPU lock.",
+    ),
+    family(
+        "nvshare_client_wait",
+        SECONDS,
+        Time(|client| client.counted.wait_time),
+        "Time for which it waited for the GPU lock before it had it.",
+    ),
+    family(
+        "nvshare_client_waiting",
+        SECONDS,
+        Age(|client| client.seat.map(|seat| seat.waits)),
+        "For how long it has been waiting for the GPU lock; 0: it is not.",
+    ),
+    family(
+        "nvshare_client_grants",
+        None,
+        Counter(|client| client.counted.grants),
+        "Times that it was given the GPU lock.",
+    ),
+    family(
+        "nvshare_client_hand_overs",
+        None,
+        Counter(|client| client.counted.hand_overs),
+        "Times that it was given the GPU lock after another program.",
+    ),
+    family(
+        "nvshare_client_swapped_out",
+        BYTES,
+        Counter(|client| client.counted.swapped_out),
+        "Its bytes moved from the GPU to host memory.",
+    ),
+    family(
+        "nvshare_client_swapped_in",
+        BYTES,
+        Counter(|client| client.counted.swapped_in),
+        "Its bytes moved from host memory to the GPU.",
+    ),
+    family(
+        "nvshare_client_unmoved",
+        BYTES,
+        Counter(|client| client.counted.unmoved),
+        "Its bytes that left the GPU or came back without being moved.",
+    ),
+    family(
+        "nvshare_client_refused_allocations",
+        None,
+        Counter(|client| client.counted.refused),
+        "Its allocations that failed since there was to be no memory for them.",
+    ),
+    family(
+        "nvshare_client_demand",
+        BYTES,
+        Gauge(|client| client.seat.map(|seat| seat.memory.demand)),
+        "What it needs on the GPU in order to run.",
+    ),
+    family(
+        "nvshare_client_resident",
+        BYTES,
+        Gauge(|client| client.seat.map(|seat| seat.memory.resident)),
+        "Its memory that is on the GPU.",
+    ),
+    family(
+        "nvshare_client_swapped",
+        BYTES,
+        Gauge(|client| client.seat.map(|seat| seat.memory.swapped)),
+        "Its memory that is in host memory.",
+    ),
+    family(
+        "nvshare_client_pinned",
+        BYTES,
+        Gauge(|client| client.seat.map(|seat| seat.memory.pinned)),
+        "Its memory that cannot leave the GPU.",
+    ),
+    family(
+        "nvshare_client_limit",
+        BYTES,
+        Gauge(|client| client.seat.map(|seat| seat.limit)),
+        "The most that its demand can be now.",
+    ),
+    family(
+        "nvshare_client_memory_max",
+        BYTES,
+        Gauge(|client| client.seat?.memory_max),
+        "What a rule allows it of the GPU, together with those that count with it.",
+    ),
+];

@@ -1,0 +1,51 @@
+//! Metrics in the format of OpenMetrics, over HTTP, where somebody has asked for them. They have a thread and a runtime of their
+//! own, so that nobody who reads them can delay a hand-over: all that the scheduling loop does is to copy what it knows.
+//!
+//! - `listen`: the sockets.
+//! - `server`: HTTP.
+//! - `source`: one text for all who ask at about the same time.
+//! - `text`: a snapshot as text, with `families`, the table of all metrics.
+//! - `snapshot`: what the scheduling loop says.
+
+mod families;
+pub mod listen;
+mod server;
+pub mod snapshot;
+mod source;
+mod text;
+
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::thread;
+
+use tokio::sync::mpsc;
+use tokio::task::{LocalSet, spawn_local};
+use tracing::{error, info};
+
+use listen::Listener;
+pub use source::Question;
+use source::Source;
+
+/// Starts to serve them on these sockets, if there are any, until the process ends.
+pub fn start(sockets: Vec<OwnedFd>, questions: mpsc::UnboundedSender<Question>) -> std::io::Result<()> {
+    if sockets.is_empty() {
+        return Ok(());
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    thread::Builder::new().name("metrics".into()).spawn(move || {
+        LocalSet::new().block_on(&runtime, async {
+            let (places, source) = (server::places(), Rc::new(Source::new(questions)));
+            for socket in sockets {
+                match Listener::new(socket) {
+                    Ok(listener) => {
+                        info!("metrics are at {}", listener.place());
+                        spawn_local(server::serve(listener, places.clone(), source.clone()));
+                    }
+                    Err(e) => error!("cannot serve metrics: {e}"),
+                }
+            }
+            std::future::pending::<()>().await;
+        });
+    })?;
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! HTTP: who asks for metrics gets them, whoever it is that can connect. Nobody holds anybody else up: there are so many
+//! connections, each carries one answer, and has an end.
+
+use std::convert::Infallible;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::Semaphore;
+use tokio::task::spawn_local;
+use tracing::debug;
+
+use super::listen::Listener;
+use super::source::Source;
+use super::text;
+
+/// Connections at a time; more wait.
+const MAX_CONNECTIONS: usize = 64;
+/// A peer that has not asked by then is hung up on.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// A peer that has not read all of the answer by then is hung up on: as long as Prometheus waits for one, by default.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+/// What a request may take: metrics need none that is longer. hyper allows no less.
+const MAX_REQUEST: usize = 8 << 10;
+/// Before the next attempt where none can be accepted, for want of descriptors say.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+
+/// The connections that there are, on all sockets.
+pub type Places = Arc<Semaphore>;
+
+pub fn places() -> Places {
+    Arc::new(Semaphore::new(MAX_CONNECTIONS))
+}
+
+/// Answers everybody who connects there.
+pub async fn serve(listener: Listener, places: Places, source: Rc<Source>) {
+    loop {
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let source = source.clone();
+        let accepted = match &listener {
+            Listener::Unix(listener) => listener.accept().await.map(|(stream, _)| spawn(stream, source, place)),
+            Listener::Tcp(listener) => listener.accept().await.map(|(stream, _)| spawn(stream, source, place)),
+        };
+        if let Err(e) = accepted {
+            debug!("cannot accept a connection for metrics: {e}");
+            tokio::time::sleep(ACCEPT_AGAIN).await;
+        }
+    }
+}
+
+fn spawn<S>(stream: S, source: Rc<Source>, place: tokio::sync::OwnedSemaphorePermit)
+where
+    S: AsyncRead + AsyncWrite + Unpin + 'static,
+{
+    spawn_local(async move {
+        if let Err(e) = one(stream, source).await {
+            debug!("a connection for metrics ended: {e}");
+        }
+        drop(place);
+    });
+}
+
+/// One connection.
+async fn one<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S, source: Rc<Source>) -> io::Result<()> {
+    let service = service_fn(move |request| {
+        let source = source.clone();
+        async move { Ok::<_, Infallible>(answer(&request, &source).await) }
+    });
+    let connection = http1::Builder::new()
+        .keep_alive(false)
+        .max_buf_size(MAX_REQUEST)
+        .timer(TokioTimer::new())
+        .header_read_timeout(REQUEST_TIMEOUT)
+        .serve_connection(TokioIo::new(stream), service);
+    match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
+        Ok(ended) => ended.map_err(io::Error::other),
+        Err(_) => Err(io::Error::other("it took too long")),
+    }
+}
+
+async fn answer(request: &Request<Incoming>, source: &Source) -> Response<Full<Bytes>> {
+    if request.uri().path() != "/metrics" {
+        return said(StatusCode::NOT_FOUND, "There is only /metrics here.\n");
+    }
+    if ![Method::GET, Method::HEAD].contains(request.method()) {
+        let mut response = said(StatusCode::METHOD_NOT_ALLOWED, "Metrics can only be read: GET or HEAD.\n");
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        return response;
+    }
+    match source.text().await {
+        Some(metrics) => with_type(Response::new(Full::new(metrics)), text::CONTENT_TYPE),
+        None => said(StatusCode::SERVICE_UNAVAILABLE, "The scheduler does not answer.\n"),
+    }
+}
+
+fn said(status: StatusCode, text: &'static str) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from_static(text.as_bytes())));
+    *response.status_mut() = status;
+    with_type(response, "text/plain; charset=utf-8")
+}
+
+fn with_type(mut response: Response<Full<Bytes>>, content_type: &'static str) -> Response<Full<Bytes>> {
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}

@@ -1,0 +1,153 @@
+//! What the metrics are made from: a copy of what the scheduling loop knows at one moment.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::daemon::peer::Identity;
+
+/// Upper bounds of the buckets into which waits are sorted, in seconds: from a hand-over for which nothing must move to
+/// several turns of the longest time quantum in common use.
+pub const WAIT_BOUNDS: [f64; 14] =
+    [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
+
+#[derive(Debug, Clone, Default)]
+pub struct Snapshot {
+    pub gpus: Vec<OfGpu>,
+    /// One for each GPU that a client uses or has used.
+    pub clients: Vec<OfClient>,
+}
+
+/// What only ever gets more.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Counted {
+    pub lock_time: Duration,
+    /// Of waits that ended with the lock.
+    pub wait_time: Duration,
+    pub grants: u64,
+    pub hand_overs: u64,
+    pub swapped_out: u64,
+    pub swapped_in: u64,
+    pub unmoved: u64,
+    pub refused: u64,
+}
+
+impl Counted {
+    pub fn add(&mut self, more: &Self) {
+        self.lock_time = self.lock_time.saturating_add(more.lock_time);
+        self.wait_time = self.wait_time.saturating_add(more.wait_time);
+        let numbers = [
+            (&mut self.grants, more.grants),
+            (&mut self.hand_overs, more.hand_overs),
+            (&mut self.swapped_out, more.swapped_out),
+            (&mut self.swapped_in, more.swapped_in),
+            (&mut self.unmoved, more.unmoved),
+            (&mut self.refused, more.refused),
+        ];
+        // Some of them are a client's word, which can be any number.
+        numbers.into_iter().for_each(|(count, more)| *count = count.saturating_add(more));
+    }
+}
+
+/// How long waits were.
+#[derive(Debug, Clone, Default)]
+pub struct Waits {
+    sum: Duration,
+    /// Those up to each bound and above the one before, and those above all.
+    buckets: [u64; WAIT_BOUNDS.len() + 1],
+}
+
+impl Waits {
+    pub fn add(&mut self, wait: Duration) {
+        let at = WAIT_BOUNDS.partition_point(|bound| *bound < wait.as_secs_f64());
+        if let Some(bucket) = self.buckets.get_mut(at) {
+            *bucket += 1;
+        }
+        self.sum = self.sum.saturating_add(wait);
+    }
+
+    pub fn sum(&self) -> Duration {
+        self.sum
+    }
+
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// Each bucket's upper bound and count.
+    pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> {
+        WAIT_BOUNDS.into_iter().chain([f64::INFINITY]).zip(self.buckets)
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct OfGpu {
+    pub uuid: Arc<str>,
+    /// Its number for NVML, where that knows it.
+    pub index: Option<u32>,
+    pub name: String,
+    pub total: u64,
+    pub capacity: u64,
+    pub overhead: u64,
+    pub promised: u64,
+    pub memory: Memory,
+    pub clients: u64,
+    pub holders: u64,
+    pub waiters: u64,
+    pub held: Duration,
+    pub waits: Waits,
+    pub counted: Counted,
+}
+
+/// Bytes of clients, by where they are.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Memory {
+    pub demand: u64,
+    pub resident: u64,
+    pub swapped: u64,
+    pub pinned: u64,
+}
+
+impl Memory {
+    pub fn add(&mut self, more: Self) {
+        self.demand = self.demand.saturating_add(more.demand);
+        self.resident = self.resident.saturating_add(more.resident);
+        self.swapped = self.swapped.saturating_add(more.swapped);
+        self.pinned = self.pinned.saturating_add(more.pinned);
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct OfClient {
+    pub gpu: Arc<str>,
+    pub client: u64,
+    pub identity: Arc<Identity>,
+    pub counted: Counted,
+    /// `None`: it uses that GPU no more.
+    pub seat: Option<Seat>,
+}
+
+/// How a client stands on a GPU that it uses.
+#[derive(Debug, Clone, Copy)]
+pub struct Seat {
+    pub memory: Memory,
+    pub limit: u64,
+    /// What a rule allows it and those that count with it.
+    pub memory_max: Option<u64>,
+    pub waits: Duration,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_counts_where_it_is_no_longer_than_the_bound() {
+        let mut waits = Waits::default();
+        for wait in [0, 1, 2, 3, 700_000] {
+            waits.add(Duration::from_millis(wait));
+        }
+        let counts: Vec<_> = waits.buckets().filter(|(_, count)| *count > 0).collect();
+        assert_eq!(counts, [(0.001, 2), (0.003, 2), (f64::INFINITY, 1)]);
+        assert_eq!((waits.count(), waits.sum()), (5, Duration::from_millis(700_006)));
+    }
+}

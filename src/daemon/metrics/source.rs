@@ -1,0 +1,50 @@
+//! The text that is served: asked of the scheduling loop, and the same for all who ask at about the same time.
+
+use std::time::{Duration, Instant};
+
+use hyper::body::Bytes;
+use tokio::sync::{Mutex, mpsc, oneshot};
+use tracing::error;
+
+use super::snapshot::Snapshot;
+use super::text;
+
+/// Who asks within this time gets the same answer: no number of them keeps the scheduling loop busy.
+const SHARED_FOR: Duration = Duration::from_millis(100);
+/// The scheduling loop answers within microseconds, or something is wrong with it.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How the scheduling loop is asked for a snapshot.
+pub type Question = oneshot::Sender<Snapshot>;
+
+#[derive(Debug)]
+pub struct Source {
+    questions: mpsc::UnboundedSender<Question>,
+    /// The newest text, and when it was asked for.
+    newest: Mutex<Option<(Instant, Bytes)>>,
+}
+
+impl Source {
+    pub fn new(questions: mpsc::UnboundedSender<Question>) -> Self {
+        Self { questions, newest: Mutex::new(None) }
+    }
+
+    /// `None`: the scheduling loop does not answer.
+    pub async fn text(&self) -> Option<Bytes> {
+        // One asks, and the others wait for what it hears.
+        let mut newest = self.newest.lock().await;
+        if let Some((at, text)) = &*newest
+            && at.elapsed() < SHARED_FOR
+        {
+            return Some(text.clone());
+        }
+        let asked = Instant::now();
+        let (reply, answer) = oneshot::channel();
+        self.questions.send(reply).ok()?;
+        let snapshot = tokio::time::timeout(PATIENCE, answer).await.ok()?.ok()?;
+        let text = text::written(snapshot).inspect_err(|e| error!("cannot write metrics: {e}")).ok()?;
+        let text = Bytes::from(text);
+        *newest = Some((asked, text.clone()));
+        Some(text)
+    }
+}

@@ -1,0 +1,99 @@
+//! A snapshot as text in the format of OpenMetrics 1.0.
+//!
+//! The registry's own metric types are not used: they hold values that a program changes, and a thousand clients that come
+//! and go would leave theirs behind. What a collector encodes is of the moment.
+
+use std::fmt::Error;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeLabel, EncodeLabelSet, LabelSetEncoder, MetricEncoder, NoLabelSet,
+};
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use super::families::{Family, OF_CLIENTS, OF_GPUS, Value};
+use super::snapshot::{OfClient, OfGpu, Snapshot};
+use crate::daemon::peer::Identity;
+
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What a client's metrics come to, on average: room is made for so much at once.
+const BYTES_A_CLIENT: usize = 4096;
+
+/// All of it.
+pub fn written(snapshot: Snapshot) -> Result<String, Error> {
+    let mut text = String::with_capacity((1 + snapshot.clients.len()) * BYTES_A_CLIENT);
+    let mut registry = Registry::default();
+    registry.register("nvshare_build", "The scheduler", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
+    registry.register_collector(Box::new(Exposition(snapshot)));
+    encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+#[derive(Debug)]
+struct Exposition(Snapshot);
+
+impl Collector for Exposition {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), Error> {
+        OF_GPUS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.gpus))?;
+        OF_CLIENTS.iter().try_for_each(|family| write(&mut encoder, family, &self.0.clients))
+    }
+}
+
+/// Of which there are none, nothing is said.
+fn write<T: EncodeLabelSet>(encoder: &mut DescriptorEncoder, family: &Family<T>, all: &[T]) -> Result<(), Error> {
+    let mut some = all.iter().filter(|one| family.value.is_there(one)).peekable();
+    if some.peek().is_none() {
+        return Ok(());
+    }
+    let mut metrics = encoder.encode_descriptor(family.name, family.help, family.unit.as_ref(), family.value.kind())?;
+    some.try_for_each(|one| value(metrics.encode_family(one)?, &family.value, one))
+}
+
+fn value<T>(mut metric: MetricEncoder, value: &Value<T>, one: &T) -> Result<(), Error> {
+    match value {
+        Value::Counter(of) => metric.encode_counter::<NoLabelSet, u64, u64>(&of(one), None),
+        Value::Time(of) => metric.encode_counter::<NoLabelSet, f64, u64>(&of(one).as_secs_f64(), None),
+        Value::Gauge(of) => of(one).map_or(Ok(()), |number| metric.encode_gauge(&number)),
+        Value::Age(of) => of(one).map_or(Ok(()), |time| metric.encode_gauge(&time.as_secs_f64())),
+        Value::Waits(of) => {
+            let waits = of(one);
+            let buckets: Vec<(f64, u64)> = waits.buckets().collect();
+            metric.encode_histogram::<NoLabelSet>(waits.sum().as_secs_f64(), waits.count(), &buckets, None)
+        }
+    }
+}
+
+impl EncodeLabelSet for OfGpu {
+    fn encode(&self, encoder: &mut LabelSetEncoder) -> Result<(), Error> {
+        let index = self.index.map(|index| index.to_string()).unwrap_or_default();
+        labels(encoder, &[("gpu", &self.uuid), ("index", &index), ("name", &self.name)])
+    }
+}
+
+impl EncodeLabelSet for OfClient {
+    fn encode(&self, encoder: &mut LabelSetEncoder) -> Result<(), Error> {
+        let Identity { pid, uid, name, unit, container, pod, .. } = &*self.identity;
+        // Kubernetes has names for what has only numbers elsewhere.
+        let container = if pod.container.is_empty() { container } else { &pod.container };
+        let (client, pid, uid) = (self.client.to_string(), pid.to_string(), uid.to_string());
+        let all = [
+            ("gpu", &*self.gpu),
+            ("client", &client),
+            ("pid", &pid),
+            ("uid", &uid),
+            ("name", name),
+            ("unit", unit),
+            ("container", container),
+            ("pod", &pod.name),
+            ("namespace", &pod.namespace),
+        ];
+        labels(encoder, &all)
+    }
+}
+
+fn labels(encoder: &mut LabelSetEncoder, all: &[(&str, &str)]) -> Result<(), Error> {
+    all.iter().try_for_each(|label| label.encode(encoder.encode_label()))
+}
