@@ -26,6 +26,8 @@ sysconfdir ?= /etc
 bashdir ?= $(prefix)/share/bash-completion/completions
 zshdir ?= $(prefix)/share/zsh/site-functions
 fishdir ?= $(prefix)/share/fish/vendor_completions.d
+# Manuals of programs that only the image for Kubernetes has.
+IN_IMAGE = man/nvshare-device-plugin.8 man/nvshare-agent.8
 # Where deb puts what it builds.
 PACKAGES ?= $(abspath $(TARGET))/packages
 
@@ -117,7 +119,7 @@ install:
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system-services dbus/org.nvshare.Scheduler1.service
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/interfaces dbus/org.nvshare.Scheduler1.xml
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/polkit-1/actions dbus/org.nvshare.Scheduler1.policy
-	for page in man/*.[0-9]; do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
+	for page in $(filter-out $(IN_IMAGE),$(wildcard man/*.[0-9])); do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
 	for name in nvshare-scheduler nvshare.socket nvshare-control.socket nvshare-metrics.socket; do \
 	    ln -sf nvshare.service.8 $(DESTDIR)$(mandir)/man8/$$name.8 || exit; done

@@ -54,7 +54,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Simulate { policy, file }) => print(&simulate::simulate(&file, &policy, arguments.json)?),
         Some(Verb::Cdi(Cdi::Generate(asked))) => {
             // Standard output is for the file, where that was asked for.
-            cdi::generate(&target, &asked).map(|remarks| remarks.iter().for_each(|text| eprintln!("{text}")))
+            cdi::generate(&target, &asked, |text| eprintln!("{text}"))
         }
         Some(Verb::Cdi(Cdi::Install(asked))) => cdi::install(&asked),
         Some(Verb::Preload(command)) => return toggle(&command, &target, arguments.json),

@@ -7,6 +7,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nvshare::ctl::cdi::PRELOAD_LIST;
 use nvshare::daemon::config::{self as scheduler_config, ConfigError, Scalar};
 use nvshare::units;
 use serde::Deserialize;
@@ -76,10 +77,10 @@ pub struct GpuSlots {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Mounts {
-    /// The library; it is at the same path in containers, because `preload` names it.
+    /// The library.
     #[serde(deserialize_with = "read_path")]
     pub library: PathBuf,
-    /// The loader's list, which is `/etc/ld.so.preload` in containers.
+    /// The loader's list, which is `/etc/ld.so.preload` in containers, and names the library as it is found there.
     #[serde(deserialize_with = "read_path")]
     pub preload: PathBuf,
     /// The directory of the clients' socket, which is `/run/nvshare` in containers.
@@ -123,7 +124,7 @@ impl Default for Mounts {
         Self {
             // Where Debian's package puts it.
             library: format!("/usr/lib/{}-linux-gnu/libnvshare.so", std::env::consts::ARCH).into(),
-            preload: "/etc/ld.so.preload".into(),
+            preload: PRELOAD_LIST.into(),
             sockets: "/run/nvshare".into(),
             device_nodes: false,
         }

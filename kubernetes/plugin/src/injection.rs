@@ -4,16 +4,13 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
+use nvshare::ctl::cdi::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, SOCKETS_IN_CONTAINERS};
 use tonic::Status;
 
 use crate::config::{Config, Inject, Mounts};
 use crate::devices::{Devices, Gpu};
 use crate::names::quoted;
 use crate::protocol::{CdiDevice, ContainerAllocateResponse, DeviceSpec, Mount};
-
-/// Where the loader and the library look, in every container.
-const PRELOAD: &str = "/etc/ld.so.preload";
-const SOCKETS: &str = "/run/nvshare";
 
 /// What NVIDIA's container runtime takes GPUs from.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -68,9 +65,9 @@ fn mounted(mounts: &Mounts, gpus: &[&Gpu]) -> Result<ContainerAllocateResponse, 
     Ok(ContainerAllocateResponse {
         envs: HashMap::from([(VISIBLE_DEVICES.to_owned(), uuids.join(","))]),
         mounts: vec![
-            mount(&mounts.library, &mounts.library.display().to_string()),
-            mount(&mounts.sockets, SOCKETS),
-            mount(&mounts.preload, PRELOAD),
+            mount(&mounts.library, LIBRARY_IN_CONTAINERS),
+            mount(&mounts.sockets, SOCKETS_IN_CONTAINERS),
+            mount(&mounts.preload, PRELOAD_IN_CONTAINERS),
         ],
         devices: if mounts.device_nodes { nodes(gpus)? } else { Vec::new() },
         ..Default::default()
@@ -134,7 +131,7 @@ mod tests {
         let mounts: Vec<_> =
             answer.mounts.iter().map(|m| (m.host_path.as_str(), m.container_path.as_str(), m.read_only)).collect();
         let expected = [
-            ("/opt/libnvshare.so", "/opt/libnvshare.so", true),
+            ("/opt/libnvshare.so", "/usr/lib/nvshare/libnvshare.so", true),
             ("/run/nvshare", "/run/nvshare", true),
             ("/opt/preload", "/etc/ld.so.preload", true),
         ];

@@ -14,6 +14,7 @@ mod spec;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::{Args, ValueHint};
 
@@ -21,6 +22,8 @@ use super::preload::library;
 use super::{CtlError, Target, block_on};
 use nvidia::Nvidia;
 use spec::{FromHost, Spec};
+
+pub use spec::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, PRELOAD_LIST, SOCKETS_IN_CONTAINERS};
 
 /// Where runtimes look for what an administrator has written.
 const DEFAULT_OUTPUT: &str = "/etc/cdi/nvshare.json";
@@ -37,12 +40,18 @@ pub struct Generate {
     #[arg(long, value_name = "PATH", default_value = spec::PRELOAD_LIST)]
     preload_list: PathBuf,
     /// The directory of the socket where programs connect
-    #[arg(long, value_name = "DIRECTORY", default_value = spec::SOCKET_DIRECTORY, value_hint = ValueHint::DirPath)]
+    #[arg(long, value_name = "DIRECTORY", default_value = spec::SOCKETS_IN_CONTAINERS, value_hint = ValueHint::DirPath)]
     sockets: PathBuf,
     /// NVIDIA's CDI file [default: the one in /etc/cdi or /var/run/cdi, if there is one]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     nvidia: Option<PathBuf>,
+    /// Go on, and write it anew whenever it would be another one, until a signal comes
+    #[arg(long)]
+    watch: bool,
 }
+
+/// How often `--watch` looks: GPUs come and drivers change a few times a year, and pods wait for them.
+const LOOK: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
 pub struct Install {
@@ -70,8 +79,45 @@ pub fn install(asked: &Install) -> Result<(), CtlError> {
     Ok(())
 }
 
-/// Writes the file, and returns what there is to say about it.
-pub fn generate(target: &Target, asked: &Generate) -> Result<Vec<String>, CtlError> {
+/// Writes the file, and says what there is to say about it.
+pub fn generate(target: &Target, asked: &Generate, say: impl Fn(&str)) -> Result<(), CtlError> {
+    if !asked.watch {
+        return make(target, asked)?.publish(&asked.output, &say);
+    }
+    let mut before = None;
+    loop {
+        let now = make(target, asked).map_err(|e| e.to_string());
+        if before.as_ref() != Some(&now) {
+            match &now {
+                Ok(made) => made.publish(&asked.output, &say)?,
+                Err(why) => say(why),
+            }
+            before = Some(now);
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// The file, and what there is to say about it.
+#[derive(Debug, PartialEq)]
+struct Made {
+    text: String,
+    remarks: Vec<String>,
+}
+
+impl Made {
+    fn publish(&self, output: &Path, say: impl Fn(&str)) -> Result<(), CtlError> {
+        self.remarks.iter().for_each(|remark| say(remark));
+        if output == Path::new("-") {
+            print!("{}", self.text);
+            return Ok(());
+        }
+        let failed = |e| CtlError::Failed(format!("cannot write {}: {e}", output.display()));
+        write(output, self.text.as_bytes()).map_err(failed)
+    }
+}
+
+fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     let gpus = block_on(async { Ok(target.connect().await?.list_gpus().await?) })?;
     if gpus.is_empty() {
         return Err(CtlError::Failed(
@@ -92,15 +138,10 @@ pub fn generate(target: &Target, asked: &Generate) -> Result<Vec<String>, CtlErr
     };
     let mut remarks = Vec::new();
     let spec = Spec::of(&gpus, &from_host, nvidia.as_ref(), &mut remarks).map_err(CtlError::Failed)?;
-    let text = format!("{:#}\n", spec.json());
-    if asked.output == Path::new("-") {
-        print!("{text}");
-    } else {
-        write(&asked.output, text.as_bytes())
-            .map_err(|e| CtlError::Failed(format!("cannot write {}: {e}", asked.output.display())))?;
+    if asked.output != Path::new("-") {
         remarks.push(format!("{}: {}", asked.output.display(), spec.names()));
     }
-    Ok(remarks)
+    Ok(Made { text: format!("{:#}\n", spec.json()), remarks })
 }
 
 /// What runtimes are to mount has to be there, by a path that means the same to them.

@@ -15,12 +15,15 @@ const KIND: &str = "nvshare.com/gpu";
 const VERSION: &str = "0.5.0";
 
 /// Where programs in containers look for the scheduler, which is where all programs do.
-pub const SOCKET_DIRECTORY: &str = "/run/nvshare";
+pub const SOCKETS_IN_CONTAINERS: &str = "/run/nvshare";
 
-/// Where it is on a host, as it is installed.
+/// What the loader reads in containers.
+pub const PRELOAD_IN_CONTAINERS: &str = "/etc/ld.so.preload";
+
+/// Where that file is on a host, as it is installed.
 pub const PRELOAD_LIST: &str = "/usr/share/nvshare/ld.so.preload";
 
-/// Where the library is in containers: what the file of that name lists.
+/// Where the library is in containers: what that file names.
 pub const LIBRARY_IN_CONTAINERS: &str = "/usr/lib/nvshare/libnvshare.so";
 
 /// What nvshare needs of the host, by its path there.
@@ -49,10 +52,10 @@ impl Spec {
         let mut edits = nvidia.map_or_else(nodes::common, |nvidia| nvidia.edits.clone());
         // Not LD_PRELOAD: an image may have one of its own, which CDI would replace. And of the C libraries only glibc
         // reads this file, so that a program with another one runs on as it was.
-        edits.mount(&from_host.preload_list, "/etc/ld.so.preload");
+        edits.mount(&from_host.preload_list, PRELOAD_IN_CONTAINERS);
         edits.mount(&from_host.library, LIBRARY_IN_CONTAINERS);
         // The directory, and not the socket: a scheduler that starts anew makes a new one there.
-        edits.mount(&from_host.sockets, SOCKET_DIRECTORY);
+        edits.mount(&from_host.sockets, SOCKETS_IN_CONTAINERS);
         if nvidia.is_none() {
             remarks.push(
                 "there is no CDI file of NVIDIA's in /etc/cdi or /var/run/cdi, so containers get the device nodes of their \
