@@ -2,6 +2,8 @@
 # system must have, and where things are installed.
 
 CARGO ?= cargo
+# Programs for nodes of Kubernetes alone, with much to build.
+KUBERNETES = nvshare-device-plugin nvshare-agent
 # What demo uses: dev or release.
 PROFILE ?= dev
 
@@ -31,7 +33,7 @@ IN_IMAGE = man/nvshare-device-plugin.8 man/nvshare-agent.8
 # Where deb puts what it builds.
 PACKAGES ?= $(abspath $(TARGET))/packages
 
-.PHONY: help build artifacts programs demo check check-system bench install deb clean
+.PHONY: help build artifacts programs demo check check-system check-containers bench install deb clean
 
 help:
 	@echo 'make build     optimised programs and libnvshare.so, in $(TARGET)/release'
@@ -40,6 +42,7 @@ help:
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'
 	@echo 'make check     formatting, lints, all tests, the demo (no GPU needed)'
 	@echo 'make check-system  boots Debian 12 and 13 in containers, and goes through the packages there (root)'
+	@echo 'make check-containers  containers of Debian 11 and 12 share a simulated GPU under a real podman (root)'
 	@echo 'make bench     benchmarks; what they said elsewhere is in bench/RESULTS.md'
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
 	@echo '                 completions'
@@ -68,7 +71,7 @@ artifacts: programs
 # What the tests and the demo start: the scheduler, the library, the simulated GPU, the programs.
 programs:
 	@tests/needs.sh cargo cc
-	$(CARGO) build --workspace --locked --profile $(PROFILE)
+	$(CARGO) build --workspace $(addprefix --exclude ,$(KUBERNETES)) --locked --profile $(PROFILE)
 	$(CARGO) build --locked --profile $(PROFILE) --manifest-path preload/Cargo.toml
 
 demo: programs
@@ -89,6 +92,10 @@ check-system: programs
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages'
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages' VERSION=999~test
 	tests/system/check.sh $(BUILT) $(TARGET)/system/packages
+
+check-containers: artifacts
+	@tests/needs.sh podman crun mmdebstrap musl-gcc python3
+	CARGO='$(CARGO)' tests/containers/check.sh $(BUILT)
 
 bench:
 	@tests/needs.sh cargo cc

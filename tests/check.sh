@@ -100,4 +100,9 @@ if [ "$(id -u)" = 0 ] && have mmdebstrap systemd-nspawn dpkg-buildpackage dh; th
 else
     line skipped "packages on Debian 12 and 13" "wants root, mmdebstrap, systemd-nspawn, debhelper: make check-system"
 fi
+if [ "$(id -u)" = 0 ] && have mmdebstrap podman crun musl-gcc python3; then
+    step "containers of Debian 11 and 12" make check-containers
+else
+    line skipped "containers of Debian 11 and 12" "wants root, mmdebstrap, podman, crun, musl-tools: make check-containers"
+fi
 finish

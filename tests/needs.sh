@@ -34,6 +34,8 @@ for what; do
     dh) command -v dh_installsysusers >/dev/null || lacks dh debhelper ;;
     mmdebstrap) command -v mmdebstrap >/dev/null || lacks mmdebstrap mmdebstrap ;;
     systemd-nspawn) command -v systemd-nspawn >/dev/null || lacks systemd-nspawn systemd-container ;;
+    musl-gcc) command -v musl-gcc >/dev/null || lacks musl-gcc musl-tools ;;
+    podman | crun | python3) command -v "$what" >/dev/null || lacks "$what" "$what" ;;
     dbus-daemon) command -v dbus-daemon >/dev/null || lacks dbus-daemon dbus-daemon ;;
     *) lacks "$what" "$what" ;;
     esac
