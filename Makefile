@@ -95,6 +95,7 @@ check-system: programs
 
 check-containers: artifacts
 	@tests/needs.sh podman crun mmdebstrap musl-gcc python3
+	$(CARGO) build --workspace --locked --profile $(PROFILE)
 	CARGO='$(CARGO)' tests/containers/check.sh $(BUILT)
 
 bench:

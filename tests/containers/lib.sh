@@ -43,10 +43,13 @@ until_true() { # what, command…
 
 # ---- images
 
-import() { # name, tar, option…
-    image=$1 tar=$2
-    shift 2
-    pod import --quiet "$@" "$tar" "$image" >/dev/null
+import() { # name, tar
+    pod import --quiet "$2" "$1" >/dev/null
+}
+
+import_directory() { # name, directory
+    tar -C "$2" -cf "$scratch/$1.tar" .
+    import "$1" "$scratch/$1.tar"
 }
 
 hello='#include <stdio.h>
@@ -55,7 +58,7 @@ int main(void) { puts("hello"); return 0; }'
 import_static() {
     mkdir -p "$scratch/static/etc"
     printf '%s\n' "$hello" | cc -static -x c - -o "$scratch/static/hello"
-    import static <(tar -C "$scratch/static" -c .)
+    import_directory static "$scratch/static"
 }
 
 # A program of another C library, with its loader.
@@ -64,7 +67,7 @@ import_musl() {
     printf '%s\n' "$hello" | musl-gcc -x c - -o "$scratch/musl/hello"
     loader=$(echo /lib/ld-musl-*.so.1)
     cp -L "$loader" "$scratch/musl/lib/${loader##*/}"
-    import musl <(tar -C "$scratch/musl" -c .)
+    import_directory musl "$scratch/musl"
 }
 
 # ---- the scheduler
