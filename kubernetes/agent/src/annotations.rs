@@ -44,7 +44,12 @@ fn read_one(
     if text.len() > LONGEST {
         return Err(format!("its value has {} bytes, and {LONGEST} are the most", text.len()));
     }
-    let value = value(namespace, key, text.trim());
+    let text = text.trim();
+    // D-Bus has no texts with a NUL in them: all that the scheduler is told would be refused.
+    if text.chars().any(char::is_control) {
+        return Err("its value is no line of text".into());
+    }
+    let value = value(namespace, key, text);
     permissions.check(namespace, key, &value)?;
     Ok((key, value))
 }
@@ -113,11 +118,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_or_too_long_or_not_allowed_is_left_out_and_the_rest_counts() {
-        let annotations = [("memory-max", "8G"), ("pod", "*"), ("colour", "red"), ("affinity", &"x".repeat(5000))];
+    fn what_is_unknown_or_no_value_or_not_allowed_is_left_out_and_the_rest_counts() {
+        let long = "x".repeat(5000);
+        let annotations =
+            [("memory-max", "8G"), ("pod", "*"), ("colour", "red"), ("affinity", &long), ("exclusion", "a\u{0}b")];
         let wish = read_all(&annotations);
         assert_eq!(wish.keys, BTreeMap::from([("memory-max", Value::from("8G"))]));
         let said = wish.left_out.join("\n");
+        assert!(said.contains("nvshare.com/exclusion is left out: its value is no line of text"), "{said}");
         assert!(said.contains("nvshare.com/affinity is left out: its value has 5000 bytes"), "{said}");
         assert!(said.contains("nvshare.com/colour is left out: there is no such key, only memory-max,"), "{said}");
         assert!(said.contains("nvshare.com/pod is left out: there is no such key"), "{said}");

@@ -141,7 +141,10 @@ async fn watch(
     loop {
         let event = match timeout(SILENCE, stream.try_next()).await {
             Ok(Ok(Some(event))) => event,
-            Ok(Ok(None)) => return Ok(count),
+            Ok(Ok(None)) => {
+                debug!("the watch has ended after {count} events");
+                return Ok(count);
+            }
             Ok(Err(Error::Api(status))) => return Err(refused("watch", &status)),
             // What is not understood would be sent again.
             Ok(Err(Error::SerdeError(e))) => {

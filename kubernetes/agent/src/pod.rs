@@ -84,7 +84,7 @@ impl KnownPod {
         let container = |container: Container| {
             let id = container.id?;
             let (_, id) = id.split_once("://")?;
-            (!id.is_empty() && is_pod_name(&container.name)).then(|| (id.to_owned(), container.name))
+            (is_pod_name(id) && is_pod_name(&container.name)).then(|| (id.to_owned(), container.name))
         };
         let containers = lists.into_iter().flatten().flatten().filter_map(container).collect();
         let wished = |(name, text): (String, String)| Some((name.strip_prefix(PREFIX)?.to_owned(), text));
