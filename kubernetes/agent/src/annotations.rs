@@ -29,6 +29,9 @@ pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions
             Err(why) => wish.left_out.push(format!("its annotation {PREFIX}{name} is left out: {why}")),
         }
     }
+    if let Some(weight) = &permissions.weight {
+        wish.keys.entry("weight").or_insert_with(|| weight.clone());
+    }
     wish
 }
 
@@ -136,6 +139,17 @@ mod tests {
             wish.left_out,
             ["its annotation nvshare.com/time-min is left out: pods of namespace team-a may not set it"]
         );
+    }
+
+    #[test]
+    fn who_wishes_for_no_weight_has_that_of_the_namespace() {
+        let permissions = Permissions { weight: Some(100.into()), ..Permissions::default() };
+        for (wished, expected) in [("50", 50), ("500", 100)] {
+            let annotations = BTreeMap::from([("weight".to_owned(), wished.to_owned())]);
+            let wish = read("team-a", &annotations, &permissions);
+            assert_eq!(wish.keys.get("weight"), Some(&Value::Integer(expected)), "{wished}");
+        }
+        assert_eq!(read("team-a", &BTreeMap::new(), &permissions).keys.len(), 1);
     }
 
     #[test]

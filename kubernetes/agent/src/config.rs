@@ -1,4 +1,4 @@
-//! The configuration file `/etc/nvshare/agent.toml`: which pods may set what, and errors that say where a mistake is. What it
+//! The configuration file `/etc/nvshare/agent.toml`: which pods may set what, what they weigh, and errors that say where a mistake is. What it
 //! means is in `permissions`; the command line is `main`'s.
 
 use std::io;
@@ -14,7 +14,7 @@ use crate::permissions::{Ceilings, KEYS, Permissions, share};
 pub const DEFAULT_PATH: &str = "/etc/nvshare/agent.toml";
 
 /// The whole configuration.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Config {
     /// By patterns of namespaces; the first that matches counts.
     namespaces: Vec<(Pattern, Permissions)>,
@@ -81,6 +81,7 @@ struct Entry {
     weight_max: Option<Spanned<Value>>,
     time_min_max: Option<Spanned<Value>>,
     priority_max: Option<Spanned<Value>>,
+    weight: Option<Spanned<Value>>,
 }
 
 impl Entry {
@@ -94,6 +95,10 @@ impl Entry {
                 key.ok_or_else(|| Mistake::at(&name, what()))
             };
             permissions.may_set = keys.into_iter().map(known).collect::<Result<_, _>>()?;
+        }
+        if let Some(weight) = self.weight {
+            share("weight", weight.as_ref()).map_err(|what| Mistake::at(&weight, what))?;
+            permissions.weight = Some(weight.into_inner());
         }
         let ceiling = |key: &'static str, value: Option<Spanned<Value>>| {
             let Some(value) = value else { return Ok(None) };
@@ -160,6 +165,7 @@ mod tests {
             [[namespaces]]
             name = "batch"
             weight-max = "idle"
+            weight = "idle"
         "#;
         let config = parse(text).expect("it is right");
         let a = config.of("team-a");
@@ -168,6 +174,7 @@ mod tests {
         assert!(config.of("team-b").may_set.is_empty());
         assert_eq!(config.of("batch").may_set, Permissions::default().may_set);
         assert_eq!(config.of("batch").ceilings.weight, 0);
+        assert_eq!((&config.of("batch").weight, &a.weight), (&Some("idle".into()), &None));
         assert_eq!(config.of("default"), &Permissions::default());
         assert_eq!(parse(""), Ok(Config::default()));
     }
@@ -191,6 +198,7 @@ mod tests {
                 "[[namespaces]]\nname = \"a\"\nweight-max = 0",
                 "agent.toml:3:14: weight-max: weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed",
             ),
+            ("[[namespaces]]\nname = \"a\"\nweight = true", "agent.toml:3:10: invalid type: boolean `true`"),
             (
                 "[[namespaces]]\nname = \"a\"\npriority-max = 101",
                 "agent.toml:3:16: priority-max: priority cannot be 101: a number from -100 to 100 is allowed",

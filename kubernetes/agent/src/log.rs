@@ -16,10 +16,10 @@ pub fn start(level: LogLevel) {
         LogLevel::Debug => Level::DEBUG,
         LogLevel::Trace => Level::TRACE,
     };
-    let others = LevelFilter::from_level(own).min(LevelFilter::WARN);
-    // kube has a line for each request that fails: what is to be known of them is said once, in `kubernetes`.
-    let of_kube = if own == Level::TRACE { LevelFilter::TRACE } else { LevelFilter::OFF };
-    let filter = Targets::new().with_target("nvshare", own).with_target("kube", of_kube).with_default(others);
+    // kube and what it uses have a line for each request that fails: what is to be known of them is said once, in
+    // `kubernetes`.
+    let others = if own == Level::TRACE { LevelFilter::WARN } else { LevelFilter::OFF };
+    let filter = Targets::new().with_target("nvshare", own).with_default(others);
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
     tracing_subscriber::registry().with(filter).with(lines.compact()).init();
 }

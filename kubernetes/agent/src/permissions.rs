@@ -1,4 +1,4 @@
-//! Which wishes pods of a namespace may have. What the values of wishes can be at all is the scheduler's to say; where a
+//! Which wishes pods of a namespace may have, and which they have without saying so. What the values of wishes can be at all is the scheduler's to say; where a
 //! permission depends on a value, it is read as the scheduler reads it.
 
 use std::collections::BTreeSet;
@@ -38,10 +38,13 @@ pub struct Ceilings {
 }
 
 /// What pods may wish for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Permissions {
     pub may_set: BTreeSet<&'static str>,
     pub ceilings: Ceilings,
+    /// The weight of a pod that wishes for none. Without one it counts with its user's other programs, unless it wishes for
+    /// anything else of time.
+    pub weight: Option<Value>,
 }
 
 impl Default for Permissions {
@@ -51,6 +54,7 @@ impl Default for Permissions {
         Self {
             may_set: KEYS.into_iter().filter(|key| !TAKES.contains(key)).collect(),
             ceilings: Ceilings { weight: default.weight, time_min: default.max, priority: default.priority },
+            weight: None,
         }
     }
 }
