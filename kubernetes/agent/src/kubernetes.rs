@@ -39,6 +39,9 @@ const ANSWER: Duration = Duration::from_secs(30);
 const WATCH_SECONDS: u32 = 240;
 const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
+/// How long to wait at most before the API server is asked again.
+const RETRY: Duration = Duration::from_secs(30);
+
 /// A watch that has lasted for so long has worked, though nothing came.
 const LASTING: Duration = Duration::from_secs(10);
 
@@ -75,106 +78,113 @@ pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
 /// Reads the pods of that node, again and again, until nobody wants to know any more.
 pub async fn follow(client: Client, node: &str, changes: mpsc::Sender<Change>, mut link: Link) {
     let selector = format!("spec.nodeName={node}");
-    let mut retry = Retry::default();
+    let mut reader = Reader { client, selector, changes, version: String::new(), count: 0 };
+    let mut retry = Retry::up_to(RETRY);
     loop {
-        match list_and_watch(&client, &selector, &changes, &mut link, &mut retry).await {
+        match reader.read(&mut link, &mut retry).await {
             Over::Stale => debug!("the watch cannot go on: the pods are listed again"),
             Over::Failed(why) => link.is_down(why),
             Over::Unwanted => return,
         }
-        sleep(retry.next()).await;
+        sleep(retry.wait()).await;
     }
 }
 
-async fn list_and_watch(
-    client: &Client,
-    selector: &str,
-    changes: &mpsc::Sender<Change>,
-    link: &mut Link,
-    retry: &mut Retry,
-) -> Over {
-    // What the API server has in memory will do: the watch brings what is newer.
-    let list = Request::new(PODS).list(&ListParams::default().fields(selector).match_any());
-    let list = match list {
-        Ok(list) => list,
-        Err(e) => return Over::Failed(causes(&e)),
-    };
-    let list: ObjectList<Pod> = match timeout(ANSWER, client.request(list)).await {
-        Ok(Ok(list)) => list,
-        Ok(Err(e)) => return failed("list", &e),
-        Err(_) => return late(),
-    };
-    let mut version = list.metadata.resource_version.unwrap_or_default();
-    debug!("{} pods listed, at version {version:?}", list.items.len());
-    if changes.send(Change::Listed(list.items)).await.is_err() {
-        return Over::Unwanted;
-    }
-    loop {
-        let began = Instant::now();
-        match watch(client, selector, &mut version, changes, link).await {
-            Ok(0) if began.elapsed() < LASTING => {}
-            Ok(_) => retry.reset(),
-            Err(over) => return over,
+/// Who reads the pods of a node.
+struct Reader {
+    client: Client,
+    selector: String,
+    changes: mpsc::Sender<Change>,
+    /// What was read last.
+    version: String,
+    /// How many events have come.
+    count: u64,
+}
+
+impl Reader {
+    /// Reads a list, and what becomes of it.
+    async fn read(&mut self, link: &mut Link, retry: &mut Retry) -> Over {
+        if let Err(over) = self.list().await {
+            return over;
         }
-        sleep(retry.next()).await;
+        loop {
+            let (began, before) = (Instant::now(), self.count);
+            let ended = self.watch(link).await;
+            debug!("a watch has ended after {} events", self.count - before);
+            if self.count > before || began.elapsed() >= LASTING {
+                retry.reset();
+            }
+            if let Err(over) = ended {
+                return over;
+            }
+            sleep(retry.wait()).await;
+        }
     }
-}
 
-/// Watches from that version on until the watch ends; returns how much came.
-async fn watch(
-    client: &Client,
-    selector: &str,
-    version: &mut String,
-    changes: &mpsc::Sender<Change>,
-    link: &mut Link,
-) -> Result<usize, Over> {
-    let params = WatchParams::default().fields(selector).timeout(WATCH_SECONDS);
-    let request = Request::new(PODS).watch(&params, version).map_err(|e| Over::Failed(causes(&e)))?;
-    let stream = match timeout(ANSWER, client.request_events::<Pod>(request)).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(e)) => return Err(failed("watch", &e)),
-        Err(_) => return Err(late()),
-    };
-    link.is_up();
-    let mut stream = std::pin::pin!(stream);
-    let mut count = 0;
-    loop {
-        let event = match timeout(SILENCE, stream.try_next()).await {
-            Ok(Ok(Some(event))) => event,
-            Ok(Ok(None)) => {
-                debug!("the watch has ended after {count} events");
-                return Ok(count);
-            }
-            Ok(Err(Error::Api(status))) => return Err(refused("watch", &status)),
-            // What is not understood would be sent again.
-            Ok(Err(Error::SerdeError(e))) => {
-                return Err(Over::Failed(format!("the API server's answer is not understood: {e}")));
-            }
-            Ok(Err(e)) => {
-                debug!("the watch broke: {}", causes(&e));
-                return Ok(count);
-            }
-            Err(_) => {
-                debug!("nothing was heard of the watch for {} s", SILENCE.as_secs());
-                return Ok(count);
-            }
+    async fn list(&mut self) -> Result<(), Over> {
+        // What the API server has in memory will do: the watch brings what is newer.
+        let params = ListParams::default().fields(&self.selector).match_any();
+        let request = Request::new(PODS).list(&params).map_err(|e| Over::Failed(causes(&e)))?;
+        let list: ObjectList<Pod> = match timeout(ANSWER, self.client.request(request)).await {
+            Ok(answer) => answer.map_err(|e| failed("list", &e))?,
+            Err(_) => return Err(late()),
         };
-        let change = match event {
-            WatchEvent::Added(pod) | WatchEvent::Modified(pod) => Change::Applied(pod),
-            WatchEvent::Deleted(pod) => Change::Deleted(pod),
-            WatchEvent::Bookmark(bookmark) => {
-                *version = bookmark.metadata.resource_version;
-                count += 1;
-                continue;
+        self.version = list.metadata.resource_version.unwrap_or_default();
+        debug!("{} pods listed, at version {:?}", list.items.len(), self.version);
+        self.pass_on(Change::Listed(list.items)).await
+    }
+
+    /// Watches from the last version on, until the watch ends, which it does after a while.
+    async fn watch(&mut self, link: &mut Link) -> Result<(), Over> {
+        let params = WatchParams::default().fields(&self.selector).timeout(WATCH_SECONDS);
+        let request = Request::new(PODS).watch(&params, &self.version).map_err(|e| Over::Failed(causes(&e)))?;
+        let stream = match timeout(ANSWER, self.client.request_events::<Pod>(request)).await {
+            Ok(answer) => answer.map_err(|e| failed("watch", &e))?,
+            Err(_) => return Err(late()),
+        };
+        link.is_up();
+        let mut stream = std::pin::pin!(stream);
+        loop {
+            let event = match timeout(SILENCE, stream.try_next()).await {
+                Ok(Ok(Some(event))) => event,
+                Ok(Ok(None)) => return Ok(()),
+                Ok(Err(Error::Api(status))) => return Err(refused("watch", &status)),
+                // It would come again from the same version.
+                Ok(Err(Error::SerdeError(e))) => {
+                    return Err(Over::Failed(format!("the API server's answer is not understood: {e}")));
+                }
+                Ok(Err(e)) => {
+                    debug!("the watch broke: {}", causes(&e));
+                    return Ok(());
+                }
+                Err(_) => {
+                    debug!("nothing was heard of the watch for {} s", SILENCE.as_secs());
+                    return Ok(());
+                }
+            };
+            self.heed(event).await?;
+        }
+    }
+
+    async fn heed(&mut self, event: WatchEvent<Pod>) -> Result<(), Over> {
+        let (version, change) = match event {
+            WatchEvent::Added(pod) | WatchEvent::Modified(pod) => {
+                (pod.metadata.resource_version.clone(), Some(Change::Applied(pod)))
             }
+            WatchEvent::Deleted(pod) => (pod.metadata.resource_version.clone(), Some(Change::Deleted(pod))),
+            WatchEvent::Bookmark(bookmark) => (bookmark.metadata.resource_version, None),
             WatchEvent::Error(status) => return Err(refused("watch", &status)),
         };
-        let (Change::Applied(pod) | Change::Deleted(pod)) = &change else { continue };
-        version.clone_from(&pod.metadata.resource_version);
-        count += 1;
-        if changes.send(change).await.is_err() {
-            return Err(Over::Unwanted);
+        self.version = version;
+        self.count += 1;
+        match change {
+            Some(change) => self.pass_on(change).await,
+            None => Ok(()),
         }
+    }
+
+    async fn pass_on(&self, change: Change) -> Result<(), Over> {
+        self.changes.send(change).await.map_err(|_| Over::Unwanted)
     }
 }
 

@@ -24,18 +24,21 @@ use crate::retry::Retry;
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
+/// How long to wait before it is tried again: that costs next to nothing, and programs have no names until then.
+const RETRY: Duration = Duration::from_secs(2);
+
 /// At most a part of the time, one in this many, goes into telling, however fast pods come and go.
 const SHARE: u32 = 10;
 
 /// Tells it whatever is new, until nothing can be any more.
 pub async fn tell(control: PathBuf, mut told: watch::Receiver<Told>, mut link: Link) {
-    let (mut retry, mut complaints) = (Retry::default(), Complaints::default());
+    let (mut retry, mut complaints) = (Retry::up_to(RETRY), Complaints::default());
     loop {
         match serve(&control, &mut told, &mut link, &mut retry, &mut complaints).await {
             Ok(()) => return,
             Err(why) => link.is_down(why),
         }
-        sleep(retry.next()).await;
+        sleep(retry.wait()).await;
     }
 }
 
