@@ -78,6 +78,8 @@ use hub::Hub;
 use resume::Kept;
 use socket::{Bound, Kind};
 
+pub use pods::{MOST as MOST_PODS, is_name as is_pod_name, is_uid as is_pod_uid};
+
 /// Where clients connect. The directory can be mounted into containers.
 pub const CLIENTS_SOCKET: &str = "/run/nvshare/scheduler.sock";
 

@@ -9,8 +9,8 @@ use super::peer::Identity;
 use super::rules::{Origin, Rule, read_one};
 use crate::bus;
 
-/// Ten times the most that a node is known to have been given.
-const MOST: usize = 5_000;
+/// How many pods there can be: ten times the most that a node is known to have been given.
+pub const MOST: usize = 5_000;
 /// The longest name that Kubernetes allows.
 const LONGEST_NAME: usize = 253;
 
@@ -42,11 +42,11 @@ impl Pods {
         let (mut pods, mut refused) = (Self::default(), Refused::new());
         for pod in told {
             let bus::Pod { uid, namespace, name, containers, wish } = pod;
-            if !(32..=36).contains(&uid.len()) || !uid.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-') {
+            if !is_uid(&uid) {
                 return Err(format!("{uid:?} is not the UID of a pod"));
             }
             for text in [&namespace, &name].into_iter().chain(containers.values()) {
-                if text.is_empty() || text.len() > LONGEST_NAME || !text.bytes().all(is_of_a_name) {
+                if !is_name(text) {
                     return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
                 }
             }
@@ -103,8 +103,15 @@ impl Pods {
     }
 }
 
-fn is_of_a_name(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || b"-._".contains(&byte)
+/// Whether it can be the UID of a pod.
+pub fn is_uid(text: &str) -> bool {
+    (32..=36).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
+}
+
+/// Whether something can have that name in Kubernetes.
+pub fn is_name(text: &str) -> bool {
+    let is_of_a_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    !text.is_empty() && text.len() <= LONGEST_NAME && text.bytes().all(is_of_a_name)
 }
 
 fn read_wish(

@@ -1,0 +1,164 @@
+//! A pod's annotations as its wish. What values can be is the scheduler's to say.
+
+use std::collections::{BTreeMap, HashMap};
+
+use toml::Value;
+use zbus::{OwnedVariant, Variant};
+
+use crate::permissions::{KEYS, Permissions};
+
+/// What the names of annotations begin with that are meant for nvshare.
+pub const PREFIX: &str = "nvshare.com/";
+
+/// No value that means something is longer: a list of all slices of eight GPUs, by their UUIDs, has 2300 bytes.
+const LONGEST: usize = 4096;
+
+/// What somebody wishes, and what of it is left out, in a sentence each.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Wish {
+    pub keys: BTreeMap<&'static str, Value>,
+    pub left_out: Vec<String>,
+}
+
+/// Reads the annotations of a pod, by their names without [`PREFIX`].
+pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions: &Permissions) -> Wish {
+    let mut wish = Wish::default();
+    for (name, text) in annotations {
+        match read_one(namespace, name, text, permissions) {
+            Ok((key, value)) => drop(wish.keys.insert(key, value)),
+            Err(why) => wish.left_out.push(format!("its annotation {PREFIX}{name} is left out: {why}")),
+        }
+    }
+    if let Some(weight) = &permissions.weight {
+        wish.keys.entry("weight").or_insert_with(|| weight.clone());
+    }
+    wish
+}
+
+fn read_one(
+    namespace: &str,
+    name: &str,
+    text: &str,
+    permissions: &Permissions,
+) -> Result<(&'static str, Value), String> {
+    let Some(key) = KEYS.into_iter().find(|key| *key == name) else {
+        return Err(format!("there is no such key, only {}", KEYS.join(", ")));
+    };
+    if text.len() > LONGEST {
+        return Err(format!("its value has {} bytes, and {LONGEST} are the most", text.len()));
+    }
+    let text = text.trim();
+    // D-Bus has no texts with a NUL in them: all that the scheduler is told would be refused.
+    if text.chars().any(char::is_control) {
+        return Err("its value is no line of text".into());
+    }
+    let value = value(namespace, key, text);
+    permissions.check(namespace, key, &value)?;
+    Ok((key, value))
+}
+
+/// A value as a rule has it. What is not what it should be stays a text, for the scheduler to say so.
+fn value(namespace: &str, key: &str, text: &str) -> Value {
+    match key {
+        "weight" | "priority" => text.parse::<i64>().map_or_else(|_| text.into(), Value::Integer),
+        "interactive" | "gang" => text.parse::<bool>().map_or_else(|_| text.into(), Value::Boolean),
+        "allowed-gpus" => text.split(',').map(str::trim).filter(|gpu| !gpu.is_empty()).collect::<Vec<_>>().into(),
+        // Labels are a namespace's own: nobody gets beside other people's pods, or into their way, by guessing theirs.
+        "affinity" | "anti-affinity" | "exclusion" if !text.is_empty() => format!("{namespace}/{text}").into(),
+        _ => text.into(),
+    }
+}
+
+/// As D-Bus has it.
+pub fn variants(keys: &BTreeMap<&'static str, Value>) -> HashMap<String, OwnedVariant> {
+    let variant = |value: &Value| match value {
+        Value::Integer(number) => Some(Variant::I64(*number)),
+        Value::Boolean(value) => Some(Variant::Bool(*value)),
+        Value::String(text) => Some(Variant::from(text.clone())),
+        Value::Array(all) => {
+            Some(Variant::from(all.iter().filter_map(Value::as_str).map(str::to_owned).collect::<Vec<String>>()))
+        }
+        _ => None, // wishes have no others
+    };
+    let owned = |value: &Value| OwnedVariant::try_from(variant(value)?).ok();
+    keys.iter().filter_map(|(key, value)| Some(((*key).to_owned(), owned(value)?))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_all(annotations: &[(&str, &str)]) -> Wish {
+        let mut permissions = Permissions::default();
+        permissions.may_set.extend(KEYS);
+        let annotations = annotations.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect();
+        read("team-a", &annotations, &permissions)
+    }
+
+    #[test]
+    fn every_key_has_its_kind_of_value() {
+        for (key, text, expected) in [
+            ("memory-max", "8G", Value::from("8G")),
+            ("memory-max", "8589934592", "8589934592".into()),
+            ("on-memory-full", " wait\n", "wait".into()),
+            ("weight", "50", 50.into()),
+            ("weight", "idle", "idle".into()),
+            ("weight", "5.5", "5.5".into()),
+            ("priority", "-7", (-7).into()),
+            ("interactive", "true", true.into()),
+            ("interactive", "yes", "yes".into()),
+            ("gang", "false", false.into()),
+            ("allowed-gpus", "GPU-8a6c, 1,", vec!["GPU-8a6c", "1"].into()),
+            ("allowed-gpus", "", Value::Array(Vec::new())),
+            ("time-min", "20%", "20%".into()),
+            ("affinity", "train", "team-a/train".into()),
+            ("exclusion", "", "".into()),
+        ] {
+            let wish = read_all(&[(key, text)]);
+            assert_eq!(wish.keys.get(key), Some(&expected), "{key} {text:?}");
+            assert_eq!(wish.left_out, Vec::<String>::new(), "{key} {text:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_unknown_or_no_value_or_not_allowed_is_left_out_and_the_rest_counts() {
+        let long = "x".repeat(5000);
+        let annotations =
+            [("memory-max", "8G"), ("pod", "*"), ("colour", "red"), ("affinity", &long), ("exclusion", "a\u{0}b")];
+        let wish = read_all(&annotations);
+        assert_eq!(wish.keys, BTreeMap::from([("memory-max", Value::from("8G"))]));
+        let said = wish.left_out.join("\n");
+        assert!(said.contains("nvshare.com/exclusion is left out: its value is no line of text"), "{said}");
+        assert!(said.contains("nvshare.com/affinity is left out: its value has 5000 bytes"), "{said}");
+        assert!(said.contains("nvshare.com/colour is left out: there is no such key, only memory-max,"), "{said}");
+        assert!(said.contains("nvshare.com/pod is left out: there is no such key"), "{said}");
+
+        let annotations = BTreeMap::from([("time-min".to_owned(), "50%".to_owned())]);
+        let wish = read("team-a", &annotations, &Permissions::default());
+        assert_eq!(
+            wish.left_out,
+            ["its annotation nvshare.com/time-min is left out: pods of namespace team-a may not set it"]
+        );
+    }
+
+    #[test]
+    fn who_wishes_for_no_weight_has_that_of_the_namespace() {
+        let permissions = Permissions { weight: Some(100.into()), ..Permissions::default() };
+        for (wished, expected) in [("50", 50), ("500", 100)] {
+            let annotations = BTreeMap::from([("weight".to_owned(), wished.to_owned())]);
+            let wish = read("team-a", &annotations, &permissions);
+            assert_eq!(wish.keys.get("weight"), Some(&Value::Integer(expected)), "{wished}");
+        }
+        assert_eq!(read("team-a", &BTreeMap::new(), &permissions).keys.len(), 1);
+    }
+
+    #[test]
+    fn a_wish_goes_over_the_bus_as_it_is() {
+        let wish = read_all(&[("weight", "50"), ("gang", "true"), ("allowed-gpus", "0,1"), ("time-max", "20%")]);
+        let sent = variants(&wish.keys);
+        let text = |key: &str| format!("{:?}", **sent.get(key).expect("a key"));
+        assert_eq!(sent.len(), 4);
+        assert!(text("weight").contains("I64(50)") && text("gang").contains("Bool(true)"), "{sent:?}");
+        assert!(text("time-max").contains("20%") && text("allowed-gpus").contains('1'), "{sent:?}");
+    }
+}

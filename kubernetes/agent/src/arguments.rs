@@ -1,0 +1,57 @@
+//! The command line of `nvshare-agent`.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use nvshare::bus::CONTROL_SOCKET;
+use nvshare::daemon::config::LogLevel;
+use nvshare::daemon::is_pod_name;
+
+/// Where the agent that runs answers `--probe`.
+pub const PROBE_SOCKET: &str = "/run/nvshare-agent/agent.sock";
+
+/// Tells nvshare's scheduler which pods are on this node, and what they wish for themselves.
+#[derive(Debug, Parser)]
+#[command(name = "nvshare-agent", version)]
+pub struct Arguments {
+    /// The name that this node has in Kubernetes
+    #[arg(long, value_name = "NAME", env = "NODE_NAME", value_parser = read_node)]
+    #[arg(required_unless_present_any = ["check_config", "probe"])]
+    pub node: Option<String>,
+
+    /// The configuration file [default: /etc/nvshare/agent.toml, which may be missing]
+    #[arg(long, value_name = "PATH")]
+    pub config: Option<PathBuf>,
+
+    /// Only say whether the configuration file is right
+    #[arg(long)]
+    pub check_config: bool,
+
+    /// Only say whether the agent that runs has the API server and the scheduler
+    #[arg(long, conflicts_with = "check_config")]
+    pub probe: bool,
+
+    /// How to reach the API server, outside of a cluster
+    #[arg(long, value_name = "PATH")]
+    pub kubeconfig: Option<PathBuf>,
+
+    /// The scheduler's control socket
+    #[arg(long, value_name = "PATH", default_value = CONTROL_SOCKET)]
+    pub control: PathBuf,
+
+    /// The agent's own socket, for --probe
+    #[arg(long, value_name = "PATH", default_value = PROBE_SOCKET)]
+    pub socket: PathBuf,
+
+    /// How much is logged
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    pub log_level: LogLevel,
+}
+
+/// It becomes a part of a selector, where a comma would mean something.
+fn read_node(text: &str) -> Result<String, String> {
+    match is_pod_name(text) {
+        true => Ok(text.to_owned()),
+        false => Err("that is not the name of a node: up to 253 letters, digits, \"-\" and \".\" are allowed".into()),
+    }
+}

@@ -1,0 +1,76 @@
+//! What is wrong with pods, said once for each, and no more of one pod than a few lines: who writes annotations must not be
+//! able to fill the log.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tracing::warn;
+
+/// So much is said of one pod as long as it is there.
+const MOST: usize = 10;
+
+/// A line is cut off there.
+const LONGEST: usize = 400;
+
+/// What was said of each pod, by its UID.
+#[derive(Debug, Default)]
+pub struct Complaints(BTreeMap<String, BTreeSet<String>>);
+
+impl Complaints {
+    /// Says something of a pod, in a whole sentence, unless it was said.
+    pub fn tell(&mut self, uid: &str, pod: &str, what: &str) {
+        if let Some(line) = self.line(uid, pod, what) {
+            warn!("{line}");
+        }
+    }
+
+    fn line(&mut self, uid: &str, pod: &str, what: &str) -> Option<String> {
+        let said = self.0.entry(uid.to_owned()).or_default();
+        if said.len() > MOST || said.contains(what) {
+            return None;
+        }
+        said.insert(what.to_owned());
+        Some(match said.len() {
+            n if n > MOST => format!("pod {pod}: more is wrong with its annotations, and no more is said of them"),
+            _ => format!("pod {pod}: {}", plain(what)),
+        })
+    }
+
+    /// Forgets pods that are gone.
+    pub fn keep(&mut self, is_there: impl Fn(&str) -> bool) {
+        self.0.retain(|uid, _| is_there(uid));
+    }
+}
+
+/// One line without anything that a terminal would obey, and not too long.
+fn plain(text: &str) -> String {
+    let mut line: String = text.chars().map(|c| if c.is_control() { '?' } else { c }).take(LONGEST).collect();
+    if text.chars().nth(LONGEST).is_some() {
+        line.push('…');
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_is_said_once_and_again_of_another_pod() {
+        let mut complaints = Complaints::default();
+        assert_eq!(complaints.line("1", "a/b", "it is wrong").as_deref(), Some("pod a/b: it is wrong"));
+        assert_eq!(complaints.line("1", "a/b", "it is wrong"), None);
+        assert!(complaints.line("2", "a/b", "it is wrong").is_some());
+        complaints.keep(|uid| uid == "2");
+        assert!(complaints.line("1", "a/b", "it is wrong").is_some());
+    }
+
+    #[test]
+    fn one_pod_cannot_fill_the_log() {
+        let mut complaints = Complaints::default();
+        let lines: Vec<_> = (0..1000).filter_map(|n| complaints.line("1", "a/b", &format!("wrong {n}"))).collect();
+        assert_eq!(lines.len(), MOST + 1);
+        assert!(lines.last().is_some_and(|line| line.contains("no more is said")), "{lines:?}");
+        let line = complaints.line("2", "a/b", &format!("\u{1b}[2J\n{}", "x".repeat(100_000))).expect("a line");
+        assert!(line.len() < 500 && !line.contains('\u{1b}') && !line.contains('\n'), "{line}");
+    }
+}

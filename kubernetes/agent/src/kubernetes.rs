@@ -1,0 +1,228 @@
+//! Asking the API server for the pods of a node: a list, and then what changes.
+//!
+//! It is done with kube's requests rather than with its watcher, which does not say when a watch that failed works again: on
+//! a quiet node nobody could tell whether the agent is connected. Where nothing is missed, a watch goes on where the last one
+//! ended; where that is too long ago, all is listed again.
+
+use std::path::Path;
+use std::time::Duration;
+
+use futures::TryStreamExt;
+use kube::api::{ListParams, ObjectList, WatchEvent, WatchParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::core::Request;
+use kube::core::Status;
+use kube::{Client, Config, Error};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout};
+use tracing::debug;
+
+use crate::links::Link;
+use crate::node::Change;
+use crate::pod::Pod;
+use crate::retry::Retry;
+
+/// All pods; the selector says which.
+const PODS: &str = "/api/v1/pods";
+
+/// What the API server says where a watch cannot go on.
+const GONE: u16 = 410;
+const UNAUTHORIZED: u16 = 401;
+const FORBIDDEN: u16 = 403;
+
+/// How long the API server may take to be reached, and to begin to answer.
+const CONNECT: Duration = Duration::from_secs(5);
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// For how many seconds a watch is asked for. The API server marks a quiet one with a bookmark about every minute, so one
+/// of which nothing was heard for so long is dead.
+const WATCH_SECONDS: u32 = 240;
+const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
+
+/// How long to wait at most before the API server is asked again.
+const RETRY: Duration = Duration::from_secs(30);
+
+/// A watch that has lasted for so long has worked, though nothing came.
+const LASTING: Duration = Duration::from_secs(10);
+
+/// Why a list counts no longer.
+#[derive(Debug)]
+enum Over {
+    /// It is to be read again.
+    Stale,
+    /// The API server cannot be asked, or does not answer what was asked.
+    Failed(String),
+    /// Nobody wants to know any more.
+    Unwanted,
+}
+
+/// Finds the API server: by that file, or as pods do.
+pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let wrong = |e: &dyn std::error::Error| format!("{} cannot be used: {}", path.display(), causes(e));
+            let file = Kubeconfig::read_from(path).map_err(|e| wrong(&e))?;
+            let options = KubeConfigOptions::default();
+            Config::from_custom_kubeconfig(file, &options).await.map_err(|e| wrong(&e))?
+        }
+        None => Config::incluster().map_err(|e| {
+            format!("this is no pod of Kubernetes: {}; --kubeconfig names an API server elsewhere", causes(&e))
+        })?,
+    };
+    config.connect_timeout = Some(CONNECT);
+    // What fails is tried again here.
+    config.default_retry = false;
+    Client::try_from(config).map_err(|e| format!("the API server cannot be asked: {}", causes(&e)))
+}
+
+/// Reads the pods of that node, again and again, until nobody wants to know any more.
+pub async fn follow(client: Client, node: &str, changes: mpsc::Sender<Change>, mut link: Link) {
+    let selector = format!("spec.nodeName={node}");
+    let mut reader = Reader { client, selector, changes, version: String::new(), count: 0 };
+    let mut retry = Retry::up_to(RETRY);
+    loop {
+        match reader.read(&mut link, &mut retry).await {
+            Over::Stale => debug!("the watch cannot go on: the pods are listed again"),
+            Over::Failed(why) => link.is_down(why),
+            Over::Unwanted => return,
+        }
+        sleep(retry.wait()).await;
+    }
+}
+
+/// Who reads the pods of a node.
+struct Reader {
+    client: Client,
+    selector: String,
+    changes: mpsc::Sender<Change>,
+    /// What was read last.
+    version: String,
+    /// How many events have come.
+    count: u64,
+}
+
+impl Reader {
+    /// Reads a list, and what becomes of it.
+    async fn read(&mut self, link: &mut Link, retry: &mut Retry) -> Over {
+        if let Err(over) = self.list().await {
+            return over;
+        }
+        loop {
+            let (began, before) = (Instant::now(), self.count);
+            let ended = self.watch(link).await;
+            debug!("a watch has ended after {} events", self.count - before);
+            if self.count > before || began.elapsed() >= LASTING {
+                retry.reset();
+            }
+            if let Err(over) = ended {
+                return over;
+            }
+            sleep(retry.wait()).await;
+        }
+    }
+
+    async fn list(&mut self) -> Result<(), Over> {
+        // What the API server has in memory will do: the watch brings what is newer.
+        let params = ListParams::default().fields(&self.selector).match_any();
+        let request = Request::new(PODS).list(&params).map_err(|e| Over::Failed(causes(&e)))?;
+        let list: ObjectList<Pod> = match timeout(ANSWER, self.client.request(request)).await {
+            Ok(answer) => answer.map_err(|e| failed("list", &e))?,
+            Err(_) => return Err(late()),
+        };
+        self.version = list.metadata.resource_version.unwrap_or_default();
+        debug!("{} pods listed, at version {:?}", list.items.len(), self.version);
+        self.pass_on(Change::Listed(list.items)).await
+    }
+
+    /// Watches from the last version on, until the watch ends, which it does after a while.
+    async fn watch(&mut self, link: &mut Link) -> Result<(), Over> {
+        let params = WatchParams::default().fields(&self.selector).timeout(WATCH_SECONDS);
+        let request = Request::new(PODS).watch(&params, &self.version).map_err(|e| Over::Failed(causes(&e)))?;
+        let stream = match timeout(ANSWER, self.client.request_events::<Pod>(request)).await {
+            Ok(answer) => answer.map_err(|e| failed("watch", &e))?,
+            Err(_) => return Err(late()),
+        };
+        link.is_up();
+        let mut stream = std::pin::pin!(stream);
+        loop {
+            let event = match timeout(SILENCE, stream.try_next()).await {
+                Ok(Ok(Some(event))) => event,
+                Ok(Ok(None)) => return Ok(()),
+                Ok(Err(Error::Api(status))) => return Err(refused("watch", &status)),
+                // It would come again from the same version.
+                Ok(Err(Error::SerdeError(e))) => {
+                    return Err(Over::Failed(format!("the API server's answer is not understood: {e}")));
+                }
+                Ok(Err(e)) => {
+                    debug!("the watch broke: {}", causes(&e));
+                    return Ok(());
+                }
+                Err(_) => {
+                    debug!("nothing was heard of the watch for {} s", SILENCE.as_secs());
+                    return Ok(());
+                }
+            };
+            self.heed(event).await?;
+        }
+    }
+
+    async fn heed(&mut self, event: WatchEvent<Pod>) -> Result<(), Over> {
+        let (version, change) = match event {
+            WatchEvent::Added(pod) | WatchEvent::Modified(pod) => {
+                (pod.metadata.resource_version.clone(), Some(Change::Applied(pod)))
+            }
+            WatchEvent::Deleted(pod) => (pod.metadata.resource_version.clone(), Some(Change::Deleted(pod))),
+            WatchEvent::Bookmark(bookmark) => (bookmark.metadata.resource_version, None),
+            WatchEvent::Error(status) => return Err(refused("watch", &status)),
+        };
+        self.version = version;
+        self.count += 1;
+        match change {
+            Some(change) => self.pass_on(change).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn pass_on(&self, change: Change) -> Result<(), Over> {
+        self.changes.send(change).await.map_err(|_| Over::Unwanted)
+    }
+}
+
+fn late() -> Over {
+    Over::Failed(format!("the API server has not answered for {} s", ANSWER.as_secs()))
+}
+
+fn failed(what: &str, error: &Error) -> Over {
+    match error {
+        Error::Api(status) => refused(what, status),
+        Error::Service(e) => Over::Failed(format!("the API server cannot be reached: {}", causes(&**e))),
+        e => Over::Failed(format!("the API server cannot be asked for pods: {}", causes(e))),
+    }
+}
+
+/// The API server has answered that it does not.
+fn refused(what: &str, status: &Status) -> Over {
+    // It may quote what it was sent.
+    let message: String = status.message.chars().map(|c| if c.is_control() { '?' } else { c }).take(400).collect();
+    match status.code {
+        GONE => Over::Stale,
+        UNAUTHORIZED | FORBIDDEN => Over::Failed(format!(
+            "the API server does not let the agent {what} pods, and its service account needs \"list\" and \"watch\": {message}"
+        )),
+        code => Over::Failed(format!("the API server does not {what} pods (status {code}): {message}")),
+    }
+}
+
+/// An error and what has caused it, in one line, each said once.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        let said = next.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        cause = next.source();
+    }
+    text
+}

@@ -1,0 +1,37 @@
+//! `nvshare-agent`: which of the things that its command line can ask is done.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use nvshare_agent::agent::{self, Options};
+use nvshare_agent::arguments::Arguments;
+use nvshare_agent::config::{Config, DEFAULT_PATH};
+use nvshare_agent::probe::probe;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let done = if arguments.check_config {
+        let path = arguments.config.as_deref().unwrap_or(DEFAULT_PATH.as_ref());
+        let read = Config::load(arguments.config.as_deref()).map_err(|e| e.to_string());
+        read.map(|_| println!("{}: the configuration is right", path.display()))
+    } else if arguments.probe {
+        probe(&arguments.socket)
+    } else {
+        agent::run(Options {
+            // clap sees to it that it is there.
+            node: arguments.node.unwrap_or_default(),
+            config: arguments.config,
+            kubeconfig: arguments.kubeconfig,
+            control: arguments.control,
+            socket: arguments.socket,
+            log_level: arguments.log_level,
+        })
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("nvshare-agent: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! All pods of the node, as they come and go, and what the scheduler is to be told of them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvshare::bus;
+use nvshare::daemon::MOST_PODS;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, timeout_at};
+use tracing::{debug, warn};
+
+use crate::annotations::{self, Wish};
+use crate::complaints::Complaints;
+use crate::config::Config;
+use crate::pod::{KnownPod, Pod};
+
+/// What changes within this time is told at once: a pod that starts changes several times.
+const GATHER: Duration = Duration::from_millis(100);
+
+/// What Kubernetes says.
+#[derive(Debug)]
+pub enum Change {
+    /// These there are, and no others.
+    Listed(Vec<Pod>),
+    Applied(Pod),
+    Deleted(Pod),
+}
+
+/// What the scheduler is to know; nothing until Kubernetes was asked.
+pub type Told = Option<Arc<Vec<bus::Pod>>>;
+
+/// The pods, by the UIDs that they have in Kubernetes.
+#[derive(Debug, Default)]
+pub struct Node {
+    pods: Option<BTreeMap<String, KnownPod>>,
+    complaints: Complaints,
+    is_crowded: bool,
+}
+
+impl Node {
+    pub fn change(&mut self, change: Change) {
+        let known = |pod: Pod| (pod.metadata.uid.clone(), KnownPod::read(pod));
+        let pods = match (change, &mut self.pods) {
+            (Change::Listed(all), pods) => {
+                let all = all.into_iter().map(known).filter_map(|(uid, pod)| Some((uid, pod?)));
+                *pods = Some(all.collect());
+                return;
+            }
+            (Change::Applied(pod), Some(pods)) => (known(pod), pods),
+            (Change::Deleted(pod), Some(pods)) => ((pod.metadata.uid, None), pods),
+            // Nothing comes before the first list.
+            (_, None) => return,
+        };
+        match pods {
+            ((uid, Some(pod)), pods) => drop(pods.insert(uid, pod)),
+            ((uid, None), pods) => drop(pods.remove(&uid)),
+        }
+    }
+
+    /// What the scheduler is to know of them. What is wrong with their annotations is logged, once.
+    pub fn told(&mut self, config: &Config) -> Told {
+        let pods = self.pods.as_ref()?;
+        let mut all: Vec<&KnownPod> = pods.values().collect();
+        // Two can have one UID only where somebody claims a pod of the node itself to be his: who was there first is right.
+        all.sort_by(|a, b| (&a.uid, &a.created, a.full_name()).cmp(&(&b.uid, &b.created, b.full_name())));
+        all.dedup_by(|later, first| later.uid == first.uid);
+        let is_crowded = all.len() > MOST_PODS;
+        if is_crowded && !self.is_crowded {
+            let count = all.len();
+            warn!(
+                "{count} pods are on this node, and the scheduler is told of {MOST_PODS}: the others have no names there"
+            );
+        }
+        self.is_crowded = is_crowded;
+        all.truncate(MOST_PODS);
+        let mut there = BTreeSet::new();
+        let mut told = Vec::with_capacity(all.len());
+        for pod in all {
+            let Wish { keys, left_out } =
+                annotations::read(&pod.namespace, &pod.annotations, config.of(&pod.namespace));
+            for what in left_out {
+                self.complaints.tell(&pod.uid, &pod.full_name(), &what);
+            }
+            there.insert(pod.uid.as_str());
+            told.push(bus::Pod {
+                uid: pod.uid.clone(),
+                namespace: pod.namespace.clone(),
+                name: pod.name.clone(),
+                containers: pod.containers.clone(),
+                wish: annotations::variants(&keys),
+            });
+        }
+        self.complaints.keep(|uid| there.contains(uid));
+        Some(Arc::new(told))
+    }
+}
+
+/// Follows what Kubernetes says, and has the scheduler told of it, until nobody says anything any more.
+pub async fn keep(
+    mut changes: mpsc::Receiver<Change>,
+    mut config: watch::Receiver<Arc<Config>>,
+    told: watch::Sender<Told>,
+) {
+    let mut node = Node::default();
+    loop {
+        tokio::select! {
+            change = changes.recv() => match change {
+                Some(change) => node.change(change),
+                None => return,
+            },
+            Ok(()) = config.changed() => {}
+        }
+        let until = Instant::now() + GATHER;
+        while let Ok(Some(change)) = timeout_at(until, changes.recv()).await {
+            node.change(change);
+        }
+        let now = node.told(&config.borrow_and_update());
+        let count = now.as_ref().map_or(0, |pods| pods.len());
+        let is_news = told.send_if_modified(|before| {
+            let is_news = *before != now;
+            *before = now;
+            is_news
+        });
+        debug!("{count} pods{}", if is_news { "" } else { ", of which nothing is new" });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pod::Metadata;
+
+    fn pod(number: usize, name: &str) -> Pod {
+        let uid = format!("{number:08x}-89ab-cdef-0123-456789abcdef");
+        let metadata = Metadata { uid, namespace: "team-a".into(), name: name.into(), ..Metadata::default() };
+        Pod { metadata, status: None }
+    }
+
+    fn names(node: &mut Node) -> Vec<String> {
+        node.told(&Config::default()).expect("a list").iter().map(|pod| pod.name.clone()).collect()
+    }
+
+    #[test]
+    fn nothing_is_told_before_the_list_is_whole() {
+        let mut node = Node::default();
+        node.change(Change::Applied(pod(1, "a")));
+        assert_eq!(node.told(&Config::default()), None);
+        node.change(Change::Listed(Vec::new()));
+        assert_eq!(names(&mut node), Vec::<String>::new());
+    }
+
+    #[test]
+    fn pods_come_change_end_and_go_and_a_new_list_is_all_there_is() {
+        let mut node = Node::default();
+        node.change(Change::Listed(vec![pod(1, "a"), pod(2, "b")]));
+        node.change(Change::Applied(pod(3, "c")));
+        node.change(Change::Deleted(pod(1, "a")));
+        assert_eq!(names(&mut node), ["b", "c"]);
+        let mut ended = pod(2, "b");
+        ended.status = Some(crate::pod::Status { phase: Some("Succeeded".into()), ..Default::default() });
+        node.change(Change::Applied(ended));
+        assert_eq!(names(&mut node), ["c"]);
+        node.change(Change::Listed(vec![pod(4, "d")]));
+        assert_eq!(names(&mut node), ["d"]);
+    }
+
+    #[test]
+    fn who_claims_a_pod_of_the_node_comes_too_late() {
+        let hash = "0123456789abcdef0123456789abcdef";
+        let mirror = |number, name: &str, created: &str| {
+            let mut pod = pod(number, name);
+            let keys = ["kubernetes.io/config.hash", "kubernetes.io/config.mirror"];
+            pod.metadata.annotations = Some(keys.map(|key| (key.to_owned(), hash.to_owned())).into());
+            pod.metadata.creation_timestamp = Some(created.into());
+            pod
+        };
+        let mut node = Node::default();
+        let claims = [mirror(1, "false", "2026-01-02T00:00:01Z"), mirror(2, "true", "2026-01-02T00:00:00Z")];
+        node.change(Change::Listed(claims.into()));
+        assert_eq!(names(&mut node), ["true"]);
+    }
+
+    #[test]
+    fn more_pods_than_the_scheduler_takes_are_cut_off() {
+        let mut node = Node::default();
+        node.change(Change::Listed((0..10_000).map(|number| pod(number, "a")).collect()));
+        assert_eq!(names(&mut node).len(), MOST_PODS);
+    }
+}

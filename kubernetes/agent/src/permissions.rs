@@ -1,0 +1,137 @@
+//! Which wishes pods of a namespace may have, and which they have without saying so. What the values of wishes can be at all is the scheduler's to say; where a
+//! permission depends on a value, it is read as the scheduler reads it.
+
+use std::collections::BTreeSet;
+
+use nvshare::daemon::rules::{Origin, read_one};
+use nvshare::scheduler::Share;
+use toml::{Table, Value};
+
+/// What a pod can wish for: the keys of a rule that do not say whom it is about.
+pub const KEYS: [&str; 15] = [
+    "memory-max",
+    "memory-low",
+    "swap-max",
+    "on-memory-full",
+    "wait-order",
+    "weight",
+    "time-min",
+    "time-max",
+    "priority",
+    "interactive",
+    "gang",
+    "allowed-gpus",
+    "affinity",
+    "anti-affinity",
+    "exclusion",
+];
+
+/// Of these, what can take from others.
+const TAKES: [&str; 4] = ["memory-low", "time-min", "interactive", "exclusion"];
+
+/// The highest values that are allowed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ceilings {
+    pub weight: u16,
+    pub time_min: u8,
+    pub priority: i8,
+}
+
+/// What pods may wish for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Permissions {
+    pub may_set: BTreeSet<&'static str>,
+    pub ceilings: Ceilings,
+    /// The weight of a pod that wishes for none. Without one it counts with its user's other programs, unless it wishes for
+    /// anything else of time.
+    pub weight: Option<Value>,
+}
+
+impl Default for Permissions {
+    /// What can only take from the pod itself, or says beside whom it is placed.
+    fn default() -> Self {
+        let default = Share::default();
+        Self {
+            may_set: KEYS.into_iter().filter(|key| !TAKES.contains(key)).collect(),
+            ceilings: Ceilings { weight: default.weight, time_min: default.max, priority: default.priority },
+            weight: None,
+        }
+    }
+}
+
+impl Permissions {
+    /// Whether a pod of that namespace may have that, or a sentence that says what it may have.
+    pub fn check(&self, namespace: &str, key: &str, value: &Value) -> Result<(), String> {
+        if !self.may_set.contains(key) {
+            return Err(format!("pods of namespace {namespace} may not set it"));
+        }
+        // A value that is wrong goes on to the scheduler, which refuses it and says what is allowed.
+        let Ok(share) = share(key, value) else { return Ok(()) };
+        let Ceilings { weight, time_min, priority } = self.ceilings;
+        let most = match key {
+            "weight" if share.weight > weight => weight.to_string(),
+            "time-min" if share.min > time_min => format!("{time_min}%"),
+            "priority" if share.priority > priority => priority.to_string(),
+            _ => return Ok(()),
+        };
+        Err(format!("pods of namespace {namespace} may have {most} at most"))
+    }
+}
+
+/// What one key says of time, as the scheduler reads it, or what is wrong with its value.
+pub fn share(key: &str, value: &Value) -> Result<Share, String> {
+    let table = Table::from_iter([(key.to_owned(), value.clone())]);
+    let rule = read_one(&table.to_string(), Origin { file: Default::default(), line: 0 })?;
+    Ok(rule.terms.share.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(permissions: &Permissions, key: &str, value: impl Into<Value>) -> String {
+        permissions.check("team-a", key, &value.into()).err().unwrap_or_default()
+    }
+
+    #[test]
+    fn by_default_a_pod_can_take_nothing_from_others() {
+        let default = Permissions::default();
+        for (key, value) in [
+            ("memory-max", "100%"),
+            ("swap-max", "8G"),
+            ("on-memory-full", "wait"),
+            ("wait-order", "fifo"),
+            ("time-max", "20%"),
+            ("weight", "idle"),
+            ("affinity", "a"),
+            ("anti-affinity", "a"),
+        ] {
+            assert_eq!(said(&default, key, value), "", "{key}");
+        }
+        assert_eq!(said(&default, "gang", true), "");
+        for key in TAKES {
+            assert_eq!(said(&default, key, "1%"), "pods of namespace team-a may not set it", "{key}");
+        }
+        assert_eq!(said(&default, "weight", 100), "");
+        assert_eq!(said(&default, "weight", 101), "pods of namespace team-a may have 100 at most");
+        assert_eq!((said(&default, "priority", -5), said(&default, "priority", 0)), Default::default());
+        assert_eq!(said(&default, "priority", 1), "pods of namespace team-a may have 0 at most");
+    }
+
+    #[test]
+    fn a_ceiling_holds_however_the_value_is_written() {
+        let mut permissions = Permissions::default();
+        permissions.may_set.insert("time-min");
+        permissions.ceilings.time_min = 20;
+        for least in ["21%", "21 %", "+21%", "100%", "021%"] {
+            let refused_here = !said(&permissions, "time-min", least).is_empty();
+            assert!(refused_here || share("time-min", &least.into()).is_err(), "{least}");
+        }
+        assert_eq!(said(&permissions, "time-min", "20%"), "");
+        // What the scheduler refuses anyway is left to it.
+        assert_eq!(
+            (said(&permissions, "weight", "heavy"), said(&permissions, "weight", 1_000_000)),
+            Default::default()
+        );
+    }
+}

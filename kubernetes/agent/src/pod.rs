@@ -1,0 +1,176 @@
+//! A pod as Kubernetes tells of it, as far as anybody here wants to know, and what is kept of it.
+
+use std::collections::{BTreeMap, HashMap};
+
+use nvshare::daemon::{is_pod_name, is_pod_uid};
+use serde::Deserialize;
+
+use crate::annotations::PREFIX;
+
+/// What kubelet writes into the pods by which it shows those that a node has by itself: what such a pod is called in
+/// control groups, where the pod in Kubernetes has a UID of its own.
+const MIRROR: &str = "kubernetes.io/config.mirror";
+const HASH: &str = "kubernetes.io/config.hash";
+
+/// A pod in the API server's words.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct Pod {
+    #[serde(default)]
+    pub metadata: Metadata,
+    #[serde(default)]
+    pub status: Option<Status>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Metadata {
+    pub uid: String,
+    pub namespace: String,
+    pub name: String,
+    pub resource_version: String,
+    pub creation_timestamp: Option<String>,
+    pub annotations: Option<BTreeMap<String, String>>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Status {
+    pub phase: Option<String>,
+    pub container_statuses: Option<Vec<Container>>,
+    pub init_container_statuses: Option<Vec<Container>>,
+    pub ephemeral_container_statuses: Option<Vec<Container>>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub struct Container {
+    pub name: String,
+    /// The runtime's name and the id: `containerd://0123...`; missing until the container has started.
+    #[serde(rename = "containerID")]
+    pub id: Option<String>,
+}
+
+/// What is kept of a pod that can have programs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KnownPod {
+    /// As control groups have it.
+    pub uid: String,
+    pub namespace: String,
+    pub name: String,
+    /// When it was made, as Kubernetes writes it: such texts can be compared.
+    pub created: String,
+    /// The name of each container, by its id.
+    pub containers: HashMap<String, String>,
+    /// Those that are meant for nvshare, by their names without the prefix.
+    pub annotations: BTreeMap<String, String>,
+}
+
+impl KnownPod {
+    /// Nothing of a pod that has ended, or of something that can be no pod.
+    pub fn read(pod: Pod) -> Option<Self> {
+        let Pod { metadata, status } = pod;
+        let status = status.unwrap_or_default();
+        if matches!(status.phase.as_deref(), Some("Succeeded" | "Failed")) {
+            return None;
+        }
+        let Metadata { uid, namespace, name, creation_timestamp, annotations, .. } = metadata;
+        let annotations = annotations.unwrap_or_default();
+        let uid = of_node_itself(&annotations).unwrap_or(uid);
+        if !(is_pod_uid(&uid) && is_pod_name(&namespace) && is_pod_name(&name)) {
+            return None;
+        }
+        let Status { container_statuses, init_container_statuses, ephemeral_container_statuses, .. } = status;
+        let lists = [container_statuses, init_container_statuses, ephemeral_container_statuses];
+        let container = |container: Container| {
+            let id = container.id?;
+            let (_, id) = id.split_once("://")?;
+            (is_pod_name(id) && is_pod_name(&container.name)).then(|| (id.to_owned(), container.name))
+        };
+        let containers = lists.into_iter().flatten().flatten().filter_map(container).collect();
+        let wished = |(name, text): (String, String)| Some((name.strip_prefix(PREFIX)?.to_owned(), text));
+        Some(Self {
+            uid,
+            namespace,
+            name,
+            created: creation_timestamp.unwrap_or_default(),
+            containers,
+            annotations: annotations.into_iter().filter_map(wished).collect(),
+        })
+    }
+
+    /// As people call it.
+    pub fn full_name(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+}
+
+/// The UID of a pod that the node has by itself. Anybody may write annotations: what looks like another pod's UID, with
+/// dashes, is none of these.
+fn of_node_itself(annotations: &BTreeMap<String, String>) -> Option<String> {
+    let hash = annotations.get(HASH).filter(|hash| annotations.get(MIRROR) == Some(hash))?;
+    (hash.len() == 32 && hash.bytes().all(|b| b.is_ascii_hexdigit())).then(|| hash.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "01234567-89ab-cdef-0123-456789abcdef";
+    const HASHED: &str = "0123456789abcdef0123456789abcdef";
+
+    fn read(json: &str) -> Option<KnownPod> {
+        KnownPod::read(serde_json::from_str(json).expect("JSON"))
+    }
+
+    fn with(annotations: &str, status: &str) -> Option<KnownPod> {
+        read(&format!(
+            r#"{{"apiVersion": "v1", "kind": "Pod", "spec": {{"containers": [{{"name": "main", "image": "x"}}]}},
+               "metadata": {{"uid": "{UID}", "namespace": "team-a", "name": "train-0", "managedFields": [{{}}],
+               "creationTimestamp": "2026-01-02T03:04:05Z", "annotations": {annotations}}}, "status": {status}}}"#
+        ))
+    }
+
+    #[test]
+    fn a_pod_has_its_containers_of_every_kind_and_runtime() {
+        let status = r#"{"phase": "Running",
+            "containerStatuses": [{"name": "main", "containerID": "containerd://aa"}, {"name": "late", "containerID": ""}],
+            "initContainerStatuses": [{"name": "setup", "containerID": "cri-o://bb"}, {"name": "waits"}],
+            "ephemeralContainerStatuses": [{"name": "debug", "containerID": "docker://cc"}]}"#;
+        let pod = with(r#"{"nvshare.com/weight": "50", "example.com/weight": "7"}"#, status).expect("a pod");
+        let names = [("aa", "main"), ("bb", "setup"), ("cc", "debug")].map(|(id, name)| (id.into(), name.into()));
+        assert_eq!(pod.containers, HashMap::from(names));
+        assert_eq!(pod.annotations, BTreeMap::from([("weight".to_owned(), "50".to_owned())]));
+        assert_eq!((pod.full_name().as_str(), pod.uid.as_str()), ("team-a/train-0", UID));
+    }
+
+    #[test]
+    fn a_pod_counts_from_before_it_runs_until_it_has_ended() {
+        for (phase, counts) in
+            [("Pending", true), ("Running", true), ("Unknown", true), ("Succeeded", false), ("Failed", false)]
+        {
+            assert_eq!(with("null", &format!(r#"{{"phase": "{phase}"}}"#)).is_some(), counts, "{phase}");
+        }
+        assert!(with("{}", "null").is_some());
+    }
+
+    #[test]
+    fn a_pod_of_the_node_itself_is_known_by_its_hash_and_nobody_else_is() {
+        let claims = |hash: &str, mirror: &str| {
+            with(&format!(r#"{{"{HASH}": "{hash}", "{MIRROR}": "{mirror}"}}"#), "{}").expect("a pod").uid
+        };
+        assert_eq!(claims(HASHED, HASHED), HASHED);
+        let victim = "76543210-89ab-cdef-0123-456789abcdef";
+        assert_eq!(claims(victim, victim), UID);
+        assert_eq!(claims(HASHED, "other"), UID);
+        assert_eq!(with(&format!(r#"{{"{HASH}": "{HASHED}"}}"#), "{}").map(|pod| pod.uid).as_deref(), Some(UID));
+    }
+
+    #[test]
+    fn what_can_be_no_pod_is_none() {
+        for (uid, namespace, name) in [("", "a", "b"), (UID, "", "b"), (UID, "a", "b\u{1b}"), ("x/../y", "a", "b")] {
+            let metadata =
+                Metadata { uid: uid.into(), namespace: namespace.into(), name: name.into(), ..Default::default() };
+            assert_eq!(KnownPod::read(Pod { metadata, status: None }), None, "{uid} {namespace} {name:?}");
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! `nvshare-agent --probe`: whether the agent that runs has both whom it needs, as it says itself on a socket of its own.
+
+use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::io::AsyncWriteExt;
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tracing::debug;
+
+use crate::links::Trouble;
+
+/// Less than the second that kubelet gives a probe unless told otherwise.
+const PATIENCE: Duration = Duration::from_millis(800);
+
+/// The answer where all is well.
+const WELL: &str = "connected\n";
+
+/// No answer is longer.
+const LONGEST: u64 = 4096;
+
+/// The socket that an agent answers on. Its file goes away with it.
+#[derive(Debug)]
+pub struct Socket {
+    path: PathBuf,
+    listener: UnixListener,
+}
+
+impl Socket {
+    /// Makes it, in place of one that nobody listens on any more.
+    pub fn bind(path: &Path) -> Result<Self, String> {
+        if UnixStream::connect(path).is_ok() {
+            return Err(format!("another agent answers at {}: end it first, or name another --socket", path.display()));
+        }
+        let made = match std::fs::remove_file(path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => path.parent().map_or(Ok(()), std::fs::create_dir_all),
+        };
+        let listener = made.and_then(|()| UnixListener::bind(path));
+        let listener = listener.map_err(|e| format!("cannot listen on {}: {e}", path.display()))?;
+        Ok(Self { path: path.to_owned(), listener })
+    }
+
+    /// Answers everybody with what is in the way, if anything is.
+    pub async fn serve(&self, links: [watch::Receiver<Trouble>; 2]) {
+        loop {
+            let mut stream = match self.listener.accept().await {
+                Ok((stream, _)) => stream,
+                Err(e) => {
+                    debug!("cannot accept a probe: {e}");
+                    tokio::time::sleep(PATIENCE).await;
+                    continue;
+                }
+            };
+            let trouble: Vec<String> = links.iter().filter_map(|link| link.borrow().clone()).collect();
+            let answer = if trouble.is_empty() { WELL.to_owned() } else { trouble.join("; ") + "\n" };
+            // One that does not read has all the same: so little fits without that.
+            let _ = timeout(PATIENCE, stream.write_all(answer.as_bytes())).await;
+        }
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Asks the agent that answers there. An error says what is wrong with it.
+pub fn probe(path: &Path) -> Result<(), String> {
+    let silent = |e: io::Error| format!("no agent answers at {}: {e}", path.display());
+    let stream = UnixStream::connect(path).map_err(silent)?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(silent)?;
+    let mut answer = String::new();
+    stream.take(LONGEST).read_to_string(&mut answer).map_err(|e| match e.kind() {
+        io::ErrorKind::WouldBlock => format!("the agent has not answered for {} ms", PATIENCE.as_millis()),
+        _ => silent(e),
+    })?;
+    if answer == WELL { Ok(()) } else { Err(answer.trim_end().to_owned()) }
+}

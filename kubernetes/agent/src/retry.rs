@@ -1,0 +1,52 @@
+//! When to try again what failed: ever later, and not at the same moment as the agents of all other nodes.
+
+use std::hash::{BuildHasher, RandomState};
+use std::time::Duration;
+
+/// The first wait.
+const FIRST: Duration = Duration::from_millis(250);
+
+/// Ever longer waits.
+#[derive(Debug)]
+pub struct Retry {
+    longest: Duration,
+    last: Option<Duration>,
+}
+
+impl Retry {
+    pub fn up_to(longest: Duration) -> Self {
+        Self { longest, last: None }
+    }
+
+    /// How long to wait now: between a half and all of what it is this time.
+    pub fn wait(&mut self) -> Duration {
+        let wait = self.last.map_or(FIRST, |last| last * 2).min(self.longest);
+        self.last = Some(wait);
+        let half = wait / 2;
+        // Each of these hashes with keys of its own.
+        let random = RandomState::new().hash_one(()) % (half.as_millis() as u64 + 1);
+        half + Duration::from_millis(random)
+    }
+
+    /// It has worked.
+    pub fn reset(&mut self) {
+        self.last = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_grow_up_to_the_longest_and_begin_anew_once_it_has_worked() {
+        let longest = Duration::from_secs(5);
+        let mut retry = Retry::up_to(longest);
+        assert!((FIRST / 2..=FIRST).contains(&retry.wait()));
+        let later: Vec<Duration> = (0..20).map(|_| retry.wait()).collect();
+        assert!(later.iter().all(|wait| *wait <= longest));
+        assert!(later.last().is_some_and(|wait| *wait >= longest / 2));
+        retry.reset();
+        assert!(retry.wait() <= FIRST);
+    }
+}

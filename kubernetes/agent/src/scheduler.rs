@@ -1,0 +1,127 @@
+//! Telling the scheduler which pods there are, on its control socket: all of them at once, when something has changed, and
+//! when it is another scheduler, which knows nothing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use futures::StreamExt;
+use nvshare::bus::{self, SchedulerProxy};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+use tracing::{debug, info};
+use zbus::connection::Builder;
+use zbus::proxy::CacheProperties;
+use zbus::{Connection, MessageStream};
+
+use crate::complaints::Complaints;
+use crate::links::Link;
+use crate::node::Told;
+use crate::retry::Retry;
+
+/// How long it may take to say that it is there, and to take what it is told. A restart takes it two seconds at most.
+const HANDSHAKE: Duration = Duration::from_secs(5);
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// How long to wait before it is tried again: that costs next to nothing, and programs have no names until then.
+const RETRY: Duration = Duration::from_secs(2);
+
+/// At most a part of the time, one in this many, goes into telling, however fast pods come and go.
+const SHARE: u32 = 10;
+
+/// Tells it whatever is new, until nothing can be any more.
+pub async fn tell(control: PathBuf, mut told: watch::Receiver<Told>, mut link: Link) {
+    let (mut retry, mut complaints) = (Retry::up_to(RETRY), Complaints::default());
+    loop {
+        match serve(&control, &mut told, &mut link, &mut retry, &mut complaints).await {
+            Ok(()) => return,
+            Err(why) => link.is_down(why),
+        }
+        sleep(retry.wait()).await;
+    }
+}
+
+/// Tells one scheduler, as long as it is there. An error says why it is not; without one nothing new can come.
+async fn serve(
+    control: &Path,
+    told: &mut watch::Receiver<Told>,
+    link: &mut Link,
+    retry: &mut Retry,
+    complaints: &mut Complaints,
+) -> Result<(), String> {
+    let connecting = timeout(HANDSHAKE, connect(control)).await;
+    let (connection, proxy) =
+        connecting.map_err(|_| format!("the scheduler at {} does not answer", control.display()))??;
+    let mut end = MessageStream::from(&connection);
+    let mut is_first = true;
+    loop {
+        let pods = told.borrow_and_update().clone();
+        let began = Instant::now();
+        if let Some(pods) = pods {
+            let refused = tokio::select! {
+                answer = timeout(ANSWER, proxy.set_pods(pods.to_vec())) => match answer {
+                    Ok(Ok(refused)) => refused,
+                    Ok(Err(e)) => return Err(format!("the scheduler does not take what it is told of pods: {}", plain(&e))),
+                    Err(_) => return Err(format!("the scheduler has not answered for {} s", ANSWER.as_secs())),
+                },
+                () = is_over(&mut end) => return Err(gone(control)),
+            };
+            complain(&pods, refused, complaints);
+            if std::mem::take(&mut is_first) {
+                info!("the scheduler knows {} pods of this node", pods.len());
+            }
+            debug!("{} pods told within {} ms", pods.len(), began.elapsed().as_millis());
+            retry.reset();
+        }
+        link.is_up();
+        let next = async {
+            sleep(began.elapsed() * SHARE).await;
+            told.changed().await.is_ok()
+        };
+        tokio::select! {
+            is_more = next => if !is_more { return Ok(()) },
+            () = is_over(&mut end) => return Err(gone(control)),
+        }
+    }
+}
+
+async fn connect(control: &Path) -> Result<(Connection, SchedulerProxy<'static>), String> {
+    let missing = |e: std::io::Error| format!("no scheduler is at {}: {e}", control.display());
+    let stream = UnixStream::connect(control).map_err(missing)?;
+    let proxy = async {
+        let connection = Builder::unix_stream(stream).p2p().build().await?;
+        let proxy = SchedulerProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
+        Ok((connection, proxy))
+    };
+    proxy.await.map_err(|e: zbus::Error| format!("the scheduler at {} hangs up: {e}", control.display()))
+}
+
+/// Returns when the connection has ended. What is said on it meanwhile is for others.
+async fn is_over(messages: &mut MessageStream) {
+    while let Some(Ok(_)) = messages.next().await {}
+}
+
+fn gone(control: &Path) -> String {
+    format!("the scheduler at {} has gone", control.display())
+}
+
+/// What an error says, without the name that D-Bus has for it.
+fn plain(error: &zbus::Error) -> String {
+    match error {
+        zbus::Error::MethodError(name, None, _) => name.to_string(),
+        zbus::Error::MethodError(_, Some(text), _) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// Says whose wishes count for nothing.
+fn complain(pods: &[bus::Pod], refused: HashMap<String, String>, complaints: &mut Complaints) {
+    let by_uid: BTreeMap<&str, &bus::Pod> = pods.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
+    complaints.keep(|uid| by_uid.contains_key(uid));
+    for (uid, why) in refused {
+        let Some(pod) = by_uid.get(uid.as_str()) else { continue };
+        let name = format!("{}/{}", pod.namespace, pod.name);
+        complaints.tell(&uid, &name, &format!("all of its wishes count for nothing: {why}"));
+    }
+}

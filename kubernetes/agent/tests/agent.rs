@@ -1,0 +1,193 @@
+//! The agent beside the real scheduler: pods that come, change and go, and what the scheduler then knows.
+
+mod support;
+
+use serde_json::{Value, json};
+use support::api::{container, pod, uid};
+use support::containers::{Inmate, stay_connected};
+use support::{Node, said};
+
+#[test]
+#[ignore = "is run by tests, as a process of its own"]
+fn stays_connected() {
+    stay_connected();
+}
+
+fn with(mut pod: Value, pointer: &str, value: Value) -> Value {
+    *pod.pointer_mut(pointer).expect("a field") = value;
+    pod
+}
+
+#[test]
+fn pods_come_change_and_go() {
+    let node = Node::new();
+    node.api.put(pod(1, &[("nvshare.com/memory-max", "8G"), ("nvshare.com/weight", "50")]));
+    node.api.put(pod(2, &[("example.com/weight", "50")]));
+    let _scheduler = node.scheduler();
+    let _agent = node.agent();
+    node.until_rule("team-a/pod-1", "weight", "50");
+    let rule = node.rules().remove("team-a/pod-1").expect("a rule");
+    assert_eq!(said(&rule, "memory-max").as_deref(), Some("8589934592"));
+    assert_eq!(said(&rule, "pod"), Some(uid(1)));
+    assert_eq!(said(&rule, "origin").as_deref(), Some("the pod's annotations"));
+    assert!(!node.rules().contains_key("team-a/pod-2"));
+
+    node.api.put(pod(1, &[("nvshare.com/weight", "20"), ("nvshare.com/allowed-gpus", "0, 1")]));
+    node.until_rule("team-a/pod-1", "weight", "20");
+    assert!(said(&node.rules()["team-a/pod-1"], "memory-max").is_none());
+
+    node.api.put(pod(3, &[("nvshare.com/affinity", "train"), ("nvshare.com/gang", "true")]));
+    node.until_rule("team-a/pod-3", "affinity", "team-a/train");
+    assert_eq!(said(&node.rules()["team-a/pod-3"], "gang").as_deref(), Some("true"));
+
+    node.api.remove(&uid(1));
+    node.until_no_rule("team-a/pod-1");
+    let pod_3 = pod(3, &[("nvshare.com/affinity", "train")]);
+    node.api.put(with(pod_3, "/status/phase", json!("Succeeded")));
+    node.until_no_rule("team-a/pod-3");
+}
+
+#[test]
+fn a_program_is_known_by_its_pod_and_has_its_wish() {
+    let node = Node::new();
+    let _scheduler = node.scheduler();
+    let Some(_program) = Inmate::start(&node.path(""), &node.clients(), &uid(1), &container(1)) else { return };
+    let client = |node: &Node| node.clients_listed().into_iter().find(|client| client.pod == uid(1));
+    let unnamed = node.until("the client", client);
+    assert_eq!((&*unnamed.pod_name, &*unnamed.rule), ("", ""));
+
+    node.api.put(pod(1, &[("nvshare.com/weight", "30")]));
+    let _agent = node.agent();
+    let named = node.until("its name", |node| client(node).filter(|client| !client.pod_name.is_empty()));
+    let names = (&*named.pod_namespace, &*named.pod_name, &*named.pod_container);
+    assert_eq!(names, ("team-a", "pod-1", "main"));
+    assert_eq!((&*named.rule, &*named.rule_origin), ("team-a/pod-1", "the pod's annotations"));
+    assert_eq!(named.share, "weight 30");
+
+    node.api.remove(&uid(1));
+    node.until("its name to be gone", |node| client(node).filter(|client| client.pod_name.is_empty()));
+}
+
+#[test]
+fn an_administrators_rule_goes_before_a_pods_own_wish() {
+    let node = Node::new();
+    node.rule("name = \"team a\"\npod = \"team-a/*\"\nweight = 10");
+    let _scheduler = node.scheduler();
+    let Some(_program) = Inmate::start(&node.path(""), &node.clients(), &uid(1), &container(1)) else { return };
+    node.api.put(pod(1, &[("nvshare.com/weight", "30")]));
+    let _agent = node.agent();
+    let client = |node: &Node| node.clients_listed().into_iter().find(|client| !client.pod_name.is_empty());
+    let named = node.until("its name", client);
+    assert_eq!((&*named.rule, &*named.share), ("team a", "weight 10"));
+}
+
+#[test]
+fn a_pod_that_the_node_has_by_itself_is_known_by_the_uid_of_its_control_group() {
+    let node = Node::new();
+    let _scheduler = node.scheduler();
+    let hash = "0123456789abcdef0123456789abcdef";
+    let Some(_program) = Inmate::start(&node.path(""), &node.clients(), hash, &container(1)) else { return };
+    node.api.put(pod(1, &[("kubernetes.io/config.hash", hash), ("kubernetes.io/config.mirror", hash)]));
+    let _agent = node.agent();
+    let client = |node: &Node| node.clients_listed().into_iter().find(|client| client.pod_name == "pod-1");
+    assert_eq!(node.until("its name", client).pod, hash);
+}
+
+#[test]
+fn pods_of_other_nodes_are_not_asked_for() {
+    let node = Node::new();
+    node.api.put(with(pod(1, &[("nvshare.com/weight", "30")]), "/spec/nodeName", json!("node-2")));
+    node.api.put(pod(2, &[("nvshare.com/weight", "30")]));
+    let _scheduler = node.scheduler();
+    let _agent = node.agent();
+    node.until_rule("team-a/pod-2", "weight", "30");
+    assert!(!node.rules().contains_key("team-a/pod-1"));
+    assert_eq!(node.api.requests("fieldSelector=spec.nodeName%3Dnode-1").len(), node.api.requests("").len());
+}
+
+#[test]
+fn what_a_pod_may_not_wish_is_left_out_and_a_new_configuration_counts_at_once() {
+    let node = Node::new();
+    node.configure("");
+    let greedy = [("nvshare.com/weight", "200"), ("nvshare.com/time-min", "20%"), ("nvshare.com/memory-max", "8G")];
+    node.api.put(pod(1, &greedy));
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    node.until_rule("team-a/pod-1", "memory-max", "8589934592");
+    let rule = &node.rules()["team-a/pod-1"];
+    assert_eq!((said(rule, "weight"), said(rule, "time-min")), (None, None));
+    agent.log.wait("pod team-a/pod-1: its annotation nvshare.com/weight is left out: pods of namespace team-a may have 100 at most");
+    agent.log.wait(
+        "pod team-a/pod-1: its annotation nvshare.com/time-min is left out: pods of namespace team-a may not set it",
+    );
+
+    node.configure("[[namespaces]]\nname = \"team-*\"\nmay-set = [\"weight\", \"time-min\"]\nweight-max = 200\ntime-min-max = \"20%\"\n");
+    agent.signal(libc::SIGHUP);
+    node.until_rule("team-a/pod-1", "weight", "200");
+    let rule = &node.rules()["team-a/pod-1"];
+    assert_eq!((said(rule, "memory-max"), said(rule, "time-min").as_deref()), (None, Some("20%")));
+
+    node.configure("[[namespaces]]\nname = 5\n");
+    agent.signal(libc::SIGHUP);
+    agent.log.wait("the configuration stays as it was:");
+    assert_eq!(said(&node.rules()["team-a/pod-1"], "weight").as_deref(), Some("200"));
+    let output = node.ask_agent("--check-config");
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("agent.toml:2:8: "), "{output:?}");
+}
+
+#[test]
+fn a_wish_with_a_wrong_value_counts_for_nothing_and_the_log_says_why_once() {
+    let node = Node::new();
+    node.api.put(pod(1, &[("nvshare.com/memory-max", "much"), ("nvshare.com/weight", "5")]));
+    node.api.put(pod(2, &[("nvshare.com/weight", "5")]));
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    node.until_rule("team-a/pod-2", "weight", "5");
+    let said = "pod team-a/pod-1: all of its wishes count for nothing: memory-max cannot be \"much\"";
+    agent.log.wait(said);
+    node.api.put(pod(2, &[("nvshare.com/weight", "6")]));
+    node.until_rule("team-a/pod-2", "weight", "6");
+    agent.log.wait_for("pods told within", 2);
+    assert_eq!(agent.log.count(said), 1);
+    assert!(!node.rules().contains_key("team-a/pod-1"));
+}
+
+#[test]
+fn the_scheduler_is_told_no_more_often_than_needed() {
+    let node = Node::new();
+    node.api.put(pod(1, &[]));
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    agent.log.wait("1 pods told within");
+    // Its status changes, and nothing in it that the scheduler is to know.
+    for ready in ["False", "True", "False"] {
+        node.api.put(with(pod(1, &[]), "/status/conditions/0/status", json!(ready)));
+    }
+    agent.log.wait("1 pods, of which nothing is new");
+    assert_eq!(agent.log.count("pods told within"), 1);
+    for number in 2..302 {
+        node.api.put(pod(number, &[]));
+    }
+    agent.log.wait("301 pods told within");
+    let count = agent.log.count("pods told within");
+    assert!(count < 60, "{count} times for 300 pods");
+}
+
+#[test]
+fn the_probe_is_content_with_both_and_the_agent_ends_when_it_is_asked_to() {
+    let mut node = Node::new();
+    assert!(node.probe().contains("no agent answers"));
+    let scheduler = node.scheduler();
+    let mut agent = node.agent();
+    node.until("both", |node| node.probe().is_empty().then_some(()));
+    scheduler.kill();
+    node.until("the scheduler's end", |node| node.probe().contains("scheduler").then_some(()));
+    let _scheduler = node.scheduler();
+    node.until("both", |node| node.probe().is_empty().then_some(()));
+    node.api.stop();
+    node.until("the API server's end", |node| node.probe().contains("the API server").then_some(()));
+    agent.signal(libc::SIGTERM);
+    assert!(agent.wait().success());
+    assert!(!node.path("agent/agent.sock").exists());
+}

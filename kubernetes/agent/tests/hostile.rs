@@ -1,0 +1,83 @@
+//! What whoever may write annotations, or an API server that talks nonsense, can do to the agent: nothing.
+
+mod support;
+
+use support::Node;
+use support::api::{pod, uid};
+
+#[test]
+fn annotations_of_any_kind_harm_nobody_else() {
+    let node = Node::new();
+    let huge = "8".repeat(200_000);
+    let unknown: Vec<(String, String)> =
+        (0..200).map(|n| (format!("nvshare.com/key-{n}"), "\u{1b}[2J".into())).collect();
+    let unknown: Vec<(&str, &str)> = unknown.iter().map(|(name, text)| (&**name, &**text)).collect();
+    let hostile: [&[(&str, &str)]; 9] = [
+        &[("nvshare.com/memory-max", &huge)],
+        &[("nvshare.com/memory-max", "\u{1b}]0;owned\u{7}\r\nWARN pod team-a/pod-8: forged")],
+        &[("nvshare.com/affinity", "a\u{0}\"]\npod = \"*\"")],
+        &[("nvshare.com/", "1"), ("nvshare.com/pod", "*"), ("nvshare.com/user", "root"), ("nvshare.com/name", "x")],
+        &[("nvshare.com/weight", "99999999999999999999"), ("nvshare.com/priority", "-9223372036854775808")],
+        &[("nvshare.com/allowed-gpus", ",,,"), ("nvshare.com/gang", "TRUE")],
+        &unknown,
+        &[
+            ("kubernetes.io/config.hash", &uid(9)),
+            ("kubernetes.io/config.mirror", &uid(9)),
+            ("nvshare.com/weight", "1"),
+        ],
+        &[("nvshare.com/weight", "77")],
+    ];
+    for (annotations, number) in hostile.iter().zip(1..) {
+        node.api.put(pod(number, annotations));
+    }
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    node.until_rule("team-a/pod-9", "weight", "77");
+    node.until_rule("team-a/pod-8", "pod", &uid(8));
+    agent.log.wait("all of its wishes count for nothing");
+    let mut names: Vec<String> = node.rules().into_keys().collect();
+    names.sort();
+    assert_eq!(names, ["team-a/pod-8", "team-a/pod-9"]);
+    let lines = agent.log.lines();
+    assert!(lines.iter().all(|line| line.len() < 1000 && !line.chars().any(char::is_control)), "{lines:?}");
+    assert!(!lines.iter().any(|line| line.starts_with("WARN")), "{lines:?}");
+    assert!(agent.log.count("pod team-a/pod-7:") <= 11);
+}
+
+#[test]
+fn ten_thousand_pods_are_as_many_as_the_scheduler_takes() {
+    let node = Node::new();
+    for number in 1..=10_000 {
+        node.api.put(pod(number, &[("nvshare.com/weight", "50")]));
+    }
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    agent.log.wait("5000 pods told within");
+    assert_eq!(agent.log.count("10000 pods are on this node, and the scheduler is told of 5000"), 1);
+    assert_eq!(node.rules().len(), 5000);
+    node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
+    node.until_rule("team-a/pod-1", "weight", "60");
+}
+
+#[test]
+fn nonsense_from_the_api_server_is_survived() {
+    let node = Node::new();
+    node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    for (line, weight) in [
+        ("nonsense", "51"),
+        ("{\"type\": \"LATER\", \"object\": {}}", "52"),
+        ("{\"type\": \"ADDED\", \"object\": {\"metadata\": {\"uid\": 5}}}", "53"),
+        ("{\"type\": \"ERROR\", \"object\": {\"code\": 500, \"message\": \"etcd \\u001b[2J is gone\"}}", "54"),
+        ("{\"type\": \"ADDED\", \"object\": {\"metadata\": null, \"status\": null}}", "55"),
+        ("{\"type\": \"MODIFIED\", \"object\": {}}", "56"),
+        ("", "57"),
+    ] {
+        node.until("a watch", |node| node.probe().is_empty().then_some(()));
+        node.api.babble(line);
+        node.api.put(pod(1, &[("nvshare.com/weight", weight)]));
+        node.until_rule("team-a/pod-1", "weight", weight);
+    }
+    assert!(agent.log.lines().iter().all(|line| !line.chars().any(char::is_control)));
+}

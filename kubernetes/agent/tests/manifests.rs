@@ -1,0 +1,161 @@
+//! The manifests are what Kubernetes' published schemas say (by types that are generated from them): each field is known, and of
+//! the type that is wanted. And they ask for no more than the manual says.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Pod, PodSpec, ServiceAccount};
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+fn kubernetes() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Every document of the manifests, with its file.
+fn documents() -> Vec<(PathBuf, Value)> {
+    let mut all = Vec::new();
+    for directory in ["base", "examples"] {
+        for entry in std::fs::read_dir(kubernetes().join(directory)).expect("the manifests") {
+            let path = entry.expect("an entry").path();
+            let text = std::fs::read_to_string(&path).expect("a manifest");
+            let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|e| panic!("{path:?}: {e}"));
+            all.extend(documents.into_iter().map(|document| (path.clone(), document)));
+        }
+    }
+    assert!(all.len() >= 9, "{}", all.len());
+    all
+}
+
+/// What the schema knows of a document. Whatever is written and not in there is unknown to Kubernetes.
+fn known<T: DeserializeOwned + Serialize>(document: &Value) -> Result<Value, String> {
+    let typed: T = serde_json::from_value(document.clone()).map_err(|e| e.to_string())?;
+    serde_json::to_value(typed).map_err(|e| e.to_string())
+}
+
+/// What is in the one and not, or otherwise, in the other.
+fn unknown(written: &Value, known: &Value, at: &str, found: &mut Vec<String>) {
+    match (written, known) {
+        (Value::Object(written), Value::Object(known)) => {
+            for (key, value) in written {
+                match known.get(key) {
+                    Some(other) => unknown(value, other, &format!("{at}.{key}"), found),
+                    None => found.push(format!("{at}.{key}")),
+                }
+            }
+        }
+        (Value::Array(written), Value::Array(known)) if written.len() == known.len() => {
+            for (number, (value, other)) in written.iter().zip(known).enumerate() {
+                unknown(value, other, &format!("{at}[{number}]"), found);
+            }
+        }
+        (written, known) if written == known => {}
+        // Quantities and the like may be numbers in YAML, and are texts.
+        (Value::Number(number), Value::String(text)) if number.to_string() == *text => {}
+        _ => found.push(format!("{at}: {written} is read as {known}")),
+    }
+}
+
+#[test]
+fn every_field_is_one_that_kubernetes_knows() {
+    for (path, document) in documents() {
+        let kind = document["kind"].as_str().unwrap_or_default();
+        let known = match kind {
+            "Namespace" => known::<Namespace>(&document),
+            "ServiceAccount" => known::<ServiceAccount>(&document),
+            "ClusterRole" => known::<ClusterRole>(&document),
+            "ClusterRoleBinding" => known::<ClusterRoleBinding>(&document),
+            "ConfigMap" => known::<ConfigMap>(&document),
+            "DaemonSet" => known::<DaemonSet>(&document),
+            "Job" => known::<Job>(&document),
+            "Pod" => known::<Pod>(&document),
+            "Kustomization" => continue, // kubectl's own, and of no API
+            other => panic!("{path:?}: {other:?} is checked by nothing here"),
+        };
+        let known = known.unwrap_or_else(|e| panic!("{path:?}: {kind}: {e}"));
+        let mut found = Vec::new();
+        unknown(&document, &known, kind, &mut found);
+        assert!(found.is_empty(), "{path:?}: {found:?}");
+    }
+}
+
+fn daemon_set() -> DaemonSet {
+    let found = documents().into_iter().find(|(_, document)| document["kind"] == "DaemonSet").expect("a DaemonSet").1;
+    serde_json::from_value(found).expect("a DaemonSet")
+}
+
+fn pod() -> PodSpec {
+    daemon_set().spec.expect("a spec").template.spec.expect("a pod")
+}
+
+#[test]
+fn no_container_has_a_privilege() {
+    let pod = pod();
+    let all = pod.containers.iter().chain(pod.init_containers.iter().flatten());
+    for container in all {
+        let context = container.security_context.as_ref().expect(&container.name);
+        assert_eq!(context.privileged.unwrap_or(false), false, "{}", container.name);
+        assert_eq!(context.allow_privilege_escalation, Some(false), "{}", container.name);
+        assert_eq!(context.read_only_root_filesystem, Some(true), "{}", container.name);
+        let capabilities = context.capabilities.as_ref().expect(&container.name);
+        assert_eq!((capabilities.drop.as_deref(), &capabilities.add), (Some(&["ALL".to_owned()][..]), &None));
+    }
+    assert_eq!(pod.host_pid, Some(true));
+    assert_eq!((pod.host_network, pod.host_ipc), (None, None));
+}
+
+#[test]
+fn the_control_socket_is_in_no_directory_of_the_node() {
+    let pod = pod();
+    let volumes = pod.volumes.expect("volumes");
+    let control = volumes.iter().find(|volume| volume.name == "control").expect("the volume");
+    assert!(control.empty_dir.is_some() && control.host_path.is_none());
+    let of_the_node: BTreeSet<&str> =
+        volumes.iter().filter_map(|volume| Some(&*volume.host_path.as_ref()?.path)).collect();
+    let expected =
+        ["/etc/cdi", "/run/nvshare", "/var/lib/kubelet/device-plugins", "/var/lib/nvshare-node", "/var/run/cdi"];
+    assert_eq!(of_the_node.into_iter().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn mounts_name_volumes_and_only_the_agent_has_a_token() {
+    let pod = pod();
+    assert_eq!(pod.automount_service_account_token, None);
+    let volumes: BTreeSet<String> = pod.volumes.iter().flatten().map(|volume| volume.name.clone()).collect();
+    for container in pod.containers.iter().chain(pod.init_containers.iter().flatten()) {
+        for mount in container.volume_mounts.iter().flatten() {
+            assert!(volumes.contains(&mount.name), "{}: {}", container.name, mount.name);
+            assert!(mount.name != "token" || container.name == "agent", "{}", container.name);
+        }
+    }
+}
+
+#[test]
+fn the_agent_may_list_and_watch_pods_and_nothing_else() {
+    let roles: Vec<Value> = documents().into_iter().map(|(_, d)| d).filter(|d| d["kind"] == "ClusterRole").collect();
+    assert_eq!(roles.len(), 1);
+    let rules = serde_json::json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"] }]);
+    assert_eq!(roles[0]["rules"], rules);
+}
+
+#[test]
+fn the_settings_in_the_config_map_are_right() {
+    let map = documents().into_iter().find(|(_, document)| document["kind"] == "ConfigMap").expect("a ConfigMap").1;
+    let text = |file: &str| map["data"][file].as_str().unwrap_or_else(|| panic!("{file}")).to_owned();
+    // With the examples that are written there in comments as well.
+    let with_examples = |text: String| -> String {
+        let uncommented =
+            text.lines().map(|line| line.strip_prefix("# ").filter(|line| line.contains(['=', '['])).unwrap_or(line));
+        uncommented.fold(String::new(), |all, line| all + line + "\n")
+    };
+    nvshare::daemon::config::Config::parse(&text("nvshare.toml"), Path::new("nvshare.toml")).expect("nvshare.toml");
+    let example = with_examples(text("nvshare.toml"));
+    nvshare::daemon::config::Config::parse(&example, Path::new("nvshare.toml")).expect("its example");
+    nvshare_agent::config::Config::parse(&text("agent.toml"), Path::new("agent.toml")).expect("agent.toml");
+    let example = with_examples(text("agent.toml"));
+    nvshare_agent::config::Config::parse(&example, Path::new("agent.toml")).expect("its example");
+}

@@ -1,0 +1,119 @@
+//! What becomes of the agent when the scheduler or the API server is not there, or starts anew.
+
+mod support;
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use support::Node;
+use support::api::{pod, uid};
+
+#[test]
+fn a_scheduler_that_comes_late_or_again_is_told_everything() {
+    let node = Node::new();
+    node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
+    let agent = node.agent();
+    agent.log.wait("no scheduler is at");
+    agent.log.wait("the API server is there");
+    let scheduler = node.scheduler();
+    node.until_rule("team-a/pod-1", "weight", "50");
+    assert_eq!(agent.log.count("no scheduler is at"), 1);
+
+    scheduler.kill();
+    agent.log.wait("has gone; it is tried again until that works");
+    // Which it hears of only afterwards.
+    node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
+    let _scheduler = node.scheduler();
+    node.until_rule("team-a/pod-1", "weight", "60");
+    agent.log.wait_for("the scheduler is there", 2);
+    assert_eq!(agent.log.count("the scheduler knows 1 pods"), 2);
+    assert_eq!(agent.log.count("it is tried again"), 2);
+}
+
+#[test]
+fn while_the_api_server_is_gone_what_is_known_stays() {
+    let mut node = Node::new();
+    node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
+    node.api.put(pod(2, &[("nvshare.com/weight", "50")]));
+    let scheduler = node.scheduler();
+    let agent = node.agent();
+    node.until_rule("team-a/pod-1", "weight", "50");
+    node.api.stop();
+    agent.log.wait("the API server cannot be reached");
+    scheduler.kill();
+    let _scheduler = node.scheduler();
+    node.until_rule("team-a/pod-1", "weight", "50");
+    node.api.remove(&uid(1));
+    node.api.put(pod(2, &[("nvshare.com/weight", "60")]));
+    node.api.start_again();
+    node.until_rule("team-a/pod-2", "weight", "60");
+    node.until_no_rule("team-a/pod-1");
+    agent.log.wait_for("the API server is there", 2);
+    assert_eq!(agent.log.count("cannot be reached"), 1);
+}
+
+#[test]
+fn a_stream_that_breaks_goes_on_where_it_was() {
+    let node = Node::new();
+    node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    node.until_rule("team-a/pod-1", "weight", "50");
+    node.until("a watch", |node| (node.api.watches() == 1).then_some(()));
+    node.api.break_streams();
+    node.api.put(pod(1, &[("nvshare.com/weight", "60")]));
+    node.until_rule("team-a/pod-1", "weight", "60");
+    // From the version of a bookmark, where nothing else came.
+    let bookmarks = RefCell::new(Vec::new());
+    node.until("a watch from a bookmark", |node| {
+        bookmarks.borrow_mut().push(format!("resourceVersion={}", node.api.bookmark()));
+        std::thread::sleep(Duration::from_millis(50));
+        node.api.break_streams();
+        bookmarks.borrow().iter().any(|version| !node.api.requests(version).is_empty()).then_some(())
+    });
+    assert_eq!(node.api.lists(), 1);
+    assert_eq!(agent.log.count("WARN"), 0, "{:?}", agent.log.lines());
+}
+
+#[test]
+fn a_version_that_is_too_old_has_all_listed_again() {
+    let node = Node::new();
+    node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
+    node.api.put(pod(2, &[("nvshare.com/weight", "50")]));
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    node.until_rule("team-a/pod-1", "weight", "50");
+    node.until("a watch", |node| (node.api.watches() == 1).then_some(()));
+    for (says_so, weight, removed) in [(true, "60", 1), (false, "70", 3)] {
+        node.api.put(pod(3, &[("nvshare.com/weight", "1")]));
+        node.until_rule("team-a/pod-3", "weight", "1");
+        let lists = node.api.lists();
+        // Nobody who watches hears of this.
+        node.api.forget(says_so);
+        node.api.remove(&uid(removed));
+        node.api.put(pod(2, &[("nvshare.com/weight", weight)]));
+        node.api.forget(false);
+        node.until_rule("team-a/pod-2", "weight", weight);
+        node.until_no_rule(&format!("team-a/pod-{removed}"));
+        assert!(node.api.lists() > lists);
+    }
+    assert_eq!(agent.log.count("WARN"), 0, "{:?}", agent.log.lines());
+}
+
+#[test]
+fn an_api_server_that_forbids_it_is_said_once_with_what_is_needed() {
+    let node = Node::new();
+    node.api.forbid(true);
+    node.api.put(pod(1, &[("nvshare.com/weight", "50")]));
+    let _scheduler = node.scheduler();
+    let agent = node.agent();
+    agent.log.wait(
+        "does not let the agent list pods, and its service account needs \"list\" and \"watch\": pods is forbidden",
+    );
+    node.until("some tries", |node| (node.api.lists() > 3).then_some(()));
+    assert_eq!(agent.log.count("does not let the agent"), 1);
+    assert!(node.probe().contains("does not let the agent"), "{}", node.probe());
+    node.api.forbid(false);
+    node.until_rule("team-a/pod-1", "weight", "50");
+    node.until("the probe", |node| node.probe().is_empty().then_some(()));
+}

@@ -1,0 +1,181 @@
+//! A node in a directory of its own: the real scheduler, the agent, and a stand-in for the API server.
+#![allow(dead_code)] // each test program uses its own part
+
+pub mod api;
+pub mod containers;
+pub mod processes;
+
+use std::collections::HashMap;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nvshare::bus::{Client, SchedulerProxy};
+use tempfile::TempDir;
+use zbus::OwnedVariant;
+use zbus::connection::Builder;
+
+use api::Api;
+use processes::Process;
+
+/// Long enough for a loaded machine; nothing waits this long unless it fails.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub const NODE: &str = "node-1";
+
+const AGENT: &str = env!("CARGO_BIN_EXE_nvshare-agent");
+
+/// The node. It goes away with the test.
+#[derive(Debug)]
+pub struct Node {
+    directory: TempDir,
+    pub api: Api,
+}
+
+/// A rule as the scheduler lists it.
+pub type Rule = HashMap<String, OwnedVariant>;
+
+impl Node {
+    pub fn new() -> Self {
+        let node = Self { directory: TempDir::new().expect("a directory"), api: Api::start() };
+        let config = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: test\nclusters:\n- name: test\n  cluster: {{server: \"{}\"}}\n\
+             users:\n- name: test\n  user: {{}}\ncontexts:\n- name: test\n  context: {{cluster: test, user: test}}\n",
+            node.api.url()
+        );
+        std::fs::write(node.path("kubeconfig"), config).expect("a file");
+        node
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub fn control(&self) -> PathBuf {
+        self.path("control/control.sock")
+    }
+
+    pub fn clients(&self) -> PathBuf {
+        self.path("run/scheduler.sock")
+    }
+
+    /// What the agent reads.
+    pub fn configure(&self, text: &str) {
+        std::fs::write(self.path("agent.toml"), text).expect("a file");
+    }
+
+    /// What the scheduler reads.
+    pub fn rule(&self, text: &str) {
+        std::fs::write(self.path("nvshare.toml"), format!("[[rule]]\n{text}\n")).expect("a file");
+    }
+
+    pub fn scheduler(&self) -> Process {
+        let program = Path::new(AGENT).parent().expect("a directory").join("nvshare-scheduler");
+        assert!(program.exists(), "{} is missing: cargo build --workspace makes it", program.display());
+        let mut command = Command::new(program);
+        command.arg("--socket").arg(self.clients()).arg("--control-socket").arg(self.control()).arg("--no-bus");
+        if self.path("nvshare.toml").exists() {
+            command.arg("--config").arg(self.path("nvshare.toml"));
+        }
+        command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM").env_remove("STATE_DIRECTORY");
+        let process = Process::start("scheduler", command);
+        process.log.wait("serves");
+        process
+    }
+
+    fn agent_command(&self) -> Command {
+        let mut command = Command::new(AGENT);
+        command.arg("--kubeconfig").arg(self.path("kubeconfig")).arg("--control").arg(self.control());
+        command.arg("--socket").arg(self.path("agent/agent.sock")).env("NODE_NAME", NODE).stdin(Stdio::null());
+        if self.path("agent.toml").exists() {
+            command.arg("--config").arg(self.path("agent.toml"));
+        }
+        command
+    }
+
+    pub fn agent(&self) -> Process {
+        let mut command = self.agent_command();
+        command.args(["--log-level", "debug"]);
+        Process::start("agent", command)
+    }
+
+    /// The agent asked something that it answers and ends.
+    pub fn ask_agent(&self, flag: &str) -> Output {
+        self.agent_command().arg(flag).output().expect("the agent starts")
+    }
+
+    /// What is wrong, as the probe says; empty where nothing is.
+    pub fn probe(&self) -> String {
+        let output = self.ask_agent("--probe");
+        let said = String::from_utf8(output.stderr).expect("UTF-8");
+        assert_eq!(output.status.success(), said.is_empty(), "{said}");
+        said
+    }
+
+    /// Asks the scheduler, which may have to be waited for.
+    fn ask<T>(&self, question: impl AsyncFn(&SchedulerProxy<'_>) -> zbus::Result<T>) -> Option<T> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let stream = UnixStream::connect(self.control()).ok()?;
+        runtime.block_on(async {
+            let connection = Builder::unix_stream(stream).p2p().build().await.ok()?;
+            let proxy = SchedulerProxy::new(&connection).await.ok()?;
+            question(&proxy).await.ok()
+        })
+    }
+
+    /// The rules of pods, by what they are called.
+    pub fn rules(&self) -> HashMap<String, Rule> {
+        let rules = self.ask(async |scheduler| scheduler.list_rules().await).expect("the scheduler answers");
+        let named = |rule: Rule| Some((text(rule.get("name")?)?, rule));
+        rules.into_iter().filter_map(named).collect()
+    }
+
+    pub fn clients_listed(&self) -> Vec<Client> {
+        self.ask(async |scheduler| scheduler.list_clients().await).expect("the scheduler answers")
+    }
+
+    /// Waits until what is asked is so, and returns it.
+    #[track_caller]
+    pub fn until<T>(&self, what: &str, question: impl Fn(&Self) -> Option<T>) -> T {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(answer) = question(self) {
+                return answer;
+            }
+            assert!(Instant::now() < deadline, "{what}: it never came");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Waits for a pod to have a wish, and returns what it says under that key.
+    #[track_caller]
+    pub fn until_rule(&self, pod: &str, key: &str, value: &str) {
+        self.until(&format!("{pod} with {key} = {value}"), |node| {
+            let said = said(node.rules().get(pod)?, key)?;
+            (said == value).then_some(())
+        });
+    }
+
+    #[track_caller]
+    pub fn until_no_rule(&self, pod: &str) {
+        self.until(&format!("no rule of {pod}"), |node| (!node.rules().contains_key(pod)).then_some(()));
+    }
+}
+
+/// A value of a rule as a text.
+pub fn said(rule: &Rule, key: &str) -> Option<String> {
+    let value = rule.get(key)?;
+    Some(text(value).unwrap_or_else(|| match &**value {
+        zbus::Variant::I64(number) => number.to_string(),
+        zbus::Variant::Bool(value) => value.to_string(),
+        other => format!("{other:?}"),
+    }))
+}
+
+fn text(value: &OwnedVariant) -> Option<String> {
+    match &**value {
+        zbus::Variant::Str(text) => Some(text.to_string()),
+        _ => None,
+    }
+}
