@@ -9,7 +9,7 @@ use nvshare::daemon::{self, Options};
 
 /// Decides which CUDA program may use which GPU, and tells programs when to move their memory.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "nvshare-scheduler", version)]
 struct Arguments {
     /// Where programs connect [default: /run/nvshare/scheduler.sock, or the socket that systemd passes]
     #[arg(long, value_name = "PATH")]

@@ -10,6 +10,7 @@ done
 
 stop_scheduler TERM
 scheduler=
+mkdir -p "${control%/*}"
 in_pod=(--read-only --cap-drop=all --security-opt=no-new-privileges --tmpfs /tmp
     --volume "$sockets:/run/pod" --volume "${control%/*}:/run/nvshare-control")
 scheduler_in_pod=(/usr/bin/nvshare-scheduler --in-pod --socket /run/pod/scheduler.sock
@@ -17,9 +18,25 @@ scheduler_in_pod=(/usr/bin/nvshare-scheduler --in-pod --socket /run/pod/schedule
 if said=$(run "${in_pod[@]}" nvshare "${scheduler_in_pod[@]}" 2>&1); then fail "it runs in a PID namespace of its own"; fi
 [[ $said == *"hostPID: true"* ]] || fail "it does not say what the pod needs: $said"
 
-id=$(create --pid=host "${in_pod[@]}" nvshare "${scheduler_in_pod[@]}")
-enter "$id" >"$scratch/pod.log" 2>&1 & pod_scheduler=$!
-until_true "the scheduler in its pod" ctl get
+# podman shares no PID namespace where it makes no control groups, so this is by hand what a runtime does: a control group of
+# its own, which is all that the namespace shows, and its own root.
+root=$scratch/image
+mkdir -p "$root"/{proc,run/pod,run/nvshare-control} "$root$scratch/gpu"
+"$here/../cuda-sim/install.sh" "$root/usr/lib/$(uname -m)-linux-gnu" "$programs"
+own=/sys/fs/cgroup/nvshare-test/kubepods/besteffort/pod89abcdef-0123-4567-89ab-cdef01234567/$(printf 'a%.0s' {1..64})
+mkdir -p "$own"
+(
+    echo $BASHPID >"$own/cgroup.procs"
+    exec unshare --mount --cgroup sh -ec "
+        mount --bind $sockets $root/run/pod
+        mount --bind ${control%/*} $root/run/nvshare-control
+        mount --bind $scratch/gpu $root$scratch/gpu
+        mount --rbind /proc $root/proc
+        exec env -i ${gpu[*]} $(command -v chroot) $root ${scheduler_in_pod[*]}"
+) >"$scratch/pod.log" 2>&1 & pod_scheduler=$!
+answers() { ctl get || ! kill -0 $pod_scheduler; }
+until_true "the scheduler in its pod" answers
+ctl get >/dev/null || fail "the scheduler in its pod ended: $(cat "$scratch/pod.log")"
 
 # A pod's cgroup, as a kubelet makes it.
 uid=01234567-89ab-cdef-0123-456789abcdef
@@ -41,5 +58,5 @@ until_true "the program in its pod" known
 wait $one || fail "$(cat "$scratch/new" "$scratch/new.err")"
 is_right "$scratch/new" || fail "a result is wrong"
 
-pod kill --signal TERM "$id" >/dev/null
+kill -TERM $pod_scheduler
 wait $pod_scheduler || fail "it ended with $?: $(cat "$scratch/pod.log")"
