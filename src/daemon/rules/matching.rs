@@ -203,6 +203,38 @@ mod tests {
     }
 
     #[test]
+    fn a_pod_is_named_as_kubernetes_does_or_by_its_uid_and_counts_as_one() {
+        let uid = "01234567-89ab-cdef-0123-456789abcdef";
+        let pod = |container: char| {
+            let id: String = ID.chars().take(63).chain([container]).collect();
+            let (namespace, name) = ("team-a".into(), "train-0".into());
+            let pod = Pod { uid: uid.into(), namespace, name, ..Pod::default() };
+            Identity {
+                pod,
+                ..who(0, &format!("/kubepods.slice/kubepods-pod{}.slice/crio-{id}.scope", uid.replace('-', "_")))
+            }
+        };
+        for (pattern, expected) in [
+            ("team-a/train-0", true),
+            ("team-a/*", true),
+            ("*/train-*", true),
+            ("team-b/*", false),
+            ("*", true),
+            (uid, true),
+            ("0*", true),
+            ("f*", false),
+        ] {
+            assert_eq!(matches(&format!("pod = {pattern:?}"), &pod('1')), expected, "{pattern}");
+            assert!(!matches(&format!("pod = {pattern:?}"), &who(0, "/system.slice/a.service")), "{pattern}");
+        }
+        let unnamed = Identity { pod: Pod { uid: uid.into(), ..Pod::default() }, ..pod('1') };
+        assert!(!matches("pod = \"*/*\"", &unnamed) && matches("pod = \"*\"", &unnamed));
+        let rules = rules("[[rule]]\npod = \"team-a/*\"\nmemory-max = \"1G\"");
+        let instance = |who: &Identity| rules.of(who).map(|(_, instance)| instance);
+        assert_eq!(instance(&pod('1')), instance(&pod('2')), "its containers count together");
+    }
+
+    #[test]
     fn the_first_that_matches_counts() {
         let rules = rules(
             "[[rule]]\nname = \"one\"\nuser = 1\nmemory-max = \"1G\"\n[[rule]]\nname = \"lab\"\ngroup = 50\nmemory-max = \"2G\"\n\
