@@ -31,7 +31,7 @@ impl Instance {
 
     /// The path of the control group that they are all in; of several, the innermost.
     pub fn place(&self) -> Option<&str> {
-        [&self.container, &self.unit, &self.slice]
+        [&self.container, &self.pod, &self.unit, &self.slice]
             .into_iter()
             .filter_map(|path| path.as_deref())
             .max_by_key(|path| path.len())
