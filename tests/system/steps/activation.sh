@@ -12,4 +12,4 @@ systemctl enable --quiet --now nvshare.socket
 [ "$(systemctl is-active $unit)" = inactive ] || fail "the scheduler runs before anybody wants it"
 program mix --mem 16M --rounds 2 >/dev/null || fail "a program ended with $?"
 [ "$(systemctl is-active $unit)" = active ] || fail "a program has not started the scheduler"
-has_logged 1 ' connected$' || fail "the program has not connected"
+has_logged 1 'cuda-program connected$' || fail "the program has not connected"

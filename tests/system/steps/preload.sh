@@ -15,9 +15,9 @@ for runner in "" as_user; do
     says "" $runner /bin/true
     $runner grep -q libnvshare /proc/self/maps || fail "it is not loaded"
 done
-connected=$(logged ' connected$')
+connected=$(logged 'cuda-program connected$')
 (umask 0 && env "${gpu[@]}" cuda-program mix --mem 16M --rounds 2 >/dev/null) || fail "a program ended with $?"
-until_true "the program to have shared" has_logged $((connected + 1)) ' connected$'
+until_true "the program to have shared" has_logged $((connected + 1)) 'cuda-program connected$'
 
 # Installed again, it is as it was.
 apt-get install -qq -y --reinstall "$here"/newer/*.deb >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "a reinstallation"; }

@@ -4,7 +4,7 @@
 . "$(dirname "$0")/../lib.sh"
 
 resumed=$(logged '^2 of 2 programs go on')
-connected=$(logged ' connected$')
+connected=$(logged 'cuda-program connected$')
 went_on() { has_logged $((resumed + $1)) '^2 of 2 programs go on' && [ "$(systemctl is-active $unit)" = active ]; }
 
 nvsharectl set time-quantum 1
@@ -33,5 +33,5 @@ until_true "both to go on after that" went_on 3
 
 for program in "${programs[@]}"; do wait "$program" || fail "a program ended with $?"; done
 until_true "no connection to be kept" kept 0
-[ "$(logged ' connected$')" = $((connected + 2)) ] || fail "programs connected a second time"
+[ "$(logged 'cuda-program connected$')" = $((connected + 2)) ] || fail "programs connected a second time"
 nvsharectl reset

@@ -5,7 +5,7 @@
 nvsharectl set time-quantum 1
 inode=$(stat -c %i /run/nvshare/scheduler.sock)
 since=$(systemctl show --value -p ActiveEnterTimestampMonotonic nvshare.socket)
-connected=$(logged ' connected$')
+connected=$(logged 'cuda-program connected$')
 scheduler=$(shown MainPID)
 start_two mix --mem 160M --rounds 16 --gpu-ms 50
 
@@ -16,5 +16,5 @@ for program in "${programs[@]}"; do kill -0 "$program" || fail "a program was to
 [ "$(systemctl show --value -p ActiveEnterTimestampMonotonic nvshare.socket)" = "$since" ] || fail "the socket was restarted"
 [ "$(systemctl is-enabled nvshare.socket)" = enabled ] || fail "the socket is no longer enabled"
 for program in "${programs[@]}"; do wait "$program" || fail "a program ended with $?"; done
-[ "$(logged ' connected$')" = $((connected + 2)) ] || fail "programs connected a second time"
+[ "$(logged 'cuda-program connected$')" = $((connected + 2)) ] || fail "programs connected a second time"
 nvsharectl reset

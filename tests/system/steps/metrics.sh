@@ -1,0 +1,36 @@
+#!/bin/bash
+# Metrics: on no socket until somebody enables that, then on TCP where somebody asked for that, and on none again. And the file
+# by which containers share GPUs.
+. "$(dirname "$0")/../lib.sh"
+
+unit_of_metrics=nvshare-metrics.socket
+[ "$(systemctl is-enabled $unit_of_metrics)" = disabled ] || fail "metrics are enabled by themselves"
+[ ! -e /run/nvshare-metrics/metrics.sock ] || fail "metrics are served without having been asked for"
+
+mkdir -p /etc/systemd/system/$unit_of_metrics.d
+printf '[Socket]\nListenStream=127.0.0.1:9810\n' >/etc/systemd/system/$unit_of_metrics.d/tcp.conf
+systemctl daemon-reload
+systemctl enable --quiet $unit_of_metrics
+systemctl restart $unit
+says "root nvshare 660" stat -c '%U %G %a' /run/nvshare-metrics/metrics.sock
+
+scrape() {
+    exec 3<>/dev/tcp/127.0.0.1/9810
+    printf 'GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n' >&3
+    cat <&3
+    exec 3>&-
+}
+until_true "metrics over TCP" eval 'scrape | grep -q "^# EOF"'
+scrape | grep -q '^nvshare_gpu_total_bytes{' || fail "no GPU in the metrics: $(scrape)"
+
+systemctl disable --quiet --now $unit_of_metrics
+rm -r /etc/systemd/system/$unit_of_metrics.d
+systemctl daemon-reload
+systemctl restart $unit
+[ ! -e /run/nvshare-metrics/metrics.sock ] || fail "metrics are served still"
+
+printf 'cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ndevices:\n- name: all\n  containerEdits:\n    deviceNodes:\n    - path: /dev/null\n- name: "0"\n  containerEdits:\n    deviceNodes:\n    - path: /dev/null\n' >/tmp/nvidia.yaml
+nvsharectl cdi generate --nvidia /tmp/nvidia.yaml >/dev/null 2>&1 || fail "the CDI file: $(nvsharectl cdi generate --nvidia /tmp/nvidia.yaml 2>&1)"
+grep -q '"hostPath": "/usr/share/nvshare/ld.so.preload"' /etc/cdi/nvshare.json || fail "what containers get: $(cat /etc/cdi/nvshare.json)"
+says "/usr/lib/nvshare/libnvshare.so" cat /usr/share/nvshare/ld.so.preload
+rm -r /etc/cdi
