@@ -6,6 +6,7 @@ use toml::Value;
 use zbus::{OwnedVariant, Variant};
 
 use super::{CtlError, Target, block_on, password};
+use crate::daemon::rules::{SUBJECT_KEYS, TERM_KEYS};
 
 /// Keys whose value is a list; commas are between its parts.
 const LISTS: [&str; 1] = ["allowed-gpus"];
@@ -42,38 +43,14 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
     let one = |mut rule: HashMap<String, OwnedVariant>| {
         let origin = rule.remove("origin").and_then(|origin| String::try_from(origin).ok()).unwrap_or_default();
         let mut keys: Vec<(String, OwnedVariant)> = rule.into_iter().collect();
-        keys.sort_by_key(|(key, _)| (ORDER.iter().position(|known| known == key), key.clone()));
+        // Keys of later versions come before all others.
+        let place = |key: &str| SUBJECT_KEYS.iter().chain(&TERM_KEYS).position(|known| *known == key);
+        keys.sort_by_key(|(key, _)| (place(key), key.clone()));
         let lines = keys.into_iter().filter_map(|(key, value)| Some(format!("{key} = {}\n", plain(&value)?)));
         format!("\n# {origin}\n[[rule]]\n{}", lines.collect::<String>())
     };
     rules.into_iter().map(one).collect()
 }
-
-/// As people expect them: whom a rule is about, then what they have. Keys of later versions come before all others.
-const ORDER: [&str; 22] = [
-    "name",
-    "unit",
-    "slice",
-    "container",
-    "pod",
-    "user",
-    "group",
-    "memory-max",
-    "memory-low",
-    "swap-max",
-    "on-memory-full",
-    "wait-order",
-    "weight",
-    "time-min",
-    "time-max",
-    "priority",
-    "interactive",
-    "gang",
-    "allowed-gpus",
-    "affinity",
-    "anti-affinity",
-    "exclusion",
-];
 
 fn plain(value: &Variant<'_>) -> Option<Value> {
     match value {

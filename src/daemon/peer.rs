@@ -73,7 +73,7 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
 }
 
 /// Whether the process is in a PID namespace below ours, as those in containers are; or in one that we cannot see into.
-pub fn is_in_another_world(pid: i32) -> bool {
+pub fn is_in_another_namespace(pid: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let of_each = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
     // Kernels before 4.1 do not say; what has gone in the meantime says nothing either.

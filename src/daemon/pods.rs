@@ -6,16 +6,13 @@ use std::sync::Arc;
 
 use super::bus::rules::table;
 use super::peer::Identity;
-use super::rules::{Origin, Rule, read_one};
+use super::rules::{Origin, Rule, SUBJECT_KEYS, read_one};
 use crate::bus;
 
 /// How many pods there can be: ten times the most that a node is known to have been given.
 pub const MOST: usize = 5_000;
 /// The longest name that Kubernetes allows.
 const LONGEST_NAME: usize = 253;
-
-/// What a pod cannot say of itself: whom the rule is about.
-const SUBJECTS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
 
 /// By their UID.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -124,7 +121,7 @@ fn read_wish(
         return Ok(None);
     }
     let mut keys = table(wish)?;
-    if let Some(key) = SUBJECTS.into_iter().find(|key| keys.contains_key(*key)) {
+    if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
         return Err(format!("a pod's wish is about that pod: {key} has no place in it"));
     }
     keys.insert("pod".into(), uid.into());

@@ -118,7 +118,6 @@ EOF
 
 write_cdi_file() {
     write_nvidia_file
-    printf '/usr/lib/nvshare/libnvshare.so\n' >"$scratch/ld.so.preload"
     ctl cdi generate --library "$built/libnvshare.so" --preload-list "$here/../../etc/ld.so.preload" --sockets "$sockets"
 }
 

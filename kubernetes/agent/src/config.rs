@@ -1,5 +1,5 @@
-//! The configuration file `/etc/nvshare/agent.toml`: which pods may set what, what they weigh, and errors that say where a mistake is. What it
-//! means is in `permissions`; the command line is `main`'s.
+//! The configuration file `/etc/nvshare/agent.toml`: which pods may set what, what they weigh, and errors that say
+//! where a mistake is. What it means is in `permissions`; the command line is `main`'s.
 
 use std::io;
 use std::path::{Path, PathBuf};

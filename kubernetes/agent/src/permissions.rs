@@ -1,5 +1,5 @@
-//! Which wishes pods of a namespace may have, and which they have without saying so. What the values of wishes can be at all is the scheduler's to say; where a
-//! permission depends on a value, it is read as the scheduler reads it.
+//! Which wishes pods of a namespace may have, and which they have without saying so. What the values of wishes can be
+//! at all is the scheduler's to say; where a permission depends on a value, it is read as the scheduler reads it.
 
 use std::collections::BTreeSet;
 
@@ -7,24 +7,8 @@ use nvshare::daemon::rules::{Origin, read_one};
 use nvshare::scheduler::Share;
 use toml::{Table, Value};
 
-/// What a pod can wish for: the keys of a rule that do not say whom it is about.
-pub const KEYS: [&str; 15] = [
-    "memory-max",
-    "memory-low",
-    "swap-max",
-    "on-memory-full",
-    "wait-order",
-    "weight",
-    "time-min",
-    "time-max",
-    "priority",
-    "interactive",
-    "gang",
-    "allowed-gpus",
-    "affinity",
-    "anti-affinity",
-    "exclusion",
-];
+/// What a pod can wish for.
+pub use nvshare::daemon::rules::TERM_KEYS as KEYS;
 
 /// Of these, what can take from others.
 const TAKES: [&str; 4] = ["memory-low", "time-min", "interactive", "exclusion"];
@@ -42,8 +26,8 @@ pub struct Ceilings {
 pub struct Permissions {
     pub may_set: BTreeSet<&'static str>,
     pub ceilings: Ceilings,
-    /// The weight of a pod that wishes for none. Without one it counts with its user's other programs, unless it wishes for
-    /// anything else of time.
+    /// The weight of a pod that wishes for none. Without one it counts with its user's other programs, unless it wishes
+    /// for anything else of time.
     pub weight: Option<Value>,
 }
 

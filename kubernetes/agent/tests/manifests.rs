@@ -1,5 +1,5 @@
-//! The manifests are what Kubernetes' published schemas say (by types that are generated from them): each field is known, and of
-//! the type that is wanted. And they ask for no more than the manual says.
+//! The manifests are what Kubernetes' published schemas say (by types that are generated from them): each field is
+//! known, and of the type that is wanted. And they ask for no more than the manual says.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -158,4 +158,6 @@ fn the_settings_in_the_config_map_are_right() {
     nvshare_agent::config::Config::parse(&text("agent.toml"), Path::new("agent.toml")).expect("agent.toml");
     let example = with_examples(text("agent.toml"));
     nvshare_agent::config::Config::parse(&example, Path::new("agent.toml")).expect("its example");
+    nvshare_device_plugin::config::Config::parse(&text("device-plugin.toml"), Path::new("device-plugin.toml"))
+        .expect("device-plugin.toml");
 }

@@ -67,20 +67,23 @@ impl Callers {
 }
 
 impl Caller<'_> {
-    /// Whether they may see what others do: not from within a container, whoever they are there.
+    /// Whether they may see what others do.
     pub fn may_see_others(&self) -> Result<(), Error> {
-        if peer::is_in_another_world(self.pid) {
-            let text = "a process in a container, or in another PID namespace, may not see what others do";
-            return Err(Error::NotAuthorized(text.into()));
+        self.is_of_the_host("see what others do")
+    }
+
+    /// From within a container nobody may do any of this, whoever they are there.
+    fn is_of_the_host(&self, what: &str) -> Result<(), Error> {
+        if peer::is_in_another_namespace(self.pid) {
+            let text = format!("a process in a container, or in another PID namespace, may not {what}");
+            return Err(Error::NotAuthorized(text));
         }
         Ok(())
     }
 
     /// Whether they may change settings; what exactly, as in "may not ...", is for the message.
     pub async fn may_change(&self, what: &str) -> Result<(), Failure> {
-        self.may_see_others().map_err(|_| {
-            Error::NotAuthorized(format!("a process in a container, or in another PID namespace, may not {what}"))
-        })?;
+        self.is_of_the_host(what)?;
         let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
         match self.from {
             _ if self.uid == 0 => Ok(()),
@@ -96,6 +99,7 @@ impl Caller<'_> {
 
     /// Whether they may have a lock.
     pub async fn may_lock(&self) -> Result<(), Failure> {
+        self.is_of_the_host("acquire a lock")?;
         match self.from {
             From::Bus { .. } if self.uid != 0 => match self.ask(Action::AcquireLock).await? {
                 Answer::Absent => Ok(()),

@@ -97,7 +97,7 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
 
 async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     let socket::Credentials { uid, pid, .. } = socket::credentials(stream.as_fd())?;
-    if peer::is_in_another_world(pid) {
+    if peer::is_in_another_namespace(pid) {
         // Somebody has mounted this socket into a container: it hears of no change either.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.thrashing = watch::channel(Thrashing::new()).1;

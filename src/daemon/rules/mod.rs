@@ -32,6 +32,28 @@ pub use places::Whereabouts;
 
 use crate::scheduler::{Amount, OnMemoryFull, Terms, WaitOrder};
 
+/// The keys of a rule that say whom it is about, as people expect them.
+pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
+
+/// Those that say what they may have.
+pub const TERM_KEYS: [&str; 15] = [
+    "memory-max",
+    "memory-low",
+    "swap-max",
+    "on-memory-full",
+    "wait-order",
+    "weight",
+    "time-min",
+    "time-max",
+    "priority",
+    "interactive",
+    "gang",
+    "allowed-gpus",
+    "affinity",
+    "anti-affinity",
+    "exclusion",
+];
+
 /// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {

@@ -15,5 +15,5 @@ ctl unset-rule small
 old=$(create bullseye cuda-program mix --mem 200M --rounds 2)
 ctl set-rule small container="$old" memory-max=150M
 said=$(enter "$old" || true)
-[[ $said == *out?of?memory* || $said == *OUT_OF_MEMORY* || $said == *'"error"'* ]] || fail "it had more than its limit: $said"
+[[ $said == *CUDA_ERROR_OUT_OF_MEMORY* ]] || fail "it had more than its limit: $said"
 ctl unset-rule small

@@ -1,14 +1,17 @@
-//! A node in a directory of its own: simulated GPUs, the real scheduler on them, the plugin, and a stand-in for kubelet.
+//! A node in a directory of its own: simulated GPUs, the real scheduler on them, the plugin, and a stand-in for
+//! kubelet.
 #![allow(dead_code)] // each test program uses its own part
 
 pub mod kubelet;
+#[path = "../../../agent/tests/support/processes.rs"]
+mod processes;
 
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+pub use processes::Process;
 
 /// Long enough for a loaded machine; nothing waits this long unless it fails.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -128,83 +131,4 @@ fn beside(name: &str) -> PathBuf {
     let path = Path::new(PLUGIN).parent().expect("a directory").join(name);
     assert!(path.exists(), "{} is missing: cargo build --workspace makes it", path.display());
     path
-}
-
-/// What a process writes to stderr, as it comes.
-#[derive(Debug, Clone, Default)]
-pub struct Log(Arc<Mutex<Vec<String>>>);
-
-impl Log {
-    pub fn lines(&self) -> Vec<String> {
-        self.0.lock().expect("the log").clone()
-    }
-
-    pub fn count(&self, text: &str) -> usize {
-        self.lines().iter().filter(|line| line.contains(text)).count()
-    }
-
-    /// Waits for a line with that text in it.
-    #[track_caller]
-    pub fn wait(&self, text: &str) {
-        let deadline = Instant::now() + PATIENCE;
-        while self.count(text) == 0 {
-            assert!(Instant::now() < deadline, "no log line with {text:?}: {:#?}", self.lines());
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-/// A process that ends with the test. Its log is shown when the test fails.
-#[derive(Debug)]
-pub struct Process {
-    name: &'static str,
-    child: Child,
-    pub log: Log,
-}
-
-impl Process {
-    pub fn start(name: &'static str, mut command: Command) -> Self {
-        let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
-        let (stderr, log) = (child.stderr.take().expect("its stderr"), Log::default());
-        let to = log.clone();
-        std::thread::spawn(move || {
-            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
-                to.0.lock().expect("the log").push(line);
-            }
-        });
-        Self { name, child, log }
-    }
-
-    pub fn signal(&self, signal: i32) {
-        // SAFETY: a plain call; the process is a child of this one that was not waited for.
-        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
-    }
-
-    /// Waits for its end.
-    #[track_caller]
-    pub fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            match self.child.try_wait().expect("a child") {
-                Some(status) => return status,
-                None => assert!(Instant::now() < deadline, "it does not end"),
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    pub fn kill(mut self) {
-        self.signal(libc::SIGKILL);
-        self.wait();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            eprintln!("--- the {}'s log ---\n{}", self.name, self.log.lines().join("\n"));
-        }
-    }
 }
