@@ -8,7 +8,7 @@ use crate::{
     memory::{self, Backing, Chunk, GRANULARITY, Mapping, space, space_mut},
     out,
 };
-use cuda_sim_gpus::{Config, account};
+use cuda_sim_gpus::{Config, account::Figures};
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard},
@@ -162,9 +162,8 @@ pub fn free(at: u64) -> Done {
 /// `cuMemGetInfo`; either pointer may be null.
 pub fn info(free: *mut usize, total: *mut usize) -> Done {
     let context = context::healthy()?;
-    let memory = Config::get().memory;
-    crate::out_if(free, memory.saturating_sub(account::used(context.gpu)) as usize);
-    crate::out_if(total, memory as usize);
+    crate::out_if(free, Figures::of(context.gpu).free(context.gpu) as usize);
+    crate::out_if(total, Config::get().memory as usize);
     Ok(())
 }
 

@@ -37,6 +37,8 @@ pub struct Context {
     /// What streams made later wait for (`cuCtxWaitEvent`).
     pub gate: Mutex<Vec<Point>>,
     limits: Mutex<HashMap<u32, usize>>,
+    /// How often it has grown (`CUDA_SIM_CONTEXT_GROWTH`).
+    grown: Mutex<u64>,
 }
 
 /// What a context is to the others of its GPU.
@@ -72,8 +74,8 @@ impl Context {
     fn new(gpu: usize, flags: u32, version: u32, kind: Kind) -> Result<Arc<Context>, Error> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let green = matches!(kind, Kind::Green(_));
-        if !green && !Account::get().take(gpu, Config::get().context) {
-            return Err(Error::OUT_OF_MEMORY);
+        if !green {
+            take(gpu)?;
         }
         let context = Arc::new(Context {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -89,6 +91,7 @@ impl Context {
             of_threads: Mutex::default(),
             gate: Mutex::default(),
             limits: Mutex::default(),
+            grown: Mutex::default(),
         });
         CONTEXTS.add(context.clone());
         Ok(context)
@@ -215,9 +218,58 @@ impl Context {
         module::forget_context(self);
         let _ = CONTEXTS.remove(self.handle());
         if !matches!(self.kind, Kind::Green(_)) {
-            Account::get().give(self.gpu, Config::get().context);
+            let grown = (0..*lock(&self.grown)).map(growth).sum::<u64>();
+            Account::get().give(self.gpu, Config::get().context + grown);
         }
     }
+
+    /// A module is loaded, or a kernel launched: code takes memory where it is new to the context.
+    pub fn grow(self: &Arc<Self>) -> Done {
+        let mut grown = lock(&self.root().grown);
+        let bytes = growth(*grown);
+        if bytes == 0 {
+            return Ok(());
+        }
+        if !Account::get().take(self.gpu, bytes) {
+            return Err(Error::OUT_OF_MEMORY);
+        }
+        *grown += 1;
+        Ok(())
+    }
+}
+
+/// What a context takes in the n-th of its steps of growth, from 0 on.
+fn growth(step: u64) -> u64 {
+    let Config { context_growth: bytes, context_growth_steps: steps, .. } = *Config::get();
+    if step >= steps { 0 } else { bytes * (step + 1) / steps - bytes * step / steps }
+}
+
+/// How often the bytes of a context are added to while it is made.
+const STEPS: u32 = 8;
+/// What each step but the last takes of them. The last takes the rest, as on a GPU, where most appears late.
+const STEP_PART: u64 = 32;
+
+/// Takes what a context needs, or nothing.
+fn take(gpu: usize) -> Done {
+    let Config { context: bytes, context_time: time, .. } = *Config::get();
+    let mut taken = 0;
+    if !time.is_zero() {
+        for _ in 1..STEPS {
+            let step = bytes / STEP_PART;
+            if !Account::get().take(gpu, step) {
+                Account::get().give(gpu, taken);
+                return Err(Error::OUT_OF_MEMORY);
+            }
+            taken += step;
+            thread::sleep(time / STEPS);
+        }
+        thread::sleep(time / STEPS);
+    }
+    if !Account::get().take(gpu, bytes - taken) {
+        Account::get().give(gpu, taken);
+        return Err(Error::OUT_OF_MEMORY);
+    }
+    Ok(())
 }
 
 /// The context behind a handle.

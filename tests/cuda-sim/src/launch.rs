@@ -76,7 +76,7 @@ pub fn kernel(
     params: *const *const u8,
     extra: *const usize,
 ) -> Done {
-    context::healthy()?;
+    context::healthy()?.grow()?;
     let stream = stream::of(stream, flavour)?;
     let shape = Shape { function, grid: [gx, gy, gz], block: [bx, by, bz], shared };
     stream.submit(Work::Kernel(prepare(shape, params, extra)?)).map(drop)

@@ -96,9 +96,14 @@ fn meant_to_fail(symbol: &str) -> bool {
     *count += 1;
     let fails = nth.contains(count);
     if fails {
-        let path = cuda_sim_gpus::Config::get().dir.join("failed");
-        let file = std::fs::File::options().append(true).create(true).open(path);
-        let _ = file.and_then(|mut file| file.write_all(format!("{} {symbol}\n", std::process::id()).as_bytes()));
+        write_down_failure(symbol);
     }
     fails
+}
+
+/// A call fails because a test has it fail: adds a line to the file `failed`.
+fn write_down_failure(symbol: &str) {
+    let path = cuda_sim_gpus::Config::get().dir.join("failed");
+    let file = std::fs::File::options().append(true).create(true).open(path);
+    let _ = file.and_then(|mut file| file.write_all(format!("{} {symbol}\n", std::process::id()).as_bytes()));
 }

@@ -7,12 +7,13 @@ use crate::{
     memory::{self, Backing, Chunk, GRANULARITY, Mapping, space, space_mut},
     out,
 };
-use cuda_sim_gpus::Config;
+use cuda_sim_gpus::{Config, trouble};
 use std::{
     collections::HashMap,
     ffi::CString,
     fs,
     os::fd::{AsRawFd, BorrowedFd, IntoRawFd},
+    process,
     sync::{Arc, LazyLock, Mutex, MutexGuard, atomic::Ordering},
 };
 
@@ -93,7 +94,12 @@ pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flag
         return Err(Error::INVALID_VALUE);
     }
     whole(size as u64)?;
-    let chunk = Chunk::new(properties.gpu()?, size as u64, properties.handle_types == FILE_DESCRIPTOR)?;
+    let gpu = properties.gpu()?;
+    if trouble::is_refused(&Config::get().dir, gpu, process::id()) {
+        crate::write_down_failure("cuMemCreate");
+        return Err(Error::OUT_OF_MEMORY);
+    }
+    let chunk = Chunk::new(gpu, size as u64, properties.handle_types == FILE_DESCRIPTOR)?;
     chunk.rdma.store(properties.rdma != 0, Ordering::Relaxed);
     out(handle, hold(chunk))
 }

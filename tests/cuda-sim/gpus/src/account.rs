@@ -6,6 +6,7 @@ use crate::{
     limits::{self, Limit},
     lock::{LockFile, flock, open_shared},
     traffic,
+    trouble::{self, Stranger},
 };
 use std::{
     fs::{self, File},
@@ -145,9 +146,12 @@ impl Account {
         let own =
             self.words[plain_word(gpu)].load(Ordering::Relaxed) + self.words[managed_word(gpu)].load(Ordering::Relaxed);
         let total: u64 = own + others.iter().map(|p| used(p.gpus[gpu])).sum::<u64>();
-        let Some(mut missing) = total.checked_add(bytes).map(|want| want.saturating_sub(Config::get().memory)) else {
-            return false;
-        };
+        let dir = &Config::get().dir;
+        let strangers = strangers(gpu, total).iter().map(|s| s.bytes).sum();
+        let fragmented = Config::get().fragmented.saturating_add(trouble::fragmented(dir, gpu));
+        let most = Config::get().memory.saturating_sub(hidden(gpu)).saturating_sub(fragmented);
+        let Some(want) = total.checked_add(bytes).and_then(|want| want.checked_add(strangers)) else { return false };
+        let mut missing = want.saturating_sub(most);
         let managed = self.managed(gpu) + others.iter().map(|p| p.gpus[gpu].managed).sum::<u64>();
         if missing > managed {
             return false;
@@ -166,9 +170,54 @@ impl Account {
     }
 }
 
-/// Bytes of a GPU that somebody has.
-pub fn used(gpu: usize) -> u64 {
-    processes().iter().map(|p| p.gpus[gpu].plain + p.gpus[gpu].managed).sum()
+/// What is in use on a GPU.
+#[derive(Clone, Debug, Default)]
+pub struct Figures {
+    pub processes: Vec<Process>,
+    /// What each has of what it wants.
+    pub strangers: Vec<Stranger>,
+    /// Bytes in use that NVML does not count.
+    pub hidden: u64,
+}
+
+impl Figures {
+    /// Of one moment.
+    pub fn of(gpu: usize) -> Figures {
+        let Ok(_all) = Everybody::lock() else { return Figures::default() };
+        let processes = living(None);
+        let strangers = strangers(gpu, used_by_processes(gpu, &processes));
+        Figures { processes, strangers, hidden: hidden(gpu) }
+    }
+
+    /// Bytes in use as NVML counts them.
+    pub fn used(&self, gpu: usize) -> u64 {
+        used_by_processes(gpu, &self.processes) + self.strangers.iter().map(|s| s.bytes).sum::<u64>()
+    }
+
+    /// Bytes that are free as CUDA counts them, also where they cannot be allocated.
+    pub fn free(&self, gpu: usize) -> u64 {
+        Config::get().memory.saturating_sub(self.used(gpu)).saturating_sub(self.hidden)
+    }
+}
+
+fn used_by_processes(gpu: usize, processes: &[Process]) -> u64 {
+    processes.iter().map(|p| p.gpus[gpu].plain + p.gpus[gpu].managed).sum()
+}
+
+/// Bytes in use that NVML does not count.
+fn hidden(gpu: usize) -> u64 {
+    Config::get().hidden.saturating_add(trouble::hidden(&Config::get().dir, gpu))
+}
+
+/// The strangers of a GPU of which processes use that much, with what each has: what is left, in order, up to what it wants.
+fn strangers(gpu: usize, used: u64) -> Vec<Stranger> {
+    let mut left = Config::get().memory.saturating_sub(hidden(gpu)).saturating_sub(used);
+    let mut strangers = trouble::strangers(&Config::get().dir, gpu);
+    for stranger in &mut strangers {
+        stranger.bytes = stranger.bytes.min(left);
+        left -= stranger.bytes;
+    }
+    strangers
 }
 
 /// With everybody locked: what the processes have together that such a limit is about. Managed memory does not count.

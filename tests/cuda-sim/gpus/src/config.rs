@@ -7,6 +7,7 @@ use std::{
     fmt::Write as _,
     path::PathBuf,
     sync::OnceLock,
+    time::Duration,
 };
 
 /// The simulated machine. Sizes are in bytes, bandwidths in bytes a second.
@@ -20,6 +21,16 @@ pub struct Config {
     pub reserved: u64,
     /// `CUDA_SIM_CONTEXT`: what one context takes of it.
     pub context: u64,
+    /// `CUDA_SIM_CONTEXT_TIME`: how long creating a context takes, in which its bytes appear step by step.
+    pub context_time: Duration,
+    /// `CUDA_SIM_CONTEXT_GROWTH`: what a context takes later, for code that is loaded when it is first used.
+    pub context_growth: u64,
+    /// `CUDA_SIM_CONTEXT_GROWTH_STEPS`: in how many of its module loads and kernel launches, the first ones.
+    pub context_growth_steps: u64,
+    /// `CUDA_SIM_HIDDEN`: bytes of each GPU that are in use and that NVML does not count.
+    pub hidden: u64,
+    /// `CUDA_SIM_FRAGMENTED`: bytes of each GPU that are free and cannot be allocated.
+    pub fragmented: u64,
     /// `CUDA_SIM_DIR`: where the processes of one simulated machine meet.
     pub dir: PathBuf,
     /// `CUDA_SIM_GPU_BANDWIDTH`: how fast kernels touch memory.
@@ -34,6 +45,10 @@ pub struct Config {
     pub pcie_lanes: u32,
     /// `CUDA_SIM_NVML_EVENTS`: `0` for a driver without events.
     pub nvml_events: bool,
+    /// `CUDA_SIM_NVML_PROCESSES`: what NVML says of processes.
+    pub nvml_processes: Listing,
+    /// `CUDA_SIM_NVML_DELAY`: how old the memory figures of NVML are.
+    pub nvml_delay: Duration,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
     /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
@@ -55,6 +70,17 @@ pub enum Setters {
     Nobody,
 }
 
+/// What NVML says of the processes that use a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Listing {
+    /// Each with what it uses.
+    All,
+    /// Each, but not what it uses.
+    Unmeasured,
+    /// Nothing.
+    None,
+}
+
 impl Config {
     /// The configuration of this process; the environment is read on the first call.
     pub fn get() -> &'static Config {
@@ -69,6 +95,11 @@ impl Config {
             memory: size("CUDA_SIM_MEMORY", 1 << 30),
             reserved: size("CUDA_SIM_RESERVED", 0),
             context: size("CUDA_SIM_CONTEXT", 16 << 20),
+            context_time: milliseconds("CUDA_SIM_CONTEXT_TIME"),
+            context_growth: size("CUDA_SIM_CONTEXT_GROWTH", 0),
+            context_growth_steps: size("CUDA_SIM_CONTEXT_GROWTH_STEPS", 8).max(1),
+            hidden: size("CUDA_SIM_HIDDEN", 0),
+            fragmented: size("CUDA_SIM_FRAGMENTED", 0),
             dir: dir(),
             gpu_bandwidth: size("CUDA_SIM_GPU_BANDWIDTH", 4 << 30).max(1),
             link_bandwidth: link_bandwidth.max(1),
@@ -76,6 +107,8 @@ impl Config {
             fault_bandwidth: size("CUDA_SIM_FAULT_BANDWIDTH", link_bandwidth / 4).max(1),
             pcie_lanes: size("CUDA_SIM_PCIE_LANES", 0) as u32,
             nvml_events: size("CUDA_SIM_NVML_EVENTS", 1) != 0,
+            nvml_processes: listing(),
+            nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
             driver: size("CUDA_SIM_DRIVER", 13000) as i32,
             limits: setters(),
@@ -129,6 +162,19 @@ fn setters() -> Setters {
         Ok("nobody") => Setters::Nobody,
         Ok(other) => panic!("CUDA_SIM_LIMITS={other}: want no, root, anybody or nobody"),
     }
+}
+
+fn listing() -> Listing {
+    match env::var("CUDA_SIM_NVML_PROCESSES").as_deref() {
+        Err(_) | Ok("all") => Listing::All,
+        Ok("unmeasured") => Listing::Unmeasured,
+        Ok("none") => Listing::None,
+        Ok(other) => panic!("CUDA_SIM_NVML_PROCESSES={other}: want all, unmeasured or none"),
+    }
+}
+
+fn milliseconds(name: &str) -> Duration {
+    Duration::from_millis(size(name, 0))
 }
 
 fn size(name: &str, default: u64) -> u64 {

@@ -4,7 +4,14 @@
 // The symbols are called from C, and checked pointers are the API's contract; tests call them from Rust as well.
 #![allow(clippy::not_unsafe_ptr_arg_deref)]
 
-use cuda_sim_gpus::{Config, account, config::Setters, limits, limits::Limit, traffic, trouble};
+use cuda_sim_gpus::{
+    Config,
+    account::{self, Figures},
+    config::{Listing, Setters},
+    limits,
+    limits::Limit,
+    traffic, trouble,
+};
 use std::{
     ffi::{CStr, c_char},
     fs, thread,
@@ -180,7 +187,8 @@ fn code(done: Result<(), Error>) -> u32 {
 /// A GPU's memory, with what the driver keeps for itself, which CUDA does not count.
 fn memory(handle: usize) -> Result<Memory2, Error> {
     let (gpu, config) = (gpu(handle)?, Config::get());
-    let used = account::used(gpu);
+    let error = trouble::nvml_error(&config.dir, gpu);
+    let used = figures(gpu).used(gpu).saturating_add_signed(error).min(config.memory);
     let (total, free) = (config.memory + config.reserved, config.memory.saturating_sub(used));
     Ok(Memory2 { version: MEMORY_2, total, reserved: config.reserved, free, used })
 }
@@ -188,23 +196,31 @@ fn memory(handle: usize) -> Result<Memory2, Error> {
 /// `nvmlMemory_v2`
 const MEMORY_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
+/// `NVML_VALUE_NOT_AVAILABLE`
+const NOT_AVAILABLE: u64 = u64::MAX;
+
 /// The processes that have memory of a GPU, into the program's list.
 fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, u64) -> T) -> Result<(), Error> {
     let gpu = gpu(handle)?;
     if count.is_null() {
         return Err(INVALID_ARGUMENT);
     }
-    let bytes = |p: &account::Process| p.gpus[gpu].plain + p.gpus[gpu].managed;
-    let all: Vec<_> = account::processes().into_iter().filter(|p| bytes(p) > 0).collect();
+    let listing = Config::get().nvml_processes;
+    let Figures { processes, strangers, .. } = figures(gpu);
+    let own = processes.iter().map(|p| (p.pid, p.gpus[gpu].plain + p.gpus[gpu].managed));
+    let strangers = strangers.iter().filter_map(|stranger| Some((stranger.pid?, stranger.bytes)));
+    let listed = own.chain(strangers).filter(|(_, bytes)| *bytes > 0 && listing != Listing::None);
+    let said = |bytes| if listing == Listing::All { bytes } else { NOT_AVAILABLE };
+    let all: Vec<_> = listed.map(|(pid, bytes)| (pid, said(bytes))).collect();
     // SAFETY: the program passes a valid count, checked above.
     let room = unsafe { count.read() } as usize;
     out(count, all.len() as u32)?;
     if room < all.len() {
         return Err(INSUFFICIENT_SIZE);
     }
-    for (i, process) in all.iter().enumerate() {
+    for (i, (pid, bytes)) in all.into_iter().enumerate() {
         // SAFETY: the program says that there is room for `room` entries, and there are no more.
-        out(unsafe { to.add(i) }, entry(process.pid, bytes(process)))?;
+        out(unsafe { to.add(i) }, entry(pid, bytes))?;
     }
     Ok(())
 }
@@ -319,6 +335,9 @@ macro_rules! exports {
         })*
     };
 }
+
+mod delay;
+use delay::figures;
 
 mod events;
 pub use events::*;

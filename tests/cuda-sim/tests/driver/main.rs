@@ -4,4 +4,5 @@ mod lookup;
 mod memory;
 mod streams;
 mod support;
+mod trouble;
 mod waits;

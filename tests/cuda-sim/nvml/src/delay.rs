@@ -1,0 +1,46 @@
+//! What is in use, as it was `CUDA_SIM_NVML_DELAY` ago.
+
+use cuda_sim_gpus::{Config, account::Figures};
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, MutexGuard, Once},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How often figures are kept for later.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The figures of all GPUs, oldest first; of those that are old enough only the newest.
+static KEPT: Mutex<VecDeque<(Instant, Vec<Figures>)>> = Mutex::new(VecDeque::new());
+
+fn kept() -> MutexGuard<'static, VecDeque<(Instant, Vec<Figures>)>> {
+    KEPT.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// The figures that NVML has of a GPU.
+pub(crate) fn figures(gpu: usize) -> Figures {
+    static WATCH: Once = Once::new();
+    if Config::get().nvml_delay.is_zero() {
+        return Figures::of(gpu);
+    }
+    WATCH.call_once(|| {
+        keep();
+        thread::spawn(|| {
+            loop {
+                thread::sleep(LOOK);
+                keep();
+            }
+        });
+    });
+    kept().front().and_then(|(_, gpus)| gpus.get(gpu).cloned()).unwrap_or_default()
+}
+
+fn keep() {
+    let now = (Instant::now(), (0..Config::get().gpus).map(Figures::of).collect());
+    let mut kept = kept();
+    kept.push_back(now);
+    while kept.get(1).is_some_and(|(taken, _)| taken.elapsed() >= Config::get().nvml_delay) {
+        kept.pop_front();
+    }
+}
