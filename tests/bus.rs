@@ -15,8 +15,9 @@ use std::time::Duration;
 use bus_support::*;
 use daemon_support::*;
 use nvshare::bus::{NAME, PATH, SchedulerProxy};
+use nvshare::scheduler::Event;
 use zbus::connection::Builder;
-use zbus::{Connection, MessageStream};
+use zbus::{Connection, MessageStream, Variant};
 
 /// Runs the same test on the bus and on the control socket.
 fn both_ways(test: impl AsyncFn(&Daemon, &Connection)) {

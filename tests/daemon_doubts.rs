@@ -144,6 +144,16 @@ fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
     let text = daemon.ctl(&["status"]).stdout;
     assert!(text.contains("NVML sees memory that it says it has freed"), "{text}");
 
+    let bundle = daemon.ctl(&["debug", "--output", "-"]).stdout;
+    let line = |kind: &str| {
+        let lines = bundle.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+        lines.into_iter().find(|line| line["kind"] == kind).expect("the line")
+    };
+    assert!(line("nvshare-bundle")["driver"].is_string() && line("nvshare-bundle")["nvml"].is_string());
+    let (measured, pid) = (&line("nvml")["gpus"][0], std::process::id().to_string());
+    assert_eq!(measured["steady"], true);
+    assert!(measured["processes"][pid].as_u64().is_some_and(|bytes| bytes >= DEMAND), "{measured:#}");
+
     gpu.give(0, DEMAND);
     assert!(wait(&mut other).success());
 }

@@ -758,7 +758,7 @@ fn hoping() -> Talk {
 }
 
 fn present(t: &mut Talk, begun: Duration) -> Vec<Command> {
-    t.say(Event::Present { gpu: gpu(0), begun, bytes: Default::default() })
+    t.say(Event::Present { gpu: gpu(0), begun, free: None, found: Default::default() })
 }
 
 #[test]
@@ -1021,8 +1021,8 @@ fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
     t.now += ms(1);
     let half = 5; // of two evictions in four steps each, after the allowance that it has
     assert_eq!(allowances(&t.acknowledge(3, half, 4 * GIB, 3 * GIB, 0)), [], "client 2 has no doubts, but comes later");
-    let bytes = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), gib * GIB)).into();
-    assert_eq!(allowances(&t.say(Event::Present { gpu: gpu(0), begun: t.now, bytes })), [(1, 9 * GIB)]);
+    let found = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), exactly(gib * GIB))).into();
+    assert_eq!(allowances(&t.say(Event::Present { gpu: gpu(0), begun: t.now, free: None, found })), [(1, 9 * GIB)]);
 }
 
 /// A GPU where each context takes 1 GiB, and client 1 has all of it but half of that.
@@ -1045,12 +1045,33 @@ fn attached(commands: &[Command]) -> Vec<u64> {
 }
 
 #[test]
+fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
+    let mut t = nearly_full();
+    arrive(&mut t, 2, 0);
+    assert_eq!(t.after(Duration::from_secs(29)), []);
+    assert_eq!(t.after(Duration::from_secs(1)), [denied(2, 0, Denial::NoContext)]);
+    assert_eq!(t.machine.deadline(), None);
+    // An older library does not give up.
+    assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
+}
+
+#[test]
+fn a_context_waits_for_as_long_as_it_takes_where_a_rule_has_allocations_wait() {
+    let mut t = nearly_full();
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.put(&[2], Terms { on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo), ..Terms::default() });
+    assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
+    assert_eq!(t.after(Duration::from_secs(3600)), []);
+    assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
+}
+
+#[test]
 fn a_context_beside_which_a_client_could_not_run_waits() {
     let mut t = nearly_full();
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
-    // For as long as it takes; what the others would take counts for nothing.
-    assert_eq!(t.after(Duration::from_secs(3600)), []);
+    // What the others would take counts for nothing.
+    assert_eq!(t.after(Duration::from_secs(29)), []);
     assert_eq!((t.state(1), t.seat(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
     // Room for one of them, and then for all.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
@@ -1705,27 +1726,6 @@ fn pinned_bytes_stay_and_are_allowed() {
     let commands = t.report(1, 12 * GIB, 12 * GIB, 12 * GIB);
     assert_eq!(allowances(&commands), [(1, 12 * GIB)]);
     assert!(commands.contains(&waiting(2, WaitReason::Pinned)));
-}
-
-#[test]
-fn a_mapping_that_failed_makes_room_and_is_tried_again_later() {
-    let mut t = Talk::in_mode(AntiThrash::On);
-    t.join(1, 4 * GIB);
-    t.request(1);
-    t.report(1, 4 * GIB, 3 * GIB + 900 * MIB, 0);
-    let before = t.machine.gpu(gpu(0)).unwrap().capacity;
-    t.release(1, ReleaseReason::NoMemory);
-    assert_eq!(before - t.machine.gpu(gpu(0)).unwrap().capacity, 124 * MIB);
-    for wait in [10, 20, 40, 80, 160, 320, 640, 1000, 1000] {
-        assert_eq!(t.request(1), []);
-        assert_eq!(t.machine.deadline(), Some(t.now + ms(wait)));
-        assert_eq!(t.after(ms(wait)), [grant(1)]);
-        t.release(1, ReleaseReason::NoMemory);
-    }
-    for _ in 0..20 {
-        t.measured(0);
-    }
-    assert_eq!(t.machine.gpu(gpu(0)).unwrap().capacity, before, "measurements take the margin back");
 }
 
 #[test]

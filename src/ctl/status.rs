@@ -113,6 +113,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     let (capacity, total) = (units::size(gpu.capacity), units::size(gpu.total));
     let _ = writeln!(out, "  memory   {capacity} of {total} for programs: {}", parts.join(", "));
     let _ = writeln!(out, "  demand   {}", units::size(gpu.demand));
+    if gpu.shortfall > 0 {
+        let _ = writeln!(out, "  {} seem to be free there, and could not be mapped", units::size(gpu.shortfall));
+    }
+    if gpu.accounting == "reports" {
+        out.push_str("  NVML does not measure this GPU: programs are believed what memory they report\n");
+    }
     match (gpu.thrashing, gpu.apart) {
         (true, true) => out.push_str("  thrashing: programs push each other's memory off this GPU, and take turns for now\n"),
         (true, false) => out.push_str(
@@ -203,6 +209,22 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.awaits) {
             let (id, bytes) = (client.id, units::size(bytes));
             let _ = writeln!(out, "  Client {id} waits for memory: for {bytes} in all, when others have freed enough.");
+        }
+    }
+    for client in clients {
+        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid) {
+            if let Some(bytes) = usage.unverified.filter(|_| gpu.accounting != "reports") {
+                let (id, bytes) = (client.id, units::size(bytes));
+                let _ = writeln!(out, "  Client {id} reports {bytes} that NVML does not show: they do not count.");
+            }
+            if usage.mapping_failures > 1 {
+                let (id, failures) = (client.id, usage.mapping_failures);
+                let _ = writeln!(
+                    out,
+                    "  Client {id} has had the GPU {failures} times in a row without room for its memory: \
+                     other memory is evicted for it."
+                );
+            }
         }
     }
     let here = |client: &&Client| client.gpus.iter().any(|usage| usage.uuid == gpu.uuid);
@@ -327,6 +349,8 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "total": gpu.total,
         "capacity": gpu.capacity,
         "overhead": gpu.overhead,
+        "accounting": gpu.accounting,
+        "shortfall": gpu.shortfall,
         "demand": gpu.demand,
         "resident": gpu.resident,
         "swapped": gpu.swapped,
@@ -383,6 +407,8 @@ fn use_json(usage: &GpuUse) -> Value {
         "memory-max": usage.memory_max,
         "own-memory-max": usage.own_memory_max,
         "awaits": usage.awaits,
+        "unverified": usage.unverified,
+        "mapping-failures": usage.mapping_failures,
         "unseen": usage.unseen,
         "stays": usage.stays,
         "fullness": usage.fullness,

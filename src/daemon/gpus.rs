@@ -8,6 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 
 use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::{Device, Nvml};
 use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
@@ -64,7 +65,15 @@ impl Asked {
 pub enum Report {
     Gpus(Vec<GpuDescription>),
     Used(Vec<Sample>),
+    Driver(DriverVersions),
     Traffic(Vec<(GpuId, Traffic)>),
+}
+
+/// Versions of the NVIDIA driver and of NVML, as far as NVML says.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DriverVersions {
+    pub driver: Option<String>,
+    pub nvml: Option<String>,
 }
 
 /// What is in use on a GPU.
@@ -77,8 +86,9 @@ pub struct Sample {
     pub steady: bool,
     /// Bytes in use by anybody, the driver's own part included.
     pub used: u64,
-    /// Bytes in use by each process that NVML knows of, by PID.
-    pub processes: BTreeMap<u32, u64>,
+    /// Bytes in use by each process, by PID; `None` where NVML has no such figures, or knows processes by the numbers of
+    /// another PID namespace.
+    pub processes: Option<BTreeMap<u32, u64>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -163,6 +173,10 @@ fn serve(Start { reports, mut keeper, answer: answered }: Start) {
         }
         if answer(&devices, &asked, &mut meter, &reports).is_err() {
             return;
+        }
+        if asked.scan {
+            let (driver, nvml) = (nvml.sys_driver_version().ok(), nvml.sys_nvml_version().ok());
+            let _ = reports.send(Report::Driver(DriverVersions { driver, nvml }));
         }
     }
 }
@@ -266,12 +280,8 @@ fn sample((device, ..): &Found<'_>) -> Option<Sample> {
     let take = || {
         let begun = socket::now();
         let before = used()?;
-        let mut processes = BTreeMap::new();
-        for process in device.running_compute_processes().unwrap_or_default() {
-            if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
-                *processes.entry(process.pid).or_default() += bytes;
-            }
-        }
+        let processes = device.running_compute_processes().ok().and_then(|all| by_pid(&all));
+        let processes = processes.filter(|processes| are_here(processes.keys().copied()));
         Some(Sample { gpu, begun, steady: used()? == before, used: before, processes })
     };
     let mut sample = take()?;
@@ -282,6 +292,26 @@ fn sample((device, ..): &Found<'_>) -> Option<Sample> {
         sample = take()?;
     }
     Some(sample)
+}
+
+/// Whether these numbers are of processes here: most of them exist. One may just have ended.
+fn are_here(pids: impl Iterator<Item = u32>) -> bool {
+    let (mut all, mut here) = (0, 0);
+    for pid in pids {
+        all += 1;
+        here += u32::from(Path::new("/proc").join(pid.to_string()).exists());
+    }
+    2 * here >= all
+}
+
+/// What each process uses; `None` if that of any is not known.
+fn by_pid(all: &[ProcessInfo]) -> Option<BTreeMap<u32, u64>> {
+    let mut processes = BTreeMap::new();
+    for process in all {
+        let UsedGpuMemory::Used(bytes) = process.used_gpu_memory else { return None };
+        *processes.entry(process.pid).or_default() += bytes;
+    }
+    Some(processes)
 }
 
 /// Reads `GPU-8a6c…` and `MIG-8a6c…`.
@@ -301,6 +331,13 @@ mod tests {
         assert!(gib(1, 1).is_some_and(|rate| rate > 0.1));
         assert!(gib(u32::MAX, u32::MAX).is_some());
         assert_eq!((link_rate(0, 16), link_rate(4, 0)), (None, None));
+    }
+
+    #[test]
+    fn processes_of_another_namespace_are_not_taken_for_ours() {
+        let (own, none) = (std::process::id(), u32::MAX);
+        assert!(are_here([].into_iter()) && are_here([own].into_iter()) && are_here([own, none].into_iter()));
+        assert!(!are_here([none].into_iter()) && !are_here([own, none, none - 1].into_iter()));
     }
 
     #[test]

@@ -16,6 +16,8 @@ const IDS: &[(&str, &str)] = &[
     ("resumed", "eb7682eea4154213bb95f19024f1ab22"),
     ("memory-refused", "9241ecd8af6145d48484bacc3cc011f2"),
     ("memory-stays", "c37dd39127f649e984349e174d6102c8"),
+    ("mapping-failed", "370360d50ce24096b085c2f33b227ff9"),
+    ("accounting", "73ca17ac9b85496bbf57f6617e18c845"),
     ("context-waits", "74e85a6f35ab4f8b875c4232759d2902"),
     ("undrainable", "1e1bc34420914f6fbb64250d8b72704f"),
     ("work-unseen", "138a6293a47e4f66a0983fabfdd8d44d"),

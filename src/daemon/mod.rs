@@ -13,7 +13,7 @@
 //! - `lock`: GPU locks for those who ask over D-Bus.
 //! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
 //! - `host`: the host's memory.
-//! - `gpus`: NVML, with `overhead` for what it measures, and `traffic` for what moves, of which `uvm` knows some.
+//! - `gpus`: NVML, with `accounting` for what follows from it, and `traffic` for what moves, of which `uvm` knows some.
 //! - `driver_limits`: what the driver itself is to bound, and `privileges`: what that takes.
 //! - `bus`: the D-Bus object, in a thread of its own.
 //! - `metrics`: metrics for monitoring, in a thread of its own, where somebody has asked for them.
@@ -23,6 +23,7 @@
 //!
 //! One thread, this one, runs the scheduling loop; nothing that can take long happens on it.
 
+mod accounting;
 mod bus;
 mod cgroup;
 mod changes;
@@ -41,7 +42,6 @@ mod messages;
 mod metrics;
 mod node;
 mod outbox;
-mod overhead;
 mod peer;
 mod pods;
 mod privileges;

@@ -211,6 +211,10 @@ pub enum Denial {
     SwapMax,
     /// It would have more than it says itself that it may.
     Own,
+    /// Its context, with the memory that another client needs, would not fit on the GPU.
+    NoContext,
+    /// It needs more already than the driver can map, though no other client has anything on the GPU.
+    Unmappable,
 }
 
 /// A client's report of its memory on one GPU, in bytes; see `nvshare_wire::ClientMessage::Memory`.
@@ -222,6 +226,13 @@ pub struct MemoryReport {
     pub swapped: u64,
     pub pinned: u64,
     pub limit_ack: u32,
+}
+
+/// What a client was measured to have mapped on a GPU: between these.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Found {
+    pub least: u64,
+    pub most: u64,
 }
 
 /// What was seen to move between a GPU and the host; `None` where it could not be seen.
@@ -277,12 +288,14 @@ pub enum Event {
         bytes: u64,
         complete: bool,
     },
-    /// What clients have on a GPU, their contexts left out, as measured at a moment that was not before `begun`. Who is not
-    /// named could not be measured, and is believed. The answer to `Command::Measure`, and unasked.
+    /// What clients were found to have on a GPU, their contexts left out, and how many bytes were free there in all, at a
+    /// moment that was not before `begun`. A client that is not named could not be measured. The answer to
+    /// `Command::Measure`, after `GpuOverhead` of the same measurement; and unasked.
     Present {
         gpu: GpuId,
         begun: Time,
-        bytes: BTreeMap<ClientId, u64>,
+        free: Option<u64>,
+        found: BTreeMap<ClientId, Found>,
     },
     /// How large contexts of clients on a GPU were measured to be. It counts for their groups' limits; until it is known
     /// of one, `Settings::context` does.
@@ -431,7 +444,7 @@ pub enum Command {
         spare: u64,
         max: Option<u64>,
     },
-    /// The limit that it wished for cannot be had.
+    /// The limit that it wished for cannot be had; with 0 bytes: nor can a context.
     Denied {
         client: ClientId,
         gpu: GpuId,
@@ -482,8 +495,8 @@ pub enum Command {
     Probe {
         client: ClientId,
     },
-    /// To nobody: somebody waits for bytes on that GPU that clients say are gone, or that others used when it was last
-    /// measured (answer with `Event::GpuOverhead`, then `Event::Present`).
+    /// To no client: what is in use on that GPU is to be measured (answer with `Event::GpuOverhead`, then `Event::Present`),
+    /// because a decision depends on bytes that a client reports to have freed or to have, or because a mapping failed.
     Measure {
         gpu: GpuId,
     },
@@ -499,6 +512,14 @@ pub enum Command {
         gpu: GpuId,
         begins: bool,
         demand: u64,
+    },
+    /// To no client, for people: a client that was granted the GPU gave it back because the driver had no room for
+    /// `bytes` that it was allowed; for the `failures`-th time in a row.
+    MappingFailed {
+        client: ClientId,
+        gpu: GpuId,
+        bytes: u64,
+        failures: u32,
     },
     /// To nobody, for people: from now on these GPUs are scheduled around this holder, which cannot drain.
     Undrainable {

@@ -5,7 +5,7 @@
 //! their way. Σ charge ≤ capacity is what makes a promise of bytes safe.
 
 use super::{
-    api::{ClientId, MemoryReport, Time, UserId},
+    api::{ClientId, Found, MemoryReport, Time, UserId},
     doubt::Doubt,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -16,6 +16,16 @@ const MOST: u64 = 1 << 44;
 /// An eviction is asked for in steps, so that what is freed can be passed on while the rest is still being copied.
 /// Chunks from 64 MiB on reach full speed; a step is some of them.
 const STEP: u64 = 256 << 20;
+/// A report of more than was measured is believed up to this part of it, and up to so many bytes: a chunk that has just been
+/// mapped. Where nothing was measured, nothing is added: many clients that have nothing would add up.
+const SLACK_PART: u64 = 16;
+const SLACK: u64 = 64 << 20;
+/// Bytes that may be missing from a measurement: the granularity of GPU memory.
+const ROUNDING: u64 = 2 << 20;
+/// A client that comes back with memory is measured within this time, or has to make do with what is free.
+const UNMEASURED: Duration = Duration::from_secs(3);
+/// An eviction that has made no progress for so long is not answered.
+const SILENT: Duration = Duration::from_secs(1);
 const MOST_STEPS: u64 = 32;
 
 /// An eviction that was asked for and not yet confirmed.
@@ -43,7 +53,20 @@ pub(super) struct Evicted {
 pub(super) struct Account {
     pub allowance: u64,
     pub charge: u64,
+    /// What is believed of its newest report.
     pub report: MemoryReport,
+    /// What it reported to have mapped, and pinned of that.
+    claimed: (u64, u64),
+    /// The most that it was last measured to have mapped; `None`: it was never measured, and is believed.
+    found: Option<u64>,
+    /// The most that it was ever measured to have mapped.
+    seen: u64,
+    /// When it first reported to have memory.
+    reported: Option<Time>,
+    /// It was measured since then, or that took too long.
+    is_checked: bool,
+    /// What the last measurement refuted, of that kind: it is not worth another.
+    refuted: (u64, u64),
     pub eviction: Option<Eviction>,
     pub doubt: Doubt,
     seq: u32,
@@ -108,7 +131,11 @@ impl Account {
         report.demand = report.demand.min(MOST);
         report.pinned = report.pinned.min(MOST);
         report.swapped = report.swapped.min(MOST);
-        report.mapped = report.mapped.min(MOST).max(report.pinned);
+        self.claimed = (report.mapped.min(MOST).max(report.pinned), report.pinned);
+        if self.claimed.0 > 0 {
+            self.reported.get_or_insert(now);
+        }
+        (report.mapped, report.pinned) = self.believed();
         report.ack = report.ack.min(self.seq).max(self.report.ack);
         if let Some(eviction) = self.eviction.as_mut().filter(|_| report.mapped < self.report.mapped) {
             eviction.progress = now;
@@ -120,7 +147,7 @@ impl Account {
             self.steps.pop_front();
         }
         let before = self.charge;
-        self.charge = self.steps.front().map_or(0, |(_, b)| *b).max(self.allowance).max(report.mapped);
+        self.charge = self.allowed().max(report.mapped);
         if self.charge < before {
             self.doubt.fell(now, before);
         }
@@ -128,6 +155,129 @@ impl Account {
         let bytes = done.mapped.saturating_sub(report.mapped);
         let contents = report.swapped.saturating_sub(done.swapped).min(bytes);
         Some(Evicted { bytes, contents, time: now.saturating_sub(done.since) })
+    }
+
+    /// The highest allowance that the client may be acting on.
+    fn allowed(&self) -> u64 {
+        self.steps.front().map_or(0, |(_, b)| *b).max(self.allowance)
+    }
+
+    /// What is believed of what it reports to have mapped, and pinned. What it was allowed it may have mapped since it was
+    /// last measured; more counts only once it was measured, and so does all that is to stay.
+    fn believed(&self) -> (u64, u64) {
+        let (mapped, pinned) = self.claimed;
+        let verified = self.verified().unwrap_or(MOST);
+        (mapped.min(verified.max(self.doubt.high(self.allowed()))), pinned.min(verified))
+    }
+
+    /// The most that it is believed to have mapped beyond what it was allowed since: what was found, and a sixteenth, at
+    /// most 64 MiB, for what has been mapped since or is rounded up.
+    fn verified(&self) -> Option<u64> {
+        self.found.map(|bytes| bytes.saturating_add((bytes / SLACK_PART).min(SLACK)))
+    }
+
+    /// Whether it reports more than is believed.
+    pub fn is_disbelieved(&self) -> bool {
+        self.claimed.0 > self.report.mapped.saturating_add(ROUNDING)
+            || self.claimed.1 > self.report.pinned.saturating_add(ROUNDING)
+    }
+
+    /// Whether another measurement may confirm what it reports.
+    pub fn is_worth_measuring(&self) -> bool {
+        self.is_disbelieved() && (self.claimed.0 > self.refuted.0 || self.claimed.1 > self.refuted.1)
+    }
+
+    /// A client that comes back with memory: what it has is not known before it is measured.
+    pub fn awaits_measurement(&self) -> bool {
+        self.is_new() && self.is_disbelieved() && !self.is_checked
+    }
+
+    /// When it is waited for no longer.
+    pub fn measurement_is_late_at(&self) -> Option<Time> {
+        self.reported.filter(|_| self.awaits_measurement()).map(|at| at + UNMEASURED)
+    }
+
+    /// No measurement has come in time: what it reports is believed as far as that can be known without.
+    pub fn measurement_is_late(&mut self, now: Time) {
+        self.is_checked |= self.measurement_is_late_at().is_some_and(|at| at <= now);
+    }
+
+    /// Whether it reports more than it was measured to have, though that was allowed.
+    pub fn is_overstated(&self) -> bool {
+        self.verified().is_some_and(|most| self.report.mapped > most)
+    }
+
+    /// What it reports to have mapped, believed or not.
+    pub fn claimed(&self) -> u64 {
+        self.claimed.0
+    }
+
+    /// From now on nothing is believed that was not allowed or measured.
+    pub fn distrust(&mut self) {
+        self.found.get_or_insert(0);
+    }
+
+    /// It was found to have so much at a moment that was not before `begun`; `None`: the measurement does not tell.
+    pub fn measured(&mut self, begun: Time, found: Option<Found>) {
+        self.doubt.measured(begun, found.map(|found| found.least), self.charge);
+        if let Some(found) = found {
+            self.found = Some(found.most);
+            self.is_checked |= self.claimed.0 > 0;
+            self.refuted = self.claimed;
+            self.seen = self.seen.max(found.most.min(self.report.mapped));
+        }
+        (self.report.mapped, self.report.pinned) = self.believed();
+        self.charge = self.allowed().max(self.report.mapped);
+    }
+
+    /// What a client that does not answer an eviction has, as far as is known, if that is less than it is charged.
+    pub fn unanswered(&self, now: Time) -> Option<u64> {
+        let is_silent = self.eviction.as_ref().is_some_and(|eviction| eviction.progress + SILENT <= now);
+        let has = self.verified().unwrap_or(self.report.mapped);
+        (is_silent && has < self.charge).then_some(has)
+    }
+
+    /// Charges no more than its allowance and what it has. Should it map more after all, that fails or is evicted.
+    pub fn charge_as_known(&mut self, now: Time) {
+        self.steps.clear();
+        self.steps.push_back((self.seq, self.allowance));
+        let before = std::mem::replace(&mut self.charge, self.allowance.max(self.report.mapped));
+        if self.charge < before {
+            self.doubt.fell(now, before);
+        }
+    }
+
+    /// The fewest and the most bytes that it can have mapped at this moment.
+    ///
+    /// Fewer bytes in doubt than `ignored` are not counted: the context is larger than was measured rather than that.
+    pub fn extent(&self, ignored: u64) -> (u64, u64) {
+        let present = self.doubt.present();
+        let least = match self.eviction {
+            Some(_) => self.report.mapped.min(self.allowance.max(self.report.pinned)),
+            None => self.report.mapped,
+        };
+        // One that has all it needs maps nothing, whatever it may.
+        let grows = self.report.demand > self.report.mapped || self.eviction.is_some();
+        let most = if grows { self.charge } else { self.report.mapped };
+        let doubted = Some(self.doubted()).filter(|bytes| *bytes > ignored).unwrap_or(0);
+        let most = most.max(self.claimed.0).saturating_add(doubted);
+        (least.saturating_add(present), most.saturating_add(present))
+    }
+
+    /// What it needs on the GPU, as far as it was ever seen to have it there; all that it reports, where nothing is measured.
+    pub fn seen_to_need(&self) -> u64 {
+        self.found.map_or(self.report.demand, |_| self.report.demand.min(self.seen))
+    }
+
+    /// Bytes that it has on the GPU, as far as is known: what is on its way out is there still.
+    pub fn in_use(&self) -> u64 {
+        let bytes = if self.eviction.is_some() { self.charge } else { self.report.mapped };
+        bytes.saturating_add(self.doubt.present())
+    }
+
+    /// Bytes that it may map and has no need for.
+    pub fn ahead(&self) -> u64 {
+        self.allowance.saturating_sub(self.report.demand.max(self.report.mapped))
     }
 
     /// Whether an allowance was ever sent.

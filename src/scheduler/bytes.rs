@@ -8,6 +8,7 @@ use super::{
     machine::{Gpu, Machine, Newcomer, Seat},
     policy::{self, Bursts, Progress},
     promise::Promise,
+    shortfall::Failures,
     timers::Wake,
     together::Fullness,
 };
@@ -15,10 +16,14 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What is put aside after a mapping failed is at least and at most this.
-const MARGIN: (u64, u64) = (64 << 20, 1 << 30);
 /// A credit that completes nothing and is smaller is not worth a message.
 const CREDIT_STEP: u64 = 2 << 20;
+/// What a holder that keeps growing may map beyond what it needs: what it allocates in some milliseconds, but no larger part
+/// of what is free than one in so many.
+const AHEAD: u64 = 1 << 30;
+const AHEAD_PART: u64 = 4;
+/// How long ago it may have grown last.
+const GROWING: Duration = Duration::from_secs(1);
 /// An eviction of less says little about the rate of evictions.
 const MEASURABLE: u64 = 64 << 20;
 /// The rate of evictions stays between these, whatever was measured: 64 MiB/s and 1 TiB/s.
@@ -40,6 +45,11 @@ impl Gpu {
         settings.reserve.min(self.total / SMALLEST_PART)
     }
 
+    /// So much that is in doubt of a client is taken to be its context.
+    pub(super) fn ignored_doubt(&self) -> u64 {
+        self.total / SMALLEST_PART
+    }
+
     /// Put aside for so many contexts that were not measured.
     pub(super) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
         settings.context_on(self.total).saturating_mul(count as u64)
@@ -47,16 +57,16 @@ impl Gpu {
 
     /// What may be charged to clients.
     pub(super) fn capacity(&self, settings: &Settings) -> u64 {
-        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.kept_out));
-        self.total
-            .saturating_sub(self.reserve(settings))
-            .saturating_sub(self.measured.unwrap_or(0))
-            .saturating_sub(contexts)
-            .saturating_sub(self.margin)
+        self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond))
+    }
+
+    /// The same without what one client may try to map besides.
+    pub(super) fn usable(&self, settings: &Settings) -> u64 {
+        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
     pub(super) fn overhead(&self, settings: &Settings) -> u64 {
-        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.capacity(settings))
+        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
 
     pub(super) fn free(&self, settings: &Settings) -> u64 {
@@ -102,10 +112,7 @@ impl Machine {
         gpu.unmeasured = missed;
         gpu.measured = Some(bytes);
         gpu.incomplete = !complete;
-        gpu.margin = match gpu.margin / 2 {
-            small if small < MARGIN.0 / 4 => 0,
-            half => half,
-        };
+        self.adjust_trial(id);
         self.touch(id);
     }
 
@@ -120,12 +127,19 @@ impl Machine {
             }
             return;
         }
+        let mut account = Account::default();
+        if gpu.verifies {
+            account.distrust();
+        }
         state.seats.insert(
             id,
             Seat {
                 engine,
-                account: Account::default(),
+                account,
                 promise: Promise::default(),
+                failures: Failures::default(),
+                grew: None,
+                keeps_growing: false,
                 staying: None,
                 stay_backoff: Duration::ZERO,
                 rate: None,
@@ -147,7 +161,7 @@ impl Machine {
         gpu.seats.insert(client);
         gpu.summed_for = None;
         gpu.unmeasured.insert(client);
-        gpu.attaching.push_back(Newcomer { client, since: now, told: false });
+        gpu.attaching.push_back(Newcomer { client, since: now, told: false, refused: false });
         self.touch(id);
     }
 
@@ -187,6 +201,12 @@ impl Machine {
         let (charged, needed) = (seat.promise.charge(), seat.promise.demand());
         let fell = seat.promise.reported(report.limit_ack, report.demand);
         let (rose, needs_another) = (seat.promise.charge() > charged, report.demand != needed);
+        if report.mapped >= report.demand {
+            seat.failures.succeeded();
+        }
+        if report.demand > needed {
+            seat.keeps_growing = seat.grew.replace(now).is_some_and(|before| now < before + GROWING);
+        }
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
             gpu.summed_for = None;
         }
@@ -200,15 +220,13 @@ impl Machine {
                 self.weigh_group(client, id);
             }
         }
-        let Some(seat) = self.seat(client, id) else { return };
-        // A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is
-        // allowed. Neither raises the charge.
-        let least = if seat.account.is_new() { report.mapped } else { report.pinned };
-        if seat.account.allowance < least {
-            self.allow(client, id, least);
-        }
+        self.allow_what_stays(client, id);
         self.enter(client, id);
-        let doubts = self.seat(client, id).and_then(|seat| seat.account.doubt.expires());
+        self.adjust_trial(id);
+        if self.seat(client, id).is_some_and(|seat| seat.account.is_worth_measuring()) {
+            self.measure(id);
+        }
+        let doubts = self.seat(client, id).and_then(|seat| seat.account.expires());
         if doubts.is_some() && self.timers.get(Wake::Doubts(id)).is_none() {
             self.timers.set(Wake::Doubts(id), doubts);
         }
@@ -229,6 +247,19 @@ impl Machine {
         self.settle(id);
         if self.gpus.get(&id).is_some_and(|g| !g.lacking) && !self.is_kept_out(client, id) {
             self.credit(client, id, self.overdrawn(id));
+        }
+    }
+
+    /// A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is allowed.
+    /// Neither raises the charge.
+    pub(super) fn allow_what_stays(&mut self, client: ClientId, id: GpuId) {
+        let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
+        if account.awaits_measurement() {
+            return;
+        }
+        let least = if account.is_new() { account.report.mapped } else { account.report.pinned };
+        if account.allowance < least {
+            self.allow(client, id, least);
         }
     }
 
@@ -271,23 +302,13 @@ impl Machine {
         time + both_ways(rest, gpu.rate, gpu.rate_back) // on its way already
     }
 
-    /// What a mapping that failed tells: there is less than was thought. The next measurements take it back.
-    pub(super) fn failed_to_map(&mut self, client: ClientId, id: GpuId) {
-        let Some(seat) = self.seat(client, id) else { return };
-        let short = seat.account.report.demand.saturating_sub(seat.account.report.mapped).clamp(MARGIN.0, MARGIN.1);
-        if let Some(gpu) = self.gpus.get_mut(&id) {
-            gpu.margin = (gpu.margin + short).min(gpu.total / 4);
-        }
-        self.touch(id);
-    }
-
     /// The bytes without which this client cannot run there.
     pub(super) fn need(&self, client: ClientId, id: GpuId) -> u64 {
         let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return 0 };
         if seat.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
             return 0; // pages fault in and out as they may
         }
-        seat.account.report.demand.min(gpu.capacity(&self.settings))
+        seat.account.report.demand.saturating_add(self.shortfall(client, id)).min(gpu.capacity(&self.settings))
     }
 
     /// Raises an allowance towards the need as far as bytes are free, evicting nobody. Says what is still lacking. `owed`:
@@ -296,6 +317,9 @@ impl Machine {
         let need = self.need(client, id);
         let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return 0 };
         let account = &seat.account;
+        if account.awaits_measurement() {
+            return need; // an allowance of less than it has would have it evict
+        }
         // What is free still and not given to those before it is in doubt for them, or too little by itself: theirs all the same.
         let spoken = owed.min(gpu.free(&self.settings));
         let free = self.free_for(client, id).saturating_sub(spoken);
@@ -308,6 +332,60 @@ impl Machine {
             self.allow(client, id, reach);
         }
         need.saturating_sub(self.seat(client, id).map_or(0, |s| s.account.allowance))
+    }
+
+    /// Lets holders that keep growing map more than they need, as far as bytes are free: so their allocations wait for no
+    /// message. It is taken back when other clients lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
+    pub(super) fn credit_ahead(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.attaching.is_empty() && gpu.squeezes.is_empty()) else {
+            return;
+        };
+        for client in gpu.holders.values().copied().collect::<Vec<_>>() {
+            let Some(seat) = self.seat(client, id).filter(|seat| seat.keeps_growing && seat.engine == Engine::Swap)
+            else {
+                continue;
+            };
+            let grows_now = seat.grew.is_some_and(|at| self.now < at + GROWING);
+            let is_running = seat.hold.as_ref().is_some_and(|hold| hold.revoked.is_none());
+            let (allowance, ahead) = (seat.account.allowance, self.ahead(client, id));
+            // Most of what is free is left to others that grow, or create a context.
+            let free = self.free_for(client, id);
+            let most = AHEAD.min(free.saturating_add(ahead) / AHEAD_PART);
+            if !(grows_now && is_running) || ahead > most / 2 {
+                continue;
+            }
+            let reach = allowance.saturating_add((most - ahead).min(free)).min(seat.promise.limit);
+            if reach >= allowance.saturating_add(CREDIT_STEP) {
+                self.allow(client, id, reach);
+            }
+        }
+    }
+
+    /// Bytes that a client may map and does not need.
+    fn ahead(&self, client: ClientId, id: GpuId) -> u64 {
+        let ahead = self.seat(client, id).map_or(0, |seat| seat.account.ahead());
+        if ahead == 0 { 0 } else { ahead.saturating_sub(self.shortfall(client, id)) }
+    }
+
+    /// Takes back what clients may map and do not need, until so many bytes are on their way.
+    fn take_back_ahead(&mut self, id: GpuId, bytes: u64, spare: &[ClientId]) {
+        let seats = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.seats.iter().copied());
+        let ahead: Vec<(ClientId, u64)> = seats
+            .filter(|client| !spare.contains(client))
+            .filter(|client| self.clients.get(client).is_some_and(|state| state.stays(id).is_none()))
+            .map(|client| (client, self.ahead(client, id)))
+            .filter(|(_, ahead)| *ahead > 0)
+            .collect();
+        let mut lacking = bytes;
+        for (client, ahead) in ahead {
+            let take = ahead.min(lacking);
+            let Some(allowance) = self.seat(client, id).map(|seat| seat.account.allowance).filter(|_| take > 0) else {
+                continue;
+            };
+            lacking -= take;
+            self.allow(client, id, allowance - take);
+            self.check(client);
+        }
     }
 
     /// Bytes by which more is charged than there is.
@@ -337,7 +415,10 @@ impl Machine {
     /// Asks for that many bytes back from clients that do not hold the lock, in the order that the policy says; from those of
     /// `last` only if nobody else has any, and then what rules protect.
     pub(super) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
-        let mut lacking = bytes;
+        let before = self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming);
+        self.take_back_ahead(id, bytes, spare);
+        let after = self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming);
+        let mut lacking = bytes.saturating_sub(after.saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(id);
         let order = self.victims(id);
@@ -406,6 +487,6 @@ impl Gpu {
     /// Overhead as it would be if the GPU were large enough: `capacity` cannot fall below 0 and hides the rest.
     pub(super) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.kept_out));
-        self.measured.unwrap_or(0).saturating_add(contexts).saturating_add(self.margin)
+        self.measured.unwrap_or(0).saturating_add(contexts)
     }
 }

@@ -44,7 +44,7 @@ impl Doubt {
     }
 
     /// The highest charge that was not measured.
-    fn high(&self, charge: u64) -> u64 {
+    pub fn high(&self, charge: u64) -> u64 {
         self.highs.front().map_or(charge, |(_, high)| charge.max(*high))
     }
 
@@ -65,7 +65,7 @@ impl Doubt {
     }
 
     /// So much is there, measured at a moment that was not before `begun`; `None`: the client is to be believed.
-    fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64) {
+    pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64) {
         let most = charge.saturating_add(self.present).saturating_add(self.doubted(charge));
         while self.highs.front().is_some_and(|(until, _)| *until <= begun) {
             self.highs.pop_front();
@@ -102,6 +102,11 @@ impl Account {
     pub fn doubted(&self) -> u64 {
         self.doubt.doubted(self.charge)
     }
+
+    /// When there is something about it that no measurement is waited for any longer.
+    pub(super) fn expires(&self) -> Option<Time> {
+        self.doubt.expires().into_iter().chain(self.measurement_is_late_at()).min()
+    }
 }
 
 impl Gpu {
@@ -113,7 +118,7 @@ impl Gpu {
 }
 
 impl Machine {
-    fn doubted_for(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(super) fn doubted_for(&self, client: ClientId, id: GpuId) -> u64 {
         let user = self.clients.get(&client).map(|c| c.user);
         user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.doubted_for(user))
     }
@@ -153,17 +158,20 @@ impl Machine {
         }
     }
 
-    pub(super) fn present(&mut self, id: GpuId, begun: Time, bytes: &BTreeMap<ClientId, u64>) {
+    pub(super) fn present(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.asked = false;
+        gpu.verifies |= !found.is_empty();
         for client in gpu.seats.clone() {
             let Some(seat) = self.seat_mut(client, id) else { continue };
-            let charge = seat.account.charge;
-            seat.account.doubt.measured(begun, bytes.get(&client).copied(), charge);
+            seat.account.measured(begun, found.get(&client).copied());
+            self.allow_what_stays(client, id);
             self.enter(client, id);
+            self.charge_as_known(client, id);
         }
         self.watch_doubts(id);
         self.end_hopes(id, begun);
+        self.explain_failures(id, begun, free, found);
         self.touch(id);
     }
 
@@ -171,7 +179,7 @@ impl Machine {
     pub(super) fn watch_doubts(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id) else { return };
         let seats = gpu.seats.iter().filter_map(|client| self.seat(*client, id));
-        let next = seats.filter_map(|seat| seat.account.doubt.expires()).min();
+        let next = seats.filter_map(|seat| seat.account.expires()).min();
         self.timers.set(Wake::Doubts(id), next);
     }
 
@@ -181,6 +189,7 @@ impl Machine {
         gpu.asked = false;
         for client in gpu.seats.clone() {
             let Some(seat) = self.seat_mut(client, id) else { continue };
+            seat.account.measurement_is_late(now);
             if seat.account.doubt.expire(now) {
                 self.out.push(Command::Stays { client, gpu: id, why: Stay::Unfreed });
             }

@@ -34,7 +34,7 @@ const MOST: u64 = 1 << 44;
 impl Gpu {
     /// What anybody can be promised there.
     pub(super) fn offer(&self, settings: &Settings) -> u64 {
-        self.capacity(settings).min(MOST)
+        self.usable(settings).min(MOST)
     }
 }
 

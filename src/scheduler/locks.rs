@@ -14,9 +14,6 @@ use super::{
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How long a client's request is delayed after a mapping failed: the first time, and at most.
-const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
-
 /// What is granted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Unit {
@@ -557,23 +554,16 @@ impl Machine {
         for id in &held {
             self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
             if reason == ReleaseReason::NoMemory {
-                self.failed_to_map(client, *id);
+                self.mapping_failed(client, *id);
             }
             self.swap_surplus(client, *id);
         }
         if let Some(gang) = revoked {
             self.revoke_gang(gang);
         }
-        let now = self.now;
-        let Some(state) = self.clients.get_mut(&client).filter(|_| !held.is_empty()) else { return };
-        if reason == ReleaseReason::NoMemory {
-            state.backoff = (state.backoff * 2).clamp(BACKOFF.0, BACKOFF.1);
-            state.not_before = now + state.backoff;
-            if let Some(unit) = state.waiting {
-                let until = state.not_before;
-                self.park(unit, Parked::Until(until));
-            }
-        } else {
+        if let Some(state) =
+            self.clients.get_mut(&client).filter(|_| !held.is_empty() && reason != ReleaseReason::NoMemory)
+        {
             state.backoff = Duration::ZERO;
         }
         self.check(client);
@@ -598,6 +588,7 @@ impl Machine {
         if let Some(revoked) = hold.revoked.filter(|_| !hold.suspended) {
             seat.drains.drained(now.saturating_sub(revoked.first), hold.lags);
         }
+        self.end_trial(client, id);
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
             gpu.cut_short = (!idle).then_some(client);

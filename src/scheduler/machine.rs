@@ -14,6 +14,7 @@ use super::{
     policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
     promise::Promise,
     shares::{Class, Party},
+    shortfall::{Failures, Trial},
     squeeze::Squeeze,
     stays::Staying,
     thrash::Detector,
@@ -67,8 +68,10 @@ pub(super) struct Gpu {
     pub measured: Option<u64>,
     /// Processes were left out of that which may be clients on their way back.
     pub incomplete: bool,
-    /// Put aside on top, because a mapping failed that should have succeeded.
-    pub margin: u64,
+    /// A client that may try to map more than there seems to be.
+    pub trial: Option<Trial>,
+    /// Clients are measured there: what they report is believed only as far as that goes.
+    pub verifies: bool,
     /// Clients whose context the newest measurement cannot have seen.
     pub unmeasured: BTreeSet<ClientId>,
     pub seats: BTreeSet<ClientId>,
@@ -122,8 +125,9 @@ pub(super) struct Gpu {
 pub(super) struct Newcomer {
     pub client: ClientId,
     pub since: Time,
-    /// It was told that it waits for others to need less.
+    /// It was told that it waits for others to need less; and that it waits in vain, which it may accept.
     pub told: bool,
+    pub refused: bool,
 }
 
 /// Where a request stands in line: among those of its class by its time, and among those of one party by their rank.
@@ -150,7 +154,7 @@ pub(super) struct Client {
     pub seats: BTreeMap<GpuId, Seat>,
     /// When it was last asked about, and how long not to ask again.
     pub probed: Option<(Time, Duration)>,
-    /// How long a request is delayed after its next failure to map.
+    /// How long its request was delayed after its last failure to map.
     pub backoff: Duration,
     /// Its next request is delayed until then.
     pub not_before: Time,
@@ -162,6 +166,10 @@ pub(super) struct Seat {
     pub engine: Engine,
     pub account: Account,
     pub promise: Promise,
+    pub failures: Failures,
+    /// When what it needs last grew, and whether it had grown shortly before that, too.
+    pub grew: Option<Time>,
+    pub keeps_growing: bool,
     /// Its memory cannot leave, and for how long it is then not asked for it.
     pub staying: Option<Staying>,
     pub stay_backoff: Duration,
@@ -240,6 +248,7 @@ impl Machine {
                 Wake::Stay(client, gpu) => self.stay_is_over(client, gpu),
                 Wake::Doubts(gpu) => self.end_doubts(gpu),
                 Wake::Hopes(gpu) => self.hopes_are_late(gpu),
+                Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
                 Wake::Promises => self.host.reweigh(),
                 Wake::Apart(gpu) => self.look_at_traffic(gpu),
             }
@@ -263,7 +272,7 @@ impl Machine {
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
             Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
-            Event::Present { gpu, begun, bytes } => self.present(gpu, begun, &bytes),
+            Event::Present { gpu, begun, free, found } => self.present(gpu, begun, free, &found),
             Event::Contexts { gpu, bytes } => self.contexts(gpu, &bytes),
             Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.host_memory(bytes),
@@ -344,7 +353,8 @@ impl Machine {
                 total,
                 measured: None,
                 incomplete: false,
-                margin: 0,
+                trial: None,
+                verifies: false,
                 unmeasured: BTreeSet::new(),
                 seats: BTreeSet::new(),
                 bank: Bank::default(),

@@ -23,6 +23,7 @@
 //! - `policy`: all judgement: how long a turn lasts, who stands before whom.
 //! - `rivals`: gangs that are in each other's way.
 //! - `shares`: parts of a GPU's time that rules give; over `usage`, which counts it.
+//! - `shortfall`: mappings that fail, and what follows from that.
 //! - `squeeze`: room for what the driver takes for itself.
 //! - `stays`: memory that cannot leave its GPU for a while.
 //! - [`thrash`]: tells when clients that run at the same moment push each other's memory off a GPU.
@@ -54,6 +55,7 @@ mod promise;
 mod rivals;
 mod settle;
 mod shares;
+mod shortfall;
 mod squeeze;
 mod stays;
 pub mod thrash;

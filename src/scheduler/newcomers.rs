@@ -13,6 +13,9 @@ use std::time::Duration;
 /// driver creates one after the other, and some take more than a second.
 const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
 
+/// How long a client waits for a context beside which another one could not run, unless its rule has allocations wait.
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// A program that attaches is not kept longer than this: where strangers leave no room, it gets the driver's own answer.
 const ATTACH_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -44,13 +47,12 @@ impl Machine {
         let gangs: BTreeSet<Gang> = newcomers.filter_map(|client| client.gang).collect();
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.attaching.len());
         let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.contexts(&self.settings, unmeasured));
-        let capacity =
-            gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken).saturating_sub(gpu.margin);
+        let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
         let needs = gpu.seats.iter().filter_map(|client| {
             let state =
                 self.clients.get(client).filter(|state| state.gang.is_none_or(|gang| !gangs.contains(&gang)))?;
             let seat = state.seats.get(&id).filter(|seat| seat.attached.is_some() && seat.engine != Engine::Managed)?;
-            Some(seat.account.report.demand)
+            Some(seat.account.seen_to_need())
         });
         // What is not possible as it is does not depend on them.
         let most = needs.filter(|need| (1..=capacity).contains(need)).max();
@@ -82,7 +84,7 @@ impl Machine {
             let &Newcomer { client, since, .. } = gpu.attaching.front()?;
             let Some(behind) = behind else {
                 self.tell_newcomers(id);
-                return None;
+                return self.refuse_contexts(id);
             };
             let patience = since + ATTACH_PATIENCE;
             // Capacity leaves out the contexts of all who wait; those behind this one may still be without.
@@ -112,6 +114,29 @@ impl Machine {
             self.out.push(Command::Attached { client, gpu: id });
             self.tell_limit(client, id);
         }
+    }
+
+    /// Tells those that have waited for long, while there is no room for anybody, that there is none for their contexts. One
+    /// that gives up detaches; an older library waits on. Returns when the next is told.
+    fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
+        let waiting = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.attaching);
+        let waiting: Vec<(ClientId, Time)> =
+            waiting.filter(|newcomer| !newcomer.refused).map(|newcomer| (newcomer.client, newcomer.since)).collect();
+        let mut next: Option<Time> = None;
+        for (client, since) in waiting {
+            if self.waits_for_memory(client) {
+                continue;
+            }
+            let due = since + CONTEXT_TIMEOUT;
+            if self.now < due {
+                next = Some(next.map_or(due, |next| next.min(due)));
+                continue;
+            }
+            let attaching = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| &mut gpu.attaching);
+            attaching.filter(|newcomer| newcomer.client == client).for_each(|newcomer| newcomer.refused = true);
+            self.out.push(Command::Denied { client, gpu: id, bytes: 0, why: Denial::NoContext });
+        }
+        next
     }
 
     /// Whether somebody who attaches has been promised what it is to be.

@@ -81,6 +81,9 @@ impl Machine {
             gpu.lacking = owed > 0 || lacking > 0;
         }
         let attaching = self.answer_attaching(id);
+        if owed == 0 && lacking == 0 {
+            self.credit_ahead(id);
+        }
         let turn = self.press(id, &pressure);
         let rivals = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + RIVALS_LOOK);
         let next = [attaching, turn, squeezed.next, reclassed, rivals].into_iter().flatten().min();
@@ -161,6 +164,9 @@ impl Machine {
                 }
             }
             let short = if lacking > 0 { self.collect(id, owed.saturating_add(lacking), &members, &[]) } else { 0 };
+            if lacking == 0 && self.complete(unit) {
+                self.begin_trial(id, &members);
+            }
             if self.complete(unit) {
                 self.grant(unit);
                 continue;
@@ -302,6 +308,7 @@ impl Machine {
             let wanted = !own && (gives || (exclusive && pressure.locked_out));
             let leaves = if gives { movable.min(short) } else { 0 };
             short -= leaves;
+            let leaves = leaves.min(seat.account.report.mapped); // it may be allowed more than it has
             if hold.revoked.is_some() {
                 continue;
             }

@@ -90,6 +90,25 @@ impl Machine {
     }
 
     pub(super) fn is_late(&mut self, client: ClientId, id: GpuId) {
+        self.charge_as_known(client, id);
         self.stay(client, id, Stay::Late);
+    }
+
+    /// Takes from a client that does not answer an eviction what it may still map and does not have: it cannot keep that
+    /// from others.
+    pub(super) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
+        let now = self.now;
+        let Some(seat) = self.seat(client, id) else { return };
+        // One that cannot drain may be mapping.
+        let cannot_drain = seat.hold.as_ref().is_some_and(Hold::is_undrainable);
+        let Some(has) = seat.account.unanswered(now).filter(|_| !cannot_drain) else { return };
+        if has < seat.account.allowance {
+            self.allow(client, id, has);
+        }
+        if let Some(seat) = self.seat_mut(client, id) {
+            seat.account.charge_as_known(now);
+        }
+        self.enter(client, id);
+        self.touch(id);
     }
 }

@@ -13,6 +13,8 @@ pub(super) enum Wake {
     Unit(Unit),
     /// Bytes have been in doubt there for long.
     Doubts(GpuId),
+    /// A measurement that is to explain failed mappings is late.
+    Failures(GpuId),
     /// A measurement that wishes wait for is late.
     Hopes(GpuId),
     /// A wish has waited long enough, or an acknowledgement of a lower limit is due.

@@ -1,6 +1,10 @@
 //! What status shows: a copy of the machine's state, for people. Nothing is decided from it.
 
-use super::{api::*, locks::Parked, machine::Machine};
+use super::{
+    api::*,
+    locks::Parked,
+    machine::{Gpu, Machine},
+};
 use std::time::Duration;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -9,8 +13,12 @@ pub struct GpuView {
     pub total: u64,
     /// Bytes that can be promised to clients.
     pub capacity: u64,
-    /// Bytes that are put aside: contexts, strangers, margin; without the reserve.
+    /// Those of them that do not seem to be there: one client tries to map them.
+    pub trial: u64,
+    /// Bytes that are put aside: contexts and strangers; without the reserve.
     pub overhead: u64,
+    /// The most that a client needs beyond its demand, since it could not map what measurements show as free.
+    pub shortfall: u64,
     /// Bytes that are promised to clients.
     pub charged: u64,
     /// Bytes that the demands of its clients can come to.
@@ -79,6 +87,12 @@ pub struct SeatView {
     pub present: u64,
     /// Bytes besides that it says have left, and that may be there.
     pub doubted: u64,
+    /// What it reports to have mapped, or pinned, if that is more than is believed.
+    pub disbelieved: Option<u64>,
+    /// The fewest and the most bytes that it can have mapped at this moment.
+    pub extent: (u64, u64),
+    /// Grants in a row that ended because the driver had no room for what it was allowed.
+    pub failures: u32,
     /// Why nothing of it can leave; `Stay::Unfreed`: not all of it.
     pub stays: Option<Stay>,
     /// How full it keeps the GPU, in thousandths, if that is known.
@@ -159,7 +173,9 @@ impl Machine {
             gpu: id,
             total: gpu.total,
             capacity: gpu.capacity(&self.settings),
+            trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),
+            shortfall: gpu.seats.iter().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
             charged: gpu.bank.charged,
             promised: gpu.promised,
             holders: holders.collect(),
@@ -173,6 +189,7 @@ impl Machine {
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
         let waiting = client.waiting.and_then(|unit| self.requests.get(&unit));
+        let ignored = |gpu: GpuId| self.gpus.get(&gpu).map_or(0, Gpu::ignored_doubt);
         let seats = client.seats.iter().map(|(gpu, seat)| {
             let account = &seat.account;
             let present = account.doubt.present();
@@ -196,6 +213,9 @@ impl Machine {
                 pinned: account.report.pinned.saturating_add(present),
                 present,
                 doubted: account.doubted(),
+                disbelieved: account.is_disbelieved().then(|| account.claimed()),
+                extent: account.extent(ignored(*gpu)),
+                failures: seat.failures.in_a_row,
                 stays: client.stays(*gpu).or((present > 0).then_some(Stay::Unfreed)),
                 fullness: seat.fullness.permille(),
                 grants: seat.grants,
@@ -210,6 +230,17 @@ impl Machine {
             stopped: client.stopped,
             seats: seats.collect(),
         })
+    }
+
+    /// How a client's memory can leave a GPU that it has attached.
+    pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
+        Some(self.seat(id, gpu)?.engine)
+    }
+
+    /// The fewest and the most bytes that a client can have mapped on a GPU at this moment.
+    pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
+        let ignored = self.gpus.get(&gpu).map_or(0, Gpu::ignored_doubt);
+        Some(self.seat(id, gpu)?.account.extent(ignored))
     }
 
     /// At a time that is not before the newest event's.

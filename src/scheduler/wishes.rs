@@ -97,6 +97,11 @@ impl Machine {
         }
     }
 
+    /// Whether that client's allocations wait where they cannot be had.
+    pub(super) fn waits_for_memory(&self, client: ClientId) -> bool {
+        self.on_full(client) != OnMemoryFull::Fail
+    }
+
     /// Grants what can be had, in order, and denies what cannot, unless that waits.
     pub(super) fn serve_wishes(&mut self, scales: &mut Scales, wishes: Vec<Waiting>, budget: Option<u64>) -> Vec<At> {
         let mut granted = Vec::new();

@@ -53,6 +53,7 @@ impl Program {
             | Command::Placed { .. }
             | Command::Unplaced { .. }
             | Command::Thrashing { .. }
+            | Command::MappingFailed { .. }
             | Command::Undrainable { .. } => {}
         }
     }

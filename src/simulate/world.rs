@@ -151,7 +151,7 @@ impl World {
             Happening::Copied(at, place) => with(at, &mut |program, around| program.copied(place, around)),
             // Programs are believed: none of them lies.
             Happening::Measured(place, begun) => {
-                self.feed(Event::Present { gpu: gpu_id(place), begun, bytes: BTreeMap::new() });
+                self.feed(Event::Present { gpu: gpu_id(place), begun, free: None, found: BTreeMap::new() });
             }
         }
     }
@@ -163,6 +163,7 @@ fn addressee(command: &Command) -> Option<ClientId> {
         Command::Measure { .. }
         | Command::Stays { .. }
         | Command::Undrainable { .. }
+        | Command::MappingFailed { .. }
         | Command::Placed { .. }
         | Command::Unplaced { .. }
         | Command::Thrashing { .. } => None,

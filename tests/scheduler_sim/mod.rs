@@ -43,6 +43,11 @@ pub fn settings(anti_thrash: AntiThrash, time_quantum: Duration) -> Settings {
     }
 }
 
+/// What a measurement finds that leaves no doubt.
+pub fn exactly(bytes: u64) -> Found {
+    Found { least: bytes, most: bytes }
+}
+
 /// SplitMix64: enough for made-up behaviour, and the same everywhere.
 #[derive(Debug, Clone)]
 pub struct Dice(pub u64);
@@ -66,6 +71,17 @@ impl Dice {
     }
 }
 
+/// What keeps clients from mapping what seems to be free on a GPU.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Trouble {
+    /// Bytes that programs outside have.
+    pub stranger: u64,
+    /// Bytes that are free and cannot be had.
+    pub fragmented: u64,
+    /// Every mapping fails until then.
+    pub refuses_until: Time,
+}
+
 /// What a program does, and how well its library behaves.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -83,6 +99,8 @@ pub struct Plan {
     pub fullness: Option<u32>,
     pub engine: Engine,
     pub demand: u64,
+    /// What it allocates besides at the beginning of each phase.
+    pub growth: u64,
     pub pinned: u64,
     /// When it starts.
     pub start: Time,
@@ -126,6 +144,7 @@ impl Default for Plan {
             fullness: None,
             engine: Engine::Swap,
             demand: GIB,
+            growth: 0,
             pinned: 0,
             start: Time::ZERO,
             phases: 1,
@@ -164,6 +183,8 @@ pub struct Place {
     pub seq: u32,
     todo: VecDeque<(u32, u64)>,
     busy: bool,
+    /// It tries to map what it lacks.
+    tries: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -211,6 +232,10 @@ enum Happening {
     Lingers(ClientId, GpuSet),
     Evicted(ClientId, GpuId),
     Quiet(ClientId, u64),
+    /// It tries again to map what it lacks, which it has done since then.
+    TriesToMap(ClientId, GpuId, Time),
+    /// Something else ails the GPUs.
+    Trouble,
     Stop(ClientId),
     Cont(ClientId),
     Kill(ClientId),
@@ -247,6 +272,16 @@ pub struct World {
     pub measures: bool,
     /// Exceptions to "one holder" and "nobody is revoked for nothing" until then, since settings changed.
     pub tolerant: Time,
+    /// GPUs where a client may map, or has mapped, more than the machine counts with, until then at least: it tries to, or
+    /// it did not answer for long and goes on with what it was allowed before.
+    overdrawn: BTreeMap<GpuId, Time>,
+    /// Mapping fails where there is no room, whatever the machine believes.
+    pub physical: bool,
+    /// What ails each GPU, where mapping can fail.
+    pub troubles: BTreeMap<GpuId, Trouble>,
+    /// Until when there is trouble, and by how many bytes each measurement is wrong at most, also afterwards.
+    troubled: Time,
+    error: u64,
     connected: BTreeSet<ClientId>,
     asked: BTreeMap<ClientId, GpuSet>,
     /// The allowance that each was last sent.
@@ -281,6 +316,11 @@ impl World {
             latency: Duration::from_micros(20),
             measures: false,
             tolerant: Time::ZERO,
+            overdrawn: BTreeMap::new(),
+            physical: false,
+            troubles: BTreeMap::new(),
+            troubled: Time::ZERO,
+            error: 0,
             connected: BTreeSet::new(),
             asked: BTreeMap::new(),
             allowed: BTreeMap::new(),
@@ -318,6 +358,14 @@ impl World {
     /// From now on the machine hears of traffic on every GPU, of which most looks like thrashing.
     pub fn watch_traffic(&mut self) {
         self.at(self.now, Happening::Traffic);
+    }
+
+    /// From now on mapping fails where there is no room; until that time programs outside come and go, memory cannot be had
+    /// that is free, and the driver fails for a while. Each measurement is wrong by up to `error` bytes, also afterwards.
+    pub fn trouble(&mut self, until: Time, error: u64) {
+        (self.physical, self.limited, self.troubled, self.error) = (true, true, until, error);
+        self.measure();
+        self.at(self.now, Happening::Trouble);
     }
 
     /// From now on what clients have is measured: when the machine asks, and every now and then.
@@ -538,7 +586,7 @@ impl World {
             let allowed = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
             let charge = |client| charges.get(&(client, *gpu)).copied().unwrap_or(0);
             let earlier = before.get(&(*client, *gpu)).copied().unwrap_or(0);
-            if *bytes <= allowed || charge(*client) <= earlier {
+            if *bytes <= allowed || charge(*client) <= earlier || self.overdrawn.contains_key(gpu) {
                 continue;
             }
             let user = self.models[client].plan.user;
@@ -549,8 +597,10 @@ impl World {
             let capacity = self.machine.gpu(*gpu).unwrap().capacity;
             assert!(
                 charged + hidden <= capacity,
-                "{command:?} at {:?}: {charged} charged and {hidden} hidden of {capacity}",
-                self.now
+                "{command:?} at {:?}: {charged} charged and {hidden} hidden of {capacity}: {:?} after {:?}",
+                self.now,
+                self.machine.gpu(*gpu),
+                self.history.last()
             );
             charges.insert((*client, *gpu), earlier);
         }
@@ -563,7 +613,7 @@ impl World {
             let at = self.now + Duration::from_micros(self.rng.below(2000));
             self.at(at, Happening::Read(*gpu, self.now));
         } else {
-            let believe = Event::Present { gpu: *gpu, begun: self.now, bytes: BTreeMap::new() };
+            let believe = Event::Present { gpu: *gpu, begun: self.now, free: None, found: BTreeMap::new() };
             self.at(self.now, Happening::ToMachine(believe));
         }
     }
@@ -583,22 +633,30 @@ impl World {
         self.machine.settings().anti_thrash == AntiThrash::Off
     }
 
-    fn check_state(&self) {
+    fn check_state(&mut self) {
         let mut in_host = 0;
         for view in self.machine.gpus() {
             let id = view.gpu;
             let lied = self.measures && self.unfreed().iter().any(|(_, gpu, _)| *gpu == id);
-            assert!(view.charged <= view.capacity || lied, "{id:?}: {} charged of {}", view.charged, view.capacity);
             let models = self.models.values().filter_map(|m| m.places.get(&id));
             let mapped: u64 = models.clone().map(|p| p.mapped).sum();
             let demand: u64 = models.map(|p| p.demand).sum();
+            // What was mapped beyond the capacity leaves again.
+            if view.trial > 0 {
+                self.overdrawn.insert(id, self.now);
+            } else if view.charged <= view.capacity && mapped <= view.charged {
+                self.overdrawn.retain(|gpu, until| *gpu != id || self.now <= *until);
+            }
+            let overdrawn = self.overdrawn.contains_key(&id);
+            let fits = view.charged <= view.capacity || lied || self.physical || overdrawn;
+            assert!(fits, "{id:?}: {} charged of {}", view.charged, view.capacity);
             in_host += demand.saturating_sub(view.capacity);
             assert!(
                 demand <= view.promised || self.host.is_none(),
                 "{id:?}: {demand} needed, {} promised",
                 view.promised
             );
-            assert!(mapped <= view.charged, "{id:?}: {mapped} mapped, {} charged", view.charged);
+            assert!(mapped <= view.charged || overdrawn, "{id:?}: {mapped} mapped, {} charged", view.charged);
             if self.now < self.tolerant || self.machine.settings().anti_thrash == AntiThrash::Off {
                 continue;
             }
@@ -737,6 +795,8 @@ impl World {
             Happening::Lingers(id, gpus) => self.lingers(id, gpus),
             Happening::Evicted(id, gpu) => self.evicted(id, gpu),
             Happening::Quiet(id, epoch) => self.quiet(id, epoch),
+            Happening::TriesToMap(id, gpu, since) => self.try_to_map(id, gpu, since),
+            Happening::Trouble => self.make_trouble(),
             Happening::Stop(id) => {
                 if let Some(m) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) {
                     m.stopped = true;
@@ -745,6 +805,8 @@ impl World {
             Happening::Cont(id) => {
                 let Some(m) = self.models.get_mut(&id).filter(|m| m.stopped) else { return };
                 m.stopped = false;
+                let until = self.now + Duration::from_secs(1);
+                self.overdrawn.extend(m.plan.gpus.iter().map(|gpu| (*gpu, until)));
                 let inbox = std::mem::take(&mut m.inbox);
                 self.feed(Event::Stopped { client: id, stopped: false });
                 for command in inbox {
@@ -770,9 +832,12 @@ impl World {
             }
             Happening::Read(gpu, begun) => {
                 let has = |m: &Model| m.places.get(&gpu).map(|p| p.mapped + p.hidden);
-                let bytes = self.models.iter().filter_map(|(id, m)| Some((*id, has(m)?))).collect();
+                let found = self.models.iter().filter_map(|(id, m)| Some((*id, exactly(has(m)?)))).collect();
                 let at = self.now + Duration::from_micros(self.rng.below(2000));
-                self.at(at, Happening::ToMachine(Event::Present { gpu, begun, bytes }));
+                if self.physical {
+                    return self.read_wrongly(gpu, begun, at, found);
+                }
+                self.at(at, Happening::ToMachine(Event::Present { gpu, begun, free: None, found }));
             }
             Happening::Kill(id) => {
                 if self.connected.contains(&id) {
@@ -780,6 +845,112 @@ impl World {
                 }
             }
         }
+    }
+
+    /// Measures with an error, which clients' figures have as well.
+    fn read_wrongly(&mut self, gpu: GpuId, begun: Time, at: Time, found: BTreeMap<ClientId, Found>) {
+        let error = self.rng.below(2 * self.error + 1);
+        let wrong = |bytes: u64, error: u64, most: u64| (bytes + error).saturating_sub(most);
+        let most = self.error;
+        let overhead = self.overheads[&gpu] + self.troubles[&gpu].stranger;
+        let bytes = wrong(overhead, error, most);
+        let free = Some(wrong(self.really_free(gpu), 2 * most - error, most));
+        self.at(at, Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, complete: true }));
+        let found = found.into_iter().map(|(client, Found { least, most })| {
+            let spread = self.rng.below(64 * MIB);
+            (client, Found { least: least.saturating_sub(spread), most: most + spread })
+        });
+        let found = found.collect();
+        self.at(at, Happening::ToMachine(Event::Present { gpu, begun, free, found }));
+    }
+
+    /// Bytes that nothing has.
+    fn really_free(&self, gpu: GpuId) -> u64 {
+        let used: u64 = self.models.values().filter_map(|m| m.places.get(&gpu)).map(|p| p.mapped + p.hidden).sum();
+        self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used)
+    }
+
+    /// Bytes of them that can be mapped now.
+    fn mappable(&self, gpu: GpuId) -> u64 {
+        let trouble = self.troubles[&gpu];
+        let free = self.really_free(gpu).saturating_sub(trouble.fragmented);
+        if self.now < trouble.refuses_until { 0 } else { free }
+    }
+
+    fn make_trouble(&mut self) {
+        let is_over = self.now >= self.troubled;
+        for gpu in self.totals.keys().copied().collect::<Vec<_>>() {
+            let before = self.troubles.get(&gpu).copied().unwrap_or_default();
+            self.troubles.insert(gpu, before);
+            let free = self.really_free(gpu);
+            let rng = &mut self.rng;
+            let trouble = Trouble {
+                // Takes what is free at most.
+                stranger: if rng.one_in(2) { rng.below(before.stranger + free.min(4 * GIB) + 1) } else { 0 },
+                fragmented: if rng.one_in(3) { rng.below(GIB) } else { 0 },
+                refuses_until: if rng.one_in(4) { self.now + rng.between(ms(0), ms(2000)) } else { Time::ZERO },
+            };
+            self.troubles.insert(gpu, if is_over { Trouble::default() } else { trouble });
+        }
+        if !is_over {
+            let after = self.rng.between(ms(20), ms(1500));
+            self.at((self.now + after).min(self.troubled), Happening::Trouble);
+        }
+    }
+
+    fn map_what_is_allowed(&mut self, id: ClientId, gpu: GpuId) {
+        let now = self.now;
+        let Some(p) = self.models.get_mut(&id).and_then(|m| m.places.get_mut(&gpu)) else { return };
+        if self.physical && p.demand.min(p.allowance) > p.mapped && !std::mem::replace(&mut p.tries, true) {
+            self.at(now, Happening::TriesToMap(id, gpu, now));
+        }
+    }
+
+    /// What it may map and lacks, it tries to map: for 300 ms, then it gives the GPU back and tries again a little later.
+    fn try_to_map(&mut self, id: ClientId, gpu: GpuId, since: Time) {
+        let now = self.now;
+        let free = self.mappable(gpu);
+        let Some(m) = self.models.get_mut(&id) else { return };
+        let (holds, stopped) = (m.holds.contains(&gpu) && !m.revoked.contains(&gpu), m.stopped);
+        let Some(p) = m.places.get_mut(&gpu) else { return };
+        let lacks = p.demand.min(p.allowance).saturating_sub(p.mapped);
+        if lacks == 0 || p.busy {
+            p.tries = false;
+            return;
+        }
+        if stopped {
+            return self.at(now + ms(100), Happening::TriesToMap(id, gpu, since));
+        }
+        p.tries = true;
+        let grown = lacks.min(free / (2 * MIB) * (2 * MIB)).min(lacks);
+        let grown = if lacks <= free { lacks } else { grown };
+        if grown > 0 {
+            p.mapped += grown;
+            p.hidden = p.hidden.saturating_sub(grown);
+            self.report(id, gpu);
+            self.work(id);
+            return self.at(now + ms(1), Happening::TriesToMap(id, gpu, now));
+        }
+        if now < since + ms(300) {
+            return self.at(now + ms(5), Happening::TriesToMap(id, gpu, since));
+        }
+        if holds {
+            self.pause(id);
+            // One GPU is of no use without the others.
+            let m = self.models.get_mut(&id).unwrap();
+            let all: GpuSet = m.holds.difference(&m.revoked).copied().collect();
+            for gpus in [GpuSet::from([gpu]), all.into_iter().filter(|other| *other != gpu).collect()] {
+                let m = self.models.get_mut(&id).unwrap();
+                m.holds.retain(|gpu| !gpus.contains(gpu));
+                m.contended.retain(|gpu, _| !gpus.contains(gpu));
+                let reason = if gpus.contains(&gpu) { ReleaseReason::NoMemory } else { ReleaseReason::Idle };
+                if !gpus.is_empty() {
+                    self.say(id, Event::Released { client: id, gpus, reason, busy: Duration::ZERO });
+                }
+            }
+            self.ask(id);
+        }
+        self.at(now + ms(50), Happening::TriesToMap(id, gpu, now + ms(50)));
     }
 
     fn made_up_traffic(&mut self) -> Traffic {
@@ -952,6 +1123,7 @@ impl World {
             | Command::Probe { .. }
             | Command::Undrainable { .. }
             | Command::Stays { .. }
+            | Command::MappingFailed { .. }
             | Command::Placed { .. }
             | Command::Unplaced { .. } => {}
         }
@@ -995,8 +1167,12 @@ impl World {
             p.seq = seq;
             p.allowance = bytes;
             let grown = bytes.min(demand).saturating_sub(p.mapped);
-            p.mapped += grown;
-            p.hidden = p.hidden.saturating_sub(grown);
+            if self.physical {
+                self.map_what_is_allowed(id, gpu);
+            } else {
+                p.mapped += grown;
+                p.hidden = p.hidden.saturating_sub(grown);
+            }
             self.report(id, gpu);
             self.work(id);
             self.obey(id, gpu);
@@ -1049,6 +1225,18 @@ impl World {
         m.phase = Phase::Gpu;
         m.remaining = m.plan.gpu;
         m.bursts.push((now, now));
+        if m.plan.growth > 0 {
+            m.plan.demand += m.plan.growth;
+            for gpu in m.plan.gpus.clone() {
+                if let Some(p) = self.models.get_mut(&id).and_then(|m| m.places.get_mut(&gpu)) {
+                    p.denied = false;
+                }
+                self.grow(id, gpu);
+                self.report(id, gpu);
+                // It may have been allowed more than it needed.
+                self.map_what_is_allowed(id, gpu);
+            }
+        }
         self.work(id);
         self.ask(id);
     }
@@ -1065,12 +1253,11 @@ impl World {
 
     /// Starts work if it can run.
     fn work(&mut self, id: ClientId) {
-        let (now, off) = (self.now, self.grows());
+        let (now, off, physical) = (self.now, self.grows(), self.physical);
         let Some(m) = self.models.get_mut(&id) else { return };
         let mapped = m.places.values().all(|p| {
-            (p.mapped >= p.demand.min(p.limit.min(p.allowance.max(p.mapped)))
-                && p.todo.is_empty()
-                && p.wishes.is_none())
+            let needs = if physical { u64::MAX } else { p.limit.min(p.allowance.max(p.mapped)) };
+            (p.mapped >= p.demand.min(needs) && p.todo.is_empty() && p.wishes.is_none())
                 || (off && m.plan.engine == Engine::Managed)
         });
         if m.phase == Phase::Gpu
@@ -1228,6 +1415,7 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
     match command {
         Command::Measure { .. } | Command::Thrashing { .. } => None,
         Command::Attached { client, .. }
+        | Command::MappingFailed { client, .. }
         | Command::Limit { client, .. }
         | Command::Denied { client, .. }
         | Command::Allowance { client, .. }

@@ -52,7 +52,7 @@ impl Hub {
     /// and its context.
     fn reach(&self, client: ClientId, seat: &SeatView) -> u64 {
         let gpu = self.gpus.get(&seat.gpu);
-        let measured = gpu.and_then(|gpu| gpu.overhead.contexts().get(&client).copied());
+        let measured = gpu.and_then(|gpu| gpu.accounting.contexts().get(&client).copied());
         let context = measured.unwrap_or_else(|| self.config.settings.context_on(gpu.map_or(0, |gpu| gpu.total)));
         seat.promise.max(seat.mapped).saturating_add(context)
     }

@@ -10,14 +10,14 @@ use tracing::{debug, info};
 
 use super::views::printable;
 use super::{Arrival, Client, Gpu, Hub, Use};
+use crate::daemon::accounting::{Accounting, History};
 use crate::daemon::gpus::{Ask, Sample};
-use crate::daemon::overhead::Overhead;
 use crate::daemon::peer::{self, Identity};
 use crate::daemon::resume::Name;
 use crate::daemon::rules::Own;
 use crate::daemon::session::{Meaning, Session, Violation};
 use crate::daemon::{socket, systemd};
-use crate::scheduler::{ClientId, Event, GpuId, UserId};
+use crate::scheduler::{ClientId, Engine, Event, GpuId, UserId};
 
 /// GPUs that NVML does not know are believed to a client, up to this many: more is a client that makes them up.
 const MAX_UNKNOWN_GPUS: usize = 128;
@@ -194,11 +194,12 @@ impl Hub {
                     idle_since: now,
                     mapped: 0,
                     allowance: 0,
-                    changed: now,
+                    history: History::default(),
                     limit: None,
                     report: None,
                     host: 0,
                     refused: None,
+                    failed: None,
                     stayed: None,
                     unseen: false,
                     reason,
@@ -215,7 +216,10 @@ impl Hub {
                     usage.host = host;
                 }
                 let (total, measured) = self.gpus.get(&gpu).map_or((0, false), |gpu| (gpu.total, gpu.index.is_some()));
-                // No client has more on a GPU than the GPU has: what it says decides what others get.
+                // No client has more on a GPU than the GPU has: what it says decides what others get. Nor does it need more
+                // there, unless its pages come when they are touched.
+                let faults = self.machine.engine(client, gpu) == Some(Engine::Managed);
+                report.demand = if faults { report.demand } else { report.demand.min(total) };
                 report.mapped = report.mapped.min(total);
                 report.pinned = report.pinned.min(report.mapped);
                 if let Some(usage) = self.usage(client, gpu) {
@@ -225,8 +229,7 @@ impl Hub {
                 self.report(client, gpu);
                 if let Some(free) = device_free.filter(|_| !measured) {
                     let used = total.saturating_sub(free);
-                    let sample = Sample { gpu, begun: now, steady: true, used, processes: BTreeMap::new() };
-                    self.measure(&sample, Some(client));
+                    self.measure(&Sample { gpu, begun: now, steady: true, used, processes: None });
                 }
             }
             Meaning::Part => {}
@@ -268,7 +271,8 @@ impl Hub {
             return Err(Violation::TooManyGpus);
         }
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
-        let entry = Gpu { kind, name, total, index: None, minor: None, overhead: Overhead::default() };
+        let entry =
+            Gpu { kind, name, total, index: None, minor: None, accounting: Accounting::default(), sample: None };
         info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a client knows {}", entry.name);
         self.provide(gpu);
         self.gpus.insert(gpu, entry);

@@ -136,6 +136,9 @@ impl Hub {
                     }
                 }
             }
+            Command::MappingFailed { client, gpu, .. } => {
+                self.counts.add(*client, *gpu, &Counted { mapping_failures: 1, ..Counted::default() });
+            }
             // A newer library counts allocations that failed, for which it need not have asked.
             Command::Denied { client, gpu, .. }
                 if self.clients.get(client).is_some_and(|c| c.session.version < version::COUNTING) =>

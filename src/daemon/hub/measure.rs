@@ -6,14 +6,11 @@ use std::time::Duration;
 use tracing::{debug, info};
 
 use super::{Gpu, Hub};
+use crate::daemon::accounting::{Accounting, Attached};
 use crate::daemon::gpus::{Ask, GpuDescription, Report, Sample};
 use crate::daemon::host::MemInfo;
-use crate::daemon::overhead::{Attached, Overhead};
 use crate::daemon::socket;
-use crate::scheduler::{ClientId, Event, GpuId, SeatView, Time};
-
-/// How long a client's report must have stood for its memory to count as at rest.
-const AT_REST: Duration = Duration::from_millis(50);
+use crate::scheduler::{Event, GpuId, Time};
 
 /// Programs that ran under an earlier scheduler are back within this time; until then nobody is taken for a stranger.
 const RETURN: Duration = Duration::from_secs(1);
@@ -21,11 +18,8 @@ const RETURN: Duration = Duration::from_secs(1);
 /// A process that ends closes its connection first and frees its memory later; after this time it is a stranger.
 const LEAVING: Duration = Duration::from_secs(5);
 
-/// What a process has beyond what it says is taken for its context up to this part of a GPU.
+/// A context that was not measured is taken to need up to this part of a GPU.
 const CONTEXT_PART: u64 = 16;
-
-/// Memory moves in chunks of up to so many bytes: a client maps nothing for an allowance that is too small for its next one.
-const CHUNK: u64 = 64 << 20;
 
 impl Hub {
     fn gpus_found(&mut self, found: Vec<GpuDescription>) {
@@ -39,7 +33,15 @@ impl Hub {
                     known.name = name;
                 }
                 None => {
-                    let entry = Gpu { kind, name, total, index: Some(index), minor, overhead: Overhead::default() };
+                    let entry = Gpu {
+                        kind,
+                        name,
+                        total,
+                        index: Some(index),
+                        minor,
+                        accounting: Accounting::default(),
+                        sample: None,
+                    };
                     info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
                     self.provide(gpu);
                     self.gpus.insert(gpu, entry);
@@ -71,61 +73,77 @@ impl Hub {
         match report {
             Report::Gpus(found) => self.gpus_found(found),
             Report::Used(used) => {
-                used.iter().for_each(|sample| self.measure(sample, None));
+                for sample in used {
+                    self.measure(&sample);
+                    if let Some(entry) = self.gpus.get_mut(&sample.gpu) {
+                        entry.sample = Some(sample);
+                    }
+                }
                 self.signals.limits.notify_one();
             }
+            Report::Driver(versions) => self.driver = versions,
             Report::Traffic(seen) => self.traffic_seen(seen, socket::now()),
         }
     }
 
-    /// What is in use, as NVML says or that client, whose own report is of the same moment.
-    pub(super) fn measure(&mut self, sample: &Sample, by: Option<ClientId>) {
+    /// What is in use on a GPU, by NVML or by a client's own measurement.
+    pub(super) fn measure(&mut self, sample: &Sample) {
         let gpu = sample.gpu;
-        let total = self.gpus.get(&gpu).map_or(0, |entry| entry.total);
         let mut attached = Vec::new();
         for view in self.machine.clients() {
             let Some(seat) = view.seats.iter().find(|seat| seat.gpu == gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
-            let changed = client.uses.get(&gpu).map_or(Time::ZERO, |usage| usage.changed);
+            let (least, most) = client.uses.get(&gpu).map_or(seat.extent, |usage| usage.history.at(sample.begun));
             attached.push(Attached {
                 client: view.client,
                 pid: client.identity.pid.try_into().unwrap_or(0),
+                least,
+                most,
                 is_new: !self.machine.has_context(view.client, gpu, sample.begun),
-                mapped: seat.mapped,
-                at_rest: by == Some(view.client)
-                    || (changed + AT_REST <= sample.begun && !is_moving(seat) && seat.doubted <= total / CONTEXT_PART),
             });
         }
         let context = self.config.settings.context;
         let Some(entry) = self.gpus.get_mut(&gpu) else { return };
-        let before = entry.overhead.told();
+        let total = entry.total;
+        let before = (entry.accounting.overhead(), entry.accounting.basis());
         let is_measured = entry.index.is_some();
         let settled = sample.begun >= self.started + RETURN;
         self.departed.retain(|_, left| sample.begun < *left + LEAVING);
         let departed = &self.departed;
         let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
-        let complete =
-            settled || sample.processes.keys().all(|pid| clients.contains(pid) || departed.contains_key(pid));
-        let fellow = |pid| !settled || departed.contains_key(&pid);
-        let told = sample.steady.then(|| entry.overhead.sample(sample, &attached, context, fellow)).flatten();
-        // By the contexts as they are now known: what is one of them is not in doubt.
-        let context = context.min(total / CONTEXT_PART);
-        let present = entry.overhead.present(sample, &attached, context).filter(|_| is_measured);
-        let contexts = entry.overhead.contexts().clone();
+        let processes = || sample.processes.iter().flat_map(BTreeMap::keys);
+        let complete = settled || processes().all(|pid| clients.contains(pid) || departed.contains_key(pid));
+        let is_own = |pid| !settled || departed.contains_key(&pid);
+        let guess = context.min(total / CONTEXT_PART);
+        let told = match sample.steady {
+            true => entry.accounting.sample(sample, &attached, guess, is_own),
+            false => None,
+        };
+        let found = entry.accounting.found(sample, &attached, guess).filter(|_| is_measured);
+        if !settled {
+            entry.accounting.forget_total();
+        }
+        let (contexts, basis) = (entry.accounting.contexts().clone(), entry.accounting.basis());
+        if is_measured && told.is_some() && before.1 != basis {
+            info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
+        }
         self.apply(Event::Contexts { gpu, bytes: contexts });
         if let Some(bytes) = told {
-            if before != Some(bytes) {
-                debug!(gpu = %gpu.0, bytes, "used by others than clients");
+            if before.0 != Some(bytes) {
+                debug!(gpu = %gpu.0, bytes, "overhead");
             }
             // Also when it is what it was: the machine waits for a measurement that knows a new context.
             self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, complete });
         }
-        if let Some(bytes) = present {
-            self.apply(Event::Present { gpu, begun: sample.begun, bytes });
+        if let Some(found) = found {
+            let free = Some(total.saturating_sub(sample.used)).filter(|_| sample.steady);
+            self.apply(Event::Present { gpu, begun: sample.begun, free, found });
+            let now = socket::now();
+            attached.iter().for_each(|client| self.record_extent(client.client, gpu, now));
         }
     }
 
-    /// What is on a GPU is in doubt, and somebody waits for it. Where nothing can be measured, clients are believed.
+    /// The machine wants a GPU measured. Where that cannot be done, clients are believed.
     pub(super) fn measure_anew(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
         let measured = self.nvml.is_some() && self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
         if measured {
@@ -135,14 +153,6 @@ impl Hub {
         if !std::mem::replace(&mut self.believed, true) {
             info!("without NVML, programs are believed what memory they have freed, also where another user gets it");
         }
-        Some(Event::Present { gpu, begun: now, bytes: BTreeMap::new() })
+        Some(Event::Present { gpu, begun: now, free: None, found: BTreeMap::new() })
     }
-}
-
-/// Whether its memory is on the way in or out, so that what it reports is not what the GPU shows. A client maps as much
-/// as it needs and may, holder or not.
-fn is_moving(seat: &SeatView) -> bool {
-    let evicting = seat.mapped > seat.allowance.max(seat.pinned);
-    let (may, lacking) = (seat.allowance.saturating_sub(seat.mapped), seat.demand.saturating_sub(seat.mapped));
-    evicting || (lacking > 0 && may >= CHUNK.min(lacking))
 }

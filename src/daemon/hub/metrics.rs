@@ -26,6 +26,7 @@ impl Hub {
                 total: view.total,
                 capacity: view.capacity,
                 overhead: view.overhead,
+                shortfall: view.shortfall,
                 promised: view.promised,
                 memory: Memory::default(),
                 clients: 0,

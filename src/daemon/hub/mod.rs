@@ -34,6 +34,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use nvshare_wire::client::{EngineReason, GpuKind};
+
 use nvshare_wire::{SchedulerMessage, version};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
@@ -41,13 +42,13 @@ use tracing::{debug, info, warn};
 pub use traffic::Thrashing;
 pub use views::{ClientView, printable};
 
+use super::accounting::{Accounting, History};
 use super::clients::Link;
 use super::complaints::Complaints;
 use super::config::Config;
 use super::driver_limits::Wanted;
-use super::gpus::Ask;
+use super::gpus::{Ask, DriverVersions, Sample};
 use super::host::HostMemory;
-use super::overhead::Overhead;
 use super::peer::{self, Identity};
 use super::pods::Pods;
 use super::resume::Name;
@@ -94,6 +95,7 @@ pub struct Hub {
     counts: counts::Counts,
     trace: Option<Trace>,
     nvml: Option<std::sync::mpsc::Sender<Ask>>,
+    driver: DriverVersions,
     /// The log has said that clients are believed.
     believed: bool,
     settings: watch::Sender<Settings>,
@@ -166,8 +168,8 @@ struct Use {
     idle_since: Time,
     mapped: u64,
     allowance: u64,
-    /// When one of these two last changed.
-    changed: Time,
+    /// How much of its memory can have been mapped lately.
+    history: History,
     limit: Option<u64>,
     /// Its own newest report.
     report: Option<MemoryReport>,
@@ -175,6 +177,8 @@ struct Use {
     host: u64,
     /// When the log last said that it was refused memory.
     refused: Option<Time>,
+    /// When the log last said that mapping its memory failed.
+    failed: Option<Time>,
     /// When the log last said that its memory stays.
     stayed: Option<Time>,
     /// It gives the GPU work by a way that passes no gate.
@@ -191,7 +195,9 @@ struct Gpu {
     index: Option<u32>,
     /// The number of its device file, or of the GPU's that it is a slice of.
     minor: Option<u32>,
-    overhead: Overhead,
+    accounting: Accounting,
+    /// The newest measurement by NVML.
+    sample: Option<Sample>,
 }
 
 impl Gpu {
@@ -206,8 +212,9 @@ impl Gpu {
 
 impl Hub {
     pub fn new(config: Config, trace: Option<Trace>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
+        let machine = Machine::new(config.settings.clone());
         Ok(Self {
-            machine: Machine::new(config.settings.clone()),
+            machine,
             config,
             clients: BTreeMap::new(),
             gpus: BTreeMap::new(),
@@ -230,6 +237,7 @@ impl Hub {
             counts: counts::Counts::default(),
             trace,
             nvml: None,
+            driver: DriverVersions::default(),
             believed: false,
             settings,
             thrashing: watch::Sender::default(),
@@ -285,7 +293,20 @@ impl Hub {
         while let Some(event) = events.pop_front() {
             self.note_event(&event, now);
             self.count_event(&event, now);
-            for command in self.machine.handle(now, event) {
+            let reporter = match &event {
+                Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
+                _ => None,
+            };
+            let commands = self.machine.handle(now, event);
+            let allowed = commands.iter().filter_map(|command| match command {
+                Command::Allowance { client, gpu, .. } => Some((*client, *gpu)),
+                _ => None,
+            });
+            let moved: Vec<(ClientId, GpuId)> = reporter.into_iter().chain(allowed).collect();
+            for (client, gpu) in moved {
+                self.record_extent(client, gpu, now);
+            }
+            for command in commands {
                 if let Some(answer) = self.carry_out(command, now) {
                     events.push_back(answer);
                 }
@@ -296,6 +317,14 @@ impl Hub {
         if deadline != self.armed {
             self.timer.set(deadline);
             self.armed = deadline;
+        }
+    }
+
+    /// Remembers how much of a client's memory can be mapped from now on.
+    fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+        let Some(extent) = self.machine.extent(client, gpu) else { return };
+        if let Some(usage) = self.usage(client, gpu) {
+            usage.history.record(now, extent);
         }
     }
 
@@ -359,7 +388,10 @@ impl Hub {
                 self.misfit(client, &why);
                 return None;
             }
-            Command::Undrainable { .. } | Command::Stays { .. } | Command::Thrashing { .. } => return None,
+            Command::Undrainable { .. }
+            | Command::Stays { .. }
+            | Command::Thrashing { .. }
+            | Command::MappingFailed { .. } => return None,
         };
         self.send(client, message);
         None

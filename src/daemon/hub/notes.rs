@@ -68,9 +68,6 @@ impl Hub {
             Event::Memory { client, gpu, report } => {
                 let Some(usage) = self.usage(*client, *gpu) else { return };
                 let before = std::mem::replace(&mut usage.mapped, report.mapped);
-                if before != report.mapped {
-                    usage.changed = now;
-                }
                 if report.mapped < before {
                     self.trace(now, *client, Some(*gpu), "freed", Some(before - report.mapped));
                 } else if report.mapped > before {
@@ -97,8 +94,11 @@ impl Hub {
             Command::Allowance { client, gpu, bytes, .. } => {
                 let Some(usage) = self.usage(*client, *gpu) else { return };
                 let before = std::mem::replace(&mut usage.allowance, *bytes);
-                usage.changed = now;
-                let (what, by) = if *bytes < before { ("evict", before - bytes) } else { ("credit", bytes - before) };
+                let (what, by) = match *bytes {
+                    bytes if bytes < usage.mapped.min(before) => ("evict", before - bytes),
+                    bytes if bytes < before => ("take-back", before - bytes), // nothing has to leave
+                    bytes => ("credit", bytes - before),
+                };
                 debug!(client = client.0, gpu = %gpu.0, bytes, "{what}");
                 self.trace(now, *client, Some(*gpu), what, Some(by));
             }
@@ -114,6 +114,11 @@ impl Hub {
             }
             Command::Contended { client, gpus, waiters, grace } => {
                 debug!(client = client.0, ?gpus, waiters, ?grace, "contended");
+            }
+            Command::MappingFailed { client, gpu, bytes, failures } => {
+                self.trace(now, *client, Some(*gpu), "mapping-failed", Some(*bytes));
+                debug!(client = client.0, gpu = %gpu.0, bytes, failures, "mapping failed");
+                self.note_failure(*client, *gpu, *bytes, *failures, now);
             }
             Command::Undrainable { client, gpus } => {
                 self.trace_all(now, *client, gpus, "undrainable");
@@ -182,6 +187,9 @@ impl Hub {
             return;
         }
         usage.refused = Some(now);
+        if matches!(why, Denial::NoContext | Denial::Unmappable) {
+            return self.note_impossible(client, gpu, bytes, why);
+        }
         if why == Denial::Own {
             return self.note_beyond_own(client, gpu, bytes);
         }
@@ -223,6 +231,60 @@ impl Hub {
             units::size(capacity),
             units::size(host),
             if named.is_empty() { "nobody".into() } else { named.join(", ") }
+        );
+    }
+
+    /// Says that a client was granted a GPU and could not use it, once until it can.
+    fn note_failure(&mut self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
+        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
+        let Some(usage) = self.usage(client, gpu) else { return };
+        if failures > 1 || usage.failed.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+            return;
+        }
+        usage.failed = Some(now);
+        let Some(Identity { pid, uid, unit, name, .. }) = self.clients.get(&client).map(|c| &*c.identity) else {
+            return;
+        };
+        warn!(
+            name: "mapping-failed",
+            client = client.0,
+            pid,
+            uid,
+            unit,
+            gpu = label,
+            bytes,
+            "the driver had no room for {} of {name} that should have fitted: memory of others is evicted to make room",
+            units::size(bytes)
+        );
+    }
+
+    /// Says that the GPU has no room for a context, or for memory that was allocated.
+    fn note_impossible(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) {
+        let Some(entry) = self.clients.get(&client) else { return };
+        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
+        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
+        let what = if why == Denial::NoContext {
+            "a CUDA context: beside it, a program that needs nearly all of the GPU could not run; on-memory-full = \"wait\" \
+             in its rule has it wait until that one has ended"
+                .to_owned()
+        } else {
+            let most = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
+            format!(
+                "memory: it needs {} in all, and the driver maps no more than {}, though no other program of nvshare has any \
+                 memory there",
+                units::size(bytes),
+                units::size(most)
+            )
+        };
+        warn!(
+            name: "memory-refused",
+            client = client.0,
+            pid,
+            uid,
+            unit,
+            gpu = label,
+            bytes,
+            "{name} is refused {what}"
         );
     }
 

@@ -8,6 +8,7 @@ use nvshare_wire::client::EngineReason;
 
 use super::{Gpu, Hub};
 use crate::bus;
+use crate::daemon::accounting::Basis;
 use crate::daemon::bus::Holders;
 use crate::daemon::lock::Wanted;
 use crate::daemon::peer::Identity;
@@ -72,6 +73,8 @@ impl Hub {
                     memory_max: self.machine.memory_max(seen.client, seat.gpu),
                     own_memory_max: self.machine.own_memory_max(seen.client, seat.gpu),
                     awaits: seat.awaits,
+                    unverified: seat.disbelieved.map(|claimed| claimed.saturating_sub(seat.mapped)),
+                    mapping_failures: seat.failures,
                     unseen: usage.is_some_and(|usage| usage.unseen),
                     stays: seat.stays.map_or("", bus::stay_name).into(),
                     fullness: seat.fullness,
@@ -130,7 +133,9 @@ impl Hub {
                 index: entry.index,
                 total: entry.total,
                 capacity: seen.capacity,
-                overhead: entry.overhead.told(),
+                overhead: entry.accounting.overhead(),
+                accounting: self.basis(entry).name().into(),
+                shortfall: seen.shortfall,
                 demand: seats().map(|seat| seat.demand).sum(),
                 resident: seats().map(|seat| seat.mapped).sum(),
                 swapped: seats().map(|seat| seat.swapped).sum(),
@@ -142,6 +147,11 @@ impl Hub {
             })
         };
         self.machine.gpus().into_iter().filter_map(view).collect()
+    }
+
+    /// What the figures of a GPU rest on.
+    fn basis(&self, entry: &Gpu) -> Basis {
+        if self.nvml.is_some() && entry.index.is_some() { entry.accounting.basis() } else { Basis::Reports }
     }
 
     /// The GPU of that UUID or number; of none, the only one there is.

@@ -58,7 +58,7 @@ const fn family<T>(name: &'static str, unit: Option<Unit>, value: Value<T>, help
 const SECONDS: Option<Unit> = Some(Unit::Seconds);
 const BYTES: Option<Unit> = Some(Unit::Bytes);
 
-pub static OF_GPUS: [Family<OfGpu>; 20] = [
+pub static OF_GPUS: [Family<OfGpu>; 22] = [
     family("nvshare_gpu_held", SECONDS, Time(|gpu| gpu.held), "Time in which any program had the GPU lock."),
     family(
         "nvshare_gpu_lock",
@@ -108,6 +108,12 @@ pub static OF_GPUS: [Family<OfGpu>; 20] = [
         Counter(|gpu| gpu.counted.refused),
         "Allocations that failed since there was to be no memory for them.",
     ),
+    family(
+        "nvshare_gpu_mapping_failures",
+        None,
+        Counter(|gpu| gpu.counted.mapping_failures),
+        "Times that a program gave the GPU lock back because the driver had no room for memory that it was allowed.",
+    ),
     family("nvshare_gpu_total", BYTES, Gauge(|gpu| Some(gpu.total)), "Memory of the GPU."),
     family("nvshare_gpu_capacity", BYTES, Gauge(|gpu| Some(gpu.capacity)), "Memory of the GPU that programs can have."),
     family(
@@ -115,6 +121,12 @@ pub static OF_GPUS: [Family<OfGpu>; 20] = [
         BYTES,
         Gauge(|gpu| Some(gpu.overhead)),
         "Memory of the GPU that is put aside: for contexts, and for what others use.",
+    ),
+    family(
+        "nvshare_gpu_shortfall",
+        BYTES,
+        Gauge(|gpu| Some(gpu.shortfall)),
+        "Memory of the GPU that seems to be free and could not be mapped.",
     ),
     family(
         "nvshare_gpu_promised",
@@ -151,7 +163,7 @@ pub static OF_GPUS: [Family<OfGpu>; 20] = [
     family("nvshare_gpu_waiters", None, Gauge(|gpu| Some(gpu.waiters)), "Programs that wait for the GPU lock."),
 ];
 
-pub static OF_CLIENTS: [Family<OfClient>; 15] = [
+pub static OF_CLIENTS: [Family<OfClient>; 16] = [
     family(
         "nvshare_client_lock",
         SECONDS,
@@ -205,6 +217,12 @@ pub static OF_CLIENTS: [Family<OfClient>; 15] = [
         None,
         Counter(|client| client.counted.refused),
         "Its allocations that failed since there was to be no memory for them.",
+    ),
+    family(
+        "nvshare_client_mapping_failures",
+        None,
+        Counter(|client| client.counted.mapping_failures),
+        "Times that it gave the GPU lock back because the driver had no room for memory that it was allowed.",
     ),
     family(
         "nvshare_client_demand",

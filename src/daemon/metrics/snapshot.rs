@@ -29,6 +29,7 @@ pub struct Counted {
     pub swapped_in: u64,
     pub unmoved: u64,
     pub refused: u64,
+    pub mapping_failures: u64,
 }
 
 impl Counted {
@@ -42,6 +43,7 @@ impl Counted {
             (&mut self.swapped_in, more.swapped_in),
             (&mut self.unmoved, more.unmoved),
             (&mut self.refused, more.refused),
+            (&mut self.mapping_failures, more.mapping_failures),
         ];
         // Some of them are a client's word, which can be any number.
         numbers.into_iter().for_each(|(count, more)| *count = count.saturating_add(more));
@@ -88,6 +90,7 @@ pub struct OfGpu {
     pub total: u64,
     pub capacity: u64,
     pub overhead: u64,
+    pub shortfall: u64,
     pub promised: u64,
     pub memory: Memory,
     pub clients: u64,

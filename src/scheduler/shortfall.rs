@@ -1,0 +1,297 @@
+//! Mappings that fail: the driver had no room for bytes that a client was allowed.
+//!
+//! The same plan would fail again. So the client gives the GPU back and waits for a measurement that was begun after the
+//! failure. If that shows less room than was thought, it explains the failure: more is charged than there is, and memory of
+//! other clients is evicted. If it still shows room, this room cannot be had: it is fragmented, or in use in a way that is
+//! not measured. It is the client's *shortfall*: from now on the client needs that much more than it reports, so it is
+//! granted the GPU again once so much of other clients' memory has left. Each further failure in a row asks for twice as
+//! much, up to all that others can give. What fails again and again although no other client has anything there cannot be
+//! done, and the client is told so.
+//!
+//! A failure is a client's word. A shortfall therefore changes nothing but what this client needs when it runs: capacity,
+//! limits and other clients' needs are as before.
+//!
+//! It ends where a measurement contradicts it: less is free than cannot be had, so some of it was had; or clients have
+//! nothing on the GPU any more. Otherwise mapping is the only measurement there is, so it counts for a while, and for twice
+//! as long when mapping then fails again.
+//!
+//! A measurement can also show too little. A client that needs more than there seems to be gets all of the GPU, and may try
+//! ([`Trial`]) to map the rest. If that fails, it waits before it tries again, while others run.
+
+use super::{api::*, locks::Parked, machine::Machine, timers::Wake};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How long a measurement that is to explain a failure is waited for.
+const TIMEOUT: Duration = Duration::from_millis(500);
+/// A failure asks for at least so much room: a chunk.
+const STEP: u64 = 64 << 20;
+/// More failures in a row than these evict nothing that is not evicted already.
+const MOST_STEPS: u32 = 12;
+/// How long a client waits after a failure that no other client can help with: the first time, and at most. Each attempt of
+/// one that needs all of the GPU has others evicted, so it waits longer where there are others.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+const BACKOFF_BESIDE_OTHERS: Duration = Duration::from_secs(30);
+/// A mapping that failed so often in a row with no other client's memory there cannot be done: with the pauses between
+/// attempts that takes 5 s at least.
+const PROOF: u32 = 12;
+/// How long a shortfall counts: the first time, and at most.
+const COUNTS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(600));
+
+/// Mappings of one client that failed on one GPU.
+#[derive(Debug, Default)]
+pub(super) struct Failures {
+    /// Grants in a row that ended because the driver had no room for what the client was allowed.
+    pub in_a_row: u32,
+    /// The same with no other client's memory there.
+    alone: u32,
+    /// One that no measurement has explained yet.
+    unexplained: Option<Failure>,
+    /// Its shortfall: bytes that measurements show as free and that it could not map, and those that are to leave besides.
+    unavailable: u64,
+    extra: u64,
+    /// Until when that counts, and for how long it did.
+    until: Time,
+    interval: Duration,
+}
+
+#[derive(Debug)]
+struct Failure {
+    at: Time,
+    /// Those that reported to have memory there, which could leave.
+    others: Vec<ClientId>,
+}
+
+/// A client that may map more than there seems to be, while it holds the lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Trial {
+    pub client: ClientId,
+    /// What it needs, and by how much that exceeds what there seems to be.
+    demand: u64,
+    pub beyond: u64,
+}
+
+impl Failures {
+    /// The client has all that it needs.
+    pub fn succeeded(&mut self) {
+        (self.in_a_row, self.alone) = (0, 0);
+    }
+
+    pub fn shortfall(&self, now: Time) -> u64 {
+        if now < self.until { self.unavailable.saturating_add(self.extra) } else { 0 }
+    }
+
+    /// So many bytes that are not charged cannot be had, nor what was allowed for the shortfall until now; so many are to
+    /// leave.
+    fn learn(&mut self, now: Time, uncharged: u64, extra: u64) {
+        (self.unavailable, self.extra) = (self.shortfall(now).saturating_add(uncharged), extra);
+        self.interval = match self.until {
+            until if now >= until.saturating_add(self.interval) => COUNTS.0,
+            until if now >= until => (self.interval * 2).min(COUNTS.1),
+            _ => self.interval,
+        };
+        self.until = now + self.interval;
+    }
+
+    /// So many bytes are free in all, and clients have so many.
+    fn measured(&mut self, free: Option<u64>, in_use: u64) {
+        self.unavailable = self.unavailable.min(free.unwrap_or(u64::MAX));
+        if in_use == 0 {
+            (self.unavailable, self.extra) = (0, 0);
+        }
+    }
+}
+
+impl Machine {
+    /// A client gave a GPU back because mapping failed there.
+    pub(super) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
+        let now = self.now;
+        let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.seats.iter().copied());
+        let others = clients.filter(|other| *other != client && self.can_give(*other, id)).collect();
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        let bytes = seat.account.report.demand.saturating_sub(seat.account.report.mapped);
+        if bytes == 0 {
+            return;
+        }
+        seat.failures.in_a_row = seat.failures.in_a_row.saturating_add(1);
+        seat.failures.unexplained = Some(Failure { at: now, others });
+        let failures = seat.failures.in_a_row;
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        // A measurement that is under way may have begun before.
+        gpu.asked = false;
+        self.out.push(Command::MappingFailed { client, gpu: id, bytes, failures });
+        self.timers.set(Wake::Failures(id), Some(now + TIMEOUT));
+        self.put_off(client, TIMEOUT);
+        self.measure(id);
+    }
+
+    /// The client's request waits for so long.
+    fn put_off(&mut self, client: ClientId, delay: Duration) {
+        let until = self.now + delay;
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        state.not_before = until;
+        let Some(unit) = state.waiting else { return };
+        let parked = self.requests.get(&unit).map(|request| request.parked);
+        if delay > Duration::ZERO {
+            if !matches!(parked, Some(Some(Parked::Stopped))) {
+                self.park(unit, Parked::Until(until));
+            }
+        } else if matches!(parked, Some(Some(Parked::Until(_)))) && !self.is_delayed(unit) {
+            self.join(unit);
+        }
+    }
+
+    /// A measurement that was begun then is there, by which so much is free in all, and clients have that.
+    pub(super) fn explain_failures(
+        &mut self,
+        id: GpuId,
+        begun: Time,
+        free: Option<u64>,
+        found: &BTreeMap<ClientId, Found>,
+    ) {
+        let in_use = self.in_use(id);
+        let clients = self.gpus.get(&id).map(|gpu| gpu.seats.clone()).unwrap_or_default();
+        let mut is_over = true;
+        for client in clients {
+            let Some(seat) = self.seat_mut(client, id) else { continue };
+            seat.failures.measured(free, in_use);
+            match seat.failures.unexplained.take_if(|failure| failure.at <= begun) {
+                Some(Failure { others, .. }) => {
+                    let has_others = others.iter().any(|other| match self.seat(*other, id) {
+                        None => true, // it has made room by leaving
+                        Some(seat) => {
+                            let pinned = seat.account.report.pinned;
+                            self.can_give(*other, id) && found.get(other).is_none_or(|found| found.most > pinned)
+                        }
+                    });
+                    self.explain_failure(client, id, has_others, found.contains_key(&client));
+                }
+                None => is_over &= seat.failures.unexplained.is_none(),
+            }
+        }
+        if is_over {
+            self.timers.set(Wake::Failures(id), None);
+        }
+    }
+
+    /// No measurement has come in time.
+    pub(super) fn failures_are_unexplained(&mut self, id: GpuId) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.asked = false; // perhaps it will never be answered
+        }
+        self.explain_failures(id, self.now.saturating_sub(TIMEOUT), None, &BTreeMap::new());
+    }
+
+    fn explain_failure(&mut self, client: ClientId, id: GpuId, has_others: bool, is_measured: bool) {
+        let now = self.now;
+        let Some(gpu) = self.gpus.get(&id) else { return };
+        let (usable, charged, is_alone) = (gpu.usable(&self.settings), gpu.bank.charged, gpu.seats.len() == 1);
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        let MemoryReport { demand, mapped, .. } = seat.account.report;
+        let steps = seat.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
+        // One that was measured to have less than it reports has not tried.
+        let lies = is_measured && seat.account.is_overstated();
+        seat.failures.alone = if has_others || lies { 0 } else { seat.failures.alone.saturating_add(1) };
+        let is_proof = seat.failures.alone >= PROOF;
+        // Alone, what is shown as free may be had in a moment; and where more is charged than there is, that explains it.
+        if has_others && !lies && (steps > 0 || charged <= usable) {
+            let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
+            seat.failures.learn(now, usable.saturating_sub(charged), more);
+        }
+        if is_proof {
+            self.out.push(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
+        }
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        let delay = if has_others && steps < MOST_STEPS {
+            Duration::ZERO
+        } else {
+            let most = if is_alone { BACKOFF.1 } else { BACKOFF_BESIDE_OTHERS };
+            state.backoff = (state.backoff * 2).clamp(BACKOFF.0, most);
+            state.backoff
+        };
+        self.put_off(client, delay);
+        self.touch(id);
+    }
+
+    /// What a client needs beyond its demand, since it could not be had: no more than all others there can give.
+    pub(super) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
+        let Some((seat, gpu)) = self.seat(client, id).zip(self.gpus.get(&id)) else { return 0 };
+        let bytes = seat.failures.shortfall(self.now);
+        if bytes == 0 {
+            return 0;
+        }
+        // The room that remains is shared with those that run together with it.
+        let unit = self.unit(client);
+        let together = gpu.seats.iter().filter(|other| self.unit(**other) == unit);
+        let (mut demand, mut fixed, mut count) = (0u64, 0u64, 0u64);
+        for seat in together.filter_map(|member| self.seat(*member, id)) {
+            demand = demand.saturating_add(seat.account.report.demand);
+            fixed = fixed.saturating_add(seat.account.fixed());
+            count += 1;
+        }
+        let others = gpu.bank.fixed.saturating_sub(fixed);
+        let room = gpu.usable(&self.settings).saturating_sub(others).saturating_sub(demand);
+        bytes.min(room / count.max(1))
+    }
+
+    /// Bytes that clients have there, as far as is known.
+    fn in_use(&self, id: GpuId) -> u64 {
+        let seats = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.seats);
+        seats.filter_map(|client| self.seat(*client, id)).fold(0, |sum, seat| sum.saturating_add(seat.account.in_use()))
+    }
+
+    /// Whether a client has memory there that can leave, by what is believed of its reports.
+    fn can_give(&self, client: ClientId, id: GpuId) -> bool {
+        let Some((state, seat)) = self.clients.get(&client).zip(self.seat(client, id)) else { return false };
+        state.stays(id).is_none() && seat.account.in_use() > seat.account.report.pinned
+    }
+
+    /// Lets a client that has all of the GPU, and needs more than there seems to be, try to map the rest.
+    pub(super) fn begin_trial(&mut self, id: GpuId, members: &[ClientId]) {
+        let [client] = *members else { return };
+        let Some(demand) = self.demand_of_trial(client, id) else { return };
+        let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
+        // All or nothing: what of it is on its way out, and what it cannot be given back, is in the way.
+        let own = account.charge;
+        if own > account.allowance {
+            return;
+        }
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.squeezes.is_empty()) else { return };
+        let beyond = demand.saturating_sub(gpu.usable(&self.settings));
+        // What others have there, or may have there still, leaves no room for that.
+        let fits = gpu.bank.charged <= own.min(gpu.usable(&self.settings));
+        if beyond == 0 || !fits || self.doubted_for(client, id) > 0 {
+            return;
+        }
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.trial = Some(Trial { client, demand, beyond });
+        if self.credit(client, id, 0) > 0 {
+            self.end_trial(client, id);
+        }
+    }
+
+    /// What a client needs on the GPU that can do without none of it, where the GPU is large enough for that.
+    fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        let (seat, gpu) = (self.seat(client, id)?, self.gpus.get(&id)?);
+        let demand = seat.account.report.demand;
+        (seat.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
+    }
+
+    /// The client needs another amount, or something else is measured to be there.
+    pub(super) fn adjust_trial(&mut self, id: GpuId) {
+        let Some(trial) = self.gpus.get(&id).and_then(|gpu| gpu.trial) else { return };
+        let demand = self.demand_of_trial(trial.client, id).unwrap_or(0);
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        // Where there is less than before, others need it: that is not tried.
+        let most = trial.beyond.saturating_add(demand.saturating_sub(trial.demand));
+        let beyond = demand.saturating_sub(gpu.usable(&self.settings)).min(most);
+        gpu.trial = (beyond > 0).then_some(Trial { demand, beyond, ..trial });
+    }
+
+    pub(super) fn end_trial(&mut self, client: ClientId, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        if gpu.trial.take_if(|trial| trial.client == client).is_some() {
+            self.touch(id);
+        }
+    }
+}

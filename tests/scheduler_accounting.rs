@@ -1,0 +1,482 @@
+//! What clients report is checked against what is measured, mappings that fail lead to another plan, and clients that grow
+//! wait for no message: message by message.
+
+mod scheduler_sim;
+mod scheduler_talk;
+
+use nvshare::scheduler::*;
+use scheduler_sim::*;
+use scheduler_talk::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// What a measurement that begins now finds of each client, with so much free in all.
+fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
+    let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
+    t.say(Event::Present { gpu: gpu(0), begun: t.now, free: Some(free), found })
+}
+
+/// A GPU of 16 GiB where clients are measured.
+fn measured(anti_thrash: AntiThrash) -> Talk {
+    let mut t = Talk::in_mode(anti_thrash);
+    t.join(9, 0);
+    found(&mut t, 16 * GIB, &[(9, 0)]);
+    t
+}
+
+fn capacity(t: &Talk) -> u64 {
+    t.machine.gpu(gpu(0)).unwrap().capacity
+}
+
+fn failed(commands: &[Command]) -> Vec<(u64, u64, u32)> {
+    let failures = commands.iter().filter_map(|command| match command {
+        Command::MappingFailed { client, bytes, failures, .. } => Some((client.0, *bytes, *failures)),
+        _ => None,
+    });
+    failures.collect()
+}
+
+const MEASURE: Command = Command::Measure { gpu: GpuId(Uuid([0; 16])) };
+
+// ---- reports ----
+
+#[test]
+fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(7) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    let commands = t.report(1, 15 * GIB, 15 * GIB, 15 * GIB);
+    assert!(commands.contains(&MEASURE), "{commands:?}");
+    assert_eq!((t.seat(1).pinned, t.seat(1).disbelieved), (0, Some(15 * GIB)));
+    // What it may have is asked back for another client. It does not answer, and is measured to have nothing.
+    t.join(2, 12 * GIB);
+    t.request(2);
+    for _ in 0..10 {
+        t.after(ms(200));
+        let mapped = t.seat(2).mapped;
+        found(&mut t, 16 * GIB, &[(1, 0), (2, mapped), (9, 0)]);
+    }
+    t.map(2);
+    assert_eq!((t.state(2), t.seat(2).mapped), (LockState::Holding, 12 * GIB));
+}
+
+#[test]
+fn a_client_that_does_not_answer_keeps_what_is_measured() {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 12 * GIB);
+    t.join(2, 8 * GIB);
+    t.request(2);
+    for _ in 0..10 {
+        t.after(ms(200));
+        let mapped = t.seat(2).mapped;
+        found(&mut t, 4 * GIB, &[(1, 12 * GIB), (2, mapped), (9, 0)]);
+    }
+    t.map(2);
+    assert_eq!((t.state(2), t.seat(1).charge), (LockState::Waiting, 12 * GIB));
+}
+
+#[test]
+fn what_a_measurement_confirms_counts() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(7) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    // Memory that the driver allocated, not nvshare: arrays, pools.
+    t.report(1, 3 * GIB, 3 * GIB, 3 * GIB);
+    found(&mut t, 13 * GIB, &[(1, 3 * GIB), (9, 0)]);
+    let seat = t.seat(1);
+    assert_eq!((seat.mapped, seat.pinned, seat.charge, seat.allowance), (3 * GIB, 3 * GIB, 3 * GIB, 3 * GIB));
+    assert_eq!(seat.disbelieved, None);
+}
+
+#[test]
+fn what_was_allowed_since_the_measurement_is_believed() {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    assert_eq!(t.seat(1).mapped, 8 * GIB);
+    // The measurement began before it had mapped anything.
+    t.say(Event::Present {
+        gpu: gpu(0),
+        begun: t.now.saturating_sub(ms(1)),
+        free: None,
+        found: [(client(1), exactly(0))].into(),
+    });
+    assert_eq!((t.seat(1).mapped, t.seat(1).disbelieved), (8 * GIB, None));
+}
+
+#[test]
+fn without_measurements_clients_are_believed() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(7) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.report(1, 8 * GIB, 8 * GIB, 8 * GIB);
+    assert_eq!((t.seat(1).charge, t.seat(1).disbelieved), (8 * GIB, None));
+}
+
+// ---- mappings that fail ----
+
+/// Two clients grow side by side on a GPU where 512 MiB less is free than is believed, until each lacks 64 MiB.
+fn standstill() -> Talk {
+    let mut t = measured(AntiThrash::Auto);
+    t.measured(GIB); // really 1.5
+    for n in [1, 2] {
+        t.join(n, 7 * GIB);
+        t.report(n, 7 * GIB + 256 * MIB, 7 * GIB, 0);
+        t.request(n);
+    }
+    t
+}
+
+#[test]
+fn two_clients_that_lack_a_little_each_do_not_stand_still() {
+    let mut t = standstill();
+    let really = 16 * GIB - 1536 * MIB;
+    let mut done = [false; 2];
+    // Each maps what is really free whenever it holds the lock, gives the lock back if that is too little, and computes
+    // for a moment if it is not.
+    for _ in 0..100 {
+        for n in [1, 2] {
+            let other = t.seat(3 - n).mapped;
+            let seat = t.seat(n);
+            let can = seat.allowance.min(really - other).min(seat.demand);
+            t.report(n, seat.demand, can, 0);
+            match t.state(n) {
+                LockState::Holding if can == seat.demand => {
+                    done[n as usize - 1] = true;
+                    t.release(n, ReleaseReason::Idle);
+                }
+                LockState::Holding | LockState::Revoking => {
+                    t.release(n, ReleaseReason::NoMemory);
+                    let (one, two) = (t.seat(1).mapped, t.seat(2).mapped);
+                    t.measured(GIB); // wrong still
+                    found(&mut t, really - one - two, &[(1, one), (2, two)]);
+                    t.request(n);
+                }
+                LockState::Idle => drop(t.request(n)),
+                _ => {}
+            }
+        }
+        t.after(ms(10));
+        if done == [true; 2] {
+            return;
+        }
+    }
+    panic!("{done:?} {:?} {:?}", t.seat(1), t.seat(2));
+}
+
+/// Client 1 has 8 GiB. Client 2 has 6, holds the lock, and needs 7 now.
+fn grown() -> Talk {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.join(2, 6 * GIB);
+    t.request(2);
+    t.now += Duration::from_secs(2);
+    t.report(2, 7 * GIB, 6 * GIB, 0);
+    t
+}
+
+#[test]
+fn a_failure_has_others_evicted_and_the_client_granted_again() {
+    let mut t = grown();
+    let commands = t.release(2, ReleaseReason::NoMemory);
+    assert_eq!(failed(&commands), [(2, GIB, 1)]);
+    assert!(commands.contains(&MEASURE));
+    assert_eq!(t.request(2), [], "the same would fail again");
+    // The measurement shows room, so that cannot be had.
+    let commands = found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
+    assert_eq!(allowances(&commands).last(), Some(&(1, 7 * GIB)), "{commands:?}");
+    assert_eq!(capacity(&t), 16 * GIB, "others may have what it could not");
+    assert_eq!(t.machine.gpu(gpu(0)).unwrap().shortfall, 2 * GIB);
+    t.map(1);
+    assert_eq!(t.state(2), LockState::Holding);
+    // Fails again: twice as much.
+    assert_eq!(failed(&t.release(2, ReleaseReason::NoMemory)), [(2, GIB, 2)]);
+    t.request(2);
+    let commands = found(&mut t, 3 * GIB, &[(1, 7 * GIB), (2, 6 * GIB)]);
+    assert_eq!(allowances(&commands).last(), Some(&(1, 5 * GIB)), "{commands:?}");
+    t.map(1);
+    t.report(2, 7 * GIB, 7 * GIB, 0);
+    assert_eq!(t.seat(2).failures, 0);
+}
+
+#[test]
+fn a_failure_that_a_measurement_explains_leaves_no_shortfall() {
+    let mut t = grown();
+    t.release(2, ReleaseReason::NoMemory);
+    t.request(2);
+    t.measured(2 * GIB); // a program without nvshare has grown
+    let commands = found(&mut t, 0, &[(1, 8 * GIB), (2, 6 * GIB)]);
+    assert_eq!(t.machine.gpu(gpu(0)).unwrap().shortfall, 0, "{commands:?}");
+    assert_eq!(capacity(&t), 14 * GIB);
+    t.map(1);
+    assert_eq!((t.seat(1).mapped, t.state(2)), (7 * GIB, LockState::Holding));
+}
+
+#[test]
+fn a_measurement_that_never_comes_is_not_waited_for() {
+    let mut t = grown();
+    t.release(2, ReleaseReason::NoMemory);
+    t.request(2);
+    t.after(ms(499));
+    assert_eq!(t.seat(1).allowance, 8 * GIB);
+    t.after(ms(1));
+    assert_eq!(t.seat(1).allowance, 7 * GIB);
+}
+
+#[test]
+fn what_a_failure_taught_ends_where_a_measurement_contradicts_it() {
+    let mut t = grown();
+    t.release(2, ReleaseReason::NoMemory);
+    let shortfall = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().shortfall;
+    found(&mut t, 2 * GIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
+    assert_eq!(shortfall(&t), 2 * GIB);
+    // More is free, which says nothing of what could not be had.
+    found(&mut t, 5 * GIB, &[(1, 5 * GIB), (2, 6 * GIB)]);
+    assert_eq!(shortfall(&t), 2 * GIB);
+    // Less is free than could not be had: some of it was had.
+    found(&mut t, 512 * MIB, &[(1, 8 * GIB), (2, 6 * GIB)]);
+    assert_eq!(shortfall(&t), 512 * MIB + GIB, "that, and as much as it lacked");
+    t.after(Duration::from_secs(10));
+    assert_eq!(shortfall(&t), 0);
+}
+
+#[test]
+fn a_client_that_needs_more_than_there_seems_to_be_may_try() {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 12 * GIB);
+    t.join(2, 3 * GIB);
+    t.request(2);
+    t.release(2, ReleaseReason::Idle);
+    // A measurement shows too little.
+    t.measured(6 * GIB);
+    t.map(1);
+    t.map(2);
+    t.request(1);
+    t.map(2);
+    assert_eq!((t.state(1), t.seat(1).allowance), (LockState::Holding, 12 * GIB), "{:?}", t.machine.gpu(gpu(0)));
+    assert_eq!((t.seat(2).mapped, t.machine.gpu(gpu(0)).unwrap().trial), (0, 2 * GIB));
+    // It fails: others run before it tries again.
+    t.release(1, ReleaseReason::NoMemory);
+    t.request(1);
+    t.request(2);
+    found(&mut t, 0, &[(1, 10 * GIB)]);
+    assert_eq!(t.machine.gpu(gpu(0)).unwrap().trial, 0);
+    t.map(1);
+    assert_eq!(t.state(2), LockState::Holding);
+}
+
+#[test]
+fn a_client_that_cannot_map_its_memory_alone_is_told_so() {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 15 * GIB);
+    t.request(1);
+    t.now += Duration::from_secs(2);
+    t.report(1, 15 * GIB, 14 * GIB, 0);
+    let (begun, limit) = (t.now, t.seat(1).limit);
+    for failures in 1..=12 {
+        t.release(1, ReleaseReason::NoMemory);
+        t.report(1, 15 * GIB, 14 * GIB, 0);
+        t.request(1);
+        let commands = found(&mut t, 2 * GIB, &[(1, 14 * GIB)]);
+        assert_eq!(commands.contains(&denied(1, 15 * GIB, Denial::Unmappable)), failures == 12, "{failures}");
+        while t.state(1) != LockState::Holding {
+            t.after(ms(10));
+        }
+    }
+    assert!(t.now - begun > Duration::from_secs(5));
+    assert_eq!(t.seat(1).limit, limit, "another may get what it could not");
+}
+
+#[test]
+fn a_client_that_only_says_that_mapping_failed_changes_nothing() {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 12 * GIB);
+    t.join(2, 4 * GIB - 4096);
+    t.request(1);
+    let before = capacity(&t);
+    for _ in 0..20 {
+        t.report(1, 12 * GIB, 11 * GIB, 0);
+        t.release(1, ReleaseReason::NoMemory);
+        t.request(1);
+        found(&mut t, 12 * GIB, &[(1, 0), (2, 4 * GIB - 4096)]);
+        t.after(Duration::from_secs(2));
+    }
+    assert_eq!((capacity(&t), t.machine.gpu(gpu(0)).unwrap().shortfall), (before, 0));
+    assert_eq!(t.seat(2).mapped, 4 * GIB - 4096);
+}
+
+#[test]
+fn failures_change_nothing_for_others() {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 65 * MIB);
+    t.join(2, 12 * GIB);
+    // It has mapped 64 MiB, so it is believed, and says over and over that there is no room for the last.
+    for _ in 0..20 {
+        t.report(1, 65 * MIB, 64 * MIB, 0);
+        t.request(1);
+        t.map(2);
+        t.release(1, ReleaseReason::NoMemory);
+        let mapped = t.seat(2).mapped;
+        found(&mut t, 3 * GIB, &[(1, 64 * MIB), (2, mapped)]);
+        assert_eq!(capacity(&t), 16 * GIB);
+        t.request(2);
+        t.map(1);
+        t.map(2);
+        assert_eq!((t.state(2), t.seat(2).mapped), (LockState::Holding, 12 * GIB));
+        t.release(2, ReleaseReason::Idle);
+    }
+}
+
+#[test]
+fn a_failure_beside_pinned_memory_leaves_the_client_enough() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(3), gang: 0, user: UserId(0) });
+    t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
+    t.report(3, 4 * GIB, 4 * GIB, 4 * GIB);
+    found(&mut t, 12 * GIB, &[(3, 4 * GIB)]);
+    t.join(1, 2 * GIB);
+    t.join(2, 10 * GIB);
+    t.request(2);
+    t.report(2, 10 * GIB, 4 * GIB, 0);
+    t.release(2, ReleaseReason::NoMemory);
+    t.request(2);
+    found(&mut t, 6 * GIB, &[(1, 2 * GIB), (2, 4 * GIB), (3, 4 * GIB)]);
+    t.map(1);
+    assert_eq!((t.seat(1).mapped, t.state(2)), (0, LockState::Holding), "all that is not pinned has left");
+}
+
+#[test]
+fn another_client_that_maps_after_a_failure_does_not_hide_that_the_first_was_alone() {
+    let mut t = measured(AntiThrash::On);
+    t.join(1, 15 * GIB);
+    t.join(2, GIB / 2);
+    t.request(1);
+    let mut is_denied = false;
+    for _ in 0..12 {
+        t.report(2, GIB / 2, 0, 0);
+        t.report(1, 15 * GIB, 14 * GIB, 0);
+        t.release(1, ReleaseReason::NoMemory);
+        t.request(1);
+        t.map(2);
+        let mapped = t.seat(2).mapped;
+        is_denied |=
+            found(&mut t, GIB, &[(1, 14 * GIB), (2, mapped)]).contains(&denied(1, 15 * GIB, Denial::Unmappable));
+        for _ in 0..4000 {
+            t.map(2);
+            if t.state(1) == LockState::Holding {
+                break;
+            }
+            t.after(ms(10));
+        }
+        assert_eq!(t.state(1), LockState::Holding);
+    }
+    assert!(is_denied);
+}
+
+#[test]
+fn a_client_that_comes_back_does_not_wait_for_ever_for_a_measurement() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.report(1, 10 * GIB, 10 * GIB, 0);
+    t.request(1);
+    t.join(2, GIB);
+    t.after(Duration::from_secs(3));
+    t.map(1);
+    assert_eq!(t.state(1), LockState::Holding);
+}
+
+#[test]
+fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
+    let mut t = measured(AntiThrash::On);
+    t.measured(6 * GIB);
+    t.join(1, 12 * GIB);
+    t.request(1);
+    assert_eq!(t.machine.gpu(gpu(0)).unwrap().trial, 2 * GIB);
+    t.measured(7 * GIB); // another program has begun
+    assert_eq!(t.machine.gpu(gpu(0)).unwrap().trial, 2 * GIB);
+}
+
+#[test]
+fn a_client_that_comes_back_with_memory_is_measured_before_it_is_asked_for_any() {
+    let mut t = measured(AntiThrash::On);
+    t.measured(10 * GIB); // its own, before it was known
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    let commands = t.report(1, 10 * GIB, 10 * GIB, 0);
+    assert_eq!((allowances(&commands), commands.contains(&MEASURE)), (vec![], true), "{commands:?}");
+    t.measured(0);
+    let commands = found(&mut t, 6 * GIB, &[(1, 10 * GIB)]);
+    assert_eq!(allowances(&commands), [(1, 10 * GIB)]);
+}
+
+// ---- growth ----
+
+/// A client that holds the lock and has grown twice.
+fn growing(t: &mut Talk, n: u64, from: u64) {
+    t.join(n, from);
+    t.request(n);
+    for step in 1..=2 {
+        t.now += ms(1);
+        t.report(n, from + step * 32 * MIB, from + (step - 1) * 32 * MIB, 0);
+        t.map(n);
+    }
+}
+
+#[test]
+fn a_holder_that_keeps_growing_may_map_ahead() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    growing(&mut t, 1, GIB);
+    let seat = t.seat(1);
+    assert_eq!((seat.demand, seat.allowance), (GIB + 64 * MIB, 2 * GIB + 32 * MIB));
+    // Until half of that is used no message is sent.
+    t.now += ms(1);
+    assert_eq!(t.report(1, GIB + 500 * MIB, GIB + 500 * MIB, 0), []);
+    t.now += ms(1);
+    let commands = t.report(1, GIB + 600 * MIB, GIB + 600 * MIB, 0);
+    assert_eq!(allowances(&commands), [(1, 2 * GIB + 600 * MIB)]);
+}
+
+#[test]
+fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    growing(&mut t, 1, 4 * GIB);
+    assert_eq!(t.seat(1).allowance, 5 * GIB + 32 * MIB);
+    // It leaves a part of what is free.
+    t.join(2, 11 * GIB + 512 * MIB);
+    t.request(2);
+    assert_eq!(t.seat(1).allowance, 4 * GIB + 512 * MIB, "as much as is lacking");
+    assert_eq!(t.state(1), LockState::Holding, "nothing has to leave");
+    t.map(1);
+    assert_eq!(t.seat(2).allowance, 11 * GIB + 512 * MIB);
+}
+
+#[test]
+fn a_limit_holds_for_what_is_mapped_ahead() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.group(1, Amount::Bytes(GIB + 128 * MIB));
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.report(1, GIB, 0, 0);
+    t.map(1);
+    t.request(1);
+    for step in 1..=2 {
+        t.now += ms(1);
+        t.report(1, GIB + step * 32 * MIB, GIB + (step - 1) * 32 * MIB, 0);
+        t.map(1);
+    }
+    assert_eq!(t.seat(1).allowance, GIB + 128 * MIB);
+}
+
+#[test]
+fn a_holder_that_does_not_grow_maps_nothing_ahead() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.request(1);
+    t.now += Duration::from_secs(2);
+    t.report(1, 2 * GIB, GIB, 0);
+    t.map(1);
+    assert_eq!(t.seat(1).allowance, 2 * GIB);
+    t.now += Duration::from_secs(2);
+    t.report(1, 3 * GIB, 2 * GIB, 0);
+    assert_eq!(t.seat(1).allowance, 3 * GIB);
+}
