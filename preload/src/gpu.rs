@@ -32,6 +32,8 @@ mod room {
     pub const MADE: u32 = 1;
     /// The scheduler says that it takes as long as it takes.
     pub const AWAITED: u32 = 2;
+    /// There is none, and there will be none before others need less.
+    pub const REFUSED: u32 = 3;
 }
 /// How long a program waits for room to be made before it creates a context, where the scheduler says nothing.
 const ROOM_PATIENCE: Duration = Duration::from_secs(3);
@@ -66,10 +68,14 @@ pub struct Gpu {
     unreported: AtomicBool,
     /// What the scheduler says to wishes for a higher limit.
     pub answers: Answers,
+    /// So many bytes cannot be mapped, the scheduler says; 0: it has said nothing of that.
+    unmappable: AtomicU64,
     /// And to calls in which the driver found no memory.
     pub squeezed: squeeze::Answers,
     /// When this client last gave the lock of this GPU back after using it, in milliseconds; 0 before.
     used_until: AtomicU64,
+    /// Of the threads that wait at the gate, those that only allocate.
+    allocating: AtomicU32,
 }
 
 const NONE: i32 = -1;
@@ -154,8 +160,10 @@ impl Gpu {
             drained: AtomicBool::new(true),
             unreported: AtomicBool::new(false),
             answers: Answers::new(),
+            unmappable: AtomicU64::new(0),
             squeezed: squeeze::Answers::new(),
             used_until: AtomicU64::new(0),
+            allocating: AtomicU32::new(0),
         }
     }
 
@@ -167,10 +175,11 @@ impl Gpu {
         self.attached.get().is_some()
     }
 
-    /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits a little for room.
-    pub fn attach(device: CUdevice) {
-        let Some(gpu) = usize::try_from(device).ok().and_then(|i| GPUS.get(i)) else { return };
-        let Some(info) = gpu.get_acquainted(device) else { return };
+    /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits for room. `false`: there
+    /// is none.
+    pub fn attach(device: CUdevice) -> bool {
+        let Some(gpu) = usize::try_from(device).ok().and_then(|i| GPUS.get(i)) else { return true };
+        let Some(info) = gpu.get_acquainted(device) else { return true };
         let mut first = false;
         gpu.attached.get_or_init(|| {
             first = true;
@@ -181,34 +190,72 @@ impl Gpu {
             }
         });
         if !first {
-            if client::is_connected() {
-                gpu.wait_for_room();
-            }
-            return;
+            // Where there is one already, its work goes on: another is not refused.
+            return gpu.work.has_contexts() || gpu.attach_again();
         }
         let _ = ONLY.compare_exchange(NONE, gpu.index as i32, Ordering::AcqRel, Ordering::Acquire).map_err(|_| {
             ONLY.store(SEVERAL, Ordering::Release);
         });
         if !client::is_connected() {
-            return;
+            return true;
         }
         // From here on the lock and the allowance are the scheduler's to give.
         gpu.gate.close(closed::LOCK);
         gpu.introduce();
-        gpu.wait_for_room();
+        gpu.wait_for_room()
+    }
+
+    /// The same for a GPU that was attached before, and has no context. One that was refused is asked for anew.
+    fn attach_again(&self) -> bool {
+        let asks_anew = {
+            let _one = self.introducing.lock();
+            let asked = self.room.compare_exchange(room::REFUSED, room::UNKNOWN, Ordering::SeqCst, Ordering::SeqCst);
+            asked.is_ok()
+        };
+        if !client::is_connected() {
+            return true;
+        }
+        if asks_anew {
+            self.gate.close(closed::LOCK);
+            self.introduce();
+        }
+        self.wait_for_room()
     }
 
     /// Until there is room for a context, or the scheduler says nothing of it. Also while the scheduler is away for a moment:
-    /// who comes back to it is introduced anew, and who stays without one has room.
-    fn wait_for_room(&self) {
+    /// who comes back to it is introduced anew, and who stays without one has room. `false`: it is refused.
+    fn wait_for_room(&self) -> bool {
         let begin = Instant::now();
         while client::is_on() {
             let room = self.room.load(Ordering::SeqCst);
             if room == room::MADE || (room == room::UNKNOWN && begin.elapsed() >= ROOM_PATIENCE) {
-                return;
+                return true;
+            }
+            if room == room::REFUSED {
+                self.withdraw();
+                return false;
             }
             futex::wait(&self.room, room, Duration::from_millis(100));
         }
+        true
+    }
+
+    /// Gives up a context that was refused: the scheduler forgets this client on this GPU until it asks again. Until then
+    /// the driver says of each call that there is no context, so nothing waits at the gate.
+    fn withdraw(&self) {
+        let _one = self.introducing.lock();
+        if !self.is_refused() {
+            return; // another thread asks again
+        }
+        if self.is_introduced() && client::send(&ClientMessage::Detach { slot: self.index }) {
+            self.introduced.store(false, Ordering::SeqCst);
+        }
+        self.gate.open(closed::LOCK);
+    }
+
+    /// A context was refused, and has not been asked for again.
+    pub fn is_refused(&self) -> bool {
+        self.room.load(Ordering::SeqCst) == room::REFUSED
     }
 
     /// What this GPU is; `None` where this library stands aside. Needs no context.
@@ -237,7 +284,7 @@ impl Gpu {
     fn introduce_to(&self, meet: fn(&mut Space)) {
         let Some(info) = self.info() else { return };
         let _one = self.introducing.lock();
-        if self.introduced.load(Ordering::SeqCst) {
+        if self.is_introduced() || self.is_refused() {
             return;
         }
         if let Some(space) = self.space.get() {
@@ -269,6 +316,7 @@ impl Gpu {
         let _one = self.introducing.lock();
         self.introduced.store(false, Ordering::SeqCst);
         self.request_is_over();
+        self.forget_denials();
     }
 
     pub fn uuid(&self) -> Option<Uuid> {
@@ -318,8 +366,7 @@ impl Gpu {
 
     /// Says that there is room for a context.
     pub fn make_room(&self) {
-        self.room.store(room::MADE, Ordering::SeqCst);
-        futex::wake_all(&self.room);
+        self.leave_room_at(room::MADE);
     }
 
     /// Says that there will be some only when others need less.
@@ -335,6 +382,19 @@ impl Gpu {
                 self.request();
             }
         });
+    }
+
+    /// The same for a thread that waits for memory that it allocates.
+    #[cold]
+    pub fn wait_to_allocate(&self) {
+        self.allocating.fetch_add(1, Ordering::SeqCst);
+        self.wait(closed::MEMORY);
+        self.allocating.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether a thread waits at this gate that has work, which what runs may wait for.
+    pub fn has_work_waiting(&self) -> bool {
+        self.gate.waiting() > self.allocating.load(Ordering::SeqCst)
     }
 
     /// During a submission, after the driver has it: notes which stream it went to, unless that is known.
@@ -382,6 +442,51 @@ impl Gpu {
         if !client::send(&ClientMessage::Request { gpus: wanted_with(self) }) {
             self.requested.store(false, Ordering::SeqCst);
         }
+    }
+
+    /// The scheduler says that there is no room for a context, nor will there be any soon.
+    pub fn refuse_context(&self) {
+        if !self.work.has_contexts() {
+            self.leave_room_at(room::REFUSED);
+        }
+    }
+
+    /// What is known of the room for a context, unless that was known already.
+    fn leave_room_at(&self, known: u32) {
+        for open in [room::UNKNOWN, room::AWAITED] {
+            let _ = self.room.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);
+        }
+        futex::wake_all(&self.room);
+    }
+
+    /// The scheduler says that so many bytes cannot be mapped at once, which this client needs.
+    pub fn cannot_map(&self, bytes: u64) {
+        self.unmappable.store(bytes, Ordering::SeqCst);
+    }
+
+    /// Whether memory that was allocated and never used will not come: what waits for it fails with out of memory.
+    #[cold]
+    pub fn is_hopeless(&self) -> bool {
+        let bytes = self.unmappable.load(Ordering::SeqCst);
+        if bytes == 0 {
+            return false;
+        }
+        let needs = |account: Account| account.demand + account.pinned - account.freeing;
+        let is = self.account().is_some_and(|account| account.is_unproven() && needs(account) >= bytes);
+        if !is {
+            self.forget_denial(bytes);
+        }
+        is
+    }
+
+    /// That denial has been acted on, or no longer holds.
+    fn forget_denial(&self, bytes: u64) {
+        let _ = self.unmappable.compare_exchange(bytes, 0, Ordering::SeqCst, Ordering::SeqCst);
+    }
+
+    /// An allocation that will not come was undone, or the scheduler has something else to say.
+    pub fn forget_denials(&self) {
+        self.forget_denial(self.unmappable.load(Ordering::SeqCst));
     }
 
     /// The turn is over; `used`: something was submitted during it.
@@ -488,7 +593,9 @@ impl Gpu {
         let mut guard = space.lock();
         if !core::mem::replace(&mut guard.account.frozen, true) {
             trace!("GPU {}: work comes unseen from now on, so its memory stays", self.index);
-            client::send(&ClientMessage::Stuck { gpus: 1 << self.index, reason: wire::StuckReason::Unseen });
+            if self.is_introduced() {
+                client::send(&ClientMessage::Stuck { gpus: 1 << self.index, reason: wire::StuckReason::Unseen });
+            }
             self.report(&guard.account);
         }
     }
@@ -553,7 +660,9 @@ fn wanted_with(gpu: &Gpu) -> u64 {
         g.gate.waiting() > 0 || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
     });
     let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.companions();
-    wanted.fold(together(gpu), |set, g| set | together(g))
+    let wanted = wanted.fold(together(gpu), |set, g| set | together(g));
+    // Of others the scheduler knows nothing.
+    attached().filter(|gpu| !gpu.is_introduced()).fold(wanted, |set, gpu| set & !(1 << gpu.index))
 }
 
 /// Milliseconds since some time in the past, never 0.

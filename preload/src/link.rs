@@ -42,7 +42,10 @@ use core::{
     time::Duration,
 };
 use nvshare_wire::{
-    ClientMessage, SchedulerMessage, SlotSet, Text, client::StuckReason, scheduler::WaitReason, version,
+    ClientMessage, SchedulerMessage, SlotSet, Text,
+    client::StuckReason,
+    scheduler::{Denial, WaitReason},
+    version,
 };
 use rustix::fd::OwnedFd;
 
@@ -377,7 +380,7 @@ impl Link {
         let now = Instant::now();
         self.met = (now, self.away.filter(|_| !is_first).unwrap_or(now));
         (self.version, self.away, self.ungated, self.restore_at) = (version, None, false, None);
-        for gpu in gpu::attached() {
+        for gpu in gpu::attached().filter(|gpu| !gpu.is_refused()) {
             if let Some(alone) = self.alone.get_mut(gpu.index as usize) {
                 alone.end(gpu);
             }
@@ -402,7 +405,7 @@ impl Link {
         let mut held = 0;
         for gpu in gpu::attached() {
             gpu.introduce_again();
-            if !gpu.is_introduced() {
+            if !gpu.is_introduced() && !gpu.is_refused() {
                 return self.lost("it does not read");
             }
             let turn = self.turn(gpu);
@@ -443,6 +446,7 @@ impl Link {
         self.ungated = true;
         for gpu in gpu::attached() {
             gpu.make_room();
+            gpu.forget_denials();
             if let Some(space) = gpu.space() {
                 space.lock().run_free(gpu.total());
             }
@@ -466,6 +470,7 @@ impl Link {
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
                     gpu.uuid().inspect(|uuid| story::rule(*uuid, max)); // an older scheduler says it only here
+                    gpu.forget_denials();
                     if let Some(space) = gpu.space() {
                         let mut guard = space.lock();
                         let before = guard.account;
@@ -486,8 +491,12 @@ impl Link {
                     gpu.moving.lock().prepare(space, &gpu.work.contexts(), bytes);
                 }
             }
-            SchedulerMessage::Denied { slot, bytes } => {
-                by_slot(slot).inspect(|gpu| gpu.answers.denied(bytes));
+            SchedulerMessage::Denied { slot, bytes, what } => {
+                by_slot(slot).inspect(|gpu| match what {
+                    Denial::Limit => gpu.answers.denied(bytes),
+                    Denial::Context => gpu.refuse_context(),
+                    Denial::Mapping => gpu.cannot_map(bytes),
+                });
             }
             SchedulerMessage::Allowance { slot, seq, bytes } => {
                 if let Some((gpu, space)) = by_slot(slot).and_then(|gpu| Some((gpu, gpu.space()?))) {

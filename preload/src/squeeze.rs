@@ -65,6 +65,9 @@ fn again(mut result: CUresult, gpu: impl FnOnce() -> Option<&'static Gpu>, call:
     if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {
         return result;
     }
+    if gpu.is_hopeless() {
+        return result; // it is the program's own memory that lacks room
+    }
     for (most, part) in STEPS {
         if !crate::errno::preserved(|| make_room(gpu, most.min(gpu.total() / part))) {
             break;
@@ -89,7 +92,8 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let ask = || {
         let met = client::schedulers_met();
         let speaks = client::speaks(version::PROMISES);
-        (speaks && client::send(&ClientMessage::Squeeze { slot: gpu.index, bytes })).then_some(met)
+        (speaks && gpu.is_introduced() && client::send(&ClientMessage::Squeeze { slot: gpu.index, bytes }))
+            .then_some(met)
     };
     let Some(mut asked) = ask() else { return false };
     let begin = Instant::now();

@@ -332,7 +332,7 @@ impl Drain {
         }
         let standing = self.progress.1.elapsed();
         let patience = if self.helped { patience.with(gpu) } else { HELP_AFTER };
-        if standing >= patience && gpu.gate.waiting() > 0 {
+        if standing >= patience && gpu.has_work_waiting() {
             if self.helped {
                 return Drained::NeedsHost;
             }

@@ -47,7 +47,7 @@ fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
         (MemoryMax { uuid: new, .. }, MemoryMax { uuid: old, .. }) => new == old,
         (Room { slot: new, .. }, Room { slot: old, .. }) => new == old,
         (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
-        (Denied { slot: new, .. }, Denied { slot: old, .. }) => new == old,
+        (Denied { slot: new, what: a, .. }, Denied { slot: old, what: b, .. }) => new == old && a == b,
         (Contended { gpus: new, .. }, Contended { gpus: old, .. }) => new == old,
         (Waiting { .. }, Waiting { .. }) => true,
         (Revoke { gpus: new }, Revoke { gpus: old }) => new == old,

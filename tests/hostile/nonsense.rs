@@ -3,7 +3,7 @@
 use nvshare_wire::{
     SchedulerMessage, Secret, SlotSet, Text, Uuid,
     client::{GpuKind, Sharing},
-    scheduler::{NoPlace, Refusal, WaitReason},
+    scheduler::{Denial, NoPlace, Refusal, WaitReason},
 };
 
 use crate::dice::Dice;
@@ -44,7 +44,11 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             spare: bytes(dice),
             max: bytes(dice),
         },
-        6 => SchedulerMessage::Denied { slot: slot(dice), bytes: bytes(dice) },
+        6 => SchedulerMessage::Denied {
+            slot: slot(dice),
+            bytes: bytes(dice),
+            what: dice.pick(&[Denial::Limit, Denial::Context, Denial::Mapping]),
+        },
         7 => SchedulerMessage::Room { slot: slot(dice), bytes: bytes(dice) },
         8..12 => SchedulerMessage::Allowance { slot: slot(dice), seq: count(dice), bytes: bytes(dice) },
         12..16 => SchedulerMessage::Grant { gpus: slots(dice) },

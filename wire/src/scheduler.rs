@@ -69,8 +69,12 @@ messages! {
         /// say so with [`Adopted`](crate::ClientMessage::Adopted).
         75 (since 2) => Adopt { exporter: Secret, range: u32 },
 
-        /// A limit of so many bytes cannot be promised: what waits for it fails.
-        76 (since 2) => Denied { slot: u32, bytes: u64 },
+        /// So many bytes cannot be had: what waits for them fails.
+        76 (since 2) => Denied {
+            slot: u32,
+            bytes: u64,
+            (since 6) what: Denial,
+        },
 
         /// So much is free on that GPU now, and kept for this client for a moment; perhaps less than it asked for.
         77 (since 2) => Room { slot: u32, bytes: u64 },
@@ -127,6 +131,21 @@ byte_enum! {
         Free = 0,
         /// There is no GPU for it: it is to see none.
         NoGpu = 1,
+    }
+}
+
+byte_enum! {
+    /// What a client cannot have.
+    #[derive(Default)]
+    pub enum Denial {
+        /// A limit of so many bytes.
+        #[default]
+        Limit = 0,
+        /// A context, beside which another client could not run. The scheduler keeps the request until the client detaches.
+        Context = 1,
+        /// So many bytes on the GPU at once, which it needs already: the driver does not map them, though no other client has
+        /// anything there.
+        Mapping = 2,
     }
 }
 

@@ -7,7 +7,7 @@
 /// The oldest version this build speaks.
 pub const MIN: u16 = 1;
 /// The newest version this build speaks.
-pub const MAX: u16 = 5;
+pub const MAX: u16 = 6;
 /// The version from which on limits are promises: numbered, acknowledged, and raised or refused when asked for.
 pub const PROMISES: u16 = 2;
 /// The version from which on programs share memory through the scheduler.
@@ -29,6 +29,8 @@ pub const OWN: u16 = 4;
 pub const FORETOLD: u16 = 4;
 /// The version from which on a client says what it has counted.
 pub const COUNTING: u16 = 5;
+/// The version from which on a client hears that it cannot have a context, or that its memory cannot be mapped.
+pub const REFUSING: u16 = 6;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

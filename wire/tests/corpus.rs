@@ -6,7 +6,7 @@ use nvshare_wire::{
     choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
     own::OwnTerm,
-    scheduler::{NoPlace, Refusal, WaitReason},
+    scheduler::{Denial, NoPlace, Refusal, WaitReason},
 };
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -146,7 +146,8 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("revoke", 1, Revoke { gpus }),
         ("contended", 1, Contended { gpus, waiters: 2, grace_us: 1000 }),
         ("waiting", 1, Waiting { gpus, why: WaitReason::Pinned }),
-        ("denied", 2, Denied { slot, bytes: 9 << 30 }),
+        ("denied", 2, Denied { slot, bytes: 9 << 30, what: Denial::Limit }),
+        ("denied-6", 6, Denied { slot, bytes: 9 << 30, what: Denial::Mapping }),
         ("room", 2, Room { slot, bytes: 64 << 20 }),
         ("export", 2, Export { ticket: 5, secret: SECRET, range: 2, allocation: 9, first: 16 }),
         ("opened", 2, Opened { ticket: 4, outcome: Sharing::Busy, bytes: 80 << 20, chunk: 64 << 20 }),

@@ -5,7 +5,7 @@ use nvshare_wire::{
     choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
     own::OwnTerm,
-    scheduler::{NoPlace, Refusal, WaitReason},
+    scheduler::{Denial, NoPlace, Refusal, WaitReason},
     version,
 };
 use proptest::prelude::*;
@@ -139,7 +139,8 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
             spare,
             max
         }),
-        any::<(u32, u64)>().prop_map(|(slot, bytes)| Denied { slot, bytes }),
+        (any::<(u32, u64)>(), prop_oneof![Just(Denial::Limit), Just(Denial::Context), Just(Denial::Mapping)])
+            .prop_map(|((slot, bytes), what)| Denied { slot, bytes, what }),
         any::<(u32, u64)>().prop_map(|(slot, bytes)| Room { slot, bytes }),
         any::<(u32, u32, u64)>().prop_map(|(slot, seq, bytes)| Allowance { slot, seq, bytes }),
         any::<u64>().prop_map(|gpus| Grant { gpus }),

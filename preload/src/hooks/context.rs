@@ -31,7 +31,9 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     if !client::is_on() {
         return real();
     }
-    crate::errno::preserved(|| Gpu::attach(device));
+    if !crate::errno::preserved(|| Gpu::attach(device)) {
+        return ERROR_OUT_OF_MEMORY;
+    }
     let begin = Instant::now();
     let create = || loop {
         // Room has been made, but a program that has just ended may still be giving its memory back.
@@ -114,8 +116,8 @@ fn retain_primary(device: CUdevice) -> bool {
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Vec::new());
 
 fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
-    if client::is_on() {
-        crate::errno::preserved(|| Gpu::attach(device));
+    if client::is_on() && !crate::errno::preserved(|| Gpu::attach(device)) {
+        return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
     // SAFETY: the driver has just written there.

@@ -60,6 +60,9 @@ pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> C
         if !client::is_on() {
             return call();
         }
+        if gpu.is_hopeless() {
+            return ERROR_OUT_OF_MEMORY;
+        }
     }
     let result = call();
     Gate::leave(gpu.index, slot);
@@ -68,7 +71,13 @@ pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> C
 
 #[inline]
 fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
-    let entered = enter_as_before(stream, reasons).or_else(|| enter(stream, reasons));
+    let entered = match enter_as_before(stream, reasons) {
+        None => match enter(stream, reasons) {
+            Ok(entered) => entered,
+            Err(error) => return error,
+        },
+        entered => entered,
+    };
     let result = call();
     if let Some((gpu, slot)) = entered {
         if weight > NOTHING {
@@ -97,13 +106,16 @@ fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
 }
 
 /// Waits until it may enter. `None`: the call does not concern the gate.
+///
+/// # Errors
+/// Memory that the program has allocated and never used cannot be mapped.
 #[inline(never)]
-fn enter(stream: CUstream, reasons: u32) -> Entered {
-    let gpu = client::is_on().then(gpu::current)??;
+fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
+    let Some(gpu) = client::is_on().then(gpu::current).flatten() else { return Ok(None) };
     let slot = threads::mine();
     // A call from inside another, or one that goes into a graph, gives the GPU nothing now.
     if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
-        return None;
+        return Ok(None);
     }
     gpu.work.throttle(stream);
     loop {
@@ -113,11 +125,14 @@ fn enter(stream: CUstream, reasons: u32) -> Entered {
         } else {
             Some(gpu)
         };
-        let Some(closed) = closed else { return Some((gpu, slot)) };
+        let Some(closed) = closed else { return Ok(Some((gpu, slot))) };
         slot.inside.store(OUTSIDE, Ordering::Release);
         closed.wait(reasons);
         if !client::is_on() {
-            return None;
+            return Ok(None);
+        }
+        if closed.is_hopeless() {
+            return Err(ERROR_OUT_OF_MEMORY);
         }
     }
 }

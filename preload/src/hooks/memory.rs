@@ -1,10 +1,11 @@
-//! Allocations, frees and questions about addresses. None of them waits for the GPU lock: an allocation for which there is
-//! no room now only reserves its addresses.
+//! Allocations, frees and questions about addresses. An allocation by a program that does not hold the GPU lock only reserves
+//! its addresses; by one that does, it waits until its memory is there. Nothing else waits.
 
 use crate::{
     capture, client,
     cuda::*,
     driver,
+    gate::closed,
     gpu::{self, Gpu},
     hooks::{gated, hooks, pinned, vmm},
     limit::{self, Outcome},
@@ -13,18 +14,18 @@ use crate::{
         engine::{self, GRANULE, check},
         pinned::Kind,
         shared, slab,
-        space::{Allocation, Space, current_context},
+        space::{Allocated, Allocation, Backing, Space, current_context},
     },
     settings,
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
+    threads,
     trace::trace,
 };
 use alloc::vec::Vec;
-use core::ffi::c_void;
-use core::time::Duration;
+use core::{ffi::c_void, sync::atomic::Ordering, time::Duration};
 
 type P = *mut c_void;
 
@@ -38,6 +39,8 @@ const OTHERS_LOOK: Duration = Duration::from_millis(3);
 /// How long an allocation that finds no memory waits for freed memory that work may still use.
 const FREED_PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long one that the driver has no room for waits until others have made some, or the scheduler says that they cannot.
+const BACKING_PATIENCE: Duration = Duration::from_secs(60);
 /// How long one that finds none waits for memory of programs outside nvshare: it may be that of one that has just ended.
 const OTHERS_PATIENCE: Duration = Duration::from_millis(400);
 /// And how long while the scheduler is away, which knows better: until it is done without.
@@ -59,14 +62,59 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
         let result = patiently(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
         trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
         match result {
-            Ok(allocated) => {
+            Ok(Allocated { backing, address }) => {
+                let undo = |space: &mut Space| {
+                    space.free(address, true, &gpu.work); // no work knows it yet
+                };
+                if !is_backed_in_time(gpu, space, backing, undo) {
+                    return ERROR_OUT_OF_MEMORY;
+                }
                 // SAFETY: the program's own place, not NULL.
-                unsafe { *place = allocated.address };
+                unsafe { *place = address };
                 SUCCESS
             }
             Err(error) => error,
         }
     })
+}
+
+/// Waits until new memory is on the GPU, as it would be without nvshare: where the program runs now, and would wait at its
+/// next launch, or the driver had no room where there should be some. So it is an allocation that fails and not a launch.
+/// `false`: there is no room to be made, and the allocation is undone.
+pub(super) fn is_backed_in_time(
+    gpu: &'static Gpu,
+    space: &Mutex<Space>,
+    backing: Backing,
+    undo: impl FnOnce(&mut Space),
+) -> bool {
+    // A thread inside the gate would keep the program from draining.
+    let is_inside = threads::mine().inside.load(Ordering::Relaxed) != threads::OUTSIDE;
+    if backing == Backing::There || is_inside {
+        return true;
+    }
+    let begin = Instant::now();
+    while begin.elapsed() < BACKING_PATIENCE && client::is_connected() && !capture::any() {
+        if space.lock().account.can_run() {
+            return true;
+        }
+        if gpu.is_hopeless() {
+            let mut guard = space.lock();
+            let before = guard.account;
+            undo(&mut guard);
+            guard.account.counts.refused += 1;
+            let after = guard.account;
+            gpu.account_changed(&before, &after);
+            gpu.forget_denials();
+            return false;
+        }
+        let has_turn = !gpu.gate.is_closed_for(closed::LOCK);
+        // Open although memory is lacking: no context works any more, as the next call says.
+        if !gpu.gate.is_closed_for(closed::MEMORY) || (backing == Backing::Later && !has_turn) {
+            break;
+        }
+        gpu.wait_to_allocate();
+    }
+    true // it comes later, as for a program that does not hold the lock
 }
 
 /// `cuMemAllocManaged`: what is not small is moved by prefetches, and so is demand like any other memory.

@@ -82,7 +82,10 @@ fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space
     let made = memory::patiently(gpu, space, size, |space| space.create(size as u64, flags, beyond, &gpu.work));
     trace!("GPU {}: create {size}: {made:x?}", gpu.index);
     match made {
-        Ok(base) => {
+        Ok((base, backing)) => {
+            if !memory::is_backed_in_time(gpu, space, backing, |space| space.destroy(base)) {
+                return ERROR_OUT_OF_MEMORY;
+            }
             let handle = TABLE.lock().add(gpu, base, size as u64, flags);
             // SAFETY: the program's own place, not NULL.
             unsafe { place.write(handle) };

@@ -80,6 +80,8 @@ pub struct Account {
     pub faults: bool,
     /// Without a scheduler: what this client may need, with others there who make room for it; 0 without them.
     pub company: u64,
+    /// The most that was ever needed and all on the GPU.
+    pub proven: u64,
     /// An allocation found no room, and nobody to make some; and others that might were waited for in vain.
     pub refused: bool,
     pub searched: bool,
@@ -196,8 +198,17 @@ struct Freed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Allocated {
     pub address: u64,
-    /// Its memory is on the GPU. If not, it comes with credit from the scheduler, and the gate must be closed until then.
-    pub backed: bool,
+    pub backing: Backing,
+}
+
+/// Whether new memory is on the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backing {
+    There,
+    /// It comes with credit from the scheduler, and the gate must be closed until then.
+    Later,
+    /// The same, but there was credit, and the driver had no room. It may be that there never will be any.
+    Refused,
 }
 
 impl Chunk {
@@ -233,6 +244,11 @@ impl Account {
     fn admits(&self, len: u64, beyond: bool) -> bool {
         let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
         len <= self.free() || (beyond && self.max == 0 && wanted <= self.own_max)
+    }
+    /// Whether some of what is needed was never on the GPU together with the rest, and is not now: memory that no work has
+    /// used yet.
+    pub fn is_unproven(&self) -> bool {
+        !self.faults && !self.is_complete() && self.demand > self.proven
     }
     /// What the program may still allocate.
     pub fn free(&self) -> u64 {
@@ -295,6 +311,7 @@ impl Space {
             freeing: 0,
             faults,
             company: 0,
+            proven: 0,
             refused: false,
             searched: false,
             frozen: false,
@@ -332,17 +349,17 @@ impl Space {
     /// Makes an allocation; `beyond` lets it exceed the limit.
     pub fn allocate(&mut self, size: u64, context: usize, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
-        let (range, address, backed) = if size <= slab::LARGEST {
+        let (range, address, backing) = if size <= slab::LARGEST {
             self.allocate_in_slab(size, beyond)?
         } else {
             let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
-            let (base, backed) = self.make_range(len, Use::Whole, self.flags, beyond)?;
-            (base, base, backed)
+            let (base, backing) = self.make_range(len, Use::Whole, self.flags, beyond)?;
+            (base, base, backing)
         };
         let id = self.next_id;
         self.next_id += 1;
         self.allocations.insert(address, Allocation { base: address, size, id, context, managed: false, range });
-        Ok(Allocated { address, backed })
+        Ok(Allocated { address, backing })
     }
 
     /// The same for managed memory, which `make` makes.
@@ -367,27 +384,27 @@ impl Space {
         Ok(base)
     }
 
-    fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, bool), CUresult> {
+    fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, Backing), CUresult> {
         for (base, range) in &mut self.ranges {
             if let (Use::Slab(slab), false) = (&mut range.purpose, range.dead)
                 && let Some(offset) = slab.take(size)
             {
-                return Ok((*base, base + offset, true));
+                return Ok((*base, base + offset, Backing::There));
             }
         }
-        let (base, backed) = self.make_range(GRANULE, Use::Slab(Box::new(Slab::new())), self.flags, beyond)?;
+        let (base, backing) = self.make_range(GRANULE, Use::Slab(Box::new(Slab::new())), self.flags, beyond)?;
         match self.ranges.get_mut(&base).map(|r| &mut r.purpose) {
             Some(Use::Slab(slab)) => {
-                slab.take(size).map(|offset| (base, base + offset, backed)).ok_or(ERROR_OUT_OF_MEMORY)
+                slab.take(size).map(|offset| (base, base + offset, backing)).ok_or(ERROR_OUT_OF_MEMORY)
             }
             _ => Err(ERROR_OUT_OF_MEMORY),
         }
     }
 
     /// Makes memory without an address that the program knows; gives the base of its range.
-    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<u64, CUresult> {
+    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
         self.reclaim(work);
-        self.make_range(len, Use::Created, flags, beyond).map(|(base, _)| base)
+        self.make_range(len, Use::Created, flags, beyond)
     }
 
     /// Nothing refers to what [`create`](Self::create) made any more.
@@ -395,7 +412,7 @@ impl Space {
         self.drop_range(base);
     }
 
-    fn make_range(&mut self, len: u64, purpose: Use, flags: Flags, beyond: bool) -> Result<(u64, bool), CUresult> {
+    fn make_range(&mut self, len: u64, purpose: Use, flags: Flags, beyond: bool) -> Result<(u64, Backing), CUresult> {
         if !self.account.admits(len, beyond) {
             return Err(ERROR_OUT_OF_MEMORY);
         }
@@ -403,7 +420,7 @@ impl Space {
         self.add_range(base, len, purpose, flags)
     }
 
-    fn add_range(&mut self, base: u64, len: u64, purpose: Use, flags: Flags) -> Result<(u64, bool), CUresult> {
+    fn add_range(&mut self, base: u64, len: u64, purpose: Use, flags: Flags) -> Result<(u64, Backing), CUresult> {
         let engine = self.engine_of(flags);
         // What may be given to others is one thing to them.
         let step = if flags.handle_types == 0 { CHUNK } else { len };
@@ -415,8 +432,9 @@ impl Space {
         self.account.demand += len;
         // Only while nothing else is lacking: what is restored first must not find its place taken.
         let lacking = self.account.demand - len > self.account.mapped;
-        let mut backed = !lacking && len <= self.account.room();
-        if backed {
+        let may_map = !lacking && len <= self.account.room();
+        let mut backing = if may_map { Backing::There } else { Backing::Later };
+        if may_map {
             for chunk in &mut range.chunks {
                 match engine.map(self.gpu, base + chunk.offset, chunk.len, flags) {
                     Ok(handle) => {
@@ -425,7 +443,7 @@ impl Space {
                     }
                     // Others have not let go yet; the mover tries again. Without a scheduler nobody will.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
-                        backed = false;
+                        backing = Backing::Refused;
                         break;
                     }
                     Err(error) => {
@@ -437,7 +455,8 @@ impl Space {
             }
         }
         self.ranges.insert(base, range);
-        Ok((base, backed))
+        self.note_proven();
+        Ok((base, backing))
     }
 
     /// Takes a range apart. Nothing may be using it.
@@ -469,6 +488,9 @@ impl Space {
         if !range.gone {
             engine.unreserve(base, range.len);
         }
+        // What is allocated from here on is new.
+        self.account.proven = self.account.proven.min(self.account.demand);
+        self.note_proven();
         if let Some(Exported { range, .. }) = range.exported {
             shared::withdraw(range);
         }
@@ -783,6 +805,12 @@ impl Space {
         }
     }
 
+    fn note_proven(&mut self) {
+        if self.account.can_run() && !self.account.faults {
+            self.account.proven = self.account.proven.max(self.account.demand);
+        }
+    }
+
     /// Acknowledges the allowances that are carried out by now. Where the newest is, the others no longer matter.
     fn settle(&mut self) {
         let there = self.account.mapped + self.account.pinned;
@@ -920,6 +948,7 @@ impl Space {
             chunk.place = place;
             self.account.flying -= chunk.len;
         }
+        self.note_proven();
         if dead {
             self.drop_range(base);
         }

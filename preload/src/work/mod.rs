@@ -517,6 +517,10 @@ impl Work {
         self.inner.lock().forget_context(context as usize);
     }
 
+    pub fn has_contexts(&self) -> bool {
+        !self.inner.lock().contexts.is_empty()
+    }
+
     pub fn has_context(&self, context: CUcontext) -> bool {
         self.inner.lock().has(context as usize)
     }

@@ -35,7 +35,7 @@ use std::time::{Duration, SystemTime};
 
 use nvshare_wire::client::{EngineReason, GpuKind};
 
-use nvshare_wire::{SchedulerMessage, version};
+use nvshare_wire::{SchedulerMessage, scheduler as wire, version};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
@@ -59,7 +59,7 @@ use super::socket::{self, Timer};
 use super::trace::Trace;
 use crate::bus;
 use crate::scheduler::{
-    ClientId, Command, Event, GpuId, GpuSet, GroupId, Machine, MemoryReport, Settings, Time, WaitReason,
+    ClientId, Command, Denial, Event, GpuId, GpuSet, GroupId, Machine, MemoryReport, Settings, Time, WaitReason,
 };
 
 /// The machine asks for no tick sooner than this after one, so that a mistake in it cannot take a whole CPU.
@@ -345,8 +345,17 @@ impl Hub {
             Command::Room { client, gpu, bytes } => {
                 (client, SchedulerMessage::Room { slot: slot_of(&client, &gpu)?, bytes })
             }
-            Command::Denied { client, gpu, bytes, why: _ } => {
-                (client, SchedulerMessage::Denied { slot: slot_of(&client, &gpu)?, bytes })
+            Command::Denied { client, gpu, bytes, why } => {
+                let what = match why {
+                    Denial::NoContext => wire::Denial::Context,
+                    Denial::Unmappable => wire::Denial::Mapping,
+                    _ => wire::Denial::Limit,
+                };
+                let version = self.clients.get(&client)?.session.version;
+                if what != wire::Denial::Limit && version < version::REFUSING {
+                    return None; // it would take that for the answer to a wish
+                }
+                (client, SchedulerMessage::Denied { slot: slot_of(&client, &gpu)?, bytes, what })
             }
             Command::Prepare { client, gpu, bytes } => {
                 if self.clients.get(&client)?.session.version < version::PROMISES {

@@ -1,6 +1,10 @@
 //! The one line that a program prints.
 
+use crate::programs::Refused;
 use std::{error::Error, fmt::Write, process::ExitCode};
+
+/// The exit status of a program that was refused memory and ended in good order.
+const REFUSED: u8 = 3;
 
 /// A flat JSON object in the making.
 #[derive(Debug)]
@@ -31,6 +35,10 @@ impl Report {
             self.text("error", &e.to_string());
         }
         println!("{},\"ok\":{}}}", self.0, result.is_ok());
-        if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        match result {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(e) if e.is::<Refused>() => ExitCode::from(REFUSED),
+            Err(_) => ExitCode::FAILURE,
+        }
     }
 }

@@ -11,6 +11,7 @@ mod escapes;
 mod forks;
 mod graph;
 mod green;
+mod grow;
 mod host_waits;
 mod info;
 mod latency;
@@ -100,6 +101,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         open_captures::run,
         "--how stream|context --rounds 20: leave a capture open when its stream or context is destroyed, then work",
     ),
+    (
+        "grow",
+        grow::run,
+        "--mem 64M --step 1M --most 3 --step-ms 0 --fill each|late --rounds 5 --pause-ms 50 --kind alloc|vmm|managed|async --seed 1: allocate and fill in parts of 1 to 3 steps, then rounds over all, verify; exits with 3 where memory is refused",
+    ),
     ("green", green::run, "--mem 16M --rounds 20 --primary 1: work in a green context"),
     (
         "share",
@@ -146,6 +152,18 @@ pub fn usage() -> String {
 pub fn expect<T: PartialEq + std::fmt::Display>(what: &str, got: T, want: T) -> Outcome {
     if got == want { Ok(()) } else { Err(format!("{what}: got {got}, want {want}").into()) }
 }
+
+/// The driver has no memory for a program that is prepared for that.
+#[derive(Debug)]
+pub struct Refused(pub crate::cuda::Error);
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "refused: {}", self.0)
+    }
+}
+
+impl Error for Refused {}
 
 /// A generator that is the same everywhere.
 #[derive(Debug)]
