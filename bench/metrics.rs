@@ -3,6 +3,7 @@
 //!
 //! `cargo bench --bench metrics [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
 
+mod crowd;
 #[path = "../tests/daemon_support/mod.rs"]
 mod daemon_support;
 mod results;
@@ -10,18 +11,16 @@ mod results;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use daemon_support::{Client, Daemon, GIB, GPU};
-use nvshare_wire::ClientMessage;
+use crowd::{at, crowd, hand_overs, loop_time};
+use daemon_support::Daemon;
 use results::{Figure, Results};
 
 const CLIENTS: usize = 1_000;
 const SCRAPES: u32 = 100;
 /// Scrapes closer together are answered alike.
 const PAUSE: Duration = Duration::from_millis(120);
-const HAND_OVERS: usize = 5_000;
 
 fn main() {
     let mut results = Results::from_arguments();
@@ -41,52 +40,22 @@ fn main() {
             add("metrics-1000-clients-loop", ms(held), "ms");
         }
     }
-    println!("\n{:>34}  {:>10}  {:>10}  {:>10}", "hand-over beside them", "median", "99 %", "longest");
-    for scraped in [false, true] {
+    crowd::print("hand-over beside them", None);
+    for (what, scraped) in [("not scraped", false), ("scraped without pause", true)] {
         let (daemon, path) = served();
         let _crowd = crowd(&daemon, CLIENTS);
-        let times = hand_overs(&daemon, scraped.then_some(&path));
-        let [median, most, all] = [0.5, 0.99, 1.0].map(|share| at(&times, share));
-        let what = if scraped { "scraped without pause" } else { "not scraped" };
-        println!("{what:>34}  {median:>10.1?}  {most:>10.1?}  {all:>10.1?}");
+        let scrapes = || drop(scrape(&path));
+        crowd::print(what, Some(&hand_overs(&daemon, scraped.then_some(&scrapes))));
     }
     results.write();
 }
 
-fn at(sorted: &[Duration], share: f64) -> Duration {
-    sorted[((sorted.len() - 1) as f64 * share) as usize]
-}
-
 /// A daemon that serves metrics, and where.
 fn served() -> (Daemon, PathBuf) {
-    let daemon = Daemon::start_with(|command, directory| {
-        let (file, path) = (directory.join("nvshare.toml"), directory.join("metrics.sock"));
-        let text = format!(
-            "anti-thrash = \"on\"\nmax-clients-per-user = 65535\nlog-level = \"warn\"\n[metrics]\nlisten = {path:?}\n"
-        );
-        std::fs::write(&file, text).expect("a configuration");
-        command.arg("--config").arg(file).args(["--log-level", "info"]);
-    });
-    let path = daemon.directory.0.join("metrics.sock");
+    let path = |directory: &Path| directory.join("metrics.sock");
+    let daemon = crowd::daemon(|directory| format!("[metrics]\nlisten = {:?}\n", path(directory)));
+    let path = path(&daemon.directory.0);
     (daemon, path)
-}
-
-/// Clients that have some memory each, on a GPU that has room for everybody's context.
-fn crowd(daemon: &Daemon, clients: usize) -> Vec<Client> {
-    let crowd: Vec<Client> = (0..clients).map(|_| daemon.client()).collect();
-    for client in &crowd {
-        attach(client);
-        client.report(GIB / 4, GIB / 8);
-    }
-    std::thread::sleep(Duration::from_secs(2)); // until what attaching has left to do is done
-    crowd
-}
-
-fn attach(client: &Client) {
-    let ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } = daemon_support::attach(0, GPU) else {
-        return;
-    };
-    client.send(ClientMessage::Attach { slot, uuid, kind, engine, total: 1 << 40, name, reason });
 }
 
 fn scrape(path: &Path) -> usize {
@@ -121,46 +90,4 @@ fn scrapes(daemon: &Daemon, path: &Path) -> (Vec<Duration>, usize, Duration) {
     let held = (loop_time(daemon) - before).saturating_sub(by_itself) / SCRAPES;
     times.sort();
     (times, size, held)
-}
-
-/// What the first thread, which the scheduling loop is in, has had of the processor.
-fn loop_time(daemon: &Daemon) -> Duration {
-    let pid = daemon.child.id();
-    let text = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/schedstat")).expect("it runs");
-    Duration::from_nanos(text.split(' ').next().and_then(|time| time.parse().ok()).expect("a time"))
-}
-
-/// From the packet that releases the lock to the next client's having it, perhaps while somebody reads metrics all the time.
-fn hand_overs(daemon: &Daemon, scraped: Option<&PathBuf>) -> Vec<Duration> {
-    let done = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        if let Some(path) = scraped {
-            scope.spawn(|| {
-                while !done.load(Ordering::Relaxed) {
-                    scrape(path);
-                }
-            });
-        }
-        let [a, b] = [daemon.client(), daemon.client()];
-        [&a, &b].into_iter().for_each(attach);
-        a.request();
-        a.until_granted();
-        b.request();
-        let mut pair = [&a, &b];
-        let mut times: Vec<Duration> = (0..HAND_OVERS)
-            .map(|_| {
-                let [holder, next] = pair;
-                let begin = Instant::now();
-                holder.release();
-                next.until_granted();
-                let time = begin.elapsed();
-                holder.request();
-                pair = [next, holder];
-                time
-            })
-            .collect();
-        done.store(true, Ordering::Relaxed);
-        times.sort();
-        times
-    })
 }

@@ -17,6 +17,9 @@ pub const CONTROL_SOCKET: &str = "/run/nvshare-control/control.sock";
 /// What holds a lock, or waits for it, until it is closed.
 pub use zbus::OwnedFd as LockFd;
 
+/// A file in memory that has a debug bundle.
+pub use zbus::OwnedFd as BundleFd;
+
 /// A GPU or a MIG slice.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
@@ -28,11 +31,11 @@ pub struct Gpu {
     pub total: u64,
     pub capacity: u64,
     pub overhead: Option<u64>,
+    pub accounting: String,
+    pub shortfall: u64,
     pub demand: u64,
     pub resident: u64,
     pub swapped: u64,
-    pub accounting: String,
-    pub shortfall: u64,
     pub clients: u32,
     pub holders: Vec<u64>,
     pub queue: Vec<u64>,
@@ -101,11 +104,11 @@ pub struct GpuUse {
     pub memory_max: Option<u64>,
     pub own_memory_max: Option<u64>,
     pub awaits: Option<u64>,
+    pub unverified: Option<u64>,
+    pub mapping_failures: u32,
     pub unseen: bool,
     pub stays: String,
     pub fullness: Option<u32>,
-    pub unverified: Option<u64>,
-    pub mapping_failures: u32,
     pub lock_time: f64,
     pub wait_time: f64,
     pub grants: u64,
@@ -130,6 +133,7 @@ pub trait Scheduler {
     fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;
+    fn create_debug_bundle(&self, options: HashMap<&str, Variant<'_>>) -> zbus::Result<BundleFd>;
     fn reload(&self) -> zbus::Result<()>;
     fn reset(&self) -> zbus::Result<()>;
 

@@ -3,12 +3,14 @@
 //! - [`scheduler`]: who may run and whose memory is on the GPU: a pure state machine.
 //! - [`daemon`]: the I/O around it: the clients' socket, D-Bus, systemd, NVML and the configuration file.
 //! - [`bus`]: the D-Bus interface as types, for the daemon and for `nvsharectl`.
+//! - [`recorder`]: the newest events and commands of the scheduler, for debug bundles.
 //! - [`simulate`]: what the scheduler would do with a described mix of programs, in virtual time.
 //! - [`ctl`]: what `nvsharectl` does, a file a command.
 //! - [`units`]: sizes and durations as people write and read them.
 pub mod bus;
 pub mod ctl;
 pub mod daemon;
+pub mod recorder;
 pub mod scheduler;
 pub mod simulate;
 pub mod units;

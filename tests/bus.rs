@@ -193,6 +193,7 @@ fn helper_stranger() {
             refusal(scheduler.set_time_quantum(45).await),
             refusal(scheduler.set_anti_thrash("on").await),
             refusal(scheduler.reload().await),
+            refusal(scheduler.create_debug_bundle(HashMap::new()).await),
         ];
         for (name, text) in denied {
             assert_eq!(name, "org.nvshare.Scheduler1.Error.NotAuthorized");
@@ -219,6 +220,38 @@ fn others_than_root_read_and_change_nothing() {
     stranger.env("NVSHARE_TEST_BUS", &bus.address).uid(65534).gid(65534).stderr(Stdio::piped());
     let output = stranger.output().expect("it starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_debug_bundle_is_a_sealed_file() {
+    both_ways(async |daemon, connection| {
+        let client = daemon.client();
+        client.attach();
+        let scheduler = scheduler(connection).await;
+        let bundle = scheduler.create_debug_bundle(HashMap::new()).await.expect("root may");
+        let mut file = std::fs::File::from(std::os::fd::OwnedFd::from(bundle));
+        assert!(std::io::Write::write_all(&mut file, b"x").is_err() && file.set_len(0).is_err());
+        let bundle = nvshare::recorder::bundle::read(BufReader::new(file)).expect("a bundle");
+        assert!(!bundle.header.command_lines);
+        assert_eq!(bundle.header.version, env!("CARGO_PKG_VERSION"));
+        assert_eq!(bundle.status["clients"][0]["id"], client.id);
+        let id = nvshare::scheduler::ClientId(client.id);
+        let is_attached = |event: &Event| matches!(event, Event::Attached { client, .. } if *client == id);
+        let mut attached = 0;
+        let entries = bundle.entries.inspect(|entry| {
+            attached += usize::from(entry.as_ref().is_ok_and(|entry| is_attached(&entry.event)));
+        });
+        let replay = nvshare::recorder::replay::replay(bundle.checkpoint, entries).expect("it can be read");
+        assert_eq!((replay.difference, attached), (None, 1));
+
+        for (option, value, said) in [
+            ("command-lines", Variant::from("yes"), "command-lines is a boolean, true or false"),
+            ("secrets", Variant::from(true), "there is no option \"secrets\": \"command-lines\" is the only one"),
+        ] {
+            let refused = refusal(scheduler.create_debug_bundle(HashMap::from([(option, value)])).await);
+            assert_eq!(refused, ("org.nvshare.Scheduler1.Error.InvalidArgument".to_owned(), said.to_owned()));
+        }
+    });
 }
 
 #[test]

@@ -236,3 +236,133 @@ fn a_command_runs_with_the_lock_held_and_ends_as_it_would_without() {
     assert_eq!(refused.code, Some(1));
     assert!(refused.stderr.contains("there is no GPU \"7\""), "{}", refused.stderr);
 }
+
+/// A daemon with a program that holds the GPU, one that waits, and a lock whose owner says who it is.
+fn busy() -> (Daemon, [Client; 2], std::process::Child) {
+    let daemon = Daemon::start();
+    let [holder, waiter] = [daemon.client(), daemon.client()];
+    for client in [&holder, &waiter] {
+        client.attach();
+        client.report(12 * GIB, 0);
+    }
+    holder.request();
+    holder.until_granted();
+    holder.report(12 * GIB, 12 * GIB);
+    waiter.request();
+    daemon.log.wait("contended");
+    let mut lock = ctl();
+    lock.arg("--control").arg(daemon.control());
+    lock.args(["lock", "--who", "secret-who", "--why", "secret-why", "--", "true"]);
+    let lock = lock.stdout(Stdio::null()).spawn().expect("nvsharectl");
+    daemon.log.wait("secret-who connected");
+    (daemon, [holder, waiter], lock)
+}
+
+#[test]
+fn a_debug_bundle_is_private_and_names_no_program() {
+    let (daemon, _clients, mut lock) = busy();
+    let program = std::env::current_exe().expect("this program");
+    let program = program.file_name().and_then(|name| name.to_str()).expect("a name").to_owned();
+    let directory = &daemon.directory.0;
+    let path = directory.join("bundle.jsonl");
+    let at = path.to_str().expect("UTF-8");
+
+    let output = daemon.ctl(&["debug", "--output", at]);
+    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
+    assert!(output.stdout.starts_with(&format!("The debug bundle is in {at} (")), "{}", output.stdout);
+    let metadata = std::fs::metadata(&path).expect("the file");
+    assert_eq!(std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o777, 0o600);
+    let bundle = std::fs::read_to_string(&path).expect("the bundle");
+    let kinds = ["nvshare-bundle", "configuration", "status", "nvml", "checkpoint", "entry"];
+    for (line, kind) in bundle.lines().zip(kinds) {
+        assert!(line.starts_with(&format!("{{\"kind\":\"{kind}\"")), "{line}");
+    }
+    assert!(bundle.contains("\"time-quantum\":\"30s\"") && bundle.contains(GPU_NAME));
+    let name = std::fs::read_to_string("/proc/self/comm").expect("a name");
+    for secret in ["secret-who", "secret-why", program.as_str(), name.trim()] {
+        assert!(!bundle.contains(secret), "{secret} is in the bundle");
+    }
+    let more = daemon.ctl(&["debug", "--command-lines", "--output", "-"]);
+    for secret in ["secret-who", "secret-why", program.as_str(), "\"command-lines\":true"] {
+        assert!(more.stdout.contains(secret), "{secret} is not in the bundle");
+    }
+
+    let again = daemon.ctl(&["debug", "--output", at]);
+    let expected = format!("nvsharectl: {at} exists and is not overwritten: use --output to name another file\n");
+    assert_eq!((again.code, again.stderr), (Some(1), expected));
+    assert_eq!(std::fs::read_to_string(&path).expect("the bundle"), bundle);
+    let nowhere = daemon.ctl(&["debug", "--output", "/no/such/directory/bundle"]);
+    assert_eq!(nowhere.code, Some(1));
+    assert!(nowhere.stderr.contains("cannot create /no/such/directory/bundle: No such file"), "{}", nowhere.stderr);
+
+    let mut command = ctl();
+    let named = Output::of(command.arg("--control").arg(daemon.control()).arg("debug").current_dir(directory));
+    assert_eq!(named.code, Some(0), "{}", named.stderr);
+    let is_default = |name: &str| name.starts_with("nvshare-debug-") && name.ends_with("Z.jsonl");
+    let entries = std::fs::read_dir(directory).expect("the directory");
+    assert_eq!(entries.filter(|e| is_default(&e.as_ref().expect("an entry").file_name().to_string_lossy())).count(), 1);
+    let _ = lock.kill();
+    let _ = lock.wait();
+}
+
+#[test]
+fn a_debug_bundle_replays() {
+    let (daemon, clients, mut lock) = busy();
+    let path = daemon.directory.0.join("bundle.jsonl");
+    let at = path.to_str().expect("UTF-8");
+    assert_eq!(daemon.ctl(&["debug", "--output", at]).code, Some(0));
+    let replay = |more: &[&str]| Output::of(ctl().args(["simulate", "--replay", at]).args(more));
+
+    let text = replay(&[]);
+    assert_eq!((text.code, text.stderr.as_str()), (Some(0), ""));
+    assert!(text.stdout.contains("\nThe scheduler decides as recorded.\n"), "{}", text.stdout);
+    assert!(text.stdout.contains("granted after "), "{}", text.stdout);
+    let json: serde_json::Value = serde_json::from_str(&replay(&["--json"]).stdout).expect("JSON");
+    assert_eq!((&json["same"], &json["difference"]), (&true.into(), &serde_json::Value::Null));
+    let of = |client: &Client| {
+        let all = json["clients"].as_array().expect("a list");
+        all.iter().find(|row| row["client"] == client.id).expect("the client").clone()
+    };
+    assert_eq!((&of(&clients[0])["grants"], &of(&clients[1])["grants"]), (&1.into(), &0.into()));
+    assert!(of(&clients[1])["wait-time"].as_f64().expect("a number") > 0.0);
+    assert_eq!(json["timeline"][0]["what"], "granted");
+
+    // The same, as if another scheduler had recorded it.
+    let bundle = std::fs::read_to_string(&path).expect("the bundle");
+    let line = bundle.lines().position(|line| line.contains("\"grant\":")).expect("a grant");
+    std::fs::write(&path, bundle.replace("{\"grant\":", "{\"revoke\":")).expect("a bundle");
+    let differs = replay(&[]);
+    assert_eq!(differs.code, Some(1));
+    let expected = format!("(line {}):\n  event      {{\"requested\":", line + 1);
+    assert!(differs.stdout.contains(&expected), "{}", differs.stdout);
+    let json: serde_json::Value = serde_json::from_str(&replay(&["--json"]).stdout).expect("JSON");
+    assert_eq!((&json["same"], &json["difference"]["line"]), (&false.into(), &(line + 1).into()));
+
+    std::fs::write(&path, "[[gpu]]\n").expect("a file");
+    let expected = format!("nvsharectl: {at}, line 1: this is not a debug bundle: `nvsharectl debug` writes one\n");
+    assert_eq!((replay(&[]).code, replay(&[]).stderr), (Some(1), expected));
+    assert_eq!(Output::of(ctl().args(["simulate", "--replay", at, "mix.toml"])).code, Some(2));
+    assert_eq!(Output::of(ctl().arg("simulate")).code, Some(2));
+    let _ = lock.kill();
+    let _ = lock.wait();
+}
+
+#[test]
+fn a_debug_bundle_is_refused_to_a_container() {
+    let unshare = |program: &mut std::process::Command| {
+        let mut command = std::process::Command::new("unshare");
+        command.args(["--pid", "--fork"]).arg(program.get_program()).args(program.get_args());
+        command
+    };
+    let is_possible = unshare(&mut std::process::Command::new("true")).stderr(Stdio::null()).status();
+    if !is_possible.is_ok_and(|status| status.success()) {
+        return eprintln!("skipped: PID namespaces cannot be made here");
+    }
+    let daemon = Daemon::start();
+    let mut command = ctl();
+    command.arg("--control").arg(daemon.control()).args(["debug", "--output", "-"]);
+    let refused = Output::of(&mut unshare(&mut command));
+    assert_eq!((refused.code, refused.stdout.as_str()), (Some(1), ""));
+    let text = "a process in a container, or in another PID namespace, may not create a debug bundle";
+    assert!(refused.stderr.contains(text), "{}", refused.stderr);
+}

@@ -27,6 +27,7 @@ const NEEDS_PASSWORD: &str = "org.freedesktop.DBus.Error.InteractiveAuthorizatio
 const CHANGE: &str = "org.nvshare.Scheduler1.change-settings";
 const LOCK: &str = "org.nvshare.Scheduler1.acquire-lock";
 const SEE: &str = "org.nvshare.Scheduler1.see-commands";
+const DEBUG: &str = "org.nvshare.Scheduler1.debug";
 
 // ---- a polkit ------------------------------------------------------------------------------------------------------
 
@@ -304,6 +305,22 @@ fn a_lock_is_everybody_s_unless_polkit_says_no() {
             refusal(acquire(&scheduler).await),
             (NOT_AUTHORIZED.to_owned(), "user 65534 may not acquire a lock: polkit does not allow it".to_owned())
         );
+    });
+}
+
+#[test]
+fn a_debug_bundle_has_an_action_of_its_own() {
+    with_polkit(async |bus, _, polkit| {
+        let stranger = on_bus_as(bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        polkit.say(Says::Yes);
+        scheduler.create_debug_bundle(HashMap::new()).await.expect("polkit says yes");
+        let [question] = polkit.asked().try_into().expect("one question");
+        assert_eq!(question.action, DEBUG);
+        polkit.say(Says::No);
+        let refused = refusal(scheduler.create_debug_bundle(HashMap::new()).await);
+        let text = "user 65534 may not create a debug bundle: polkit does not allow it";
+        assert_eq!(refused, (NOT_AUTHORIZED.to_owned(), text.to_owned()));
     });
 }
 

@@ -9,7 +9,7 @@ use nvshare::ctl::arguments::{Arguments, Cdi, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, cdi, place, preload, rules, run, simulate};
+use nvshare::ctl::{CtlError, Target, cdi, debug, place, preload, replay, rules, run, simulate};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -51,7 +51,17 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Lock { gpu, who, why, command }) => {
             return lock::lock(&target, &lock::Wish { gpu, who, why }, &command);
         }
-        Some(Verb::Simulate { policy, file }) => print(&simulate::simulate(&file, &policy, arguments.json)?),
+        Some(Verb::Simulate { replay: Some(bundle), .. }) => {
+            let answer = replay::replay(&bundle, arguments.json)?;
+            print(&answer.text)?;
+            return Ok(answer.exit_code);
+        }
+        Some(Verb::Simulate { policy, file, replay: None }) => {
+            // clap requires one of the two.
+            let file = file.unwrap_or_default();
+            print(&simulate::simulate(&file, &policy, arguments.json)?)
+        }
+        Some(Verb::Debug { output, command_lines }) => print(&debug::debug(&target, output.as_deref(), command_lines)?),
         Some(Verb::Cdi(Cdi::Generate(asked))) => {
             // Standard output is for the file, where that was asked for.
             cdi::generate(&target, &asked, |text| eprintln!("{text}"))

@@ -114,12 +114,26 @@ pub enum Verb {
     /// Needs no scheduler, no GPU and no right. The file is described in nvsharectl(1).
     Simulate {
         /// Only under this policy; can be given several times [default: all]
-        #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
+        #[arg(long, value_name = "NAME", conflicts_with = "replay", value_parser = PossibleValuesParser::new(POLICIES.map(|policy| policy.name)))]
         policy: Vec<String>,
+        /// Instead, replay a debug bundle: show what happened, and check that the scheduler still decides the same
+        #[arg(long, value_name = "BUNDLE", value_hint = ValueHint::FilePath)]
+        replay: Option<PathBuf>,
 
         /// The GPUs, the settings and the jobs
-        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
-        file: PathBuf,
+        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, required_unless_present = "replay", conflicts_with = "replay")]
+        file: Option<PathBuf>,
+    },
+    /// Save a debug bundle for a bug report: versions, configuration, status and the scheduler's flight recorder
+    ///
+    /// Requires root or, over the system bus, an administrator's password, since it shows what all users do.
+    Debug {
+        /// The file, which must not exist; - is standard output [default: nvshare-debug-HOST-TIME.jsonl]
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        output: Option<PathBuf>,
+        /// Include names and command lines of programs, which can contain secrets
+        #[arg(long)]
+        command_lines: bool,
     },
     /// Have every program of this machine load the library, by /etc/ld.so.preload
     #[command(subcommand)]

@@ -7,6 +7,7 @@
 //! - [`lock`]: running one command with a GPU's lock held.
 //! - [`run`]: running one command under nvshare; [`place`]: the GPUs that it is to see.
 //! - [`simulate`]: what the scheduler would do with a described mix of programs.
+//! - [`debug`]: saving a debug bundle; [`replay`]: what one shows.
 //! - [`preload`]: having every program of the machine load the library.
 //! - [`cdi`]: bringing GPUs and nvshare into containers.
 //! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
@@ -14,11 +15,13 @@
 pub mod arguments;
 pub mod cdi;
 mod connect;
+pub mod debug;
 mod errors;
 pub mod lock;
 mod password;
 pub mod place;
 pub mod preload;
+pub mod replay;
 pub mod rules;
 pub mod run;
 pub mod settings;

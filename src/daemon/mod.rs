@@ -15,7 +15,7 @@
 //! - `host`: the host's memory.
 //! - `gpus`: NVML, with `accounting` for what follows from it, and `traffic` for what moves, of which `uvm` knows some.
 //! - `driver_limits`: what the driver itself is to bound, and `privileges`: what that takes.
-//! - `bus`: the D-Bus object, in a thread of its own.
+//! - `bus`: the D-Bus object, in a thread of its own. `bundle`: debug bundles.
 //! - `metrics`: metrics for monitoring, in a thread of its own, where somebody has asked for them.
 //! - `status`: what `systemctl status` shows.
 //! - `systemd`, [`log`], `trace`: sockets and notifications, the log, the event trace; `journal` and `messages` are the log
@@ -24,6 +24,7 @@
 //! One thread, this one, runs the scheduling loop; nothing that can take long happens on it.
 
 mod accounting;
+mod bundle;
 mod bus;
 mod cgroup;
 mod changes;

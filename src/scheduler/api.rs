@@ -18,18 +18,19 @@ pub type Time = Duration;
 pub struct GpuId(pub Uuid);
 
 /// A client, for as long as its process lives. Never used twice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct ClientId(pub u64);
 
 /// Whose client it is. Users take turns, whatever the number of their clients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct UserId(pub u32);
 
 /// A set of GPUs. Ordered, so that the machine is deterministic.
 pub type GpuSet = BTreeSet<GpuId>;
 
 /// Whether holders of one GPU exclude each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum AntiThrash {
     /// One holder at a time, each for the full time quantum.
     On,
@@ -41,7 +42,8 @@ pub enum AntiThrash {
 }
 
 /// Who runs when.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum PolicyName {
     /// First come, first served; users take turns.
     #[default]
@@ -51,7 +53,8 @@ pub enum PolicyName {
 }
 
 /// What an administrator can change while everything runs.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Settings {
     /// How long a holder keeps the GPU lock while somebody waits who cannot be admitted beside it.
     pub time_quantum: Duration,
@@ -77,18 +80,20 @@ impl Settings {
 }
 
 /// Clients that a rule counts together: all programs of a unit, a container or a user.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct GroupId(pub u64);
 
 /// A group, with what it may have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Group {
     pub id: GroupId,
     pub terms: Terms,
 }
 
 /// What a rule says of a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Terms {
     pub memory_max: Amount,
     /// So much of each GPU is taken from it only where nobody else has any to give.
@@ -104,7 +109,8 @@ pub struct Terms {
 
 /// What a program says of itself, by its environment: it holds for this client alone, beside what a rule says of its group,
 /// and only where it is tighter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Own {
     pub memory_max: Amount,
     /// Of what a rule has kept on the GPU for its group, so much of its memory.
@@ -137,7 +143,8 @@ impl Default for Own {
 }
 
 /// How much of each GPU's time a group has, and how soon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Share {
     /// Of what is divided among those who want it, compared with others. 0: what nobody else wants.
     pub weight: u16,
@@ -157,7 +164,8 @@ impl Default for Share {
 }
 
 /// What becomes of an allocation for which a group's limit, or the host, has no room now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum OnMemoryFull {
     #[default]
     Fail,
@@ -166,7 +174,8 @@ pub enum OnMemoryFull {
 }
 
 /// Which of the allocations of a group that wait gets what is freed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum WaitOrder {
     /// The first, and nobody before it.
     #[default]
@@ -180,7 +189,8 @@ pub enum WaitOrder {
 }
 
 /// So much of each GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Amount {
     #[default]
     Infinity,
@@ -201,7 +211,8 @@ impl Amount {
 }
 
 /// Why a higher limit cannot be had.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Denial {
     /// There is no memory for it, on the GPU or in the host.
     NoRoom,
@@ -218,7 +229,8 @@ pub enum Denial {
 }
 
 /// A client's report of its memory on one GPU, in bytes; see `nvshare_wire::ClientMessage::Memory`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct MemoryReport {
     pub ack: u32,
     pub demand: u64,
@@ -229,14 +241,16 @@ pub struct MemoryReport {
 }
 
 /// What a client was measured to have mapped on a GPU: between these.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Found {
     pub least: u64,
     pub most: u64,
 }
 
 /// What was seen to move between a GPU and the host; `None` where it could not be seen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Traffic {
     /// Bytes a second.
     pub to_gpu: Option<u64>,
@@ -246,7 +260,8 @@ pub struct Traffic {
 }
 
 /// Why none of a client's memory can leave a GPU now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Stay {
     /// The host has no room for it.
     HostFull,
@@ -262,7 +277,8 @@ pub enum Stay {
     Unfreed,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Event {
     /// Time has passed; see `Machine::deadline`.
     Tick,
@@ -351,6 +367,7 @@ pub enum Event {
     Attached {
         client: ClientId,
         gpu: GpuId,
+        #[serde(with = "super::encoding::Engine")]
         engine: Engine,
     },
     Detached {
@@ -394,6 +411,7 @@ pub enum Event {
     Released {
         client: ClientId,
         gpus: GpuSet,
+        #[serde(with = "super::encoding::ReleaseReason")]
         reason: ReleaseReason,
         busy: Duration,
     },
@@ -406,6 +424,7 @@ pub enum Event {
     Stuck {
         client: ClientId,
         gpus: GpuSet,
+        #[serde(with = "super::encoding::StuckReason")]
         reason: StuckReason,
     },
     /// The client's process was stopped (SIGSTOP, a debugger) or runs again, as the kernel says.
@@ -416,7 +435,8 @@ pub enum Event {
 }
 
 /// What the daemon is to tell a client, or others.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Command {
     /// It is to run on these GPUs, and to see them in this order.
     Placed {
@@ -488,6 +508,7 @@ pub enum Command {
     Waiting {
         client: ClientId,
         gpus: GpuSet,
+        #[serde(with = "super::encoding::WaitReason")]
         why: WaitReason,
     },
     /// A holder has not answered a Revoke (or an Evict) in time: see whether its process is stopped (answer with

@@ -29,7 +29,7 @@ const SILENT: Duration = Duration::from_secs(1);
 const MOST_STEPS: u64 = 32;
 
 /// An eviction that was asked for and not yet confirmed.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct Eviction {
     pub seq: u32,
     pub since: Time,
@@ -49,7 +49,7 @@ pub(super) struct Evicted {
 }
 
 /// What one client may have on one GPU, and says it has.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Account {
     pub allowance: u64,
     pub charge: u64,
@@ -78,7 +78,7 @@ pub(super) struct Account {
 }
 
 /// How an account's charge divides.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Sums {
     charge: u64,
     /// Cannot leave: pinned, or the process is stopped, or it holds the lock and cannot drain.
@@ -314,7 +314,7 @@ impl Account {
 }
 
 /// The sums over all accounts of one GPU.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Bank {
     pub charged: u64,
     pub fixed: u64,

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// More highs than these are taken together.
 const MANY_HIGHS: usize = 64;
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Doubt {
     /// Until then the charge was so high, for charges that were not measured since: each lower than the one before it.
     highs: VecDeque<(Time, u64)>,

@@ -10,7 +10,7 @@ const LONGER: u32 = 2;
 /// That is never said of one sooner, since a drain depends on the moment, nor later.
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Drains {
     /// Of those that did not last longer than that, smoothed.
     usual: Option<Duration>,

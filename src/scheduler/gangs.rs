@@ -20,7 +20,7 @@ const LATELY: Duration = Duration::from_secs(1);
 /// A job has no more processes on one host: some for each of its GPUs.
 const MOST_OF_A_JOB: usize = 64;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(super) enum Gang {
     /// As its members call it.
     Named(u64),

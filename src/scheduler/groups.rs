@@ -18,7 +18,7 @@ use super::{
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Who is in a group, and what it may have.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Members {
     pub terms: Terms,
     clients: BTreeSet<ClientId>,

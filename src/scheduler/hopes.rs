@@ -10,7 +10,7 @@ const PATIENCE: Duration = Duration::from_millis(500);
 const AT_REST: Duration = Duration::from_millis(100);
 
 /// A wish that waits for a measurement.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct Hope {
     bytes: u64,
     /// A measurement tells that was begun no sooner.

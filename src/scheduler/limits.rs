@@ -39,7 +39,7 @@ impl Gpu {
 }
 
 /// The host memory that promises may count on.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Host {
     /// `None`: there is no bound.
     pub bytes: Option<u64>,

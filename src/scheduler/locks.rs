@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// What is granted together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(super) enum Unit {
     Solo(ClientId),
     Gang(Gang),
@@ -31,7 +31,7 @@ impl Unit {
 }
 
 /// A unit that waits.
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Request {
     pub place: Place,
     pub since: BTreeMap<ClientId, Time>,
@@ -45,11 +45,12 @@ pub(super) struct Request {
     /// Whether it stands in line, and if not, why.
     pub parked: Option<Parked>,
     /// What it was last told about why it waits.
+    #[serde(with = "super::encoding::wait_reason")]
     pub told: Option<WaitReason>,
 }
 
 /// Why a request is not in line. It then reserves nothing, and holds up nobody.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) enum Parked {
     Until(Time),
     Stopped,
@@ -62,7 +63,7 @@ pub(super) enum Parked {
 }
 
 /// A client's lock of one GPU.
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Hold {
     pub unit: Unit,
     /// Orders the holders of a GPU.
@@ -96,7 +97,7 @@ pub(super) struct Hold {
 }
 
 /// A revoke that was not answered by a release yet.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct Revoked {
     /// When it was first asked.
     pub first: Time,

@@ -36,17 +36,20 @@ impl Settings {
 }
 
 /// Decides who may run on which GPU, and whose memory is there. See the [module](super).
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub struct Machine {
     pub(super) now: Time,
     pub(super) settings: Settings,
     pub(super) gpus: BTreeMap<GpuId, Gpu>,
     pub(super) clients: BTreeMap<ClientId, Client>,
     /// Requests that wait, in line or parked.
+    #[serde(with = "super::encoding::pairs")]
     pub(super) requests: BTreeMap<Unit, Request>,
     /// Gangs with their members; a client without a gang is in none.
+    #[serde(with = "super::encoding::pairs")]
     pub(super) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
     /// Since when a gang has held something without pause.
+    #[serde(with = "super::encoding::pairs")]
     pub(super) gang_turns: BTreeMap<Gang, Time>,
     /// Groups with members.
     pub(super) groups: BTreeMap<GroupId, Members>,
@@ -61,7 +64,7 @@ pub struct Machine {
     pub(super) counter: u64,
 }
 
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Gpu {
     pub total: u64,
     /// The newest measured overhead.
@@ -83,8 +86,10 @@ pub(super) struct Gpu {
     /// Requests that want this GPU, in the order in which they are served.
     pub line: BTreeSet<(Place, Unit)>,
     /// Until when each party has had its share of this GPU, where that is not past.
+    #[serde(with = "super::encoding::pairs")]
     pub served: BTreeMap<Party, Time>,
     /// What those have had of this GPU of whom that is of interest.
+    #[serde(with = "super::encoding::pairs")]
     pub used: BTreeMap<Party, Usage>,
     /// Nobody has it, since the memory of that one, which is to have it, is coming: since then.
     pub vacant: Option<(Unit, Time)>,
@@ -121,7 +126,7 @@ pub(super) struct Gpu {
 }
 
 /// A client that is about to create a context.
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Newcomer {
     pub client: ClientId,
     pub since: Time,
@@ -131,7 +136,7 @@ pub(super) struct Newcomer {
 }
 
 /// Where a request stands in line: among those of its class by its time, and among those of one party by their rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(super) struct Place {
     pub class: Class,
     pub at: Time,
@@ -141,7 +146,7 @@ pub(super) struct Place {
     pub joined: Time,
 }
 
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Client {
     pub gang: Option<Gang>,
     /// As it calls its gang; 0: it is in none, unless a rule says so.
@@ -161,8 +166,9 @@ pub(super) struct Client {
 }
 
 /// A client on a GPU that it attached.
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Seat {
+    #[serde(with = "super::encoding::Engine")]
     pub engine: Engine,
     pub account: Account,
     pub promise: Promise,

@@ -10,6 +10,7 @@
 //! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
 //! - `doubt`: bytes that are gone by nothing but a client's word.
 //! - `drains`: how long clients take to give a GPU back.
+//! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
 //! - `gangs`: clients that run together or not at all.
 //! - `groups`: clients that may together have no more than a rule says.
 //! - `hopes`: wishes that are refused only after another measurement.
@@ -39,6 +40,7 @@ mod bank;
 mod bytes;
 mod doubt;
 mod drains;
+mod encoding;
 mod gangs;
 mod groups;
 mod hopes;

@@ -15,7 +15,8 @@ const EXPECTED: Duration = Duration::from_secs(30);
 const MOST_WAITING: usize = 64;
 
 /// Where programs go that choose no GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Placement {
     /// They see all GPUs. Who asks for a place all the same gets one as with [`Self::Spread`].
     #[default]
@@ -27,7 +28,8 @@ pub enum Placement {
 }
 
 /// What a rule says of a program's neighbours.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Labels {
     /// All that have it are on one GPU.
     pub affinity: Option<String>,
@@ -38,7 +40,8 @@ pub struct Labels {
 }
 
 /// What somebody wants who asks for a place.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Wish {
     /// GPUs that it may have; of several that are as good, the first is taken.
     pub candidates: Vec<GpuId>,
@@ -51,7 +54,8 @@ pub struct Wish {
 }
 
 /// Why there is no place.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Misfit {
     TooFew {
         wanted: u32,
@@ -66,7 +70,7 @@ pub enum Misfit {
 }
 
 /// What somebody was given.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Place {
     /// With the bytes that are expected there, its context left out.
     gpus: BTreeMap<GpuId, u64>,
@@ -79,7 +83,7 @@ struct Place {
 }
 
 /// Places that were given, also to programs that are still to come, and the labels of all.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Places {
     labels: BTreeMap<ClientId, Labels>,
     places: BTreeMap<ClientId, Place>,

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 /// A client that acknowledges nothing is sent no more limits that are lower.
 const MANY_STEPS: usize = 64;
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Promise {
     /// The newest limit.
     pub limit: u64,
@@ -28,7 +28,7 @@ pub(super) struct Promise {
     steps: VecDeque<(u32, u64)>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Wish {
     pub bytes: u64,
     pub since: Time,

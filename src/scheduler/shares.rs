@@ -24,7 +24,7 @@ use std::time::Duration;
 const LEAST_PAUSE: Duration = Duration::from_millis(1);
 
 /// Who takes turns as one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(super) enum Party {
     User(UserId),
     Group(GroupId),
@@ -35,14 +35,14 @@ pub(super) enum Party {
 }
 
 /// Who goes before whom, whenever they came: the smaller first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Class {
     tier: Tier,
     prompt: Reverse<bool>,
     owed: Reverse<bool>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 enum Tier {
     /// Of that priority; the higher goes first.
     Ordinary(Reverse<i8>),

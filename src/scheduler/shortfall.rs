@@ -39,7 +39,7 @@ const PROOF: u32 = 12;
 const COUNTS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(600));
 
 /// Mappings of one client that failed on one GPU.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Failures {
     /// Grants in a row that ended because the driver had no room for what the client was allowed.
     pub in_a_row: u32,
@@ -55,7 +55,7 @@ pub(super) struct Failures {
     interval: Duration,
 }
 
-#[derive(Debug)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct Failure {
     at: Time,
     /// Those that reported to have memory there, which could leave.
@@ -63,7 +63,7 @@ struct Failure {
 }
 
 /// A client that may map more than there seems to be, while it holds the lock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Trial {
     pub client: ClientId,
     /// What it needs, and by how much that exceeds what there seems to be.

@@ -11,7 +11,7 @@ const KEPT: Duration = Duration::from_millis(500);
 /// Nobody is made room for beyond this part of a GPU: that is no driver's need.
 const LARGEST_PART: u64 = 4;
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct Squeeze {
     client: ClientId,
     bytes: u64,

@@ -15,7 +15,7 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct Staying {
     pub why: Stay,
 }

@@ -113,7 +113,7 @@ impl Sample {
     }
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub struct Detector {
     thrashes: bool,
     /// Signs less none, between 0 and [`SUSTAINED`].

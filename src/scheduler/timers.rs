@@ -3,7 +3,7 @@
 use super::{api::*, locks::Unit};
 use std::collections::{BTreeMap, BTreeSet};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(super) enum Wake {
     /// A turn may be over, or an attaching client has waited long enough.
     Gpu(GpuId),
@@ -25,8 +25,9 @@ pub(super) enum Wake {
     Apart(GpuId),
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Timers {
+    #[serde(with = "super::encoding::pairs")]
     at: BTreeMap<Wake, Time>,
     order: BTreeSet<(Time, Wake)>,
 }

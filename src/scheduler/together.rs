@@ -23,7 +23,7 @@ const SAME: u32 = 150;
 pub(super) const MEASURED: Duration = Duration::from_millis(150);
 
 /// How full a client keeps a GPU, in thousandths.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Fullness {
     said: Option<u32>,
     /// What it had said before, and for how long that was believed.

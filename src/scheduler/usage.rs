@@ -8,13 +8,13 @@ use std::time::Duration;
 const EXACT: Duration = Duration::from_micros(10);
 
 /// When somebody had a GPU, as far back as it matters: one after the other, without overlaps.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Usage {
     spans: VecDeque<Span>,
 }
 
 /// A time in which it was somebody's for so long: all the time, or several times that were short.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Span {
     from: Time,
     to: Time,

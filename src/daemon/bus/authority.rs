@@ -39,17 +39,19 @@ pub enum Action {
     ChangeSettings,
     AcquireLock,
     SeeCommands,
+    Debug,
 }
 
 impl Action {
     #[cfg(test)]
-    const ALL: [Self; 3] = [Self::ChangeSettings, Self::AcquireLock, Self::SeeCommands];
+    const ALL: [Self; 4] = [Self::ChangeSettings, Self::AcquireLock, Self::SeeCommands, Self::Debug];
 
     fn id(self) -> &'static str {
         match self {
             Self::ChangeSettings => "org.nvshare.Scheduler1.change-settings",
             Self::AcquireLock => "org.nvshare.Scheduler1.acquire-lock",
             Self::SeeCommands => "org.nvshare.Scheduler1.see-commands",
+            Self::Debug => "org.nvshare.Scheduler1.debug",
         }
     }
 }

@@ -83,6 +83,15 @@ impl Caller<'_> {
 
     /// Whether they may change settings; what exactly, as in "may not ...", is for the message.
     pub async fn may_change(&self, what: &str) -> Result<(), Failure> {
+        self.may_administer(Action::ChangeSettings, what).await
+    }
+
+    /// Whether they may have a debug bundle, which shows what all users do.
+    pub async fn may_debug(&self) -> Result<(), Failure> {
+        self.may_administer(Action::Debug, "create a debug bundle").await
+    }
+
+    async fn may_administer(&self, action: Action, what: &str) -> Result<(), Failure> {
         self.is_of_the_host(what)?;
         let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
         match self.from {
@@ -90,7 +99,7 @@ impl Caller<'_> {
             // SAFETY: a plain call that cannot fail.
             From::Peer if self.uid == unsafe { libc::geteuid() } => Ok(()),
             From::Peer => Err(Error::NotAuthorized(only_root("on the control socket ")).into()),
-            From::Bus { .. } => match self.ask(Action::ChangeSettings).await? {
+            From::Bus { .. } => match self.ask(action).await? {
                 Answer::Absent => Err(Error::NotAuthorized(only_root("there is no polkit, so ")).into()),
                 answer => self.heed(answer, what),
             },

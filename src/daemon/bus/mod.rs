@@ -17,14 +17,16 @@ mod served;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::mpsc::{self as blocking, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::debug;
 
+use super::bundle::Snapshot;
 use super::hub::{ClientView, Thrashing};
 use super::lock::Wish;
 use super::pods::{Pods, Refused};
@@ -32,6 +34,7 @@ use super::rules::Addition;
 use crate::bus::{self, Error};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
+pub use object::present;
 
 /// How long a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
@@ -48,6 +51,8 @@ pub enum Request {
     /// All pods of this node. Answered with the wishes that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
     Lock(Wish, oneshot::Sender<Result<OwnedFd, Error>>),
+    /// What a debug bundle is made of.
+    Debug(oneshot::Sender<Box<Snapshot>>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.
     Reset(oneshot::Sender<Result<(), String>>),
@@ -96,7 +101,7 @@ impl BusServer {
         let (done, stopped) = blocking::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         thread::Builder::new().name("dbus".into()).spawn(move || {
-            let shared = Shared { requests, followed };
+            let shared = Shared { requests, bundling: Arc::default(), followed };
             LocalSet::new().block_on(&runtime, async {
                 if let Some(control) = control {
                     spawn_local(serve_peers(control, shared.clone()));
@@ -138,6 +143,8 @@ pub struct Followed {
 #[derive(Debug, Clone)]
 struct Shared {
     requests: mpsc::UnboundedSender<Request>,
+    /// Held while a debug bundle is made: it takes memory, so there is one at a time.
+    bundling: Arc<Mutex<()>>,
     followed: Followed,
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{Connection, OwnedVariant};
+use zbus::{Connection, OwnedVariant, Variant};
 
 use super::callers::{Caller, Callers};
 use super::failure::Failure;
@@ -113,6 +113,22 @@ impl Object {
         let (pods, mut refused) = Pods::read(pods).map_err(Error::InvalidArgument)?;
         refused.extend(self.ask(|reply| Request::SetPods(pods, reply)).await?);
         Ok(refused)
+    }
+
+    #[zbus(out_args("bundle"))]
+    async fn create_debug_bundle(
+        &self,
+        options: HashMap<String, OwnedVariant>,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<bus::BundleFd, Failure> {
+        let command_lines = debug_options(&options)?;
+        self.callers.identify(Some(&header), connection).await?.may_debug().await?;
+        let _one_at_a_time = self.shared.bundling.lock().await;
+        let snapshot = self.ask(Request::Debug).await?;
+        let written = tokio::task::spawn_blocking(move || snapshot.write(command_lines)).await;
+        let failed = |e: String| Error::Failed(format!("cannot make a debug bundle: {e}"));
+        Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
     }
 
     async fn reload(
@@ -236,8 +252,26 @@ impl Object {
     }
 }
 
+/// Whether names and command lines of programs are wanted.
+fn debug_options(options: &HashMap<String, OwnedVariant>) -> Result<bool, Error> {
+    let mut command_lines = false;
+    for (name, value) in options {
+        match (name.as_str(), &**value) {
+            ("command-lines", Variant::Bool(value)) => command_lines = *value,
+            ("command-lines", _) => {
+                return Err(Error::InvalidArgument("command-lines is a boolean, true or false".into()));
+            }
+            _ => {
+                let text = format!("there is no option {name:?}: \"command-lines\" is the only one");
+                return Err(Error::InvalidArgument(text));
+            }
+        }
+    }
+    Ok(command_lines)
+}
+
 /// What a caller may see of a client.
-fn present(may_see: bool, client: ClientView) -> bus::Client {
+pub fn present(may_see: bool, client: ClientView) -> bus::Client {
     let identity = &client.identity;
     let since = client.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     bus::Client {

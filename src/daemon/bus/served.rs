@@ -116,6 +116,8 @@ fn interface(xml: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use tokio::sync::{mpsc, watch};
 
     use super::*;
@@ -143,7 +145,8 @@ mod tests {
         let (_, holders) = watch::channel(Holders::new());
         let (_, thrashing) = watch::channel(Thrashing::new());
         let followed = Followed { settings, holders, thrashing };
-        let object = Object { shared: Shared { requests, followed }, callers: Callers::Peer { uid: 0, pid: 0 } };
+        let shared = Shared { requests, bundling: Arc::default(), followed };
+        let object = Object { shared, callers: Callers::Peer { uid: 0, pid: 0 } };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
         // Changes of these are announced by `announce`, which the macro does not know.

@@ -1,6 +1,7 @@
 //! The scheduling loop's state: the machine, everybody it decides about, and the carrying out of its commands. All of
 //! it belongs to one thread; a message that comes in has been answered, to everybody concerned, when its call returns.
 //!
+//! - `bundle`: what a debug bundle has of it.
 //! - `clients`: who comes, what they say, who goes.
 //! - `sharing`: memory that one program lets another use.
 //! - `counts`: what is counted for metrics, which `metrics` makes a copy of.
@@ -13,6 +14,7 @@
 //! - `views`: what people see.
 
 mod bounds;
+mod bundle;
 mod clients;
 mod counts;
 mod measure;
@@ -58,6 +60,7 @@ use super::shared::Book;
 use super::socket::{self, Timer};
 use super::trace::Trace;
 use crate::bus;
+use crate::recorder::Recorder;
 use crate::scheduler::{
     ClientId, Command, Denial, Event, GpuId, GpuSet, GroupId, Machine, MemoryReport, Settings, Time, WaitReason,
 };
@@ -68,6 +71,7 @@ const MIN_TICK: Duration = Duration::from_micros(100);
 pub struct Hub {
     pub config: Config,
     machine: Machine,
+    recorder: Recorder,
     clients: BTreeMap<ClientId, Client>,
     gpus: BTreeMap<GpuId, Gpu>,
     shared: Book,
@@ -214,6 +218,7 @@ impl Hub {
     pub fn new(config: Config, trace: Option<Trace>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
         let machine = Machine::new(config.settings.clone());
         Ok(Self {
+            recorder: Recorder::new(&machine),
             machine,
             config,
             clients: BTreeMap::new(),
@@ -297,7 +302,7 @@ impl Hub {
                 Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
                 _ => None,
             };
-            let commands = self.machine.handle(now, event);
+            let commands = self.recorder.handle(&mut self.machine, now, event);
             let allowed = commands.iter().filter_map(|command| match command {
                 Command::Allowance { client, gpu, .. } => Some((*client, *gpu)),
                 _ => None,

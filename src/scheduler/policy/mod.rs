@@ -117,7 +117,7 @@ pub(super) fn named(name: PolicyName) -> &'static dyn Policy {
 }
 
 /// What is known of how long a client runs on a GPU between two times without work.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Bursts {
     estimate: Option<Duration>,
     /// Run since it last had no work, over the turns that were cut short.

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Who has had less is of the first level.
 const FIRST_LEVEL: Duration = Duration::from_secs(1);
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(in crate::scheduler) struct Progress {
     had: Duration,
     /// Since when it is of its level: it stands among those of that level as who came then.

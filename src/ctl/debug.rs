@@ -1,0 +1,110 @@
+//! `nvsharectl debug`: has the scheduler create a debug bundle, and saves it.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use zbus::Variant;
+
+use super::{CtlError, Target, block_on, password};
+use crate::bus::BundleFd;
+use crate::units;
+
+/// Only its owner reads a bundle: it shows what all users do.
+const MODE: u32 = 0o600;
+
+/// Saves a bundle, and returns what is to be printed. `-` is standard output.
+pub fn debug(target: &Target, output: Option<&Path>, command_lines: bool) -> Result<String, CtlError> {
+    let mut bundle = File::from(create(target, command_lines)?);
+    if output == Some(Path::new("-")) {
+        return match io::copy(&mut bundle, &mut io::stdout()) {
+            Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(CtlError::Failed(format!("cannot print: {e}"))),
+            _ => Ok(String::new()),
+        };
+    }
+    let path = output.map_or_else(default_name, Path::to_owned);
+    let shown = path.display();
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(MODE).open(&path).map_err(|e| {
+        CtlError::Failed(match e.kind() {
+            ErrorKind::AlreadyExists => {
+                format!("{shown} exists and is not overwritten: use --output to name another file")
+            }
+            _ => format!("cannot create {shown}: {e} (use --output to name another file)"),
+        })
+    })?;
+    let bytes = io::copy(&mut bundle, &mut file).and_then(|bytes| file.sync_all().map(|()| bytes)).map_err(|e| {
+        // Half a bundle is of no use.
+        let _ = std::fs::remove_file(&path);
+        CtlError::Failed(format!("cannot write {shown}: {e} (use --output to name another file)"))
+    })?;
+    Ok(format!("The debug bundle is in {shown} ({}).\n", units::size(bytes)))
+}
+
+fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, CtlError> {
+    let options: HashMap<&str, Variant<'_>> = HashMap::from([("command-lines", command_lines.into())]);
+    block_on(async {
+        let scheduler = target.connect().await?;
+        let bundle: zbus::Result<BundleFd> = password::call(&scheduler, "CreateDebugBundle", &(options,)).await;
+        match bundle {
+            Err(zbus::Error::MethodError(name, ..)) if name == "org.freedesktop.DBus.Error.UnknownMethod" => {
+                let text = "the scheduler that runs is older than nvsharectl and has no flight recorder: \
+                            `systemctl restart nvshare` starts the installed version";
+                Err(CtlError::Failed(text.into()))
+            }
+            bundle => Ok(bundle?.into()),
+        }
+    })
+}
+
+/// In the current directory, with the host's name and the time.
+fn default_name() -> PathBuf {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    name(host.trim(), now).into()
+}
+
+fn name(host: &str, seconds: u64) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+    let host: String = host.chars().map(|c| if is_plain(c) { c } else { '_' }).collect();
+    let (year, month, day) = date(seconds / 86_400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("nvshare-debug-{host}-{year:04}{month:02}{day:02}T{hour:02}{minute:02}{second:02}Z.jsonl")
+}
+
+/// The date in the Gregorian calendar, by the days since 1970.
+fn date(days: u64) -> (u64, u64, u64) {
+    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let (mut year, mut left) = (1970, days);
+    loop {
+        let length = if is_leap(year) { 366 } else { 365 };
+        if left < length {
+            break;
+        }
+        (year, left) = (year + 1, left - length);
+    }
+    let february = if is_leap(year) { 29 } else { 28 };
+    let mut month = 1;
+    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if left < length {
+            break;
+        }
+        (month, left) = (month + 1, left - length);
+    }
+    (year, month, left + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_has_the_host_and_the_time() {
+        assert_eq!(name("gpu-1.lab", 0), "nvshare-debug-gpu-1.lab-19700101T000000Z.jsonl");
+        assert_eq!(name("../x", 951_827_696), "nvshare-debug-.._x-20000229T123456Z.jsonl");
+        assert_eq!(name("a", 1_798_761_599), "nvshare-debug-a-20261231T235959Z.jsonl");
+    }
+}

@@ -1,0 +1,319 @@
+//! A debug bundle: a recording and what is needed to understand it, as JSON Lines. Each line is an object with its `kind`:
+//!
+//! | kind | how many | what |
+//! |---|---|---|
+//! | `nvshare-bundle` | first | versions, and when it was made |
+//! | `configuration` | one | settings and rules that are in effect, with the keys of the configuration file |
+//! | `status` | one | what `nvsharectl status --json` prints |
+//! | `nvml` | one | the newest measurement of each GPU |
+//! | `checkpoint` | one | the machine's state before the first entry |
+//! | `entry` | any | an event, when it came, and the commands that it led to |
+//! | `end` | last | the number of entries: a file without it is cut off |
+//!
+//! Times are nanoseconds of `CLOCK_MONOTONIC`. A `present` or `contexts` event names the clients whose figures differ from
+//! those of the last such event of its GPU, and `gone` the clients that it does not name any more.
+
+use std::fmt;
+use std::io::{self, BufRead, Write};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::samples::Samples;
+use super::{Entry, Recording};
+use crate::scheduler::{ClientId, Command, Event, Machine, Time};
+
+/// Of the form that is described above. A change that older programs cannot read counts it up.
+pub const FORMAT: u32 = 1;
+
+/// Versions of what the scheduler runs with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Header {
+    pub format: u32,
+    /// Of nvshare-scheduler.
+    pub version: String,
+    /// The versions of the protocol that it speaks with programs.
+    pub protocol: (u16, u16),
+    pub kernel: String,
+    /// Of the NVIDIA driver and of NVML, where they are known.
+    pub driver: Option<String>,
+    pub nvml: Option<String>,
+    /// Microseconds since 1970.
+    pub made: u64,
+    /// The time of entries at that moment.
+    pub now_ns: u64,
+    /// Whether it has the names and command lines of programs.
+    pub command_lines: bool,
+}
+
+/// What is in a bundle besides the recording.
+#[derive(Debug, Clone)]
+pub struct Circumstances {
+    pub header: Header,
+    pub configuration: Value,
+    pub status: Value,
+    pub nvml: Value,
+}
+
+#[derive(Serialize)]
+struct Line<T> {
+    kind: &'static str,
+    #[serde(flatten)]
+    content: T,
+}
+
+/// `Line` would copy a state to put it into another object.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct CheckpointOut<'a> {
+    kind: &'static str,
+    before_entry: u64,
+    machine: &'a Machine,
+}
+
+#[derive(Deserialize)]
+struct CheckpointIn {
+    machine: Machine,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct EntryOut<'a> {
+    kind: &'static str,
+    number: u64,
+    at_ns: u64,
+    event: &'a Event,
+    #[serde(skip_serializing_if = "<[ClientId]>::is_empty")]
+    gone: &'a [ClientId],
+    commands: &'a [Command],
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct EntryIn {
+    number: u64,
+    at_ns: u64,
+    event: Event,
+    #[serde(default)]
+    gone: Vec<ClientId>,
+    commands: Vec<Command>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct End {
+    entries: u64,
+}
+
+#[derive(Deserialize)]
+struct Kind {
+    kind: String,
+}
+
+pub fn nanos(time: Time) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Writes a bundle.
+pub fn write(to: &mut impl Write, circumstances: &Circumstances, recording: &Recording) -> io::Result<()> {
+    let Circumstances { header, configuration, status, nvml } = circumstances;
+    line(to, &Line { kind: "nvshare-bundle", content: header })?;
+    for (kind, content) in [("configuration", configuration), ("status", status), ("nvml", nvml)] {
+        line(to, &Line { kind, content })?;
+    }
+    let checkpoint = recording.checkpoint().map_err(io::Error::other)?;
+    line(to, &CheckpointOut { kind: "checkpoint", before_entry: recording.first(), machine: &checkpoint })?;
+    let (mut samples, mut entries) = (Samples::default(), 0);
+    for entry in recording.entries() {
+        let Entry { number, at, event, commands } = entry.map_err(io::Error::other)?;
+        let (differences, gone) = samples.reduce(&event);
+        let event = differences.as_ref().unwrap_or(&event);
+        line(to, &EntryOut { kind: "entry", number, at_ns: nanos(at), event, gone: &gone, commands: &commands })?;
+        entries += 1;
+    }
+    line(to, &Line { kind: "end", content: End { entries } })
+}
+
+fn line(to: &mut impl Write, content: &impl Serialize) -> io::Result<()> {
+    serde_json::to_writer(&mut *to, content)?;
+    to.write_all(b"\n")
+}
+
+/// A bundle that is being read, as far as a replay needs it.
+#[derive(Debug)]
+pub struct Bundle<R> {
+    pub header: Header,
+    pub status: Value,
+    /// The state before the first entry.
+    pub checkpoint: Machine,
+    pub entries: Entries<R>,
+}
+
+/// The entries of a bundle, read one after the other.
+#[derive(Debug)]
+pub struct Entries<R> {
+    lines: Lines<R>,
+    version: String,
+    samples: Samples,
+    /// The line of the first one, once that has been read.
+    pub first_line: usize,
+    count: u64,
+    /// The number of the last one.
+    last: u64,
+    is_over: bool,
+}
+
+/// What is wrong with a bundle, and on which line.
+#[derive(Debug)]
+pub struct ReadError {
+    pub line: usize,
+    pub text: String,
+}
+
+impl fmt::Display for ReadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}: {}", self.line, self.text)
+    }
+}
+
+impl std::error::Error for ReadError {}
+
+/// Reads what [`write`] writes, as far as the checkpoint.
+pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
+    let mut lines = Lines { from, number: 0, text: String::new() };
+    let header: Header = match lines.next()?.as_deref() {
+        Some("nvshare-bundle") => lines.header()?,
+        _ => return Err(lines.wrong("this is not a debug bundle: `nvsharectl debug` writes one")),
+    };
+    let version = header.version.clone();
+    let mut status = Value::Null;
+    loop {
+        match lines.next()?.as_deref() {
+            Some("status") => status = lines.parse(&version)?,
+            Some("checkpoint") => {
+                let CheckpointIn { machine: checkpoint } = lines.parse(&version)?;
+                let samples = Samples::default();
+                let entries = Entries { lines, version, samples, first_line: 0, count: 0, last: 0, is_over: false };
+                return Ok(Bundle { header, status, checkpoint, entries });
+            }
+            Some("entry" | "end") => return Err(lines.wrong("a line of the kind checkpoint must come before this one")),
+            // For people, or of a later version.
+            Some(_) => {}
+            None => return Err(lines.cut_off()),
+        }
+    }
+}
+
+impl<R: BufRead> Entries<R> {
+    /// The next one; `None` after a line that says that it was the last.
+    fn read(&mut self) -> Result<Option<Entry>, ReadError> {
+        loop {
+            match self.lines.next()?.as_deref() {
+                Some("entry") => {
+                    let EntryIn { number, at_ns, event, gone, commands } = self.lines.parse(&self.version)?;
+                    if self.count == 0 {
+                        self.first_line = self.lines.number;
+                    } else if number != self.last + 1 {
+                        let text = format!("entry {number} follows entry {}: entries are missing", self.last);
+                        return Err(self.lines.wrong(&text));
+                    }
+                    (self.count, self.last) = (self.count + 1, number);
+                    let event = self.samples.restore(event, &gone);
+                    return Ok(Some(Entry { number, at: Time::from_nanos(at_ns), event, commands }));
+                }
+                Some("end") => {
+                    let End { entries } = self.lines.parse(&self.version)?;
+                    if entries != self.count {
+                        let text = format!("{entries} entries are announced, and there are {}", self.count);
+                        return Err(self.lines.wrong(&text));
+                    }
+                    return Ok(None);
+                }
+                Some(_) => {}
+                None => return Err(self.lines.cut_off()),
+            }
+        }
+    }
+}
+
+impl<R: BufRead> Iterator for Entries<R> {
+    type Item = Result<Entry, ReadError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.is_over {
+            return None;
+        }
+        let next = self.read().transpose();
+        self.is_over = !matches!(next, Some(Ok(_)));
+        next
+    }
+}
+
+#[derive(Debug)]
+struct Lines<R> {
+    from: R,
+    number: usize,
+    text: String,
+}
+
+impl<R: BufRead> Lines<R> {
+    /// Goes to the next line, and says its kind; `None` at the end of the file.
+    fn next(&mut self) -> Result<Option<String>, ReadError> {
+        self.text.clear();
+        self.number += 1;
+        match self.from.read_line(&mut self.text) {
+            Ok(0) => {
+                self.number -= 1;
+                return Ok(None);
+            }
+            Ok(_) => {}
+            Err(e) => return Err(self.wrong(&format!("cannot be read: {e}"))),
+        }
+        let kind: Result<Kind, _> = serde_json::from_str(&self.text);
+        match kind {
+            Ok(Kind { kind }) => Ok(Some(kind)),
+            Err(_) if self.number == 1 => Ok(Some(String::new())),
+            Err(e) => Err(self.wrong(&format!("this is not an object with a kind: {}", cause(&e)))),
+        }
+    }
+
+    fn header(&self) -> Result<Header, ReadError> {
+        #[derive(Deserialize)]
+        struct Format {
+            format: u32,
+            version: String,
+        }
+        let wrong = |e: serde_json::Error| self.wrong(&cause(&e));
+        let Format { format, version } = serde_json::from_str(&self.text).map_err(wrong)?;
+        if format != FORMAT {
+            let text =
+                format!("this bundle has format {format} and this nvsharectl reads {FORMAT}: use version {version}");
+            return Err(self.wrong(&text));
+        }
+        serde_json::from_str(&self.text).map_err(wrong)
+    }
+
+    fn parse<T: for<'de> Deserialize<'de>>(&self, version: &str) -> Result<T, ReadError> {
+        serde_json::from_str(&self.text).map_err(|e| {
+            let own = env!("CARGO_PKG_VERSION");
+            let hint = match version == own {
+                true => String::new(),
+                false => format!(" (the bundle is of version {version} and this is {own}: use that one's nvsharectl)"),
+            };
+            self.wrong(&format!("{}{hint}", cause(&e)))
+        })
+    }
+
+    fn cut_off(&self) -> ReadError {
+        ReadError { line: self.number + 1, text: "the file is cut off: its last line should be of the kind end".into() }
+    }
+
+    fn wrong(&self, text: &str) -> ReadError {
+        ReadError { line: self.number.max(1), text: text.to_owned() }
+    }
+}
+
+/// serde_json counts lines, too, and each of ours is its first.
+fn cause(error: &serde_json::Error) -> String {
+    error.to_string().replace(" at line 1 column ", ", at column ")
+}

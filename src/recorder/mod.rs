@@ -1,0 +1,221 @@
+//! The flight recorder: the newest events that the machine was given, with the commands that it returned, and the state
+//! in which it was before them. Given the same events again, the machine returns the same commands.
+//!
+//! - this file: the [`Recorder`], which the daemon gives every event to.
+//! - `samples`: measurements name all clients of a GPU; only the differences from the one before are stored.
+//! - [`bundle`]: a recording as a file, for bug reports.
+//! - [`replay`]: what a recording shows, and whether the machine still does the same.
+//!
+//! The recording is a sequence of spans, each a checkpoint of the machine followed by the entries since. Whole spans are
+//! dropped from its front, so it always begins with a checkpoint. Entries are appended to one buffer in a compact
+//! encoding: recording one allocates nothing most of the time. Taking a [`Recording`] copies the newest span and
+//! shares the others; decoding it is left to another thread.
+
+pub mod bundle;
+pub mod replay;
+mod samples;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use postcard::ser_flavors::Flavor;
+use serde::{Deserialize, Serialize};
+
+use crate::scheduler::{ClientId, Command, Event, Machine, Time};
+use samples::Samples;
+
+/// So many entries are kept at least, unless they need more than [`MOST_BYTES`].
+pub const ENTRIES: u64 = 10_000;
+/// A span is closed, and a checkpoint taken, after so many entries or bytes.
+const SPAN_ENTRIES: u64 = 5_000;
+const SPAN_BYTES: usize = 4 << 20;
+/// The recording takes no more memory, checkpoints included, beyond one entry. Most entries take some 100 bytes; one that
+/// changes the limits of 1,000 clients takes 40 KB. [`Samples`] takes another 100 bytes for each client on each GPU.
+const MOST_BYTES: usize = 16 << 20;
+/// By so much the buffer grows, rather than by doubling.
+const GROWTH: usize = 256 << 10;
+
+/// An event and what it led to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Counts up from 1 since the machine was created.
+    pub number: u64,
+    pub at: Time,
+    pub event: Event,
+    pub commands: Vec<Command>,
+}
+
+/// Keeps the newest entries.
+#[derive(Debug)]
+pub struct Recorder {
+    closed: VecDeque<Arc<Span>>,
+    open: Span,
+    samples: Samples,
+}
+
+/// A checkpoint and the entries after it, encoded.
+#[derive(Debug, Clone)]
+struct Span {
+    checkpoint: Arc<[u8]>,
+    /// The number of its first entry.
+    first: u64,
+    count: u64,
+    entries: Vec<u8>,
+}
+
+/// The part of an entry that is written before the machine handles the event; the commands follow.
+#[derive(Debug, Serialize)]
+struct Head<'a> {
+    at: Time,
+    event: &'a Event,
+    gone: &'a [ClientId],
+}
+
+#[derive(Debug, Deserialize)]
+struct Stored {
+    at: Time,
+    event: Event,
+    gone: Vec<ClientId>,
+    commands: Vec<Command>,
+}
+
+impl Recorder {
+    /// Starts with the state in which that machine is.
+    pub fn new(machine: &Machine) -> Self {
+        Self { closed: VecDeque::new(), open: Span::new(machine, 1), samples: Samples::default() }
+    }
+
+    /// Gives the machine an event, and records both sides.
+    pub fn handle(&mut self, machine: &mut Machine, now: Time, event: Event) -> Vec<Command> {
+        if self.open.is_full() {
+            self.close(machine);
+        }
+        let (differences, gone) = self.samples.reduce(&event);
+        self.open.put(&Head { at: now, event: differences.as_ref().unwrap_or(&event), gone: &gone });
+        let commands = machine.handle(now, event);
+        self.open.put(&commands);
+        self.open.count += 1;
+        commands
+    }
+
+    /// What there is now, to be decoded elsewhere.
+    pub fn recording(&self) -> Recording {
+        Recording { spans: self.closed.iter().cloned().chain([Arc::new(self.open.clone())]).collect() }
+    }
+
+    /// The memory that the recording takes.
+    pub fn bytes(&self) -> usize {
+        self.closed.iter().map(|span| span.bytes()).sum::<usize>() + self.open.bytes()
+    }
+
+    /// Begins another span, and drops the oldest ones that are not needed or have no room.
+    fn close(&mut self, machine: &Machine) {
+        let next = Span::new(machine, self.open.first + self.open.count);
+        let mut full = std::mem::replace(&mut self.open, next);
+        full.entries.shrink_to_fit();
+        self.closed.push_back(Arc::new(full));
+        self.samples = Samples::default();
+        let room = MOST_BYTES.saturating_sub(SPAN_BYTES + GROWTH + self.open.checkpoint.len());
+        let next = self.open.first;
+        let is_dispensable = |oldest: &Span| next - (oldest.first + oldest.count) >= ENTRIES;
+        while let Some(oldest) = self.closed.front()
+            && (is_dispensable(oldest) || self.closed.iter().map(|span| span.bytes()).sum::<usize>() > room)
+        {
+            self.closed.pop_front();
+        }
+    }
+}
+
+impl Span {
+    fn new(machine: &Machine, first: u64) -> Self {
+        let mut checkpoint = Vec::new();
+        encode(machine, &mut checkpoint);
+        Self { checkpoint: checkpoint.into(), first, count: 0, entries: Vec::new() }
+    }
+
+    fn is_full(&self) -> bool {
+        self.count >= SPAN_ENTRIES || self.entries.len() >= SPAN_BYTES
+    }
+
+    fn bytes(&self) -> usize {
+        self.checkpoint.len() + self.entries.capacity()
+    }
+
+    fn put(&mut self, value: &impl Serialize) {
+        encode(value, &mut self.entries);
+    }
+}
+
+/// What was recorded until a moment.
+#[derive(Debug, Clone)]
+pub struct Recording {
+    spans: Vec<Arc<Span>>,
+}
+
+impl Recording {
+    /// The number of the first entry.
+    pub fn first(&self) -> u64 {
+        self.spans.first().map_or(1, |span| span.first)
+    }
+
+    /// The state before the first entry.
+    pub fn checkpoint(&self) -> Result<Machine, String> {
+        let oldest = self.spans.first().ok_or("nothing was recorded")?;
+        postcard::from_bytes(&oldest.checkpoint).map_err(unreadable)
+    }
+
+    /// All entries. One is decoded at a time: with all clients that its measurements name, it is much larger than stored.
+    pub fn entries(&self) -> impl Iterator<Item = Result<Entry, String>> {
+        self.spans.iter().flat_map(|span| {
+            let (mut samples, mut rest) = (Samples::default(), &*span.entries);
+            (span.first..).take(usize::try_from(span.count).unwrap_or(usize::MAX)).map(move |number| {
+                let (stored, after): (Stored, _) = postcard::take_from_bytes(rest).map_err(unreadable)?;
+                rest = after;
+                let event = samples.restore(stored.event, &stored.gone);
+                Ok(Entry { number, at: stored.at, event, commands: stored.commands })
+            })
+        })
+    }
+}
+
+fn unreadable(error: postcard::Error) -> String {
+    format!("the recording cannot be read: {error}")
+}
+
+/// Appends a value.
+fn encode(value: &(impl Serialize + ?Sized), to: &mut Vec<u8>) {
+    // Fails only for sequences whose length is not known beforehand, of which there are none.
+    let written = postcard::serialize_with_flavor(value, Append(to));
+    debug_assert!(written.is_ok(), "{written:?}");
+}
+
+/// Appends what postcard writes to a buffer.
+struct Append<'a>(&'a mut Vec<u8>);
+
+impl Append<'_> {
+    fn reserve(&mut self, more: usize) {
+        if self.0.capacity() - self.0.len() < more {
+            self.0.reserve_exact(more.max(GROWTH));
+        }
+    }
+}
+
+impl Flavor for Append<'_> {
+    type Output = ();
+
+    fn try_push(&mut self, byte: u8) -> postcard::Result<()> {
+        self.reserve(1);
+        self.0.push(byte);
+        Ok(())
+    }
+
+    fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
+        self.reserve(bytes.len());
+        self.0.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn finalize(self) -> postcard::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,279 @@
+//! What a recording shows: when locks and memory moved, and how long clients waited for GPUs and held them; and whether the
+//! machine, given the same events again, still returns the same commands.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::Entry;
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Machine, ReleaseReason, Time};
+
+#[derive(Debug)]
+pub struct Replay {
+    pub entries: usize,
+    /// The time of the first entry and of the last.
+    pub span: Option<(Time, Time)>,
+    pub difference: Option<Difference>,
+    pub moments: Vec<Moment>,
+    pub clients: BTreeMap<(ClientId, GpuId), Tally>,
+}
+
+/// The first entry whose commands are not the recorded ones.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// Its place among the entries, from 0.
+    pub at: usize,
+    pub number: u64,
+    pub event: Event,
+    /// The place of the first command that differs, and that command on both sides.
+    pub command: usize,
+    pub recorded: Option<Command>,
+    pub replayed: Option<Command>,
+}
+
+/// Something that happened to a client on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Moment {
+    pub entry: u64,
+    pub at: Time,
+    pub client: ClientId,
+    pub gpu: GpuId,
+    pub what: What,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// It had waited for so long.
+    Granted(Duration),
+    Revoked,
+    /// It had held the GPU for so long.
+    Released(ReleaseReason, Duration),
+    /// It was told to move so many bytes to the host.
+    Evicted(u64),
+    /// So many bytes were refused.
+    Denied(u64),
+}
+
+/// The figures of a client on one GPU, within the recording.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tally {
+    pub waited: Duration,
+    pub longest_wait: Duration,
+    pub held: Duration,
+    pub grants: u64,
+    pub revokes: u64,
+    pub releases: u64,
+    pub failed_mappings: u64,
+    pub evictions: u64,
+    pub evicted: u64,
+    pub denials: u64,
+}
+
+/// Gives the machine all events again, and collects what was recorded.
+pub fn replay<E>(mut machine: Machine, entries: impl IntoIterator<Item = Result<Entry, E>>) -> Result<Replay, E> {
+    let (mut observer, mut difference) = (Observer::new(&machine), None);
+    let (mut count, mut span) = (0, None);
+    for (at, entry) in entries.into_iter().enumerate() {
+        let entry = entry?;
+        let (first, _) = *span.get_or_insert((entry.at, entry.at));
+        span = Some((first, entry.at));
+        if count == 0 {
+            observer.begin(entry.at);
+        }
+        observer.observe(&entry);
+        if difference.is_none() {
+            let commands = machine.handle(entry.at, entry.event.clone());
+            difference = differs(at, &entry, &commands);
+        }
+        count += 1;
+    }
+    let (moments, clients) = observer.end(span.map_or(Time::ZERO, |(_, last)| last));
+    Ok(Replay { entries: count, span, difference, moments, clients })
+}
+
+fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference> {
+    let longest = entry.commands.len().max(replayed.len());
+    let command = (0..longest).find(|place| entry.commands.get(*place) != replayed.get(*place))?;
+    Some(Difference {
+        at,
+        number: entry.number,
+        event: entry.event.clone(),
+        command,
+        recorded: entry.commands.get(command).cloned(),
+        replayed: replayed.get(command).cloned(),
+    })
+}
+
+/// Follows what was recorded.
+struct Observer {
+    seats: BTreeMap<(ClientId, GpuId), Seat>,
+    tallies: BTreeMap<(ClientId, GpuId), Tally>,
+    moments: Vec<Moment>,
+}
+
+#[derive(Debug, Default)]
+struct Seat {
+    waits_since: Option<Time>,
+    holds_since: Option<Time>,
+    mapped: u64,
+    allowance: u64,
+}
+
+impl Observer {
+    fn new(machine: &Machine) -> Self {
+        let mut seats: BTreeMap<(ClientId, GpuId), Seat> = BTreeMap::new();
+        for client in machine.clients() {
+            for seat in client.seats {
+                let known = Seat { mapped: seat.mapped, allowance: seat.allowance, ..Seat::default() };
+                seats.insert((client.client, seat.gpu), known);
+            }
+        }
+        for gpu in machine.gpus() {
+            for holder in gpu.holders {
+                seats.entry((holder.client, gpu.gpu)).or_default().holds_since = Some(Time::ZERO);
+            }
+            for waiter in gpu.waiters {
+                seats.entry((waiter.client, gpu.gpu)).or_default().waits_since = Some(Time::ZERO);
+            }
+        }
+        Self { tallies: seats.keys().map(|key| (*key, Tally::default())).collect(), seats, moments: Vec::new() }
+    }
+
+    /// Who waits for a GPU or holds it already is counted from then.
+    fn begin(&mut self, at: Time) {
+        for seat in self.seats.values_mut() {
+            seat.waits_since = seat.waits_since.map(|_| at);
+            seat.holds_since = seat.holds_since.map(|_| at);
+        }
+    }
+
+    fn observe(&mut self, entry: &Entry) {
+        let at = entry.at;
+        match &entry.event {
+            Event::Requested { client, gpus } => self.each(*client, gpus, |seat, _| {
+                seat.waits_since.get_or_insert(at);
+                None
+            }),
+            Event::Cancelled { client, gpus } => self.each(*client, gpus, |seat, tally| {
+                seat.stop_waiting(tally, at);
+                None
+            }),
+            // Granted by the scheduler before this one.
+            Event::Held { client, gpus } => self.each(*client, gpus, |seat, _| {
+                seat.holds_since.get_or_insert(at);
+                None
+            }),
+            Event::Released { client, gpus, reason, .. } => {
+                let what = |seat: &mut Seat, tally: &mut Tally| {
+                    let held = seat.stop_holding(tally, at)?;
+                    tally.releases += 1;
+                    tally.failed_mappings += u64::from(*reason == ReleaseReason::NoMemory);
+                    Some(What::Released(*reason, held))
+                };
+                self.note(entry, *client, gpus, what);
+            }
+            Event::Memory { client, gpu, report } => {
+                self.each(*client, &GpuSet::from([*gpu]), |seat, _| {
+                    seat.mapped = report.mapped;
+                    None
+                });
+            }
+            Event::Detached { client, gpu } => self.leave(*client, *gpu, at),
+            Event::Disconnected { client } => {
+                let all =
+                    (*client, GpuId(nvshare_wire::Uuid([0; 16])))..=(*client, GpuId(nvshare_wire::Uuid([255; 16])));
+                let gpus: Vec<GpuId> = self.seats.range(all).map(|((_, gpu), _)| *gpu).collect();
+                gpus.into_iter().for_each(|gpu| self.leave(*client, gpu, at));
+            }
+            _ => {}
+        }
+        for command in &entry.commands {
+            self.command(entry, command);
+        }
+    }
+
+    fn command(&mut self, entry: &Entry, command: &Command) {
+        let at = entry.at;
+        match command {
+            Command::Grant { client, gpus } => self.note(entry, *client, gpus, |seat, tally| {
+                let waited = seat.stop_waiting(tally, at);
+                seat.holds_since.get_or_insert(at);
+                tally.grants += 1;
+                Some(What::Granted(waited))
+            }),
+            Command::Revoke { client, gpus } => self.note(entry, *client, gpus, |_, tally| {
+                tally.revokes += 1;
+                Some(What::Revoked)
+            }),
+            Command::Allowance { client, gpu, bytes, .. } => {
+                self.note(entry, *client, &GpuSet::from([*gpu]), |seat, tally| {
+                    let may_have = seat.mapped.min(std::mem::replace(&mut seat.allowance, *bytes));
+                    let leaves = may_have.saturating_sub(*bytes);
+                    (leaves > 0).then(|| {
+                        tally.evictions += 1;
+                        tally.evicted += leaves;
+                        What::Evicted(leaves)
+                    })
+                });
+            }
+            Command::Denied { client, gpu, bytes, .. } => {
+                self.note(entry, *client, &GpuSet::from([*gpu]), |_, tally| {
+                    tally.denials += 1;
+                    Some(What::Denied(*bytes))
+                });
+            }
+            _ => {}
+        }
+    }
+
+    fn each(&mut self, client: ClientId, gpus: &GpuSet, f: impl Fn(&mut Seat, &mut Tally) -> Option<What>) {
+        for gpu in gpus {
+            let key = (client, *gpu);
+            f(self.seats.entry(key).or_default(), self.tallies.entry(key).or_default());
+        }
+    }
+
+    fn note(
+        &mut self,
+        entry: &Entry,
+        client: ClientId,
+        gpus: &GpuSet,
+        f: impl Fn(&mut Seat, &mut Tally) -> Option<What>,
+    ) {
+        for gpu in gpus {
+            let key = (client, *gpu);
+            let what = f(self.seats.entry(key).or_default(), self.tallies.entry(key).or_default());
+            let moment = |what| Moment { entry: entry.number, at: entry.at, client, gpu: *gpu, what };
+            self.moments.extend(what.map(moment));
+        }
+    }
+
+    fn leave(&mut self, client: ClientId, gpu: GpuId, at: Time) {
+        if let Some(mut seat) = self.seats.remove(&(client, gpu)) {
+            let tally = self.tallies.entry((client, gpu)).or_default();
+            seat.stop_waiting(tally, at);
+            seat.stop_holding(tally, at);
+        }
+    }
+
+    /// Waits and turns that go on are counted until then.
+    fn end(mut self, at: Time) -> (Vec<Moment>, BTreeMap<(ClientId, GpuId), Tally>) {
+        let keys: Vec<(ClientId, GpuId)> = self.seats.keys().copied().collect();
+        keys.into_iter().for_each(|(client, gpu)| self.leave(client, gpu, at));
+        (self.moments, self.tallies)
+    }
+}
+
+impl Seat {
+    fn stop_waiting(&mut self, tally: &mut Tally, at: Time) -> Duration {
+        let waited = self.waits_since.take().map_or(Duration::ZERO, |since| at.saturating_sub(since));
+        tally.waited += waited;
+        tally.longest_wait = tally.longest_wait.max(waited);
+        waited
+    }
+
+    fn stop_holding(&mut self, tally: &mut Tally, at: Time) -> Option<Duration> {
+        let held = at.saturating_sub(self.holds_since.take()?);
+        tally.held += held;
+        Some(held)
+    }
+}

@@ -1,0 +1,67 @@
+//! Measurements of GPUs ([`Event::Present`], [`Event::Contexts`]) name every client, several times a second, and most of
+//! the figures are those of the measurement before: only those that changed are stored.
+
+use std::collections::BTreeMap;
+
+use crate::scheduler::{ClientId, Event, Found, GpuId};
+
+type Figures<T> = BTreeMap<ClientId, T>;
+
+/// The newest measurement of each kind on each GPU.
+#[derive(Debug, Default)]
+pub struct Samples {
+    present: BTreeMap<GpuId, Figures<Found>>,
+    contexts: BTreeMap<GpuId, Figures<u64>>,
+}
+
+impl Samples {
+    /// The event with the figures that changed, and the clients that are no longer named. `None`: it is stored as it is.
+    pub fn reduce(&mut self, event: &Event) -> (Option<Event>, Vec<ClientId>) {
+        match *event {
+            Event::Present { gpu, begun, free, ref found } => {
+                let (found, gone) = differences(self.present.entry(gpu).or_default(), found);
+                (Some(Event::Present { gpu, begun, free, found }), gone)
+            }
+            Event::Contexts { gpu, ref bytes } => {
+                let (bytes, gone) = differences(self.contexts.entry(gpu).or_default(), bytes);
+                (Some(Event::Contexts { gpu, bytes }), gone)
+            }
+            _ => (None, Vec::new()),
+        }
+    }
+
+    /// The event as it was before [`Self::reduce`].
+    pub fn restore(&mut self, event: Event, gone: &[ClientId]) -> Event {
+        match event {
+            Event::Present { gpu, begun, free, found } => {
+                let found = whole(self.present.entry(gpu).or_default(), found, gone);
+                Event::Present { gpu, begun, free, found }
+            }
+            Event::Contexts { gpu, bytes } => {
+                let bytes = whole(self.contexts.entry(gpu).or_default(), bytes, gone);
+                Event::Contexts { gpu, bytes }
+            }
+            event => event,
+        }
+    }
+}
+
+fn differences<T: Copy + PartialEq>(before: &mut Figures<T>, now: &Figures<T>) -> (Figures<T>, Vec<ClientId>) {
+    let gone: Vec<ClientId> = before.keys().filter(|client| !now.contains_key(client)).copied().collect();
+    let is_new = |(client, figure): &(&ClientId, &T)| before.get(client) != Some(*figure);
+    let changed: Figures<T> = now.iter().filter(is_new).map(|(client, figure)| (*client, *figure)).collect();
+    apply(before, &changed, &gone);
+    (changed, gone)
+}
+
+fn whole<T: Copy>(before: &mut Figures<T>, changed: Figures<T>, gone: &[ClientId]) -> Figures<T> {
+    apply(before, &changed, gone);
+    before.clone()
+}
+
+fn apply<T: Copy>(to: &mut Figures<T>, changed: &Figures<T>, gone: &[ClientId]) {
+    to.extend(changed);
+    for client in gone {
+        to.remove(client);
+    }
+}

@@ -1,0 +1,108 @@
+//! How the state, events and commands are serialised with serde: types of `nvshare-wire`, which has no dependencies, and
+//! maps whose keys are not strings, which JSON cannot have.
+
+use nvshare_wire::Uuid;
+use nvshare_wire::{client, scheduler};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::api::GpuId;
+
+/// The UUID in the form of `nvidia-smi` where people read it, its bytes elsewhere.
+impl Serialize for GpuId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match serializer.is_human_readable() {
+            true => serializer.collect_str(&self.0),
+            false => self.0.0.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for GpuId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if !deserializer.is_human_readable() {
+            return Ok(Self(Uuid(<[u8; 16]>::deserialize(deserializer)?)));
+        }
+        let text = String::deserialize(deserializer)?;
+        Uuid::parse(&text).map(Self).ok_or_else(|| Error::custom(format_args!("{text:?} is not a UUID")))
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "client::Engine", rename_all = "kebab-case")]
+pub(super) enum Engine {
+    Swap,
+    Managed,
+    None,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "client::ReleaseReason", rename_all = "kebab-case")]
+pub(super) enum ReleaseReason {
+    Idle,
+    Revoked,
+    NoMemory,
+    Gone,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "client::StuckReason", rename_all = "kebab-case")]
+pub(super) enum StuckReason {
+    NeedsHost,
+    LongWork,
+    Capturing,
+    Unseen,
+    HostFull,
+    Broken,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "scheduler::WaitReason", rename_all = "kebab-case")]
+pub(super) enum WaitReason {
+    Queue,
+    HolderStuck,
+    Eviction,
+    Pinned,
+    Context,
+    Memory,
+}
+
+/// An optional [`scheduler::WaitReason`].
+pub(super) mod wait_reason {
+    use super::*;
+
+    #[derive(Serialize, Deserialize)]
+    struct Given(#[serde(with = "WaitReason")] scheduler::WaitReason);
+
+    pub fn serialize<S: Serializer>(why: &Option<scheduler::WaitReason>, serializer: S) -> Result<S::Ok, S::Error> {
+        why.map(Given).serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<scheduler::WaitReason>, D::Error> {
+        Ok(Option::<Given>::deserialize(deserializer)?.map(|given| given.0))
+    }
+}
+
+/// A map as a sequence of pairs.
+pub(super) mod pairs {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    pub fn serialize<K, V, S>(map: &BTreeMap<K, V>, serializer: S) -> Result<S::Ok, S::Error>
+    where
+        K: Serialize,
+        V: Serialize,
+        S: Serializer,
+    {
+        serializer.collect_seq(map)
+    }
+
+    pub fn deserialize<'de, K, V, D>(deserializer: D) -> Result<BTreeMap<K, V>, D::Error>
+    where
+        K: Deserialize<'de> + Ord,
+        V: Deserialize<'de>,
+        D: Deserializer<'de>,
+    {
+        Ok(Vec::<(K, V)>::deserialize(deserializer)?.into_iter().collect())
+    }
+}
