@@ -101,7 +101,8 @@ check-containers: artifacts
 bench:
 	@tests/needs.sh cargo cc
 	$(CARGO) build --release --locked --manifest-path preload/Cargo.toml
-	$(CARGO) bench --locked --bench handover --bench metrics --bench guest --bench exchange
+	$(CARGO) build --release --locked -p cuda-sim -p nvml-sim
+	$(CARGO) bench --locked --bench handover --bench metrics --bench guest --bench exchange --bench soak
 
 # Needs no cargo, so that root need not have it: `make build` comes before.
 install:

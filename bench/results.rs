@@ -36,7 +36,7 @@ impl Results {
             Err(_) => Vec::new(),
         };
         let (hardware, date) = (hardware(), said_by("date", &["-u", "+%F"]));
-        let commit = said_by("git", &["rev-parse", "--short", "HEAD"]);
+        let commit = checked_out();
         for Figure { name, value, unit, note } in self.figures {
             all.retain(|f| f["name"] != name);
             let value = (value * 1e4).round() / 1e4;
@@ -58,6 +58,14 @@ fn hardware() -> String {
         .find_map(|l| l.strip_prefix("model name"))
         .map_or("CPU", |l| l.trim_start_matches([' ', '\t', ':']));
     format!("{} × {model}", std::thread::available_parallelism().map_or(1, |n| n.get()))
+}
+
+/// The commit, with `-dirty` where files that git tracks differ from it, the results aside: then it is not what was measured.
+fn checked_out() -> String {
+    let commit = said_by("git", &["rev-parse", "--short", "HEAD"]);
+    let others = ["diff", "--quiet", "HEAD", "--", ":/", ":!/bench/results.json", ":!/bench/RESULTS.md"];
+    let differs = Command::new("git").args(others).status().is_ok_and(|status| !status.success());
+    if differs { commit + "-dirty" } else { commit }
 }
 
 fn said_by(program: &str, arguments: &[&str]) -> String {

@@ -59,8 +59,18 @@ impl Stage {
     /// The same under nvshare.
     pub fn shared(&self, words: &[&str]) -> Command {
         let mut command = self.program(words);
-        command.env("LD_PRELOAD", self.programs.join("libnvshare.so")).env("NVSHARE_SOCKET", self.socket());
+        self.under_nvshare(&mut command);
         command
+    }
+
+    /// Has a program take part.
+    pub fn under_nvshare<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command.env("LD_PRELOAD", self.programs.join("libnvshare.so")).env("NVSHARE_SOCKET", self.socket())
+    }
+
+    /// Where they are.
+    pub fn programs(&self) -> &Path {
+        &self.programs
     }
 
     /// A program that holds all of the GPU but so many bytes.
@@ -78,7 +88,7 @@ impl Stage {
         self.directory.join(name)
     }
 
-    fn socket(&self) -> PathBuf {
+    pub fn socket(&self) -> PathBuf {
         self.directory.join("scheduler.sock")
     }
 

@@ -1,8 +1,12 @@
 """What the scripts beside this one share: a scheduler of their own, and loops that begin at once."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import time
+
+LIBC = ctypes.CDLL(None)
 
 
 def scheduler(programs, directory, settings):
@@ -12,7 +16,8 @@ def scheduler(programs, directory, settings):
     words = [programs / "nvshare-scheduler", "--no-bus", "--socket", directory / "scheduler.sock"]
     words += ["--control-socket", directory / "control.sock", "--config", directory / "nvshare.toml"]
     words += ["--trace", directory / "trace.jsonl"]
-    child = subprocess.Popen(words, stderr=open(directory / "scheduler.log", "w"))
+    with open(directory / "scheduler.log", "w") as log:
+        child = subprocess.Popen(words, stderr=log, preexec_fn=end_with_parent)
     while not (directory / "scheduler.sock").exists():
         if child.poll() is not None:
             raise SystemExit((directory / "scheduler.log").read_text())
@@ -51,3 +56,24 @@ def wait_to_begin(ready, go):
     ready.touch()
     while not go.exists():
         time.sleep(0.001)
+
+
+def end_with_parent():
+    """In a child: the kernel kills it when the process that started it is gone, however that ended."""
+    parent, set_parent_death_signal = os.getppid(), 1
+    LIBC.prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end(*children, patience=20):
+    """Kills them and waits until they are gone; returns those that are not gone after so many seconds."""
+    for child in children:
+        child.kill()
+    left, until = [], time.monotonic() + patience
+    for child in children:
+        try:
+            child.wait(max(0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left.append(child)
+    return left

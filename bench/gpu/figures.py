@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Figures for bench/results.json, in the form that bench/results.rs gives them, and what they are made of.
+
+  figures.py FROM INTO   puts the figures of one such file into another
+"""
+
+import datetime
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def percentile(values, part):
+    """The smallest value that at least this part of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
+
+
+def summary(values):
+    if not values:
+        return None
+    names = {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99), "max": max(values)}
+    return {"n": len(values)} | {name: round(value, 4) for name, value in names.items()}
+
+
+def add(file, figures, commit=None):
+    """Writes (name, value, unit, note) into the file; a figure that is there already is replaced."""
+    common = {"hardware": hardware(), "commit": commit or checked_out(), "date": today()}
+    fields = ("name", "value", "unit", "note")
+    rows = [common | dict(zip(fields, figure)) for figure in figures]
+    put(file, [row | {"value": round(float(row["value"]), 4)} for row in rows])
+
+
+def put(file, rows):
+    names = {row["name"] for row in rows}
+    before = json.loads(file.read_text()) if file.exists() else []
+    rows = sorted(rows + [row for row in before if row["name"] not in names], key=lambda row: row["name"])
+    lines = [json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=False) for row in rows]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n")
+
+
+def today():
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+
+
+def checked_out():
+    """The commit, with "-dirty" where files that git tracks differ from it, the results aside; "unknown" without git."""
+
+    def git(*words):
+        return subprocess.run(["git", "-C", REPOSITORY, *words], capture_output=True, text=True)
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        changed = git("diff", "--quiet", "HEAD", "--", ".", ":!bench/results.json", ":!bench/RESULTS.md").returncode
+    except OSError:
+        return "unknown"
+    return commit.stdout.strip() + ("-dirty" if changed else "") if commit.returncode == 0 else "unknown"
+
+
+def hardware():
+    fields = ["name", "driver_version", "pcie.link.gen.max", "pcie.link.width.max"]
+    try:
+        words = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+        gpus = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+        name, driver, generation, width = [field.strip() for field in gpus[0].split(",")]
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return f"no GPU found, {os.cpu_count()} CPU cores"
+    return f"{len(gpus)} × {name} (PCIe {generation} ×{width}, driver {driver}), {os.cpu_count()} CPU cores"
+
+
+def measured_files(programs):
+    """Which binaries were measured: the first digits of their SHA-256."""
+    said = {}
+    for name in ("nvshare-scheduler", "libnvshare.so"):
+        path = programs / name
+        said[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else None
+    return said
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    put(Path(sys.argv[2]), json.loads(Path(sys.argv[1]).read_text()))
