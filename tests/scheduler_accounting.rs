@@ -386,6 +386,21 @@ fn a_client_that_comes_back_does_not_wait_for_ever_for_a_measurement() {
 }
 
 #[test]
+fn a_client_may_try_on_each_of_its_gpus() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    for n in [0, 1] {
+        t.say(Event::GpuOverhead { gpu: gpu(n), begun: t.now, bytes: 6 * GIB, complete: true });
+        t.say(Event::Attached { client: client(1), gpu: gpu(n), engine: Engine::Swap });
+        let report = MemoryReport { ack: u32::MAX, demand: 12 * GIB, limit_ack: u32::MAX, ..MemoryReport::default() };
+        t.say(Event::Memory { client: client(1), gpu: gpu(n), report });
+    }
+    t.say(Event::Requested { client: client(1), gpus: gpus([0, 1]) });
+    assert_eq!([0, 1].map(|n| t.machine.gpu(gpu(n)).unwrap().trial), [2 * GIB; 2]);
+}
+
+#[test]
 fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
     let mut t = measured(AntiThrash::On);
     t.measured(6 * GIB);

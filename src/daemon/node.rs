@@ -10,19 +10,15 @@ const INITIAL: &str = "pid:[4026531836]";
 
 /// An error that says what to do, unless the processes of the host are seen.
 pub fn sees_the_host() -> Result<(), String> {
+    let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
     // Also where the first process of a node is not the machine's: a node can be a container itself.
-    if is_initial() || is_of_a_node(&read("/proc/1/cgroup"), &read("/proc/self/cgroup")) {
+    if namespace == Path::new(INITIAL) || is_of_a_node(&read("/proc/1/cgroup"), &read("/proc/self/cgroup")) {
         return Ok(());
     }
     Err("this pod has a PID namespace of its own, so that the scheduler could not know which program is whose: \
          the pod needs hostPID: true"
         .into())
-}
-
-/// Whether this is the initial PID namespace.
-fn is_initial() -> bool {
-    Path::new("/proc/self/ns/pid").read_link().is_ok_and(|namespace| namespace == Path::new(INITIAL))
 }
 
 /// Whether a first process that is there is the node's: it is in no container, and not where we are.

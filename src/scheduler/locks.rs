@@ -168,7 +168,8 @@ impl Machine {
                 seat.is_some_and(|s| s.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
             })
             .collect();
-        let (unit, not_before, stopped) = (self.unit(client), state.not_before, state.stopped);
+        let (unit, stopped) = (self.unit(client), state.stopped);
+        let not_before = state.delayed_until(&wants);
         // A request that replaces another keeps its place.
         let old = state.waiting.and_then(|unit| self.requests.get(&unit)?.since.get(&client).copied());
         let since = old.unwrap_or(self.now);
@@ -352,8 +353,8 @@ impl Machine {
 
     /// Whether one of them is not to have anything yet, since mapping failed.
     pub(super) fn is_delayed(&self, unit: Unit) -> bool {
-        let wants = self.requests.get(&unit).into_iter().flat_map(|r| r.wants.keys());
-        wants.filter_map(|c| self.clients.get(c)).any(|c| c.not_before > self.now)
+        let mut wants = self.requests.get(&unit).into_iter().flat_map(|request| &request.wants);
+        wants.any(|(c, gpus)| self.clients.get(c).is_some_and(|state| state.delayed_until(gpus) > self.now))
     }
 
     pub(super) fn any_stopped(&self, unit: Unit) -> bool {
@@ -556,16 +557,13 @@ impl Machine {
             self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
             if reason == ReleaseReason::NoMemory {
                 self.mapping_failed(client, *id);
+            } else if let Some(seat) = self.seat_mut(client, *id) {
+                seat.failures.has_run();
             }
             self.swap_surplus(client, *id);
         }
         if let Some(gang) = revoked {
             self.revoke_gang(gang);
-        }
-        if let Some(state) =
-            self.clients.get_mut(&client).filter(|_| !held.is_empty() && reason != ReleaseReason::NoMemory)
-        {
-            state.backoff = Duration::ZERO;
         }
         self.check(client);
     }

@@ -159,10 +159,6 @@ pub(super) struct Client {
     pub seats: BTreeMap<GpuId, Seat>,
     /// When it was last asked about, and how long not to ask again.
     pub probed: Option<(Time, Duration)>,
-    /// How long its request was delayed after its last failure to map.
-    pub backoff: Duration,
-    /// Its next request is delayed until then.
-    pub not_before: Time,
 }
 
 /// A client on a GPU that it attached.
@@ -408,8 +404,6 @@ impl Machine {
                 waiting: None,
                 seats: BTreeMap::new(),
                 probed: None,
-                backoff: Duration::ZERO,
-                not_before: Time::ZERO,
             },
         );
         self.enter_gang(id, Gang::named(gang));

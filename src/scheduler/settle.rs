@@ -165,7 +165,7 @@ impl Machine {
             }
             let short = if lacking > 0 { self.collect(id, owed.saturating_add(lacking), &members, &[]) } else { 0 };
             if lacking == 0 && self.complete(unit) {
-                self.begin_trial(id, &members);
+                self.begin_trials(unit);
             }
             if self.complete(unit) {
                 self.grant(unit);

@@ -18,7 +18,12 @@
 //! A measurement can also show too little. A client that needs more than there seems to be gets all of the GPU, and may try
 //! ([`Trial`]) to map the rest. If that fails, it waits before it tries again, while others run.
 
-use super::{api::*, locks::Parked, machine::Machine, timers::Wake};
+use super::{
+    api::*,
+    locks::{Parked, Unit},
+    machine::{Client, Machine},
+    timers::Wake,
+};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -53,6 +58,9 @@ pub(super) struct Failures {
     /// Until when that counts, and for how long it did.
     until: Time,
     interval: Duration,
+    /// The client is not granted the GPU before that, and how long it was delayed the last time.
+    not_before: Time,
+    backoff: Duration,
 }
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
@@ -75,6 +83,11 @@ impl Failures {
     /// The client has all that it needs.
     pub fn succeeded(&mut self) {
         (self.in_a_row, self.alone) = (0, 0);
+    }
+
+    /// The client has given the GPU back for another reason.
+    pub fn has_run(&mut self) {
+        self.backoff = Duration::ZERO;
     }
 
     pub fn shortfall(&self, now: Time) -> u64 {
@@ -102,6 +115,14 @@ impl Failures {
     }
 }
 
+impl Client {
+    /// It is not granted those GPUs before that, since mapping failed.
+    pub fn delayed_until(&self, gpus: &GpuSet) -> Time {
+        let seats = gpus.iter().filter_map(|id| self.seats.get(id));
+        seats.map(|seat| seat.failures.not_before).max().unwrap_or_default()
+    }
+}
+
 impl Machine {
     /// A client gave a GPU back because mapping failed there.
     pub(super) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
@@ -121,22 +142,26 @@ impl Machine {
         gpu.asked = false;
         self.out.push(Command::MappingFailed { client, gpu: id, bytes, failures });
         self.timers.set(Wake::Failures(id), Some(now + TIMEOUT));
-        self.put_off(client, TIMEOUT);
+        self.put_off(client, id, TIMEOUT);
         self.measure(id);
     }
 
-    /// The client's request waits for so long.
-    fn put_off(&mut self, client: ClientId, delay: Duration) {
-        let until = self.now + delay;
-        let Some(state) = self.clients.get_mut(&client) else { return };
-        state.not_before = until;
-        let Some(unit) = state.waiting else { return };
-        let parked = self.requests.get(&unit).map(|request| request.parked);
-        if delay > Duration::ZERO {
-            if !matches!(parked, Some(Some(Parked::Stopped))) {
+    /// The client's request waits for so long for that GPU.
+    fn put_off(&mut self, client: ClientId, id: GpuId, delay: Duration) {
+        let now = self.now;
+        let Some(seat) = self.seat_mut(client, id) else { return };
+        seat.failures.not_before = now + delay;
+        let Some(state) = self.clients.get(&client) else { return };
+        let Some((unit, request)) = state.waiting.and_then(|unit| Some((unit, self.requests.get(&unit)?))) else {
+            return;
+        };
+        let until = request.wants.get(&client).map_or(now, |gpus| state.delayed_until(gpus));
+        let parked = request.parked;
+        if until > now {
+            if !matches!(parked, Some(Parked::Stopped)) {
                 self.park(unit, Parked::Until(until));
             }
-        } else if matches!(parked, Some(Some(Parked::Until(_)))) && !self.is_delayed(unit) {
+        } else if matches!(parked, Some(Parked::Until(_))) && !self.is_delayed(unit) {
             self.join(unit);
         }
     }
@@ -198,18 +223,17 @@ impl Machine {
             let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
             seat.failures.learn(now, usable.saturating_sub(charged), more);
         }
-        if is_proof {
-            self.out.push(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
-        }
-        let Some(state) = self.clients.get_mut(&client) else { return };
         let delay = if has_others && steps < MOST_STEPS {
             Duration::ZERO
         } else {
             let most = if is_alone { BACKOFF.1 } else { BACKOFF_BESIDE_OTHERS };
-            state.backoff = (state.backoff * 2).clamp(BACKOFF.0, most);
-            state.backoff
+            seat.failures.backoff = (seat.failures.backoff * 2).clamp(BACKOFF.0, most);
+            seat.failures.backoff
         };
-        self.put_off(client, delay);
+        if is_proof {
+            self.out.push(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
+        }
+        self.put_off(client, id, delay);
         self.touch(id);
     }
 
@@ -246,9 +270,18 @@ impl Machine {
         state.stays(id).is_none() && seat.account.in_use() > seat.account.report.pinned
     }
 
-    /// Lets a client that has all of the GPU, and needs more than there seems to be, try to map the rest.
-    pub(super) fn begin_trial(&mut self, id: GpuId, members: &[ClientId]) {
-        let [client] = *members else { return };
+    /// Before a request is granted: lets a client that has all of a GPU, and needs more than there seems to be, try to map
+    /// the rest.
+    pub(super) fn begin_trials(&mut self, unit: Unit) {
+        let wants = self.requests.get(&unit).into_iter().flat_map(|request| request.wants.values());
+        for id in wants.flatten().copied().collect::<GpuSet>() {
+            if let [client] = *self.members(unit, id) {
+                self.begin_trial(client, id);
+            }
+        }
+    }
+
+    fn begin_trial(&mut self, client: ClientId, id: GpuId) {
         let Some(demand) = self.demand_of_trial(client, id) else { return };
         let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
         // All or nothing: what of it is on its way out, and what it cannot be given back, is in the way.

@@ -89,8 +89,6 @@ pub struct SeatView {
     pub doubted: u64,
     /// What it reports to have mapped, or pinned, if that is more than is believed.
     pub disbelieved: Option<u64>,
-    /// The fewest and the most bytes that it can have mapped at this moment.
-    pub extent: (u64, u64),
     /// Grants in a row that ended because the driver had no room for what it was allowed.
     pub failures: u32,
     /// Why nothing of it can leave; `Stay::Unfreed`: not all of it.
@@ -189,7 +187,6 @@ impl Machine {
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
         let waiting = client.waiting.and_then(|unit| self.requests.get(&unit));
-        let ignored = |gpu: GpuId| self.gpus.get(&gpu).map_or(0, Gpu::ignored_doubt);
         let seats = client.seats.iter().map(|(gpu, seat)| {
             let account = &seat.account;
             let present = account.doubt.present();
@@ -214,7 +211,6 @@ impl Machine {
                 present,
                 doubted: account.doubted(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
-                extent: account.extent(ignored(*gpu)),
                 failures: seat.failures.in_a_row,
                 stays: client.stays(*gpu).or((present > 0).then_some(Stay::Unfreed)),
                 fullness: seat.fullness.permille(),

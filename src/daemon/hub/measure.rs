@@ -91,9 +91,9 @@ impl Hub {
         let gpu = sample.gpu;
         let mut attached = Vec::new();
         for view in self.machine.clients() {
-            let Some(seat) = view.seats.iter().find(|seat| seat.gpu == gpu) else { continue };
+            let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
-            let (least, most) = client.uses.get(&gpu).map_or(seat.extent, |usage| usage.history.at(sample.begun));
+            let (least, most) = client.uses.get(&gpu).map_or(extent, |usage| usage.history.at(sample.begun));
             attached.push(Attached {
                 client: view.client,
                 pid: client.identity.pid.try_into().unwrap_or(0),
