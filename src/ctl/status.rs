@@ -114,7 +114,11 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     let _ = writeln!(out, "  memory   {capacity} of {total} for programs: {}", parts.join(", "));
     let _ = writeln!(out, "  demand   {}", units::size(gpu.demand));
     if gpu.shortfall > 0 {
-        let _ = writeln!(out, "  {} seem to be free there, and could not be mapped", units::size(gpu.shortfall));
+        let _ = writeln!(
+            out,
+            "  a program needs {} more than it uses, since it could not map memory that is measured as free",
+            units::size(gpu.shortfall)
+        );
     }
     if gpu.accounting == "reports" {
         out.push_str("  NVML does not measure this GPU: programs are believed what memory they report\n");

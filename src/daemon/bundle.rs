@@ -33,8 +33,8 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Writes the bundle. Unless `command_lines`, nothing in it comes from the command line or the environment of a
-    /// program, or from what it calls itself.
+    /// Writes the bundle. Unless `command_lines`, nothing in it comes from the command line of a program or from what it
+    /// calls itself, and of its environment nothing but the numbers by which it limits itself.
     pub fn write(self, command_lines: bool) -> Result<OwnedFd, String> {
         let recording = self.recording.clone();
         let circumstances = self.circumstances(command_lines);

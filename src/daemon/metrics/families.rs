@@ -126,7 +126,7 @@ pub static OF_GPUS: [Family<OfGpu>; 22] = [
         "nvshare_gpu_shortfall",
         BYTES,
         Gauge(|gpu| Some(gpu.shortfall)),
-        "Memory of the GPU that seems to be free and could not be mapped.",
+        "The most that any program needs beyond its demand, because it could not map memory that is measured as free.",
     ),
     family(
         "nvshare_gpu_promised",
