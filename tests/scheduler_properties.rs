@@ -243,21 +243,7 @@ proptest! {
         seed: u64, mode in mode(), gpus in 1u64..3, clients in 1u64..8, error in 0u64..2 * GIB, unruly in unruly(),
         calm in 0u64..20_000,
     ) {
-        let quantum = ms(500);
-        let unruly = Unruly { stopped: unruly.stopped, killed: unruly.killed, ..Unruly::default() };
-        let mut world = world(seed, mode, quantum, gpus, 0, unruly);
-        world.most_steps = 2_000_000;
-        world.trouble(ms(calm), error);
-        for _ in 0..clients {
-            let plan = plan(&mut world.rng, gpus, unruly);
-            let growth = if world.rng.one_in(2) { world.rng.below(512 * MIB) } else { 0 };
-            // What all phases need together fits on the GPU.
-            let demand = plan.demand.min(13 * GIB);
-            world.add(Plan { demand, growth, ..plan });
-        }
-        let bound = bound(&world, quantum) * 3 + ms(calm) + Duration::from_secs(60);
-        let done = world.run(bound);
-        prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+        troubled(world(seed, mode, ms(500), gpus, 0, unruly), gpus, clients, error, unruly, calm)?;
     }
 
     /// Where the host has little memory, nobody has what there is no place for, and nobody waits for it.
@@ -584,6 +570,49 @@ fn ten_thousand_clients_on_a_thousand_gpus() {
     for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
         crowd(7, (mode, PolicyName::Fcfs), 1000, 10_000).unwrap();
     }
+}
+
+/// Run it with `NVSHARE_SCHEDULER_CASES=1000000 cargo test --release -- --ignored troubled_worlds`: only the outcome is checked.
+#[test]
+#[ignore = "for a large number of cases"]
+fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
+    let cases = config(1000).cases;
+    let mut dice = Dice(std::env::var("NVSHARE_SCHEDULER_SEED").map_or(1, |seed| seed.parse().expect("a number")));
+    for _ in 0..cases {
+        let seed = dice.next();
+        let anti_thrash = [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off][dice.below(3) as usize];
+        let mode = (anti_thrash, [PolicyName::Fcfs, PolicyName::Adaptive][dice.below(2) as usize]);
+        let unruly = Unruly { stopped: dice.one_in(2), killed: dice.one_in(2), ..Unruly::default() };
+        let gpus = 1 + dice.below(2);
+        let mut world = world(seed, mode, ms(500), gpus, 0, unruly);
+        (world.keep, world.thorough) = (false, false);
+        let outcome = troubled(world, gpus, 1 + dice.below(7), dice.below(2 * GIB), unruly, dice.below(20_000));
+        assert!(outcome.is_ok(), "seed {seed}, {mode:?}, {unruly:?}: {outcome:?}");
+    }
+}
+
+fn troubled(
+    mut world: World,
+    gpus: u64,
+    clients: u64,
+    error: u64,
+    unruly: Unruly,
+    calm: u64,
+) -> Result<(), TestCaseError> {
+    let unruly = Unruly { stopped: unruly.stopped, killed: unruly.killed, ..Unruly::default() };
+    world.most_steps = 2_000_000;
+    world.trouble(ms(calm), error);
+    for _ in 0..clients {
+        let plan = plan(&mut world.rng, gpus, unruly);
+        let growth = if world.rng.one_in(2) { world.rng.below(512 * MIB) } else { 0 };
+        // What all phases need together fits on the GPU.
+        let demand = plan.demand.min(13 * GIB);
+        world.add(Plan { demand, growth, ..plan });
+    }
+    let bound = bound(&world, ms(500)) * 3 + ms(calm) + Duration::from_secs(60);
+    let done = world.run(bound);
+    prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
+    Ok(())
 }
 
 fn crowd(seed: u64, mode: Mode, gpus: u64, clients: u64) -> Result<(), TestCaseError> {

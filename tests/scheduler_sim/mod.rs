@@ -3,6 +3,9 @@
 //! order, so that they cross as they do in life.
 #![allow(dead_code)] // each test binary uses a part
 
+mod decisions;
+
+use decisions::Decisions;
 use nvshare::scheduler::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -266,6 +269,7 @@ pub struct World {
     pub models: BTreeMap<ClientId, Model>,
     pub history: Vec<(Time, Event)>,
     pub commands: Vec<(Time, Command)>,
+    decisions: Decisions,
     pub rng: Dice,
     pub latency: Duration,
     /// What clients have is measured, as NVML does; else they are believed.
@@ -312,6 +316,7 @@ impl World {
             models: BTreeMap::new(),
             history: Vec::new(),
             commands: Vec::new(),
+            decisions: Decisions::new(),
             rng: Dice(seed),
             latency: Duration::from_micros(20),
             measures: false,
@@ -483,6 +488,7 @@ impl World {
         }
         let before = self.measures.then(|| (self.charges(), self.unfreed()));
         let commands = self.machine.handle(self.now, event);
+        self.decisions.add(self.now, &commands);
         // What a charge was before it was found to be too low says nothing.
         if let Some((before, unfreed)) = before
             && unfreed == self.unfreed()
