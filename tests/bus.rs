@@ -414,7 +414,13 @@ fn a_lock_needs_no_room_on_the_gpu() {
         full.attach();
         // All but less than a context, as far as that is known.
         full.report((14 << 30) + (900 << 20), 0);
-        let status = scheduler.list_gpus().await.expect("GPUs");
+        let status = loop {
+            let status = scheduler.list_gpus().await.expect("GPUs");
+            if status[0].demand > 0 {
+                break status;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
         assert!(status[0].capacity - status[0].demand < 600 << 20, "{status:?}");
         let lock = scheduler.acquire_lock("", "somebody", "something", HashMap::new()).await.expect("a lock");
         assert_eq!(next_line(&mut lines(lock)), "granted");

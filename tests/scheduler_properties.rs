@@ -584,10 +584,22 @@ fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
         let mode = (anti_thrash, [PolicyName::Fcfs, PolicyName::Adaptive][dice.below(2) as usize]);
         let unruly = Unruly { stopped: dice.one_in(2), killed: dice.one_in(2), ..Unruly::default() };
         let gpus = 1 + dice.below(2);
+        let (clients, error, calm) = (1 + dice.below(7), dice.below(2 * GIB), dice.below(20_000));
+        let _case = Case(format!("{seed}, {mode:?}, {gpus}, {clients}, {error}, {unruly:?}, {calm}"));
         let mut world = world(seed, mode, ms(500), gpus, 0, unruly);
         (world.keep, world.thorough) = (false, false);
-        let outcome = troubled(world, gpus, 1 + dice.below(7), dice.below(2 * GIB), unruly, dice.below(20_000));
-        assert!(outcome.is_ok(), "seed {seed}, {mode:?}, {unruly:?}: {outcome:?}");
+        troubled(world, gpus, clients, error, unruly, calm).unwrap();
+    }
+}
+
+/// Says which case it was that panicked.
+struct Case(String);
+
+impl Drop for Case {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("case: {}", self.0);
+        }
     }
 }
 

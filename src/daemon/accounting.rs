@@ -9,6 +9,8 @@
 //!   driver takes seconds to create one, and a sample taken meanwhile shows a part.
 //! - *Overhead*: what is in use beyond all clients' mapped memory: contexts, programs without nvshare, the driver.
 //! - *Found*: what a client has mapped, whatever it reports. The scheduler believes no report that exceeds it.
+//! - *Adopted*: memory that a program allocated, shared and gave up, and that another one has now. NVML may show it for
+//!   the first one, for none, or for the one that has it. It counts for that one, as far as it is shown anywhere.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -105,6 +107,8 @@ pub struct Accounting {
     /// Without figures for processes: the overhead as estimated, before small changes are left out.
     total: Option<u64>,
     basis: Basis,
+    /// What the clients of a process have adopted and the last sample did not show for it.
+    adopted: BTreeMap<u32, u64>,
 }
 
 /// A client on the GPU of a sample.
@@ -115,6 +119,8 @@ pub struct Attached {
     /// The fewest and the most bytes that it can have had mapped at the moment of the sample.
     pub least: u64,
     pub most: u64,
+    /// Of that, what it has adopted.
+    pub adopted: u64,
     /// Its context may not have been complete at that moment. The scheduler puts room aside for it.
     pub is_new: bool,
 }
@@ -126,6 +132,7 @@ struct Process {
     least: u64,
     most: u64,
     /// One of its clients is new.
+    adopted: u64,
     is_new: bool,
     clients: usize,
     /// The client under which its context is kept: a process may be several clients.
@@ -145,6 +152,7 @@ impl Accounting {
         is_own: impl Fn(u32) -> bool,
     ) -> Option<u64> {
         self.contexts.retain(|client, _| clients.iter().any(|c| c.client == *client));
+        self.adopted.clear();
         // An empty list does not tell whether processes would be listed.
         let lists = |processes: &&BTreeMap<u32, u64>| !processes.is_empty() || self.basis == Basis::Processes;
         let bytes = match sample.processes.as_ref().filter(lists) {
@@ -180,6 +188,7 @@ impl Accounting {
         let is_client = |pid: u32| of_clients.contains_key(&pid);
         let own = processes.iter().filter(|(pid, _)| is_client(**pid) || is_own(**pid));
         let others = used.saturating_sub(own.map(|(_, bytes)| *bytes).fold(0, u64::saturating_add));
+        let others = self.find_adopted(&of_clients, guess, others);
         let contexts = of_clients.values().map(|process| {
             // What is found of a client is understated by that, and must not become its context bit by bit.
             let most = process.most.saturating_add(WORTH_TELLING);
@@ -204,6 +213,27 @@ impl Accounting {
         others.saturating_add(contexts.fold(0, u64::saturating_add))
     }
 
+    /// Finds the memory that clients have adopted: what their process does not show of it, others' processes may, beyond
+    /// what these account for, and then whatever is in use `others`-where. Returns what is left of that.
+    fn find_adopted(&mut self, processes: &BTreeMap<u32, Process>, guess: u64, others: u64) -> u64 {
+        let mapped = |process: &Process| {
+            process.used.saturating_sub(self.contexts.get(&process.first).copied().unwrap_or(guess))
+        };
+        let unclaimed = processes.values().map(|process| mapped(process).saturating_sub(process.least));
+        let (mut unclaimed, mut others) = (unclaimed.fold(0u64, u64::saturating_add), others);
+        let mut adopted = BTreeMap::new();
+        for (pid, process) in processes.iter().filter(|(_, process)| process.adopted > 0) {
+            let missing = process.most.saturating_sub(mapped(process)).min(process.adopted);
+            let of_others = missing.saturating_sub(unclaimed).min(others);
+            let found = missing.min(unclaimed).saturating_add(of_others);
+            unclaimed -= found - of_others;
+            others -= of_others;
+            adopted.insert(*pid, found);
+        }
+        self.adopted = adopted;
+        others
+    }
+
     fn sample_total(&mut self, used: u64, clients: &[Attached]) -> u64 {
         let most = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.most));
         let least = clients.iter().fold(0u64, |sum, c| sum.saturating_add(c.least));
@@ -222,6 +252,7 @@ impl Accounting {
         let context = |process: &Process| self.contexts.get(&process.first).copied();
         let shared = |(pid, process): (&u32, &Process)| {
             let bytes = process.used.saturating_sub(context(process).unwrap_or(0));
+            let bytes = bytes.saturating_add(self.adopted.get(pid).copied().unwrap_or(0));
             (*pid, Shared { bytes, least: process.least, clients: process.clients })
         };
         let mut in_use: BTreeMap<u32, Shared> = of_clients.iter().map(shared).collect();
@@ -293,12 +324,20 @@ impl Shared {
 /// The processes of clients. One that NVML does not list uses nothing.
 fn by_process(processes: &BTreeMap<u32, u64>, clients: &[Attached]) -> BTreeMap<u32, Process> {
     let mut all: BTreeMap<u32, Process> = BTreeMap::new();
-    for Attached { client, pid, least, most, is_new } in clients {
+    for Attached { client, pid, least, most, adopted, is_new } in clients {
         let used = processes.get(pid).copied().unwrap_or(0);
-        let process =
-            all.entry(*pid).or_insert(Process { used, least: 0, most: 0, is_new: false, clients: 0, first: *client });
+        let process = all.entry(*pid).or_insert(Process {
+            used,
+            least: 0,
+            most: 0,
+            adopted: 0,
+            is_new: false,
+            clients: 0,
+            first: *client,
+        });
         process.least = process.least.saturating_add(*least);
         process.most = process.most.saturating_add(*most);
+        process.adopted = process.adopted.saturating_add(*adopted);
         process.is_new |= is_new;
         process.clients += 1;
     }
@@ -324,7 +363,14 @@ mod tests {
     }
 
     fn moving(id: u64, least: u64, most: u64) -> Attached {
-        Attached { client: ClientId(id), pid: id as u32, least: least * MIB, most: most * MIB, is_new: false }
+        Attached {
+            client: ClientId(id),
+            pid: id as u32,
+            least: least * MIB,
+            most: most * MIB,
+            adopted: 0,
+            is_new: false,
+        }
     }
 
     fn told(accounting: &mut Accounting, sample: &Sample, clients: &[Attached]) -> u64 {
@@ -463,6 +509,26 @@ mod tests {
         let clients: Vec<Attached> = (1..=10).map(|id| of_one(id, if id == 1 { 8000 } else { 0 }, 8000)).collect();
         let found = accounting.found(&sample(8500, &[(1, 8500)]), &clients, GUESS).expect("figures");
         assert_eq!(found.values().map(|found| found.most).sum::<u64>(), 8000 * MIB);
+    }
+
+    #[test]
+    fn what_was_adopted_counts_for_who_has_it_wherever_it_is_shown() {
+        let adopter = Attached { adopted: 300 * MIB, ..moving(2, 0, 300) };
+        let found = |used: u64, processes: &[(u32, u64)], clients: &[Attached]| {
+            let mut accounting = Accounting::default();
+            told(&mut accounting, &sample(1000, &[(1, 500), (2, 500)]), &[client(1, 0), client(2, 0)]);
+            let sample = sample(used, processes);
+            let overhead = told(&mut accounting, &sample, clients);
+            (accounting.found(&sample, clients, GUESS).expect("figures")[&ClientId(2)].most / MIB, overhead)
+        };
+        let exporter = client(1, 0);
+        assert_eq!(found(1300, &[(1, 500), (2, 800)], &[exporter, adopter]), (300, 1000), "its own process");
+        let given_up = moving(1, 0, 300);
+        assert_eq!(found(1300, &[(1, 800), (2, 500)], &[given_up, adopter]), (300, 1000), "the exporter's process");
+        assert_eq!(found(800, &[(2, 500)], &[adopter]), (300, 500), "no process");
+        // What is not there, or the exporter accounts for, was not adopted.
+        assert_eq!(found(1000, &[(1, 500), (2, 500)], &[exporter, adopter]).0, 0);
+        assert_eq!(found(1300, &[(1, 800), (2, 500)], &[client(1, 300), adopter]).0, 0);
     }
 
     #[test]

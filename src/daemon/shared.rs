@@ -190,6 +190,13 @@ impl Book {
         bytes.map(|(_, counted)| counted.bytes).fold(0, u64::saturating_add)
     }
 
+    /// Bytes on that GPU that other programs allocated and that count with this client: NVML may show them for theirs.
+    pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
+        let counts = |by| is_adopted(by) || matches!(by, By::Missing(_));
+        let bytes = self.imports.iter().filter(|(i, c)| i.importer == client && c.gpu == gpu && counts(c.by));
+        bytes.map(|(_, counted)| counted.bytes).fold(0, u64::saturating_add)
+    }
+
     /// A client is gone: who adopts what it counted, and which questions will never be answered.
     pub fn leave(&mut self, client: ClientId) -> (Vec<Import>, Vec<Question>) {
         let mut orphans: Vec<(Secret, u32)> = Vec::new();
@@ -303,7 +310,7 @@ mod tests {
         book.adopted(import(B));
         assert_eq!(book.extra(B, GPU), 100, "nor has any since");
         book.reported(B, GPU);
-        assert_eq!(book.extra(B, GPU), 0, "now one does");
+        assert_eq!((book.extra(B, GPU), book.adopted_by(B, GPU), book.adopted_by(C, GPU)), (0, 100, 0), "now one does");
         assert_eq!(book.close(import(B)), Some(import(C)));
         assert_eq!(book.extra(C, GPU), 100);
         assert_eq!(book.leave(C).0, [], "nobody has it any more");

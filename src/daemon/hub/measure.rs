@@ -99,6 +99,7 @@ impl Hub {
                 pid: client.identity.pid.try_into().unwrap_or(0),
                 least,
                 most,
+                adopted: self.shared.adopted_by(view.client, gpu),
                 is_new: !self.machine.has_context(view.client, gpu, sample.begun),
             });
         }
