@@ -44,7 +44,9 @@ fn main() {
     for (what, scraped) in [("not scraped", false), ("scraped without pause", true)] {
         let (daemon, path) = served();
         let _crowd = crowd(&daemon, CLIENTS);
-        let scrapes = || drop(scrape(&path));
+        let scrapes = || {
+            scrape(&path);
+        };
         crowd::print(what, Some(&hand_overs(&daemon, scraped.then_some(&scrapes))));
     }
     results.write();
