@@ -2,10 +2,10 @@
 
 use super::{
     api::*,
-    bank::{Account, Evicted},
     drains::Drains,
     locks::{Parked, Unit},
     machine::{Gpu, Machine, Newcomer, Seat},
+    memory::ledger::{Account, Evicted},
     policy::{self, Bursts, Progress},
     promise::Promise,
     shortfall::Failures,
@@ -71,7 +71,7 @@ impl Gpu {
 
     pub(super) fn free(&self, settings: &Settings) -> u64 {
         let kept = self.squeezes.iter().fold(0u64, |sum, squeeze| sum.saturating_add(squeeze.secured));
-        self.capacity(settings).saturating_sub(self.bank.charged).saturating_sub(kept)
+        self.capacity(settings).saturating_sub(self.ledger.charged()).saturating_sub(kept)
     }
 
     /// How long evicting that much takes, where all of it must be copied.
@@ -131,11 +131,11 @@ impl Machine {
         if gpu.verifies {
             account.distrust();
         }
+        gpu.ledger.open(now, client, state.user, account);
         state.seats.insert(
             id,
             Seat {
                 engine,
-                account,
                 promise: Promise::default(),
                 failures: Failures::default(),
                 grew: None,
@@ -174,10 +174,10 @@ impl Machine {
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         let Some(state) = self.clients.get_mut(&client) else { return };
-        let (user, group, seat) = (state.user, state.group, state.seats.remove(&id));
+        let (group, seat) = (state.group, state.seats.remove(&id));
         if let (Some(seat), Some(gpu)) = (seat, self.gpus.get_mut(&id)) {
             self.timers.set(Wake::Stay(client, id), None);
-            gpu.bank.leave((client, user), &seat.account);
+            gpu.ledger.close(client);
             gpu.promised -= seat.promise.counted;
             gpu.count_for(group, seat.promise.counted, 0);
             gpu.seats.remove(&client);
@@ -196,8 +196,13 @@ impl Machine {
         if report.demand > 0 {
             seat.used.get_or_insert(now);
         }
-        let evicted = seat.account.reported(now, report);
-        let report = seat.account.report;
+        let Some((evicted, report)) = self.change_account(client, id, |account| {
+            let evicted = account.reported(now, report);
+            (evicted, account.report)
+        }) else {
+            return;
+        };
+        let Some(seat) = self.seat_mut(client, id) else { return };
         let (charged, needed) = (seat.promise.charge(), seat.promise.demand());
         let fell = seat.promise.reported(report.limit_ack, report.demand);
         let (rose, needs_another) = (seat.promise.charge() > charged, report.demand != needed);
@@ -221,12 +226,11 @@ impl Machine {
             }
         }
         self.allow_what_stays(client, id);
-        self.enter(client, id);
         self.adjust_trial(id);
-        if self.seat(client, id).is_some_and(|seat| seat.account.is_worth_measuring()) {
+        if self.account(client, id).is_some_and(Account::is_worth_measuring) {
             self.measure(id);
         }
-        let doubts = self.seat(client, id).and_then(|seat| seat.account.expires());
+        let doubts = self.account(client, id).and_then(Account::expires);
         if doubts.is_some() && self.timers.get(Wake::Doubts(id)).is_none() {
             self.timers.set(Wake::Doubts(id), doubts);
         }
@@ -253,7 +257,7 @@ impl Machine {
     /// A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is allowed.
     /// Neither raises the charge.
     pub(super) fn allow_what_stays(&mut self, client: ClientId, id: GpuId) {
-        let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
+        let Some(account) = self.account(client, id) else { return };
         if account.awaits_measurement() {
             return;
         }
@@ -288,14 +292,14 @@ impl Machine {
     /// How long it takes for so many bytes to leave, from those who would be asked for them, and to come back later.
     pub(super) fn moving_both_ways(&self, id: GpuId, bytes: u64, spare: &[ClientId]) -> Duration {
         let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
-        let idle = gpu.bank.lru.iter().map(|(_, client)| client);
+        let idle = gpu.ledger.evictable().map(|(_, client)| client);
         let (mut rest, mut time) = (bytes, Duration::ZERO);
-        for client in idle.chain(gpu.holders.values()).filter(|client| !spare.contains(client)) {
+        for client in idle.chain(gpu.holders.values().copied()).filter(|client| !spare.contains(client)) {
             if rest == 0 {
                 break;
             }
-            let Some(seat) = self.seat(*client, id) else { continue };
-            let part = seat.account.movable().min(rest);
+            let (Some(seat), Some(account)) = (self.seat(client, id), gpu.ledger.account(client)) else { continue };
+            let part = account.movable().min(rest);
             rest -= part;
             time += both_ways(part, seat.rate.unwrap_or(gpu.rate), gpu.rate_back);
         }
@@ -308,15 +312,19 @@ impl Machine {
         if seat.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
             return 0; // pages fault in and out as they may
         }
-        seat.account.report.demand.saturating_add(self.shortfall(client, id)).min(gpu.capacity(&self.settings))
+        gpu.ledger
+            .account(client)
+            .map_or(0, |account| account.report.demand)
+            .saturating_add(self.shortfall(client, id))
+            .min(gpu.capacity(&self.settings))
     }
 
     /// Raises an allowance towards the need as far as bytes are free, evicting nobody. Says what is still lacking. `owed`:
     /// bytes that are spoken for, of those that are free and then of those on their way out.
     pub(super) fn credit(&mut self, client: ClientId, id: GpuId, owed: u64) -> u64 {
         let need = self.need(client, id);
-        let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return 0 };
-        let account = &seat.account;
+        let Some(gpu) = self.gpus.get(&id) else { return 0 };
+        let Some(account) = gpu.ledger.account(client) else { return 0 };
         if account.awaits_measurement() {
             return need; // an allowance of less than it has would have it evict
         }
@@ -325,13 +333,13 @@ impl Machine {
         let free = self.free_for(client, id).saturating_sub(spoken);
         // Bytes that were asked back and have not left yet are still charged: they can be left where they are, unless
         // somebody else counts on them.
-        let uncounted = gpu.bank.coming.saturating_sub(owed - spoken);
+        let uncounted = gpu.ledger.coming().saturating_sub(owed - spoken);
         let leaving = account.charge.saturating_sub(account.allowance).min(uncounted);
         let reach = account.allowance.saturating_add(leaving).saturating_add(free).min(need);
         if reach > account.allowance && (reach == need || reach - account.allowance >= CREDIT_STEP) {
             self.allow(client, id, reach);
         }
-        need.saturating_sub(self.seat(client, id).map_or(0, |s| s.account.allowance))
+        need.saturating_sub(self.account(client, id).map_or(0, |account| account.allowance))
     }
 
     /// Lets holders that keep growing map more than they need, as far as bytes are free: so their allocations wait for no
@@ -347,7 +355,8 @@ impl Machine {
             };
             let grows_now = seat.grew.is_some_and(|at| self.now < at + GROWING);
             let is_running = seat.hold.as_ref().is_some_and(|hold| hold.revoked.is_none());
-            let (allowance, ahead) = (seat.account.allowance, self.ahead(client, id));
+            let allowance = self.account(client, id).map_or(0, |account| account.allowance);
+            let ahead = self.ahead(client, id);
             // Most of what is free is left to others that grow, or create a context.
             let free = self.free_for(client, id);
             let most = AHEAD.min(free.saturating_add(ahead) / AHEAD_PART);
@@ -363,7 +372,7 @@ impl Machine {
 
     /// Bytes that a client may map and does not need.
     fn ahead(&self, client: ClientId, id: GpuId) -> u64 {
-        let ahead = self.seat(client, id).map_or(0, |seat| seat.account.ahead());
+        let ahead = self.account(client, id).map_or(0, Account::ahead);
         if ahead == 0 { 0 } else { ahead.saturating_sub(self.shortfall(client, id)) }
     }
 
@@ -379,7 +388,7 @@ impl Machine {
         let mut lacking = bytes;
         for (client, ahead) in ahead {
             let take = ahead.min(lacking);
-            let Some(allowance) = self.seat(client, id).map(|seat| seat.account.allowance).filter(|_| take > 0) else {
+            let Some(allowance) = self.account(client, id).map(|account| account.allowance).filter(|_| take > 0) else {
                 continue;
             };
             lacking -= take;
@@ -390,13 +399,13 @@ impl Machine {
 
     /// Bytes by which more is charged than there is.
     pub(super) fn overdrawn(&self, id: GpuId) -> u64 {
-        self.gpus.get(&id).map_or(0, |g| g.bank.charged.saturating_sub(g.capacity(&self.settings)))
+        self.gpus.get(&id).map_or(0, |g| g.ledger.charged().saturating_sub(g.capacity(&self.settings)))
     }
 
     /// Who has bytes that can leave, in the order in which they do.
     fn victims(&self, id: GpuId) -> Vec<ClientId> {
         let Some(gpu) = self.gpus.get(&id) else { return Vec::new() };
-        let idle = gpu.bank.lru.iter().copied();
+        let idle = gpu.ledger.evictable();
         if !self.policy().keeps_for_the_next() {
             return idle.map(|(_, client)| client).collect();
         }
@@ -415,9 +424,9 @@ impl Machine {
     /// Asks for that many bytes back from clients that do not hold the lock, in the order that the policy says; from those of
     /// `last` only if nobody else has any, and then what rules protect.
     pub(super) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
-        let before = self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming);
+        let before = self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.coming());
         self.take_back_ahead(id, bytes, spare);
-        let after = self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming);
+        let after = self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.coming());
         let mut lacking = bytes.saturating_sub(after.saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(id);
@@ -427,7 +436,7 @@ impl Machine {
                 if lacking == 0 {
                     break;
                 }
-                let Some(account) = self.seat(*client, id).map(|s| &s.account) else { continue };
+                let Some(account) = self.account(*client, id) else { continue };
                 let lies = account.doubt.present() > 0;
                 let is_last = lies || last.contains(client);
                 if spare.contains(client) || is_last != (pass == Pass::Last) && pass != Pass::Protected {
@@ -462,23 +471,8 @@ impl Machine {
     /// Sets an allowance and tells its client.
     pub(super) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        for (seq, bytes) in seat.account.set(now, bytes) {
+        for (seq, bytes) in self.change_account(client, id, |account| account.set(now, bytes)).unwrap_or_default() {
             self.out.push(Command::Allowance { client, gpu: id, seq, bytes });
-        }
-        self.enter(client, id);
-    }
-
-    /// Brings the bank up to date with one client.
-    pub(super) fn enter(&mut self, client: ClientId, id: GpuId) {
-        let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
-        let Some(seat) = state.seats.get(&id) else { return };
-        let idle_since = seat.hold.is_none().then_some(seat.last_run);
-        let (stays, user) = (state.stays(id).is_some(), state.user);
-        let Some(seat) = state.seats.get_mut(&id) else { return };
-        gpu.bank.enter((client, user), &mut seat.account, stays, idle_since);
-        if gpu.bank.loosened {
-            self.dirty.insert(id);
         }
     }
 }

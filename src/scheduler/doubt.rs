@@ -6,12 +6,7 @@
 //! bytes that no measurement says anything about are believed after a while, and those that are still measured then are
 //! *present*: they count as pinned. From such a client all is asked for at once, or it could go on like that by and by.
 
-use super::{
-    api::*,
-    bank::Account,
-    machine::{Gpu, Machine},
-    timers::Wake,
-};
+use super::{api::*, machine::Machine, memory::ledger::Account, timers::Wake};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -109,18 +104,10 @@ impl Account {
     }
 }
 
-impl Gpu {
-    /// Bytes that clients of others than that user say are gone, and that may be there.
-    pub(super) fn doubted_for(&self, user: UserId) -> u64 {
-        let others = self.bank.doubted.iter().filter(|(other, _)| **other != user);
-        others.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
-    }
-}
-
 impl Machine {
     pub(super) fn doubted_for(&self, client: ClientId, id: GpuId) -> u64 {
         let user = self.clients.get(&client).map(|c| c.user);
-        user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.doubted_for(user))
+        user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.ledger.doubted_for(user))
     }
 
     /// Bytes that are free for that client.
@@ -135,7 +122,7 @@ impl Machine {
         for client in to {
             self.ask_about_doubts(*client, id);
         }
-        self.gpus.get(&id).map_or(0, |gpu| gpu.bank.coming.saturating_add(gpu.free(&self.settings)))
+        self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.coming().saturating_add(gpu.free(&self.settings)))
     }
 
     /// How much is in doubt for that client, which waits for it.
@@ -143,8 +130,8 @@ impl Machine {
         let doubted = self.doubted_for(client, id);
         let Some(gpu) = self.gpus.get(&id).filter(|gpu| doubted > 0 && !gpu.asked) else { return doubted };
         // What was found is looked at again now and then, whoever waits.
-        let mut seats = gpu.seats.iter().filter_map(|client| self.seat(*client, id));
-        if seats.any(|seat| seat.account.doubt.is_unmeasured()) {
+        let mut accounts = gpu.seats.iter().filter_map(|client| gpu.ledger.account(*client));
+        if accounts.any(|account| account.doubt.is_unmeasured()) {
             self.measure(id);
         }
         doubted
@@ -163,10 +150,9 @@ impl Machine {
         gpu.asked = false;
         gpu.verifies |= !found.is_empty();
         for client in gpu.seats.clone() {
-            let Some(seat) = self.seat_mut(client, id) else { continue };
-            seat.account.measured(begun, found.get(&client).copied());
+            let found = found.get(&client).copied();
+            self.change_account(client, id, |account| account.measured(begun, found));
             self.allow_what_stays(client, id);
-            self.enter(client, id);
             self.charge_as_known(client, id);
         }
         self.watch_doubts(id);
@@ -178,8 +164,8 @@ impl Machine {
     /// Sees to it that doubts end.
     pub(super) fn watch_doubts(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id) else { return };
-        let seats = gpu.seats.iter().filter_map(|client| self.seat(*client, id));
-        let next = seats.filter_map(|seat| seat.account.expires()).min();
+        let accounts = gpu.seats.iter().filter_map(|client| gpu.ledger.account(*client));
+        let next = accounts.filter_map(Account::expires).min();
         self.timers.set(Wake::Doubts(id), next);
     }
 
@@ -188,12 +174,13 @@ impl Machine {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.asked = false;
         for client in gpu.seats.clone() {
-            let Some(seat) = self.seat_mut(client, id) else { continue };
-            seat.account.measurement_is_late(now);
-            if seat.account.doubt.expire(now) {
+            let is_present = self.change_account(client, id, |account| {
+                account.measurement_is_late(now);
+                account.doubt.expire(now)
+            });
+            if is_present == Some(true) {
                 self.out.push(Command::Stays { client, gpu: id, why: Stay::Unfreed });
             }
-            self.enter(client, id);
         }
         self.watch_doubts(id);
         self.touch(id);

@@ -86,10 +86,15 @@ impl Machine {
         self.groups.get(&group)?.terms.swap_max
     }
 
+    /// The members of the client's group, itself included.
+    fn fellows_in_group(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
+        let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
+        group.into_iter().flat_map(|members| members.clients.iter().copied())
+    }
+
     /// What members of the client's group have there, all of them.
     fn sum_of_group(&self, client: ClientId, id: GpuId, of: impl Fn(&Seat) -> u64) -> u64 {
-        let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
-        let seats = group.into_iter().flat_map(|members| &members.clients).filter_map(|member| self.seat(*member, id));
+        let seats = self.fellows_in_group(client).filter_map(|member| self.seat(member, id));
         seats.fold(0, |sum, seat| sum.saturating_add(of(seat)))
     }
 
@@ -123,9 +128,10 @@ impl Machine {
         if !self.is_kept_out(client, id) {
             return;
         }
-        let has = self.sum_of_group(client, id, |seat| seat.account.allowance);
+        let accounts = self.fellows_in_group(client).filter_map(|member| self.account(member, id));
+        let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
         let surplus = has.saturating_sub(self.memory_bound(client, id).unwrap_or(u64::MAX));
-        let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
+        let Some(account) = self.account(client, id) else { return };
         let surplus = surplus.max(account.allowance.saturating_sub(self.own_bound(client, id).unwrap_or(u64::MAX)));
         let take = account.movable().min(surplus);
         if take > 0 {
@@ -139,8 +145,8 @@ impl Machine {
         let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
         let protected = self.groups.iter().filter_map(|(group, members)| {
             let low = members.terms.memory_low?;
-            let seats = members.clients.iter().filter_map(|client| self.seat(*client, id));
-            let has = seats.fold(0u64, |sum, seat| sum.saturating_add(seat.account.allowance));
+            let accounts = members.clients.iter().filter_map(|client| gpu.ledger.account(*client));
+            let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
             Some((*group, has.saturating_sub(low.on(gpu.total).unwrap_or(u64::MAX))))
         });
         protected.collect()

@@ -425,7 +425,9 @@ impl Machine {
     pub(super) fn provided(&self, unit: Unit, id: GpuId) -> bool {
         let Some(request) = self.requests.get(&unit) else { return false };
         let mut here = request.wants.iter().filter(|(_, gpus)| gpus.contains(&id));
-        here.all(|(client, _)| self.seat(*client, id).is_some_and(|s| s.account.allowance >= self.need(*client, id)))
+        here.all(|(client, _)| {
+            self.account(*client, id).is_some_and(|account| account.allowance >= self.need(*client, id))
+        })
     }
 
     /// Whether it is first in line for all that it wants, and can have it.

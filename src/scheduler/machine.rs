@@ -3,13 +3,13 @@
 
 use super::{
     api::*,
-    bank::{Account, Bank},
     drains::Drains,
     gangs::Gang,
     groups::Members,
     hopes::Hope,
     limits::Host,
     locks::{Hold, Request, Unit},
+    memory::ledger::{Account, Ledger, State},
     placement::Places,
     policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
     promise::Promise,
@@ -78,7 +78,7 @@ pub(super) struct Gpu {
     /// Clients whose context the newest measurement cannot have seen.
     pub unmeasured: BTreeSet<ClientId>,
     pub seats: BTreeSet<ClientId>,
-    pub bank: Bank,
+    pub ledger: Ledger,
     /// It is being measured what is there.
     pub asked: bool,
     /// Wishes that wait for a measurement.
@@ -166,7 +166,6 @@ pub(super) struct Client {
 pub(super) struct Seat {
     #[serde(with = "super::encoding::Engine")]
     pub engine: Engine,
-    pub account: Account,
     pub promise: Promise,
     pub failures: Failures,
     /// When what it needs last grew, and whether it had grown shortly before that, too.
@@ -359,7 +358,7 @@ impl Machine {
                 verifies: false,
                 unmeasured: BTreeSet::new(),
                 seats: BTreeSet::new(),
-                bank: Bank::default(),
+                ledger: Ledger::default(),
                 asked: false,
                 hopes: BTreeMap::new(),
                 line: BTreeSet::new(),
@@ -437,6 +436,39 @@ impl Machine {
 
     pub(super) fn seat_mut(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Seat> {
         self.clients.get_mut(&client)?.seats.get_mut(&gpu)
+    }
+
+    pub(super) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
+        self.gpus.get(&gpu)?.ledger.account(client)
+    }
+
+    pub(super) fn change_account<R>(
+        &mut self,
+        client: ClientId,
+        id: GpuId,
+        change: impl FnOnce(&mut Account) -> R,
+    ) -> Option<R> {
+        let gpu = self.gpus.get_mut(&id)?;
+        let result = gpu.ledger.change(client, change);
+        if gpu.ledger.is_loosened() {
+            self.dirty.insert(id);
+        }
+        result
+    }
+
+    /// Whether its memory can leave is to be seen anew.
+    pub(super) fn enter(&mut self, client: ClientId, id: GpuId) {
+        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&id)) else { return };
+        let Some(seat) = state.seats.get(&id) else { return };
+        let now = match state.stays(id) {
+            Some(_) => State::Unevictable,
+            None if seat.hold.is_some() => State::Running,
+            None => State::Idle(seat.last_run),
+        };
+        gpu.ledger.set_state(client, now);
+        if gpu.ledger.is_loosened() {
+            self.dirty.insert(id);
+        }
     }
 
     pub(super) fn count(&mut self) -> u64 {

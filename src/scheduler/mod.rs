@@ -7,7 +7,7 @@
 //! - [`api`]: the vocabulary: ids, [`Event`], [`Command`], [`Settings`].
 //! - `machine`: the state, and which part of it an event goes to.
 //! - `settle`: brings one GPU to rest after something changed there: bytes first, then the lock.
-//! - `bytes`: giving bytes to clients and taking them back; over `bank`, which counts them.
+//! - `bytes`: giving bytes to clients and taking them back; over `memory::ledger`, which counts them.
 //! - `doubt`: bytes that are gone by nothing but a client's word.
 //! - `drains`: how long clients take to give a GPU back.
 //! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
@@ -36,7 +36,6 @@
 //! - `wishes`: allocations that wait for a higher limit.
 
 pub mod api;
-mod bank;
 mod bytes;
 mod doubt;
 mod drains;
@@ -47,6 +46,7 @@ mod hopes;
 mod limits;
 mod locks;
 mod machine;
+mod memory;
 mod newcomers;
 mod order;
 mod own;

@@ -40,7 +40,8 @@ impl Machine {
         // One that did not wait (an older library does not) has its context already.
         let waits = |newcomer: &Newcomer| {
             let state = self.clients.get(&newcomer.client);
-            state.is_some_and(|c| c.waiting.is_none() && c.seats.get(&id).is_some_and(|s| s.account.report.demand == 0))
+            let needs_nothing = gpu.ledger.account(newcomer.client).is_some_and(|account| account.report.demand == 0);
+            needs_nothing && state.is_some_and(|client| client.waiting.is_none())
         };
         let waiting = gpu.attaching.iter().rev().take_while(|newcomer| waits(newcomer)).count();
         let newcomers = gpu.attaching.iter().filter_map(|newcomer| self.clients.get(&newcomer.client));
@@ -51,8 +52,8 @@ impl Machine {
         let needs = gpu.seats.iter().filter_map(|client| {
             let state =
                 self.clients.get(client).filter(|state| state.gang.is_none_or(|gang| !gangs.contains(&gang)))?;
-            let seat = state.seats.get(&id).filter(|seat| seat.attached.is_some() && seat.engine != Engine::Managed)?;
-            Some(seat.account.seen_to_need())
+            state.seats.get(&id).filter(|seat| seat.attached.is_some() && seat.engine != Engine::Managed)?;
+            Some(gpu.ledger.account(*client)?.seen_to_need())
         });
         // What is not possible as it is does not depend on them.
         let most = needs.filter(|need| (1..=capacity).contains(need)).max();
@@ -91,7 +92,8 @@ impl Machine {
             let behind = gpu.contexts(&self.settings, behind);
             let doubted = self.ask_about_doubts(client, id);
             let gpu = self.gpus.get(&id)?;
-            let room = gpu.capacity(&self.settings).saturating_add(behind) >= gpu.bank.charged.saturating_add(doubted);
+            let room =
+                gpu.capacity(&self.settings).saturating_add(behind) >= gpu.ledger.charged().saturating_add(doubted);
             let squeezed = gpu.total.saturating_sub(gpu.reserve(&self.settings))
                 < gpu.overhead_wanted(&self.settings).saturating_sub(behind);
             if (!room || squeezed || gpu.incomplete) && self.now < patience {

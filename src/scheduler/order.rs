@@ -116,7 +116,8 @@ impl Machine {
 
     fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
         let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return Waiter::default() };
-        let lacking = self.need(client, id).saturating_sub(seat.account.allowance);
+        let lacking =
+            self.need(client, id).saturating_sub(gpu.ledger.account(client).map_or(0, |account| account.allowance));
         let held = seat.hold.as_ref().map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
         let (had, entered) = seat.progress.after(self.now, held);
         Waiter {

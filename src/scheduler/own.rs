@@ -138,7 +138,7 @@ impl Machine {
     /// What of its memory there it does not claim to be kept on the GPU, whatever its rule says.
     pub(super) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
         let low = self.own.get(&client).and_then(|own| own.memory_low?.on(self.gpus.get(&id)?.total));
-        let has = self.seat(client, id).map_or(0, |seat| seat.account.allowance);
+        let has = self.account(client, id).map_or(0, |account| account.allowance);
         low.map_or(0, |low| has.saturating_sub(low))
     }
 }

@@ -122,7 +122,7 @@ impl Machine {
         let mut lagging = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
         for (id, seat) in &state.seats {
-            if let Some(eviction) = &seat.account.eviction {
+            if let Some(eviction) = self.account(client, *id).and_then(|account| account.eviction.as_ref()) {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
                 match self.late_at(client, *id) {
                     Some(due) if due <= now => drop(late.insert(*id)),
@@ -232,7 +232,7 @@ impl Machine {
         let others = self.gpus.get(&id).is_some_and(|g| {
             !g.line.is_empty()
                 || (undrainable && !g.shut_out.is_empty())
-                || g.bank.charged > g.capacity(&self.settings)
+                || g.ledger.charged() > g.capacity(&self.settings)
                 || (exclusive && g.holders.len() > 1 && !self.may_all_stay(id))
         });
         // It may also want it again itself, and has to release it first.

@@ -249,7 +249,7 @@ impl Machine {
             place.gpus.get(&id).copied()
         };
         for client in &gpu.seats {
-            let demand = self.seat(*client, id).map_or(0, |seat| seat.account.report.demand);
+            let demand = self.account(*client, id).map_or(0, |account| account.report.demand);
             all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
             all.labels.push(self.places.labels(*client));
         }

@@ -43,7 +43,7 @@ impl Machine {
         self.keep_out(id);
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
-        if std::mem::take(&mut gpu.bank.loosened) || capacity > gpu.capacity {
+        if gpu.ledger.take_loosened() || capacity > gpu.capacity {
             for unit in std::mem::take(&mut gpu.shut_out) {
                 self.join(unit);
             }
@@ -159,7 +159,7 @@ impl Machine {
             } else {
                 // Nothing is free, and what comes is owed to others.
                 for member in &members {
-                    let allowed = self.seat(*member, id).map_or(0, |s| s.account.allowance);
+                    let allowed = self.account(*member, id).map_or(0, |account| account.allowance);
                     lacking = lacking.saturating_add(self.need(*member, id).saturating_sub(allowed));
                 }
             }
@@ -244,10 +244,10 @@ impl Machine {
         let mut own = 0u64;
         let mut need = 0u64;
         for member in members {
-            own = own.saturating_add(self.seat(*member, id).map_or(0, |s| s.account.fixed()));
+            own = own.saturating_add(gpu.ledger.fixed_of(*member));
             need = need.saturating_add(self.need(*member, id));
         }
-        let room = gpu.capacity(&self.settings).saturating_sub(gpu.bank.fixed.saturating_sub(own));
+        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.fixed().saturating_sub(own));
         need <= room || self.provided(unit, id)
     }
 
@@ -300,15 +300,15 @@ impl Machine {
         }
         next = next.filter(|_| together);
         for client in holders {
-            let Some(seat) = self.seat(client, id) else { continue };
+            let Some((seat, account)) = self.seat(client, id).zip(self.account(client, id)) else { continue };
             let Some(hold) = seat.hold.as_ref() else { continue };
-            let movable = if hold.is_aside() { 0 } else { seat.account.movable() };
+            let movable = if hold.is_aside() { 0 } else { account.movable() };
             let own = pressure.locked_out && pressure.first == Some(hold.unit);
             let gives = short > 0 && movable > 0 && pressure.grower != Some(client);
             let wanted = !own && (gives || (exclusive && pressure.locked_out));
             let leaves = if gives { movable.min(short) } else { 0 };
             short -= leaves;
-            let leaves = leaves.min(seat.account.report.mapped); // it may be allowed more than it has
+            let leaves = leaves.min(account.report.mapped); // it may be allowed more than it has
             if hold.revoked.is_some() {
                 continue;
             }

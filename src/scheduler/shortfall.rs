@@ -129,8 +129,9 @@ impl Machine {
         let now = self.now;
         let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.seats.iter().copied());
         let others = clients.filter(|other| *other != client && self.can_give(*other, id)).collect();
+        let Some(report) = self.account(client, id).map(|account| account.report) else { return };
         let Some(seat) = self.seat_mut(client, id) else { return };
-        let bytes = seat.account.report.demand.saturating_sub(seat.account.report.mapped);
+        let bytes = report.demand.saturating_sub(report.mapped);
         if bytes == 0 {
             return;
         }
@@ -182,10 +183,10 @@ impl Machine {
             seat.failures.measured(free, in_use);
             match seat.failures.unexplained.take_if(|failure| failure.at <= begun) {
                 Some(Failure { others, .. }) => {
-                    let has_others = others.iter().any(|other| match self.seat(*other, id) {
+                    let has_others = others.iter().any(|other| match self.account(*other, id) {
                         None => true, // it has made room by leaving
-                        Some(seat) => {
-                            let pinned = seat.account.report.pinned;
+                        Some(account) => {
+                            let pinned = account.report.pinned;
                             self.can_give(*other, id) && found.get(other).is_none_or(|found| found.most > pinned)
                         }
                     });
@@ -210,12 +211,14 @@ impl Machine {
     fn explain_failure(&mut self, client: ClientId, id: GpuId, has_others: bool, is_measured: bool) {
         let now = self.now;
         let Some(gpu) = self.gpus.get(&id) else { return };
-        let (usable, charged, is_alone) = (gpu.usable(&self.settings), gpu.bank.charged, gpu.seats.len() == 1);
+        let (usable, charged, is_alone) = (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.seats.len() == 1);
+        let Some(account) = gpu.ledger.account(client) else { return };
+        let MemoryReport { demand, mapped, .. } = account.report;
+        let is_overstated = account.is_overstated();
         let Some(seat) = self.seat_mut(client, id) else { return };
-        let MemoryReport { demand, mapped, .. } = seat.account.report;
         let steps = seat.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
         // One that was measured to have less than it reports has not tried.
-        let lies = is_measured && seat.account.is_overstated();
+        let lies = is_measured && is_overstated;
         seat.failures.alone = if has_others || lies { 0 } else { seat.failures.alone.saturating_add(1) };
         let is_proof = seat.failures.alone >= PROOF;
         // Alone, what is shown as free may be had in a moment; and where more is charged than there is, that explains it.
@@ -248,12 +251,13 @@ impl Machine {
         let unit = self.unit(client);
         let together = gpu.seats.iter().filter(|other| self.unit(**other) == unit);
         let (mut demand, mut fixed, mut count) = (0u64, 0u64, 0u64);
-        for seat in together.filter_map(|member| self.seat(*member, id)) {
-            demand = demand.saturating_add(seat.account.report.demand);
-            fixed = fixed.saturating_add(seat.account.fixed());
+        for member in together {
+            let Some(account) = gpu.ledger.account(*member) else { continue };
+            demand = demand.saturating_add(account.report.demand);
+            fixed = fixed.saturating_add(gpu.ledger.fixed_of(*member));
             count += 1;
         }
-        let others = gpu.bank.fixed.saturating_sub(fixed);
+        let others = gpu.ledger.fixed().saturating_sub(fixed);
         let room = gpu.usable(&self.settings).saturating_sub(others).saturating_sub(demand);
         bytes.min(room / count.max(1))
     }
@@ -261,13 +265,14 @@ impl Machine {
     /// Bytes that clients have there, as far as is known.
     fn in_use(&self, id: GpuId) -> u64 {
         let seats = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.seats);
-        seats.filter_map(|client| self.seat(*client, id)).fold(0, |sum, seat| sum.saturating_add(seat.account.in_use()))
+        let accounts = seats.filter_map(|client| self.account(*client, id));
+        accounts.fold(0, |sum, account| sum.saturating_add(account.in_use()))
     }
 
     /// Whether a client has memory there that can leave, by what is believed of its reports.
     fn can_give(&self, client: ClientId, id: GpuId) -> bool {
-        let Some((state, seat)) = self.clients.get(&client).zip(self.seat(client, id)) else { return false };
-        state.stays(id).is_none() && seat.account.in_use() > seat.account.report.pinned
+        let Some((state, account)) = self.clients.get(&client).zip(self.account(client, id)) else { return false };
+        state.stays(id).is_none() && account.in_use() > account.report.pinned
     }
 
     /// Before a request is granted: lets a client that has all of a GPU, and needs more than there seems to be, try to map
@@ -283,7 +288,7 @@ impl Machine {
 
     fn begin_trial(&mut self, client: ClientId, id: GpuId) {
         let Some(demand) = self.demand_of_trial(client, id) else { return };
-        let Some(account) = self.seat(client, id).map(|seat| &seat.account) else { return };
+        let Some(account) = self.account(client, id) else { return };
         // All or nothing: what of it is on its way out, and what it cannot be given back, is in the way.
         let own = account.charge;
         if own > account.allowance {
@@ -292,7 +297,7 @@ impl Machine {
         let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.squeezes.is_empty()) else { return };
         let beyond = demand.saturating_sub(gpu.usable(&self.settings));
         // What others have there, or may have there still, leaves no room for that.
-        let fits = gpu.bank.charged <= own.min(gpu.usable(&self.settings));
+        let fits = gpu.ledger.charged() <= own.min(gpu.usable(&self.settings));
         if beyond == 0 || !fits || self.doubted_for(client, id) > 0 {
             return;
         }
@@ -306,7 +311,7 @@ impl Machine {
     /// What a client needs on the GPU that can do without none of it, where the GPU is large enough for that.
     fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let (seat, gpu) = (self.seat(client, id)?, self.gpus.get(&id)?);
-        let demand = seat.account.report.demand;
+        let demand = gpu.ledger.account(client)?.report.demand;
         (seat.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
     }
 

@@ -95,8 +95,11 @@ impl Machine {
     /// Bytes that holders other than that client could give if they gave the lock back.
     fn held_by_others(&self, id: GpuId, client: ClientId) -> u64 {
         let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
-        let seats = holders.filter(|holder| **holder != client).filter_map(|holder| self.seat(*holder, id));
-        let movable = seats.filter(|s| !s.hold.as_ref().is_some_and(Hold::is_aside)).map(|s| s.account.movable());
+        let gives = |holder: &&ClientId| {
+            let seat = self.seat(**holder, id);
+            **holder != client && seat.is_some_and(|seat| !seat.hold.as_ref().is_some_and(Hold::is_aside))
+        };
+        let movable = holders.filter(gives).filter_map(|holder| Some(self.account(*holder, id)?.movable()));
         movable.fold(0, u64::saturating_add)
     }
 }

@@ -36,10 +36,11 @@ impl Machine {
     /// A client could not carry out an eviction, and has given it up.
     pub(super) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: Stay) {
         for id in gpus {
+            let Some(account) = self.account(client, *id) else { continue };
+            let (mapped, lower) = (account.report.mapped, account.allowance < account.report.mapped);
             let Some(seat) = self.seat_mut(client, *id) else { continue };
             seat.stay_backoff = (seat.stay_backoff * 2).clamp(AGAIN.0, AGAIN.1);
-            let (until, mapped) = (seat.stay_backoff, seat.account.report.mapped);
-            let lower = seat.account.allowance < mapped;
+            let until = seat.stay_backoff;
             self.stay(client, *id, why);
             self.timers.set(Wake::Stay(client, *id), Some(self.now + until));
             if lower {
@@ -71,12 +72,15 @@ impl Machine {
     /// After a report: an eviction that was late, or failed before, may be done.
     pub(super) fn evicted_at_last(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
+        let Some(account) = self.account(client, id) else { return };
+        let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
+        let progresses = account.eviction.as_ref().is_some_and(|eviction| eviction.progress == now);
         let Some(seat) = self.seat_mut(client, id) else { return };
-        let (done, late) = (seat.account.eviction.is_none(), seat.staying.is_some_and(|s| s.why == Stay::Late));
-        if done && seat.staying.is_none() && seat.account.report.mapped <= seat.account.allowance {
+        let late = seat.staying.is_some_and(|staying| staying.why == Stay::Late);
+        if done && fits && seat.staying.is_none() {
             seat.stay_backoff = Duration::ZERO;
         }
-        if late && (done || seat.account.eviction.as_ref().is_some_and(|e| e.progress == now)) {
+        if late && (done || progresses) {
             self.stay_is_over(client, id);
         }
     }
@@ -84,8 +88,9 @@ impl Machine {
     /// When the eviction that a client was asked for will be late.
     pub(super) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let (seat, gpu) = (self.seat(client, id)?, self.gpus.get(&id)?);
-        let eviction = seat.account.eviction.as_ref().filter(|_| seat.staying.is_none())?;
-        let rest = seat.account.report.mapped.saturating_sub(seat.account.allowance);
+        let account = gpu.ledger.account(client)?;
+        let eviction = account.eviction.as_ref().filter(|_| seat.staying.is_none())?;
+        let rest = account.report.mapped.saturating_sub(account.allowance);
         Some(eviction.progress.saturating_add(LATE.max(gpu.moving(rest).saturating_mul(LATE_TIMES))))
     }
 
@@ -98,17 +103,14 @@ impl Machine {
     /// from others.
     pub(super) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
-        let Some(seat) = self.seat(client, id) else { return };
+        let Some((seat, account)) = self.seat(client, id).zip(self.account(client, id)) else { return };
         // One that cannot drain may be mapping.
         let cannot_drain = seat.hold.as_ref().is_some_and(Hold::is_undrainable);
-        let Some(has) = seat.account.unanswered(now).filter(|_| !cannot_drain) else { return };
-        if has < seat.account.allowance {
+        let Some(has) = account.unanswered(now).filter(|_| !cannot_drain) else { return };
+        if has < account.allowance {
             self.allow(client, id, has);
         }
-        if let Some(seat) = self.seat_mut(client, id) {
-            seat.account.charge_as_known(now);
-        }
-        self.enter(client, id);
+        self.change_account(client, id, |account| account.charge_as_known(now));
         self.touch(id);
     }
 }

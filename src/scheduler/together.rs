@@ -146,9 +146,9 @@ impl Machine {
             let Some(permille) = seat.fullness.permille() else { return false };
             full = full.saturating_add(permille);
             need = need.saturating_add(self.need(client, id));
-            own = own.saturating_add(seat.account.fixed());
+            own = own.saturating_add(gpu.ledger.fixed_of(client));
         }
-        let room = gpu.capacity(&self.settings).saturating_sub(gpu.bank.fixed.saturating_sub(own));
+        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.fixed().saturating_sub(own));
         full <= FULL && need <= room
     }
 }

@@ -6,7 +6,7 @@
 
 use super::{
     api::*,
-    machine::{Machine, Seat},
+    machine::Machine,
     thrash::{Change, Sample},
     timers::Wake,
 };
@@ -69,24 +69,29 @@ impl Machine {
     /// fault.
     fn demand_together(&self, id: GpuId) -> u64 {
         let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
-        let runs = |seat: &&Seat| seat.hold.as_ref().is_some_and(|hold| !hold.suspended);
-        let seats: Vec<&Seat> = holders.filter_map(|client| self.seat(*client, id)).filter(runs).collect();
-        let can_fault = seats.iter().any(|seat| seat.engine == Engine::Managed);
-        if seats.len() < 2 || !(can_fault || self.settings.anti_thrash == AntiThrash::Off) {
+        let running = holders.filter_map(|client| {
+            let seat = self.seat(*client, id).filter(|seat| seat.hold.as_ref().is_some_and(|hold| !hold.suspended))?;
+            Some((seat.engine, self.account(*client, id)?.report.demand))
+        });
+        let running: Vec<(Engine, u64)> = running.collect();
+        let can_fault = running.iter().any(|(engine, _)| *engine == Engine::Managed);
+        if running.len() < 2 || !(can_fault || self.settings.anti_thrash == AntiThrash::Off) {
             return 0;
         }
-        seats.iter().fold(0, |sum, seat| sum.saturating_add(seat.account.report.demand))
+        running.iter().fold(0, |sum, (_, demand)| sum.saturating_add(*demand))
     }
 
     /// Whether memory is on its way there, out or in, because clients were told so.
     fn has_memory_moved(&self, id: GpuId) -> bool {
         let Some(gpu) = self.gpus.get(&id) else { return false };
         let comes = |client: &ClientId| {
-            let Some((state, seat)) = self.clients.get(client).zip(self.seat(*client, id)) else { return false };
-            let MemoryReport { demand, mapped, .. } = seat.account.report;
-            let lacking = seat.account.allowance.min(demand).saturating_sub(mapped);
+            let Some((state, account)) = self.clients.get(client).zip(gpu.ledger.account(*client)) else {
+                return false;
+            };
+            let MemoryReport { demand, mapped, .. } = account.report;
+            let lacking = account.allowance.min(demand).saturating_sub(mapped);
             lacking >= CHUNK && state.stays(id).is_none()
         };
-        gpu.bank.coming > 0 || gpu.seats.iter().any(comes)
+        gpu.ledger.coming() > 0 || gpu.seats.iter().any(comes)
     }
 }

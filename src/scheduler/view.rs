@@ -174,7 +174,7 @@ impl Machine {
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),
             shortfall: gpu.seats.iter().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
-            charged: gpu.bank.charged,
+            charged: gpu.ledger.charged(),
             promised: gpu.promised,
             holders: holders.collect(),
             waiters,
@@ -187,14 +187,14 @@ impl Machine {
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
         let waiting = client.waiting.and_then(|unit| self.requests.get(&unit));
-        let seats = client.seats.iter().map(|(gpu, seat)| {
-            let account = &seat.account;
+        let seats = client.seats.iter().filter_map(|(gpu, seat)| {
+            let account = self.account(id, *gpu)?;
             let present = account.doubt.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
             let waits = if wants { self.now.saturating_sub(since) } else { Duration::ZERO };
             let holds = seat.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
-            SeatView {
+            Some(SeatView {
                 gpu: *gpu,
                 engine: seat.engine,
                 attached: seat.attached.is_some(),
@@ -217,7 +217,7 @@ impl Machine {
                 grants: seat.grants,
                 lock_time: seat.lock_time + holds,
                 wait_time: seat.wait_time + waits,
-            }
+            })
         });
         Some(ClientView {
             client: id,
@@ -236,7 +236,7 @@ impl Machine {
     /// The fewest and the most bytes that a client can have mapped on a GPU at this moment.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
         let ignored = self.gpus.get(&gpu).map_or(0, Gpu::ignored_doubt);
-        Some(self.seat(id, gpu)?.account.extent(ignored))
+        Some(self.account(id, gpu)?.extent(ignored))
     }
 
     /// At a time that is not before the newest event's.

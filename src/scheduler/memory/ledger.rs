@@ -1,10 +1,10 @@
-//! The bank of one GPU's bytes: what each client may have there ([`Account`]), and the sums over all of them ([`Bank`]).
-//! Who is to get or to lose bytes is decided elsewhere.
+//! The ledger of one GPU's memory: an [`Account`] for each client, and the sums over all of them, which follow from every
+//! change of an account by themselves. Which client gets or loses bytes is decided elsewhere.
 //!
-//! An account's *charge* is the most that its client can have mapped at this moment, whatever messages are still on
-//! their way. Σ charge ≤ capacity is what makes a promise of bytes safe.
+//! An account's *charge* is the most that its client can have mapped at this moment, whatever messages are in flight.
+//! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped.
 
-use super::{
+use crate::scheduler::{
     api::{ClientId, Found, MemoryReport, Time, UserId},
     doubt::Doubt,
 };
@@ -30,7 +30,7 @@ const MOST_STEPS: u64 = 32;
 
 /// An eviction that was asked for and not yet confirmed.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
-pub(super) struct Eviction {
+pub(in crate::scheduler) struct Eviction {
     pub seq: u32,
     pub since: Time,
     /// When it was asked for, or bytes last left.
@@ -41,7 +41,7 @@ pub(super) struct Eviction {
 
 /// What left in an eviction that was confirmed.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Evicted {
+pub(in crate::scheduler) struct Evicted {
     pub bytes: u64,
     /// Those of them whose contents are in the host now: what holds one value throughout need not be.
     pub contents: u64,
@@ -50,7 +50,7 @@ pub(super) struct Evicted {
 
 /// What one client may have on one GPU, and says it has.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Account {
+pub(in crate::scheduler) struct Account {
     pub allowance: u64,
     pub charge: u64,
     /// What is believed of its newest report.
@@ -73,8 +73,6 @@ pub(super) struct Account {
     /// Allowances that the client may still be acting on, newest last: every one is smaller than the one before it,
     /// because an earlier and smaller one never decides what can be mapped.
     steps: VecDeque<(u32, u64)>,
-    /// Its share of the bank's sums.
-    sums: Sums,
 }
 
 /// How an account's charge divides.
@@ -85,8 +83,6 @@ struct Sums {
     fixed: u64,
     /// On its way out.
     coming: u64,
-    /// Could be evicted now, which is not so for a holder's bytes.
-    evictable: u64,
     doubted: u64,
     last_run: Option<Time>,
 }
@@ -290,61 +286,139 @@ impl Account {
         self.allowance.saturating_sub(self.report.pinned)
     }
 
-    fn divide(&self, stays: bool, idle_since: Option<Time>) -> Sums {
-        let movable = if stays { 0 } else { self.movable() };
-        let coming = if stays || self.eviction.is_none() {
+    /// What of it cannot leave now.
+    fn divide(&self, state: State) -> Sums {
+        let movable = if state == State::Unevictable { 0 } else { self.movable() };
+        let coming = if state == State::Unevictable || self.eviction.is_none() {
             0
         } else {
             self.charge.saturating_sub(self.allowance.max(self.report.pinned))
         };
         let present = self.doubt.present();
+        let idle_since = match state {
+            State::Idle(since) => Some(since),
+            State::Running | State::Unevictable => None,
+        };
         Sums {
             charge: self.charge.saturating_add(present),
             fixed: self.charge.saturating_sub(movable).saturating_sub(coming).saturating_add(present),
             coming,
-            evictable: if idle_since.is_some() { movable } else { 0 },
             doubted: self.doubted(),
             last_run: idle_since.filter(|_| movable > 0),
         }
     }
+}
+
+/// Whether a client's memory can leave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(in crate::scheduler) enum State {
+    /// It holds the lock: its memory can leave once it has given that back.
+    Running,
+    /// It does not, since then.
+    Idle(Time),
+    /// Nothing of it can leave now.
+    Unevictable,
+}
+
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+struct Entry {
+    user: UserId,
+    state: State,
+    account: Account,
+    /// Its part of the sums.
+    sums: Sums,
+}
+
+/// The accounts of one GPU, and their sums.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(in crate::scheduler) struct Ledger {
+    accounts: BTreeMap<ClientId, Entry>,
+    /// Σ charge, with what is there though its client says that it is gone.
+    charged: u64,
+    fixed: u64,
+    coming: u64,
+    /// In doubt, by the users whose clients say that it is gone.
+    doubted: BTreeMap<UserId, u64>,
+    /// Those with evictable bytes, least recently run first.
+    lru: BTreeSet<(Time, ClientId)>,
+    /// `fixed` fell since this was last cleared: who could not be served may be served now.
+    loosened: bool,
+}
+
+impl Ledger {
+    /// Opens an account for a client of that user, which is idle.
+    pub fn open(&mut self, now: Time, client: ClientId, user: UserId, account: Account) {
+        let entry = Entry { user, state: State::Idle(now), account, sums: Sums::default() };
+        self.accounts.insert(client, entry);
+    }
+
+    pub fn close(&mut self, client: ClientId) {
+        if let Some(entry) = self.accounts.remove(&client) {
+            self.replace((client, entry.user), entry.sums, Sums::default());
+        }
+    }
+
+    pub fn account(&self, client: ClientId) -> Option<&Account> {
+        Some(&self.accounts.get(&client)?.account)
+    }
+
+    /// Changes an account. The sums follow.
+    pub fn change<R>(&mut self, client: ClientId, change: impl FnOnce(&mut Account) -> R) -> Option<R> {
+        let result = change(&mut self.accounts.get_mut(&client)?.account);
+        self.sum_up(client);
+        Some(result)
+    }
+
+    /// Whether its memory can leave. The sums follow.
+    pub fn set_state(&mut self, client: ClientId, state: State) {
+        if let Some(entry) = self.accounts.get_mut(&client) {
+            entry.state = state;
+            self.sum_up(client);
+        }
+    }
+
+    fn sum_up(&mut self, client: ClientId) {
+        let Some(entry) = self.accounts.get_mut(&client) else { return };
+        let (user, new) = (entry.user, entry.account.divide(entry.state));
+        let old = std::mem::replace(&mut entry.sums, new);
+        self.replace((client, user), old, new);
+    }
+
+    /// What of it cannot leave, of that client.
+    pub fn fixed_of(&self, client: ClientId) -> u64 {
+        self.accounts.get(&client).map_or(0, |entry| entry.sums.fixed)
+    }
+
+    pub fn charged(&self) -> u64 {
+        self.charged
+    }
 
     pub fn fixed(&self) -> u64 {
-        self.sums.fixed
-    }
-}
-
-/// The sums over all accounts of one GPU.
-#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Bank {
-    pub charged: u64,
-    pub fixed: u64,
-    pub coming: u64,
-    pub evictable: u64,
-    /// In doubt, by the users whose clients say that it is gone.
-    pub doubted: BTreeMap<UserId, u64>,
-    /// Those with evictable bytes, least recently run first.
-    pub lru: BTreeSet<(Time, ClientId)>,
-    /// `fixed` fell since this was last cleared: who could not be served may be served now.
-    pub loosened: bool,
-}
-
-impl Bank {
-    /// Brings the sums up to date with an account. `stays`: nothing of it can leave now. `idle_since` is when it last
-    /// ran, `None` for a holder.
-    pub fn enter(
-        &mut self,
-        (client, user): (ClientId, UserId),
-        account: &mut Account,
-        stays: bool,
-        idle_since: Option<Time>,
-    ) {
-        let new = account.divide(stays, idle_since);
-        self.replace((client, user), account.sums, new);
-        account.sums = new;
+        self.fixed
     }
 
-    pub fn leave(&mut self, client: (ClientId, UserId), account: &Account) {
-        self.replace(client, account.sums, Sums::default());
+    pub fn coming(&self) -> u64 {
+        self.coming
+    }
+
+    /// In doubt, of clients of others than that user.
+    pub fn doubted_for(&self, user: UserId) -> u64 {
+        let others = self.doubted.iter().filter(|(other, _)| **other != user);
+        others.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
+    }
+
+    /// Those with evictable bytes and when they last ran, the least recent first.
+    pub fn evictable(&self) -> impl Iterator<Item = (Time, ClientId)> {
+        self.lru.iter().copied()
+    }
+
+    pub fn is_loosened(&self) -> bool {
+        self.loosened
+    }
+
+    /// Whether `fixed` fell since this was last called.
+    pub fn take_loosened(&mut self) -> bool {
+        std::mem::take(&mut self.loosened)
     }
 
     fn replace(&mut self, (client, user): (ClientId, UserId), old: Sums, new: Sums) {
@@ -354,7 +428,6 @@ impl Bank {
         self.charged = self.charged + new.charge - old.charge;
         self.fixed = self.fixed + new.fixed - old.fixed;
         self.coming = self.coming + new.coming - old.coming;
-        self.evictable = self.evictable + new.evictable - old.evictable;
         if old.doubted != new.doubted {
             let doubted = self.doubted.entry(user).or_default();
             *doubted = *doubted + new.doubted - old.doubted;
