@@ -461,23 +461,18 @@ impl Machine {
             }
             for id in &gpus {
                 let number = self.count();
-                let Some(seat) = self.seat_mut(client, *id) else { continue };
-                seat.grants += 1;
-                seat.wait_time += waited;
-                seat.hold = Some(Hold::new(unit, number, group, now));
-                if let Some(gpu) = self.gpus.get_mut(id) {
-                    gpu.holders.insert(number, client);
-                    // Nobody could run while its memory came.
-                    let own = gpu.vacant.take().filter(|(whose, _)| *whose == unit);
-                    let moved = own.map_or(Duration::ZERO, |(_, since)| now.saturating_sub(since));
-                    let (served_until, own_served_until) = self.served_before(client, *id);
-                    if let Some(hold) = self.seat_mut(client, *id).and_then(|seat| seat.hold.as_mut()) {
-                        (hold.moved, hold.aged) = (moved, request.aged);
-                        (hold.served_until, hold.own_served_until) = (served_until, own_served_until);
-                    }
-                }
-                self.enter(client, *id);
-                self.touch(*id);
+                let Some(gpu) = self.gpus.get_mut(id).filter(|gpu| gpu.seats.contains(&client)) else { continue };
+                gpu.holders.insert(number, client);
+                // Nobody could run while its memory came.
+                let own = gpu.vacant.take().filter(|(whose, _)| *whose == unit);
+                let moved = own.map_or(Duration::ZERO, |(_, since)| now.saturating_sub(since));
+                let (served_until, own_served_until) = self.served_before(client, *id);
+                self.change_seat(client, *id, |seat| {
+                    seat.grants += 1;
+                    seat.wait_time += waited;
+                    let hold = Hold::new(unit, number, group, now);
+                    seat.hold = Some(Hold { moved, aged: request.aged, served_until, own_served_until, ..hold });
+                });
             }
             self.out.push(Command::Grant { client, gpus });
         }
@@ -489,13 +484,13 @@ impl Machine {
         self.begin_gang_turn(unit);
         for id in gpus {
             let number = self.count();
-            let Some(seat) = self.seat_mut(client, *id).filter(|seat| seat.hold.is_none()) else { continue };
-            seat.hold = Some(Hold::new(unit, number, group, now));
+            if self.seat(client, *id).is_none_or(|seat| seat.hold.is_some()) {
+                continue;
+            }
+            self.change_seat(client, *id, |seat| seat.hold = Some(Hold::new(unit, number, group, now)));
             if let Some(gpu) = self.gpus.get_mut(id) {
                 gpu.holders.insert(number, client);
             }
-            self.enter(client, *id);
-            self.touch(*id);
         }
     }
 
@@ -527,16 +522,15 @@ impl Machine {
     pub(super) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
-            if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
+            self.change_seat(client, *id, |seat| {
+                let Some(hold) = seat.hold.as_mut() else { return };
                 hold.revoked = Some(Revoked {
-                    first: hold.revoked.map_or(now, |r| r.first),
+                    first: hold.revoked.map_or(now, |revoked| revoked.first),
                     since: now,
                     again: None,
                     backoff: again.unwrap_or(super::patience::STUCK.0),
                 });
-            }
-            self.enter(client, *id);
-            self.touch(*id);
+            });
         }
         if !gpus.is_empty() {
             self.out.push(Command::Revoke { client, gpus });
@@ -573,22 +567,28 @@ impl Machine {
     /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
     pub(super) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        let Some(hold) = seat.hold.take() else { return };
-        let held = now.saturating_sub(hold.since);
-        let waited = hold.waited(now).min(held);
-        let uncontended = held - waited;
-        // As for bursts: who has no work has had less than all of what it had while nobody waited.
-        let ran = if idle { waited + uncontended.min(seat.bursts.expected()) } else { held };
-        seat.progress.ran(now, ran, idle);
-        seat.bursts.ran(waited, uncontended, busy, idle);
-        seat.fullness.turn_ended(waited, idle);
-        seat.lock_time += held;
-        seat.last_run = now;
-        seat.lingers = hold.undrainable;
-        if let Some(revoked) = hold.revoked.filter(|_| !hold.suspended) {
-            seat.drains.drained(now.saturating_sub(revoked.first), hold.lags);
+        if self.seat(client, id).is_none_or(|seat| seat.hold.is_none()) {
+            return;
         }
+        let ended = self.change_seat(client, id, |seat| {
+            let hold = seat.hold.take()?;
+            let held = now.saturating_sub(hold.since);
+            let waited = hold.waited(now).min(held);
+            let uncontended = held - waited;
+            // As for bursts: who has no work has had less than all of what it had while nobody waited.
+            let ran = if idle { waited + uncontended.min(seat.bursts.expected()) } else { held };
+            seat.progress.ran(now, ran, idle);
+            seat.bursts.ran(waited, uncontended, busy, idle);
+            seat.fullness.turn_ended(waited, idle);
+            seat.lock_time += held;
+            seat.last_run = now;
+            seat.lingers = hold.undrainable;
+            if let Some(revoked) = hold.revoked.filter(|_| !hold.suspended) {
+                seat.drains.drained(now.saturating_sub(revoked.first), hold.lags);
+            }
+            Some((hold, waited))
+        });
+        let Some((hold, waited)) = ended.flatten() else { return };
         self.end_trial(client, id);
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
@@ -598,8 +598,6 @@ impl Machine {
             self.count_usage(client, id, hold.since);
         }
         self.has_been_served(client, id, &hold, waited);
-        self.enter(client, id);
-        self.touch(id);
         self.touch_rivals(hold.unit);
         self.end_gang_turn(hold.unit);
         if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)

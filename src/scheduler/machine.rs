@@ -456,8 +456,21 @@ impl Machine {
         result
     }
 
-    /// Whether its memory can leave is to be seen anew.
-    pub(super) fn enter(&mut self, client: ClientId, id: GpuId) {
+    /// Changes how a client is to do with a GPU, which is settled anew. Whether its memory can leave follows from that.
+    pub(super) fn change_seat<R>(
+        &mut self,
+        client: ClientId,
+        id: GpuId,
+        change: impl FnOnce(&mut Seat) -> R,
+    ) -> Option<R> {
+        let result = change(self.seat_mut(client, id)?);
+        self.tell_ledger(client, id);
+        self.touch(id);
+        Some(result)
+    }
+
+    /// Whether the client's memory can leave, for the ledger.
+    fn tell_ledger(&mut self, client: ClientId, id: GpuId) {
         let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&id)) else { return };
         let Some(seat) = state.seats.get(&id) else { return };
         let now = match state.stays(id) {

@@ -59,23 +59,19 @@ impl Machine {
         state.stopped = stopped;
         let waiting = state.waiting;
         let now = self.now;
-        let mut seats = Vec::new();
-        for (id, seat) in &mut state.seats {
-            seats.push(*id);
-            let Some(hold) = seat.hold.as_mut() else { continue };
-            let Some(revoked) = hold.revoked.as_mut() else { continue };
-            if stopped {
-                hold.suspended |= revoked.again.is_none();
-            } else if changed {
-                // It has the revoke still to read, and time to answer and to drain.
-                hold.suspended = false;
-                revoked.first = now;
-                revoked.since = now;
-            }
-        }
-        for id in seats {
-            self.enter(client, id);
-            self.touch(id);
+        for id in state.seats.keys().copied().collect::<Vec<_>>() {
+            self.change_seat(client, id, |seat| {
+                let Some(hold) = seat.hold.as_mut() else { return };
+                let Some(revoked) = hold.revoked.as_mut() else { return };
+                if stopped {
+                    hold.suspended |= revoked.again.is_none();
+                } else if changed {
+                    // It has the revoke still to read, and time to answer and to drain.
+                    hold.suspended = false;
+                    revoked.first = now;
+                    revoked.since = now;
+                }
+            });
         }
         self.end_gang_turn(self.unit(client));
         if changed && let Some(unit) = waiting {
@@ -165,11 +161,8 @@ impl Machine {
         let wanted = again.0.iter().any(|id| self.is_wanted_from(client, *id));
         let calm = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &calm {
-            if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
-                hold.revoked = None; // nobody waits any more: it is a holder like before
-            }
-            self.enter(client, *id);
-            self.touch(*id);
+            // Nobody waits any more: it is a holder like before.
+            self.change_seat(client, *id, |seat| seat.hold.iter_mut().for_each(|hold| hold.revoked = None));
         }
         if !calm.is_empty() {
             self.touch_rivals(self.unit(client)); // no GPU is kept for it to drain
@@ -205,11 +198,7 @@ impl Machine {
             return;
         }
         for id in &gpus {
-            if let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) {
-                hold.undrainable = true;
-            }
-            self.enter(client, *id);
-            self.touch(*id);
+            self.change_seat(client, *id, |seat| seat.hold.iter_mut().for_each(|hold| hold.undrainable = true));
         }
         self.out.push(Command::Undrainable { client, gpus });
         let unit = self.unit(client);

@@ -51,21 +51,16 @@ impl Machine {
     }
 
     fn stay(&mut self, client: ClientId, id: GpuId, why: Stay) {
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        let new = seat.staying.replace(Staying { why }).is_none_or(|old| old.why != why);
-        if new {
+        let before = self.change_seat(client, id, |seat| seat.staying.replace(Staying { why }));
+        if before.is_some_and(|before| before.is_none_or(|old| old.why != why)) {
             self.out.push(Command::Stays { client, gpu: id, why });
         }
-        self.enter(client, id);
-        self.touch(id);
     }
 
     /// It is worth asking it again.
     pub(super) fn stay_is_over(&mut self, client: ClientId, id: GpuId) {
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        if seat.staying.take().is_some() {
-            self.enter(client, id);
-            self.touch(id);
+        if self.seat(client, id).is_some_and(|seat| seat.staying.is_some()) {
+            self.change_seat(client, id, |seat| seat.staying = None);
         }
     }
 
