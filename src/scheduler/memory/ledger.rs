@@ -442,3 +442,69 @@ impl Ledger {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: ClientId = ClientId(1);
+    const B: ClientId = ClientId(2);
+
+    fn at(seconds: u64) -> Time {
+        Duration::from_secs(seconds)
+    }
+
+    /// Two clients of two users that have so much, none of it pinned.
+    fn ledger(a: u64, b: u64) -> Ledger {
+        let mut ledger = Ledger::default();
+        for (client, user, bytes) in [(A, UserId(1), a), (B, UserId(2), b)] {
+            ledger.open(at(client.0), client, user, Account::default());
+            ledger.change(client, |account| account.set(at(10), bytes));
+            report(&mut ledger, client, bytes, 0);
+        }
+        ledger
+    }
+
+    /// All that was sent has been carried out.
+    fn report(ledger: &mut Ledger, client: ClientId, mapped: u64, pinned: u64) {
+        let report = MemoryReport { ack: u32::MAX, demand: mapped, mapped, pinned, ..MemoryReport::default() };
+        ledger.change(client, |account| account.reported(at(11), report));
+    }
+
+    #[test]
+    fn the_sums_follow_the_accounts() {
+        let mut ledger = ledger(5, 3);
+        assert_eq!((ledger.charged(), ledger.fixed(), ledger.coming()), (8, 0, 0));
+        report(&mut ledger, B, 3, 2);
+        assert_eq!((ledger.fixed(), ledger.fixed_of(A), ledger.fixed_of(B)), (2, 0, 2));
+        ledger.change(A, |account| account.set(at(12), 1));
+        assert_eq!((ledger.charged(), ledger.coming()), (8, 4), "it may have all of it mapped still");
+        report(&mut ledger, A, 1, 0);
+        assert_eq!((ledger.charged(), ledger.coming()), (4, 0));
+        assert_eq!(ledger.doubted_for(UserId(2)), 4, "that it has left is its word");
+        assert_eq!(ledger.doubted_for(UserId(1)), 0);
+        ledger.close(A);
+        ledger.close(B);
+        assert_eq!((ledger.charged(), ledger.fixed(), ledger.doubted_for(UserId(2))), (0, 0, 0));
+    }
+
+    #[test]
+    fn what_cannot_leave_is_fixed_until_it_can() {
+        let mut ledger = ledger(5, 3);
+        ledger.set_state(A, State::Unevictable);
+        assert_eq!((ledger.fixed(), ledger.take_loosened()), (5, false));
+        ledger.set_state(A, State::Running);
+        assert_eq!((ledger.fixed(), ledger.take_loosened(), ledger.take_loosened()), (0, true, false));
+    }
+
+    #[test]
+    fn those_that_ran_least_recently_are_evicted_first() {
+        let mut ledger = ledger(5, 3);
+        let order = |ledger: &Ledger| ledger.evictable().map(|(_, client)| client).collect::<Vec<_>>();
+        assert_eq!(order(&ledger), [A, B]);
+        ledger.set_state(A, State::Idle(at(20)));
+        assert_eq!(order(&ledger), [B, A]);
+        ledger.set_state(B, State::Running);
+        assert_eq!(order(&ledger), [A], "one that runs is not idle");
+    }
+}
