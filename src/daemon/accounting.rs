@@ -131,8 +131,9 @@ struct Process {
     used: u64,
     least: u64,
     most: u64,
-    /// One of its clients is new.
+    /// What its clients have adopted.
     adopted: u64,
+    /// One of its clients is new.
     is_new: bool,
     clients: usize,
     /// The client under which its context is kept: a process may be several clients.
@@ -213,8 +214,9 @@ impl Accounting {
         others.saturating_add(contexts.fold(0, u64::saturating_add))
     }
 
-    /// Finds the memory that clients have adopted: what their process does not show of it, others' processes may, beyond
-    /// what these account for, and then whatever is in use `others`-where. Returns what is left of that.
+    /// Finds the memory that clients have adopted and that NVML does not show for their own process: first among bytes of
+    /// clients' processes that no client reports, then among `others`, bytes in use by no client's process. Returns what
+    /// is left of `others`.
     fn find_adopted(&mut self, processes: &BTreeMap<u32, Process>, guess: u64, others: u64) -> u64 {
         let mapped = |process: &Process| {
             process.used.saturating_sub(self.contexts.get(&process.first).copied().unwrap_or(guess))

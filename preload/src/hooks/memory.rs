@@ -1,5 +1,6 @@
-//! Allocations, frees and questions about addresses. An allocation by a program that does not hold the GPU lock only reserves
-//! its addresses; by one that does, it waits until its memory is there. Nothing else waits.
+//! Allocations, frees and questions about addresses. An allocation by a program that holds the GPU lock waits until its
+//! memory is there. One by a program that does not hold it only reserves its addresses, unless the driver refuses memory
+//! that the scheduler has allowed: then it waits as well. Nothing else waits.
 
 use crate::{
     capture, client,

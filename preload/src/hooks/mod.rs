@@ -2,8 +2,7 @@
 //! direct linking (the exported symbol), `dlsym` and `cuGetProcAddress` (see [`crate::loader`]).
 //!
 //! - [`gated`]: launches, copies and memsets: they wait at the gate.
-//! - [`memory`]: allocations, frees, and questions about addresses. Only an allocation by a client that holds the GPU lock
-//!   waits, until its memory is there.
+//! - [`memory`]: allocations, which may wait for their memory; frees, and questions about addresses, which never wait.
 //! - [`told`]: questions how much memory there is, and [`nvml`] the same where NVML is asked, which is another library.
 //! - [`pinned`]: allocations that stay the driver's: counted.
 //! - [`vmm`]: memory that the program reserves, makes and maps itself.
