@@ -8,6 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use jiff::Timestamp;
 use zbus::Variant;
 
 use super::{CtlError, Target, block_on, password};
@@ -70,31 +71,8 @@ fn default_name() -> PathBuf {
 fn name(host: &str, seconds: u64) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
     let host: String = host.chars().map(|c| if is_plain(c) { c } else { '_' }).collect();
-    let (year, month, day) = date(seconds / 86_400);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("nvshare-debug-{host}-{year:04}{month:02}{day:02}T{hour:02}{minute:02}{second:02}Z.jsonl")
-}
-
-/// The date in the Gregorian calendar, by the days since 1970.
-fn date(days: u64) -> (u64, u64, u64) {
-    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    let (mut year, mut left) = (1970, days);
-    loop {
-        let length = if is_leap(year) { 366 } else { 365 };
-        if left < length {
-            break;
-        }
-        (year, left) = (year + 1, left - length);
-    }
-    let february = if is_leap(year) { 29 } else { 28 };
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
-        if left < length {
-            break;
-        }
-        (month, left) = (month + 1, left - length);
-    }
-    (year, month, left + 1)
+    let time = i64::try_from(seconds).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()).unwrap_or_default();
+    format!("nvshare-debug-{host}-{}.jsonl", time.strftime("%Y%m%dT%H%M%SZ"))
 }
 
 #[cfg(test)]

@@ -226,11 +226,13 @@ impl Accounting {
         let mut adopted = BTreeMap::new();
         for (pid, process) in processes.iter().filter(|(_, process)| process.adopted > 0) {
             let missing = process.most.saturating_sub(mapped(process)).min(process.adopted);
-            let of_others = missing.saturating_sub(unclaimed).min(others);
-            let found = missing.min(unclaimed).saturating_add(of_others);
-            unclaimed -= found - of_others;
+            // What its own process has beyond its reports is in what is mapped there already.
+            let own = mapped(process).saturating_sub(process.least);
+            let of_processes = missing.min(unclaimed.saturating_sub(own));
+            let of_others = (missing - of_processes).min(others);
+            unclaimed -= of_processes;
             others -= of_others;
-            adopted.insert(*pid, found);
+            adopted.insert(*pid, of_processes + of_others);
         }
         self.adopted = adopted;
         others

@@ -164,10 +164,8 @@ impl Machine {
                 }
             }
             let short = if lacking > 0 { self.collect(id, owed.saturating_add(lacking), &members, &[]) } else { 0 };
-            if lacking == 0 && self.complete(unit) {
-                self.begin_trials(unit);
-            }
             if self.complete(unit) {
+                self.begin_trials(unit);
                 self.grant(unit);
                 continue;
             }
