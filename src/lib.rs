@@ -1,6 +1,6 @@
 //! nvshare: the scheduler daemon and its command line.
 //!
-//! - [`scheduler`]: who may run and whose memory is on the GPU: a pure state machine.
+//! - [`scheduler`]: who may run and whose memory is on the GPU: a state machine without I/O, the crate `nvshare-sched`.
 //! - [`daemon`]: the I/O around it: the clients' socket, D-Bus, systemd, NVML and the configuration file.
 //! - [`bus`]: the D-Bus interface as types, for the daemon and for `nvsharectl`.
 //! - [`recorder`]: the newest events and commands of the scheduler, for debug bundles.
@@ -11,6 +11,7 @@ pub mod bus;
 pub mod ctl;
 pub mod daemon;
 pub mod recorder;
-pub mod scheduler;
 pub mod simulate;
 pub mod units;
+
+pub use nvshare_sched as scheduler;

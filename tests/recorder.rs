@@ -1,7 +1,5 @@
 //! The flight recorder: a recording replays to exactly the commands that were recorded, also from a file.
 
-mod scheduler_sim;
-
 use std::time::Duration;
 
 use nvshare::recorder::bundle::{self, Circumstances, FORMAT, Header};
@@ -14,7 +12,7 @@ use serde_json::json;
 
 /// Random programs on up to three GPUs, with groups, gangs and lies, under settings that change midway.
 fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
-    let mut rng = Dice(seed);
+    let mut rng = Dice::new(seed);
     let mode = [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off][rng.below(3) as usize];
     let policy = [PolicyName::Fcfs, PolicyName::Adaptive][rng.below(2) as usize];
     let settings = Settings { policy, ..scheduler_sim::settings(mode, ms(500)) };

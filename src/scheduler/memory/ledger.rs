@@ -4,7 +4,7 @@
 //! An account's *charge* is the most that its client can have mapped at this moment, whatever messages are in flight.
 //! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped.
 
-use crate::scheduler::{
+use crate::{
     api::{ClientId, Found, MemoryReport, Time, UserId},
     doubt::Doubt,
 };
@@ -30,7 +30,7 @@ const MOST_STEPS: u64 = 32;
 
 /// An eviction that was asked for and not yet confirmed.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
-pub(in crate::scheduler) struct Eviction {
+pub(crate) struct Eviction {
     pub seq: u32,
     pub since: Time,
     /// When it was asked for, or bytes last left.
@@ -41,7 +41,7 @@ pub(in crate::scheduler) struct Eviction {
 
 /// What left in an eviction that was confirmed.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::scheduler) struct Evicted {
+pub(crate) struct Evicted {
     pub bytes: u64,
     /// Those of them whose contents are in the host now: what holds one value throughout need not be.
     pub contents: u64,
@@ -50,7 +50,7 @@ pub(in crate::scheduler) struct Evicted {
 
 /// What one client may have on one GPU, and says it has.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(in crate::scheduler) struct Account {
+pub(crate) struct Account {
     pub allowance: u64,
     pub charge: u64,
     /// What is believed of its newest report.
@@ -311,7 +311,7 @@ impl Account {
 
 /// Whether a client's memory can leave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(in crate::scheduler) enum State {
+pub(crate) enum State {
     /// It holds the lock: its memory can leave once it has given that back.
     Running,
     /// It does not, since then.
@@ -331,7 +331,7 @@ struct Entry {
 
 /// The accounts of one GPU, and their sums.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(in crate::scheduler) struct Ledger {
+pub(crate) struct Ledger {
     accounts: BTreeMap<ClientId, Entry>,
     /// Σ charge, with what is there though its client says that it is gone.
     charged: u64,

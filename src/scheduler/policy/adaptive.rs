@@ -17,7 +17,7 @@
 //! rest for as long again as it has.
 
 use super::{Policy, Runner, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
-use crate::scheduler::{
+use crate::{
     api::{AntiThrash, Settings, Time},
     shares::Standing,
     together::MEASURED,

@@ -21,7 +21,7 @@
 //! waits less.
 
 use super::{Policy, Runner, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
-use crate::scheduler::{
+use crate::{
     api::{AntiThrash, Settings, Time},
     shares::Standing,
     together::MEASURED,

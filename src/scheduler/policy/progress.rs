@@ -2,14 +2,14 @@
 //! had no work. So one that runs for a moment and then thinks stays where newcomers are, and one that computes rises level by
 //! level. A level is a power of four.
 
-use crate::scheduler::api::Time;
+use crate::api::Time;
 use std::time::Duration;
 
 /// Who has had less is of the first level.
 const FIRST_LEVEL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
-pub(in crate::scheduler) struct Progress {
+pub(crate) struct Progress {
     had: Duration,
     /// Since when it is of its level: it stands among those of that level as who came then.
     entered: Time,

@@ -1,9 +1,7 @@
 //! What the scheduler makes of memory that is seen to move: whom it watches, what it says, and who takes turns for it. When
 //! it is thrashing is in `thrash`.
 
-mod scheduler_sim;
-
-use nvshare::scheduler::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 

@@ -1,9 +1,7 @@
 //! What must hold whatever happens: random worlds of obedient and disobedient clients, and events that make no sense.
 //! The checks after every event are in `scheduler_sim`. `NVSHARE_SCHEDULER_CASES` sets the number of cases.
 
-mod scheduler_sim;
-
-use nvshare::scheduler::*;
+use nvshare_sched::*;
 use proptest::prelude::*;
 use scheduler_sim::*;
 use std::collections::BTreeMap;
@@ -193,7 +191,7 @@ proptest! {
         let mut world = world(seed, mode, quantum, gpus, 0, unruly);
         world.most_steps = 400_000;
         let group = |seed: u64, client: u64| {
-            let mut rng = Dice(seed);
+            let mut rng = Dice::new(seed);
             let id = (client + seed) % 5;
             let shares = [(); 4].map(|()| {
                 let max = 5 + rng.below(96) as u8;
@@ -277,7 +275,7 @@ proptest! {
             world.set_host(host * GIB);
         }
         let group = |seed: u64, client: u64| {
-            let mut rng = Dice(seed);
+            let mut rng = Dice::new(seed);
             let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
             let id = (client + seed) % 4;
             (id < 3).then(|| Group { id: GroupId(id), terms: Terms { memory_max: most[id as usize], ..Terms::default() } })
@@ -304,7 +302,7 @@ proptest! {
             world.set_host(host * GIB);
         }
         let group = |seed: u64, client: u64| {
-            let mut rng = Dice(seed);
+            let mut rng = Dice::new(seed);
             let orders = [WaitOrder::Fifo, WaitOrder::BestFit, WaitOrder::MostRecent, WaitOrder::Random];
             let terms = |n: u64| Terms {
                 memory_max: Amount::Bytes((1 + n * 7 % 24) * GIB / 2),
@@ -443,7 +441,7 @@ fn event() -> impl Strategy<Value = Event> {
             Event::Grouped { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
         }),
         2 => (c(), bytes(), any::<u64>()).prop_map(|(client, bytes, seed)| {
-            let mut rng = Dice(seed);
+            let mut rng = Dice::new(seed);
             let (memory, time) = (claims(&mut rng), claims_of_time(&mut rng));
             let waits = rng.one_in(3).then(|| rng.one_in(2));
             let Own { memory_low, swap_max, .. } = memory;
@@ -577,9 +575,9 @@ fn ten_thousand_clients_on_a_thousand_gpus() {
 #[ignore = "for a large number of cases"]
 fn many_troubled_worlds_keep_no_client_waiting_for_ever() {
     let cases = config(1000).cases;
-    let mut dice = Dice(std::env::var("NVSHARE_SCHEDULER_SEED").map_or(1, |seed| seed.parse().expect("a number")));
+    let mut dice = Dice::new(std::env::var("NVSHARE_SCHEDULER_SEED").map_or(1, |seed| seed.parse().expect("a number")));
     for _ in 0..cases {
-        let seed = dice.next();
+        let seed = dice.seed();
         let anti_thrash = [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off][dice.below(3) as usize];
         let mode = (anti_thrash, [PolicyName::Fcfs, PolicyName::Adaptive][dice.below(2) as usize]);
         let unruly = Unruly { stopped: dice.one_in(2), killed: dice.one_in(2), ..Unruly::default() };

@@ -1,12 +1,9 @@
 //! What rules say of memory, message by message: allocations that wait and in which order, bytes that stay and bytes that
 //! have to leave.
 
-mod scheduler_sim;
-mod scheduler_talk;
-
-use nvshare::scheduler::*;
+use crate::talk::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
-use scheduler_talk::*;
 use std::time::Duration;
 
 /// Clients in one group of those terms, each of which needs so much.

@@ -1,11 +1,8 @@
 //! Gangs: clients that wait for each other's kernels.
 
-mod scheduler_sim;
-mod scheduler_talk;
-
-use nvshare::scheduler::*;
+use crate::talk::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
-use scheduler_talk::*;
 use std::time::Duration;
 
 /// Two jobs of two processes each, which arrive at two GPUs in opposite order, each process with such a demand, and two

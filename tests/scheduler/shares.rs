@@ -1,9 +1,7 @@
 //! Shares of a GPU's time: what each of them comes to in virtual time, where programs keep the GPU busy for as long as they
 //! may. Figures are of many periods, with work that ends soon and work that does not.
 
-mod scheduler_sim;
-
-use nvshare::scheduler::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 

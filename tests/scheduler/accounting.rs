@@ -1,12 +1,9 @@
 //! What clients report is checked against what is measured, mappings that fail lead to another plan, and clients that grow
 //! wait for no message: message by message.
 
-mod scheduler_sim;
-mod scheduler_talk;
-
-use nvshare::scheduler::*;
+use crate::talk::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
-use scheduler_talk::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -4,14 +4,14 @@
 //! machine gave, and a hash of them with their times. The same worlds are made again with `PROPTEST_RNG_SEED=N`:
 //!
 //! ```text
-//! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run --release --test scheduler_properties
+//! PROPTEST_RNG_SEED=1 NVSHARE_SCHEDULER_CASES=1500 NVSHARE_DECISIONS=/tmp/before cargo nextest run -p nvshare-sched
 //! (change the scheduler, and run the same with /tmp/after)
 //! diff -r /tmp/before /tmp/after
 //! ```
 //!
 //! Commands are hashed as numbers that this file gives them, so that names can change.
 
-use nvshare::scheduler::*;
+use nvshare_sched::*;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::PathBuf;
@@ -24,7 +24,8 @@ pub struct Decisions {
 }
 
 impl Decisions {
-    pub fn new() -> Self {
+    /// The record of the test that runs on this thread.
+    pub fn of_this_test() -> Self {
         let name = std::thread::current().name().unwrap_or("main").replace("::", "-");
         let file = std::env::var_os("NVSHARE_DECISIONS").map(|directory| PathBuf::from(directory).join(name));
         Self { file, count: 0, hash: 0xcbf2_9ce4_8422_2325 }

@@ -1,8 +1,6 @@
 //! Which GPU a program gets that does not choose one.
 
-mod scheduler_sim;
-
-use nvshare::scheduler::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
 use std::collections::BTreeMap;
 use std::time::Duration;

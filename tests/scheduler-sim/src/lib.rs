@@ -1,12 +1,11 @@
 //! A world in virtual time around the scheduler's machine: clients that behave as the library does (or do not), and
 //! checks after every event of what must always hold. Messages take a little time in both directions and keep their
 //! order, so that they cross as they do in life.
-#![allow(dead_code)] // each test binary uses a part
 
 mod decisions;
 
-use decisions::Decisions;
-use nvshare::scheduler::*;
+pub use decisions::Decisions;
+use nvshare_sched::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -51,20 +50,19 @@ pub fn exactly(bytes: u64) -> Found {
     Found { least: bytes, most: bytes }
 }
 
-/// SplitMix64: enough for made-up behaviour, and the same everywhere.
+/// Made-up behaviour: the same for the same seed.
 #[derive(Debug, Clone)]
-pub struct Dice(pub u64);
+pub struct Dice(fastrand::Rng);
 
 impl Dice {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+    pub fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+    pub fn seed(&mut self) -> u64 {
+        self.0.u64(..)
     }
     pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n.max(1)
+        self.0.u64(..n.max(1))
     }
     pub fn between(&mut self, a: Duration, b: Duration) -> Duration {
         a + Duration::from_nanos(self.below((b.saturating_sub(a)).as_nanos() as u64 + 1))
@@ -316,8 +314,8 @@ impl World {
             models: BTreeMap::new(),
             history: Vec::new(),
             commands: Vec::new(),
-            decisions: Decisions::new(),
-            rng: Dice(seed),
+            decisions: Decisions::of_this_test(),
+            rng: Dice::new(seed),
             latency: Duration::from_micros(20),
             measures: false,
             tolerant: Time::ZERO,

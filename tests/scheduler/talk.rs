@@ -1,19 +1,23 @@
 //! The scheduler's machine, spoken to message by message, and what it says.
-#![allow(dead_code)] // each test binary uses a part
 
-use crate::scheduler_sim::*;
-use nvshare::scheduler::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
 use std::time::Duration;
 
 /// A machine with one GPU of 16 GiB, spoken to message by message.
 pub struct Talk {
     pub machine: Machine,
     pub now: Time,
+    decisions: Decisions,
 }
 
 impl Talk {
     pub fn new(settings: Settings) -> Self {
-        let mut talk = Self { machine: Machine::new(settings), now: Duration::from_secs(100) };
+        let mut talk = Self {
+            machine: Machine::new(settings),
+            now: Duration::from_secs(100),
+            decisions: Decisions::of_this_test(),
+        };
         talk.say(Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
         talk.measured(0);
         talk
@@ -24,7 +28,9 @@ impl Talk {
     }
 
     pub fn say(&mut self, event: Event) -> Vec<Command> {
-        self.machine.handle(self.now, event)
+        let commands = self.machine.handle(self.now, event);
+        self.decisions.add(self.now, &commands);
+        commands
     }
 
     pub fn after(&mut self, time: Duration) -> Vec<Command> {

@@ -1,11 +1,8 @@
 //! What programs say of their own memory, message by message: it holds for one client, beside what its rule allows.
 
-mod scheduler_sim;
-mod scheduler_talk;
-
-use nvshare::scheduler::*;
+use crate::talk::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
-use scheduler_talk::*;
 use std::time::Duration;
 
 fn say(t: &mut Talk, n: u64, own: Own) -> Vec<Command> {

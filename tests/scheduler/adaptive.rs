@@ -1,8 +1,6 @@
 //! The policy `adaptive`: who goes before whom, whose memory stays, and that nobody starves.
 
-mod scheduler_sim;
-
-use nvshare::scheduler::*;
+use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
@@ -61,7 +59,8 @@ fn equals_without_room_for_each_other_run_nearly_one_after_another() {
         // To tell how full it keeps the GPU, and for each level below its length: 1, 4, 16 and 64 s.
         assert!(grants(&world, client) <= 5, "{client:?}: {}", grants(&world, client));
     }
-    assert!(ended(&world, jobs[0]) < s(160), "{:?}", ended(&world, jobs[0]));
+    let first = jobs.map(|job| ended(&world, job)).into_iter().min().expect("three jobs");
+    assert!(first < s(160), "{first:?}");
 }
 
 #[test]
@@ -147,9 +146,9 @@ fn those_without_a_rule_count_for_as_many_groups_as_they_have_users() {
     for n in [1, 2, 2] {
         world.add(Plan { gpu: s(400), user: user(n), ..Plan::default() });
     }
-    world.run(s(200));
-    let had = world.machine.client(ruled).expect("a client").seats[0].lock_time.as_secs_f64() / 200.0;
-    assert!((had - 0.5).abs() < 0.05, "{had}");
+    world.run(s(600)); // turns are of up to 64 s
+    let had = world.machine.client(ruled).expect("a client").seats[0].lock_time.as_secs_f64() / 600.0;
+    assert!((had - 0.5).abs() < 0.07, "{had}");
 }
 
 #[test]

@@ -1,0 +1,14 @@
+//! The scheduler's tests, in virtual time: with clients that behave as the library does (`World`), or message by message
+//! (`Talk`).
+
+mod accounting;
+mod adaptive;
+mod gangs;
+mod memory;
+mod own;
+mod placement;
+mod properties;
+mod rules;
+mod shares;
+mod talk;
+mod thrash;
