@@ -109,7 +109,12 @@ fn programs_that_count_together_have_the_limit_together() {
     let mut holding: Vec<Program> =
         (0..8).map(|_| machine.program("stranger --mem 4M --seconds 600").start()).collect();
     holding.iter().for_each(|program| program.wait_to_say("holding"));
-    assert_eq!(reach(machine.program(ASK)), 8 * MIB, "what eight others leave");
+    // Of a context that is still to be measured, more may be put aside than it turns out to need.
+    wait_for("all that eight others leave", || {
+        let allocated = reach(machine.program(ASK));
+        assert!(allocated <= 8 * MIB, "{allocated} beside eight others");
+        (allocated == 8 * MIB).then_some(())
+    });
     let status = machine.status();
     let clients = status["clients"].as_array().expect("clients");
     assert_eq!(clients.len(), 8);

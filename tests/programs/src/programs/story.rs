@@ -32,22 +32,24 @@ struct Asked {
 }
 
 impl Asked {
-    /// Twice the same, so that nothing changed meanwhile.
+    /// What each way to ask says while nothing changes: another program's memory may come or go between two of them.
     fn read(&self) -> Result<Reading, Box<dyn Error>> {
         loop {
             let reading = self.read_once()?;
-            if self.read_once()? == reading {
-                return Ok(reading);
+            let linked = (self.nvml.memory(Lookup::Linked)?, self.nvml.memory_2(Lookup::Linked)?);
+            if self.read_once()? != reading {
+                continue;
             }
+            if linked != (reading.memory, reading.memory_2) {
+                let found = (reading.memory, reading.memory_2);
+                return Err(format!("linked, NVML says {linked:?}, else {found:?}").into());
+            }
+            return Ok(reading);
         }
     }
 
     fn read_once(&self) -> Result<Reading, Box<dyn Error>> {
         let (memory, memory_2) = (self.nvml.memory(Lookup::Library)?, self.nvml.memory_2(Lookup::Library)?);
-        let linked = (self.nvml.memory(Lookup::Linked)?, self.nvml.memory_2(Lookup::Linked)?);
-        if linked != (memory, memory_2) {
-            return Err(format!("linked, NVML says {linked:?}, else {memory:?} and {memory_2:?}").into());
-        }
         let info = || {
             let (mut free, mut total) = (0, 0);
             cu!(cuMemGetInfo_v2(&mut free, &mut total)).map(|()| (free, total))
