@@ -2,15 +2,15 @@
 
 use super::{
     api::*,
-    drains::Drains,
-    locks::{Parked, Unit},
-    machine::{Gpu, Machine, Newcomer, Seat},
+    drains::DrainTime,
+    locks::{Blocked, Entity},
+    machine::{Attachment, Gpu, Machine, PendingContext},
     memory::ledger::{Account, Evicted},
     policy::{self, Bursts, Progress},
-    promise::Promise,
+    promise::LimitState,
     shortfall::Failures,
     timers::Wake,
-    together::Fullness,
+    together::Utilization,
 };
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -46,7 +46,7 @@ impl Gpu {
     }
 
     /// So much that is in doubt of a client is taken to be its context.
-    pub(super) fn ignored_doubt(&self) -> u64 {
+    pub(super) fn ignored_unverified(&self) -> u64 {
         self.total / SMALLEST_PART
     }
 
@@ -70,7 +70,7 @@ impl Gpu {
     }
 
     pub(super) fn free(&self, settings: &Settings) -> u64 {
-        let kept = self.squeezes.iter().fold(0u64, |sum, squeeze| sum.saturating_add(squeeze.secured));
+        let kept = self.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
         self.capacity(settings).saturating_sub(self.ledger.charged()).saturating_sub(kept)
     }
 
@@ -119,9 +119,9 @@ impl Machine {
     pub(super) fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
         let now = self.now;
         let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
-        if let Some(seat) = state.seats.get_mut(&id) {
-            seat.engine = engine; // asked again: answered again, unless the answer is still to come
-            if seat.attached.is_some() {
+        if let Some(attachment) = state.attachments.get_mut(&id) {
+            attachment.engine = engine; // asked again: answered again, unless the answer is still to come
+            if attachment.attached.is_some() {
                 self.out.push(Command::Attached { client, gpu: id });
                 self.tell_limit(client, id);
             }
@@ -132,69 +132,69 @@ impl Machine {
             account.distrust();
         }
         gpu.ledger.open(now, client, state.user, account);
-        state.seats.insert(
+        state.attachments.insert(
             id,
-            Seat {
+            Attachment {
                 engine,
-                promise: Promise::default(),
+                limit_state: LimitState::default(),
                 failures: Failures::default(),
                 grew: None,
                 keeps_growing: false,
-                staying: None,
-                stay_backoff: Duration::ZERO,
+                unevictable_since: None,
+                eviction_backoff: Duration::ZERO,
                 rate: None,
                 hold: None,
-                lingers: false,
-                drains: Drains::default(),
+                slow_to_drain: false,
+                drains: DrainTime::default(),
                 context: None,
                 attached: None,
                 used: None,
                 last_run: now,
                 bursts: Bursts::default(),
                 progress: Progress::new(now),
-                fullness: Fullness::default(),
+                utilization: Utilization::default(),
                 grants: 0,
                 lock_time: Duration::ZERO,
                 wait_time: Duration::ZERO,
             },
         );
-        gpu.seats.insert(client);
+        gpu.clients.insert(client);
         gpu.summed_for = None;
         gpu.unmeasured.insert(client);
-        gpu.attaching.push_back(Newcomer { client, since: now, told: false, refused: false });
+        gpu.attaching.push_back(PendingContext { client, since: now, told: false, refused: false });
         self.touch(id);
     }
 
     /// Everything of that client is gone from that GPU: its bytes, its lock and its place in line.
     pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
-        if self.seat(client, id).is_none() {
+        if self.attachment(client, id).is_none() {
             return;
         }
-        self.touch_rivals(self.unit(client));
+        self.touch_rivals(self.entity(client));
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         let Some(state) = self.clients.get_mut(&client) else { return };
-        let (group, seat) = (state.group, state.seats.remove(&id));
-        if let (Some(seat), Some(gpu)) = (seat, self.gpus.get_mut(&id)) {
-            self.timers.set(Wake::Stay(client, id), None);
+        let (group, attachment) = (state.group, state.attachments.remove(&id));
+        if let (Some(attachment), Some(gpu)) = (attachment, self.gpus.get_mut(&id)) {
+            self.timers.set(Wake::Eviction(client, id), None);
             gpu.ledger.close(client);
-            gpu.promised -= seat.promise.counted;
-            gpu.count_for(group, seat.promise.counted, 0);
-            gpu.seats.remove(&client);
+            gpu.committed -= attachment.limit_state.counted;
+            gpu.count_for(group, attachment.limit_state.counted, 0);
+            gpu.clients.remove(&client);
             gpu.summed_for = None;
             gpu.unmeasured.remove(&client);
-            gpu.hopes.remove(&client);
-            gpu.squeezes.retain(|squeeze| !squeeze.is_of(client));
-            gpu.attaching.retain(|newcomer| newcomer.client != client);
+            gpu.held_requests.remove(&client);
+            gpu.reservations.retain(|reservation| !reservation.is_of(client));
+            gpu.attaching.retain(|pending| pending.client != client);
         }
         self.touch(id);
     }
 
     pub(super) fn memory(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
         let now = self.now;
-        let Some(seat) = self.seat_mut(client, id) else { return };
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
         if report.demand > 0 {
-            seat.used.get_or_insert(now);
+            attachment.used.get_or_insert(now);
         }
         let Some((evicted, report)) = self.change_account(client, id, |account| {
             let evicted = account.reported(now, report);
@@ -202,27 +202,27 @@ impl Machine {
         }) else {
             return;
         };
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        let (charged, needed) = (seat.promise.charge(), seat.promise.demand());
-        let fell = seat.promise.reported(report.limit_ack, report.demand);
-        let (rose, needs_another) = (seat.promise.charge() > charged, report.demand != needed);
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        let (charged, needed) = (attachment.limit_state.committed(), attachment.limit_state.demand());
+        let fell = attachment.limit_state.reported(report.limit_ack, report.demand);
+        let (rose, needs_another) = (attachment.limit_state.committed() > charged, report.demand != needed);
         if report.mapped >= report.demand {
-            seat.failures.succeeded();
+            attachment.failures.succeeded();
         }
         if report.demand > needed {
-            seat.keeps_growing = seat.grew.replace(now).is_some_and(|before| now < before + GROWING);
+            attachment.keeps_growing = attachment.grew.replace(now).is_some_and(|before| now < before + GROWING);
         }
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
             gpu.summed_for = None;
         }
         if fell || rose {
-            self.recharge(client, id);
+            self.recommit(client, id);
             self.host.loosened();
-            self.weigh_group(client, id);
+            self.mark_group_changed(client, id);
         } else if needs_another {
             self.host.is_needed_less();
             if self.is_awaited(client, id) {
-                self.weigh_group(client, id);
+                self.mark_group_changed(client, id);
             }
         }
         self.allow_what_stays(client, id);
@@ -230,9 +230,9 @@ impl Machine {
         if self.account(client, id).is_some_and(Account::is_worth_measuring) {
             self.measure(id);
         }
-        let doubts = self.account(client, id).and_then(Account::expires);
-        if doubts.is_some() && self.timers.get(Wake::Doubts(id)).is_none() {
-            self.timers.set(Wake::Doubts(id), doubts);
+        let unverified_until = self.account(client, id).and_then(Account::expires);
+        if unverified_until.is_some() && self.timers.get(Wake::Verification(id)).is_none() {
+            self.timers.set(Wake::Verification(id), unverified_until);
         }
         if let Some(evicted) = evicted {
             self.learn_rate(client, id, evicted);
@@ -241,15 +241,15 @@ impl Machine {
         self.check(client); // its answer may have been due
         // What it needs may have changed, and with it whether it can be served at all.
         let waiting = self.clients.get(&client).and_then(|c| c.waiting);
-        if let Some(unit) = waiting
-            && self.requests.get(&unit).is_some_and(|r| r.parked == Some(Parked::Pinned(id)))
+        if let Some(entity) = waiting
+            && self.requests.get(&entity).is_some_and(|r| r.blocked == Some(Blocked::Pinned(id)))
         {
-            self.join(unit);
+            self.enqueue(entity);
         }
         // Holders and the first in line go first; what is free after that is nobody's.
         self.dirty.remove(&id);
         self.settle(id);
-        if self.gpus.get(&id).is_some_and(|g| !g.lacking) && !self.is_kept_out(client, id) {
+        if self.gpus.get(&id).is_some_and(|g| !g.lacking) && !self.is_over_limit(client, id) {
             self.credit(client, id, self.overdrawn(id));
         }
     }
@@ -283,33 +283,35 @@ impl Machine {
             gpu.rate = measured(before, contents, time).min(gpu.rate_back); // some may have been there already
         }
         if bytes >= MEASURABLE
-            && let Some(seat) = self.seat_mut(client, id)
+            && let Some(attachment) = self.attachment_mut(client, id)
         {
-            seat.rate = Some(measured(seat.rate.unwrap_or(before), bytes, time));
+            attachment.rate = Some(measured(attachment.rate.unwrap_or(before), bytes, time));
         }
     }
 
     /// How long it takes for so many bytes to leave, from those who would be asked for them, and to come back later.
     pub(super) fn moving_both_ways(&self, id: GpuId, bytes: u64, spare: &[ClientId]) -> Duration {
         let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
-        let idle = gpu.ledger.evictable().map(|(_, client)| client);
+        let idle = gpu.ledger.eviction_order().map(|(_, client)| client);
         let (mut rest, mut time) = (bytes, Duration::ZERO);
         for client in idle.chain(gpu.holders.values().copied()).filter(|client| !spare.contains(client)) {
             if rest == 0 {
                 break;
             }
-            let (Some(seat), Some(account)) = (self.seat(client, id), gpu.ledger.account(client)) else { continue };
-            let part = account.movable().min(rest);
+            let (Some(attachment), Some(account)) = (self.attachment(client, id), gpu.ledger.account(client)) else {
+                continue;
+            };
+            let part = account.evictable().min(rest);
             rest -= part;
-            time += both_ways(part, seat.rate.unwrap_or(gpu.rate), gpu.rate_back);
+            time += both_ways(part, attachment.rate.unwrap_or(gpu.rate), gpu.rate_back);
         }
         time + both_ways(rest, gpu.rate, gpu.rate_back) // on its way already
     }
 
     /// The bytes without which this client cannot run there.
     pub(super) fn need(&self, client: ClientId, id: GpuId) -> u64 {
-        let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return 0 };
-        if seat.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
+        let (Some(attachment), Some(gpu)) = (self.attachment(client, id), self.gpus.get(&id)) else { return 0 };
+        if attachment.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
             return 0; // pages fault in and out as they may
         }
         gpu.ledger
@@ -345,16 +347,18 @@ impl Machine {
     /// Lets holders that keep growing map more than they need, as far as bytes are free: so their allocations wait for no
     /// message. It is taken back when other clients lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
     pub(super) fn credit_ahead(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.attaching.is_empty() && gpu.squeezes.is_empty()) else {
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.attaching.is_empty() && gpu.reservations.is_empty()) else {
             return;
         };
         for client in gpu.holders.values().copied().collect::<Vec<_>>() {
-            let Some(seat) = self.seat(client, id).filter(|seat| seat.keeps_growing && seat.engine == Engine::Swap)
+            let Some(attachment) = self
+                .attachment(client, id)
+                .filter(|attachment| attachment.keeps_growing && attachment.engine == Engine::Swap)
             else {
                 continue;
             };
-            let grows_now = seat.grew.is_some_and(|at| self.now < at + GROWING);
-            let is_running = seat.hold.as_ref().is_some_and(|hold| hold.revoked.is_none());
+            let grows_now = attachment.grew.is_some_and(|at| self.now < at + GROWING);
+            let is_running = attachment.hold.as_ref().is_some_and(|hold| hold.revoked.is_none());
             let allowance = self.account(client, id).map_or(0, |account| account.allowance);
             let ahead = self.ahead(client, id);
             // Most of what is free is left to others that grow, or create a context.
@@ -363,7 +367,7 @@ impl Machine {
             if !(grows_now && is_running) || ahead > most / 2 {
                 continue;
             }
-            let reach = allowance.saturating_add((most - ahead).min(free)).min(seat.promise.limit);
+            let reach = allowance.saturating_add((most - ahead).min(free)).min(attachment.limit_state.limit);
             if reach >= allowance.saturating_add(CREDIT_STEP) {
                 self.allow(client, id, reach);
             }
@@ -378,10 +382,10 @@ impl Machine {
 
     /// Takes back what clients may map and do not need, until so many bytes are on their way.
     fn take_back_ahead(&mut self, id: GpuId, bytes: u64, spare: &[ClientId]) {
-        let seats = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.seats.iter().copied());
-        let ahead: Vec<(ClientId, u64)> = seats
+        let attachments = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.clients.iter().copied());
+        let ahead: Vec<(ClientId, u64)> = attachments
             .filter(|client| !spare.contains(client))
-            .filter(|client| self.clients.get(client).is_some_and(|state| state.stays(id).is_none()))
+            .filter(|client| self.clients.get(client).is_some_and(|state| state.eviction_block(id).is_none()))
             .map(|client| (client, self.ahead(client, id)))
             .filter(|(_, ahead)| *ahead > 0)
             .collect();
@@ -405,15 +409,15 @@ impl Machine {
     /// Who has bytes that can leave, in the order in which they do.
     fn victims(&self, id: GpuId) -> Vec<ClientId> {
         let Some(gpu) = self.gpus.get(&id) else { return Vec::new() };
-        let idle = gpu.ledger.evictable();
+        let idle = gpu.ledger.eviction_order();
         if !self.policy().keeps_for_the_next() {
             return idle.map(|(_, client)| client).collect();
         }
-        let line = gpu.line.iter().zip(0u32..).map(|((_, unit), at)| (*unit, at));
-        let before: BTreeMap<Unit, u32> = line.collect();
+        let queue = gpu.queue.iter().zip(0u32..).map(|((_, entity), at)| (*entity, at));
+        let before: BTreeMap<Entity, u32> = queue.collect();
         let rests = |(last_run, client): (Time, ClientId)| {
-            let unit = self.clients.get(&client).and_then(|state| state.waiting);
-            let before = unit.and_then(|unit| before.get(&unit).copied());
+            let entity = self.clients.get(&client).and_then(|state| state.waiting);
+            let before = entity.and_then(|entity| before.get(&entity).copied());
             (self.policy().rests(&self.settings, self.now.saturating_sub(last_run), before), client)
         };
         let mut victims: Vec<_> = idle.map(rests).collect();
@@ -437,14 +441,14 @@ impl Machine {
                     break;
                 }
                 let Some(account) = self.account(*client, id) else { continue };
-                let lies = account.doubt.present() > 0;
+                let lies = account.frees.present() > 0;
                 let is_last = lies || last.contains(client);
                 if spare.contains(client) || is_last != (pass == Pass::Last) && pass != Pass::Protected {
                     continue;
                 }
                 let left = victims.get(client).copied().unwrap_or(account.allowance);
-                let movable = account.movable().saturating_sub(account.allowance - left);
-                let take = if lies { movable } else { movable.min(lacking) };
+                let evictable = account.evictable().saturating_sub(account.allowance - left);
+                let take = if lies { evictable } else { evictable.min(lacking) };
                 let group = self.clients.get(client).and_then(|state| state.group);
                 let take = match group.and_then(|group| unprotected.get_mut(&group)) {
                     Some(may_go) if pass != Pass::Protected => {
@@ -480,7 +484,7 @@ impl Machine {
 impl Gpu {
     /// Overhead as it would be if the GPU were large enough: `capacity` cannot fall below 0 and hides the rest.
     pub(super) fn overhead_wanted(&self, settings: &Settings) -> u64 {
-        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.kept_out));
+        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.deferred));
         self.measured.unwrap_or(0).saturating_add(contexts)
     }
 }

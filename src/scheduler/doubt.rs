@@ -11,12 +11,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 /// How long bytes can be in doubt.
-const PATIENCE: Duration = Duration::from_secs(3);
+const VERIFY_TIMEOUT: Duration = Duration::from_secs(3);
 /// More highs than these are taken together.
 const MANY_HIGHS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Doubt {
+pub(super) struct UnverifiedFrees {
     /// Until then the charge was so high, for charges that were not measured since: each lower than the one before it.
     highs: VecDeque<(Time, u64)>,
     /// Bytes beyond the charge that the newest measurement found, and since when it has been that many.
@@ -25,9 +25,9 @@ pub(super) struct Doubt {
     present: u64,
 }
 
-impl Doubt {
+impl UnverifiedFrees {
     /// The charge falls from that height.
-    pub fn fell(&mut self, now: Time, from: u64) {
+    pub fn record_drop(&mut self, now: Time, from: u64) {
         while self.highs.back().is_some_and(|(_, bytes)| *bytes <= from) {
             self.highs.pop_back();
         }
@@ -49,7 +49,7 @@ impl Doubt {
     }
 
     /// Bytes beyond that charge, and beyond those, that may be there.
-    pub fn doubted(&self, charge: u64) -> u64 {
+    pub fn unverified(&self, charge: u64) -> u64 {
         let found = self.found.map_or(0, |(_, bytes)| bytes.saturating_sub(self.present));
         (self.high(charge) - charge).saturating_add(found)
     }
@@ -61,7 +61,7 @@ impl Doubt {
 
     /// So much is there, measured at a moment that was not before `begun`; `None`: the client is to be believed.
     pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64) {
-        let most = charge.saturating_add(self.present).saturating_add(self.doubted(charge));
+        let most = charge.saturating_add(self.present).saturating_add(self.unverified(charge));
         while self.highs.front().is_some_and(|(until, _)| *until <= begun) {
             self.highs.pop_front();
         }
@@ -73,12 +73,12 @@ impl Doubt {
 
     /// Ends what has been in doubt for long. Says whether more is known to be there than before.
     fn expire(&mut self, now: Time) -> bool {
-        while self.highs.front().is_some_and(|(until, _)| *until + PATIENCE <= now) {
+        while self.highs.front().is_some_and(|(until, _)| *until + VERIFY_TIMEOUT <= now) {
             self.highs.pop_front();
         }
         let before = self.present;
         if let Some((since, found)) = self.found
-            && since + PATIENCE <= now
+            && since + VERIFY_TIMEOUT <= now
         {
             self.present = found;
         }
@@ -89,52 +89,52 @@ impl Doubt {
     pub fn expires(&self) -> Option<Time> {
         let high = self.highs.front().map(|(until, _)| *until);
         let found = self.found.filter(|(_, bytes)| *bytes > self.present).map(|(since, _)| since);
-        [high, found].into_iter().flatten().min().map(|since| since + PATIENCE)
+        [high, found].into_iter().flatten().min().map(|since| since + VERIFY_TIMEOUT)
     }
 }
 
 impl Account {
-    pub fn doubted(&self) -> u64 {
-        self.doubt.doubted(self.charge)
+    pub fn unverified(&self) -> u64 {
+        self.frees.unverified(self.charge)
     }
 
     /// When there is something about it that no measurement is waited for any longer.
     pub(super) fn expires(&self) -> Option<Time> {
-        self.doubt.expires().into_iter().chain(self.measurement_is_late_at()).min()
+        self.frees.expires().into_iter().chain(self.measurement_is_late_at()).min()
     }
 }
 
 impl Machine {
-    pub(super) fn doubted_for(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(super) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
         let user = self.clients.get(&client).map(|c| c.user);
-        user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.ledger.doubted_for(user))
+        user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.ledger.unverified_for(user))
     }
 
     /// Bytes that are free for that client.
     pub(super) fn free_for(&self, client: ClientId, id: GpuId) -> u64 {
         let free = self.gpus.get(&id).map_or(0, |gpu| gpu.free(&self.settings));
-        free.saturating_sub(self.doubted_for(client, id))
+        free.saturating_sub(self.unverified_for(client, id))
     }
 
     /// Bytes that those clients, or nobody, will have without any more being asked for: those on their way out, and what is
     /// free, be it that it has to be measured, which is asked for, or that it is too little to be given by itself.
-    pub(super) fn coming(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
+    pub(super) fn arriving(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
         for client in to {
-            self.ask_about_doubts(*client, id);
+            self.request_verification(*client, id);
         }
         self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.coming().saturating_add(gpu.free(&self.settings)))
     }
 
     /// How much is in doubt for that client, which waits for it.
-    pub(super) fn ask_about_doubts(&mut self, client: ClientId, id: GpuId) -> u64 {
-        let doubted = self.doubted_for(client, id);
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| doubted > 0 && !gpu.asked) else { return doubted };
+    pub(super) fn request_verification(&mut self, client: ClientId, id: GpuId) -> u64 {
+        let unverified = self.unverified_for(client, id);
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| unverified > 0 && !gpu.asked) else { return unverified };
         // What was found is looked at again now and then, whoever waits.
-        let mut accounts = gpu.seats.iter().filter_map(|client| gpu.ledger.account(*client));
-        if accounts.any(|account| account.doubt.is_unmeasured()) {
+        let mut accounts = gpu.clients.iter().filter_map(|client| gpu.ledger.account(*client));
+        if accounts.any(|account| account.frees.is_unmeasured()) {
             self.measure(id);
         }
-        doubted
+        unverified
     }
 
     /// Asks for a measurement, unless one is awaited.
@@ -149,40 +149,40 @@ impl Machine {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.asked = false;
         gpu.verifies |= !found.is_empty();
-        for client in gpu.seats.clone() {
+        for client in gpu.clients.clone() {
             let found = found.get(&client).copied();
             self.change_account(client, id, |account| account.measured(begun, found));
             self.allow_what_stays(client, id);
             self.charge_as_known(client, id);
         }
-        self.watch_doubts(id);
-        self.end_hopes(id, begun);
+        self.schedule_verification(id);
+        self.answer_held_requests(id, begun);
         self.explain_failures(id, begun, free, found);
         self.touch(id);
     }
 
     /// Sees to it that doubts end.
-    pub(super) fn watch_doubts(&mut self, id: GpuId) {
+    pub(super) fn schedule_verification(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id) else { return };
-        let accounts = gpu.seats.iter().filter_map(|client| gpu.ledger.account(*client));
+        let accounts = gpu.clients.iter().filter_map(|client| gpu.ledger.account(*client));
         let next = accounts.filter_map(Account::expires).min();
-        self.timers.set(Wake::Doubts(id), next);
+        self.timers.set(Wake::Verification(id), next);
     }
 
-    pub(super) fn end_doubts(&mut self, id: GpuId) {
+    pub(super) fn expire_unverified(&mut self, id: GpuId) {
         let now = self.now;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.asked = false;
-        for client in gpu.seats.clone() {
+        for client in gpu.clients.clone() {
             let is_present = self.change_account(client, id, |account| {
                 account.measurement_is_late(now);
-                account.doubt.expire(now)
+                account.frees.expire(now)
             });
             if is_present == Some(true) {
                 self.out.push(Command::Stays { client, gpu: id, why: Stay::Unfreed });
             }
         }
-        self.watch_doubts(id);
+        self.schedule_verification(id);
         self.touch(id);
     }
 }
@@ -197,76 +197,76 @@ mod tests {
 
     #[test]
     fn what_a_later_measurement_does_not_find_is_gone() {
-        let mut doubt = Doubt::default();
-        doubt.fell(at(10), 8);
-        assert_eq!((doubt.doubted(2), doubt.doubted(9)), (6, 0), "it may have grown again");
-        doubt.measured(at(9), Some(8), 2);
-        assert_eq!(doubt.doubted(2), 6, "that was before");
-        doubt.measured(at(10), Some(2), 2);
-        assert_eq!((doubt.doubted(2), doubt.expires()), (0, None));
+        let mut frees = UnverifiedFrees::default();
+        frees.record_drop(at(10), 8);
+        assert_eq!((frees.unverified(2), frees.unverified(9)), (6, 0), "it may have grown again");
+        frees.measured(at(9), Some(8), 2);
+        assert_eq!(frees.unverified(2), 6, "that was before");
+        frees.measured(at(10), Some(2), 2);
+        assert_eq!((frees.unverified(2), frees.expires()), (0, None));
     }
 
     #[test]
     fn the_highest_charge_since_the_measurement_counts() {
-        let mut doubt = Doubt::default();
+        let mut frees = UnverifiedFrees::default();
         for (ms, from) in [(10, 8), (20, 3), (30, 5)] {
-            doubt.fell(at(ms), from);
+            frees.record_drop(at(ms), from);
         }
-        doubt.measured(at(10), Some(1), 1);
-        assert_eq!(doubt.doubted(1), 4, "5 until 30 ms");
-        doubt.measured(at(30), Some(1), 1);
-        assert_eq!(doubt.doubted(1), 0);
+        frees.measured(at(10), Some(1), 1);
+        assert_eq!(frees.unverified(1), 4, "5 until 30 ms");
+        frees.measured(at(30), Some(1), 1);
+        assert_eq!(frees.unverified(1), 0);
     }
 
     #[test]
     fn what_is_found_over_and_over_is_there() {
-        let mut doubt = Doubt::default();
-        doubt.fell(at(10), 8);
-        doubt.measured(at(20), Some(7), 2);
-        assert_eq!((doubt.doubted(2), doubt.present()), (5, 0));
-        assert!(!doubt.expire(at(1000)));
-        doubt.measured(at(2000), Some(6), 2);
-        assert!(doubt.expire(at(20) + PATIENCE) && !doubt.expire(at(30) + PATIENCE));
-        assert_eq!((doubt.doubted(2), doubt.present()), (0, 4));
-        doubt.measured(at(9000), Some(3), 2);
-        assert_eq!(doubt.present(), 1);
-        doubt.measured(at(9010), Some(2), 2);
-        assert_eq!((doubt.present(), doubt.doubted(2), doubt.expires()), (0, 0, None));
+        let mut frees = UnverifiedFrees::default();
+        frees.record_drop(at(10), 8);
+        frees.measured(at(20), Some(7), 2);
+        assert_eq!((frees.unverified(2), frees.present()), (5, 0));
+        assert!(!frees.expire(at(1000)));
+        frees.measured(at(2000), Some(6), 2);
+        assert!(frees.expire(at(20) + VERIFY_TIMEOUT) && !frees.expire(at(30) + VERIFY_TIMEOUT));
+        assert_eq!((frees.unverified(2), frees.present()), (0, 4));
+        frees.measured(at(9000), Some(3), 2);
+        assert_eq!(frees.present(), 1);
+        frees.measured(at(9010), Some(2), 2);
+        assert_eq!((frees.present(), frees.unverified(2), frees.expires()), (0, 0, None));
     }
 
     #[test]
     fn more_is_never_found_than_was_in_doubt() {
-        let mut doubt = Doubt::default();
-        doubt.measured(at(10), Some(9), 2);
+        let mut frees = UnverifiedFrees::default();
+        frees.measured(at(10), Some(9), 2);
         assert_eq!(
-            (doubt.doubted(2), doubt.expires()),
+            (frees.unverified(2), frees.expires()),
             (0, None),
             "it has freed nothing; contexts are not counted here"
         );
-        doubt.fell(at(20), 4);
-        doubt.measured(at(20), Some(9), 2);
-        assert_eq!(doubt.doubted(2), 2);
+        frees.record_drop(at(20), 4);
+        frees.measured(at(20), Some(9), 2);
+        assert_eq!(frees.unverified(2), 2);
     }
 
     #[test]
     fn what_is_never_measured_is_believed_in_the_end() {
-        let mut doubt = Doubt::default();
-        doubt.fell(at(10), 8);
-        assert_eq!(doubt.expires(), Some(at(10) + PATIENCE));
-        assert!(!doubt.expire(at(10) + PATIENCE));
-        assert_eq!(doubt.doubted(2), 0);
+        let mut frees = UnverifiedFrees::default();
+        frees.record_drop(at(10), 8);
+        assert_eq!(frees.expires(), Some(at(10) + VERIFY_TIMEOUT));
+        assert!(!frees.expire(at(10) + VERIFY_TIMEOUT));
+        assert_eq!(frees.unverified(2), 0);
     }
 
     #[test]
     fn many_reports_are_few_highs() {
-        let mut doubt = Doubt::default();
+        let mut frees = UnverifiedFrees::default();
         for i in 0..10_000 {
-            doubt.fell(at(i), 20_000 - i);
+            frees.record_drop(at(i), 20_000 - i);
         }
-        assert!(doubt.highs.len() <= MANY_HIGHS);
-        doubt.measured(at(9_998), Some(1), 1);
-        assert!(doubt.doubted(1) >= 10_000);
-        doubt.measured(at(9_999), Some(1), 1);
-        assert_eq!(doubt.doubted(1), 0);
+        assert!(frees.highs.len() <= MANY_HIGHS);
+        frees.measured(at(9_998), Some(1), 1);
+        assert!(frees.unverified(1) >= 10_000);
+        frees.measured(at(9_999), Some(1), 1);
+        assert_eq!(frees.unverified(1), 0);
     }
 }

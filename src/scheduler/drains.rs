@@ -11,14 +11,14 @@ const LONGER: u32 = 2;
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Drains {
+pub(super) struct DrainTime {
     /// Of those that did not last longer than that, smoothed.
     usual: Option<Duration>,
     /// Of all, smoothed.
     all: Option<Duration>,
 }
 
-impl Drains {
+impl DrainTime {
     pub fn drained(&mut self, took: Duration, lagged: bool) {
         let smooth = |before: Option<Duration>| Some(before.map_or(took, |before| before / 4 * 3 + took / 4));
         self.all = smooth(self.all);
@@ -28,7 +28,7 @@ impl Drains {
     }
 
     /// After how long a holder lags.
-    pub fn patience(&self) -> Duration {
+    pub fn lags_after(&self) -> Duration {
         (self.usual.unwrap_or(FIRST) * LONGER).clamp(LAGS.0, LAGS.1)
     }
 
@@ -43,14 +43,14 @@ mod tests {
 
     #[test]
     fn who_waits_for_others_does_not_change_what_is_usual() {
-        let mut drains = Drains::default();
+        let mut drains = DrainTime::default();
         let ms = Duration::from_millis;
-        assert_eq!(drains.patience(), ms(20));
+        assert_eq!(drains.lags_after(), ms(20));
         (0..40).for_each(|_| drains.drained(ms(60), false));
-        let usual = drains.patience();
+        let usual = drains.lags_after();
         assert!(usual > ms(115) && usual <= ms(120), "{usual:?}");
         (0..40).for_each(|_| drains.drained(ms(900), true));
-        assert_eq!(drains.patience(), usual);
+        assert_eq!(drains.lags_after(), usual);
         assert!(drains.expected() > ms(890), "{drains:?}");
     }
 }

@@ -6,7 +6,7 @@
 
 use super::{
     api::*,
-    locks::{Hold, Parked, Unit},
+    locks::{Blocked, Entity, Hold},
     machine::{Client, Machine},
 };
 use std::collections::BTreeSet;
@@ -36,17 +36,17 @@ impl Gang {
 impl Client {
     /// Whether it had a GPU lately that it has no more, or has come lately.
     fn had_lately(&self, now: Time) -> bool {
-        let last = self.seats.values().map(|seat| seat.last_run).max();
+        let last = self.attachments.values().map(|attachment| attachment.last_run).max();
         last.is_some_and(|last| now.saturating_sub(last) < LATELY)
     }
 }
 
 impl Machine {
     /// As what a client waits, and is granted. A gang of one is nothing else than that one.
-    pub(super) fn unit(&self, client: ClientId) -> Unit {
+    pub(super) fn entity(&self, client: ClientId) -> Entity {
         let gang = self.clients.get(&client).and_then(|state| state.gang);
         let gang = gang.filter(|gang| self.gangs.get(gang).is_some_and(|members| members.len() > 1));
-        gang.map_or(Unit::Solo(client), Unit::Gang)
+        gang.map_or(Entity::Solo(client), Entity::Gang)
     }
 
     pub(super) fn gang_members(&self, gang: Gang) -> impl Iterator<Item = ClientId> {
@@ -54,14 +54,14 @@ impl Machine {
     }
 
     /// The others of its gang.
-    pub(super) fn fellows(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
+    pub(super) fn gang_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
         let gang = self.clients.get(&client).and_then(|state| state.gang);
-        gang.into_iter().flat_map(|gang| self.gang_members(gang)).filter(move |fellow| *fellow != client)
+        gang.into_iter().flat_map(|gang| self.gang_members(gang)).filter(move |peer| *peer != client)
     }
 
     /// Until when a request that has just come waits in line for other members, who had a GPU with those lately.
-    pub(super) fn gathers_until(&self, unit: Unit) -> Option<Time> {
-        let Unit::Gang(gang) = unit else { return None };
+    pub(super) fn gathers_until(&self, entity: Entity) -> Option<Time> {
+        let Entity::Gang(gang) = entity else { return None };
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         let mut missing = members.filter(|client| client.waiting.is_none() && !client.holds() && !client.stopped);
         missing.any(|client| client.had_lately(self.now)).then(|| self.now + GATHERS)
@@ -74,24 +74,28 @@ impl Machine {
 
     pub(super) fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
-        members.flat_map(|client| client.seats.keys().copied()).collect()
+        members.flat_map(|client| client.attachments.keys().copied()).collect()
     }
 
     /// What members hold as one of them; a gang of one is none.
     pub(super) fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
-        let holds = members.flat_map(|client| &client.seats).filter_map(|(id, seat)| Some((*id, seat.hold.as_ref()?)));
-        holds.filter(move |(_, hold)| hold.unit == Unit::Gang(gang))
+        let holds = members
+            .flat_map(|client| &client.attachments)
+            .filter_map(|(id, attachment)| Some((*id, attachment.hold.as_ref()?)));
+        holds.filter(move |(_, hold)| hold.entity == Entity::Gang(gang))
     }
 
     /// Whether that GPU is kept for a gang that others ask to go: one of it does not drain yet, and may need another one for
     /// it that has just left this GPU.
-    pub(super) fn is_kept_for_gang(&self, unit: Unit, id: GpuId) -> bool {
-        let mut turns = self.gang_turns.iter().filter(|(gang, _)| unit != Unit::Gang(**gang) && self.is_job(**gang));
+    pub(super) fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
+        let mut turns =
+            self.gang_turns.iter().filter(|(gang, _)| entity != Entity::Gang(**gang) && self.is_job(**gang));
         turns.any(|(gang, since)| {
             let has_left = |member: ClientId| {
-                let seat = self.seat(member, id).filter(|seat| seat.hold.is_none() && seat.grants > 0);
-                seat.is_some_and(|seat| seat.last_run > *since)
+                let attachment =
+                    self.attachment(member, id).filter(|attachment| attachment.hold.is_none() && attachment.grants > 0);
+                attachment.is_some_and(|attachment| attachment.last_run > *since)
             };
             self.holds_of_gang(*gang).any(|(_, hold)| hold.drains()) && self.gang_members(*gang).any(has_left)
         })
@@ -99,50 +103,51 @@ impl Machine {
 
     /// Whether one of a gang was granted a GPU for another one to drain, which has not yet.
     pub(super) fn helps_to_drain(&self, hold: &Hold) -> bool {
-        let gang = hold.unit.gang().filter(|_| hold.revoked.is_none());
+        let gang = hold.entity.gang().filter(|_| hold.revoked.is_none());
         gang.is_some_and(|gang| self.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
     }
 
     /// What a hand-over by that gang takes, on one GPU and then on the other.
     pub(super) fn gang_drains_in(&self, gang: Gang) -> Duration {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
-        let drains = members.flat_map(|client| client.seats.values()).map(|seat| seat.drains.expected());
+        let drains =
+            members.flat_map(|client| client.attachments.values()).map(|attachment| attachment.drains.expected());
         drains.max().unwrap_or_default()
     }
 
     /// One of a gang asks for a GPU: another one may be about to need it for draining.
-    pub(super) fn look_for_laggards(&mut self, unit: Unit) {
-        let Some(gang) = unit.gang().filter(|gang| self.is_job(*gang)) else { return };
+    pub(super) fn check_gang_peers(&mut self, entity: Entity) {
+        let Some(gang) = entity.gang().filter(|gang| self.is_job(*gang)) else { return };
         let members: Vec<ClientId> = self.gang_members(gang).collect();
         members.into_iter().for_each(|member| self.check(member));
     }
 
     /// When that holder will take longer to drain than is usual, while others of its gang wait that could help.
     pub(super) fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
-        let seat = self.seat(client, id)?;
-        let hold = seat.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
-        let gang = hold.unit.gang().filter(|gang| self.is_job(*gang))?;
-        let mut fellows = self.gang_members(gang).filter_map(|fellow| self.clients.get(&fellow));
+        let attachment = self.attachment(client, id)?;
+        let hold = attachment.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
+        let gang = hold.entity.gang().filter(|gang| self.is_job(*gang))?;
+        let mut peers = self.gang_members(gang).filter_map(|peer| self.clients.get(&peer));
         let begun = hold.revoked?.first;
-        fellows.any(|fellow| fellow.waiting.is_some()).then(|| begun + seat.drains.patience())
+        peers.any(|peer| peer.waiting.is_some()).then(|| begun + attachment.drains.lags_after())
     }
 
     /// From now on others of its gang go first.
     pub(super) fn lags(&mut self, client: ClientId, id: GpuId) {
-        if let Some(hold) = self.seat_mut(client, id).and_then(|seat| seat.hold.as_mut()) {
+        if let Some(hold) = self.attachment_mut(client, id).and_then(|attachment| attachment.hold.as_mut()) {
             hold.lags = true;
         }
         self.touch(id);
-        self.touch_fellows(client);
+        self.touch_gang_peers(client);
     }
 
     /// Whether others of its gang go first is to be seen anew.
-    pub(super) fn touch_fellows(&mut self, client: ClientId) {
-        let waiting: BTreeSet<Unit> =
-            self.fellows(client).filter_map(|fellow| self.clients.get(&fellow)?.waiting).collect();
-        for unit in waiting {
-            self.put_back(unit);
-            let wants = self.requests.get(&unit).into_iter().flat_map(|request| request.wants.values());
+    pub(super) fn touch_gang_peers(&mut self, client: ClientId) {
+        let waiting: BTreeSet<Entity> =
+            self.gang_peers(client).filter_map(|peer| self.clients.get(&peer)?.waiting).collect();
+        for entity in waiting {
+            self.requeue(entity);
+            let wants = self.requests.get(&entity).into_iter().flat_map(|request| request.wants.values());
             let gpus: GpuSet = wants.flatten().copied().collect();
             self.dirty.extend(gpus);
         }
@@ -159,24 +164,24 @@ impl Machine {
     }
 
     /// A gang was granted something.
-    pub(super) fn begin_gang_turn(&mut self, unit: Unit) {
-        if let Some(gang) = unit.gang() {
+    pub(super) fn begin_gang_turn(&mut self, entity: Entity) {
+        if let Some(gang) = entity.gang() {
             self.gang_turns.entry(gang).or_insert(self.now);
         }
     }
 
     /// A gang has lost something, or one of it is counted as no holder any more.
-    pub(super) fn end_gang_turn(&mut self, unit: Unit) {
-        let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_aside());
-        if let Some(gang) = unit.gang().filter(is_over) {
+    pub(super) fn end_gang_turn(&mut self, entity: Entity) {
+        let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
+        if let Some(gang) = entity.gang().filter(is_over) {
             self.gang_turns.remove(&gang);
         }
     }
 
     /// Since when a gang has had its turn, if its other members go before all who came later: as long as that lasts no
     /// longer than a turn, and for as long again where one of it cannot drain, which may need them for it.
-    pub(super) fn goes_on_since(&self, unit: Unit) -> Option<Time> {
-        let gang = unit.gang()?;
+    pub(super) fn goes_on_since(&self, entity: Entity) -> Option<Time> {
+        let gang = entity.gang()?;
         let since = *self.gang_turns.get(&gang)?;
         let had = self.now.saturating_sub(since);
         let is_stuck = || self.holds_of_gang(gang).any(|(_, hold)| hold.drains() && hold.may_need_others());
@@ -188,8 +193,8 @@ impl Machine {
     }
 
     /// Whether one of a gang is about to drain: until it has, none of it is granted anything.
-    pub(super) fn is_about_to_drain(&self, unit: Unit) -> bool {
-        let holds = unit.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
+    pub(super) fn is_about_to_drain(&self, entity: Entity) -> bool {
+        let holds = entity.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
         holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
     }
 
@@ -200,13 +205,13 @@ impl Machine {
         if let Some(gang) = gang {
             self.gangs.entry(gang).or_default().insert(client);
             self.members_are_others(gang);
-            self.touch_rivals(Unit::Gang(gang));
+            self.touch_rivals(Entity::Gang(gang));
         }
     }
 
     pub(super) fn leave_gang(&mut self, client: ClientId) {
         let Some(gang) = self.clients.get(&client).and_then(|state| state.gang) else { return };
-        self.touch_rivals(Unit::Gang(gang));
+        self.touch_rivals(Entity::Gang(gang));
         if let Some(state) = self.clients.get_mut(&client) {
             state.gang = None;
         }
@@ -217,17 +222,18 @@ impl Machine {
         self.members_are_others(gang);
     }
 
-    /// Members came or went. Those who are there are of another class then, and perhaps a gang, or no longer.
+    /// GroupState came or went. Those who are there are of another class then, and perhaps a gang, or no longer.
     fn members_are_others(&mut self, gang: Gang) {
         for member in self.gang_members(gang).collect::<Vec<_>>() {
             self.unite(member);
             let Some(state) = self.clients.get(&member) else { continue };
-            let held = state.seats.iter().filter(|(_, seat)| seat.hold.is_some());
+            let held = state.attachments.iter().filter(|(_, attachment)| attachment.hold.is_some());
             self.dirty.extend(held.map(|(id, _)| *id));
-            if let Some(unit) = state.waiting {
-                self.put_back(unit);
-                if self.requests.get(&unit).is_some_and(|request| matches!(request.parked, Some(Parked::Behind(_)))) {
-                    self.join(unit);
+            if let Some(entity) = state.waiting {
+                self.requeue(entity);
+                if self.requests.get(&entity).is_some_and(|request| matches!(request.blocked, Some(Blocked::Behind(_))))
+                {
+                    self.enqueue(entity);
                 }
             }
         }
@@ -235,20 +241,20 @@ impl Machine {
 
     /// Has a client hold and want what it does as what it is now: one of a gang, or by itself.
     pub(super) fn unite(&mut self, client: ClientId) {
-        let unit = self.unit(client);
+        let entity = self.entity(client);
         let Some(state) = self.clients.get_mut(&client) else { return };
         // It is revoked with those it is with now.
         let mut since: Option<Time> = None;
-        for hold in state.seats.values_mut().filter_map(|seat| seat.hold.as_mut()) {
-            hold.unit = unit;
+        for hold in state.attachments.values_mut().filter_map(|attachment| attachment.hold.as_mut()) {
+            hold.entity = entity;
             since = Some(since.map_or(hold.since, |since| since.min(hold.since)));
         }
-        if let (Some(gang), Some(since)) = (unit.gang(), since) {
+        if let (Some(gang), Some(since)) = (entity.gang(), since) {
             let turn = self.gang_turns.entry(gang).or_insert(since);
             *turn = since.min(*turn);
         }
         let Some(state) = self.clients.get(&client) else { return };
-        let is_other = state.waiting.is_some_and(|waiting| waiting != unit);
+        let is_other = state.waiting.is_some_and(|waiting| waiting != entity);
         let (Some(waiting), true) = (state.waiting, is_other) else { return };
         let Some(request) = self.requests.get(&waiting) else { return };
         if let Some(wants) = request.wants.get(&client).cloned() {

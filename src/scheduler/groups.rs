@@ -12,19 +12,19 @@
 use super::{
     api::*,
     limits::LIMIT_STEP,
-    machine::{Client, Gpu, Machine, Seat},
+    machine::{Attachment, Client, Gpu, Machine},
     weigh::Target,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Who is in a group, and what it may have.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Members {
+pub(super) struct GroupState {
     pub terms: Terms,
     clients: BTreeSet<ClientId>,
 }
 
-impl Members {
+impl GroupState {
     pub fn is_bounded_everywhere(&self) -> bool {
         self.terms.swap_max.is_some()
     }
@@ -52,30 +52,30 @@ impl Machine {
     /// The least of all that rules allow the client's group of that GPU's memory: what it is told of that GPU.
     pub fn ruled_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let by_rule = self.memory_max(client, id).into_iter().chain(self.swap_max(client));
-        by_rule.chain(self.own_memory_max(client, id)).chain(self.own_swap_max(client)).min()
+        by_rule.chain(self.client_memory_max(client, id)).chain(self.client_swap_max(client)).min()
     }
 
     /// What demands of the client's group can come to there: its contexts are memory as well.
     pub(super) fn memory_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let max = self.memory_max(client, id)?;
-        let contexts = self.sum_of_group(client, id, |seat| self.context(seat, id));
+        let contexts = self.sum_of_group(client, id, |attachment| self.context(attachment, id));
         Some(max.saturating_sub(contexts))
     }
 
     /// What its context takes of the memory there.
-    pub(super) fn context(&self, seat: &Seat, id: GpuId) -> u64 {
+    pub(super) fn context(&self, attachment: &Attachment, id: GpuId) -> u64 {
         let usual = || self.gpus.get(&id).map_or(0, |gpu| gpu.contexts(&self.settings, 1));
-        seat.context.unwrap_or_else(usual)
+        attachment.context.unwrap_or_else(usual)
     }
 
     /// Contexts were measured.
     pub(super) fn contexts(&mut self, id: GpuId, bytes: &BTreeMap<ClientId, u64>) {
         for (client, bytes) in bytes {
-            let Some(seat) = self.seat_mut(*client, id) else { continue };
-            let is_same = seat.context.is_some_and(|before| before.abs_diff(*bytes) <= LIMIT_STEP);
+            let Some(attachment) = self.attachment_mut(*client, id) else { continue };
+            let is_same = attachment.context.is_some_and(|before| before.abs_diff(*bytes) <= LIMIT_STEP);
             if !is_same {
-                seat.context = Some(*bytes);
-                self.weigh_group(*client, id);
+                attachment.context = Some(*bytes);
+                self.mark_group_changed(*client, id);
             }
         }
     }
@@ -87,34 +87,34 @@ impl Machine {
     }
 
     /// The members of the client's group, itself included.
-    fn fellows_in_group(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
+    fn group_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
         let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
         group.into_iter().flat_map(|members| members.clients.iter().copied())
     }
 
     /// What members of the client's group have there, all of them.
-    fn sum_of_group(&self, client: ClientId, id: GpuId, of: impl Fn(&Seat) -> u64) -> u64 {
-        let seats = self.fellows_in_group(client).filter_map(|member| self.seat(member, id));
-        seats.fold(0, |sum, seat| sum.saturating_add(of(seat)))
+    fn sum_of_group(&self, client: ClientId, id: GpuId, of: impl Fn(&Attachment) -> u64) -> u64 {
+        let attachments = self.group_peers(client).filter_map(|member| self.attachment(member, id));
+        attachments.fold(0, |sum, attachment| sum.saturating_add(of(attachment)))
     }
 
     /// Whether the client's group needs more than it may have there, as its limit fell.
     fn is_over(&self, client: ClientId, id: GpuId) -> bool {
         let max = self.memory_bound(client, id);
-        max.is_some_and(|max| self.sum_of_group(client, id, |seat| seat.promise.demand()) > max)
+        max.is_some_and(|max| self.sum_of_group(client, id, |attachment| attachment.limit_state.demand()) > max)
     }
 
     /// Whether it needs more by itself than it says that it may have.
     fn is_over_own(&self, client: ClientId, id: GpuId) -> bool {
-        let demand = || self.seat(client, id).map_or(0, |seat| seat.promise.demand());
-        self.own_bound(client, id).is_some_and(|max| demand() > max)
+        let demand = || self.attachment(client, id).map_or(0, |attachment| attachment.limit_state.demand());
+        self.client_bound(client, id).is_some_and(|max| demand() > max)
     }
 
     /// Whether a client is to have nothing on a GPU that is free: it does not run there, and it or its group has too much.
-    pub(super) fn is_kept_out(&self, client: ClientId, id: GpuId) -> bool {
+    pub(super) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
         let uses = |state: &Client| {
-            let wants = state.waiting.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));
-            let holds = state.seats.get(&id).is_some_and(|seat| seat.hold.is_some());
+            let wants = state.waiting.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
+            let holds = state.attachments.get(&id).is_some_and(|attachment| attachment.hold.is_some());
             holds || wants.is_some_and(|wants| wants.contains(&id))
         };
         self.is_bounded(client, id)
@@ -125,15 +125,15 @@ impl Machine {
     /// Has what a group has beyond its limit leave the GPU, from a client that does not run there now. Who runs has what it
     /// needs.
     pub(super) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
-        if !self.is_kept_out(client, id) {
+        if !self.is_over_limit(client, id) {
             return;
         }
-        let accounts = self.fellows_in_group(client).filter_map(|member| self.account(member, id));
+        let accounts = self.group_peers(client).filter_map(|member| self.account(member, id));
         let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
         let surplus = has.saturating_sub(self.memory_bound(client, id).unwrap_or(u64::MAX));
         let Some(account) = self.account(client, id) else { return };
-        let surplus = surplus.max(account.allowance.saturating_sub(self.own_bound(client, id).unwrap_or(u64::MAX)));
-        let take = account.movable().min(surplus);
+        let surplus = surplus.max(account.allowance.saturating_sub(self.client_bound(client, id).unwrap_or(u64::MAX)));
+        let take = account.evictable().min(surplus);
         if take > 0 {
             self.allow(client, id, account.allowance - take);
             self.check(client);
@@ -154,7 +154,7 @@ impl Machine {
 
     pub(super) fn is_bounded(&self, client: ClientId, id: GpuId) -> bool {
         let by_rule = self.memory_max(client, id).is_some() || self.swap_max(client).is_some();
-        by_rule || self.own.get(&client).is_some_and(Own::is_bounded)
+        by_rule || self.client_limits.get(&client).is_some_and(Own::is_bounded)
     }
 
     /// By how much promises of the client's group can rise. `None`: they are above what they may be.
@@ -164,15 +164,15 @@ impl Machine {
 
     /// The same where it is known what they can come to on that GPU.
     pub(super) fn room_within(&self, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
-        let own = self.own_room(client)?;
+        let own = self.client_room(client)?;
         let Some(group) = self.clients.get(&client).and_then(|state| state.group) else { return Some(own) };
-        let promised = |gpu: &Gpu| gpu.grouped.get(&group).copied().unwrap_or(0);
+        let committed = |gpu: &Gpu| gpu.grouped.get(&group).copied().unwrap_or(0);
         let here = match bound {
-            Some(max) => max.checked_sub(self.gpus.get(&id).map_or(0, promised))?,
+            Some(max) => max.checked_sub(self.gpus.get(&id).map_or(0, committed))?,
             None => u64::MAX,
         };
         let everywhere = match self.swap_max(client) {
-            Some(max) => max.checked_sub(self.gpus.values().map(promised).fold(0, u64::saturating_add))?,
+            Some(max) => max.checked_sub(self.gpus.values().map(committed).fold(0, u64::saturating_add))?,
             None => u64::MAX,
         };
         Some(here.min(everywhere).min(own))
@@ -200,19 +200,20 @@ impl Machine {
             }
             shares_changed |= before.share != terms.share;
             let others = if before.gang == terms.gang { BTreeSet::new() } else { members.clients.clone() };
-            for (id, seat) in &state.seats {
+            for (id, attachment) in &state.attachments {
                 if let Some(gpu) = self.gpus.get_mut(id) {
-                    gpu.count_for(Some(group), 0, seat.promise.counted);
+                    gpu.count_for(Some(group), 0, attachment.limit_state.counted);
                 }
             }
             self.gang_anew(*client);
             others.into_iter().for_each(|other| self.gang_anew(other));
         }
         for client in told {
-            let seats = self.clients.get(&client).into_iter().flat_map(|state| &state.seats);
-            let seats: Vec<(GpuId, bool)> = seats.map(|(id, seat)| (*id, seat.attached.is_some())).collect();
-            for (id, is_told) in seats {
-                self.host.has_changed_on(id);
+            let attachments = self.clients.get(&client).into_iter().flat_map(|state| &state.attachments);
+            let attachments: Vec<(GpuId, bool)> =
+                attachments.map(|(id, attachment)| (*id, attachment.attached.is_some())).collect();
+            for (id, is_told) in attachments {
+                self.host.mark_changed(id);
                 self.swap_surplus(client, id);
                 if is_told {
                     self.tell_limit(client, id); // of the bound; the limit itself follows
@@ -222,16 +223,16 @@ impl Machine {
         // Who has just come stands nowhere.
         let stands = |client: &ClientId| self.clients.get(client).is_some_and(|c| c.waiting.is_some() || c.holds());
         if shares_changed || groups.keys().any(stands) {
-            self.stand_anew();
+            self.requeue_all();
         }
     }
 
     pub(super) fn leave_group(&mut self, client: ClientId) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         let Some(group) = state.group.take() else { return };
-        for (id, seat) in &state.seats {
+        for (id, attachment) in &state.attachments {
             if let Some(gpu) = self.gpus.get_mut(id) {
-                gpu.count_for(Some(group), seat.promise.counted, 0);
+                gpu.count_for(Some(group), attachment.limit_state.counted, 0);
             }
         }
         if let Some(members) = self.groups.get_mut(&group) {
@@ -243,9 +244,9 @@ impl Machine {
     }
 
     /// What a client needs has changed, and with it what others of its group can have.
-    pub(super) fn weigh_group(&mut self, client: ClientId, id: GpuId) {
+    pub(super) fn mark_group_changed(&mut self, client: ClientId, id: GpuId) {
         if self.is_bounded(client, id) {
-            self.host.has_changed_on(id);
+            self.host.mark_changed(id);
         }
     }
 
@@ -254,17 +255,19 @@ impl Machine {
         let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
         let Some(members) = group else { return false };
         let clients = members.clients.iter().filter_map(|member| self.clients.get(member));
-        let mut seats = clients.flat_map(|state| &state.seats);
-        seats.any(|(other, seat)| seat.promise.wish.is_some() && (*other == id || members.is_bounded_everywhere()))
+        let mut attachments = clients.flat_map(|state| &state.attachments);
+        attachments.any(|(other, attachment)| {
+            attachment.limit_state.wanted.is_some() && (*other == id || members.is_bounded_everywhere())
+        })
     }
 
     /// What members of bounded groups are to have on these GPUs, where nothing else bounds them.
-    pub(super) fn weigh_members(&mut self, ids: &GpuSet) -> Vec<Target> {
+    pub(super) fn solve_bounded(&mut self, ids: &GpuSet) -> Vec<Target> {
         let is_free =
-            |members: &Members| members.terms.memory_max == Amount::Infinity && !members.is_bounded_everywhere();
-        if self.groups.values().all(is_free) && !self.own.values().any(Own::is_bounded) {
+            |members: &GroupState| members.terms.memory_max == Amount::Infinity && !members.is_bounded_everywhere();
+        if self.groups.values().all(is_free) && !self.client_limits.values().any(Own::is_bounded) {
             return Vec::new();
         }
-        self.weigh(None, ids)
+        self.solve_limits(None, ids)
     }
 }

@@ -9,9 +9,9 @@
 
 use super::{
     api::*,
-    groups::Members,
+    groups::GroupState,
     machine::{Gpu, Machine},
-    promise::Promise,
+    promise::LimitState,
     timers::Wake,
     weigh::Target,
 };
@@ -21,12 +21,12 @@ use std::time::Duration;
 /// Clients are told of a new limit when it differs by more: the driver's own granularity.
 pub(super) const LIMIT_STEP: u64 = 2 << 20;
 /// How long somebody who attaches waits for others to acknowledge what they no longer have, before it is told of less.
-pub(super) const PROMISE_PATIENCE: Duration = Duration::from_millis(200);
+pub(super) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long a wish waits for the same, before it is denied. A driver that makes contexts for several programs at once may
 /// keep a process from answering for seconds.
-pub(super) const WISH_PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// A client that has not acknowledged a limit for so long keeps what it had.
-pub(super) const ACK_PATIENCE: Duration = Duration::from_secs(4);
+pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Nobody is promised more (16 TiB), so that sums cannot overflow.
 const MOST: u64 = 1 << 44;
@@ -46,7 +46,7 @@ pub(super) struct Host {
     /// Bytes that would be in the host if everybody made use of a whole GPU, over all GPUs.
     most: u64,
     /// Bytes that are there if everybody makes use of what it was promised.
-    pub promised: u64,
+    pub committed: u64,
     /// There is less than `most`.
     scarce: bool,
     /// An allocation waits for what others need now.
@@ -71,12 +71,12 @@ impl Host {
     }
 
     /// All promises are to be weighed anew.
-    pub fn reweigh(&mut self) {
+    pub fn mark_all_changed(&mut self) {
         self.all_changed = true;
     }
 
     /// The promises on that GPU are to be weighed anew.
-    pub fn has_changed_on(&mut self, id: GpuId) {
+    pub fn mark_changed(&mut self, id: GpuId) {
         self.changed.insert(id);
     }
 
@@ -90,7 +90,7 @@ impl Machine {
     pub(super) fn host_memory(&mut self, bytes: u64) {
         if self.host.bytes != Some(bytes) {
             self.host.bytes = Some(bytes);
-            self.host.reweigh();
+            self.host.mark_all_changed();
         }
     }
 
@@ -100,15 +100,16 @@ impl Machine {
         let capacity = gpu.offer(&self.settings);
         if gpu.summed_for.replace(capacity) != Some(capacity) {
             // By what they need, never by what they were promised: that follows from this.
-            let clients = gpu.seats.iter().filter_map(|client| self.clients.get(client)?.seats.get(&id));
-            let all = clients.fold(0u64, |sum, seat| sum.saturating_add(seat.promise.demand().max(capacity)));
+            let clients = gpu.clients.iter().filter_map(|client| self.clients.get(client)?.attachments.get(&id));
+            let all =
+                clients.fold(0u64, |sum, attachment| sum.saturating_add(attachment.limit_state.demand().max(capacity)));
             let most = all.saturating_sub(capacity);
             self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
             gpu.most_in_host = most;
         }
-        let seats = gpu.seats.len();
-        if gpu.weighed.is_none_or(|(bytes, count)| count != seats || bytes.abs_diff(capacity) > LIMIT_STEP) {
-            gpu.weighed = Some((capacity, seats));
+        let attachments = gpu.clients.len();
+        if gpu.solved.is_none_or(|(bytes, count)| count != attachments || bytes.abs_diff(capacity) > LIMIT_STEP) {
+            gpu.solved = Some((capacity, attachments));
             self.host.changed.insert(id);
         }
         self.count_in_host(id);
@@ -119,19 +120,19 @@ impl Machine {
     /// Brings the host's sum up to date with one GPU.
     pub(super) fn count_in_host(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let excess = gpu.promised.saturating_sub(gpu.offer(&self.settings));
-        self.host.promised = self.host.promised - gpu.in_host + excess;
+        let excess = gpu.committed.saturating_sub(gpu.offer(&self.settings));
+        self.host.committed = self.host.committed - gpu.in_host + excess;
         gpu.in_host = excess;
     }
 
     /// Brings the GPU's sum up to date with one promise.
-    pub(super) fn recharge(&mut self, client: ClientId, id: GpuId) {
+    pub(super) fn recommit(&mut self, client: ClientId, id: GpuId) {
         let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
-        let Some(promise) = state.seats.get_mut(&id).map(|s| &mut s.promise) else { return };
-        let charge = promise.charge();
-        let before = std::mem::replace(&mut promise.counted, charge);
-        gpu.promised = gpu.promised - before + charge;
-        gpu.count_for(state.group, before, charge);
+        let Some(limit_state) = state.attachments.get_mut(&id).map(|s| &mut s.limit_state) else { return };
+        let committed = limit_state.committed();
+        let before = std::mem::replace(&mut limit_state.counted, committed);
+        gpu.committed = gpu.committed - before + committed;
+        gpu.count_for(state.group, before, committed);
         self.count_in_host(id);
     }
 
@@ -144,16 +145,16 @@ impl Machine {
         let everywhere = || self.gpus.keys().copied().collect();
         let budget = self.host.bytes.filter(|_| self.host.scarce);
         // Some are bounded over all GPUs.
-        let are_bounded = self.groups.values().any(Members::is_bounded_everywhere)
-            || self.own.values().any(Own::is_bounded_everywhere);
+        let are_bounded = self.groups.values().any(GroupState::is_bounded_everywhere)
+            || self.client_limits.values().any(Own::is_bounded_everywhere);
         // Who waits may wait for fellows elsewhere.
         let all = all || before || budget.is_some() || are_bounded || self.host.awaited;
         let ids: GpuSet = if all { everywhere() } else { changed };
         let targets = match budget {
-            Some(_) => self.weigh(budget, &ids),
+            Some(_) => self.solve_limits(budget, &ids),
             None => {
-                let members = self.weigh_members(&ids);
-                members.into_iter().chain(self.weigh_nothing(&ids)).collect()
+                let members = self.solve_bounded(&ids);
+                members.into_iter().chain(self.unbounded_targets(&ids)).collect()
             }
         };
         for lower in [true, false] {
@@ -161,8 +162,8 @@ impl Machine {
                 self.approach(target, lower);
             }
         }
-        if self.host.scarce || before || !self.groups.is_empty() || !self.own.is_empty() {
-            self.end_wishes(&targets);
+        if self.host.scarce || before || !self.groups.is_empty() || !self.client_limits.is_empty() {
+            self.finish_limit_requests(&targets);
         }
         // Whoever attaches waits to be told.
         let waits = |id: &GpuId| self.gpus.get(id).is_some_and(|gpu| !gpu.attaching.is_empty());
@@ -171,11 +172,11 @@ impl Machine {
     }
 
     /// Everybody can have everything, whom no rule bounds.
-    fn weigh_nothing(&self, ids: &GpuSet) -> Vec<Target> {
+    fn unbounded_targets(&self, ids: &GpuSet) -> Vec<Target> {
         let mut all = Vec::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let capacity = gpu.offer(&self.settings);
-            let free = gpu.seats.iter().filter(|client| !self.is_bounded(**client, id));
+            let free = gpu.clients.iter().filter(|client| !self.is_bounded(**client, id));
             all.extend(free.map(|client| Target {
                 client: *client,
                 gpu: id,
@@ -192,66 +193,69 @@ impl Machine {
         let Target { client, gpu: id, bytes: target, exact, bound } = *target;
         let (now, scarce) = (self.now, self.host.scarce);
         let bounded = self.is_bounded(client, id);
-        let (room, step) = (self.promisable(id), if exact { 0 } else { LIMIT_STEP });
+        let (room, step) = (self.committable(id), if exact { 0 } else { LIMIT_STEP });
         let in_group = self.room_within(client, id, bound);
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        let told = seat.attached.is_some();
-        let promise = &mut seat.promise;
-        promise.target = target;
-        let near = promise.limit.abs_diff(target) <= step;
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        let told = attachment.attached.is_some();
+        let limit_state = &mut attachment.limit_state;
+        limit_state.target = target;
+        let near = limit_state.limit.abs_diff(target) <= step;
         let room = in_group.map(|left| left.min(room));
-        let bytes = match promise.wish {
+        let bytes = match limit_state.wanted {
             _ if lower => {
-                if target > promise.limit || near || !promise.listens() {
+                if target > limit_state.limit || near || !limit_state.listens() {
                     return;
                 }
                 target
             }
             // All or nothing.
-            Some(wish) if wish.bytes > promise.limit => {
+            Some(wanted) if wanted.bytes > limit_state.limit => {
                 let Some(room) = room else { return };
-                let reach = target.min(promise.charge().saturating_add(room));
-                if reach < wish.bytes {
+                let reach = target.min(limit_state.committed().saturating_add(room));
+                if reach < wanted.bytes {
                     return;
                 }
                 reach
             }
             _ => {
                 let Some(room) = room else { return };
-                let reach = target.min(promise.charge().saturating_add(room));
-                let is_more = reach / LIMIT_STEP > promise.limit / LIMIT_STEP;
-                if near || !is_more || reach <= promise.limit.saturating_add(step) {
+                let reach = target.min(limit_state.committed().saturating_add(room));
+                let is_more = reach / LIMIT_STEP > limit_state.limit / LIMIT_STEP;
+                if near || !is_more || reach <= limit_state.limit.saturating_add(step) {
                     return;
                 }
                 reach
             }
         };
-        promise.set(now, bytes, told);
-        if promise.lowered == Some(now) && (scarce || bounded) {
-            self.weigh_at(now + ACK_PATIENCE);
+        limit_state.set(now, bytes, told);
+        if limit_state.lowered == Some(now) && (scarce || bounded) {
+            self.solve_at(now + ACK_TIMEOUT);
         }
-        self.recharge(client, id);
+        self.recommit(client, id);
         if told {
             self.tell_limit(client, id);
         }
     }
 
     /// Bytes that can be promised on that GPU beyond what is.
-    fn promisable(&self, id: GpuId) -> u64 {
+    fn committable(&self, id: GpuId) -> u64 {
         let Some(budget) = self.host.bytes.filter(|_| self.host.scarce) else { return u64::MAX };
-        let here = self.gpus.get(&id).map_or(0, |gpu| gpu.offer(&self.settings).saturating_sub(gpu.promised));
-        here.saturating_add(budget.saturating_sub(self.host.promised))
+        let here = self.gpus.get(&id).map_or(0, |gpu| gpu.offer(&self.settings).saturating_sub(gpu.committed));
+        here.saturating_add(budget.saturating_sub(self.host.committed))
     }
 
-    pub(super) fn weigh_at(&mut self, at: Time) {
-        let set = self.timers.get(Wake::Promises).filter(|set| *set > self.now);
-        self.timers.set(Wake::Promises, Some(set.map_or(at, |set| set.min(at))));
+    pub(super) fn solve_at(&mut self, at: Time) {
+        let set = self.timers.get(Wake::Limits).filter(|set| *set > self.now);
+        self.timers.set(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
     }
 
     /// Says what the limit is.
     pub(super) fn tell_limit(&mut self, client: ClientId, id: GpuId) {
         let Some(most) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
-        let Some(Promise { limit: bytes, seq, .. }) = self.seat(client, id).map(|s| s.promise.clone()) else { return };
+        let Some(LimitState { limit: bytes, seq, .. }) = self.attachment(client, id).map(|s| s.limit_state.clone())
+        else {
+            return;
+        };
         let spare = if self.host.scarce { 0 } else { u64::MAX };
         let max = self.ruled_max(client, id);
         self.out.push(Command::Limit { client, gpu: id, bytes, seq, most: most.max(bytes), spare, max });

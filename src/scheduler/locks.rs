@@ -1,13 +1,13 @@
 //! The GPU lock: requests and the line they stand in, grants, revokes, releases.
 //!
-//! What waits and is granted as one is a [`Unit`]: a client, or the waiting members of a gang. A unit is granted all
-//! the GPUs that it wants or none. It stands in the line of each under the same [`Place`], so two units can never
+//! What waits and is granted as one is a [`Entity`]: a client, or the waiting members of a gang. A unit is granted all
+//! the GPUs that it wants or none. It stands in the line of each under the same [`QueueKey`], so two units can never
 //! each stand before the other, and the first of all always makes progress: nobody holds one thing and waits for another.
 
 use super::{
     api::*,
     gangs::Gang,
-    machine::{Machine, Place},
+    machine::{Machine, QueueKey},
     shares::Class,
     timers::Wake,
 };
@@ -16,12 +16,12 @@ use std::time::Duration;
 
 /// What is granted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) enum Unit {
+pub(super) enum Entity {
     Solo(ClientId),
     Gang(Gang),
 }
 
-impl Unit {
+impl Entity {
     pub fn gang(self) -> Option<Gang> {
         match self {
             Self::Solo(_) => None,
@@ -33,7 +33,7 @@ impl Unit {
 /// A unit that waits.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Request {
-    pub place: Place,
+    pub key: QueueKey,
     pub since: BTreeMap<ClientId, Time>,
     pub wants: BTreeMap<ClientId, GpuSet>,
     /// Others of the gang are likely to ask within a moment: it is not granted before them.
@@ -43,7 +43,7 @@ pub(super) struct Request {
     /// It has.
     pub aged: bool,
     /// Whether it stands in line, and if not, why.
-    pub parked: Option<Parked>,
+    pub blocked: Option<Blocked>,
     /// What it was last told about why it waits.
     #[serde(with = "super::encoding::wait_reason")]
     pub told: Option<WaitReason>,
@@ -51,7 +51,7 @@ pub(super) struct Request {
 
 /// Why a request is not in line. It then reserves nothing, and holds up nobody.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) enum Parked {
+pub(super) enum Blocked {
     Until(Time),
     Stopped,
     /// It wants a lock that it has to release first, and cannot drain.
@@ -65,7 +65,7 @@ pub(super) enum Parked {
 /// A client's lock of one GPU.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct Hold {
-    pub unit: Unit,
+    pub entity: Entity,
     /// Orders the holders of a GPU.
     pub number: u64,
     /// What was granted with it is revoked with it.
@@ -76,8 +76,8 @@ pub(super) struct Hold {
     /// It was granted because it had waited for so long.
     pub aged: bool,
     /// Until when it had been served before: its party, and itself where it has a weight of its own.
-    pub served_until: Time,
-    pub own_served_until: Time,
+    pub finish_tag: Time,
+    pub own_finish_tag: Time,
     /// How long somebody has been waiting for it: the turn's clock, which runs only then.
     pub waited: Duration,
     pub waited_since: Option<Time>,
@@ -110,16 +110,16 @@ pub(super) struct Revoked {
 }
 
 impl Hold {
-    fn new(unit: Unit, number: u64, group: u64, since: Time) -> Self {
+    fn new(entity: Entity, number: u64, group: u64, since: Time) -> Self {
         Self {
-            unit,
+            entity,
             number,
             group,
             since,
             moved: Duration::ZERO,
             aged: false,
-            served_until: Time::ZERO,
-            own_served_until: Time::ZERO,
+            finish_tag: Time::ZERO,
+            own_finish_tag: Time::ZERO,
             waited: Duration::ZERO,
             waited_since: None,
             told: None,
@@ -148,11 +148,11 @@ impl Hold {
 
     /// Whether it is asked for the lock, and waited for.
     pub fn drains(&self) -> bool {
-        self.revoked.is_some() && !self.is_aside()
+        self.revoked.is_some() && !self.is_bypassed()
     }
 
     /// Whether it is counted as no holder: others are admitted beside it, and its bytes stay where they are.
-    pub fn is_aside(&self) -> bool {
+    pub fn is_bypassed(&self) -> bool {
         self.suspended || self.is_undrainable()
     }
 }
@@ -164,164 +164,164 @@ impl Machine {
         let wants: GpuSet = gpus
             .into_iter()
             .filter(|gpu| {
-                let seat = state.seats.get(gpu);
-                seat.is_some_and(|s| s.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
+                let attachment = state.attachments.get(gpu);
+                attachment.is_some_and(|s| s.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
             })
             .collect();
-        let (unit, stopped) = (self.unit(client), state.stopped);
+        let (entity, stopped) = (self.entity(client), state.stopped);
         let not_before = state.delayed_until(&wants);
-        // A request that replaces another keeps its place.
-        let old = state.waiting.and_then(|unit| self.requests.get(&unit)?.since.get(&client).copied());
+        // A request that replaces another keeps its key.
+        let old = state.waiting.and_then(|entity| self.requests.get(&entity)?.since.get(&client).copied());
         let since = old.unwrap_or(self.now);
-        let place = state.waiting.and_then(|unit| self.requests.get(&unit)).map(|r| (r.place, r.ages, r.aged));
+        let key = state.waiting.and_then(|entity| self.requests.get(&entity)).map(|r| (r.key, r.ages, r.aged));
         self.withdraw(client);
         let now = self.now;
         for id in &wants {
-            if let Some(seat) = self.seat_mut(client, *id) {
-                seat.used.get_or_insert(now);
-                if old.is_none() && seat.hold.is_none() {
-                    seat.progress.asks(now);
+            if let Some(attachment) = self.attachment_mut(client, *id) {
+                attachment.used.get_or_insert(now);
+                if old.is_none() && attachment.hold.is_none() {
+                    attachment.progress.asks(now);
                 }
             }
         }
         if wants.is_empty() {
             return;
         }
-        self.leave_line(unit);
-        if !self.requests.contains_key(&unit) {
-            let (place, ages, aged) = match place {
-                Some(place) => place,
+        self.dequeue(entity);
+        if !self.requests.contains_key(&entity) {
+            let (key, ages, aged) = match key {
+                Some(key) => key,
                 None => {
                     let (rank, ages) = self.rank(client, &wants, now);
                     let (number, joined) = (self.count(), self.joined(client, &wants));
-                    (Place { class: Class::default(), at: rank, rank, number, joined }, ages, false)
+                    (QueueKey { class: Class::default(), at: rank, rank, number, joined }, ages, false)
                 }
             };
             let (since, wants) = (BTreeMap::new(), BTreeMap::new());
-            let request = Request { place, since, wants, gathers: None, ages, aged, parked: None, told: None };
-            self.requests.insert(unit, request);
+            let request = Request { key, since, wants, gathers: None, ages, aged, blocked: None, told: None };
+            self.requests.insert(entity, request);
         }
-        if let Some(request) = self.requests.get_mut(&unit) {
+        if let Some(request) = self.requests.get_mut(&entity) {
             request.since.insert(client, since);
             request.wants.insert(client, wants);
         }
         if let Some(state) = self.clients.get_mut(&client) {
-            state.waiting = Some(unit);
+            state.waiting = Some(entity);
         }
-        let (place, gathers) = (self.place_now(unit), self.gathers_until(unit));
-        if let Some(request) = self.requests.get_mut(&unit) {
-            request.place = place.unwrap_or(request.place);
+        let (key, gathers) = (self.current_key(entity), self.gathers_until(entity));
+        if let Some(request) = self.requests.get_mut(&entity) {
+            request.key = key.unwrap_or(request.key);
             // Who asks late has nobody wait anew.
             request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
         }
         if stopped {
-            self.wait_until_it_runs(unit, client);
+            self.wait_until_it_runs(entity, client);
         } else if not_before > self.now {
-            self.park(unit, Parked::Until(not_before));
+            self.block(entity, Blocked::Until(not_before));
         } else {
-            self.join(unit);
+            self.enqueue(entity);
         }
-        self.look_for_laggards(unit);
+        self.check_gang_peers(entity);
     }
 
     /// Puts a request into the lines of its GPUs.
-    pub(super) fn join(&mut self, unit: Unit) {
-        let Some(request) = self.requests.get(&unit) else { return };
-        if request.parked == Some(Parked::Stopped) {
+    pub(super) fn enqueue(&mut self, entity: Entity) {
+        let Some(request) = self.requests.get(&entity) else { return };
+        if request.blocked == Some(Blocked::Stopped) {
             return; // it is put back when all of its members run
         }
-        self.age(unit);
-        let Some(request) = self.requests.get(&unit) else { return };
+        self.age(entity);
+        let Some(request) = self.requests.get(&entity) else { return };
         // One that waits for its own client holds up nobody. Its fellows in a gang go on without it: it may need them in
         // order to drain.
-        let undrained = self.undrained(unit);
+        let undrained = self.undrained(entity);
         if !undrained.is_empty() {
             if undrained.len() == request.wants.len() {
-                return self.park(unit, Parked::Undrained);
+                return self.block(entity, Blocked::Undrained);
             }
-            self.split(unit, &undrained);
+            self.split(entity, &undrained);
         }
-        if let Some(until) = self.is_capped(unit) {
-            return self.park(unit, Parked::Until(until));
+        if let Some(until) = self.is_capped(entity) {
+            return self.block(entity, Blocked::Until(until));
         }
-        let Some(request) = self.requests.get(&unit) else { return };
+        let Some(request) = self.requests.get(&entity) else { return };
         // One that would only take bytes elsewhere, and could not use them, stays out.
         let ids: BTreeSet<GpuId> = request.wants.values().flatten().copied().collect();
         let full = ids.iter().find(|id| {
-            let members = self.members(unit, **id);
-            members.len() == 1 && !self.has_room(unit, **id, &members)
+            let members = self.members(entity, **id);
+            members.len() == 1 && !self.has_room(entity, **id, &members)
         });
         if let Some(full) = full {
-            return self.park(unit, Parked::Pinned(*full));
+            return self.block(entity, Blocked::Pinned(*full));
         }
-        let place = self.place_now(unit);
-        let Some(request) = self.requests.get_mut(&unit) else { return };
-        if request.parked.take().is_some() {
-            request.place = place.unwrap_or(request.place);
+        let key = self.current_key(entity);
+        let Some(request) = self.requests.get_mut(&entity) else { return };
+        if request.blocked.take().is_some() {
+            request.key = key.unwrap_or(request.key);
         }
         // Nobody gives anything back for it elsewhere at once, to no avail.
-        let behind = ids.iter().find(|id| self.waits_behind(unit, **id));
+        let behind = ids.iter().find(|id| self.waits_behind(entity, **id));
         if let Some(behind) = behind {
-            return self.park(unit, Parked::Behind(*behind));
+            return self.block(entity, Blocked::Behind(*behind));
         }
-        let Some(request) = self.requests.get(&unit) else { return };
+        let Some(request) = self.requests.get(&entity) else { return };
         for id in request.wants.values().flatten() {
             if let Some(gpu) = self.gpus.get_mut(id) {
-                gpu.line.insert((request.place, unit));
-                gpu.shut_out.remove(&unit);
-                gpu.behind.remove(&unit);
+                gpu.queue.insert((request.key, entity));
+                gpu.blocked_by_pinned.remove(&entity);
+                gpu.behind.remove(&entity);
                 self.dirty.insert(*id);
             }
         }
         let next = request.gathers.into_iter().chain(request.ages).filter(|at| *at > self.now).min();
-        self.touch_rivals(unit);
-        self.timers.set(Wake::Unit(unit), next);
-        self.admit_if_needless(unit);
+        self.touch_rivals(entity);
+        self.timers.set(Wake::Entity(entity), next);
+        self.admit_if_needless(entity);
     }
 
-    pub(super) fn leave_line(&mut self, unit: Unit) {
-        let Some(request) = self.requests.get(&unit) else { return };
+    pub(super) fn dequeue(&mut self, entity: Entity) {
+        let Some(request) = self.requests.get(&entity) else { return };
         for id in request.wants.values().flatten() {
             if let Some(gpu) = self.gpus.get_mut(id) {
-                gpu.shut_out.remove(&unit);
-                gpu.behind.remove(&unit);
-                if gpu.line.remove(&(request.place, unit)) {
+                gpu.blocked_by_pinned.remove(&entity);
+                gpu.behind.remove(&entity);
+                if gpu.queue.remove(&(request.key, entity)) {
                     self.dirty.insert(*id);
                 }
             }
         }
-        self.timers.set(Wake::Unit(unit), None);
+        self.timers.set(Wake::Entity(entity), None);
     }
 
-    pub(super) fn park(&mut self, unit: Unit, why: Parked) {
-        self.leave_line(unit);
-        let Some(request) = self.requests.get_mut(&unit) else { return };
-        request.parked = Some(why);
+    pub(super) fn block(&mut self, entity: Entity, why: Blocked) {
+        self.dequeue(entity);
+        let Some(request) = self.requests.get_mut(&entity) else { return };
+        request.blocked = Some(why);
         match why {
-            Parked::Until(at) => self.timers.set(Wake::Unit(unit), Some(at)),
-            Parked::Pinned(id) => {
+            Blocked::Until(at) => self.timers.set(Wake::Entity(entity), Some(at)),
+            Blocked::Pinned(id) => {
                 if let Some(gpu) = self.gpus.get_mut(&id) {
-                    gpu.shut_out.insert(unit);
+                    gpu.blocked_by_pinned.insert(entity);
                 }
-                self.tell(unit, WaitReason::Pinned);
+                self.report_wait(entity, WaitReason::Pinned);
             }
-            Parked::Behind(id) => {
+            Blocked::Behind(id) => {
                 // Who has it is told that somebody waits.
                 if let Some(gpu) = self.gpus.get_mut(&id) {
-                    gpu.behind.insert(unit);
+                    gpu.behind.insert(entity);
                     self.dirty.insert(id);
                 }
             }
-            Parked::Undrained => self.tell(unit, WaitReason::HolderStuck),
-            Parked::Stopped => {}
+            Blocked::Undrained => self.report_wait(entity, WaitReason::HolderStuck),
+            Blocked::Stopped => {}
         }
     }
 
     /// Those members of a unit that want a lock which they hold still and cannot give back.
-    fn undrained(&self, unit: Unit) -> Vec<ClientId> {
-        let wants = self.requests.get(&unit).into_iter().flat_map(|r| &r.wants);
+    fn undrained(&self, entity: Entity) -> Vec<ClientId> {
+        let wants = self.requests.get(&entity).into_iter().flat_map(|r| &r.wants);
         let undrainable = |client: ClientId, id: GpuId| {
-            self.seat(client, id).and_then(|s| s.hold.as_ref()).is_some_and(Hold::is_undrainable)
+            self.attachment(client, id).and_then(|s| s.hold.as_ref()).is_some_and(Hold::is_undrainable)
         };
         let undrained = wants.filter(|(client, gpus)| gpus.iter().any(|id| undrainable(**client, *id)));
         undrained.map(|(client, _)| *client).collect()
@@ -329,42 +329,42 @@ impl Machine {
 
     /// Takes a client out of the request that it is part of.
     pub(super) fn withdraw(&mut self, client: ClientId) {
-        let Some(unit) = self.clients.get_mut(&client).and_then(|c| c.waiting.take()) else { return };
-        self.leave_line(unit);
-        let Some(request) = self.requests.get_mut(&unit) else { return };
+        let Some(entity) = self.clients.get_mut(&client).and_then(|c| c.waiting.take()) else { return };
+        self.dequeue(entity);
+        let Some(request) = self.requests.get_mut(&entity) else { return };
         request.wants.remove(&client);
         request.since.remove(&client);
-        let parked = request.parked;
+        let blocked = request.blocked;
         if request.wants.is_empty() {
-            self.requests.remove(&unit);
+            self.requests.remove(&entity);
         } else {
-            match parked {
-                Some(Parked::Until(at)) if self.is_delayed(unit) => self.park(unit, Parked::Until(at)),
-                Some(Parked::Stopped) if self.any_stopped(unit) => {}
+            match blocked {
+                Some(Blocked::Until(at)) if self.is_delayed(entity) => self.block(entity, Blocked::Until(at)),
+                Some(Blocked::Stopped) if self.any_stopped(entity) => {}
                 _ => {
-                    if let Some(request) = self.requests.get_mut(&unit) {
-                        request.parked = None;
+                    if let Some(request) = self.requests.get_mut(&entity) {
+                        request.blocked = None;
                     }
-                    self.join(unit);
+                    self.enqueue(entity);
                 }
             }
         }
     }
 
     /// Whether one of them is not to have anything yet, since mapping failed.
-    pub(super) fn is_delayed(&self, unit: Unit) -> bool {
-        let mut wants = self.requests.get(&unit).into_iter().flat_map(|request| &request.wants);
+    pub(super) fn is_delayed(&self, entity: Entity) -> bool {
+        let mut wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
         wants.any(|(c, gpus)| self.clients.get(c).is_some_and(|state| state.delayed_until(gpus) > self.now))
     }
 
-    pub(super) fn any_stopped(&self, unit: Unit) -> bool {
-        let wants = self.requests.get(&unit).into_iter().flat_map(|r| r.wants.keys());
+    pub(super) fn any_stopped(&self, entity: Entity) -> bool {
+        let wants = self.requests.get(&entity).into_iter().flat_map(|r| r.wants.keys());
         wants.filter_map(|c| self.clients.get(c)).any(|c| c.stopped)
     }
 
     pub(super) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
-        let unit = self.clients.get(&client).and_then(|c| c.waiting);
-        let wants = unit.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));
+        let entity = self.clients.get(&client).and_then(|c| c.waiting);
+        let wants = entity.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
         let Some(wants) = wants.filter(|w| !w.is_disjoint(gpus)) else { return };
         let rest: GpuSet = wants.difference(gpus).copied().collect();
         if rest.is_empty() {
@@ -375,8 +375,8 @@ impl Machine {
     }
 
     /// Why a unit waits, told when it changes.
-    pub(super) fn tell(&mut self, unit: Unit, why: WaitReason) {
-        let Some(request) = self.requests.get_mut(&unit).filter(|r| r.told != Some(why)) else { return };
+    pub(super) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
+        let Some(request) = self.requests.get_mut(&entity).filter(|r| r.told != Some(why)) else { return };
         request.told = Some(why);
         for (client, gpus) in &request.wants {
             self.out.push(Command::Waiting { client: *client, gpus: gpus.clone(), why });
@@ -384,46 +384,48 @@ impl Machine {
     }
 
     /// With anti-thrash off, one who needs neither bytes nor turns need not stand in line.
-    fn admit_if_needless(&mut self, unit: Unit) {
+    fn admit_if_needless(&mut self, entity: Entity) {
         if self.settings.anti_thrash != AntiThrash::Off {
             return;
         }
-        let Some(request) = self.requests.get(&unit) else { return };
+        let Some(request) = self.requests.get(&entity) else { return };
         let needless = request.wants.iter().all(|(client, gpus)| {
-            gpus.iter()
-                .all(|gpu| self.seat(*client, *gpu).is_some_and(|s| s.engine == Engine::Managed && s.hold.is_none()))
+            gpus.iter().all(|gpu| {
+                self.attachment(*client, *gpu).is_some_and(|s| s.engine == Engine::Managed && s.hold.is_none())
+            })
         });
         if needless {
-            self.grant(unit);
+            self.grant(entity);
         }
     }
 
     pub(super) fn admit_needless(&mut self) {
-        for unit in self.requests.keys().copied().collect::<Vec<_>>() {
-            if self.requests.get(&unit).is_some_and(|r| r.parked.is_none()) {
-                self.admit_if_needless(unit);
+        for entity in self.requests.keys().copied().collect::<Vec<_>>() {
+            if self.requests.get(&entity).is_some_and(|r| r.blocked.is_none()) {
+                self.admit_if_needless(entity);
             }
         }
     }
 
     /// Whether, as far as the lock of this GPU goes, that unit can be admitted now.
-    pub(super) fn admissible(&self, unit: Unit, id: GpuId) -> bool {
-        let (Some(gpu), Some(request)) = (self.gpus.get(&id), self.requests.get(&unit)) else { return false };
-        if self.waits_for_gang(unit) || self.is_kept_for_gang(unit, id) {
+    pub(super) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
+        let (Some(gpu), Some(request)) = (self.gpus.get(&id), self.requests.get(&entity)) else { return false };
+        if self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id) {
             return false;
         }
-        let together = self.settings.anti_thrash == AntiThrash::Off || self.may_join(unit, id);
+        let together = self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
         gpu.holders.values().all(|holder| {
-            let Some(hold) = self.seat(*holder, id).and_then(|s| s.hold.as_ref()) else { return true };
+            let Some(hold) = self.attachment(*holder, id).and_then(|s| s.hold.as_ref()) else { return true };
             let own = request.wants.get(holder).is_some_and(|gpus| gpus.contains(&id));
-            let beside = together || hold.is_aside() || hold.unit == unit || self.makes_way(*holder, hold, unit);
+            let beside =
+                together || hold.is_bypassed() || hold.entity == entity || self.makes_way(*holder, hold, entity);
             beside && !own
         })
     }
 
     /// Whether all that it needs on this GPU is allowed to it.
-    pub(super) fn provided(&self, unit: Unit, id: GpuId) -> bool {
-        let Some(request) = self.requests.get(&unit) else { return false };
+    pub(super) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
+        let Some(request) = self.requests.get(&entity) else { return false };
         let mut here = request.wants.iter().filter(|(_, gpus)| gpus.contains(&id));
         here.all(|(client, _)| {
             self.account(*client, id).is_some_and(|account| account.allowance >= self.need(*client, id))
@@ -431,29 +433,29 @@ impl Machine {
     }
 
     /// Whether it is first in line for all that it wants, and can have it.
-    pub(super) fn complete(&self, unit: Unit) -> bool {
-        let Some(request) = self.requests.get(&unit) else { return false };
-        if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(unit) {
+    pub(super) fn is_grantable(&self, entity: Entity) -> bool {
+        let Some(request) = self.requests.get(&entity) else { return false };
+        if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(entity) {
             return false;
         }
         let ids: BTreeSet<GpuId> = request.wants.values().flatten().copied().collect();
         ids.iter().all(|id| {
-            let first = self.gpus.get(id).and_then(|g| g.line.first()).map(|(_, unit)| *unit);
-            first == Some(unit) && self.admissible(unit, *id) && self.provided(unit, *id)
+            let first = self.gpus.get(id).and_then(|g| g.queue.first()).map(|(_, entity)| *entity);
+            first == Some(entity) && self.is_admissible(entity, *id) && self.has_memory(entity, *id)
         })
     }
 
-    pub(super) fn grant(&mut self, unit: Unit) {
-        self.leave_line(unit);
-        let Some(request) = self.requests.remove(&unit) else { return };
-        self.begin_gang_turn(unit);
+    pub(super) fn grant(&mut self, entity: Entity) {
+        self.dequeue(entity);
+        let Some(request) = self.requests.remove(&entity) else { return };
+        self.begin_gang_turn(entity);
         let (now, group) = (self.now, self.count());
         for (client, gpus) in request.wants {
             let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
             if let Some(state) = self.clients.get_mut(&client) {
                 state.waiting = None;
                 // What it holds already becomes part of the set.
-                for hold in state.seats.values_mut().filter_map(|s| s.hold.as_mut()) {
+                for hold in state.attachments.values_mut().filter_map(|s| s.hold.as_mut()) {
                     if hold.revoked.is_none() {
                         hold.group = group;
                     }
@@ -461,17 +463,17 @@ impl Machine {
             }
             for id in &gpus {
                 let number = self.count();
-                let Some(gpu) = self.gpus.get_mut(id).filter(|gpu| gpu.seats.contains(&client)) else { continue };
+                let Some(gpu) = self.gpus.get_mut(id).filter(|gpu| gpu.clients.contains(&client)) else { continue };
                 gpu.holders.insert(number, client);
                 // Nobody could run while its memory came.
-                let own = gpu.vacant.take().filter(|(whose, _)| *whose == unit);
+                let own = gpu.idle_for.take().filter(|(whose, _)| *whose == entity);
                 let moved = own.map_or(Duration::ZERO, |(_, since)| now.saturating_sub(since));
-                let (served_until, own_served_until) = self.served_before(client, *id);
-                self.change_seat(client, *id, |seat| {
-                    seat.grants += 1;
-                    seat.wait_time += waited;
-                    let hold = Hold::new(unit, number, group, now);
-                    seat.hold = Some(Hold { moved, aged: request.aged, served_until, own_served_until, ..hold });
+                let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
+                self.change_attachment(client, *id, |attachment| {
+                    attachment.grants += 1;
+                    attachment.wait_time += waited;
+                    let hold = Hold::new(entity, number, group, now);
+                    attachment.hold = Some(Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
                 });
             }
             self.out.push(Command::Grant { client, gpus });
@@ -480,14 +482,16 @@ impl Machine {
 
     /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
     pub(super) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
-        let (unit, now, group) = (self.unit(client), self.now, self.count());
-        self.begin_gang_turn(unit);
+        let (entity, now, group) = (self.entity(client), self.now, self.count());
+        self.begin_gang_turn(entity);
         for id in gpus {
             let number = self.count();
-            if self.seat(client, *id).is_none_or(|seat| seat.hold.is_some()) {
+            if self.attachment(client, *id).is_none_or(|attachment| attachment.hold.is_some()) {
                 continue;
             }
-            self.change_seat(client, *id, |seat| seat.hold = Some(Hold::new(unit, number, group, now)));
+            self.change_attachment(client, *id, |attachment| {
+                attachment.hold = Some(Hold::new(entity, number, group, now))
+            });
             if let Some(gpu) = self.gpus.get_mut(id) {
                 gpu.holders.insert(number, client);
             }
@@ -497,20 +501,20 @@ impl Machine {
     /// Asks for the lock back, and for all that was granted with it: a program that is to run on several GPUs together
     /// gains nothing from some of them.
     pub(super) fn revoke(&mut self, client: ClientId, id: GpuId) {
-        let Some(hold) = self.seat(client, id).and_then(|s| s.hold.as_ref()) else { return };
-        let (unit, group) = (hold.unit, hold.group);
-        let members = match unit {
-            Unit::Solo(client) => vec![client],
-            Unit::Gang(gang) => self.gang_members(gang).collect(),
+        let Some(hold) = self.attachment(client, id).and_then(|s| s.hold.as_ref()) else { return };
+        let (entity, group) = (hold.entity, hold.group);
+        let members = match entity {
+            Entity::Solo(client) => vec![client],
+            Entity::Gang(gang) => self.gang_members(gang).collect(),
         };
         for member in members {
             let Some(state) = self.clients.get(&member) else { continue };
             let gpus: GpuSet = state
-                .seats
+                .attachments
                 .iter()
-                .filter(|(_, seat)| {
-                    let hold = seat.hold.as_ref().filter(|h| h.revoked.is_none());
-                    hold.is_some_and(|h| h.unit == unit && (h.group == group || unit != Unit::Solo(member)))
+                .filter(|(_, attachment)| {
+                    let hold = attachment.hold.as_ref().filter(|h| h.revoked.is_none());
+                    hold.is_some_and(|h| h.entity == entity && (h.group == group || entity != Entity::Solo(member)))
                 })
                 .map(|(gpu, _)| *gpu)
                 .collect();
@@ -522,8 +526,8 @@ impl Machine {
     pub(super) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
-            self.change_seat(client, *id, |seat| {
-                let Some(hold) = seat.hold.as_mut() else { return };
+            self.change_attachment(client, *id, |attachment| {
+                let Some(hold) = attachment.hold.as_mut() else { return };
                 hold.revoked = Some(Revoked {
                     first: hold.revoked.map_or(now, |revoked| revoked.first),
                     since: now,
@@ -536,25 +540,25 @@ impl Machine {
             self.out.push(Command::Revoke { client, gpus });
             self.check(client);
             // It may need them to drain.
-            let waiting: BTreeSet<Unit> =
-                self.fellows(client).filter_map(|fellow| self.clients.get(&fellow)?.waiting).collect();
-            waiting.into_iter().for_each(|unit| self.put_back(unit));
+            let waiting: BTreeSet<Entity> =
+                self.gang_peers(client).filter_map(|peer| self.clients.get(&peer)?.waiting).collect();
+            waiting.into_iter().for_each(|entity| self.requeue(entity));
         }
     }
 
     pub(super) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
         let held: Vec<GpuId> =
-            gpus.iter().filter(|id| self.seat(client, **id).is_some_and(|s| s.hold.is_some())).copied().collect();
+            gpus.iter().filter(|id| self.attachment(client, **id).is_some_and(|s| s.hold.is_some())).copied().collect();
         let revoked = held.iter().find_map(|id| {
-            let hold = self.seat(client, *id)?.hold.as_ref()?;
-            hold.revoked.and(hold.unit.gang())
+            let hold = self.attachment(client, *id)?.hold.as_ref()?;
+            hold.revoked.and(hold.entity.gang())
         });
         for id in &held {
             self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
             if reason == ReleaseReason::NoMemory {
                 self.mapping_failed(client, *id);
-            } else if let Some(seat) = self.seat_mut(client, *id) {
-                seat.failures.has_run();
+            } else if let Some(attachment) = self.attachment_mut(client, *id) {
+                attachment.failures.has_run();
             }
             self.swap_surplus(client, *id);
         }
@@ -567,24 +571,24 @@ impl Machine {
     /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
     pub(super) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
-        if self.seat(client, id).is_none_or(|seat| seat.hold.is_none()) {
+        if self.attachment(client, id).is_none_or(|attachment| attachment.hold.is_none()) {
             return;
         }
-        let ended = self.change_seat(client, id, |seat| {
-            let hold = seat.hold.take()?;
+        let ended = self.change_attachment(client, id, |attachment| {
+            let hold = attachment.hold.take()?;
             let held = now.saturating_sub(hold.since);
             let waited = hold.waited(now).min(held);
             let uncontended = held - waited;
             // As for bursts: who has no work has had less than all of what it had while nobody waited.
-            let ran = if idle { waited + uncontended.min(seat.bursts.expected()) } else { held };
-            seat.progress.ran(now, ran, idle);
-            seat.bursts.ran(waited, uncontended, busy, idle);
-            seat.fullness.turn_ended(waited, idle);
-            seat.lock_time += held;
-            seat.last_run = now;
-            seat.lingers = hold.undrainable;
+            let ran = if idle { waited + uncontended.min(attachment.bursts.expected()) } else { held };
+            attachment.progress.ran(now, ran, idle);
+            attachment.bursts.ran(waited, uncontended, busy, idle);
+            attachment.utilization.turn_ended(waited, idle);
+            attachment.lock_time += held;
+            attachment.last_run = now;
+            attachment.slow_to_drain = hold.undrainable;
             if let Some(revoked) = hold.revoked.filter(|_| !hold.suspended) {
-                seat.drains.drained(now.saturating_sub(revoked.first), hold.lags);
+                attachment.drains.drained(now.saturating_sub(revoked.first), hold.lags);
             }
             Some((hold, waited))
         });
@@ -592,18 +596,18 @@ impl Machine {
         self.end_trial(client, id);
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.holders.remove(&hold.number);
-            gpu.cut_short = (!idle).then_some(client);
+            gpu.preempted = (!idle).then_some(client);
         }
-        if !hold.is_aside() {
+        if !hold.is_bypassed() {
             self.count_usage(client, id, hold.since);
         }
-        self.has_been_served(client, id, &hold, waited);
-        self.touch_rivals(hold.unit);
-        self.end_gang_turn(hold.unit);
-        if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
-            && self.requests.get(&unit).is_some_and(|r| r.parked == Some(Parked::Undrained))
+        self.charge_service(client, id, &hold, waited);
+        self.touch_rivals(hold.entity);
+        self.end_gang_turn(hold.entity);
+        if let Some(entity) = self.clients.get(&client).and_then(|c| c.waiting)
+            && self.requests.get(&entity).is_some_and(|r| r.blocked == Some(Blocked::Undrained))
         {
-            self.join(unit);
+            self.enqueue(entity);
         }
     }
 }

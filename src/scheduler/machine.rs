@@ -3,35 +3,35 @@
 
 use super::{
     api::*,
-    drains::Drains,
+    drains::DrainTime,
     gangs::Gang,
-    groups::Members,
-    hopes::Hope,
+    groups::GroupState,
+    hopes::HeldRequest,
     limits::Host,
-    locks::{Hold, Request, Unit},
+    locks::{Entity, Hold, Request},
     memory::ledger::{Account, Ledger, State},
-    placement::Places,
+    placement::Placements,
     policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
-    promise::Promise,
-    shares::{Class, Party},
+    promise::LimitState,
+    shares::{Class, ShareOwner},
     shortfall::{Failures, Trial},
-    squeeze::Squeeze,
-    stays::Staying,
+    squeeze::Reservation,
+    stays::Unevictable,
     thrash::Detector,
     timers::{Timers, Wake},
-    together::Fullness,
+    together::Utilization,
     usage::Usage,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 /// Later times are taken for this one (34 years), so that no sum of times overflows.
-const END_OF_TIME: Time = Duration::from_secs(1 << 30);
+const MAX_TIME: Time = Duration::from_secs(1 << 30);
 
 impl Settings {
     fn bound(&mut self) {
-        self.time_quantum = self.time_quantum.min(END_OF_TIME);
-        self.time_period = self.time_period.min(END_OF_TIME / 100);
+        self.time_quantum = self.time_quantum.min(MAX_TIME);
+        self.time_period = self.time_period.min(MAX_TIME / 100);
     }
 }
 
@@ -44,7 +44,7 @@ pub struct Machine {
     pub(super) clients: BTreeMap<ClientId, Client>,
     /// Requests that wait, in line or parked.
     #[serde(with = "super::encoding::pairs")]
-    pub(super) requests: BTreeMap<Unit, Request>,
+    pub(super) requests: BTreeMap<Entity, Request>,
     /// Gangs with their members; a client without a gang is in none.
     #[serde(with = "super::encoding::pairs")]
     pub(super) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
@@ -52,10 +52,10 @@ pub struct Machine {
     #[serde(with = "super::encoding::pairs")]
     pub(super) gang_turns: BTreeMap<Gang, Time>,
     /// Groups with members.
-    pub(super) groups: BTreeMap<GroupId, Members>,
+    pub(super) groups: BTreeMap<GroupId, GroupState>,
     /// What clients say of themselves, where that is anything.
-    pub(super) own: BTreeMap<ClientId, Own>,
-    pub(super) places: Places,
+    pub(super) client_limits: BTreeMap<ClientId, Own>,
+    pub(super) places: Placements,
     pub(super) timers: Timers,
     pub(super) host: Host,
     pub(super) dirty: BTreeSet<GpuId>,
@@ -77,36 +77,36 @@ pub(super) struct Gpu {
     pub verifies: bool,
     /// Clients whose context the newest measurement cannot have seen.
     pub unmeasured: BTreeSet<ClientId>,
-    pub seats: BTreeSet<ClientId>,
+    pub clients: BTreeSet<ClientId>,
     pub ledger: Ledger,
     /// It is being measured what is there.
     pub asked: bool,
     /// Wishes that wait for a measurement.
-    pub hopes: BTreeMap<ClientId, Hope>,
+    pub held_requests: BTreeMap<ClientId, HeldRequest>,
     /// Requests that want this GPU, in the order in which they are served.
-    pub line: BTreeSet<(Place, Unit)>,
+    pub queue: BTreeSet<(QueueKey, Entity)>,
     /// Until when each party has had its share of this GPU, where that is not past.
     #[serde(with = "super::encoding::pairs")]
-    pub served: BTreeMap<Party, Time>,
+    pub finish_tags: BTreeMap<ShareOwner, Time>,
     /// What those have had of this GPU of whom that is of interest.
     #[serde(with = "super::encoding::pairs")]
-    pub used: BTreeMap<Party, Usage>,
+    pub used: BTreeMap<ShareOwner, Usage>,
     /// Nobody has it, since the memory of that one, which is to have it, is coming: since then.
-    pub vacant: Option<(Unit, Time)>,
+    pub idle_for: Option<(Entity, Time)>,
     /// Who had it last, if it was asked for it and wants it still.
-    pub cut_short: Option<ClientId>,
+    pub preempted: Option<ClientId>,
     /// Requests that wait here for one of a better class, and would keep other GPUs from others meanwhile.
-    pub behind: BTreeSet<Unit>,
+    pub behind: BTreeSet<Entity>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
     /// Waiting for room for a context, and how many of them, from the back, are not to have any: others could never run then.
-    pub attaching: VecDeque<Newcomer>,
-    pub kept_out: usize,
-    pub squeezes: Vec<Squeeze>,
+    pub attaching: VecDeque<PendingContext>,
+    pub deferred: usize,
+    pub reservations: Vec<Reservation>,
     /// The capacity, and how many clients there were, when promises were last weighed.
-    pub weighed: Option<(u64, usize)>,
+    pub solved: Option<(u64, usize)>,
     /// Σ promises; the part of it that is in the host then, and would be if everybody were promised all of this GPU.
-    pub promised: u64,
+    pub committed: u64,
     pub in_host: u64,
     pub most_in_host: u64,
     /// The capacity for which the last of these was summed up; None: who is here, or needs what, has changed since.
@@ -121,13 +121,13 @@ pub(super) struct Gpu {
     pub rate: u64,
     pub rate_back: u64,
     /// Requests that cannot be served while what is pinned here stays.
-    pub shut_out: BTreeSet<Unit>,
+    pub blocked_by_pinned: BTreeSet<Entity>,
     pub thrash: Detector,
 }
 
 /// A client that is about to create a context.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct Newcomer {
+pub(super) struct PendingContext {
     pub client: ClientId,
     pub since: Time,
     /// It was told that it waits for others to need less; and that it waits in vain, which it may accept.
@@ -137,7 +137,7 @@ pub(super) struct Newcomer {
 
 /// Where a request stands in line: among those of its class by its time, and among those of one party by their rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) struct Place {
+pub(super) struct QueueKey {
     pub class: Class,
     pub at: Time,
     pub rank: Time,
@@ -155,32 +155,32 @@ pub(super) struct Client {
     pub group: Option<GroupId>,
     pub stopped: bool,
     /// The waiting request that it is part of.
-    pub waiting: Option<Unit>,
-    pub seats: BTreeMap<GpuId, Seat>,
+    pub waiting: Option<Entity>,
+    pub attachments: BTreeMap<GpuId, Attachment>,
     /// When it was last asked about, and how long not to ask again.
     pub probed: Option<(Time, Duration)>,
 }
 
 /// A client on a GPU that it attached.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct Seat {
+pub(super) struct Attachment {
     #[serde(with = "super::encoding::Engine")]
     pub engine: Engine,
-    pub promise: Promise,
+    pub limit_state: LimitState,
     pub failures: Failures,
     /// When what it needs last grew, and whether it had grown shortly before that, too.
     pub grew: Option<Time>,
     pub keeps_growing: bool,
     /// Its memory cannot leave, and for how long it is then not asked for it.
-    pub staying: Option<Staying>,
-    pub stay_backoff: Duration,
+    pub unevictable_since: Option<Unevictable>,
+    pub eviction_backoff: Duration,
     /// Bytes per second at which its memory leaves, whether copied or not, smoothed.
     pub rate: Option<u64>,
     pub hold: Option<Hold>,
     /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
     /// scheduled around clears this.
-    pub lingers: bool,
-    pub drains: Drains,
+    pub slow_to_drain: bool,
+    pub drains: DrainTime,
     /// The size of its context, once it was measured.
     pub context: Option<u64>,
     /// When it was told to create its context, and when it first did something for which it must have one.
@@ -189,7 +189,7 @@ pub(super) struct Seat {
     pub last_run: Time,
     pub bursts: Bursts,
     pub progress: Progress,
-    pub fullness: Fullness,
+    pub utilization: Utilization,
     pub grants: u64,
     pub lock_time: Duration,
     pub wait_time: Duration,
@@ -197,7 +197,7 @@ pub(super) struct Seat {
 
 impl Client {
     pub(super) fn holds(&self) -> bool {
-        self.seats.values().any(|seat| seat.hold.is_some())
+        self.attachments.values().any(|attachment| attachment.hold.is_some())
     }
 }
 
@@ -213,8 +213,8 @@ impl Machine {
             gangs: BTreeMap::new(),
             gang_turns: BTreeMap::new(),
             groups: BTreeMap::new(),
-            own: BTreeMap::new(),
-            places: Places::default(),
+            client_limits: BTreeMap::new(),
+            places: Placements::default(),
             timers: Timers::default(),
             host: Host::default(),
             dirty: BTreeSet::new(),
@@ -238,20 +238,20 @@ impl Machine {
 
     /// Takes in what happened, and says what is to be done, in this order. Events that make no sense change nothing.
     pub fn handle(&mut self, now: Time, event: Event) -> Vec<Command> {
-        self.now = self.now.max(now.min(END_OF_TIME));
+        self.now = self.now.max(now.min(MAX_TIME));
         // What happened goes before what is due: an answer that came just in time is an answer, and the dead are not asked.
         self.dispatch(event);
         while let Some(wake) = self.timers.pop(self.now) {
             match wake {
                 Wake::Gpu(gpu) => self.touch(gpu),
                 Wake::Client(client) => self.check(client),
-                Wake::Unit(unit) => self.join(unit),
-                Wake::Stay(client, gpu) => self.stay_is_over(client, gpu),
-                Wake::Doubts(gpu) => self.end_doubts(gpu),
-                Wake::Hopes(gpu) => self.hopes_are_late(gpu),
+                Wake::Entity(entity) => self.enqueue(entity),
+                Wake::Eviction(client, gpu) => self.unblock_eviction(client, gpu),
+                Wake::Verification(gpu) => self.expire_unverified(gpu),
+                Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),
                 Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
-                Wake::Promises => self.host.reweigh(),
-                Wake::Apart(gpu) => self.look_at_traffic(gpu),
+                Wake::Limits => self.host.mark_all_changed(),
+                Wake::Thrash(gpu) => self.look_at_traffic(gpu),
             }
         }
         loop {
@@ -279,7 +279,7 @@ impl Machine {
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Grouped { groups } => self.grouped(&groups),
-            Event::Tightened { client, own } => self.tighten(client, own),
+            Event::Tightened { client, own } => self.set_client_limits(client, own),
             Event::Labelled { labels } => self.places.label(&labels),
             Event::Placing { client, wish } => self.give_place(client, &wish),
             Event::TookPlace { client, from } => self.take_place(client, from),
@@ -298,15 +298,15 @@ impl Machine {
             }
             Event::Wished { client, gpu, bytes } => {
                 self.alive(client);
-                self.wish(client, gpu, bytes, true);
+                self.request_limit(client, gpu, bytes, true);
             }
             Event::Squeezed { client, gpu, bytes } => {
                 self.alive(client);
-                self.squeezed(client, gpu, bytes);
+                self.request_reservation(client, gpu, bytes);
             }
             Event::Fullness { client, gpu, permille } => {
                 self.alive(client);
-                self.fullness(client, gpu, permille);
+                self.utilization(client, gpu, permille);
             }
             Event::Requested { client, gpus } => {
                 self.alive(client);
@@ -338,10 +338,10 @@ impl Machine {
         let is_same_policy = settings.policy == self.settings.policy;
         self.settings = settings;
         if !is_same_policy {
-            self.rank_anew();
+            self.rerank_all();
         }
         if !(is_same && is_same_policy) {
-            self.stand_anew();
+            self.requeue_all();
         }
         self.dirty.extend(self.gpus.keys().copied());
         self.admit_needless();
@@ -357,22 +357,22 @@ impl Machine {
                 trial: None,
                 verifies: false,
                 unmeasured: BTreeSet::new(),
-                seats: BTreeSet::new(),
+                clients: BTreeSet::new(),
                 ledger: Ledger::default(),
                 asked: false,
-                hopes: BTreeMap::new(),
-                line: BTreeSet::new(),
-                served: BTreeMap::new(),
+                held_requests: BTreeMap::new(),
+                queue: BTreeSet::new(),
+                finish_tags: BTreeMap::new(),
                 used: BTreeMap::new(),
-                vacant: None,
-                cut_short: None,
+                idle_for: None,
+                preempted: None,
                 behind: BTreeSet::new(),
                 holders: BTreeMap::new(),
                 attaching: VecDeque::new(),
-                kept_out: 0,
-                squeezes: Vec::new(),
-                weighed: None,
-                promised: 0,
+                deferred: 0,
+                reservations: Vec::new(),
+                solved: None,
+                committed: 0,
                 in_host: 0,
                 most_in_host: 0,
                 summed_for: None,
@@ -381,7 +381,7 @@ impl Machine {
                 lacking: false,
                 rate: FIRST_RATE,
                 rate_back: RATE_BACK,
-                shut_out: BTreeSet::new(),
+                blocked_by_pinned: BTreeSet::new(),
                 thrash: Detector::default(),
             })
             .total = total;
@@ -401,7 +401,7 @@ impl Machine {
                 group: None,
                 stopped: false,
                 waiting: None,
-                seats: BTreeMap::new(),
+                attachments: BTreeMap::new(),
                 probed: None,
             },
         );
@@ -410,12 +410,12 @@ impl Machine {
 
     fn disconnected(&mut self, id: ClientId) {
         let Some(client) = self.clients.get(&id) else { return };
-        let gpus: Vec<GpuId> = client.seats.keys().copied().collect();
+        let gpus: Vec<GpuId> = client.attachments.keys().copied().collect();
         self.withdraw(id);
         for gpu in gpus {
             self.detach(id, gpu);
         }
-        self.forget_own(id);
+        self.forget_client_limits(id);
         self.leave_group(id);
         self.leave_gang(id);
         self.leave_place(id);
@@ -430,12 +430,12 @@ impl Machine {
         }
     }
 
-    pub(super) fn seat(&self, client: ClientId, gpu: GpuId) -> Option<&Seat> {
-        self.clients.get(&client)?.seats.get(&gpu)
+    pub(super) fn attachment(&self, client: ClientId, gpu: GpuId) -> Option<&Attachment> {
+        self.clients.get(&client)?.attachments.get(&gpu)
     }
 
-    pub(super) fn seat_mut(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Seat> {
-        self.clients.get_mut(&client)?.seats.get_mut(&gpu)
+    pub(super) fn attachment_mut(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Attachment> {
+        self.clients.get_mut(&client)?.attachments.get_mut(&gpu)
     }
 
     pub(super) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
@@ -457,13 +457,13 @@ impl Machine {
     }
 
     /// Changes how a client is to do with a GPU, which is settled anew. Whether its memory can leave follows from that.
-    pub(super) fn change_seat<R>(
+    pub(super) fn change_attachment<R>(
         &mut self,
         client: ClientId,
         id: GpuId,
-        change: impl FnOnce(&mut Seat) -> R,
+        change: impl FnOnce(&mut Attachment) -> R,
     ) -> Option<R> {
-        let result = change(self.seat_mut(client, id)?);
+        let result = change(self.attachment_mut(client, id)?);
         self.tell_ledger(client, id);
         self.touch(id);
         Some(result)
@@ -472,11 +472,11 @@ impl Machine {
     /// Whether the client's memory can leave, for the ledger.
     fn tell_ledger(&mut self, client: ClientId, id: GpuId) {
         let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&id)) else { return };
-        let Some(seat) = state.seats.get(&id) else { return };
-        let now = match state.stays(id) {
+        let Some(attachment) = state.attachments.get(&id) else { return };
+        let now = match state.eviction_block(id) {
             Some(_) => State::Unevictable,
-            None if seat.hold.is_some() => State::Running,
-            None => State::Idle(seat.last_run),
+            None if attachment.hold.is_some() => State::Running,
+            None => State::Idle(attachment.last_run),
         };
         gpu.ledger.set_state(client, now);
         if gpu.ledger.is_loosened() {

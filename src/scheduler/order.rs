@@ -5,14 +5,14 @@
 //! as its party's share of the GPU takes to come to that much, by the weights of those who wanted it. What it took to bring
 //! its memory in, while nobody could run, counts as well. A user with ten clients so gets no more turns than one with a
 //! single client, and one that has just come waits for nobody twice. All places are times of one clock, and a request has one
-//! place in all the lines that it stands in.
+//! key in all the lines that it stands in.
 
 use super::{
     api::*,
-    locks::{Hold, Request, Unit},
-    machine::{Machine, Place},
+    locks::{Entity, Hold, Request},
+    machine::{Machine, QueueKey},
     policy::{Runner, Waiter},
-    shares::Party,
+    shares::ShareOwner,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl Machine {
             ..a
         });
         let Some(waiter) = waiter else { return (arrival, None) };
-        let several = wants.len() > 1 || self.unit(client).gang().is_some();
+        let several = wants.len() > 1 || self.entity(client).gang().is_some();
         let waiter = Waiter { several, ..waiter };
         let patience = self.policy().patience(&self.settings, &waiter);
         let at = self.policy().place(&self.settings, arrival, &waiter);
@@ -67,65 +67,67 @@ impl Machine {
         if self.policy().users_take_turns() || !self.has_classes() {
             return Time::ZERO;
         }
-        let party = self.party(client);
-        let lines = wants.iter().filter_map(|id| self.gpus.get(id)).flat_map(|gpu| &gpu.line);
-        let fellows = lines.filter(|(_, unit)| self.party_of(*unit) == party);
-        fellows.map(|(place, _)| place.joined).min().unwrap_or(self.now)
+        let owner = self.owner(client);
+        let lines = wants.iter().filter_map(|id| self.gpus.get(id)).flat_map(|gpu| &gpu.queue);
+        let peers = lines.filter(|(_, entity)| self.owner_of(*entity) == owner);
+        peers.map(|(key, _)| key.joined).min().unwrap_or(self.now)
     }
 
-    /// Those who wait of whom all stand where their party does, and among themselves by their ranks: that place is kept.
-    fn parties_with_one_place(&self, id: GpuId) -> BTreeSet<Party> {
+    /// Those who wait of whom all stand where their party does, and among themselves by their ranks: that key is kept.
+    fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
         let policy_knows = !self.policy().users_take_turns() && self.has_classes();
-        let line = self.gpus.get(&id).filter(|_| policy_knows).into_iter().flat_map(|gpu| &gpu.line);
-        line.filter_map(|(_, unit)| self.party_of(*unit)).collect()
+        let queue = self.gpus.get(&id).filter(|_| policy_knows).into_iter().flat_map(|gpu| &gpu.queue);
+        queue.filter_map(|(_, entity)| self.owner_of(*entity)).collect()
     }
 
     /// The policy is another: what it says of places holds for all who wait, and nobody owes anything by what it was.
-    pub(super) fn rank_anew(&mut self) {
-        self.gpus.values_mut().for_each(|gpu| gpu.served.clear());
-        for unit in self.requests.keys().copied().collect::<Vec<_>>() {
-            let Some(request) = self.requests.get(&unit) else { continue };
+    pub(super) fn rerank_all(&mut self) {
+        self.gpus.values_mut().for_each(|gpu| gpu.finish_tags.clear());
+        for entity in self.requests.keys().copied().collect::<Vec<_>>() {
+            let Some(request) = self.requests.get(&entity) else { continue };
             let Some((client, wants)) = request.wants.first_key_value() else { continue };
             let arrival = request.since.values().min().copied().unwrap_or(self.now);
             let (rank, ages) = self.rank(*client, wants, arrival);
-            let is_in_line = request.parked.is_none();
+            let is_in_line = request.blocked.is_none();
             if is_in_line {
-                self.leave_line(unit);
+                self.dequeue(entity);
             }
-            if let Some(request) = self.requests.get_mut(&unit) {
-                (request.place.rank, request.ages, request.aged) = (rank, ages, false);
+            if let Some(request) = self.requests.get_mut(&entity) {
+                (request.key.rank, request.ages, request.aged) = (rank, ages, false);
             }
             if is_in_line {
-                self.join(unit);
+                self.enqueue(entity);
             }
         }
     }
 
     /// Who has waited for long enough goes before all others of its party.
-    pub(super) fn age(&mut self, unit: Unit) {
+    pub(super) fn age(&mut self, entity: Entity) {
         let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
-        if !self.requests.get(&unit).is_some_and(is_due) {
+        if !self.requests.get(&entity).is_some_and(is_due) {
             return;
         }
-        self.leave_line(unit);
-        if let Some(request) = self.requests.get_mut(&unit) {
-            request.place.rank = Time::ZERO;
+        self.dequeue(entity);
+        if let Some(request) = self.requests.get_mut(&entity) {
+            request.key.rank = Time::ZERO;
             request.aged = true;
         }
     }
 
     fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
-        let (Some(seat), Some(gpu)) = (self.seat(client, id), self.gpus.get(&id)) else { return Waiter::default() };
+        let (Some(attachment), Some(gpu)) = (self.attachment(client, id), self.gpus.get(&id)) else {
+            return Waiter::default();
+        };
         let lacking =
             self.need(client, id).saturating_sub(gpu.ledger.account(client).map_or(0, |account| account.allowance));
-        let held = seat.hold.as_ref().map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
-        let (had, entered) = seat.progress.after(self.now, held);
+        let held = attachment.hold.as_ref().map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
+        let (had, entered) = attachment.progress.after(self.now, held);
         Waiter {
-            burst: seat.bursts.expected(),
+            burst: attachment.bursts.expected(),
             moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
-            unmeasured: seat.hold.is_none() && seat.fullness.is_open(),
-            waiters: gpu.line.len() as u32 + 1,
+            unmeasured: attachment.hold.is_none() && attachment.utilization.is_open(),
+            waiters: gpu.queue.len() as u32 + 1,
             had,
             entered,
             ..Waiter::default()
@@ -133,14 +135,14 @@ impl Machine {
     }
 
     /// What a holder is to who waits.
-    pub(super) fn runner(&self, client: ClientId, id: GpuId, hold: &Hold, first: Option<Unit>) -> Runner {
+    pub(super) fn runner(&self, client: ClientId, id: GpuId, hold: &Hold, first: Option<Entity>) -> Runner {
         let waiter = self.waiter(client, id);
         Runner {
             rank: self.policy().place(&self.settings, self.now, &waiter),
             had: waiter.had,
             waited: hold.waited(self.now),
             aged: hold.aged,
-            fellow: first.is_none_or(|first| self.party_of(first) == self.party(client)),
+            peer: first.is_none_or(|first| self.owner_of(first) == self.owner(client)),
             others_after: self.others_after(client, id, hold),
         }
     }
@@ -151,54 +153,54 @@ impl Machine {
         if self.policy().users_take_turns() || !self.has_classes() {
             return None;
         }
-        let party = self.party(client)?;
-        let is_other = |unit: Unit| {
-            let other = self.first_of(unit).filter(|other| self.party(*other) != Some(party));
+        let owner = self.owner(client)?;
+        let is_other = |entity: Entity| {
+            let other = self.first_of(entity).filter(|other| self.owner(*other) != Some(owner));
             other.is_some_and(|other| self.are_peers(other, client))
         };
-        let (place, _) = self.gpus.get(&id)?.line.iter().find(|(_, unit)| is_other(*unit))?;
-        let (until, debt) = self.served_until(client, party, id, hold, hold.waited(self.now))?;
-        Some(debt.until_as_much(place.at.saturating_sub(until)))
+        let (key, _) = self.gpus.get(&id)?.queue.iter().find(|(_, entity)| is_other(*entity))?;
+        let (until, debt) = self.finish_tag(client, owner, id, hold, hold.waited(self.now))?;
+        Some(debt.until_as_much(key.at.saturating_sub(until)))
     }
 
     /// Where a request stands in line now.
-    fn place(&self, client: ClientId, wants: &GpuSet, before: Place) -> Place {
+    fn queue_key(&self, client: ClientId, wants: &GpuSet, before: QueueKey) -> QueueKey {
         let class = self.class(client, wants);
-        let served = wants.iter().map(|id| self.has_been_served_until(client, *id)).max().unwrap_or_default();
-        Place { class, at: self.policy().place_among_parties(served, before.rank, before.joined), ..before }
+        let served = wants.iter().map(|id| self.latest_finish_tag(client, *id)).max().unwrap_or_default();
+        QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
 
     /// That client had the lock, and others waited for so much of the time.
-    pub(super) fn has_been_served(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
-        let Some(party) = self.party(client) else { return };
-        let served: Vec<(Party, Time)> = self
-            .parties(client)
-            .filter_map(|as_whom| Some((as_whom, self.served_until(client, as_whom, id, hold, waited)?.0)))
+    pub(super) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
+        let Some(owner) = self.owner(client) else { return };
+        let served: Vec<(ShareOwner, Time)> = self
+            .owners(client)
+            .filter_map(|as_whom| Some((as_whom, self.finish_tag(client, as_whom, id, hold, waited)?.0)))
             .collect();
-        let (now, waiting) = (self.now, self.parties_with_one_place(id));
+        let (now, waiting) = (self.now, self.owners_with_one_key(id));
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.served.retain(|party, until| *until > now || waiting.contains(party));
+        gpu.finish_tags.retain(|owner, until| *until > now || waiting.contains(owner));
         if served.is_empty() {
             return;
         }
         for (as_whom, until) in served {
-            let before = gpu.served.entry(as_whom).or_default();
+            let before = gpu.finish_tags.entry(as_whom).or_default();
             *before = until.max(*before);
         }
-        let in_line: Vec<Unit> = gpu.line.iter().map(|(_, unit)| *unit).collect();
-        for unit in in_line {
-            if self.party_of(unit) == Some(party) {
-                self.put_back(unit);
+        let in_line: Vec<Entity> = gpu.queue.iter().map(|(_, entity)| *entity).collect();
+        for entity in in_line {
+            if self.owner_of(entity) == Some(owner) {
+                self.requeue(entity);
             }
         }
     }
 
     /// Until when a client has been served as its party, or as itself, if it had the lock and others waited for so much of the
     /// time; and what it owes the others then. None where nobody's time was taken.
-    fn served_until(
+    fn finish_tag(
         &self,
         client: ClientId,
-        as_whom: Party,
+        as_whom: ShareOwner,
         id: GpuId,
         hold: &Hold,
         waited: Duration,
@@ -209,23 +211,23 @@ impl Machine {
         }
         let debt = Debt { own: self.weight_on(as_whom, id), others: weights };
         let waited = waited + hold.moved;
-        let before = if as_whom == Party::Client(client) { hold.own_served_until } else { hold.served_until };
+        let before = if as_whom == ShareOwner::Client(client) { hold.own_finish_tag } else { hold.finish_tag };
         let begun = hold.since.saturating_sub(hold.moved).max(before);
         Some((begun.saturating_add(waited).saturating_add(debt.of(waited)), debt))
     }
 
     /// What those who wait there, and share it with that client, count for together: other parties, each for no more than
     /// those of it who wait. For the client as itself its fellows are others, too.
-    fn weights_of_others(&self, client: ClientId, as_whom: Party, id: GpuId) -> u32 {
-        let own = self.party(client);
-        let mut others: BTreeMap<Party, u32> = BTreeMap::new();
-        let line = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.line);
-        for waiting in line.filter_map(|(_, unit)| self.first_of(*unit)) {
-            let Some(party) = self.party(waiting) else { continue };
-            let is_self = if own == Some(as_whom) { own == Some(party) } else { waiting == client };
+    fn weights_of_others(&self, client: ClientId, as_whom: ShareOwner, id: GpuId) -> u32 {
+        let own = self.owner(client);
+        let mut others: BTreeMap<ShareOwner, u32> = BTreeMap::new();
+        let queue = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.queue);
+        for waiting in queue.filter_map(|(_, entity)| self.first_of(*entity)) {
+            let Some(owner) = self.owner(waiting) else { continue };
+            let is_self = if own == Some(as_whom) { own == Some(owner) } else { waiting == client };
             if !is_self && self.are_peers(waiting, client) {
-                let weight = others.entry(party).or_default();
-                *weight = weight.saturating_add(self.weight_of(waiting)).min(self.weight_on(party, id));
+                let weight = others.entry(owner).or_default();
+                *weight = weight.saturating_add(self.weight_of(waiting)).min(self.weight_on(owner, id));
             }
         }
         others.into_values().fold(0, u32::saturating_add)
@@ -233,99 +235,100 @@ impl Machine {
 
     /// Until when the client's party, and the client itself, had been served when it was granted that GPU: what they had while
     /// the others had no use for theirs is not owed to them.
-    pub(super) fn served_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
-        let Some(party) = self.party(client) else { return Default::default() };
-        self.pass_over(id, client);
+    pub(super) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
+        let Some(owner) = self.owner(client) else { return Default::default() };
+        self.advance_virtual_time(id, client);
         let Some(gpu) = self.gpus.get(&id) else { return Default::default() };
-        let waiting = || gpu.line.iter().filter_map(|(_, unit)| self.first_of(*unit)).chain(gpu.cut_short);
-        let served = |as_whom: Party, is_wanted: bool| {
-            gpu.served.get(&as_whom).copied().filter(|_| is_wanted).unwrap_or_default()
+        let waiting = || gpu.queue.iter().filter_map(|(_, entity)| self.first_of(*entity)).chain(gpu.preempted);
+        let served = |as_whom: ShareOwner, is_wanted: bool| {
+            gpu.finish_tags.get(&as_whom).copied().filter(|_| is_wanted).unwrap_or_default()
         };
-        let by_others = waiting().any(|other| self.party(other).is_some_and(|other| other != party));
+        let by_others = waiting().any(|other| self.owner(other).is_some_and(|other| other != owner));
         let by_anybody = waiting().any(|other| other != client);
-        (served(party, by_others), served(Party::Client(client), by_anybody))
+        (served(owner, by_others), served(ShareOwner::Client(client), by_anybody))
     }
 
     /// Where all who want a GPU have been served for long to come, since those are gone to whom they owed it, that time is
     /// passed over. A time quantum of it is left, since turns do not end to the moment.
-    fn pass_over(&mut self, id: GpuId, granted: ClientId) {
+    fn advance_virtual_time(&mut self, id: GpuId, granted: ClientId) {
         let until = self.now.saturating_add(self.settings.time_quantum);
         let Some(gpu) = self.gpus.get(&id) else { return };
-        let waiting = gpu.line.iter().filter_map(|(_, unit)| self.first_of(*unit));
-        let served = waiting.chain([granted]).map(|client| self.has_been_served_until(client, id));
+        let waiting = gpu.queue.iter().filter_map(|(_, entity)| self.first_of(*entity));
+        let served = waiting.chain([granted]).map(|client| self.latest_finish_tag(client, id));
         let least = served.min().unwrap_or_default();
         let ahead = least.saturating_sub(until);
         let Some(gpu) = self.gpus.get_mut(&id).filter(|_| !ahead.is_zero()) else { return };
-        gpu.served.values_mut().for_each(|until| *until = until.saturating_sub(ahead));
-        for unit in gpu.line.iter().map(|(_, unit)| *unit).collect::<Vec<_>>() {
-            self.put_back(unit);
+        gpu.finish_tags.values_mut().for_each(|until| *until = until.saturating_sub(ahead));
+        for entity in gpu.queue.iter().map(|(_, entity)| *entity).collect::<Vec<_>>() {
+            self.requeue(entity);
         }
     }
 
     /// Until when a holder would stand before that request if it gave the lock back: to take it away sooner would cost a
     /// drain, and it would be granted at once again. None where the other goes first.
-    pub(super) fn stands_first_until(&self, holder: ClientId, id: GpuId, other: Unit) -> Option<Time> {
-        let hold = self.seat(holder, id)?.hold.as_ref().filter(|h| matches!(h.unit, Unit::Solo(_)))?;
-        let (party, place) = (self.party(holder)?, self.requests.get(&other)?.place);
+    pub(super) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
+        let hold = self.attachment(holder, id)?.hold.as_ref().filter(|h| matches!(h.entity, Entity::Solo(_)))?;
+        let (owner, key) = (self.owner(holder)?, self.requests.get(&other)?.key);
         let waited = hold.waited(self.now);
-        let waiter = Waiter { burst: self.seat(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
-        let is_fellow = self.party_of(other) == Some(party);
-        if is_fellow && self.others_after(holder, id, hold) == Some(Duration::ZERO) {
+        let waiter =
+            Waiter { burst: self.attachment(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
+        let is_same_owner = self.owner_of(other) == Some(owner);
+        if is_same_owner && self.others_after(holder, id, hold) == Some(Duration::ZERO) {
             return None;
         }
-        let served = |as_whom: Party| self.gpus.get(&id)?.served.get(&as_whom).copied();
+        let served = |as_whom: ShareOwner| self.gpus.get(&id)?.finish_tags.get(&as_whom).copied();
         let arrives = self.policy().place(&self.settings, self.now, &waiter);
-        let arrival = match is_fellow {
+        let arrival = match is_same_owner {
             true => arrives,
-            false => self.policy().place_among_parties(Time::ZERO, arrives, Time::ZERO),
+            false => self.policy().key_among_owners(Time::ZERO, arrives, Time::ZERO),
         };
         // Those of a party have been served alike, but for one that claims less.
-        let own = || self.first_of(other).and_then(|client| served(Party::Client(client))).unwrap_or_default();
-        let stands = if is_fellow { place.rank.max(own()) } else { place.at };
+        let own = || self.first_of(other).and_then(|client| served(ShareOwner::Client(client))).unwrap_or_default();
+        let stands = if is_same_owner { key.rank.max(own()) } else { key.at };
         // As long as it goes on, its arrival comes as fast as time does.
         let mut ahead = stands.checked_sub(arrival);
-        for as_whom in self.parties(holder) {
-            let before = match self.served_until(holder, as_whom, id, hold, waited) {
+        for as_whom in self.owners(holder) {
+            let before = match self.finish_tag(holder, as_whom, id, hold, waited) {
                 // Of every moment of it, it owes something to each of the others.
                 Some((until, debt)) => stands.checked_sub(until).map(|left| debt.until_as_much(left)),
-                None if is_fellow => (stands > served(as_whom).unwrap_or_default()).then_some(Duration::MAX),
+                None if is_same_owner => (stands > served(as_whom).unwrap_or_default()).then_some(Duration::MAX),
                 None => None,
             };
             ahead = ahead.min(before);
         }
-        let is_lighter = self.parties(holder).any(|as_whom| as_whom != party);
-        let by_rank = place.rank.checked_sub(arrives).filter(|_| is_fellow && !is_lighter);
+        let is_lighter = self.owners(holder).any(|as_whom| as_whom != owner);
+        let by_rank = key.rank.checked_sub(arrives).filter(|_| is_same_owner && !is_lighter);
         let ahead = ahead.max(by_rank)?;
         (!ahead.is_zero()).then(|| self.now.saturating_add(ahead))
     }
 
     /// A gang is taken for its first member.
-    fn first_of(&self, unit: Unit) -> Option<ClientId> {
-        self.requests.get(&unit)?.wants.keys().next().copied()
+    fn first_of(&self, entity: Entity) -> Option<ClientId> {
+        self.requests.get(&entity)?.wants.keys().next().copied()
     }
 
-    fn party_of(&self, unit: Unit) -> Option<Party> {
-        self.party(self.first_of(unit)?)
+    fn owner_of(&self, entity: Entity) -> Option<ShareOwner> {
+        self.owner(self.first_of(entity)?)
     }
 
     /// Where a request belongs now.
-    pub(super) fn place_now(&self, unit: Unit) -> Option<Place> {
-        let request = self.requests.get(&unit)?;
-        let places = request.wants.iter().map(|(client, gpus)| self.place(*client, gpus, request.place));
+    pub(super) fn current_key(&self, entity: Entity) -> Option<QueueKey> {
+        let request = self.requests.get(&entity)?;
+        let places = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
         // A gang is of the last class that one of it is of, and as late as the one that has had most.
-        let place = places.reduce(|a, b| Place { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
-        let at = self.goes_on_since(unit).map_or(place.at, |since| since.min(place.at));
-        Some(Place { at, ..place })
+        let key = places.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
+        let at = self.goes_on_since(entity).map_or(key.at, |since| since.min(key.at));
+        Some(QueueKey { at, ..key })
     }
 
     /// Moves a request that stands in line to where it belongs now.
-    pub(super) fn put_back(&mut self, unit: Unit) {
-        let Some(request) = self.requests.get(&unit).filter(|request| request.parked.is_none()) else { return };
-        let Some(place) = self.place_now(unit).filter(|place| *place != request.place) else { return };
-        self.leave_line(unit);
-        if let Some(request) = self.requests.get_mut(&unit) {
-            request.place = place;
+    pub(super) fn requeue(&mut self, entity: Entity) {
+        let Some(request) = self.requests.get(&entity).filter(|request| request.blocked.is_none()) else { return };
+        let Some(key) = self.current_key(entity).filter(|key| *key != request.key) else { return };
+        self.dequeue(entity);
+        if let Some(request) = self.requests.get_mut(&entity) {
+            request.key = key;
         }
-        self.join(unit);
+        self.enqueue(entity);
     }
 }

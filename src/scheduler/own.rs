@@ -8,7 +8,7 @@
 //!   there, as nobody else could give it any.
 //! - What is **kept on the GPU** for its group is kept of its own memory only as far as it claims that.
 
-use super::{api::*, machine::Machine, shares::Party};
+use super::{api::*, machine::Machine, shares::ShareOwner};
 
 impl Own {
     /// What it has of a share.
@@ -50,43 +50,44 @@ impl Own {
 }
 
 impl Machine {
-    pub(super) fn tighten(&mut self, client: ClientId, own: Own) {
+    pub(super) fn set_client_limits(&mut self, client: ClientId, own: Own) {
         let Some(state) = self.clients.get(&client) else { return };
         let stands = state.waiting.is_some() || state.holds();
-        let seats: Vec<(GpuId, bool)> = state.seats.iter().map(|(id, seat)| (*id, seat.attached.is_some())).collect();
-        let before = self.own.remove(&client).unwrap_or_default();
+        let attachments: Vec<(GpuId, bool)> =
+            state.attachments.iter().map(|(id, attachment)| (*id, attachment.attached.is_some())).collect();
+        let before = self.client_limits.remove(&client).unwrap_or_default();
         if own != Own::default() {
-            self.own.insert(client, own);
+            self.client_limits.insert(client, own);
         }
         if before == own {
             return;
         }
-        for (id, is_told) in seats {
-            self.host.has_changed_on(id);
+        for (id, is_told) in attachments {
+            self.host.mark_changed(id);
             self.swap_surplus(client, id);
             if is_told {
                 self.tell_limit(client, id); // of the bound; the limit itself follows
             }
         }
         if stands && before.time() != own.time() {
-            self.stand_anew();
+            self.requeue_all();
         }
     }
 
-    pub(super) fn forget_own(&mut self, client: ClientId) {
-        if self.own.remove(&client).is_some() {
-            let party = Party::Client(client);
+    pub(super) fn forget_client_limits(&mut self, client: ClientId) {
+        if self.client_limits.remove(&client).is_some() {
+            let owner = ShareOwner::Client(client);
             for gpu in self.gpus.values_mut() {
-                gpu.served.remove(&party);
-                gpu.used.remove(&party);
+                gpu.finish_tags.remove(&owner);
+                gpu.used.remove(&owner);
             }
         }
     }
 
     /// As a party of its own.
-    pub(super) fn own_share(&self, client: ClientId) -> Share {
+    pub(super) fn client_share(&self, client: ClientId) -> Share {
         let default = Share::default();
-        self.own.get(&client).map_or(default, |own| Share {
+        self.client_limits.get(&client).map_or(default, |own| Share {
             weight: own.weight.unwrap_or(default.weight),
             max: own.time_max,
             ..default
@@ -94,50 +95,50 @@ impl Machine {
     }
 
     /// As whom a client takes turns: as its party, and as itself where it has a lower weight.
-    pub(super) fn parties(&self, client: ClientId) -> impl Iterator<Item = Party> {
-        let party = self.party(client);
-        let own = self.own.get(&client).and_then(|own| own.weight);
-        let is_lower = |own: &u16| party.is_some_and(|party| *own < self.share(party).weight);
-        party.into_iter().chain(own.filter(is_lower).map(|_| Party::Client(client)))
+    pub(super) fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> {
+        let owner = self.owner(client);
+        let own = self.client_limits.get(&client).and_then(|own| own.weight);
+        let is_lower = |own: &u16| owner.is_some_and(|owner| *own < self.share(owner).weight);
+        owner.into_iter().chain(own.filter(is_lower).map(|_| ShareOwner::Client(client)))
     }
 
     /// What it counts for when turns are divided, of what its party does.
     pub(super) fn weight_of(&self, client: ClientId) -> u32 {
-        self.parties(client).map(|party| self.weight(party)).min().unwrap_or(0)
+        self.owners(client).map(|owner| self.weight(owner)).min().unwrap_or(0)
     }
 
     /// Until when a client has been served there.
-    pub(super) fn has_been_served_until(&self, client: ClientId, id: GpuId) -> Time {
+    pub(super) fn latest_finish_tag(&self, client: ClientId, id: GpuId) -> Time {
         let Some(gpu) = self.gpus.get(&id) else { return Time::ZERO };
-        self.parties(client).filter_map(|party| gpu.served.get(&party).copied()).max().unwrap_or_default()
+        self.owners(client).filter_map(|owner| gpu.finish_tags.get(&owner).copied()).max().unwrap_or_default()
     }
 
     /// What the client itself may have on that GPU, its context included; `None`: it says nothing of that.
-    pub fn own_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        self.own.get(&client)?.memory_max.on(self.gpus.get(&id)?.total)
+    pub fn client_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.client_limits.get(&client)?.memory_max.on(self.gpus.get(&id)?.total)
     }
 
     /// What its demand can come to there by that.
-    pub(super) fn own_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        let context = self.seat(client, id).map_or(0, |seat| self.context(seat, id));
-        Some(self.own_memory_max(client, id)?.saturating_sub(context))
+    pub(super) fn client_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        let context = self.attachment(client, id).map_or(0, |attachment| self.context(attachment, id));
+        Some(self.client_memory_max(client, id)?.saturating_sub(context))
     }
 
     /// What it may have over all GPUs, since all of it may have to leave them.
-    pub(super) fn own_swap_max(&self, client: ClientId) -> Option<u64> {
-        self.own.get(&client)?.swap_max
+    pub(super) fn client_swap_max(&self, client: ClientId) -> Option<u64> {
+        self.client_limits.get(&client)?.swap_max
     }
 
     /// By how much its promises can rise by that. `None`: they are above what they may be.
-    pub(super) fn own_room(&self, client: ClientId) -> Option<u64> {
-        let Some(max) = self.own_swap_max(client) else { return Some(u64::MAX) };
-        let seats = self.clients.get(&client).into_iter().flat_map(|state| state.seats.values());
-        max.checked_sub(seats.fold(0, |sum: u64, seat| sum.saturating_add(seat.promise.counted)))
+    pub(super) fn client_room(&self, client: ClientId) -> Option<u64> {
+        let Some(max) = self.client_swap_max(client) else { return Some(u64::MAX) };
+        let attachments = self.clients.get(&client).into_iter().flat_map(|state| state.attachments.values());
+        max.checked_sub(attachments.fold(0, |sum: u64, attachment| sum.saturating_add(attachment.limit_state.counted)))
     }
 
     /// What of its memory there it does not claim to be kept on the GPU, whatever its rule says.
     pub(super) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
-        let low = self.own.get(&client).and_then(|own| own.memory_low?.on(self.gpus.get(&id)?.total));
+        let low = self.client_limits.get(&client).and_then(|own| own.memory_low?.on(self.gpus.get(&id)?.total));
         let has = self.account(client, id).map_or(0, |account| account.allowance);
         low.map_or(0, |low| has.saturating_sub(low))
     }

@@ -8,7 +8,7 @@
 use super::{
     api::*,
     gangs::Gang,
-    locks::{Hold, Parked, Unit},
+    locks::{Blocked, Entity, Hold},
     machine::Machine,
     timers::Wake,
 };
@@ -38,18 +38,18 @@ impl Machine {
         }
         let now = self.now;
         for id in gpus {
-            let Some(hold) = self.seat_mut(client, *id).and_then(|s| s.hold.as_mut()) else { continue };
+            let Some(hold) = self.attachment_mut(client, *id).and_then(|s| s.hold.as_mut()) else { continue };
             let Some(revoked) = hold.revoked.as_mut() else { continue };
             hold.stuck = true;
             revoked.again = Some(now + revoked.backoff);
             revoked.backoff = (revoked.backoff * 2).min(STUCK.1);
             self.touch(*id);
-            let line = self.gpus.get(id).map(|g| g.line.iter().map(|(_, unit)| *unit).collect::<Vec<_>>());
-            for unit in line.unwrap_or_default() {
-                self.tell(unit, WaitReason::HolderStuck);
+            let queue = self.gpus.get(id).map(|g| g.queue.iter().map(|(_, entity)| *entity).collect::<Vec<_>>());
+            for entity in queue.unwrap_or_default() {
+                self.report_wait(entity, WaitReason::HolderStuck);
             }
         }
-        self.touch_fellows(client);
+        self.touch_gang_peers(client);
         self.check(client);
     }
 
@@ -59,9 +59,9 @@ impl Machine {
         state.stopped = stopped;
         let waiting = state.waiting;
         let now = self.now;
-        for id in state.seats.keys().copied().collect::<Vec<_>>() {
-            self.change_seat(client, id, |seat| {
-                let Some(hold) = seat.hold.as_mut() else { return };
+        for id in state.attachments.keys().copied().collect::<Vec<_>>() {
+            self.change_attachment(client, id, |attachment| {
+                let Some(hold) = attachment.hold.as_mut() else { return };
                 let Some(revoked) = hold.revoked.as_mut() else { return };
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
@@ -73,15 +73,15 @@ impl Machine {
                 }
             });
         }
-        self.end_gang_turn(self.unit(client));
-        if changed && let Some(unit) = waiting {
+        self.end_gang_turn(self.entity(client));
+        if changed && let Some(entity) = waiting {
             if stopped {
-                self.wait_until_it_runs(unit, client);
-            } else if !self.any_stopped(unit) {
-                if let Some(request) = self.requests.get_mut(&unit) {
-                    request.parked = None;
+                self.wait_until_it_runs(entity, client);
+            } else if !self.any_stopped(entity) {
+                if let Some(request) = self.requests.get_mut(&entity) {
+                    request.blocked = None;
                 }
-                self.join(unit);
+                self.enqueue(entity);
                 self.unite(client);
             }
         }
@@ -90,12 +90,12 @@ impl Machine {
 
     /// A process that is stopped has nothing granted to it, and nothing to those that cannot do without it: who calls itself
     /// one gang with it. A rule can make a gang of many, who need not wait for each other.
-    pub(super) fn wait_until_it_runs(&mut self, unit: Unit, client: ClientId) {
-        if let Unit::Gang(Gang::Group(_)) = unit {
-            self.split(unit, &[client]);
-            self.join(unit);
+    pub(super) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
+        if let Entity::Gang(Gang::Group(_)) = entity {
+            self.split(entity, &[client]);
+            self.enqueue(entity);
         } else {
-            self.park(unit, Parked::Stopped);
+            self.block(entity, Blocked::Stopped);
         }
     }
 
@@ -117,7 +117,7 @@ impl Machine {
         let mut late = GpuSet::new();
         let mut lagging = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
-        for (id, seat) in &state.seats {
+        for (id, attachment) in &state.attachments {
             if let Some(eviction) = self.account(client, *id).and_then(|account| account.eviction.as_ref()) {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
                 match self.late_at(client, *id) {
@@ -126,7 +126,7 @@ impl Machine {
                     None => {}
                 }
             }
-            let Some(hold) = &seat.hold else { continue };
+            let Some(hold) = &attachment.hold else { continue };
             let Some(revoked) = hold.revoked else { continue };
             match self.lags_at(client, *id) {
                 Some(due) if due <= now => drop(lagging.insert(*id)),
@@ -134,8 +134,8 @@ impl Machine {
                 None => {}
             }
             // Time decides, not how often it says so: one whose work makes no call says it once.
-            if (hold.stuck || seat.lingers) && !hold.undrainable && !state.stopped {
-                let patience = if seat.lingers { DRAIN.1 } else { DRAIN.0 };
+            if (hold.stuck || attachment.slow_to_drain) && !hold.undrainable && !state.stopped {
+                let patience = if attachment.slow_to_drain { DRAIN.1 } else { DRAIN.0 };
                 match revoked.first + patience {
                     due if due <= now => drop(undrainable.insert(*id)),
                     due => sooner(&mut next, due),
@@ -162,11 +162,13 @@ impl Machine {
         let calm = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &calm {
             // Nobody waits any more: it is a holder like before.
-            self.change_seat(client, *id, |seat| seat.hold.iter_mut().for_each(|hold| hold.revoked = None));
+            self.change_attachment(client, *id, |attachment| {
+                attachment.hold.iter_mut().for_each(|hold| hold.revoked = None)
+            });
         }
         if !calm.is_empty() {
-            self.touch_rivals(self.unit(client)); // no GPU is kept for it to drain
-            self.touch_fellows(client);
+            self.touch_rivals(self.entity(client)); // no GPU is kept for it to drain
+            self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
         match overdue {
@@ -198,35 +200,37 @@ impl Machine {
             return;
         }
         for id in &gpus {
-            self.change_seat(client, *id, |seat| seat.hold.iter_mut().for_each(|hold| hold.undrainable = true));
+            self.change_attachment(client, *id, |attachment| {
+                attachment.hold.iter_mut().for_each(|hold| hold.undrainable = true)
+            });
         }
         self.out.push(Command::Undrainable { client, gpus });
-        let unit = self.unit(client);
-        self.end_gang_turn(unit);
-        self.touch_rivals(unit);
-        if let Some(unit) = self.clients.get(&client).and_then(|c| c.waiting)
-            && self.requests.get(&unit).is_some_and(|r| r.parked.is_none())
+        let entity = self.entity(client);
+        self.end_gang_turn(entity);
+        self.touch_rivals(entity);
+        if let Some(entity) = self.clients.get(&client).and_then(|c| c.waiting)
+            && self.requests.get(&entity).is_some_and(|r| r.blocked.is_none())
         {
-            self.join(unit); // its request would stand before others and wait for itself
+            self.enqueue(entity); // its request would stand before others and wait for itself
         }
     }
 
     /// Whether there is a reason to ask that holder for the lock.
     fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
         // Others may be kept out of the line by bytes that it cannot give back, or have been admitted beside it.
-        let hold = self.seat(client, id).and_then(|s| s.hold.as_ref());
+        let hold = self.attachment(client, id).and_then(|s| s.hold.as_ref());
         let undrainable = hold.is_some_and(Hold::is_undrainable);
-        let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.unit));
+        let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
         let others = self.gpus.get(&id).is_some_and(|g| {
-            !g.line.is_empty()
-                || (undrainable && !g.shut_out.is_empty())
+            !g.queue.is_empty()
+                || (undrainable && !g.blocked_by_pinned.is_empty())
                 || g.ledger.charged() > g.capacity(&self.settings)
                 || (exclusive && g.holders.len() > 1 && !self.may_all_stay(id))
         });
         // It may also want it again itself, and has to release it first.
-        let unit = self.clients.get(&client).and_then(|c| c.waiting);
+        let entity = self.clients.get(&client).and_then(|c| c.waiting);
         let is_spent = self.capped_at(client, id).is_some_and(|at| at <= self.now);
-        others || is_in_the_way() || is_spent || unit.is_some_and(|unit| self.members(unit, id).contains(&client))
+        others || is_in_the_way() || is_spent || entity.is_some_and(|entity| self.members(entity, id).contains(&client))
     }
 }

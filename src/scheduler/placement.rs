@@ -11,7 +11,7 @@ use std::time::Duration;
 /// For how long a place is kept for a program that is about to start, and how long one that says nothing of its memory is
 /// expected to take what its rule allows: about what an interpreter takes to load its libraries on a cold disk.
 const EXPECTED: Duration = Duration::from_secs(30);
-/// Places of one user that wait for their programs; of more, the oldest goes.
+/// Placements of one user that wait for their programs; of more, the oldest goes.
 const MOST_WAITING: usize = 64;
 
 /// Where programs go that choose no GPU.
@@ -82,9 +82,9 @@ struct Place {
     labels: Labels,
 }
 
-/// Places that were given, also to programs that are still to come, and the labels of all.
+/// Placements that were given, also to programs that are still to come, and the labels of all.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Places {
+pub(super) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
     places: BTreeMap<ClientId, Place>,
 }
@@ -95,7 +95,7 @@ impl Place {
     }
 }
 
-impl Places {
+impl Placements {
     /// GPUs that were given to a client, as far as it is here.
     pub fn of(&self, client: ClientId) -> Vec<GpuId> {
         self.places.get(&client).into_iter().flat_map(|place| place.gpus.keys().copied()).collect()
@@ -187,9 +187,9 @@ impl Machine {
             return Err(Misfit::TooFew { wanted: wish.count.max(1), there: left.len() as u32 });
         }
         let Labels { affinity, anti_affinity, exclusion } = self.places.labels(client);
-        let fellows = affinity.as_ref().map(|_| self.gpus_with(&affinity)).unwrap_or_default();
-        if let Some(label) = affinity.filter(|_| !fellows.is_empty()) {
-            left.retain(|(id, _)| fellows.contains(id));
+        let peers = affinity.as_ref().map(|_| self.gpus_with(&affinity)).unwrap_or_default();
+        if let Some(label) = affinity.filter(|_| !peers.is_empty()) {
+            left.retain(|(id, _)| peers.contains(id));
             if left.len() < count {
                 return Err(Misfit::Affinity(label));
             }
@@ -231,7 +231,7 @@ impl Machine {
     /// Bytes that a client is expected to need there, its context left out.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
         let gpu = self.gpus.get(&id)?;
-        let max = || self.memory_max(client, id).into_iter().chain(self.own_memory_max(client, id)).min();
+        let max = || self.memory_max(client, id).into_iter().chain(self.client_memory_max(client, id)).min();
         let allowed = || Some(max()?.saturating_sub(self.place_for_context(gpu)));
         Some(bytes.or_else(allowed)?.min(gpu.total))
     }
@@ -248,13 +248,13 @@ impl Machine {
             let place = self.places.places.get(client).filter(|place| place.is_expected(self.now))?;
             place.gpus.get(&id).copied()
         };
-        for client in &gpu.seats {
+        for client in &gpu.clients {
             let demand = self.account(*client, id).map_or(0, |account| account.report.demand);
             all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
             all.labels.push(self.places.labels(*client));
         }
         let to_come = self.places.places.iter().filter(|(_, place)| place.gpus.contains_key(&id));
-        for (client, _) in to_come.filter(|(client, _)| !gpu.seats.contains(client)) {
+        for (client, _) in to_come.filter(|(client, _)| !gpu.clients.contains(client)) {
             let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(self.place_for_context(gpu)));
             all.bytes = all.bytes.saturating_add(bytes);
             all.labels.push(self.places.labels(*client));

@@ -10,14 +10,14 @@ use std::collections::VecDeque;
 const MANY_STEPS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Promise {
+pub(super) struct LimitState {
     /// The newest limit.
     pub limit: u64,
     pub seq: u32,
     /// What the limit is to be once there is room for it.
     pub target: u64,
     /// A higher limit that the client waits for.
-    pub wish: Option<Wish>,
+    pub wanted: Option<Wanted>,
     /// Since when it has had a lower limit to acknowledge.
     pub lowered: Option<Time>,
     /// Its part of the GPU's sum.
@@ -29,7 +29,7 @@ pub(super) struct Promise {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Wish {
+pub(super) struct Wanted {
     pub bytes: u64,
     pub since: Time,
     /// Orders wishes.
@@ -38,8 +38,8 @@ pub(super) struct Wish {
     pub held: Option<Denial>,
 }
 
-impl Promise {
-    pub fn charge(&self) -> u64 {
+impl LimitState {
+    pub fn committed(&self) -> u64 {
         self.steps.front().map_or(0, |(_, bytes)| *bytes).max(self.limit).max(self.demand)
     }
 
@@ -71,7 +71,7 @@ impl Promise {
 
     /// A report of the client's. Returns whether the charge fell.
     pub fn reported(&mut self, ack: u32, demand: u64) -> bool {
-        let before = self.charge();
+        let before = self.committed();
         self.demand = demand;
         self.acked = ack.min(self.seq).max(self.acked);
         // With the acknowledged limit in effect it can take up any later one.
@@ -81,7 +81,7 @@ impl Promise {
         if self.acked == self.seq {
             self.lowered = None;
         }
-        self.charge() < before
+        self.committed() < before
     }
 }
 
@@ -94,37 +94,37 @@ mod tests {
 
     #[test]
     fn a_lower_limit_counts_once_it_is_acknowledged() {
-        let mut promise = Promise::default();
-        promise.set(NOW, 10, true);
-        assert!(!promise.reported(1, 4));
-        promise.set(NOW, 6, true);
-        assert_eq!((promise.limit, promise.charge(), promise.lowered), (6, 10, Some(NOW)));
-        assert!(!promise.reported(1, 8), "it grew before it knew");
-        assert!(promise.reported(2, 8));
-        assert_eq!((promise.charge(), promise.lowered), (8, None), "a limit takes nothing back");
-        assert!(promise.reported(2, 3));
-        assert_eq!(promise.charge(), 6);
+        let mut limit_state = LimitState::default();
+        limit_state.set(NOW, 10, true);
+        assert!(!limit_state.reported(1, 4));
+        limit_state.set(NOW, 6, true);
+        assert_eq!((limit_state.limit, limit_state.committed(), limit_state.lowered), (6, 10, Some(NOW)));
+        assert!(!limit_state.reported(1, 8), "it grew before it knew");
+        assert!(limit_state.reported(2, 8));
+        assert_eq!((limit_state.committed(), limit_state.lowered), (8, None), "a limit takes nothing back");
+        assert!(limit_state.reported(2, 3));
+        assert_eq!(limit_state.committed(), 6);
     }
 
     #[test]
     fn an_acknowledgement_of_what_was_never_sent_is_none() {
-        let mut promise = Promise::default();
-        promise.set(NOW, 10, true);
-        promise.reported(u32::MAX, 0);
-        promise.set(NOW, 2, true);
-        assert_eq!(promise.charge(), 10);
+        let mut limit_state = LimitState::default();
+        limit_state.set(NOW, 10, true);
+        limit_state.reported(u32::MAX, 0);
+        limit_state.set(NOW, 2, true);
+        assert_eq!(limit_state.committed(), 10);
     }
 
     #[test]
     fn a_limit_that_was_lowered_and_raised_again_counts_as_the_highest() {
-        let mut promise = Promise::default();
-        for (bytes, charge) in [(10, 10), (2, 10), (5, 10), (4, 10)] {
-            promise.set(NOW, bytes, true);
-            assert_eq!(promise.charge(), charge);
+        let mut limit_state = LimitState::default();
+        for (bytes, committed) in [(10, 10), (2, 10), (5, 10), (4, 10)] {
+            limit_state.set(NOW, bytes, true);
+            assert_eq!(limit_state.committed(), committed);
         }
-        promise.reported(2, 0);
-        assert_eq!(promise.charge(), 5, "5 may be in effect before 4 is");
-        promise.reported(4, 0);
-        assert_eq!(promise.charge(), 4);
+        limit_state.reported(2, 0);
+        assert_eq!(limit_state.committed(), 5, "5 may be in effect before 4 is");
+        limit_state.reported(4, 0);
+        assert_eq!(limit_state.committed(), 4);
     }
 }

@@ -2,7 +2,7 @@
 //! holds nothing, and whoever holds something goes on first. Else each could hold a GPU on which the other waits, spinning
 //! there for its fellows.
 
-use super::{api::*, gangs::Gang, locks::Unit, machine::Machine};
+use super::{api::*, gangs::Gang, locks::Entity, machine::Machine};
 use std::collections::BTreeSet;
 
 impl Machine {
@@ -15,54 +15,58 @@ impl Machine {
         let several = ones.len() > 1 || others.len() > 1;
         let mut shared = ones.intersection(&others);
         let both = || self.gang_members(one).chain(self.gang_members(other));
-        several && shared.any(|id| !self.run_together(*id, both().filter(|client| self.seat(*client, *id).is_some())))
+        several
+            && shared.any(|id| !self.run_together(*id, both().filter(|client| self.attachment(*client, *id).is_some())))
     }
 
     /// Whether that unit has to wait for another gang, whatever GPU that has.
-    pub(super) fn waits_for_gang(&self, unit: Unit) -> bool {
-        let Unit::Gang(gang) = unit else { return false };
+    pub(super) fn waits_for_gang(&self, entity: Entity) -> bool {
+        let Entity::Gang(gang) = entity else { return false };
         if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
             return false;
         }
         let mut others = self.gangs.keys().filter(|other| **other != gang);
-        others
-            .any(|other| self.are_rivals(gang, *other) && self.holds_of_gang(*other).any(|(_, hold)| !hold.is_aside()))
+        others.any(|other| {
+            self.are_rivals(gang, *other) && self.holds_of_gang(*other).any(|(_, hold)| !hold.is_bypassed())
+        })
     }
 
     /// A gang in line for other GPUs that waits for the holders of this one.
-    pub(super) fn rival_of_holders(&self, id: GpuId) -> Option<Unit> {
+    pub(super) fn rival_of_holders(&self, id: GpuId) -> Option<Entity> {
         if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
             return None;
         }
         let holders = self.gpus.get(&id)?.holders.values();
-        let holds = holders.filter_map(|client| self.seat(*client, id)?.hold.as_ref());
-        let here: BTreeSet<Gang> = holds.filter(|hold| !hold.is_aside()).filter_map(|hold| hold.unit.gang()).collect();
-        let waiting = self.requests.iter().filter(|(_, request)| request.parked.is_none());
-        let rivals = waiting.filter(|(unit, _)| {
-            let gang = unit.gang().filter(|gang| !here.contains(gang));
+        let holds = holders.filter_map(|client| self.attachment(*client, id)?.hold.as_ref());
+        let here: BTreeSet<Gang> =
+            holds.filter(|hold| !hold.is_bypassed()).filter_map(|hold| hold.entity.gang()).collect();
+        let waiting = self.requests.iter().filter(|(_, request)| request.blocked.is_none());
+        let rivals = waiting.filter(|(entity, _)| {
+            let gang = entity.gang().filter(|gang| !here.contains(gang));
             gang.is_some_and(|gang| here.iter().any(|other| self.are_rivals(gang, *other)))
         });
-        rivals.min_by_key(|(_, request)| request.place).map(|(unit, _)| *unit)
+        rivals.min_by_key(|(_, request)| request.key).map(|(entity, _)| *entity)
     }
 
     /// Whether another gang, on whatever GPU, waits for that one to have nothing, or runs while it is counted as if it had.
-    pub(super) fn is_in_the_way(&self, unit: Unit) -> bool {
-        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
-        let waits = |other: Gang| self.requests.get(&Unit::Gang(other)).is_some_and(|request| request.parked.is_none());
-        let runs = |other: Gang| self.holds_of_gang(other).any(|(_, hold)| !hold.is_aside());
+    pub(super) fn is_in_the_way(&self, entity: Entity) -> bool {
+        let Some(gang) = entity.gang().filter(|_| self.gangs.len() > 1) else { return false };
+        let waits =
+            |other: Gang| self.requests.get(&Entity::Gang(other)).is_some_and(|request| request.blocked.is_none());
+        let runs = |other: Gang| self.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed());
         let mut others = self.gangs.keys().filter(|other| **other != gang);
         self.settings.anti_thrash != AntiThrash::Off
             && others.any(|other| (waits(*other) || runs(*other)) && self.are_rivals(gang, *other))
     }
 
     /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
-    pub(super) fn yields(&self, unit: Unit) -> bool {
-        let Some(gang) = unit.gang().filter(|_| self.gangs.len() > 1) else { return false };
+    pub(super) fn yields(&self, entity: Entity) -> bool {
+        let Some(gang) = entity.gang().filter(|_| self.gangs.len() > 1) else { return false };
         if self.settings.anti_thrash == AntiThrash::Off {
             return false;
         }
         let first = |gang: Gang| {
-            let holds = self.holds_of_gang(gang).filter(|(_, hold)| !hold.is_aside());
+            let holds = self.holds_of_gang(gang).filter(|(_, hold)| !hold.is_bypassed());
             holds.map(|(_, hold)| (hold.since, hold.number)).min()
         };
         let Some(own) = first(gang) else { return false };
@@ -71,15 +75,15 @@ impl Machine {
     }
 
     /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
-    pub(super) fn awaited_since(&self, holder: Unit, waiter: Unit) -> Option<Time> {
+    pub(super) fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
         let (gang, other) = (holder.gang()?, waiter.gang()?);
         let since = self.gang_turns.get(&gang).copied()?;
         (gang != other && self.are_rivals(gang, other)).then_some(since)
     }
 
     /// What a gang waits for or no longer has, its rivals have or wait for.
-    pub(super) fn touch_rivals(&mut self, unit: Unit) {
-        let Some(gang) = unit.gang() else { return };
+    pub(super) fn touch_rivals(&mut self, entity: Entity) {
+        let Some(gang) = entity.gang() else { return };
         self.dirty.extend(self.gpus_of_gang(gang));
         let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));
         let gpus: GpuSet = rivals.flat_map(|other| self.gpus_of_gang(*other)).collect();

@@ -3,10 +3,10 @@
 
 use super::{
     api::*,
-    locks::{Hold, Parked, Request, Unit},
-    machine::{Machine, Place},
+    locks::{Blocked, Entity, Hold, Request},
+    machine::{Machine, QueueKey},
     policy::{SHORTEST_GRACE, Waiter},
-    shares::Standing,
+    shares::Precedence,
     timers::Wake,
 };
 use std::time::Duration;
@@ -31,7 +31,7 @@ struct Pressure {
     /// Bytes are lacked by more than those who wait for the lock.
     overdue: bool,
     /// The first in line.
-    first: Option<Unit>,
+    first: Option<Entity>,
     /// Whether the lock itself is in its way.
     locked_out: bool,
     /// What the turn depends on.
@@ -40,12 +40,12 @@ struct Pressure {
 
 impl Machine {
     pub(super) fn settle(&mut self, id: GpuId) {
-        self.keep_out(id);
+        self.count_deferred(id);
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
         if gpu.ledger.take_loosened() || capacity > gpu.capacity {
-            for unit in std::mem::take(&mut gpu.shut_out) {
-                self.join(unit);
+            for entity in std::mem::take(&mut gpu.blocked_by_pinned) {
+                self.enqueue(entity);
             }
         }
         if let Some(gpu) = self.gpus.get_mut(&id) {
@@ -53,20 +53,20 @@ impl Machine {
         }
         self.note_offer(id);
         let behind = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.behind).copied();
-        let free: Vec<Unit> = behind.filter(|unit| !self.waits_behind(*unit, id)).collect();
-        free.into_iter().for_each(|unit| self.join(unit));
-        let reclassed = self.reclass(id);
+        let free: Vec<Entity> = behind.filter(|entity| !self.waits_behind(*entity, id)).collect();
+        free.into_iter().for_each(|entity| self.enqueue(entity));
+        let reclassified = self.reclassify(id);
 
         let mut pressure = Pressure::default();
         let owed = self.make_room(id, &mut pressure);
-        let squeezed = self.serve_squeezed(id, owed);
-        if squeezed.short > pressure.short {
-            pressure.short = squeezed.short;
-            pressure.grower = pressure.grower.or(squeezed.caller);
+        let reserved = self.serve_reservations(id, owed);
+        if reserved.short > pressure.short {
+            pressure.short = reserved.short;
+            pressure.grower = pressure.grower.or(reserved.caller);
         }
-        let owed = owed.saturating_add(squeezed.lacking);
+        let owed = owed.saturating_add(reserved.lacking);
         pressure.overdue = pressure.short > 0;
-        let mut lacking = self.serve_line(id, owed, &mut pressure);
+        let mut lacking = self.serve_queue(id, owed, &mut pressure);
         if !pressure.locked_out
             && let Some(rival) = self.rival_of_holders(id)
         {
@@ -86,7 +86,7 @@ impl Machine {
         }
         let turn = self.press(id, &pressure);
         let rivals = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + RIVALS_LOOK);
-        let next = [attaching, turn, squeezed.next, reclassed, rivals].into_iter().flatten().min();
+        let next = [attaching, turn, reserved.next, reclassified, rivals].into_iter().flatten().min();
         self.timers.set(Wake::Gpu(id), next);
     }
 
@@ -101,7 +101,8 @@ impl Machine {
         let holders: Vec<ClientId> =
             self.gpus.get(&id).map(|g| g.holders.values().copied().collect()).unwrap_or_default();
         for holder in holders {
-            let running = self.seat(holder, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| h.revoked.is_none());
+            let running =
+                self.attachment(holder, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| h.revoked.is_none());
             if !running {
                 continue;
             }
@@ -123,32 +124,32 @@ impl Machine {
 
     /// Sees to it that `owed` bytes are on their way out, from clients without the lock. Says how many are not.
     pub(super) fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
-        let coming = self.coming(id, spare);
+        let coming = self.arriving(id, spare);
         if owed > coming {
             self.evict(id, owed - coming, spare, last);
         }
-        owed.saturating_sub(self.coming(id, spare))
+        owed.saturating_sub(self.arriving(id, spare))
     }
 
     fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
-        let first = self.gpus.get(&id).and_then(|g| g.line.first());
-        first.map(|(_, unit)| self.members(*unit, id)).unwrap_or_default()
+        let first = self.gpus.get(&id).and_then(|g| g.queue.first());
+        first.map(|(_, entity)| self.members(*entity, id)).unwrap_or_default()
     }
 
     /// The clients of a request that want that GPU.
-    pub(super) fn members(&self, unit: Unit, id: GpuId) -> Vec<ClientId> {
-        let request = self.requests.get(&unit);
+    pub(super) fn members(&self, entity: Entity, id: GpuId) -> Vec<ClientId> {
+        let request = self.requests.get(&entity);
         let wants = request.into_iter().flat_map(|r| &r.wants);
         wants.filter(|(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client).collect()
     }
 
     /// Prepares the first in line, grants what can be granted, and goes on with the next, until one has to wait.
     /// Returns the bytes that this one lacks.
-    fn serve_line(&mut self, id: GpuId, owed: u64, pressure: &mut Pressure) -> u64 {
+    fn serve_queue(&mut self, id: GpuId, owed: u64, pressure: &mut Pressure) -> u64 {
         loop {
-            let Some((_, unit)) = self.gpus.get(&id).and_then(|g| g.line.first()).copied() else { return 0 };
-            let members = self.members(unit, id);
-            if !self.fits(unit, id, &members) {
+            let Some((_, entity)) = self.gpus.get(&id).and_then(|g| g.queue.first()).copied() else { return 0 };
+            let members = self.members(entity, id);
+            if !self.fits(entity, id, &members) {
                 continue; // it left the line
             }
             let mut lacking = 0u64;
@@ -164,40 +165,40 @@ impl Machine {
                 }
             }
             let short = if lacking > 0 { self.collect(id, owed.saturating_add(lacking), &members, &[]) } else { 0 };
-            if self.complete(unit) {
-                self.begin_trials(unit);
-                self.grant(unit);
+            if self.is_grantable(entity) {
+                self.begin_trials(entity);
+                self.grant(entity);
                 continue;
             }
-            if self.waits_behind(unit, id) {
-                self.park(unit, Parked::Behind(id));
+            if self.waits_behind(entity, id) {
+                self.block(entity, Blocked::Behind(id));
                 continue;
             }
-            let locked = !self.admissible(unit, id);
-            self.note_vacancy(id, unit, lacking > 0 && !locked);
+            let locked = !self.is_admissible(entity, id);
+            self.note_idle_for(id, entity, lacking > 0 && !locked);
             if lacking > 0 && !locked {
-                self.tell(unit, WaitReason::Eviction);
+                self.report_wait(entity, WaitReason::Eviction);
             }
-            let burst = members.iter().filter_map(|m| self.seat(*m, id)).map(|s| s.bursts.expected()).max();
+            let burst = members.iter().filter_map(|m| self.attachment(*m, id)).map(|s| s.bursts.expected()).max();
             let both_ways = |bytes| self.moving_both_ways(id, bytes, &members);
             let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
-            pressure.first = Some(unit);
+            pressure.first = Some(entity);
             pressure.locked_out = locked;
             pressure.waiter = Some(Waiter {
-                standing: Standing::default(),
+                precedence: Precedence::default(),
                 burst: burst.unwrap_or_default(),
                 moving,
                 arrives,
                 evicts: lacking > 0,
-                unmeasured: members.iter().any(|m| self.seat(*m, id).is_some_and(|s| s.fullness.is_open())),
+                unmeasured: members.iter().any(|m| self.attachment(*m, id).is_some_and(|s| s.utilization.is_open())),
                 holders_measured: self.are_measured(id),
-                waiters: self.gpus.get(&id).map_or(0, |g| g.line.len() as u32),
-                rank: self.requests.get(&unit).map_or(Time::ZERO, |request| request.place.rank),
-                aged: self.requests.get(&unit).is_some_and(|request| request.aged),
+                waiters: self.gpus.get(&id).map_or(0, |g| g.queue.len() as u32),
+                rank: self.requests.get(&entity).map_or(Time::ZERO, |request| request.key.rank),
+                aged: self.requests.get(&entity).is_some_and(|request| request.aged),
                 ..Waiter::default()
             });
-            self.step_aside(id);
+            self.defer_behind(id);
             return lacking;
         }
     }
@@ -206,7 +207,7 @@ impl Machine {
     /// gives anything for it. Returns the bytes that it lacks.
     fn serve_undrainable(&mut self, id: GpuId) -> u64 {
         let Some(gpu) = self.gpus.get(&id) else { return 0 };
-        let cannot = |c: &ClientId| self.seat(*c, id)?.hold.as_ref().map(Hold::is_undrainable);
+        let cannot = |c: &ClientId| self.attachment(*c, id)?.hold.as_ref().map(Hold::is_undrainable);
         let holders: Vec<ClientId> = gpu.holders.values().copied().filter(|c| cannot(c) == Some(true)).collect();
         let mut lacking = 0u64;
         for holder in holders {
@@ -222,59 +223,59 @@ impl Machine {
 
     /// Lets a request that cannot be served leave the line, so that it does not hold up others, until something that is
     /// pinned goes; a gang that is too large together falls apart.
-    fn fits(&mut self, unit: Unit, id: GpuId, members: &[ClientId]) -> bool {
-        if self.has_room(unit, id, members) {
+    fn fits(&mut self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
+        if self.has_room(entity, id, members) {
             return true;
         }
         if members.len() > 1 {
             let all: Vec<ClientId> =
-                self.requests.get(&unit).into_iter().flat_map(|r| r.wants.keys()).copied().collect();
-            self.split(unit, &all);
+                self.requests.get(&entity).into_iter().flat_map(|r| r.wants.keys()).copied().collect();
+            self.split(entity, &all);
         } else {
-            self.park(unit, Parked::Pinned(id));
+            self.block(entity, Blocked::Pinned(id));
         }
         false
     }
 
     /// Whether a request could be served there if everybody who can give bytes did.
-    pub(super) fn has_room(&self, unit: Unit, id: GpuId, members: &[ClientId]) -> bool {
-        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.requests.get(&unit)) else { return true };
+    pub(super) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
+        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.requests.get(&entity)) else { return true };
         let mut own = 0u64;
         let mut need = 0u64;
         for member in members {
-            own = own.saturating_add(gpu.ledger.fixed_of(*member));
+            own = own.saturating_add(gpu.ledger.unevictable_of(*member));
             need = need.saturating_add(self.need(*member, id));
         }
-        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.fixed().saturating_sub(own));
-        need <= room || self.provided(unit, id)
+        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own));
+        need <= room || self.has_memory(entity, id)
     }
 
     /// Lets these members of a gang's request wait each for itself. What is left of it is out of the line.
-    pub(super) fn split(&mut self, unit: Unit, members: &[ClientId]) {
-        self.leave_line(unit);
+    pub(super) fn split(&mut self, entity: Entity, members: &[ClientId]) {
+        self.dequeue(entity);
         for client in members {
-            let (solo, number) = (Unit::Solo(*client), self.count());
-            let Some(request) = self.requests.get_mut(&unit) else { return };
+            let (solo, number) = (Entity::Solo(*client), self.count());
+            let Some(request) = self.requests.get_mut(&entity) else { return };
             let Some(gpus) = request.wants.remove(client) else { continue };
             let since = request.since.remove(client).unwrap_or(self.now);
             let alone = Request {
-                place: Place { number, ..request.place },
+                key: QueueKey { number, ..request.key },
                 since: [(*client, since)].into(),
                 wants: [(*client, gpus)].into(),
                 gathers: None,
                 ages: request.ages,
                 aged: request.aged,
-                parked: self.clients.get(client).filter(|state| state.stopped).map(|_| Parked::Stopped),
+                blocked: self.clients.get(client).filter(|state| state.stopped).map(|_| Blocked::Stopped),
                 told: None,
             };
             if request.wants.is_empty() {
-                self.requests.remove(&unit);
+                self.requests.remove(&entity);
             }
             self.requests.insert(solo, alone);
             if let Some(state) = self.clients.get_mut(client) {
                 state.waiting = Some(solo);
             }
-            self.join(solo);
+            self.enqueue(solo);
         }
     }
 
@@ -283,63 +284,67 @@ impl Machine {
     fn press(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
         let gpu = self.gpus.get(&id)?;
-        let waiters = (gpu.line.len() as u32).max(1);
+        let waiters = (gpu.queue.len() as u32).max(1);
         let grace = self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |w| w.moving));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
         let together = self.may_stay(id);
-        let first = gpu.holders.values().filter_map(|c| self.seat(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
-        let first = first.map(|h| h.unit);
+        let first =
+            gpu.holders.values().filter_map(|c| self.attachment(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
+        let first = first.map(|h| h.entity);
         let awaited = !gpu.behind.is_empty();
         let mut short = pressure.short;
         let mut next: Option<Time> = self.together_until(id);
         let holders: Vec<ClientId> = gpu.holders.values().copied().collect();
         if next.is_some_and(|until| until <= now) {
-            self.forget_fullness(id);
+            self.forget_utilization(id);
         }
         next = next.filter(|_| together);
         for client in holders {
-            let Some((seat, account)) = self.seat(client, id).zip(self.account(client, id)) else { continue };
-            let Some(hold) = seat.hold.as_ref() else { continue };
-            let movable = if hold.is_aside() { 0 } else { account.movable() };
-            let own = pressure.locked_out && pressure.first == Some(hold.unit);
-            let gives = short > 0 && movable > 0 && pressure.grower != Some(client);
+            let Some((attachment, account)) = self.attachment(client, id).zip(self.account(client, id)) else {
+                continue;
+            };
+            let Some(hold) = attachment.hold.as_ref() else { continue };
+            let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
+            let own = pressure.locked_out && pressure.first == Some(hold.entity);
+            let gives = short > 0 && evictable > 0 && pressure.grower != Some(client);
             let wanted = !own && (gives || (exclusive && pressure.locked_out));
-            let leaves = if gives { movable.min(short) } else { 0 };
+            let leaves = if gives { evictable.min(short) } else { 0 };
             short -= leaves;
             let leaves = leaves.min(account.report.mapped); // it may be allowed more than it has
             if hold.revoked.is_some() {
                 continue;
             }
             // They run together no longer.
-            let surplus = exclusive && !together && first.is_some_and(|unit| hold.unit != unit);
-            let surplus = surplus || self.yields(hold.unit);
+            let surplus = exclusive && !together && first.is_some_and(|entity| hold.entity != entity);
+            let surplus = surplus || self.yields(hold.entity);
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
-            let for_itself = seat.fullness.is_for_itself();
-            let standing = match pressure.first {
-                Some(first) => self.standing(first, client),
-                None => Standing::Equal,
+            let for_itself = attachment.utilization.is_for_itself();
+            let precedence = match pressure.first {
+                Some(first) => self.precedence(first, client),
+                None => Precedence::Equal,
             };
             // Others than who waits need the bytes.
-            let standing = if pressure.overdue && standing == Standing::After { Standing::Equal } else { standing };
+            let precedence =
+                if pressure.overdue && precedence == Precedence::After { Precedence::Equal } else { precedence };
             let turn = match pressure.waiter {
                 Some(waiter)
-                    if standing != Standing::Equal || !for_itself && (exclusive || pressure.grower.is_none()) =>
+                    if precedence != Precedence::Equal || !for_itself && (exclusive || pressure.grower.is_none()) =>
                 {
                     let holder = self.runner(client, id, hold, pressure.first);
-                    self.policy().turn(&self.settings, &holder, &Waiter { standing, ..waiter })
+                    self.policy().turn(&self.settings, &holder, &Waiter { precedence, ..waiter })
                 }
                 _ => self.settings.time_quantum,
             };
-            let equal = standing == Standing::Equal;
+            let equal = precedence == Precedence::Equal;
             // The others of it spin meanwhile.
-            let least = hold.unit.gang().filter(|gang| equal && self.is_job(*gang));
+            let least = hold.entity.gang().filter(|gang| equal && self.is_job(*gang));
             let least = least.map_or(Duration::ZERO, |gang| self.gang_drains_in(gang) * DRAINS_PER_TURN);
             let turn = turn.max(least.min(self.settings.time_quantum));
             let helps = self.helps_to_drain(hold);
-            let gang_ends = pressure.first.and_then(|first| self.awaited_since(hold.unit, first));
+            let gang_ends = pressure.first.and_then(|first| self.awaited_since(hold.entity, first));
             let gang_ends = gang_ends.map(|since| since.saturating_add(turn));
             let rival = pressure.first.filter(|_| !pressure.overdue && equal && wanted && hold.waited(now) >= turn);
-            let stays = rival.and_then(|rival| self.stands_first_until(client, id, rival));
+            let stays = rival.and_then(|rival| self.precedes_until(client, id, rival));
             let capped = self.capped_at(client, id);
             // One whose time is counted, or for whom others wait outside of the line, gives the GPU back whenever it has no
             // use for it.
@@ -349,7 +354,7 @@ impl Machine {
                 _ => (true, 1, SHORTEST_GRACE),
             };
             let gpus = GpuSet::from([id]);
-            let Some(hold) = self.seat_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
+            let Some(hold) = self.attachment_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
             if wanted {
                 hold.waited_since.get_or_insert(now);
             } else if let Some(since) = hold.waited_since.take() {

@@ -11,8 +11,8 @@
 use super::{
     api::*,
     gangs::Gang,
-    groups::Members,
-    locks::{Hold, Parked, Unit},
+    groups::GroupState,
+    locks::{Blocked, Entity, Hold},
     machine::Machine,
     usage::Window,
 };
@@ -25,7 +25,7 @@ const LEAST_PAUSE: Duration = Duration::from_millis(1);
 
 /// Who takes turns as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) enum Party {
+pub(super) enum ShareOwner {
     User(UserId),
     Group(GroupId),
     /// Within one of those, by what it says itself (`own`).
@@ -38,8 +38,8 @@ pub(super) enum Party {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Class {
     tier: Tier,
-    prompt: Reverse<bool>,
-    owed: Reverse<bool>,
+    interactive_first: Reverse<bool>,
+    below_minimum: Reverse<bool>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
@@ -58,11 +58,11 @@ impl Default for Tier {
 
 /// What somebody who waits is to somebody who holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Standing {
+pub(super) enum Precedence {
     /// Waits for no turn to end; in `auto` for no drain either.
     Before,
     /// Has had less than it is to have, which the other has not.
-    Owed,
+    BelowMinimum,
     #[default]
     Equal,
     /// Has to wait until the other has no work, or has had what it is to have.
@@ -89,79 +89,82 @@ impl Share {
     }
 }
 
-impl Members {
+impl GroupState {
     fn is_watched(&self) -> bool {
         self.terms.share.is_some_and(Share::is_watched)
     }
 }
 
 impl Machine {
-    pub(super) fn party(&self, client: ClientId) -> Option<Party> {
+    pub(super) fn owner(&self, client: ClientId) -> Option<ShareOwner> {
         let state = self.clients.get(&client)?;
         let group =
             state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.share.is_some()));
-        let user = if self.policy().users_take_turns() { Party::User(state.user) } else { Party::Others };
-        Some(group.map_or(user, Party::Group))
+        let user = if self.policy().users_take_turns() { ShareOwner::User(state.user) } else { ShareOwner::Others };
+        Some(group.map_or(user, ShareOwner::Group))
     }
 
-    pub(super) fn share(&self, party: Party) -> Share {
-        match party {
-            Party::User(_) | Party::Others => Share::default(),
-            Party::Group(group) => self.groups.get(&group).and_then(|members| members.terms.share).unwrap_or_default(),
-            Party::Client(client) => self.own_share(client),
+    pub(super) fn share(&self, owner: ShareOwner) -> Share {
+        match owner {
+            ShareOwner::User(_) | ShareOwner::Others => Share::default(),
+            ShareOwner::Group(group) => {
+                self.groups.get(&group).and_then(|members| members.terms.share).unwrap_or_default()
+            }
+            ShareOwner::Client(client) => self.client_share(client),
         }
     }
 
     /// Its party's, as far as it claims that.
     pub(super) fn share_of(&self, client: ClientId) -> Share {
-        let share = self.party(client).map_or_else(Share::default, |party| self.share(party));
-        self.own.get(&client).map_or(share, |own| own.of(share))
+        let share = self.owner(client).map_or_else(Share::default, |owner| self.share(owner));
+        self.client_limits.get(&client).map_or(share, |own| own.of(share))
     }
 
     /// What it counts for when turns are divided.
-    pub(super) fn weight(&self, party: Party) -> u32 {
-        u32::from(self.share(party).weight.max(1))
+    pub(super) fn weight(&self, owner: ShareOwner) -> u32 {
+        u32::from(self.share(owner).weight.max(1))
     }
 
     /// The same where it wants that GPU: the others count for as many users as they are.
-    pub(super) fn weight_on(&self, party: Party, id: GpuId) -> u32 {
+    pub(super) fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let users = || {
             let gpu = self.gpus.get(&id).into_iter();
-            let waiting = gpu.clone().flat_map(|gpu| &gpu.line).flat_map(|(_, unit)| self.clients_of(*unit));
+            let waiting = gpu.clone().flat_map(|gpu| &gpu.queue).flat_map(|(_, entity)| self.clients_of(*entity));
             let clients = waiting.chain(gpu.flat_map(|gpu| gpu.holders.values().copied()));
-            let others = clients.filter(|client| self.party(*client) == Some(Party::Others));
+            let others = clients.filter(|client| self.owner(*client) == Some(ShareOwner::Others));
             let users: BTreeSet<UserId> = others.filter_map(|client| Some(self.clients.get(&client)?.user)).collect();
             u32::try_from(users.len()).unwrap_or(u32::MAX).max(1)
         };
-        self.weight(party).saturating_mul(if party == Party::Others { users() } else { 1 })
+        self.weight(owner).saturating_mul(if owner == ShareOwner::Others { users() } else { 1 })
     }
 
     /// What a party has had of a GPU.
-    fn window(&self, party: Party, id: GpuId) -> Window<'_> {
+    fn window(&self, owner: ShareOwner, id: GpuId) -> Window<'_> {
         let gpu = self.gpus.get(&id);
         let holders = gpu.into_iter().flat_map(|gpu| gpu.holders.values());
-        let own = holders.filter(|client| self.party(**client) == Some(party) || party == Party::Client(**client));
+        let own = holders.filter(|client| self.owner(**client) == Some(owner) || owner == ShareOwner::Client(**client));
         // Who is counted as no holder keeps its fellows from nothing.
-        let holds = own.filter_map(|client| self.seat(*client, id)?.hold.as_ref()).filter(|hold| !hold.is_aside());
+        let holds =
+            own.filter_map(|client| self.attachment(*client, id)?.hold.as_ref()).filter(|hold| !hold.is_bypassed());
         let since = holds.map(|hold| hold.since).min();
-        Window { usage: gpu.and_then(|gpu| gpu.used.get(&party)), since, period: self.settings.time_period }
+        Window { usage: gpu.and_then(|gpu| gpu.used.get(&owner)), since, period: self.settings.time_period }
     }
 
     /// The client no longer has the lock, which it had since then.
     pub(super) fn count_usage(&mut self, client: ClientId, id: GpuId, since: Time) {
-        let bounded = [self.party(client), Some(Party::Client(client))].into_iter().flatten();
-        let bounded: Vec<Party> = bounded.filter(|party| self.share(*party).is_bounded()).collect();
+        let bounded = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
+        let bounded: Vec<ShareOwner> = bounded.filter(|owner| self.share(*owner).is_bounded()).collect();
         let (now, period) = (self.now, self.settings.time_period);
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        for party in bounded {
-            gpu.used.entry(party).or_default().record(since, now, period);
+        for owner in bounded {
+            gpu.used.entry(owner).or_default().record(since, now, period);
         }
     }
 
     /// Whether it has had less of that GPU than it is to have.
-    fn is_owed(&self, party: Party, id: GpuId) -> bool {
-        let min = self.share(party).min;
-        min > 0 && self.window(party, id).used(self.now) < Share::part(min, &self.settings)
+    fn is_below_minimum(&self, owner: ShareOwner, id: GpuId) -> bool {
+        let min = self.share(owner).min;
+        min > 0 && self.window(owner, id).used(self.now) < Share::part(min, &self.settings)
     }
 
     /// The class of a client that wants these GPUs, or has them: the last of its gang's, which goes together. Nobody gains
@@ -169,21 +172,21 @@ impl Machine {
     pub(super) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         // All of a gang that a rule makes have the same share, where none of them claims less.
         let gang = self.clients.get(&client).and_then(|state| state.gang);
-        if let (Some(Gang::Group(_)), true) = (gang, self.own.is_empty()) {
+        if let (Some(Gang::Group(_)), true) = (gang, self.client_limits.is_empty()) {
             return self.own_class(client, gpus);
         }
-        let all = self.fellows(client).chain([client]).map(|member| self.own_class(member, gpus));
+        let all = self.gang_peers(client).chain([client]).map(|member| self.own_class(member, gpus));
         all.max().unwrap_or_default()
     }
 
     fn own_class(&self, client: ClientId, gpus: &GpuSet) -> Class {
-        let Some(party) = self.party(client) else { return Class::default() };
+        let Some(owner) = self.owner(client) else { return Class::default() };
         let share = self.share_of(client);
-        let has_had_more = |id: &GpuId| self.has_been_served_until(client, *id) > self.now;
+        let has_had_more = |id: &GpuId| self.latest_finish_tag(client, *id) > self.now;
         Class {
             tier: share.tier(),
-            prompt: Reverse(share.interactive && !gpus.iter().any(has_had_more)),
-            owed: Reverse(share.min > 0 && gpus.iter().any(|id| self.is_owed(party, *id))),
+            interactive_first: Reverse(share.interactive && !gpus.iter().any(has_had_more)),
+            below_minimum: Reverse(share.min > 0 && gpus.iter().any(|id| self.is_below_minimum(owner, *id))),
         }
     }
 
@@ -194,92 +197,93 @@ impl Machine {
 
     /// The class of a holder, by all that it has.
     fn class_of_holder(&self, holder: ClientId) -> Class {
-        let seats = self.clients.get(&holder).into_iter().flat_map(|client| &client.seats);
-        let held = seats.filter(|(_, seat)| seat.hold.is_some()).map(|(id, _)| *id).collect();
+        let attachments = self.clients.get(&holder).into_iter().flat_map(|client| &client.attachments);
+        let held = attachments.filter(|(_, attachment)| attachment.hold.is_some()).map(|(id, _)| *id).collect();
         self.class(holder, &held)
     }
 
     /// What the first in line is to a holder.
-    pub(super) fn standing(&self, waiter: Unit, holder: ClientId) -> Standing {
-        let Some(request) = self.requests.get(&waiter) else { return Standing::Equal };
+    pub(super) fn precedence(&self, waiter: Entity, holder: ClientId) -> Precedence {
+        let Some(request) = self.requests.get(&waiter) else { return Precedence::Equal };
         if !self.has_classes() {
-            return Standing::Equal;
+            return Precedence::Equal;
         }
-        let (first, has) = (request.place.class, self.class_of_holder(holder));
+        let (first, has) = (request.key.class, self.class_of_holder(holder));
         // Even if it has had more than its share.
-        let is_interactive = has.prompt.0 || self.share_of(holder).interactive;
-        match (first.tier.cmp(&has.tier), first.prompt.0, (first.owed.0, has.owed.0)) {
-            (Ordering::Less, ..) => Standing::Before,
-            (Ordering::Greater, ..) => Standing::After,
-            (_, true, _) if is_interactive => Standing::Owed,
-            (_, true, _) => Standing::Before,
-            (.., (true, false)) => Standing::Owed,
-            (.., (false, true)) => Standing::After,
-            _ => Standing::Equal,
+        let is_interactive = has.interactive_first.0 || self.share_of(holder).interactive;
+        match (first.tier.cmp(&has.tier), first.interactive_first.0, (first.below_minimum.0, has.below_minimum.0)) {
+            (Ordering::Less, ..) => Precedence::Before,
+            (Ordering::Greater, ..) => Precedence::After,
+            (_, true, _) if is_interactive => Precedence::BelowMinimum,
+            (_, true, _) => Precedence::Before,
+            (.., (true, false)) => Precedence::BelowMinimum,
+            (.., (false, true)) => Precedence::After,
+            _ => Precedence::Equal,
         }
     }
 
     /// Whether a holder that drains keeps that waiter from nothing: in `auto`, one who waits for no turn to end does not wait
     /// for the work that is queued either, if its memory has room beside. The GPU shares itself out for that long.
-    pub(super) fn makes_way(&self, holder: ClientId, hold: &Hold, waiter: Unit) -> bool {
+    pub(super) fn makes_way(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
-        is_auto && hold.revoked.is_some() && self.standing(waiter, holder) == Standing::Before
+        is_auto && hold.revoked.is_some() && self.precedence(waiter, holder) == Precedence::Before
     }
 
     /// Whether anybody has a share.
     pub(super) fn has_classes(&self) -> bool {
-        self.groups.values().any(|members| members.terms.share.is_some()) || self.own.values().any(Own::makes_classes)
+        self.groups.values().any(|members| members.terms.share.is_some())
+            || self.client_limits.values().any(Own::makes_classes)
     }
 
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
     /// the others from everybody meanwhile.
-    pub(super) fn waits_behind(&self, unit: Unit, id: GpuId) -> bool {
-        let Some(request) = self.requests.get(&unit).filter(|_| self.has_classes()) else { return false };
-        let (Some(gpu), tier) = (self.gpus.get(&id), request.place.class.tier) else { return false };
+    pub(super) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
+        let Some(request) = self.requests.get(&entity).filter(|_| self.has_classes()) else { return false };
+        let (Some(gpu), tier) = (self.gpus.get(&id), request.key.class.tier) else { return false };
         let several = request.wants.values().flatten().any(|other| *other != id);
-        let waits = || gpu.line.first().is_some_and(|(place, _)| place.class.tier < tier);
-        let is_counted = |hold: &Hold| !hold.is_aside() && hold.unit != unit;
+        let waits = || gpu.queue.first().is_some_and(|(key, _)| key.class.tier < tier);
+        let is_counted = |hold: &Hold| !hold.is_bypassed() && hold.entity != entity;
         let holds = |holder: &ClientId| {
-            self.seat(*holder, id).and_then(|seat| seat.hold.as_ref()).is_some_and(is_counted)
+            self.attachment(*holder, id).and_then(|attachment| attachment.hold.as_ref()).is_some_and(is_counted)
                 && self.class_of_holder(*holder).tier < tier
         };
-        several && (waits() || (gpu.holders.values().any(holds) && !self.admissible(unit, id)))
+        several && (waits() || (gpu.holders.values().any(holds) && !self.is_admissible(entity, id)))
     }
 
     /// Takes those out of that line who only keep other GPUs from others, as one of a better tier waits there.
-    pub(super) fn step_aside(&mut self, id: GpuId) {
+    pub(super) fn defer_behind(&mut self, id: GpuId) {
         if !self.has_classes() {
             return;
         }
-        let line = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.line).map(|(_, unit)| *unit);
-        let behind: Vec<Unit> = line.skip(1).filter(|unit| self.waits_behind(*unit, id)).collect();
-        behind.into_iter().for_each(|unit| self.park(unit, Parked::Behind(id)));
+        let queue = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.queue).map(|(_, entity)| *entity);
+        let behind: Vec<Entity> = queue.skip(1).filter(|entity| self.waits_behind(*entity, id)).collect();
+        behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
     }
 
     /// Whether that one is to have a GPU as soon as its memory is there, and nobody else has it now.
-    pub(super) fn note_vacancy(&mut self, id: GpuId, unit: Unit, arrives: bool) {
+    pub(super) fn note_idle_for(&mut self, id: GpuId, entity: Entity, arrives: bool) {
         let now = self.now;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.vacant = match gpu.vacant {
+        gpu.idle_for = match gpu.idle_for {
             _ if !arrives || !gpu.holders.is_empty() => None,
-            Some((whose, since)) if whose == unit => Some((whose, since)),
-            _ => Some((unit, now)),
+            Some((whose, since)) if whose == entity => Some((whose, since)),
+            _ => Some((entity, now)),
         };
     }
 
     /// When the holder or its group will have had all that it may; None: there is no such bound. A time that is not to come:
     /// it has had it.
     pub(super) fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
-        let parties = [self.party(holder), Some(Party::Client(holder))].into_iter().flatten();
-        parties.filter_map(|party| self.party_capped_at(party, id)).min()
+        let owners = [self.owner(holder), Some(ShareOwner::Client(holder))].into_iter().flatten();
+        owners.filter_map(|owner| self.party_capped_at(owner, id)).min()
     }
 
-    fn party_capped_at(&self, party: Party, id: GpuId) -> Option<Time> {
-        let share = self.share(party);
+    fn party_capped_at(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {
+        let share = self.share(owner);
         if share.max >= 100 {
             return None;
         }
-        let (window, most) = (self.window(party, id), Share::part(share.max, &self.settings));
+        let (window, most) = (self.window(owner, id), Share::part(share.max, &self.settings));
         if window.used(self.now) >= most {
             return Some(self.now);
         }
@@ -289,19 +293,19 @@ impl Machine {
     /// Until when a client may have none of these GPUs, because it or its group has had all that it may. It may again once
     /// enough for a turn is a period ago.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
-        let parties = [self.party(client), Some(Party::Client(client))].into_iter().flatten();
-        parties.filter_map(|party| self.party_capped_until(party, gpus)).max()
+        let owners = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
+        owners.filter_map(|owner| self.owner_capped_until(owner, gpus)).max()
     }
 
-    fn party_capped_until(&self, party: Party, gpus: &GpuSet) -> Option<Time> {
-        let share = self.share(party);
+    fn owner_capped_until(&self, owner: ShareOwner, gpus: &GpuSet) -> Option<Time> {
+        let share = self.share(owner);
         if share.max >= 100 {
             return None;
         }
         let most = Share::part(share.max, &self.settings);
         let turn = self.settings.slice().min(most / 2);
         let until = gpus.iter().filter_map(|id| {
-            let window = self.window(party, *id);
+            let window = self.window(owner, *id);
             let is_spent = window.used(self.now) >= most;
             // A fellow may have it for as long as it takes to end its work.
             let again =
@@ -312,13 +316,13 @@ impl Machine {
     }
 
     /// The same for all who are to be granted together.
-    pub(super) fn is_capped(&self, unit: Unit) -> Option<Time> {
-        let wants = self.requests.get(&unit).into_iter().flat_map(|request| &request.wants);
+    pub(super) fn is_capped(&self, entity: Entity) -> Option<Time> {
+        let wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
     }
 
-    fn clients_of(&self, unit: Unit) -> impl Iterator<Item = ClientId> {
-        self.requests.get(&unit).into_iter().flat_map(|request| request.wants.keys().copied())
+    fn clients_of(&self, entity: Entity) -> impl Iterator<Item = ClientId> {
+        self.requests.get(&entity).into_iter().flat_map(|request| request.wants.keys().copied())
     }
 
     /// Whether nobody may run at the same moment: what it has of the time is counted, or it is not to be slowed down.
@@ -328,13 +332,13 @@ impl Machine {
     }
 
     /// Rules are others: everybody who waits stands where it belongs by them.
-    pub(super) fn stand_anew(&mut self) {
-        for unit in self.requests.keys().copied().collect::<Vec<_>>() {
-            self.put_back(unit);
-            let parked = self.requests.get(&unit).and_then(|request| request.parked);
-            let is_capped = matches!(parked, Some(Parked::Until(_))) && !self.is_delayed(unit);
-            if is_capped || matches!(parked, Some(Parked::Behind(_))) {
-                self.join(unit);
+    pub(super) fn requeue_all(&mut self) {
+        for entity in self.requests.keys().copied().collect::<Vec<_>>() {
+            self.requeue(entity);
+            let blocked = self.requests.get(&entity).and_then(|request| request.blocked);
+            let is_capped = matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity);
+            if is_capped || matches!(blocked, Some(Blocked::Behind(_))) {
+                self.enqueue(entity);
             }
         }
         let (now, period) = (self.now, self.settings.time_period);
@@ -345,35 +349,37 @@ impl Machine {
     }
 
     /// Puts those in line where they belong now, as what they have had goes into it. Says when to look again.
-    pub(super) fn reclass(&mut self, id: GpuId) -> Option<Time> {
-        if !self.groups.values().any(Members::is_watched) && !self.own.values().any(Own::is_watched) {
+    pub(super) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
+        if !self.groups.values().any(GroupState::is_watched) && !self.client_limits.values().any(Own::is_watched) {
             return None;
         }
-        let watched = |unit: &Unit| self.clients_of(*unit).any(|client| self.share_of(client).is_watched());
-        let line: Vec<Unit> = self.gpus.get(&id)?.line.iter().map(|(_, unit)| *unit).filter(watched).collect();
-        for unit in &line {
-            match self.is_capped(*unit) {
-                Some(until) => self.park(*unit, Parked::Until(until)),
-                None => self.put_back(*unit),
+        let watched = |entity: &Entity| self.clients_of(*entity).any(|client| self.share_of(client).is_watched());
+        let queue: Vec<Entity> = self.gpus.get(&id)?.queue.iter().map(|(_, entity)| *entity).filter(watched).collect();
+        for entity in &queue {
+            match self.is_capped(*entity) {
+                Some(until) => self.block(*entity, Blocked::Until(until)),
+                None => self.requeue(*entity),
             }
         }
-        let gpu = self.gpus.get(&id).filter(|gpu| !gpu.line.is_empty())?;
-        let waiting = gpu.line.iter().flat_map(|(_, unit)| self.clients_of(*unit)).chain(gpu.holders.values().copied());
-        let watched: BTreeSet<Party> = waiting.filter_map(|client| self.party(client)).collect();
-        let changes = watched.into_iter().filter(|party| self.share(*party).is_watched()).filter_map(|party| {
-            let share = self.share(party);
-            let window = self.window(party, id);
+        let gpu = self.gpus.get(&id).filter(|gpu| !gpu.queue.is_empty())?;
+        let waiting =
+            gpu.queue.iter().flat_map(|(_, entity)| self.clients_of(*entity)).chain(gpu.holders.values().copied());
+        let watched: BTreeSet<ShareOwner> = waiting.filter_map(|client| self.owner(client)).collect();
+        let changes = watched.into_iter().filter(|owner| self.share(*owner).is_watched()).filter_map(|owner| {
+            let share = self.share(owner);
+            let window = self.window(owner, id);
             let least = Share::part(share.min, &self.settings);
-            let owed = match window.since {
+            let below_minimum = match window.since {
                 _ if share.min == 0 => None,
                 Some(_) => window.reaches(least, self.now).filter(|_| window.used(self.now) < least),
                 None => window.falls_below(least, self.now).filter(|_| window.used(self.now) >= least),
             };
-            let prompt = gpu.served.get(&party).copied().filter(|until| share.interactive && *until > self.now);
-            owed.into_iter().chain(prompt).min()
+            let interactive_first =
+                gpu.finish_tags.get(&owner).copied().filter(|until| share.interactive && *until > self.now);
+            below_minimum.into_iter().chain(interactive_first).min()
         });
-        let interactive = self.own.keys().filter(|client| self.share_of(**client).interactive);
-        let own = interactive.map(|client| self.has_been_served_until(*client, id));
+        let interactive = self.client_limits.keys().filter(|client| self.share_of(**client).interactive);
+        let own = interactive.map(|client| self.latest_finish_tag(*client, id));
         changes.chain(own).filter(|at| *at > self.now).min()
     }
 }

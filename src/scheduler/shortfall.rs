@@ -20,7 +20,7 @@
 
 use super::{
     api::*,
-    locks::{Parked, Unit},
+    locks::{Blocked, Entity},
     machine::{Client, Machine},
     timers::Wake,
 };
@@ -118,8 +118,8 @@ impl Failures {
 impl Client {
     /// It is not granted those GPUs before that, since mapping failed.
     pub fn delayed_until(&self, gpus: &GpuSet) -> Time {
-        let seats = gpus.iter().filter_map(|id| self.seats.get(id));
-        seats.map(|seat| seat.failures.not_before).max().unwrap_or_default()
+        let attachments = gpus.iter().filter_map(|id| self.attachments.get(id));
+        attachments.map(|attachment| attachment.failures.not_before).max().unwrap_or_default()
     }
 }
 
@@ -127,17 +127,17 @@ impl Machine {
     /// A client gave a GPU back because mapping failed there.
     pub(super) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
-        let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.seats.iter().copied());
+        let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.clients.iter().copied());
         let others = clients.filter(|other| *other != client && self.can_give(*other, id)).collect();
         let Some(report) = self.account(client, id).map(|account| account.report) else { return };
-        let Some(seat) = self.seat_mut(client, id) else { return };
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
         let bytes = report.demand.saturating_sub(report.mapped);
         if bytes == 0 {
             return;
         }
-        seat.failures.in_a_row = seat.failures.in_a_row.saturating_add(1);
-        seat.failures.unexplained = Some(Failure { at: now, others });
-        let failures = seat.failures.in_a_row;
+        attachment.failures.in_a_row = attachment.failures.in_a_row.saturating_add(1);
+        attachment.failures.unexplained = Some(Failure { at: now, others });
+        let failures = attachment.failures.in_a_row;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         // A measurement that is under way may have begun before.
         gpu.asked = false;
@@ -150,20 +150,21 @@ impl Machine {
     /// The client's request waits for so long for that GPU.
     fn put_off(&mut self, client: ClientId, id: GpuId, delay: Duration) {
         let now = self.now;
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        seat.failures.not_before = now + delay;
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        attachment.failures.not_before = now + delay;
         let Some(state) = self.clients.get(&client) else { return };
-        let Some((unit, request)) = state.waiting.and_then(|unit| Some((unit, self.requests.get(&unit)?))) else {
+        let Some((entity, request)) = state.waiting.and_then(|entity| Some((entity, self.requests.get(&entity)?)))
+        else {
             return;
         };
         let until = request.wants.get(&client).map_or(now, |gpus| state.delayed_until(gpus));
-        let parked = request.parked;
+        let blocked = request.blocked;
         if until > now {
-            if !matches!(parked, Some(Parked::Stopped)) {
-                self.park(unit, Parked::Until(until));
+            if !matches!(blocked, Some(Blocked::Stopped)) {
+                self.block(entity, Blocked::Until(until));
             }
-        } else if matches!(parked, Some(Parked::Until(_))) && !self.is_delayed(unit) {
-            self.join(unit);
+        } else if matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity) {
+            self.enqueue(entity);
         }
     }
 
@@ -176,12 +177,12 @@ impl Machine {
         found: &BTreeMap<ClientId, Found>,
     ) {
         let in_use = self.in_use(id);
-        let clients = self.gpus.get(&id).map(|gpu| gpu.seats.clone()).unwrap_or_default();
+        let clients = self.gpus.get(&id).map(|gpu| gpu.clients.clone()).unwrap_or_default();
         let mut is_over = true;
         for client in clients {
-            let Some(seat) = self.seat_mut(client, id) else { continue };
-            seat.failures.measured(free, in_use);
-            match seat.failures.unexplained.take_if(|failure| failure.at <= begun) {
+            let Some(attachment) = self.attachment_mut(client, id) else { continue };
+            attachment.failures.measured(free, in_use);
+            match attachment.failures.unexplained.take_if(|failure| failure.at <= begun) {
                 Some(Failure { others, .. }) => {
                     let has_others = others.iter().any(|other| match self.account(*other, id) {
                         None => true, // it has made room by leaving
@@ -192,7 +193,7 @@ impl Machine {
                     });
                     self.explain_failure(client, id, has_others, found.contains_key(&client));
                 }
-                None => is_over &= seat.failures.unexplained.is_none(),
+                None => is_over &= attachment.failures.unexplained.is_none(),
             }
         }
         if is_over {
@@ -211,27 +212,27 @@ impl Machine {
     fn explain_failure(&mut self, client: ClientId, id: GpuId, has_others: bool, is_measured: bool) {
         let now = self.now;
         let Some(gpu) = self.gpus.get(&id) else { return };
-        let (usable, charged, is_alone) = (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.seats.len() == 1);
+        let (usable, charged, is_alone) = (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.clients.len() == 1);
         let Some(account) = gpu.ledger.account(client) else { return };
         let MemoryReport { demand, mapped, .. } = account.report;
         let is_overstated = account.is_overstated();
-        let Some(seat) = self.seat_mut(client, id) else { return };
-        let steps = seat.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        let steps = attachment.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
         // One that was measured to have less than it reports has not tried.
         let lies = is_measured && is_overstated;
-        seat.failures.alone = if has_others || lies { 0 } else { seat.failures.alone.saturating_add(1) };
-        let is_proof = seat.failures.alone >= PROOF;
+        attachment.failures.alone = if has_others || lies { 0 } else { attachment.failures.alone.saturating_add(1) };
+        let is_proof = attachment.failures.alone >= PROOF;
         // Alone, what is shown as free may be had in a moment; and where more is charged than there is, that explains it.
         if has_others && !lies && (steps > 0 || charged <= usable) {
             let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
-            seat.failures.learn(now, usable.saturating_sub(charged), more);
+            attachment.failures.learn(now, usable.saturating_sub(charged), more);
         }
         let delay = if has_others && steps < MOST_STEPS {
             Duration::ZERO
         } else {
             let most = if is_alone { BACKOFF.1 } else { BACKOFF_BESIDE_OTHERS };
-            seat.failures.backoff = (seat.failures.backoff * 2).clamp(BACKOFF.0, most);
-            seat.failures.backoff
+            attachment.failures.backoff = (attachment.failures.backoff * 2).clamp(BACKOFF.0, most);
+            attachment.failures.backoff
         };
         if is_proof {
             self.out.push(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
@@ -242,45 +243,45 @@ impl Machine {
 
     /// What a client needs beyond its demand, since it could not be had: no more than all others there can give.
     pub(super) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some((seat, gpu)) = self.seat(client, id).zip(self.gpus.get(&id)) else { return 0 };
-        let bytes = seat.failures.shortfall(self.now);
+        let Some((attachment, gpu)) = self.attachment(client, id).zip(self.gpus.get(&id)) else { return 0 };
+        let bytes = attachment.failures.shortfall(self.now);
         if bytes == 0 {
             return 0;
         }
         // The room that remains is shared with those that run together with it.
-        let unit = self.unit(client);
-        let together = gpu.seats.iter().filter(|other| self.unit(**other) == unit);
-        let (mut demand, mut fixed, mut count) = (0u64, 0u64, 0u64);
+        let entity = self.entity(client);
+        let together = gpu.clients.iter().filter(|other| self.entity(**other) == entity);
+        let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
         for member in together {
             let Some(account) = gpu.ledger.account(*member) else { continue };
             demand = demand.saturating_add(account.report.demand);
-            fixed = fixed.saturating_add(gpu.ledger.fixed_of(*member));
+            unevictable = unevictable.saturating_add(gpu.ledger.unevictable_of(*member));
             count += 1;
         }
-        let others = gpu.ledger.fixed().saturating_sub(fixed);
+        let others = gpu.ledger.unevictable().saturating_sub(unevictable);
         let room = gpu.usable(&self.settings).saturating_sub(others).saturating_sub(demand);
         bytes.min(room / count.max(1))
     }
 
     /// Bytes that clients have there, as far as is known.
     fn in_use(&self, id: GpuId) -> u64 {
-        let seats = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.seats);
-        let accounts = seats.filter_map(|client| self.account(*client, id));
+        let attachments = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.clients);
+        let accounts = attachments.filter_map(|client| self.account(*client, id));
         accounts.fold(0, |sum, account| sum.saturating_add(account.in_use()))
     }
 
     /// Whether a client has memory there that can leave, by what is believed of its reports.
     fn can_give(&self, client: ClientId, id: GpuId) -> bool {
         let Some((state, account)) = self.clients.get(&client).zip(self.account(client, id)) else { return false };
-        state.stays(id).is_none() && account.in_use() > account.report.pinned
+        state.eviction_block(id).is_none() && account.in_use() > account.report.pinned
     }
 
     /// Before a request is granted: lets a client that has all of a GPU, and needs more than there seems to be, try to map
     /// the rest.
-    pub(super) fn begin_trials(&mut self, unit: Unit) {
-        let wants = self.requests.get(&unit).into_iter().flat_map(|request| request.wants.values());
+    pub(super) fn begin_trials(&mut self, entity: Entity) {
+        let wants = self.requests.get(&entity).into_iter().flat_map(|request| request.wants.values());
         for id in wants.flatten().copied().collect::<GpuSet>() {
-            if let [client] = *self.members(unit, id) {
+            if let [client] = *self.members(entity, id) {
                 self.begin_trial(client, id);
             }
         }
@@ -294,11 +295,13 @@ impl Machine {
         if own > account.allowance {
             return;
         }
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.squeezes.is_empty()) else { return };
+        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.reservations.is_empty()) else {
+            return;
+        };
         let beyond = demand.saturating_sub(gpu.usable(&self.settings));
         // What others have there, or may have there still, leaves no room for that.
         let fits = gpu.ledger.charged() <= own.min(gpu.usable(&self.settings));
-        if beyond == 0 || !fits || self.doubted_for(client, id) > 0 {
+        if beyond == 0 || !fits || self.unverified_for(client, id) > 0 {
             return;
         }
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
@@ -310,9 +313,9 @@ impl Machine {
 
     /// What a client needs on the GPU that can do without none of it, where the GPU is large enough for that.
     fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        let (seat, gpu) = (self.seat(client, id)?, self.gpus.get(&id)?);
+        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
         let demand = gpu.ledger.account(client)?.report.demand;
-        (seat.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
+        (attachment.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
     }
 
     /// The client needs another amount, or something else is measured to be there.

@@ -5,14 +5,14 @@ use super::{api::*, locks::Hold, machine::Machine};
 use std::time::Duration;
 
 /// How long room is waited for; the client waits longer.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 /// How long room is kept once the client knows of it. What it took of it is measured by then, or soon is.
 const KEPT: Duration = Duration::from_millis(500);
 /// Nobody is made room for beyond this part of a GPU: that is no driver's need.
 const LARGEST_PART: u64 = 4;
 
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
-pub(super) struct Squeeze {
+pub(super) struct Reservation {
     client: ClientId,
     bytes: u64,
     since: Time,
@@ -23,7 +23,7 @@ pub(super) struct Squeeze {
 
 /// What squeezed clients wait for.
 #[derive(Debug, Default)]
-pub(super) struct Squeezed {
+pub(super) struct ReservationNeeds {
     /// Bytes that are on their way out, for them.
     pub lacking: u64,
     /// Bytes that only holders can give, and a client that is not to give them.
@@ -33,60 +33,62 @@ pub(super) struct Squeezed {
     pub next: Option<Time>,
 }
 
-impl Squeeze {
+impl Reservation {
     pub fn is_of(&self, client: ClientId) -> bool {
         self.client == client
     }
 }
 
 impl Machine {
-    pub(super) fn squeezed(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+    pub(super) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let since = self.now;
-        if self.seat(client, id).is_none() {
+        if self.attachment(client, id).is_none() {
             return;
         }
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.squeezes.retain(|squeeze| squeeze.client != client);
+        gpu.reservations.retain(|reservation| reservation.client != client);
         let bytes = bytes.min(gpu.total / LARGEST_PART);
-        gpu.squeezes.push(Squeeze { client, bytes, since, secured: 0, answered: None });
+        gpu.reservations.push(Reservation { client, bytes, since, secured: 0, answered: None });
         self.touch(id);
     }
 
     /// Secures what is free, and sees to it that the rest is freed; `owed` bytes of what is on its way out are spoken for.
-    pub(super) fn serve_squeezed(&mut self, id: GpuId, owed: u64) -> Squeezed {
+    pub(super) fn serve_reservations(&mut self, id: GpuId, owed: u64) -> ReservationNeeds {
         let now = self.now;
-        let mut all = Squeezed::default();
+        let mut all = ReservationNeeds::default();
         let Some(gpu) = self.gpus.get_mut(&id) else { return all };
-        gpu.squeezes.retain(|squeeze| squeeze.answered.is_none_or(|at| now < at + KEPT));
-        for i in 0..gpu.squeezes.len() {
-            let Some(mut squeeze) = self.gpus.get(&id).and_then(|gpu| gpu.squeezes.get(i).copied()) else { break };
-            let free = if owed == 0 { self.free_for(squeeze.client, id) } else { 0 };
-            if squeeze.answered.is_none() {
-                squeeze.secured += free.min(squeeze.bytes - squeeze.secured);
-                if let Some(place) = self.gpus.get_mut(&id).and_then(|gpu| gpu.squeezes.get_mut(i)) {
-                    place.secured = squeeze.secured; // and so free no longer
+        gpu.reservations.retain(|reservation| reservation.answered.is_none_or(|at| now < at + KEPT));
+        for i in 0..gpu.reservations.len() {
+            let Some(mut reservation) = self.gpus.get(&id).and_then(|gpu| gpu.reservations.get(i).copied()) else {
+                break;
+            };
+            let free = if owed == 0 { self.free_for(reservation.client, id) } else { 0 };
+            if reservation.answered.is_none() {
+                reservation.secured += free.min(reservation.bytes - reservation.secured);
+                if let Some(place) = self.gpus.get_mut(&id).and_then(|gpu| gpu.reservations.get_mut(i)) {
+                    place.secured = reservation.secured; // and so free no longer
                 }
-                let short = squeeze.bytes - squeeze.secured;
+                let short = reservation.bytes - reservation.secured;
                 let before = owed.saturating_add(all.lacking);
                 let rest = match short {
                     0 => 0,
-                    _ => self.collect(id, before.saturating_add(short), &[squeeze.client], &[]).min(short),
+                    _ => self.collect(id, before.saturating_add(short), &[reservation.client], &[]).min(short),
                 };
-                let held = self.held_by_others(id, squeeze.client);
-                if short == 0 || rest > held && rest == short || squeeze.since + PATIENCE <= now {
-                    squeeze.answered = Some(now);
-                    self.out.push(Command::Room { client: squeeze.client, gpu: id, bytes: squeeze.secured });
+                let held = self.held_by_others(id, reservation.client);
+                if short == 0 || rest > held && rest == short || reservation.since + TIMEOUT <= now {
+                    reservation.answered = Some(now);
+                    self.out.push(Command::Room { client: reservation.client, gpu: id, bytes: reservation.secured });
                 } else {
                     all.lacking += short - rest;
                     if rest > 0 && held > 0 {
-                        (all.short, all.caller) = (all.short.max(rest), Some(squeeze.client));
+                        (all.short, all.caller) = (all.short.max(rest), Some(reservation.client));
                     }
                 }
             }
-            let at = squeeze.answered.map_or(squeeze.since + PATIENCE, |at| at + KEPT);
+            let at = reservation.answered.map_or(reservation.since + TIMEOUT, |at| at + KEPT);
             all.next = Some(all.next.map_or(at, |next| next.min(at)));
-            if let Some(place) = self.gpus.get_mut(&id).and_then(|gpu| gpu.squeezes.get_mut(i)) {
-                *place = squeeze;
+            if let Some(place) = self.gpus.get_mut(&id).and_then(|gpu| gpu.reservations.get_mut(i)) {
+                *place = reservation;
             }
         }
         all
@@ -96,10 +98,11 @@ impl Machine {
     fn held_by_others(&self, id: GpuId, client: ClientId) -> u64 {
         let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
         let gives = |holder: &&ClientId| {
-            let seat = self.seat(**holder, id);
-            **holder != client && seat.is_some_and(|seat| !seat.hold.as_ref().is_some_and(Hold::is_aside))
+            let attachment = self.attachment(**holder, id);
+            **holder != client
+                && attachment.is_some_and(|attachment| !attachment.hold.as_ref().is_some_and(Hold::is_bypassed))
         };
-        let movable = holders.filter(gives).filter_map(|holder| Some(self.account(*holder, id)?.movable()));
-        movable.fold(0, u64::saturating_add)
+        let evictable = holders.filter(gives).filter_map(|holder| Some(self.account(*holder, id)?.evictable()));
+        evictable.fold(0, u64::saturating_add)
     }
 }

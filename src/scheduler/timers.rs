@@ -1,6 +1,6 @@
 //! When to look at what again. A wake-up that finds nothing to do is harmless, so it never needs to be taken back exactly.
 
-use super::{api::*, locks::Unit};
+use super::{api::*, locks::Entity};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
@@ -10,19 +10,19 @@ pub(super) enum Wake {
     /// An answer of that client is due.
     Client(ClientId),
     /// That request may join the line.
-    Unit(Unit),
+    Entity(Entity),
     /// Bytes have been in doubt there for long.
-    Doubts(GpuId),
+    Verification(GpuId),
     /// A measurement that is to explain failed mappings is late.
     Failures(GpuId),
     /// A measurement that wishes wait for is late.
-    Hopes(GpuId),
+    HeldRequests(GpuId),
     /// A wish has waited long enough, or an acknowledgement of a lower limit is due.
-    Promises,
+    Limits,
     /// That client may be asked for its memory again.
-    Stay(ClientId, GpuId),
+    Eviction(ClientId, GpuId),
     /// Clients may be tried together there again, or nothing was seen of that GPU for long.
-    Apart(GpuId),
+    Thrash(GpuId),
 }
 
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]

@@ -5,8 +5,8 @@
 
 use super::{
     api::*,
-    locks::Unit,
-    machine::{Machine, Seat},
+    locks::Entity,
+    machine::{Attachment, Machine},
 };
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub(super) const MEASURED: Duration = Duration::from_millis(150);
 
 /// How full a client keeps a GPU, in thousandths.
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Fullness {
+pub(super) struct Utilization {
     said: Option<u32>,
     /// What it had said before, and for how long that was believed.
     before: Option<(u32, Duration)>,
@@ -34,7 +34,7 @@ pub(super) struct Fullness {
     brief: bool,
 }
 
-impl Fullness {
+impl Utilization {
     pub fn permille(self) -> Option<u32> {
         self.said.or(self.silent.then_some(UNKNOWN))
     }
@@ -70,17 +70,18 @@ impl Fullness {
 
 impl Machine {
     /// It says how full it keeps that GPU; or, by more than there is, that it wants it alone.
-    pub(super) fn fullness(&mut self, client: ClientId, id: GpuId, permille: u32) {
+    pub(super) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
         let alone = self.gpus.get(&id).is_some_and(|g| g.holders.len() == 1);
-        let measured = |s: &&mut Seat| permille > FULL || (alone && s.hold.is_some());
-        let Some(seat) = self.seat_mut(client, id).filter(measured) else { return };
-        seat.fullness = Fullness { said: Some(permille), before: seat.fullness.before, ..Fullness::default() };
+        let measured = |s: &&mut Attachment| permille > FULL || (alone && s.hold.is_some());
+        let Some(attachment) = self.attachment_mut(client, id).filter(measured) else { return };
+        attachment.utilization =
+            Utilization { said: Some(permille), before: attachment.utilization.before, ..Utilization::default() };
         self.touch(id);
     }
 
     /// Whether that unit may hold the lock beside those who do.
-    pub(super) fn may_join(&self, unit: Unit, id: GpuId) -> bool {
-        self.run_together(id, self.running(id).chain(self.members(unit, id)))
+    pub(super) fn may_join(&self, entity: Entity, id: GpuId) -> bool {
+        self.run_together(id, self.running(id).chain(self.members(entity, id)))
     }
 
     /// Whether the holders of a GPU may go on together.
@@ -103,30 +104,30 @@ impl Machine {
 
     /// Until when what the holders said is believed.
     fn believed_until(&self, id: GpuId) -> Option<Time> {
-        let seats = || self.running(id).filter_map(|client| self.seat(client, id));
-        let last = seats().filter_map(|seat| Some(seat.hold.as_ref()?.since)).max()?;
-        let believed = seats().map(|seat| seat.fullness.believed()).min()?;
+        let attachments = || self.running(id).filter_map(|client| self.attachment(client, id));
+        let last = attachments().filter_map(|attachment| Some(attachment.hold.as_ref()?.since)).max()?;
+        let believed = attachments().map(|attachment| attachment.utilization.believed()).min()?;
         Some(last.saturating_add(believed))
     }
 
     /// What holders said before they ran together is no longer believed.
-    pub(super) fn forget_fullness(&mut self, id: GpuId) {
+    pub(super) fn forget_utilization(&mut self, id: GpuId) {
         for client in self.running(id).collect::<Vec<_>>() {
-            if let Some(seat) = self.seat_mut(client, id) {
-                seat.fullness.forget();
+            if let Some(attachment) = self.attachment_mut(client, id) {
+                attachment.utilization.forget();
             }
         }
     }
 
     /// Whether it is known how full those keep a GPU who have it now.
     pub(super) fn are_measured(&self, id: GpuId) -> bool {
-        self.running(id).filter_map(|c| self.seat(c, id)).all(|seat| !seat.fullness.is_open())
+        self.running(id).filter_map(|c| self.attachment(c, id)).all(|attachment| !attachment.utilization.is_open())
     }
 
     /// Holders that are counted as such.
     fn running(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         let holders = self.gpus.get(&id).into_iter().flat_map(|g| g.holders.values().copied());
-        holders.filter(move |c| self.seat(*c, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| !h.is_aside()))
+        holders.filter(move |c| self.attachment(*c, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| !h.is_bypassed()))
     }
 
     /// Whether these, together, leave the GPU idle at times, and all of their bytes fit.
@@ -139,16 +140,16 @@ impl Machine {
         }
         let (mut full, mut need, mut own) = (0u32, 0u64, 0u64);
         for client in clients {
-            let Some(seat) = self.seat(client, id) else { return false };
+            let Some(attachment) = self.attachment(client, id) else { return false };
             if self.runs_alone(client) {
                 return false;
             }
-            let Some(permille) = seat.fullness.permille() else { return false };
+            let Some(permille) = attachment.utilization.permille() else { return false };
             full = full.saturating_add(permille);
             need = need.saturating_add(self.need(client, id));
-            own = own.saturating_add(gpu.ledger.fixed_of(client));
+            own = own.saturating_add(gpu.ledger.unevictable_of(client));
         }
-        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.fixed().saturating_sub(own));
+        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own));
         full <= FULL && need <= room
     }
 }

@@ -53,7 +53,7 @@ impl Machine {
 
     fn thrashing(&mut self, id: GpuId, change: Option<Change>) {
         let deadline = self.gpus.get(&id).and_then(|gpu| gpu.thrash.deadline(self.now));
-        self.timers.set(Wake::Apart(id), deadline);
+        self.timers.set(Wake::Thrash(id), deadline);
         if let Some(change) = change {
             let demand = self.demand_together(id);
             self.out.push(Command::Thrashing { gpu: id, begins: change == Change::Begins, demand });
@@ -70,8 +70,10 @@ impl Machine {
     fn demand_together(&self, id: GpuId) -> u64 {
         let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
         let running = holders.filter_map(|client| {
-            let seat = self.seat(*client, id).filter(|seat| seat.hold.as_ref().is_some_and(|hold| !hold.suspended))?;
-            Some((seat.engine, self.account(*client, id)?.report.demand))
+            let attachment = self
+                .attachment(*client, id)
+                .filter(|attachment| attachment.hold.as_ref().is_some_and(|hold| !hold.suspended))?;
+            Some((attachment.engine, self.account(*client, id)?.report.demand))
         });
         let running: Vec<(Engine, u64)> = running.collect();
         let can_fault = running.iter().any(|(engine, _)| *engine == Engine::Managed);
@@ -90,8 +92,8 @@ impl Machine {
             };
             let MemoryReport { demand, mapped, .. } = account.report;
             let lacking = account.allowance.min(demand).saturating_sub(mapped);
-            lacking >= CHUNK && state.stays(id).is_none()
+            lacking >= CHUNK && state.eviction_block(id).is_none()
         };
-        gpu.ledger.coming() > 0 || gpu.seats.iter().any(comes)
+        gpu.ledger.coming() > 0 || gpu.clients.iter().any(comes)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     api::*,
-    locks::Parked,
+    locks::Blocked,
     machine::{Gpu, Machine},
 };
 use std::time::Duration;
@@ -131,7 +131,7 @@ pub enum LockState {
 impl Machine {
     /// Bytes of host memory that promises may count on, if that is bounded; and what they count on.
     pub fn host(&self) -> (Option<u64>, u64) {
-        (self.host.bytes, self.host.promised)
+        (self.host.bytes, self.host.committed)
     }
 
     /// Whether there is too little of it to promise everybody a whole GPU.
@@ -150,17 +150,17 @@ impl Machine {
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
         let gpu = self.gpus.get(&id)?;
         let holders = gpu.holders.values().filter_map(|client| {
-            let hold = self.seat(*client, id)?.hold.as_ref()?;
+            let hold = self.attachment(*client, id)?.hold.as_ref()?;
             Some(HolderView { client: *client, since: hold.since, state: self.state(*client, id) })
         });
-        let parked = self.requests.iter().filter(|(_, r)| r.parked.is_some()).map(|(unit, _)| *unit);
-        let units = gpu.line.iter().map(|(_, unit)| *unit).chain(parked);
+        let blocked = self.requests.iter().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| *entity);
+        let entities = gpu.queue.iter().map(|(_, entity)| *entity).chain(blocked);
         let mut waiters = Vec::new();
-        for request in units.filter_map(|unit| self.requests.get(&unit)) {
-            let off = request.parked.map(|why| match why {
-                Parked::Pinned(_) => WaitReason::Pinned,
-                Parked::Undrained => WaitReason::HolderStuck,
-                Parked::Until(_) | Parked::Stopped | Parked::Behind(_) => WaitReason::Queue,
+        for request in entities.filter_map(|entity| self.requests.get(&entity)) {
+            let off = request.blocked.map(|why| match why {
+                Blocked::Pinned(_) => WaitReason::Pinned,
+                Blocked::Undrained => WaitReason::HolderStuck,
+                Blocked::Until(_) | Blocked::Stopped | Blocked::Behind(_) => WaitReason::Queue,
             });
             for (client, _) in request.wants.iter().filter(|(_, gpus)| gpus.contains(&id)) {
                 let since = request.since.get(client).copied().unwrap_or_default();
@@ -173,9 +173,9 @@ impl Machine {
             capacity: gpu.capacity(&self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),
-            shortfall: gpu.seats.iter().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
+            shortfall: gpu.clients.iter().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
             charged: gpu.ledger.charged(),
-            promised: gpu.promised,
+            promised: gpu.committed,
             holders: holders.collect(),
             waiters,
             next: self.timers.get(super::timers::Wake::Gpu(id)),
@@ -186,71 +186,72 @@ impl Machine {
 
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
-        let waiting = client.waiting.and_then(|unit| self.requests.get(&unit));
-        let seats = client.seats.iter().filter_map(|(gpu, seat)| {
+        let waiting = client.waiting.and_then(|entity| self.requests.get(&entity));
+        let attachments = client.attachments.iter().filter_map(|(gpu, attachment)| {
             let account = self.account(id, *gpu)?;
-            let present = account.doubt.present();
+            let present = account.frees.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
             let waits = if wants { self.now.saturating_sub(since) } else { Duration::ZERO };
-            let holds = seat.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
+            let holds = attachment.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
             Some(SeatView {
                 gpu: *gpu,
-                engine: seat.engine,
-                attached: seat.attached.is_some(),
+                engine: attachment.engine,
+                attached: attachment.attached.is_some(),
                 state: self.state(id, *gpu),
                 demand: account.report.demand,
-                limit: seat.promise.limit,
-                awaits: seat.promise.wish.filter(|wish| wish.held.is_some()).map(|wish| wish.bytes),
-                promise: seat.promise.charge(),
+                limit: attachment.limit_state.limit,
+                awaits: attachment.limit_state.wanted.filter(|wish| wish.held.is_some()).map(|wish| wish.bytes),
+                promise: attachment.limit_state.committed(),
                 allowance: account.allowance,
                 charge: account.charge.saturating_add(present),
                 mapped: account.report.mapped.saturating_add(present),
                 swapped: account.report.swapped,
                 pinned: account.report.pinned.saturating_add(present),
                 present,
-                doubted: account.doubted(),
+                doubted: account.unverified(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
-                failures: seat.failures.in_a_row,
-                stays: client.stays(*gpu).or((present > 0).then_some(Stay::Unfreed)),
-                fullness: seat.fullness.permille(),
-                grants: seat.grants,
-                lock_time: seat.lock_time + holds,
-                wait_time: seat.wait_time + waits,
+                failures: attachment.failures.in_a_row,
+                stays: client.eviction_block(*gpu).or((present > 0).then_some(Stay::Unfreed)),
+                fullness: attachment.utilization.permille(),
+                grants: attachment.grants,
+                lock_time: attachment.lock_time + holds,
+                wait_time: attachment.wait_time + waits,
             })
         });
         Some(ClientView {
             client: id,
-            fellows: self.fellows(id).collect(),
+            fellows: self.gang_peers(id).collect(),
             placed: self.places.of(id),
             stopped: client.stopped,
-            seats: seats.collect(),
+            seats: attachments.collect(),
         })
     }
 
     /// How a client's memory can leave a GPU that it has attached.
     pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
-        Some(self.seat(id, gpu)?.engine)
+        Some(self.attachment(id, gpu)?.engine)
     }
 
     /// The fewest and the most bytes that a client can have mapped on a GPU at this moment.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
-        let ignored = self.gpus.get(&gpu).map_or(0, Gpu::ignored_doubt);
+        let ignored = self.gpus.get(&gpu).map_or(0, Gpu::ignored_unverified);
         Some(self.account(id, gpu)?.extent(ignored))
     }
 
     /// At a time that is not before the newest event's.
     pub fn turns(&self, id: ClientId, gpu: GpuId, now: Time) -> Option<Turns> {
         let client = self.clients.get(&id)?;
-        let seat = client.seats.get(&gpu)?;
-        let request = client.waiting.and_then(|unit| self.requests.get(&unit));
+        let attachment = client.attachments.get(&gpu)?;
+        let request = client.waiting.and_then(|entity| self.requests.get(&entity));
         let request = request.filter(|r| r.wants.get(&id).is_some_and(|gpus| gpus.contains(&gpu)));
         let since = request.and_then(|r| r.since.get(&id));
         let until_now = |since: Time| now.saturating_sub(since);
         Some(Turns {
-            grants: seat.grants,
-            lock_time: seat.lock_time + seat.hold.as_ref().map_or(Duration::ZERO, |hold| until_now(hold.since)),
-            wait_time: seat.wait_time,
+            grants: attachment.grants,
+            lock_time: attachment.lock_time
+                + attachment.hold.as_ref().map_or(Duration::ZERO, |hold| until_now(hold.since)),
+            wait_time: attachment.wait_time,
             waits: since.map_or(Duration::ZERO, |since| until_now(*since)),
         })
     }
@@ -261,16 +262,16 @@ impl Machine {
     }
 
     fn state(&self, client: ClientId, id: GpuId) -> LockState {
-        let Some(seat) = self.seat(client, id) else { return LockState::Idle };
-        match &seat.hold {
+        let Some(attachment) = self.attachment(client, id) else { return LockState::Idle };
+        match &attachment.hold {
             Some(hold) if hold.suspended => LockState::Suspended,
             Some(hold) if hold.revoked.is_none() => LockState::Holding,
             Some(hold) if hold.undrainable => LockState::Undrainable,
             Some(hold) if hold.stuck => LockState::Stuck,
             Some(_) => LockState::Revoking,
             None => {
-                let unit = self.clients.get(&client).and_then(|c| c.waiting);
-                let wants = unit.and_then(|unit| self.requests.get(&unit)?.wants.get(&client));
+                let entity = self.clients.get(&client).and_then(|c| c.waiting);
+                let wants = entity.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
                 if wants.is_some_and(|gpus| gpus.contains(&id)) { LockState::Waiting } else { LockState::Idle }
             }
         }

@@ -1,7 +1,7 @@
 //! Weighs all promises at a moment: what each client's limit is to be, by what it needs, what it wishes for, what there is,
 //! and what the rule of its group allows. How limits get there is in `limits`.
 
-use super::{api::*, limits::ACK_PATIENCE, machine::Machine, wishes};
+use super::{api::*, limits::ACK_TIMEOUT, machine::Machine, wishes};
 use std::collections::BTreeMap;
 
 /// What a client is to be promised on a GPU.
@@ -19,13 +19,13 @@ pub(super) struct Target {
 /// Where a promise is among those that are weighed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct At {
-    side: usize,
-    part: usize,
+    gpu: usize,
+    quota: usize,
 }
 
 /// A client's promise on a GPU.
 #[derive(Debug)]
-struct Part {
+struct ClientQuota {
     client: ClientId,
     /// What it has whatever others have.
     floor: u64,
@@ -43,7 +43,7 @@ struct Part {
     bound: Option<u64>,
 }
 
-impl Part {
+impl ClientQuota {
     fn at(&self, slack: u64) -> u64 {
         self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
     }
@@ -56,10 +56,10 @@ impl Part {
 
 /// A GPU.
 #[derive(Debug)]
-struct Side {
+struct GpuQuota {
     id: GpuId,
     capacity: u64,
-    parts: Vec<Part>,
+    quotas: Vec<ClientQuota>,
     /// Somebody waits to be told a limit.
     attaching: bool,
 }
@@ -76,64 +76,64 @@ enum Whose {
 struct Bound {
     max: u64,
     why: Denial,
-    parts: Vec<At>,
+    quotas: Vec<At>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Scales {
-    sides: Vec<Side>,
+pub(super) struct QuotaProblem {
+    gpus: Vec<GpuQuota>,
     bounds: Vec<Bound>,
 }
 
-impl Scales {
-    fn part(&self, at: At) -> Option<&Part> {
-        self.sides.get(at.side)?.parts.get(at.part)
+impl QuotaProblem {
+    fn quota(&self, at: At) -> Option<&ClientQuota> {
+        self.gpus.get(at.gpu)?.quotas.get(at.quota)
     }
 
-    fn part_mut(&mut self, at: At) -> Option<&mut Part> {
-        self.sides.get_mut(at.side)?.parts.get_mut(at.part)
+    fn quota_mut(&mut self, at: At) -> Option<&mut ClientQuota> {
+        self.gpus.get_mut(at.gpu)?.quotas.get_mut(at.quota)
     }
 
     /// Bytes in the host if everybody makes use of so much slack.
     fn in_host(&self, slack: u64) -> u64 {
-        let excess = |side: &Side| {
-            let sum = side.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.at(slack)));
-            sum.saturating_sub(side.capacity)
+        let excess = |gpu: &GpuQuota| {
+            let sum = gpu.quotas.iter().fold(0u64, |sum, quota| sum.saturating_add(quota.at(slack)));
+            sum.saturating_sub(gpu.capacity)
         };
-        self.sides.iter().fold(0, |sum, side| sum.saturating_add(excess(side)))
+        self.gpus.iter().fold(0, |sum, gpu| sum.saturating_add(excess(gpu)))
     }
 
     /// Bytes that a bound's members have.
-    fn used(&self, bound: &Bound, of: impl Fn(&Part) -> u64) -> u64 {
-        bound.parts.iter().filter_map(|at| self.part(*at)).fold(0, |sum, part| sum.saturating_add(of(part)))
+    fn used(&self, bound: &Bound, of: impl Fn(&ClientQuota) -> u64) -> u64 {
+        bound.quotas.iter().filter_map(|at| self.quota(*at)).fold(0, |sum, quota| sum.saturating_add(of(quota)))
     }
 
     /// By how much a promise would have to rise.
     pub fn lacks(&self, at: At, bytes: u64) -> u64 {
-        self.part(at).map_or(0, |part| bytes.saturating_sub(part.floor))
+        self.quota(at).map_or(0, |quota| bytes.saturating_sub(quota.floor))
     }
 
     /// Lets a promise be no less than that, where all bounds allow it.
     pub fn grant(&mut self, at: At, bytes: u64, budget: Option<u64>) -> Result<(), Denial> {
         let host = self.in_host(0);
-        let own = |bound: &&Bound| bound.parts.contains(&at);
+        let own = |bound: &&Bound| bound.quotas.contains(&at);
         let before: Vec<u64> =
-            self.bounds.iter().filter(own).map(|bound| self.used(bound, |part| part.at(0))).collect();
-        let Some(part) = self.part_mut(at) else { return Err(Denial::NoRoom) };
-        let (floor, most) = (part.floor, part.most);
-        part.floor = floor.max(bytes);
+            self.bounds.iter().filter(own).map(|bound| self.used(bound, |quota| quota.at(0))).collect();
+        let Some(quota) = self.quota_mut(at) else { return Err(Denial::NoRoom) };
+        let (floor, most) = (quota.floor, quota.most);
+        quota.floor = floor.max(bytes);
         let host_after = self.in_host(0);
         let no_room = bytes > most.max(floor) || budget.is_some_and(|most| host_after > most && host_after > host);
         let mut bounds = self.bounds.iter().filter(own).zip(before);
         let broken = bounds.find_map(|(bound, before)| {
-            let after = self.used(bound, |part| part.at(0));
+            let after = self.used(bound, |quota| quota.at(0));
             (after > bound.max && after > before).then_some(bound.why)
         });
         match broken.or(no_room.then_some(Denial::NoRoom)) {
             None => Ok(()),
             Some(why) => {
-                if let Some(part) = self.part_mut(at) {
-                    part.floor = floor;
+                if let Some(quota) = self.quota_mut(at) {
+                    quota.floor = floor;
                 }
                 Err(why)
             }
@@ -152,22 +152,22 @@ impl Scales {
                 }
                 low
             };
-            let over = self.used(&bound, |part| part.at(0)) > bound.max;
+            let over = self.used(&bound, |quota| quota.at(0)) > bound.max;
             let (slack, cap) = if over {
-                (0, highest(bound.max, &|cap| self.used(&bound, |part| part.capped(cap))))
+                (0, highest(bound.max, &|cap| self.used(&bound, |quota| quota.capped(cap))))
             } else {
-                (highest(bound.max, &|slack| self.used(&bound, |part| part.at(slack))), u64::MAX)
+                (highest(bound.max, &|slack| self.used(&bound, |quota| quota.at(slack))), u64::MAX)
             };
             let awaited = bound
-                .parts
+                .quotas
                 .iter()
-                .any(|at| granted.contains(at) || self.sides.get(at.side).is_some_and(|side| side.attaching));
+                .any(|at| granted.contains(at) || self.gpus.get(at.gpu).is_some_and(|gpu| gpu.attaching));
             // To the byte, but where that is worth no messages.
-            let exact = over || awaited || bound.parts.len() == 1;
-            for at in bound.parts {
-                if let Some(part) = self.part_mut(at) {
-                    (part.slack, part.exact) = (slack.min(part.slack), exact || part.exact);
-                    part.cap = if part.deaf { u64::MAX } else { cap.min(part.cap) };
+            let exact = over || awaited || bound.quotas.len() == 1;
+            for at in bound.quotas {
+                if let Some(quota) = self.quota_mut(at) {
+                    (quota.slack, quota.exact) = (slack.min(quota.slack), exact || quota.exact);
+                    quota.cap = if quota.deaf { u64::MAX } else { cap.min(quota.cap) };
                 }
             }
         }
@@ -175,7 +175,7 @@ impl Scales {
 
     /// The highest slack that everybody can have: what is in the host grows with it.
     fn slack(&self, budget: Option<u64>) -> u64 {
-        let (mut low, mut high) = (0, self.sides.iter().map(|side| side.capacity).max().unwrap_or(0));
+        let (mut low, mut high) = (0, self.gpus.iter().map(|gpu| gpu.capacity).max().unwrap_or(0));
         while low < high {
             let middle = low + (high - low).div_ceil(2);
             if self.in_host(middle) <= budget.unwrap_or(u64::MAX) { low = middle } else { high = middle - 1 }
@@ -187,86 +187,86 @@ impl Scales {
 impl Machine {
     /// What each client is to have, those first that wish for something, in the order of their wishes. Denies wishes that
     /// cannot be fulfilled. Without a budget, only for those whom a rule bounds.
-    pub(super) fn weigh(&mut self, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
-        let (mut scales, wishes) = self.load(budget, ids);
-        let granted = self.serve_wishes(&mut scales, wishes, budget);
-        scales.divide(&granted);
-        let slack = scales.slack(budget);
-        let target = |side: &Side, part: &Part| Target {
-            client: part.client,
-            gpu: side.id,
-            bytes: part.at(slack).min(part.cap),
-            exact: part.exact,
-            bound: part.bound,
+    pub(super) fn solve_limits(&mut self, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
+        let (mut problem, wishes) = self.load(budget, ids);
+        let granted = self.serve_limit_requests(&mut problem, wishes, budget);
+        problem.divide(&granted);
+        let slack = problem.slack(budget);
+        let target = |gpu: &GpuQuota, quota: &ClientQuota| Target {
+            client: quota.client,
+            gpu: gpu.id,
+            bytes: quota.at(slack).min(quota.cap),
+            exact: quota.exact,
+            bound: quota.bound,
         };
-        let first = granted.iter().filter_map(|at| Some(target(scales.sides.get(at.side)?, scales.part(*at)?)));
-        let all = scales.sides.iter().flat_map(|side| side.parts.iter().map(|part| target(side, part)));
+        let first = granted.iter().filter_map(|at| Some(target(problem.gpus.get(at.gpu)?, problem.quota(*at)?)));
+        let all = problem.gpus.iter().flat_map(|gpu| gpu.quotas.iter().map(|quota| target(gpu, quota)));
         first.chain(all).collect()
     }
 
     /// What there is to weigh, and what is wished for.
-    fn load(&self, budget: Option<u64>, ids: &GpuSet) -> (Scales, Vec<wishes::Waiting>) {
+    fn load(&self, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<wishes::LimitRequest>) {
         let now = self.now;
-        let mut scales = Scales::default();
+        let mut problem = QuotaProblem::default();
         let mut waiting = Vec::new();
         // On each GPU, and over all of them.
         let mut bounds: BTreeMap<(Whose, Option<usize>), Bound> = BTreeMap::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
-            let mut parts = Vec::new();
+            let mut quotas = Vec::new();
             let capacity = gpu.offer(&self.settings);
-            for client in &gpu.seats {
+            for client in &gpu.clients {
                 let Some(state) = self.clients.get(client) else { continue };
                 if budget.is_none() && !self.is_bounded(*client, id) {
                     continue;
                 }
-                let Some(promise) = state.seats.get(&id).map(|s| &s.promise) else { continue };
-                let at = At { side: scales.sides.len(), part: parts.len() };
+                let Some(limit_state) = state.attachments.get(&id).map(|s| &s.limit_state) else { continue };
+                let at = At { gpu: problem.gpus.len(), quota: quotas.len() };
                 // From one who does not answer nothing can be had.
                 let deaf = state.stopped
-                    || !promise.listens()
-                    || promise.lowered.is_some_and(|at| now.saturating_sub(at) >= ACK_PATIENCE);
-                let floor = if deaf { promise.charge() } else { promise.demand() };
-                if let Some(wish) = promise.wish {
-                    waiting.push(wishes::Waiting { client: *client, gpu: id, group: state.group, wish, at });
+                    || !limit_state.listens()
+                    || limit_state.lowered.is_some_and(|at| now.saturating_sub(at) >= ACK_TIMEOUT);
+                let floor = if deaf { limit_state.committed() } else { limit_state.demand() };
+                if let Some(wanted) = limit_state.wanted {
+                    waiting.push(wishes::LimitRequest { client: *client, gpu: id, group: state.group, wanted, at });
                 }
-                let context = state.seats.get(&id).map_or(0, |seat| self.context(seat, id));
+                let context = state.attachments.get(&id).map_or(0, |attachment| self.context(attachment, id));
                 for (max, why, own) in [
                     (self.memory_max(*client, id), Denial::MemoryMax, context),
                     (self.swap_max(*client), Denial::SwapMax, 0),
                 ] {
                     let (Some(group), Some(max)) = (state.group, max) else { continue };
-                    let side = (why == Denial::MemoryMax).then_some(at.side);
+                    let gpu = (why == Denial::MemoryMax).then_some(at.gpu);
                     let bound =
-                        bounds.entry((Whose::Group(group), side)).or_insert(Bound { max, why, parts: Vec::new() });
+                        bounds.entry((Whose::Group(group), gpu)).or_insert(Bound { max, why, quotas: Vec::new() });
                     bound.max = bound.max.saturating_sub(own);
-                    bound.parts.push(at);
+                    bound.quotas.push(at);
                 }
-                if let Some(max) = self.own_swap_max(*client) {
-                    let fresh = Bound { max, why: Denial::Own, parts: Vec::new() };
-                    bounds.entry((Whose::Client(*client), None)).or_insert(fresh).parts.push(at);
+                if let Some(max) = self.client_swap_max(*client) {
+                    let fresh = Bound { max, why: Denial::Own, quotas: Vec::new() };
+                    bounds.entry((Whose::Client(*client), None)).or_insert(fresh).quotas.push(at);
                 }
-                let own_bound = self.own_bound(*client, id);
-                parts.push(Part {
+                let client_bound = self.client_bound(*client, id);
+                quotas.push(ClientQuota {
                     client: *client,
                     floor,
-                    base: promise.demand(),
-                    most: own_bound.map_or(capacity, |max| max.min(capacity)),
+                    base: limit_state.demand(),
+                    most: client_bound.map_or(capacity, |max| max.min(capacity)),
                     slack: u64::MAX,
                     cap: u64::MAX,
                     deaf,
-                    exact: own_bound.is_some(),
+                    exact: client_bound.is_some(),
                     bound: None,
                 });
             }
-            scales.sides.push(Side { id, capacity, parts, attaching: !gpu.attaching.is_empty() });
+            problem.gpus.push(GpuQuota { id, capacity, quotas, attaching: !gpu.attaching.is_empty() });
         }
-        scales.bounds = bounds.into_values().collect();
-        for bound in &scales.bounds {
-            for at in bound.parts.iter().filter(|_| bound.why == Denial::MemoryMax) {
-                let part = scales.sides.get_mut(at.side).and_then(|side| side.parts.get_mut(at.part));
-                part.into_iter().for_each(|part| part.bound = Some(bound.max));
+        problem.bounds = bounds.into_values().collect();
+        for bound in &problem.bounds {
+            for at in bound.quotas.iter().filter(|_| bound.why == Denial::MemoryMax) {
+                let quota = problem.gpus.get_mut(at.gpu).and_then(|gpu| gpu.quotas.get_mut(at.quota));
+                quota.into_iter().for_each(|quota| quota.bound = Some(bound.max));
             }
         }
-        (scales, waiting)
+        (problem, waiting)
     }
 }

@@ -5,21 +5,21 @@
 
 use super::{
     api::*,
-    limits::WISH_PATIENCE,
+    limits::LIMIT_REQUEST_TIMEOUT,
     machine::{Client, Machine},
-    promise::Wish,
-    weigh::{At, Scales, Target},
+    promise::Wanted,
+    weigh::{At, QuotaProblem, Target},
 };
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// A wish while all promises are weighed.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Waiting {
+pub(super) struct LimitRequest {
     pub client: ClientId,
     pub gpu: GpuId,
     pub group: Option<GroupId>,
-    pub wish: Wish,
+    pub wanted: Wanted,
     pub at: At,
 }
 
@@ -46,43 +46,45 @@ fn scattered(number: u64) -> u64 {
 
 impl Machine {
     /// `hopes`: more than there is room for is refused only after another measurement.
-    pub(super) fn wish(&mut self, client: ClientId, id: GpuId, bytes: u64, hopes: bool) {
+    pub(super) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64, held_requests: bool) {
         let (now, number) = (self.now, self.count());
         let Some(capacity) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         // What its fellows have may become free, but not what it has itself.
-        let own = self.seat(client, id).map_or(0, |seat| self.context(seat, id));
+        let own = self.attachment(client, id).map_or(0, |attachment| self.context(attachment, id));
         let max = self.memory_max(client, id).map(|max| max.saturating_sub(own));
         let swap_max = self.swap_max(client);
         let beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
-        let Some(promise) = self.seat(client, id).map(|seat| &seat.promise) else { return };
+        let Some(limit_state) = self.attachment(client, id).map(|attachment| &attachment.limit_state) else { return };
         // What it has already it may keep.
-        let never = if bytes <= promise.limit.max(promise.demand()) {
+        let never = if bytes <= limit_state.limit.max(limit_state.demand()) {
             return self.tell_limit(client, id);
-        } else if hopes && self.hope_for_context(client, id, bytes) {
+        } else if held_requests && self.await_context_sample(client, id, bytes) {
             return;
-        } else if beyond(self.own_bound(client, id)) || beyond(self.own_swap_max(client)) {
+        } else if beyond(self.client_bound(client, id)) || beyond(self.client_swap_max(client)) {
             Some(Denial::Own)
         } else if beyond(max) {
             Some(Denial::MemoryMax)
         } else if beyond(swap_max) {
             Some(Denial::SwapMax)
         } else if bytes > capacity {
-            if hopes && self.hope(client, id, bytes) {
+            if held_requests && self.await_sample(client, id, bytes) {
                 return;
             }
             Some(Denial::NoRoom)
         } else {
             None
         };
-        let Some(promise) = self.seat_mut(client, id).map(|seat| &mut seat.promise) else { return };
+        let Some(limit_state) = self.attachment_mut(client, id).map(|attachment| &mut attachment.limit_state) else {
+            return;
+        };
         if let Some(why) = never {
-            promise.wish = None;
+            limit_state.wanted = None;
             self.out.push(Command::Denied { client, gpu: id, bytes, why });
         } else {
             // Who asks again keeps its place.
-            let fresh = Wish { bytes, since: now, number, held: None };
-            promise.wish = Some(promise.wish.map_or(fresh, |before| Wish { bytes, ..before }));
-            self.host.reweigh();
+            let fresh = Wanted { bytes, since: now, number, held: None };
+            limit_state.wanted = Some(limit_state.wanted.map_or(fresh, |before| Wanted { bytes, ..before }));
+            self.host.mark_all_changed();
         }
     }
 
@@ -90,7 +92,7 @@ impl Machine {
     fn on_full(&self, client: ClientId) -> OnMemoryFull {
         let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
         let ruled = group.map_or(OnMemoryFull::Fail, |members| members.terms.on_memory_full);
-        match self.own.get(&client).and_then(|own| own.waits) {
+        match self.client_limits.get(&client).and_then(|own| own.waits) {
             Some(false) => OnMemoryFull::Fail,
             Some(true) if ruled == OnMemoryFull::Fail => OnMemoryFull::Wait(WaitOrder::default()),
             Some(true) | None => ruled,
@@ -103,13 +105,18 @@ impl Machine {
     }
 
     /// Grants what can be had, in order, and denies what cannot, unless that waits.
-    pub(super) fn serve_wishes(&mut self, scales: &mut Scales, wishes: Vec<Waiting>, budget: Option<u64>) -> Vec<At> {
+    pub(super) fn serve_limit_requests(
+        &mut self,
+        problem: &mut QuotaProblem,
+        requests: Vec<LimitRequest>,
+        budget: Option<u64>,
+    ) -> Vec<At> {
         let mut granted = Vec::new();
         // Where one waits that is served before all who came later.
         let mut held: BTreeMap<(GroupId, GpuId), Denial> = BTreeMap::new();
         self.host.awaited = false;
-        for waiting in self.in_order(scales, wishes) {
-            let Waiting { client, gpu, group, wish, at } = waiting;
+        for waiting in self.in_order(problem, requests) {
+            let LimitRequest { client, gpu, group, wanted, at } = waiting;
             let (waits, is_fifo) = match self.on_full(client) {
                 OnMemoryFull::Fail => (false, false),
                 OnMemoryFull::Wait(order) => (true, order == WaitOrder::Fifo),
@@ -119,7 +126,7 @@ impl Machine {
                 self.hold_back(client, gpu, why);
                 continue;
             }
-            match scales.grant(at, wish.bytes, budget) {
+            match problem.grant(at, wanted.bytes, budget) {
                 Ok(()) => granted.push(at),
                 // What it does not allow itself nobody else can give it.
                 Err(why) if waits && why != Denial::Own => {
@@ -133,11 +140,11 @@ impl Machine {
     }
 
     /// By their numbers; but those of one group take each other's places, as its rule orders them.
-    fn in_order(&self, scales: &Scales, mut wishes: Vec<Waiting>) -> Vec<Waiting> {
-        wishes.sort_unstable_by_key(|waiting| waiting.wish.number);
-        let mut groups: BTreeMap<GroupId, Vec<Waiting>> = BTreeMap::new();
+    fn in_order(&self, problem: &QuotaProblem, mut requests: Vec<LimitRequest>) -> Vec<LimitRequest> {
+        requests.sort_unstable_by_key(|waiting| waiting.wanted.number);
+        let mut groups: BTreeMap<GroupId, Vec<LimitRequest>> = BTreeMap::new();
         let mut orders = BTreeMap::new();
-        for waiting in &wishes {
+        for waiting in &requests {
             let Some(group) = waiting.group else { continue };
             if let OnMemoryFull::Wait(order) = self.on_full(waiting.client) {
                 groups.entry(group).or_default().push(*waiting);
@@ -146,69 +153,70 @@ impl Machine {
         }
         for (group, members) in &mut groups {
             let order = orders.get(group).copied().unwrap_or_default();
-            let rank = |w: &Waiting| order.rank(w.wish.number, scales.lacks(w.at, w.wish.bytes));
+            let rank = |w: &LimitRequest| order.rank(w.wanted.number, problem.lacks(w.at, w.wanted.bytes));
             members.sort_unstable_by_key(|waiting| Reverse(rank(waiting)));
         }
-        let next = |waiting: Waiting| {
+        let next = |waiting: LimitRequest| {
             let waits = self.on_full(waiting.client) != OnMemoryFull::Fail;
             let own = waiting.group.filter(|_| waits).and_then(|group| groups.get_mut(&group));
             own.and_then(Vec::pop).unwrap_or(waiting)
         };
-        wishes.into_iter().map(next).collect()
+        requests.into_iter().map(next).collect()
     }
 
     /// A wish waits for what others have, and its client knows that.
     fn hold_back(&mut self, client: ClientId, gpu: GpuId, why: Denial) {
         self.host.awaited = true;
-        let wish = self.seat_mut(client, gpu).and_then(|seat| seat.promise.wish.as_mut());
-        if wish.is_some_and(|wish| wish.held.replace(why).is_none()) {
+        let wanted = self.attachment_mut(client, gpu).and_then(|attachment| attachment.limit_state.wanted.as_mut());
+        if wanted.is_some_and(|wanted| wanted.held.replace(why).is_none()) {
             self.out.push(Command::Waiting { client, gpus: GpuSet::from([gpu]), why: WaitReason::Memory });
         }
     }
 
     /// Ends wishes that are fulfilled, or have waited for too long.
-    pub(super) fn end_wishes(&mut self, weighed: &[Target]) {
+    pub(super) fn finish_limit_requests(&mut self, solved: &[Target]) {
         let now = self.now;
-        let seats = weighed.iter().filter_map(|t| Some((t.client, t.gpu, self.seat(t.client, t.gpu)?)));
-        let wishes = seats.filter_map(|(client, id, seat)| {
-            let promise = &seat.promise;
-            Some((client, id, promise.wish?, promise.limit, promise.target))
+        let attachments = solved.iter().filter_map(|t| Some((t.client, t.gpu, self.attachment(t.client, t.gpu)?)));
+        let requests = attachments.filter_map(|(client, id, attachment)| {
+            let limit_state = &attachment.limit_state;
+            Some((client, id, limit_state.wanted?, limit_state.limit, limit_state.target))
         });
-        for (client, id, wish, limit, target) in wishes.collect::<Vec<_>>() {
-            let until = wish.since + WISH_PATIENCE;
+        for (client, id, wanted, limit, target) in requests.collect::<Vec<_>>() {
+            let until = wanted.since + LIMIT_REQUEST_TIMEOUT;
             let waits = self.on_full(client) != OnMemoryFull::Fail;
-            if wish.bytes <= limit {
-                if let Some(seat) = self.seat_mut(client, id) {
-                    seat.promise.wish = None;
+            if wanted.bytes <= limit {
+                if let Some(attachment) = self.attachment_mut(client, id) {
+                    attachment.limit_state.wanted = None;
                 }
-            } else if waits && (wish.bytes <= target || !self.is_last_of_all(client, wish.held)) {
+            } else if waits && (wanted.bytes <= target || !self.is_last_of_all(client, wanted.held)) {
                 continue; // those who can free something will, or have, and only have to take notice
             } else if until <= now {
-                let is_full = self.group_room(client, id).is_none_or(|room| room < wish.bytes - limit);
+                let is_full = self.group_room(client, id).is_none_or(|room| room < wanted.bytes - limit);
                 self.deny(client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
             } else {
-                self.weigh_at(until);
+                self.solve_at(until);
             }
         }
     }
 
     /// Whether all who have memory that this wish could be given wait themselves, and it is the newest of theirs.
     fn is_last_of_all(&self, client: ClientId, held: Option<Denial>) -> bool {
-        let wish = |state: &Client| {
-            let wishes = state.seats.values().filter_map(|seat| seat.promise.wish);
-            wishes.max_by_key(|wish| wish.number)
+        let wanted = |state: &Client| {
+            let requests = state.attachments.values().filter_map(|attachment| attachment.limit_state.wanted);
+            requests.max_by_key(|wanted| wanted.number)
         };
-        let has_some = |state: &Client| state.seats.values().any(|seat| seat.promise.demand() > 0);
+        let has_some =
+            |state: &Client| state.attachments.values().any(|attachment| attachment.limit_state.demand() > 0);
         let Some(own) = self.clients.get(&client) else { return false };
-        let number = wish(own).map(|wish| wish.number);
+        let number = wanted(own).map(|wanted| wanted.number);
         let (mut group, mut everybody) = (true, true);
         let others = self.clients.iter().filter(|(other, state)| **other != client && has_some(state));
         for (_, state) in others {
-            let newest = wish(state).filter(|wish| Some(wish.number) < number);
+            let newest = wanted(state).filter(|wanted| Some(wanted.number) < number);
             everybody &= newest.is_some();
             // What a fellow waits for may come from others.
-            let is_fellow = state.group == own.group && own.group.is_some();
-            group &= !is_fellow || newest.is_some_and(|wish| wish.held != Some(Denial::NoRoom));
+            let is_same_owner = state.group == own.group && own.group.is_some();
+            group &= !is_same_owner || newest.is_some_and(|wanted| wanted.held != Some(Denial::NoRoom));
             if !(group || everybody) {
                 return false;
             }
@@ -217,7 +225,7 @@ impl Machine {
     }
 
     fn deny(&mut self, client: ClientId, id: GpuId, why: Denial) {
-        let Some(wish) = self.seat_mut(client, id).and_then(|s| s.promise.wish.take()) else { return };
-        self.out.push(Command::Denied { client, gpu: id, bytes: wish.bytes, why });
+        let Some(wanted) = self.attachment_mut(client, id).and_then(|s| s.limit_state.wanted.take()) else { return };
+        self.out.push(Command::Denied { client, gpu: id, bytes: wanted.bytes, why });
     }
 }

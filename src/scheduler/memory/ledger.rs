@@ -6,7 +6,7 @@
 
 use crate::{
     api::{ClientId, Found, MemoryReport, Time, UserId},
-    doubt::Doubt,
+    doubt::UnverifiedFrees,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -68,7 +68,7 @@ pub(crate) struct Account {
     /// What the last measurement refuted, of that kind: it is not worth another.
     refuted: (u64, u64),
     pub eviction: Option<Eviction>,
-    pub doubt: Doubt,
+    pub frees: UnverifiedFrees,
     seq: u32,
     /// Allowances that the client may still be acting on, newest last: every one is smaller than the one before it,
     /// because an earlier and smaller one never decides what can be mapped.
@@ -80,10 +80,10 @@ pub(crate) struct Account {
 struct Sums {
     charge: u64,
     /// Cannot leave: pinned, or the process is stopped, or it holds the lock and cannot drain.
-    fixed: u64,
+    unevictable: u64,
     /// On its way out.
     coming: u64,
-    doubted: u64,
+    unverified: u64,
     last_run: Option<Time>,
 }
 
@@ -145,7 +145,7 @@ impl Account {
         let before = self.charge;
         self.charge = self.allowed().max(report.mapped);
         if self.charge < before {
-            self.doubt.fell(now, before);
+            self.frees.record_drop(now, before);
         }
         let done = self.eviction.take_if(|e| e.seq <= report.ack)?;
         let bytes = done.mapped.saturating_sub(report.mapped);
@@ -163,7 +163,7 @@ impl Account {
     fn believed(&self) -> (u64, u64) {
         let (mapped, pinned) = self.claimed;
         let verified = self.verified().unwrap_or(MOST);
-        (mapped.min(verified.max(self.doubt.high(self.allowed()))), pinned.min(verified))
+        (mapped.min(verified.max(self.frees.high(self.allowed()))), pinned.min(verified))
     }
 
     /// The most that it is believed to have mapped beyond what it was allowed since: what was found, and a sixteenth, at
@@ -215,7 +215,7 @@ impl Account {
 
     /// It was found to have so much at a moment that was not before `begun`; `None`: the measurement does not tell.
     pub fn measured(&mut self, begun: Time, found: Option<Found>) {
-        self.doubt.measured(begun, found.map(|found| found.least), self.charge);
+        self.frees.measured(begun, found.map(|found| found.least), self.charge);
         if let Some(found) = found {
             self.found = Some(found.most);
             self.is_checked |= self.claimed.0 > 0;
@@ -239,7 +239,7 @@ impl Account {
         self.steps.push_back((self.seq, self.allowance));
         let before = std::mem::replace(&mut self.charge, self.allowance.max(self.report.mapped));
         if self.charge < before {
-            self.doubt.fell(now, before);
+            self.frees.record_drop(now, before);
         }
     }
 
@@ -247,7 +247,7 @@ impl Account {
     ///
     /// Fewer bytes in doubt than `ignored` are not counted: the context is larger than was measured rather than that.
     pub fn extent(&self, ignored: u64) -> (u64, u64) {
-        let present = self.doubt.present();
+        let present = self.frees.present();
         let least = match self.eviction {
             Some(_) => self.report.mapped.min(self.allowance.max(self.report.pinned)),
             None => self.report.mapped,
@@ -255,8 +255,8 @@ impl Account {
         // One that has all it needs maps nothing, whatever it may.
         let grows = self.report.demand > self.report.mapped || self.eviction.is_some();
         let most = if grows { self.charge } else { self.report.mapped };
-        let doubted = Some(self.doubted()).filter(|bytes| *bytes > ignored).unwrap_or(0);
-        let most = most.max(self.claimed.0).saturating_add(doubted);
+        let unverified = Some(self.unverified()).filter(|bytes| *bytes > ignored).unwrap_or(0);
+        let most = most.max(self.claimed.0).saturating_add(unverified);
         (least.saturating_add(present), most.saturating_add(present))
     }
 
@@ -268,7 +268,7 @@ impl Account {
     /// Bytes that it has on the GPU, as far as is known: what is on its way out is there still.
     pub fn in_use(&self) -> u64 {
         let bytes = if self.eviction.is_some() { self.charge } else { self.report.mapped };
-        bytes.saturating_add(self.doubt.present())
+        bytes.saturating_add(self.frees.present())
     }
 
     /// Bytes that it may map and has no need for.
@@ -282,29 +282,29 @@ impl Account {
     }
 
     /// Bytes that an eviction could take beyond those that are on their way.
-    pub fn movable(&self) -> u64 {
+    pub fn evictable(&self) -> u64 {
         self.allowance.saturating_sub(self.report.pinned)
     }
 
     /// What of it cannot leave now.
     fn divide(&self, state: State) -> Sums {
-        let movable = if state == State::Unevictable { 0 } else { self.movable() };
+        let evictable = if state == State::Unevictable { 0 } else { self.evictable() };
         let coming = if state == State::Unevictable || self.eviction.is_none() {
             0
         } else {
             self.charge.saturating_sub(self.allowance.max(self.report.pinned))
         };
-        let present = self.doubt.present();
+        let present = self.frees.present();
         let idle_since = match state {
             State::Idle(since) => Some(since),
             State::Running | State::Unevictable => None,
         };
         Sums {
             charge: self.charge.saturating_add(present),
-            fixed: self.charge.saturating_sub(movable).saturating_sub(coming).saturating_add(present),
+            unevictable: self.charge.saturating_sub(evictable).saturating_sub(coming).saturating_add(present),
             coming,
-            doubted: self.doubted(),
-            last_run: idle_since.filter(|_| movable > 0),
+            unverified: self.unverified(),
+            last_run: idle_since.filter(|_| evictable > 0),
         }
     }
 }
@@ -335,10 +335,10 @@ pub(crate) struct Ledger {
     accounts: BTreeMap<ClientId, Entry>,
     /// Σ charge, with what is there though its client says that it is gone.
     charged: u64,
-    fixed: u64,
+    unevictable: u64,
     coming: u64,
     /// In doubt, by the users whose clients say that it is gone.
-    doubted: BTreeMap<UserId, u64>,
+    unverified: BTreeMap<UserId, u64>,
     /// Those with evictable bytes, least recently run first.
     lru: BTreeSet<(Time, ClientId)>,
     /// `fixed` fell since this was last cleared: who could not be served may be served now.
@@ -385,16 +385,16 @@ impl Ledger {
     }
 
     /// What of it cannot leave, of that client.
-    pub fn fixed_of(&self, client: ClientId) -> u64 {
-        self.accounts.get(&client).map_or(0, |entry| entry.sums.fixed)
+    pub fn unevictable_of(&self, client: ClientId) -> u64 {
+        self.accounts.get(&client).map_or(0, |entry| entry.sums.unevictable)
     }
 
     pub fn charged(&self) -> u64 {
         self.charged
     }
 
-    pub fn fixed(&self) -> u64 {
-        self.fixed
+    pub fn unevictable(&self) -> u64 {
+        self.unevictable
     }
 
     pub fn coming(&self) -> u64 {
@@ -402,13 +402,13 @@ impl Ledger {
     }
 
     /// In doubt, of clients of others than that user.
-    pub fn doubted_for(&self, user: UserId) -> u64 {
-        let others = self.doubted.iter().filter(|(other, _)| **other != user);
+    pub fn unverified_for(&self, user: UserId) -> u64 {
+        let others = self.unverified.iter().filter(|(other, _)| **other != user);
         others.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
     /// Those with evictable bytes and when they last ran, the least recent first.
-    pub fn evictable(&self) -> impl Iterator<Item = (Time, ClientId)> {
+    pub fn eviction_order(&self) -> impl Iterator<Item = (Time, ClientId)> {
         self.lru.iter().copied()
     }
 
@@ -426,14 +426,14 @@ impl Ledger {
             return;
         }
         self.charged = self.charged + new.charge - old.charge;
-        self.fixed = self.fixed + new.fixed - old.fixed;
+        self.unevictable = self.unevictable + new.unevictable - old.unevictable;
         self.coming = self.coming + new.coming - old.coming;
-        if old.doubted != new.doubted {
-            let doubted = self.doubted.entry(user).or_default();
-            *doubted = *doubted + new.doubted - old.doubted;
-            self.doubted.retain(|_, bytes| *bytes > 0);
+        if old.unverified != new.unverified {
+            let unverified = self.unverified.entry(user).or_default();
+            *unverified = *unverified + new.unverified - old.unverified;
+            self.unverified.retain(|_, bytes| *bytes > 0);
         }
-        self.loosened |= new.fixed < old.fixed;
+        self.loosened |= new.unevictable < old.unevictable;
         if let Some(at) = old.last_run {
             self.lru.remove(&(at, client));
         }
@@ -474,33 +474,33 @@ mod tests {
     #[test]
     fn the_sums_follow_the_accounts() {
         let mut ledger = ledger(5, 3);
-        assert_eq!((ledger.charged(), ledger.fixed(), ledger.coming()), (8, 0, 0));
+        assert_eq!((ledger.charged(), ledger.unevictable(), ledger.coming()), (8, 0, 0));
         report(&mut ledger, B, 3, 2);
-        assert_eq!((ledger.fixed(), ledger.fixed_of(A), ledger.fixed_of(B)), (2, 0, 2));
+        assert_eq!((ledger.unevictable(), ledger.unevictable_of(A), ledger.unevictable_of(B)), (2, 0, 2));
         ledger.change(A, |account| account.set(at(12), 1));
         assert_eq!((ledger.charged(), ledger.coming()), (8, 4), "it may have all of it mapped still");
         report(&mut ledger, A, 1, 0);
         assert_eq!((ledger.charged(), ledger.coming()), (4, 0));
-        assert_eq!(ledger.doubted_for(UserId(2)), 4, "that it has left is its word");
-        assert_eq!(ledger.doubted_for(UserId(1)), 0);
+        assert_eq!(ledger.unverified_for(UserId(2)), 4, "that it has left is its word");
+        assert_eq!(ledger.unverified_for(UserId(1)), 0);
         ledger.close(A);
         ledger.close(B);
-        assert_eq!((ledger.charged(), ledger.fixed(), ledger.doubted_for(UserId(2))), (0, 0, 0));
+        assert_eq!((ledger.charged(), ledger.unevictable(), ledger.unverified_for(UserId(2))), (0, 0, 0));
     }
 
     #[test]
     fn what_cannot_leave_is_fixed_until_it_can() {
         let mut ledger = ledger(5, 3);
         ledger.set_state(A, State::Unevictable);
-        assert_eq!((ledger.fixed(), ledger.take_loosened()), (5, false));
+        assert_eq!((ledger.unevictable(), ledger.take_loosened()), (5, false));
         ledger.set_state(A, State::Running);
-        assert_eq!((ledger.fixed(), ledger.take_loosened(), ledger.take_loosened()), (0, true, false));
+        assert_eq!((ledger.unevictable(), ledger.take_loosened(), ledger.take_loosened()), (0, true, false));
     }
 
     #[test]
     fn those_that_ran_least_recently_are_evicted_first() {
         let mut ledger = ledger(5, 3);
-        let order = |ledger: &Ledger| ledger.evictable().map(|(_, client)| client).collect::<Vec<_>>();
+        let order = |ledger: &Ledger| ledger.eviction_order().map(|(_, client)| client).collect::<Vec<_>>();
         assert_eq!(order(&ledger), [A, B]);
         ledger.set_state(A, State::Idle(at(20)));
         assert_eq!(order(&ledger), [B, A]);

@@ -1,7 +1,7 @@
 //! Who has had least goes first, so that on average jobs end soon: how long they will run is not known, but most that are short
 //! have had little when they end, and who has had much usually needs as much again.
 //!
-//! **Place in line.** A client's level is the power of four of the GPU time that it has had (`progress`). Lower levels go first.
+//! **QueueKey in line.** A client's level is the power of four of the GPU time that it has had (`progress`). Lower levels go first.
 //! Within a level goes first who came to it first, and memory that need not move before memory that must: several that cannot be
 //! there at once run one after another, each until its level ends, and do not swap each other out in turns. So jobs count, not
 //! whose they are: a user with ten has more of a GPU than a user with one. Only groups to which a rule gives a part of the time
@@ -19,7 +19,7 @@
 use super::{Policy, Runner, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    shares::Standing,
+    shares::Precedence,
     together::MEASURED,
 };
 use std::time::Duration;
@@ -36,7 +36,7 @@ pub(super) struct Adaptive;
 
 impl Policy for Adaptive {
     fn turn(&self, settings: &Settings, holder: &Runner, first: &Waiter) -> Duration {
-        if first.standing != Standing::Equal || !holder.fellow {
+        if first.precedence != Precedence::Equal || !holder.peer {
             return Fcfs.turn(settings, holder, first); // as rules say
         }
         let is_auto = settings.anti_thrash == AntiThrash::Auto;
@@ -67,7 +67,7 @@ impl Policy for Adaptive {
         waiter.entered.saturating_add(moves).saturating_add(LEVEL * progress::level(waiter.had))
     }
 
-    fn place_among_parties(&self, served: Time, _: Time, joined: Time) -> Time {
+    fn key_among_owners(&self, served: Time, _: Time, joined: Time) -> Time {
         served.max(joined)
     }
 

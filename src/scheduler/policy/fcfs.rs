@@ -12,7 +12,7 @@
 //!
 //! Where so many wait that the last would wait too long, `auto` divides what it may wait among them.
 //!
-//! **Place in line**, among the clients of one user. Arrival order, except in `auto`, where a waiter's place is its arrival plus the *class* of what it
+//! **QueueKey in line**, among the clients of one user. Arrival order, except in `auto`, where a waiter's place is its arrival plus the *class* of what it
 //! is going to take (its burst, and the moving of its bytes both ways), a class being a power of four. Short bursts so
 //! pass long ones, equals stay in order of arrival, and ageing is built in: nobody is passed by one who came more
 //! than a time quantum later. Moving counts, so one whose bytes are on the GPU goes before one whose bytes are not.
@@ -23,7 +23,7 @@
 use super::{Policy, Runner, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    shares::Standing,
+    shares::Precedence,
     together::MEASURED,
 };
 use std::time::Duration;
@@ -33,12 +33,12 @@ pub(super) struct Fcfs;
 
 impl Policy for Fcfs {
     fn turn(&self, settings: &Settings, _: &Runner, first: &Waiter) -> Duration {
-        match first.standing {
-            Standing::Before => return Duration::ZERO,
-            Standing::After => return Duration::MAX,
-            Standing::Owed => return settings.slice().min(settings.time_quantum).max(first.least()),
-            Standing::Equal if settings.anti_thrash != AntiThrash::Auto => return settings.time_quantum,
-            Standing::Equal => {}
+        match first.precedence {
+            Precedence::Before => return Duration::ZERO,
+            Precedence::After => return Duration::MAX,
+            Precedence::BelowMinimum => return settings.slice().min(settings.time_quantum).max(first.least()),
+            Precedence::Equal if settings.anti_thrash != AntiThrash::Auto => return settings.time_quantum,
+            Precedence::Equal => {}
         }
         let quantum = if first.evicts {
             settings.time_quantum
@@ -65,7 +65,7 @@ impl Policy for Fcfs {
         }
     }
 
-    fn place_among_parties(&self, served: Time, rank: Time, _: Time) -> Time {
+    fn key_among_owners(&self, served: Time, rank: Time, _: Time) -> Time {
         served.max(rank)
     }
 

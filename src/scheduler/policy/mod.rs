@@ -12,7 +12,7 @@ mod progress;
 pub(super) use progress::Progress;
 
 use super::api::{PolicyName, Settings, Time};
-use super::shares::Standing;
+use super::shares::Precedence;
 use std::fmt::Debug;
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ pub(super) fn smoothed(rate: u64, measured: u64) -> u64 {
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Waiter {
     /// What it is to the holder, by the rules that both have.
-    pub standing: Standing,
+    pub precedence: Precedence,
     /// How long it is expected to run until it has no work.
     pub burst: Duration,
     /// How long moving the bytes it lacks takes, both ways.
@@ -83,7 +83,7 @@ pub(super) struct Runner {
     /// It has the GPU because it had waited for so long.
     pub aged: bool,
     /// It takes turns with who waits as two of one party.
-    pub fellow: bool,
+    pub peer: bool,
     /// After how much more of it another party is to have the GPU, if one waits that shares it.
     pub others_after: Option<Duration>,
 }
@@ -95,7 +95,7 @@ pub(super) trait Policy: Debug + Sync {
     /// The waiter's place in line among those of its party: the smaller, the earlier.
     fn place(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
     /// And among all parties, if its own has had its share until then, and has waited since.
-    fn place_among_parties(&self, served: Time, rank: Time, joined: Time) -> Time;
+    fn key_among_owners(&self, served: Time, rank: Time, joined: Time) -> Time;
     /// After how long it goes before all others of its party. None: its place sees to it.
     fn patience(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
     /// Whether users take turns as wholes, however many clients they have.
