@@ -8,7 +8,7 @@ pub use nvshare_wire::Uuid;
 pub use nvshare_wire::client::{Engine, ReleaseReason, StuckReason};
 pub use nvshare_wire::scheduler::WaitReason;
 
-pub use super::placement::{Labels, Misfit, Placement, Wish};
+pub use crate::placement::{Labels, Misfit, Placement, Wish};
 
 /// Time since an arbitrary start; the daemon passes `CLOCK_MONOTONIC`.
 pub type Time = Duration;
@@ -74,7 +74,7 @@ pub struct Settings {
 
 impl Settings {
     /// What a group gets at a time of what it is to have at least.
-    pub(super) fn slice(&self) -> Duration {
+    pub(crate) fn slice(&self) -> Duration {
         self.time_period / 40
     }
 }
@@ -367,7 +367,7 @@ pub enum Event {
     Attached {
         client: ClientId,
         gpu: GpuId,
-        #[serde(with = "super::encoding::Engine")]
+        #[serde(with = "crate::encoding::Engine")]
         engine: Engine,
     },
     Detached {
@@ -411,7 +411,7 @@ pub enum Event {
     Released {
         client: ClientId,
         gpus: GpuSet,
-        #[serde(with = "super::encoding::ReleaseReason")]
+        #[serde(with = "crate::encoding::ReleaseReason")]
         reason: ReleaseReason,
         busy: Duration,
     },
@@ -424,7 +424,7 @@ pub enum Event {
     Stuck {
         client: ClientId,
         gpus: GpuSet,
-        #[serde(with = "super::encoding::StuckReason")]
+        #[serde(with = "crate::encoding::StuckReason")]
         reason: StuckReason,
     },
     /// The client's process was stopped (SIGSTOP, a debugger) or runs again, as the kernel says.
@@ -508,7 +508,7 @@ pub enum Command {
     Waiting {
         client: ClientId,
         gpus: GpuSet,
-        #[serde(with = "super::encoding::WaitReason")]
+        #[serde(with = "crate::encoding::WaitReason")]
         why: WaitReason,
     },
     /// A holder has not answered a Revoke (or an Evict) in time: see whether its process is stopped (answer with

@@ -6,7 +6,7 @@ use nvshare_wire::{client, scheduler};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::api::GpuId;
+use crate::api::GpuId;
 
 /// The UUID in the form of `nvidia-smi` where people read it, its bytes elsewhere.
 impl Serialize for GpuId {
@@ -30,7 +30,7 @@ impl<'de> Deserialize<'de> for GpuId {
 
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "client::Engine", rename_all = "kebab-case")]
-pub(super) enum Engine {
+pub(crate) enum Engine {
     Swap,
     Managed,
     None,
@@ -38,7 +38,7 @@ pub(super) enum Engine {
 
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "client::ReleaseReason", rename_all = "kebab-case")]
-pub(super) enum ReleaseReason {
+pub(crate) enum ReleaseReason {
     Idle,
     Revoked,
     NoMemory,
@@ -47,7 +47,7 @@ pub(super) enum ReleaseReason {
 
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "client::StuckReason", rename_all = "kebab-case")]
-pub(super) enum StuckReason {
+pub(crate) enum StuckReason {
     NeedsHost,
     LongWork,
     Capturing,
@@ -58,7 +58,7 @@ pub(super) enum StuckReason {
 
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "scheduler::WaitReason", rename_all = "kebab-case")]
-pub(super) enum WaitReason {
+pub(crate) enum WaitReason {
     Queue,
     HolderStuck,
     Eviction,
@@ -68,7 +68,7 @@ pub(super) enum WaitReason {
 }
 
 /// An optional [`scheduler::WaitReason`].
-pub(super) mod wait_reason {
+pub(crate) mod wait_reason {
     use super::*;
 
     #[derive(Serialize, Deserialize)]
@@ -84,7 +84,7 @@ pub(super) mod wait_reason {
 }
 
 /// A map as a sequence of pairs.
-pub(super) mod pairs {
+pub(crate) mod pairs {
     use super::*;
     use std::collections::BTreeMap;
 

@@ -1,26 +1,26 @@
 //! The machine's state, and which part of it an event goes to. Every event first changes what it is about and marks the
 //! GPUs that it touches; then each marked GPU is settled.
 
-use super::{
+use crate::{
     api::*,
-    drains::DrainTime,
-    gangs::Gang,
-    groups::GroupState,
-    hopes::HeldRequest,
-    limits::Host,
-    locks::{Entity, Hold, Request},
+    fairness::share::{Class, ShareOwner},
+    fairness::usage::Usage,
+    lock::corun::Utilization,
+    lock::drain_time::DrainTime,
+    lock::gang::Gang,
+    lock::queue::{Entity, Hold, Request},
     memory::ledger::{Account, Ledger, State},
+    memory::reservation::Reservation,
+    memory::shortfall::{Failures, Trial},
+    memory::unevictable::Unevictable,
     placement::Placements,
     policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
-    promise::LimitState,
-    shares::{Class, ShareOwner},
-    shortfall::{Failures, Trial},
-    squeeze::Reservation,
-    stays::Unevictable,
+    quota::group::GroupState,
+    quota::limit::Host,
+    quota::limit_state::LimitState,
+    quota::remeasure::HeldRequest,
     thrash::Detector,
     timers::{Timers, Wake},
-    together::Utilization,
-    usage::Usage,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -38,34 +38,34 @@ impl Settings {
 /// Decides who may run on which GPU, and whose memory is there. See the [module](super).
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub struct Machine {
-    pub(super) now: Time,
-    pub(super) settings: Settings,
-    pub(super) gpus: BTreeMap<GpuId, Gpu>,
-    pub(super) clients: BTreeMap<ClientId, Client>,
+    pub(crate) now: Time,
+    pub(crate) settings: Settings,
+    pub(crate) gpus: BTreeMap<GpuId, Gpu>,
+    pub(crate) clients: BTreeMap<ClientId, Client>,
     /// Requests that wait, in line or parked.
-    #[serde(with = "super::encoding::pairs")]
-    pub(super) requests: BTreeMap<Entity, Request>,
+    #[serde(with = "crate::encoding::pairs")]
+    pub(crate) requests: BTreeMap<Entity, Request>,
     /// Gangs with their members; a client without a gang is in none.
-    #[serde(with = "super::encoding::pairs")]
-    pub(super) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
+    #[serde(with = "crate::encoding::pairs")]
+    pub(crate) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
     /// Since when a gang has held something without pause.
-    #[serde(with = "super::encoding::pairs")]
-    pub(super) gang_turns: BTreeMap<Gang, Time>,
+    #[serde(with = "crate::encoding::pairs")]
+    pub(crate) gang_turns: BTreeMap<Gang, Time>,
     /// Groups with members.
-    pub(super) groups: BTreeMap<GroupId, GroupState>,
+    pub(crate) groups: BTreeMap<GroupId, GroupState>,
     /// What clients say of themselves, where that is anything.
-    pub(super) client_limits: BTreeMap<ClientId, Own>,
-    pub(super) places: Placements,
-    pub(super) timers: Timers,
-    pub(super) host: Host,
-    pub(super) dirty: BTreeSet<GpuId>,
-    pub(super) out: Vec<Command>,
+    pub(crate) client_limits: BTreeMap<ClientId, Own>,
+    pub(crate) places: Placements,
+    pub(crate) timers: Timers,
+    pub(crate) host: Host,
+    pub(crate) dirty: BTreeSet<GpuId>,
+    pub(crate) out: Vec<Command>,
     /// Numbers arrivals and grants.
-    pub(super) counter: u64,
+    pub(crate) counter: u64,
 }
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct Gpu {
+pub(crate) struct Gpu {
     pub total: u64,
     /// The newest measured overhead.
     pub measured: Option<u64>,
@@ -86,10 +86,10 @@ pub(super) struct Gpu {
     /// Requests that want this GPU, in the order in which they are served.
     pub queue: BTreeSet<(QueueKey, Entity)>,
     /// Until when each party has had its share of this GPU, where that is not past.
-    #[serde(with = "super::encoding::pairs")]
+    #[serde(with = "crate::encoding::pairs")]
     pub finish_tags: BTreeMap<ShareOwner, Time>,
     /// What those have had of this GPU of whom that is of interest.
-    #[serde(with = "super::encoding::pairs")]
+    #[serde(with = "crate::encoding::pairs")]
     pub used: BTreeMap<ShareOwner, Usage>,
     /// Nobody has it, since the memory of that one, which is to have it, is coming: since then.
     pub idle_for: Option<(Entity, Time)>,
@@ -127,7 +127,7 @@ pub(super) struct Gpu {
 
 /// A client that is about to create a context.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct PendingContext {
+pub(crate) struct PendingContext {
     pub client: ClientId,
     pub since: Time,
     /// It was told that it waits for others to need less; and that it waits in vain, which it may accept.
@@ -137,7 +137,7 @@ pub(super) struct PendingContext {
 
 /// Where a request stands in line: among those of its class by its time, and among those of one party by their rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) struct QueueKey {
+pub(crate) struct QueueKey {
     pub class: Class,
     pub at: Time,
     pub rank: Time,
@@ -147,7 +147,7 @@ pub(super) struct QueueKey {
 }
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct Client {
+pub(crate) struct Client {
     pub gang: Option<Gang>,
     /// As it calls its gang; 0: it is in none, unless a rule says so.
     pub named: u64,
@@ -163,8 +163,8 @@ pub(super) struct Client {
 
 /// A client on a GPU that it attached.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct Attachment {
-    #[serde(with = "super::encoding::Engine")]
+pub(crate) struct Attachment {
+    #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
     pub limit_state: LimitState,
     pub failures: Failures,
@@ -196,7 +196,7 @@ pub(super) struct Attachment {
 }
 
 impl Client {
-    pub(super) fn holds(&self) -> bool {
+    pub(crate) fn holds(&self) -> bool {
         self.attachments.values().any(|attachment| attachment.hold.is_some())
     }
 }
@@ -223,7 +223,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn policy(&self) -> &'static dyn Policy {
+    pub(crate) fn policy(&self) -> &'static dyn Policy {
         policy::named(self.settings.policy)
     }
 
@@ -424,25 +424,25 @@ impl Machine {
     }
 
     /// That GPU is to be settled.
-    pub(super) fn touch(&mut self, gpu: GpuId) {
+    pub(crate) fn touch(&mut self, gpu: GpuId) {
         if self.gpus.contains_key(&gpu) {
             self.dirty.insert(gpu);
         }
     }
 
-    pub(super) fn attachment(&self, client: ClientId, gpu: GpuId) -> Option<&Attachment> {
+    pub(crate) fn attachment(&self, client: ClientId, gpu: GpuId) -> Option<&Attachment> {
         self.clients.get(&client)?.attachments.get(&gpu)
     }
 
-    pub(super) fn attachment_mut(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Attachment> {
+    pub(crate) fn attachment_mut(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Attachment> {
         self.clients.get_mut(&client)?.attachments.get_mut(&gpu)
     }
 
-    pub(super) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
+    pub(crate) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
         self.gpus.get(&gpu)?.ledger.account(client)
     }
 
-    pub(super) fn change_account<R>(
+    pub(crate) fn change_account<R>(
         &mut self,
         client: ClientId,
         id: GpuId,
@@ -457,7 +457,7 @@ impl Machine {
     }
 
     /// Changes how a client is to do with a GPU, which is settled anew. Whether its memory can leave follows from that.
-    pub(super) fn change_attachment<R>(
+    pub(crate) fn change_attachment<R>(
         &mut self,
         client: ClientId,
         id: GpuId,
@@ -484,7 +484,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn count(&mut self) -> u64 {
+    pub(crate) fn count(&mut self) -> u64 {
         self.counter += 1;
         self.counter
     }

@@ -1,7 +1,7 @@
 //! Which GPU a program gets that does not choose one, and what is remembered of that: programs that were started at the
 //! same moment must not all land on the GPU that was free then. Who may choose among which GPUs is decided elsewhere.
 
-use super::{
+use crate::{
     api::*,
     machine::{Gpu, Machine},
 };
@@ -84,7 +84,7 @@ struct Place {
 
 /// Placements that were given, also to programs that are still to come, and the labels of all.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Placements {
+pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
     places: BTreeMap<ClientId, Place>,
 }
@@ -125,7 +125,7 @@ struct Neighbours {
 }
 
 impl Machine {
-    pub(super) fn give_place(&mut self, client: ClientId, wish: &Wish) {
+    pub(crate) fn give_place(&mut self, client: ClientId, wish: &Wish) {
         let Some(user) = self.clients.get(&client).map(|state| state.user) else { return };
         self.end_places();
         // Who asks again is asked where it is to be from now on.
@@ -148,7 +148,7 @@ impl Machine {
     }
 
     /// A client is the program for which another had asked.
-    pub(super) fn take_place(&mut self, client: ClientId, from: ClientId) {
+    pub(crate) fn take_place(&mut self, client: ClientId, from: ClientId) {
         self.end_places();
         if !self.clients.contains_key(&client) || self.clients.contains_key(&from) {
             return;
@@ -158,7 +158,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn leave_place(&mut self, client: ClientId) {
+    pub(crate) fn leave_place(&mut self, client: ClientId) {
         self.places.labels.remove(&client);
         let Some(place) = self.places.places.get(&client) else { return };
         let user = place.user;

@@ -1,12 +1,12 @@
 //! Brings one GPU to rest after something changed there: first the bytes, then the lock, then what holders are told.
 //! Settling a GPU where nothing changed does nothing.
 
-use super::{
+use crate::{
     api::*,
-    locks::{Blocked, Entity, Hold, Request},
+    fairness::share::Precedence,
+    lock::queue::{Blocked, Entity, Hold, Request},
     machine::{Machine, QueueKey},
     policy::{SHORTEST_GRACE, Waiter},
-    shares::Precedence,
     timers::Wake,
 };
 use std::time::Duration;
@@ -39,7 +39,7 @@ struct Pressure {
 }
 
 impl Machine {
-    pub(super) fn settle(&mut self, id: GpuId) {
+    pub(crate) fn settle(&mut self, id: GpuId) {
         self.count_deferred(id);
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
@@ -123,7 +123,7 @@ impl Machine {
     }
 
     /// Sees to it that `owed` bytes are on their way out, from clients without the lock. Says how many are not.
-    pub(super) fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
+    pub(crate) fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
         let coming = self.arriving(id, spare);
         if owed > coming {
             self.evict(id, owed - coming, spare, last);
@@ -137,7 +137,7 @@ impl Machine {
     }
 
     /// The clients of a request that want that GPU.
-    pub(super) fn members(&self, entity: Entity, id: GpuId) -> Vec<ClientId> {
+    pub(crate) fn members(&self, entity: Entity, id: GpuId) -> Vec<ClientId> {
         let request = self.requests.get(&entity);
         let wants = request.into_iter().flat_map(|r| &r.wants);
         wants.filter(|(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client).collect()
@@ -238,7 +238,7 @@ impl Machine {
     }
 
     /// Whether a request could be served there if everybody who can give bytes did.
-    pub(super) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
+    pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.requests.get(&entity)) else { return true };
         let mut own = 0u64;
         let mut need = 0u64;
@@ -251,7 +251,7 @@ impl Machine {
     }
 
     /// Lets these members of a gang's request wait each for itself. What is left of it is out of the line.
-    pub(super) fn split(&mut self, entity: Entity, members: &[ClientId]) {
+    pub(crate) fn split(&mut self, entity: Entity, members: &[ClientId]) {
         self.dequeue(entity);
         for client in members {
             let (solo, number) = (Entity::Solo(*client), self.count());

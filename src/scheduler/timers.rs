@@ -1,10 +1,10 @@
 //! When to look at what again. A wake-up that finds nothing to do is harmless, so it never needs to be taken back exactly.
 
-use super::{api::*, locks::Entity};
+use crate::{api::*, lock::queue::Entity};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) enum Wake {
+pub(crate) enum Wake {
     /// A turn may be over, or an attaching client has waited long enough.
     Gpu(GpuId),
     /// An answer of that client is due.
@@ -26,8 +26,8 @@ pub(super) enum Wake {
 }
 
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Timers {
-    #[serde(with = "super::encoding::pairs")]
+pub(crate) struct Timers {
+    #[serde(with = "crate::encoding::pairs")]
     at: BTreeMap<Wake, Time>,
     order: BTreeSet<(Time, Wake)>,
 }

@@ -1,8 +1,8 @@
 //! What status shows: a copy of the machine's state, for people. Nothing is decided from it.
 
-use super::{
+use crate::{
     api::*,
-    locks::Blocked,
+    lock::queue::Blocked,
     machine::{Gpu, Machine},
 };
 use std::time::Duration;
@@ -178,7 +178,7 @@ impl Machine {
             promised: gpu.committed,
             holders: holders.collect(),
             waiters,
-            next: self.timers.get(super::timers::Wake::Gpu(id)),
+            next: self.timers.get(crate::timers::Wake::Gpu(id)),
             thrashes: gpu.thrash.thrashes(),
             apart: self.settings.anti_thrash == AntiThrash::Auto && gpu.thrash.keeps_apart(self.now),
         })

@@ -6,7 +6,7 @@
 
 use crate::{
     api::{ClientId, Found, MemoryReport, Time, UserId},
-    doubt::UnverifiedFrees,
+    memory::verification::UnverifiedFrees,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;

@@ -19,8 +19,8 @@
 use super::{Policy, Runner, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    shares::Precedence,
-    together::MEASURED,
+    fairness::share::Precedence,
+    lock::corun::MEASURED,
 };
 use std::time::Duration;
 

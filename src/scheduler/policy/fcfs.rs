@@ -23,8 +23,8 @@
 use super::{Policy, Runner, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    shares::Precedence,
-    together::MEASURED,
+    fairness::share::Precedence,
+    lock::corun::MEASURED,
 };
 use std::time::Duration;
 

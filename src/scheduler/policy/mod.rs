@@ -9,36 +9,36 @@ mod adaptive;
 mod fcfs;
 mod progress;
 
-pub(super) use progress::Progress;
+pub(crate) use progress::Progress;
 
-use super::api::{PolicyName, Settings, Time};
-use super::shares::Precedence;
+use crate::api::{PolicyName, Settings, Time};
+use crate::fairness::share::Precedence;
 use std::fmt::Debug;
 use std::time::Duration;
 
 /// The shortest turn in `auto`: strict turns of 20 ms cost about 5 % of throughput on an H200, of 50 ms about 1 %.
-pub(super) const SHORTEST_TURN: Duration = Duration::from_millis(20);
+pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 /// Grace where a hand-over is free: longer than the gaps between launches of a busy program.
-pub(super) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
+pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// What a client's burst is taken to be before one was seen.
 const FIRST_BURST: Duration = Duration::from_millis(50);
 /// Bytes per second before an eviction was measured, where nothing is known of the link: half of what copies to registered
 /// memory reach [H200].
-pub(super) const FIRST_RATE: u64 = 24 << 30;
+pub(crate) const FIRST_RATE: u64 = 24 << 30;
 /// Bytes per second at which memory comes back then: what copies from registered memory reach [H200, PCIe 5].
-pub(super) const RATE_BACK: u64 = 48 << 30;
+pub(crate) const RATE_BACK: u64 = 48 << 30;
 /// A turn is no shorter than so many times what moving for the next one takes.
 const MOVES_PER_TURN: u32 = 5;
 
 /// The rate of evictions after another one was measured. What makes one slow (host memory that is made first, a busy
 /// processor) says little of the next.
-pub(super) fn smoothed(rate: u64, measured: u64) -> u64 {
+pub(crate) fn smoothed(rate: u64, measured: u64) -> u64 {
     if measured > rate { rate / 2 + measured / 2 } else { rate / 4 * 3 + measured / 4 }
 }
 
 /// What a policy decides from.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Waiter {
+pub(crate) struct Waiter {
     /// What it is to the holder, by the rules that both have.
     pub precedence: Precedence,
     /// How long it is expected to run until it has no work.
@@ -74,7 +74,7 @@ impl Waiter {
 
 /// What a policy decides from, of who has the GPU.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Runner {
+pub(crate) struct Runner {
     /// Where it would stand if it asked now.
     pub rank: Time,
     /// GPU time that it has had, this turn included, and for how much of this turn somebody has waited.
@@ -89,7 +89,7 @@ pub(super) struct Runner {
 }
 
 /// The decisions that one policy takes differently from another.
-pub(super) trait Policy: Debug + Sync {
+pub(crate) trait Policy: Debug + Sync {
     /// How long a holder keeps the lock once that waiter waits.
     fn turn(&self, settings: &Settings, holder: &Runner, first: &Waiter) -> Duration;
     /// The waiter's place in line among those of its party: the smaller, the earlier.
@@ -109,7 +109,7 @@ pub(super) trait Policy: Debug + Sync {
     fn keeps_for_the_next(&self) -> bool;
 }
 
-pub(super) fn named(name: PolicyName) -> &'static dyn Policy {
+pub(crate) fn named(name: PolicyName) -> &'static dyn Policy {
     match name {
         PolicyName::Fcfs => &fcfs::Fcfs,
         PolicyName::Adaptive => &adaptive::Adaptive,
@@ -118,7 +118,7 @@ pub(super) fn named(name: PolicyName) -> &'static dyn Policy {
 
 /// What is known of how long a client runs on a GPU between two times without work.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Bursts {
+pub(crate) struct Bursts {
     estimate: Option<Duration>,
     /// Run since it last had no work, over the turns that were cut short.
     attained: Duration,

@@ -4,11 +4,11 @@
 //! the GPUs that it wants or none. It stands in the line of each under the same [`QueueKey`], so two units can never
 //! each stand before the other, and the first of all always makes progress: nobody holds one thing and waits for another.
 
-use super::{
+use crate::{
     api::*,
-    gangs::Gang,
+    fairness::share::Class,
+    lock::gang::Gang,
     machine::{Machine, QueueKey},
-    shares::Class,
     timers::Wake,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// What is granted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) enum Entity {
+pub(crate) enum Entity {
     Solo(ClientId),
     Gang(Gang),
 }
@@ -32,7 +32,7 @@ impl Entity {
 
 /// A unit that waits.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct Request {
+pub(crate) struct Request {
     pub key: QueueKey,
     pub since: BTreeMap<ClientId, Time>,
     pub wants: BTreeMap<ClientId, GpuSet>,
@@ -45,13 +45,13 @@ pub(super) struct Request {
     /// Whether it stands in line, and if not, why.
     pub blocked: Option<Blocked>,
     /// What it was last told about why it waits.
-    #[serde(with = "super::encoding::wait_reason")]
+    #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
 }
 
 /// Why a request is not in line. It then reserves nothing, and holds up nobody.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) enum Blocked {
+pub(crate) enum Blocked {
     Until(Time),
     Stopped,
     /// It wants a lock that it has to release first, and cannot drain.
@@ -64,7 +64,7 @@ pub(super) enum Blocked {
 
 /// A client's lock of one GPU.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct Hold {
+pub(crate) struct Hold {
     pub entity: Entity,
     /// Orders the holders of a GPU.
     pub number: u64,
@@ -98,7 +98,7 @@ pub(super) struct Hold {
 
 /// A revoke that was not answered by a release yet.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
-pub(super) struct Revoked {
+pub(crate) struct Revoked {
     /// When it was first asked.
     pub first: Time,
     /// When it was last asked.
@@ -158,7 +158,7 @@ impl Hold {
 }
 
 impl Machine {
-    pub(super) fn request(&mut self, client: ClientId, gpus: GpuSet) {
+    pub(crate) fn request(&mut self, client: ClientId, gpus: GpuSet) {
         let Some(state) = self.clients.get(&client) else { return };
         // What it holds it need not wait for; a lock that was asked back has to be released first.
         let wants: GpuSet = gpus
@@ -225,7 +225,7 @@ impl Machine {
     }
 
     /// Puts a request into the lines of its GPUs.
-    pub(super) fn enqueue(&mut self, entity: Entity) {
+    pub(crate) fn enqueue(&mut self, entity: Entity) {
         let Some(request) = self.requests.get(&entity) else { return };
         if request.blocked == Some(Blocked::Stopped) {
             return; // it is put back when all of its members run
@@ -279,7 +279,7 @@ impl Machine {
         self.admit_if_needless(entity);
     }
 
-    pub(super) fn dequeue(&mut self, entity: Entity) {
+    pub(crate) fn dequeue(&mut self, entity: Entity) {
         let Some(request) = self.requests.get(&entity) else { return };
         for id in request.wants.values().flatten() {
             if let Some(gpu) = self.gpus.get_mut(id) {
@@ -293,7 +293,7 @@ impl Machine {
         self.timers.set(Wake::Entity(entity), None);
     }
 
-    pub(super) fn block(&mut self, entity: Entity, why: Blocked) {
+    pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
         self.dequeue(entity);
         let Some(request) = self.requests.get_mut(&entity) else { return };
         request.blocked = Some(why);
@@ -328,7 +328,7 @@ impl Machine {
     }
 
     /// Takes a client out of the request that it is part of.
-    pub(super) fn withdraw(&mut self, client: ClientId) {
+    pub(crate) fn withdraw(&mut self, client: ClientId) {
         let Some(entity) = self.clients.get_mut(&client).and_then(|c| c.waiting.take()) else { return };
         self.dequeue(entity);
         let Some(request) = self.requests.get_mut(&entity) else { return };
@@ -352,17 +352,17 @@ impl Machine {
     }
 
     /// Whether one of them is not to have anything yet, since mapping failed.
-    pub(super) fn is_delayed(&self, entity: Entity) -> bool {
+    pub(crate) fn is_delayed(&self, entity: Entity) -> bool {
         let mut wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
         wants.any(|(c, gpus)| self.clients.get(c).is_some_and(|state| state.delayed_until(gpus) > self.now))
     }
 
-    pub(super) fn any_stopped(&self, entity: Entity) -> bool {
+    pub(crate) fn any_stopped(&self, entity: Entity) -> bool {
         let wants = self.requests.get(&entity).into_iter().flat_map(|r| r.wants.keys());
         wants.filter_map(|c| self.clients.get(c)).any(|c| c.stopped)
     }
 
-    pub(super) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
+    pub(crate) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
         let entity = self.clients.get(&client).and_then(|c| c.waiting);
         let wants = entity.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
         let Some(wants) = wants.filter(|w| !w.is_disjoint(gpus)) else { return };
@@ -375,7 +375,7 @@ impl Machine {
     }
 
     /// Why a unit waits, told when it changes.
-    pub(super) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
+    pub(crate) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
         let Some(request) = self.requests.get_mut(&entity).filter(|r| r.told != Some(why)) else { return };
         request.told = Some(why);
         for (client, gpus) in &request.wants {
@@ -399,7 +399,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn admit_needless(&mut self) {
+    pub(crate) fn admit_needless(&mut self) {
         for entity in self.requests.keys().copied().collect::<Vec<_>>() {
             if self.requests.get(&entity).is_some_and(|r| r.blocked.is_none()) {
                 self.admit_if_needless(entity);
@@ -408,7 +408,7 @@ impl Machine {
     }
 
     /// Whether, as far as the lock of this GPU goes, that unit can be admitted now.
-    pub(super) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
+    pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
         let (Some(gpu), Some(request)) = (self.gpus.get(&id), self.requests.get(&entity)) else { return false };
         if self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id) {
             return false;
@@ -424,7 +424,7 @@ impl Machine {
     }
 
     /// Whether all that it needs on this GPU is allowed to it.
-    pub(super) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
+    pub(crate) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.requests.get(&entity) else { return false };
         let mut here = request.wants.iter().filter(|(_, gpus)| gpus.contains(&id));
         here.all(|(client, _)| {
@@ -433,7 +433,7 @@ impl Machine {
     }
 
     /// Whether it is first in line for all that it wants, and can have it.
-    pub(super) fn is_grantable(&self, entity: Entity) -> bool {
+    pub(crate) fn is_grantable(&self, entity: Entity) -> bool {
         let Some(request) = self.requests.get(&entity) else { return false };
         if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(entity) {
             return false;
@@ -445,7 +445,7 @@ impl Machine {
         })
     }
 
-    pub(super) fn grant(&mut self, entity: Entity) {
+    pub(crate) fn grant(&mut self, entity: Entity) {
         self.dequeue(entity);
         let Some(request) = self.requests.remove(&entity) else { return };
         self.begin_gang_turn(entity);
@@ -481,7 +481,7 @@ impl Machine {
     }
 
     /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
-    pub(super) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
+    pub(crate) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
         let (entity, now, group) = (self.entity(client), self.now, self.count());
         self.begin_gang_turn(entity);
         for id in gpus {
@@ -500,7 +500,7 @@ impl Machine {
 
     /// Asks for the lock back, and for all that was granted with it: a program that is to run on several GPUs together
     /// gains nothing from some of them.
-    pub(super) fn revoke(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn revoke(&mut self, client: ClientId, id: GpuId) {
         let Some(hold) = self.attachment(client, id).and_then(|s| s.hold.as_ref()) else { return };
         let (entity, group) = (hold.entity, hold.group);
         let members = match entity {
@@ -523,7 +523,7 @@ impl Machine {
     }
 
     /// Sends a revoke, the first or again.
-    pub(super) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
+    pub(crate) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
             self.change_attachment(client, *id, |attachment| {
@@ -532,7 +532,7 @@ impl Machine {
                     first: hold.revoked.map_or(now, |revoked| revoked.first),
                     since: now,
                     again: None,
-                    backoff: again.unwrap_or(super::patience::STUCK.0),
+                    backoff: again.unwrap_or(super::unresponsive::STUCK.0),
                 });
             });
         }
@@ -546,7 +546,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
+    pub(crate) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
         let held: Vec<GpuId> =
             gpus.iter().filter(|id| self.attachment(client, **id).is_some_and(|s| s.hold.is_some())).copied().collect();
         let revoked = held.iter().find_map(|id| {
@@ -569,7 +569,7 @@ impl Machine {
     }
 
     /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
-    pub(super) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
+    pub(crate) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
         if self.attachment(client, id).is_none_or(|attachment| attachment.hold.is_none()) {
             return;

@@ -11,7 +11,7 @@ const LONGER: u32 = 2;
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct DrainTime {
+pub(crate) struct DrainTime {
     /// Of those that did not last longer than that, smoothed.
     usual: Option<Duration>,
     /// Of all, smoothed.

@@ -6,7 +6,7 @@
 //! bytes that no measurement says anything about are believed after a while, and those that are still measured then are
 //! *present*: they count as pinned. From such a client all is asked for at once, or it could go on like that by and by.
 
-use super::{api::*, machine::Machine, memory::ledger::Account, timers::Wake};
+use crate::{api::*, machine::Machine, memory::ledger::Account, timers::Wake};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const VERIFY_TIMEOUT: Duration = Duration::from_secs(3);
 const MANY_HIGHS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct UnverifiedFrees {
+pub(crate) struct UnverifiedFrees {
     /// Until then the charge was so high, for charges that were not measured since: each lower than the one before it.
     highs: VecDeque<(Time, u64)>,
     /// Bytes beyond the charge that the newest measurement found, and since when it has been that many.
@@ -99,26 +99,26 @@ impl Account {
     }
 
     /// When there is something about it that no measurement is waited for any longer.
-    pub(super) fn expires(&self) -> Option<Time> {
+    pub(crate) fn expires(&self) -> Option<Time> {
         self.frees.expires().into_iter().chain(self.measurement_is_late_at()).min()
     }
 }
 
 impl Machine {
-    pub(super) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(crate) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
         let user = self.clients.get(&client).map(|c| c.user);
         user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.ledger.unverified_for(user))
     }
 
     /// Bytes that are free for that client.
-    pub(super) fn free_for(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(crate) fn free_for(&self, client: ClientId, id: GpuId) -> u64 {
         let free = self.gpus.get(&id).map_or(0, |gpu| gpu.free(&self.settings));
         free.saturating_sub(self.unverified_for(client, id))
     }
 
     /// Bytes that those clients, or nobody, will have without any more being asked for: those on their way out, and what is
     /// free, be it that it has to be measured, which is asked for, or that it is too little to be given by itself.
-    pub(super) fn arriving(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
+    pub(crate) fn arriving(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
         for client in to {
             self.request_verification(*client, id);
         }
@@ -126,7 +126,7 @@ impl Machine {
     }
 
     /// How much is in doubt for that client, which waits for it.
-    pub(super) fn request_verification(&mut self, client: ClientId, id: GpuId) -> u64 {
+    pub(crate) fn request_verification(&mut self, client: ClientId, id: GpuId) -> u64 {
         let unverified = self.unverified_for(client, id);
         let Some(gpu) = self.gpus.get(&id).filter(|gpu| unverified > 0 && !gpu.asked) else { return unverified };
         // What was found is looked at again now and then, whoever waits.
@@ -138,14 +138,14 @@ impl Machine {
     }
 
     /// Asks for a measurement, unless one is awaited.
-    pub(super) fn measure(&mut self, id: GpuId) {
+    pub(crate) fn measure(&mut self, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|gpu| !gpu.asked) {
             gpu.asked = true;
             self.out.push(Command::Measure { gpu: id });
         }
     }
 
-    pub(super) fn present(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
+    pub(crate) fn present(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.asked = false;
         gpu.verifies |= !found.is_empty();
@@ -162,14 +162,14 @@ impl Machine {
     }
 
     /// Sees to it that doubts end.
-    pub(super) fn schedule_verification(&mut self, id: GpuId) {
+    pub(crate) fn schedule_verification(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id) else { return };
         let accounts = gpu.clients.iter().filter_map(|client| gpu.ledger.account(*client));
         let next = accounts.filter_map(Account::expires).min();
         self.timers.set(Wake::Verification(id), next);
     }
 
-    pub(super) fn expire_unverified(&mut self, id: GpuId) {
+    pub(crate) fn expire_unverified(&mut self, id: GpuId) {
         let now = self.now;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.asked = false;

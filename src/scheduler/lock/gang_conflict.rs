@@ -2,7 +2,7 @@
 //! holds nothing, and whoever holds something goes on first. Else each could hold a GPU on which the other waits, spinning
 //! there for its fellows.
 
-use super::{api::*, gangs::Gang, locks::Entity, machine::Machine};
+use crate::{api::*, lock::gang::Gang, lock::queue::Entity, machine::Machine};
 use std::collections::BTreeSet;
 
 impl Machine {
@@ -20,7 +20,7 @@ impl Machine {
     }
 
     /// Whether that unit has to wait for another gang, whatever GPU that has.
-    pub(super) fn waits_for_gang(&self, entity: Entity) -> bool {
+    pub(crate) fn waits_for_gang(&self, entity: Entity) -> bool {
         let Entity::Gang(gang) = entity else { return false };
         if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
             return false;
@@ -32,7 +32,7 @@ impl Machine {
     }
 
     /// A gang in line for other GPUs that waits for the holders of this one.
-    pub(super) fn rival_of_holders(&self, id: GpuId) -> Option<Entity> {
+    pub(crate) fn rival_of_holders(&self, id: GpuId) -> Option<Entity> {
         if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
             return None;
         }
@@ -49,7 +49,7 @@ impl Machine {
     }
 
     /// Whether another gang, on whatever GPU, waits for that one to have nothing, or runs while it is counted as if it had.
-    pub(super) fn is_in_the_way(&self, entity: Entity) -> bool {
+    pub(crate) fn is_in_the_way(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.gangs.len() > 1) else { return false };
         let waits =
             |other: Gang| self.requests.get(&Entity::Gang(other)).is_some_and(|request| request.blocked.is_none());
@@ -60,7 +60,7 @@ impl Machine {
     }
 
     /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
-    pub(super) fn yields(&self, entity: Entity) -> bool {
+    pub(crate) fn yields(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.gangs.len() > 1) else { return false };
         if self.settings.anti_thrash == AntiThrash::Off {
             return false;
@@ -75,14 +75,14 @@ impl Machine {
     }
 
     /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
-    pub(super) fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
+    pub(crate) fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
         let (gang, other) = (holder.gang()?, waiter.gang()?);
         let since = self.gang_turns.get(&gang).copied()?;
         (gang != other && self.are_rivals(gang, other)).then_some(since)
     }
 
     /// What a gang waits for or no longer has, its rivals have or wait for.
-    pub(super) fn touch_rivals(&mut self, entity: Entity) {
+    pub(crate) fn touch_rivals(&mut self, entity: Entity) {
         let Some(gang) = entity.gang() else { return };
         self.dirty.extend(self.gpus_of_gang(gang));
         let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));

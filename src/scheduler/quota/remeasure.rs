@@ -1,7 +1,7 @@
 //! Wishes for more than a GPU was last measured to have room for, or than a rule leaves beside a context that was not measured
 //! yet: they are refused only after another measurement. What others used may have gone, and the context may be small.
 
-use super::{api::*, machine::Machine, timers::Wake};
+use crate::{api::*, machine::Machine, timers::Wake};
 use std::time::Duration;
 
 /// How long a measurement is waited for.
@@ -11,7 +11,7 @@ const AT_REST: Duration = Duration::from_millis(100);
 
 /// A wish that waits for a measurement.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
-pub(super) struct HeldRequest {
+pub(crate) struct HeldRequest {
     bytes: u64,
     /// A measurement tells that was begun no sooner.
     since: Time,
@@ -19,7 +19,7 @@ pub(super) struct HeldRequest {
 
 impl Machine {
     /// Has a wish wait for a measurement; or says that there is no hope, however little others use.
-    pub(super) fn await_sample(&mut self, client: ClientId, id: GpuId, bytes: u64) -> bool {
+    pub(crate) fn await_sample(&mut self, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let (now, reserve) = (self.now, self.gpus.get(&id).map_or(0, |gpu| gpu.reserve(&self.settings)));
         let Some(gpu) = self.gpus.get_mut(&id) else { return false };
         if gpu.measured.is_none() || bytes > gpu.total.saturating_sub(reserve) {
@@ -31,7 +31,7 @@ impl Machine {
     }
 
     /// The same for one whose context counts for what it may have, and was not measured yet.
-    pub(super) fn await_context_sample(&mut self, client: ClientId, id: GpuId, bytes: u64) -> bool {
+    pub(crate) fn await_context_sample(&mut self, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let is_open = (self.memory_max(client, id).is_some() || self.client_memory_max(client, id).is_some())
             && self
                 .attachment(client, id)
@@ -46,7 +46,7 @@ impl Machine {
     }
 
     /// Decides on those that a measurement has answered, which began then.
-    pub(super) fn answer_held_requests(&mut self, id: GpuId, begun: Time) {
+    pub(crate) fn answer_held_requests(&mut self, id: GpuId, begun: Time) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let answered: Vec<(ClientId, HeldRequest)> = gpu
             .held_requests
@@ -61,7 +61,7 @@ impl Machine {
         self.schedule_samples(id);
     }
 
-    pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
+    pub(crate) fn held_requests_timed_out(&mut self, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.asked = false; // perhaps it will never be answered
         }

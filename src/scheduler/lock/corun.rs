@@ -3,9 +3,9 @@
 //! it can tell only while it is alone there; what was said is believed for a while, and then they are alone again, in short
 //! turns, for long enough to say it anew.
 
-use super::{
+use crate::{
     api::*,
-    locks::Entity,
+    lock::queue::Entity,
     machine::{Attachment, Machine},
 };
 use std::time::Duration;
@@ -20,11 +20,11 @@ const TOGETHER: (Duration, Duration) = (Duration::from_secs(10), Duration::from_
 /// What is said differs by no more, in thousandths, if it is the same.
 const SAME: u32 = 150;
 /// A turn that is long enough for a client to say how full it keeps the GPU.
-pub(super) const MEASURED: Duration = Duration::from_millis(150);
+pub(crate) const MEASURED: Duration = Duration::from_millis(150);
 
 /// How full a client keeps a GPU, in thousandths.
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Utilization {
+pub(crate) struct Utilization {
     said: Option<u32>,
     /// What it had said before, and for how long that was believed.
     before: Option<(u32, Duration)>,
@@ -70,7 +70,7 @@ impl Utilization {
 
 impl Machine {
     /// It says how full it keeps that GPU; or, by more than there is, that it wants it alone.
-    pub(super) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
+    pub(crate) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
         let alone = self.gpus.get(&id).is_some_and(|g| g.holders.len() == 1);
         let measured = |s: &&mut Attachment| permille > FULL || (alone && s.hold.is_some());
         let Some(attachment) = self.attachment_mut(client, id).filter(measured) else { return };
@@ -80,24 +80,24 @@ impl Machine {
     }
 
     /// Whether that unit may hold the lock beside those who do.
-    pub(super) fn may_join(&self, entity: Entity, id: GpuId) -> bool {
+    pub(crate) fn may_join(&self, entity: Entity, id: GpuId) -> bool {
         self.run_together(id, self.running(id).chain(self.members(entity, id)))
     }
 
     /// Whether the holders of a GPU may go on together.
-    pub(super) fn may_stay(&self, id: GpuId) -> bool {
+    pub(crate) fn may_stay(&self, id: GpuId) -> bool {
         let expired = self.believed_until(id).is_some_and(|until| self.now >= until);
         !expired && self.run_together(id, self.running(id))
     }
 
     /// Whether all holders of a GPU could be counted as such, those included that are not now.
-    pub(super) fn may_all_stay(&self, id: GpuId) -> bool {
+    pub(crate) fn may_all_stay(&self, id: GpuId) -> bool {
         let holders = self.gpus.get(&id).into_iter().flat_map(|g| g.holders.values().copied());
         self.run_together(id, holders)
     }
 
     /// When they will have to take turns again, if nothing else happens.
-    pub(super) fn together_until(&self, id: GpuId) -> Option<Time> {
+    pub(crate) fn together_until(&self, id: GpuId) -> Option<Time> {
         let several = self.running(id).count() > 1;
         self.believed_until(id).filter(|_| several && self.settings.anti_thrash == AntiThrash::Auto)
     }
@@ -111,7 +111,7 @@ impl Machine {
     }
 
     /// What holders said before they ran together is no longer believed.
-    pub(super) fn forget_utilization(&mut self, id: GpuId) {
+    pub(crate) fn forget_utilization(&mut self, id: GpuId) {
         for client in self.running(id).collect::<Vec<_>>() {
             if let Some(attachment) = self.attachment_mut(client, id) {
                 attachment.utilization.forget();
@@ -120,7 +120,7 @@ impl Machine {
     }
 
     /// Whether it is known how full those keep a GPU who have it now.
-    pub(super) fn are_measured(&self, id: GpuId) -> bool {
+    pub(crate) fn are_measured(&self, id: GpuId) -> bool {
         self.running(id).filter_map(|c| self.attachment(c, id)).all(|attachment| !attachment.utilization.is_open())
     }
 
@@ -131,7 +131,7 @@ impl Machine {
     }
 
     /// Whether these, together, leave the GPU idle at times, and all of their bytes fit.
-    pub(super) fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
+    pub(crate) fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
         let Some(gpu) = self.gpus.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
             return false;
         };

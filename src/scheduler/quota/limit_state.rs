@@ -3,14 +3,14 @@
 //! A promise's *charge* is the most that the client's demand can be at this moment, whatever messages are still on their
 //! way: a limit that was lowered counts as it was until the client has said that it knows the new one.
 
-use super::api::{Denial, Time};
+use crate::api::{Denial, Time};
 use std::collections::VecDeque;
 
 /// A client that acknowledges nothing is sent no more limits that are lower.
 const MANY_STEPS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct LimitState {
+pub(crate) struct LimitState {
     /// The newest limit.
     pub limit: u64,
     pub seq: u32,
@@ -29,7 +29,7 @@ pub(super) struct LimitState {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Wanted {
+pub(crate) struct Wanted {
     pub bytes: u64,
     pub since: Time,
     /// Orders wishes.

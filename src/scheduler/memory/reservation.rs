@@ -1,7 +1,7 @@
 //! Room for what the driver takes for itself inside a call of a client: code, stacks, streams, graphs. It found none, so
 //! that much is freed by those who do not hold the lock, and kept for the client for a moment, in which it tries again.
 
-use super::{api::*, locks::Hold, machine::Machine};
+use crate::{api::*, lock::queue::Hold, machine::Machine};
 use std::time::Duration;
 
 /// How long room is waited for; the client waits longer.
@@ -12,7 +12,7 @@ const KEPT: Duration = Duration::from_millis(500);
 const LARGEST_PART: u64 = 4;
 
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
-pub(super) struct Reservation {
+pub(crate) struct Reservation {
     client: ClientId,
     bytes: u64,
     since: Time,
@@ -23,7 +23,7 @@ pub(super) struct Reservation {
 
 /// What squeezed clients wait for.
 #[derive(Debug, Default)]
-pub(super) struct ReservationNeeds {
+pub(crate) struct ReservationNeeds {
     /// Bytes that are on their way out, for them.
     pub lacking: u64,
     /// Bytes that only holders can give, and a client that is not to give them.
@@ -40,7 +40,7 @@ impl Reservation {
 }
 
 impl Machine {
-    pub(super) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+    pub(crate) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let since = self.now;
         if self.attachment(client, id).is_none() {
             return;
@@ -53,7 +53,7 @@ impl Machine {
     }
 
     /// Secures what is free, and sees to it that the rest is freed; `owed` bytes of what is on its way out are spoken for.
-    pub(super) fn serve_reservations(&mut self, id: GpuId, owed: u64) -> ReservationNeeds {
+    pub(crate) fn serve_reservations(&mut self, id: GpuId, owed: u64) -> ReservationNeeds {
         let now = self.now;
         let mut all = ReservationNeeds::default();
         let Some(gpu) = self.gpus.get_mut(&id) else { return all };

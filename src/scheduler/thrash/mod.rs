@@ -6,7 +6,9 @@
 //! own. Where the driver counts page faults, those decide, and what moves both ways only has to agree; where it does not,
 //! more has to move. Where neither is known, nothing is claimed.
 
-use super::api::{Time, Traffic};
+mod traffic;
+
+use crate::api::{Time, Traffic};
 use std::time::Duration;
 
 /// For how much longer there must have been signs of it than none before it is said, and none than signs before it is over.

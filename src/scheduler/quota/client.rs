@@ -8,11 +8,11 @@
 //!   there, as nobody else could give it any.
 //! - What is **kept on the GPU** for its group is kept of its own memory only as far as it claims that.
 
-use super::{api::*, machine::Machine, shares::ShareOwner};
+use crate::{api::*, fairness::share::ShareOwner, machine::Machine};
 
 impl Own {
     /// What it has of a share.
-    pub(super) fn of(&self, share: Share) -> Share {
+    pub(crate) fn of(&self, share: Share) -> Share {
         let weight = self.weight.map_or(share.weight, |weight| weight.min(share.weight));
         Share {
             weight,
@@ -25,21 +25,21 @@ impl Own {
     }
 
     /// Whether it can have others go before its client, or its client before fewer.
-    pub(super) fn makes_classes(&self) -> bool {
+    pub(crate) fn makes_classes(&self) -> bool {
         self.weight == Some(0) || self.priority.is_some() || self.patient
     }
 
     /// Whether what its client has had of the time matters.
-    pub(super) fn is_watched(&self) -> bool {
+    pub(crate) fn is_watched(&self) -> bool {
         self.time_max < 100
     }
 
     /// Whether its client cannot have all that others leave.
-    pub(super) fn is_bounded(&self) -> bool {
+    pub(crate) fn is_bounded(&self) -> bool {
         self.memory_max != Amount::Infinity || self.is_bounded_everywhere()
     }
 
-    pub(super) fn is_bounded_everywhere(&self) -> bool {
+    pub(crate) fn is_bounded_everywhere(&self) -> bool {
         self.swap_max.is_some()
     }
 
@@ -50,7 +50,7 @@ impl Own {
 }
 
 impl Machine {
-    pub(super) fn set_client_limits(&mut self, client: ClientId, own: Own) {
+    pub(crate) fn set_client_limits(&mut self, client: ClientId, own: Own) {
         let Some(state) = self.clients.get(&client) else { return };
         let stands = state.waiting.is_some() || state.holds();
         let attachments: Vec<(GpuId, bool)> =
@@ -74,7 +74,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn forget_client_limits(&mut self, client: ClientId) {
+    pub(crate) fn forget_client_limits(&mut self, client: ClientId) {
         if self.client_limits.remove(&client).is_some() {
             let owner = ShareOwner::Client(client);
             for gpu in self.gpus.values_mut() {
@@ -85,7 +85,7 @@ impl Machine {
     }
 
     /// As a party of its own.
-    pub(super) fn client_share(&self, client: ClientId) -> Share {
+    pub(crate) fn client_share(&self, client: ClientId) -> Share {
         let default = Share::default();
         self.client_limits.get(&client).map_or(default, |own| Share {
             weight: own.weight.unwrap_or(default.weight),
@@ -95,7 +95,7 @@ impl Machine {
     }
 
     /// As whom a client takes turns: as its party, and as itself where it has a lower weight.
-    pub(super) fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> {
+    pub(crate) fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> {
         let owner = self.owner(client);
         let own = self.client_limits.get(&client).and_then(|own| own.weight);
         let is_lower = |own: &u16| owner.is_some_and(|owner| *own < self.share(owner).weight);
@@ -103,12 +103,12 @@ impl Machine {
     }
 
     /// What it counts for when turns are divided, of what its party does.
-    pub(super) fn weight_of(&self, client: ClientId) -> u32 {
+    pub(crate) fn weight_of(&self, client: ClientId) -> u32 {
         self.owners(client).map(|owner| self.weight(owner)).min().unwrap_or(0)
     }
 
     /// Until when a client has been served there.
-    pub(super) fn latest_finish_tag(&self, client: ClientId, id: GpuId) -> Time {
+    pub(crate) fn latest_finish_tag(&self, client: ClientId, id: GpuId) -> Time {
         let Some(gpu) = self.gpus.get(&id) else { return Time::ZERO };
         self.owners(client).filter_map(|owner| gpu.finish_tags.get(&owner).copied()).max().unwrap_or_default()
     }
@@ -119,25 +119,25 @@ impl Machine {
     }
 
     /// What its demand can come to there by that.
-    pub(super) fn client_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
+    pub(crate) fn client_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let context = self.attachment(client, id).map_or(0, |attachment| self.context(attachment, id));
         Some(self.client_memory_max(client, id)?.saturating_sub(context))
     }
 
     /// What it may have over all GPUs, since all of it may have to leave them.
-    pub(super) fn client_swap_max(&self, client: ClientId) -> Option<u64> {
+    pub(crate) fn client_swap_max(&self, client: ClientId) -> Option<u64> {
         self.client_limits.get(&client)?.swap_max
     }
 
     /// By how much its promises can rise by that. `None`: they are above what they may be.
-    pub(super) fn client_room(&self, client: ClientId) -> Option<u64> {
+    pub(crate) fn client_room(&self, client: ClientId) -> Option<u64> {
         let Some(max) = self.client_swap_max(client) else { return Some(u64::MAX) };
         let attachments = self.clients.get(&client).into_iter().flat_map(|state| state.attachments.values());
         max.checked_sub(attachments.fold(0, |sum: u64, attachment| sum.saturating_add(attachment.limit_state.counted)))
     }
 
     /// What of its memory there it does not claim to be kept on the GPU, whatever its rule says.
-    pub(super) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(crate) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
         let low = self.client_limits.get(&client).and_then(|own| own.memory_low?.on(self.gpus.get(&id)?.total));
         let has = self.account(client, id).map_or(0, |account| account.allowance);
         low.map_or(0, |low| has.saturating_sub(low))

@@ -1,6 +1,6 @@
 //! How much of the last while a GPU was somebody's.
 
-use super::api::Time;
+use crate::api::Time;
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ const EXACT: Duration = Duration::from_micros(10);
 
 /// When somebody had a GPU, as far back as it matters: one after the other, without overlaps.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Usage {
+pub(crate) struct Usage {
     spans: VecDeque<Span>,
 }
 
@@ -35,7 +35,7 @@ impl Span {
 
 /// What is looked at: the spans, perhaps one that has not ended, and how far back.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Window<'a> {
+pub(crate) struct Window<'a> {
     pub usage: Option<&'a Usage>,
     /// It has had the GPU since then.
     pub since: Option<Time>,

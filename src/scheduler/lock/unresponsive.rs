@@ -5,17 +5,17 @@
 //! others are admitted beside it, where there is room beside its bytes. It is still asked for the lock now and then, and
 //! everything is as before once it releases.
 
-use super::{
+use crate::{
     api::*,
-    gangs::Gang,
-    locks::{Blocked, Entity, Hold},
+    lock::gang::Gang,
+    lock::queue::{Blocked, Entity, Hold},
     machine::Machine,
     timers::Wake,
 };
 use std::time::Duration;
 
 /// A stuck holder is asked again after the first, then twice that, at most the second.
-pub(super) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// How long a holder that says it is stuck is waited for since it was first asked; and how long one that did not drain
 /// in its last hold either, which need not say so again: two programs that wait for each other get on by this.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
@@ -27,7 +27,7 @@ const EVICTION_ANSWER: Duration = Duration::from_secs(2);
 const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
 
 impl Machine {
-    pub(super) fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
+    pub(crate) fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
         match reason {
             StuckReason::Unseen => return, // speaks of its memory, and of no drain
             StuckReason::HostFull => return self.cannot_evict(client, gpus, Stay::HostFull),
@@ -53,7 +53,7 @@ impl Machine {
         self.check(client);
     }
 
-    pub(super) fn stopped(&mut self, client: ClientId, stopped: bool) {
+    pub(crate) fn stopped(&mut self, client: ClientId, stopped: bool) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         let changed = state.stopped != stopped;
         state.stopped = stopped;
@@ -90,7 +90,7 @@ impl Machine {
 
     /// A process that is stopped has nothing granted to it, and nothing to those that cannot do without it: who calls itself
     /// one gang with it. A rule can make a gang of many, who need not wait for each other.
-    pub(super) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
+    pub(crate) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
         if let Entity::Gang(Gang::Group(_)) = entity {
             self.split(entity, &[client]);
             self.enqueue(entity);
@@ -100,14 +100,14 @@ impl Machine {
     }
 
     /// Whoever says something runs.
-    pub(super) fn alive(&mut self, client: ClientId) {
+    pub(crate) fn alive(&mut self, client: ClientId) {
         if self.clients.get(&client).is_some_and(|c| c.stopped) {
             self.stopped(client, false);
         }
     }
 
     /// Looks at what a client has to answer, asks again where it is time, and sets the time to look again.
-    pub(super) fn check(&mut self, client: ClientId) {
+    pub(crate) fn check(&mut self, client: ClientId) {
         let now = self.now;
         let Some(state) = self.clients.get(&client) else { return };
         let mut again: (GpuSet, Duration) = (GpuSet::new(), STUCK.0);

@@ -4,9 +4,9 @@
 //! A client says whose gang it is in, or a rule says that all whom it counts together are one. Gangs that are in each other's
 //! way are in `rivals`.
 
-use super::{
+use crate::{
     api::*,
-    locks::{Blocked, Entity, Hold},
+    lock::queue::{Blocked, Entity, Hold},
     machine::{Client, Machine},
 };
 use std::collections::BTreeSet;
@@ -21,7 +21,7 @@ const LATELY: Duration = Duration::from_secs(1);
 const MOST_OF_A_JOB: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) enum Gang {
+pub(crate) enum Gang {
     /// As its members call it.
     Named(u64),
     Group(GroupId),
@@ -43,24 +43,24 @@ impl Client {
 
 impl Machine {
     /// As what a client waits, and is granted. A gang of one is nothing else than that one.
-    pub(super) fn entity(&self, client: ClientId) -> Entity {
+    pub(crate) fn entity(&self, client: ClientId) -> Entity {
         let gang = self.clients.get(&client).and_then(|state| state.gang);
         let gang = gang.filter(|gang| self.gangs.get(gang).is_some_and(|members| members.len() > 1));
         gang.map_or(Entity::Solo(client), Entity::Gang)
     }
 
-    pub(super) fn gang_members(&self, gang: Gang) -> impl Iterator<Item = ClientId> {
+    pub(crate) fn gang_members(&self, gang: Gang) -> impl Iterator<Item = ClientId> {
         self.gangs.get(&gang).into_iter().flatten().copied()
     }
 
     /// The others of its gang.
-    pub(super) fn gang_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
+    pub(crate) fn gang_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
         let gang = self.clients.get(&client).and_then(|state| state.gang);
         gang.into_iter().flat_map(|gang| self.gang_members(gang)).filter(move |peer| *peer != client)
     }
 
     /// Until when a request that has just come waits in line for other members, who had a GPU with those lately.
-    pub(super) fn gathers_until(&self, entity: Entity) -> Option<Time> {
+    pub(crate) fn gathers_until(&self, entity: Entity) -> Option<Time> {
         let Entity::Gang(gang) = entity else { return None };
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         let mut missing = members.filter(|client| client.waiting.is_none() && !client.holds() && !client.stopped);
@@ -68,17 +68,17 @@ impl Machine {
     }
 
     /// Whether they can be the processes of one job on one host. More are merely counted together.
-    pub(super) fn is_job(&self, gang: Gang) -> bool {
+    pub(crate) fn is_job(&self, gang: Gang) -> bool {
         self.gangs.get(&gang).is_some_and(|members| (2..=MOST_OF_A_JOB).contains(&members.len()))
     }
 
-    pub(super) fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
+    pub(crate) fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         members.flat_map(|client| client.attachments.keys().copied()).collect()
     }
 
     /// What members hold as one of them; a gang of one is none.
-    pub(super) fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
+    pub(crate) fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         let holds = members
             .flat_map(|client| &client.attachments)
@@ -88,7 +88,7 @@ impl Machine {
 
     /// Whether that GPU is kept for a gang that others ask to go: one of it does not drain yet, and may need another one for
     /// it that has just left this GPU.
-    pub(super) fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
+    pub(crate) fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
         let mut turns =
             self.gang_turns.iter().filter(|(gang, _)| entity != Entity::Gang(**gang) && self.is_job(**gang));
         turns.any(|(gang, since)| {
@@ -102,13 +102,13 @@ impl Machine {
     }
 
     /// Whether one of a gang was granted a GPU for another one to drain, which has not yet.
-    pub(super) fn helps_to_drain(&self, hold: &Hold) -> bool {
+    pub(crate) fn helps_to_drain(&self, hold: &Hold) -> bool {
         let gang = hold.entity.gang().filter(|_| hold.revoked.is_none());
         gang.is_some_and(|gang| self.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
     }
 
     /// What a hand-over by that gang takes, on one GPU and then on the other.
-    pub(super) fn gang_drains_in(&self, gang: Gang) -> Duration {
+    pub(crate) fn gang_drains_in(&self, gang: Gang) -> Duration {
         let members = self.gang_members(gang).filter_map(|id| self.clients.get(&id));
         let drains =
             members.flat_map(|client| client.attachments.values()).map(|attachment| attachment.drains.expected());
@@ -116,14 +116,14 @@ impl Machine {
     }
 
     /// One of a gang asks for a GPU: another one may be about to need it for draining.
-    pub(super) fn check_gang_peers(&mut self, entity: Entity) {
+    pub(crate) fn check_gang_peers(&mut self, entity: Entity) {
         let Some(gang) = entity.gang().filter(|gang| self.is_job(*gang)) else { return };
         let members: Vec<ClientId> = self.gang_members(gang).collect();
         members.into_iter().for_each(|member| self.check(member));
     }
 
     /// When that holder will take longer to drain than is usual, while others of its gang wait that could help.
-    pub(super) fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
+    pub(crate) fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let attachment = self.attachment(client, id)?;
         let hold = attachment.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
         let gang = hold.entity.gang().filter(|gang| self.is_job(*gang))?;
@@ -133,7 +133,7 @@ impl Machine {
     }
 
     /// From now on others of its gang go first.
-    pub(super) fn lags(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn lags(&mut self, client: ClientId, id: GpuId) {
         if let Some(hold) = self.attachment_mut(client, id).and_then(|attachment| attachment.hold.as_mut()) {
             hold.lags = true;
         }
@@ -142,7 +142,7 @@ impl Machine {
     }
 
     /// Whether others of its gang go first is to be seen anew.
-    pub(super) fn touch_gang_peers(&mut self, client: ClientId) {
+    pub(crate) fn touch_gang_peers(&mut self, client: ClientId) {
         let waiting: BTreeSet<Entity> =
             self.gang_peers(client).filter_map(|peer| self.clients.get(&peer)?.waiting).collect();
         for entity in waiting {
@@ -154,7 +154,7 @@ impl Machine {
     }
 
     /// One of a gang has drained that was asked to: so do all that have run for it to do so.
-    pub(super) fn revoke_gang(&mut self, gang: Gang) {
+    pub(crate) fn revoke_gang(&mut self, gang: Gang) {
         let holds =
             self.holds_of_gang(gang).find(|(_, hold)| hold.revoked.is_none()).map(|(id, hold)| (id, hold.number));
         let holder = holds.and_then(|(id, number)| Some((*self.gpus.get(&id)?.holders.get(&number)?, id)));
@@ -164,14 +164,14 @@ impl Machine {
     }
 
     /// A gang was granted something.
-    pub(super) fn begin_gang_turn(&mut self, entity: Entity) {
+    pub(crate) fn begin_gang_turn(&mut self, entity: Entity) {
         if let Some(gang) = entity.gang() {
             self.gang_turns.entry(gang).or_insert(self.now);
         }
     }
 
     /// A gang has lost something, or one of it is counted as no holder any more.
-    pub(super) fn end_gang_turn(&mut self, entity: Entity) {
+    pub(crate) fn end_gang_turn(&mut self, entity: Entity) {
         let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
         if let Some(gang) = entity.gang().filter(is_over) {
             self.gang_turns.remove(&gang);
@@ -180,7 +180,7 @@ impl Machine {
 
     /// Since when a gang has had its turn, if its other members go before all who came later: as long as that lasts no
     /// longer than a turn, and for as long again where one of it cannot drain, which may need them for it.
-    pub(super) fn goes_on_since(&self, entity: Entity) -> Option<Time> {
+    pub(crate) fn goes_on_since(&self, entity: Entity) -> Option<Time> {
         let gang = entity.gang()?;
         let since = *self.gang_turns.get(&gang)?;
         let had = self.now.saturating_sub(since);
@@ -193,12 +193,12 @@ impl Machine {
     }
 
     /// Whether one of a gang is about to drain: until it has, none of it is granted anything.
-    pub(super) fn is_about_to_drain(&self, entity: Entity) -> bool {
+    pub(crate) fn is_about_to_drain(&self, entity: Entity) -> bool {
         let holds = entity.gang().into_iter().flat_map(|gang| self.holds_of_gang(gang));
         holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
     }
 
-    pub(super) fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
+    pub(crate) fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
         if let Some(state) = self.clients.get_mut(&client) {
             state.gang = gang;
         }
@@ -209,7 +209,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn leave_gang(&mut self, client: ClientId) {
+    pub(crate) fn leave_gang(&mut self, client: ClientId) {
         let Some(gang) = self.clients.get(&client).and_then(|state| state.gang) else { return };
         self.touch_rivals(Entity::Gang(gang));
         if let Some(state) = self.clients.get_mut(&client) {
@@ -240,7 +240,7 @@ impl Machine {
     }
 
     /// Has a client hold and want what it does as what it is now: one of a gang, or by itself.
-    pub(super) fn unite(&mut self, client: ClientId) {
+    pub(crate) fn unite(&mut self, client: ClientId) {
         let entity = self.entity(client);
         let Some(state) = self.clients.get_mut(&client) else { return };
         // It is revoked with those it is with now.
@@ -263,7 +263,7 @@ impl Machine {
     }
 
     /// The client's rule is another: so may its gang be. What it wants it then wants with others.
-    pub(super) fn gang_anew(&mut self, client: ClientId) {
+    pub(crate) fn gang_anew(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.gang));
         let gang = group.map(Gang::Group).or(Gang::named(state.named));

@@ -18,9 +18,9 @@
 //! A measurement can also show too little. A client that needs more than there seems to be gets all of the GPU, and may try
 //! ([`Trial`]) to map the rest. If that fails, it waits before it tries again, while others run.
 
-use super::{
+use crate::{
     api::*,
-    locks::{Blocked, Entity},
+    lock::queue::{Blocked, Entity},
     machine::{Client, Machine},
     timers::Wake,
 };
@@ -45,7 +45,7 @@ const COUNTS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_se
 
 /// Mappings of one client that failed on one GPU.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Failures {
+pub(crate) struct Failures {
     /// Grants in a row that ended because the driver had no room for what the client was allowed.
     pub in_a_row: u32,
     /// The same with no other client's memory there.
@@ -72,7 +72,7 @@ struct Failure {
 
 /// A client that may map more than there seems to be, while it holds the lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Trial {
+pub(crate) struct Trial {
     pub client: ClientId,
     /// What it needs, and by how much that exceeds what there seems to be.
     demand: u64,
@@ -125,7 +125,7 @@ impl Client {
 
 impl Machine {
     /// A client gave a GPU back because mapping failed there.
-    pub(super) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let clients = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.clients.iter().copied());
         let others = clients.filter(|other| *other != client && self.can_give(*other, id)).collect();
@@ -169,7 +169,7 @@ impl Machine {
     }
 
     /// A measurement that was begun then is there, by which so much is free in all, and clients have that.
-    pub(super) fn explain_failures(
+    pub(crate) fn explain_failures(
         &mut self,
         id: GpuId,
         begun: Time,
@@ -202,7 +202,7 @@ impl Machine {
     }
 
     /// No measurement has come in time.
-    pub(super) fn failures_are_unexplained(&mut self, id: GpuId) {
+    pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.asked = false; // perhaps it will never be answered
         }
@@ -242,7 +242,7 @@ impl Machine {
     }
 
     /// What a client needs beyond its demand, since it could not be had: no more than all others there can give.
-    pub(super) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(crate) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
         let Some((attachment, gpu)) = self.attachment(client, id).zip(self.gpus.get(&id)) else { return 0 };
         let bytes = attachment.failures.shortfall(self.now);
         if bytes == 0 {
@@ -278,7 +278,7 @@ impl Machine {
 
     /// Before a request is granted: lets a client that has all of a GPU, and needs more than there seems to be, try to map
     /// the rest.
-    pub(super) fn begin_trials(&mut self, entity: Entity) {
+    pub(crate) fn begin_trials(&mut self, entity: Entity) {
         let wants = self.requests.get(&entity).into_iter().flat_map(|request| request.wants.values());
         for id in wants.flatten().copied().collect::<GpuSet>() {
             if let [client] = *self.members(entity, id) {
@@ -319,7 +319,7 @@ impl Machine {
     }
 
     /// The client needs another amount, or something else is measured to be there.
-    pub(super) fn adjust_trial(&mut self, id: GpuId) {
+    pub(crate) fn adjust_trial(&mut self, id: GpuId) {
         let Some(trial) = self.gpus.get(&id).and_then(|gpu| gpu.trial) else { return };
         let demand = self.demand_of_trial(trial.client, id).unwrap_or(0);
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
@@ -329,7 +329,7 @@ impl Machine {
         gpu.trial = (beyond > 0).then_some(Trial { demand, beyond, ..trial });
     }
 
-    pub(super) fn end_trial(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn end_trial(&mut self, client: ClientId, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         if gpu.trial.take_if(|trial| trial.client == client).is_some() {
             self.touch(id);

@@ -7,12 +7,12 @@
 //! single client, and one that has just come waits for nobody twice. All places are times of one clock, and a request has one
 //! key in all the lines that it stands in.
 
-use super::{
+use crate::{
     api::*,
-    locks::{Entity, Hold, Request},
+    fairness::share::ShareOwner,
+    lock::queue::{Entity, Hold, Request},
     machine::{Machine, QueueKey},
     policy::{Runner, Waiter},
-    shares::ShareOwner,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -43,7 +43,7 @@ fn scaled(time: Duration, by: u128, of: u128) -> Duration {
 
 impl Machine {
     /// Where a request that came then stands among those of its party, and when it goes before all of them.
-    pub(super) fn rank(&self, client: ClientId, wants: &GpuSet, arrival: Time) -> (Time, Option<Time>) {
+    pub(crate) fn rank(&self, client: ClientId, wants: &GpuSet, arrival: Time) -> (Time, Option<Time>) {
         let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
         let waiter = waiters.reduce(|a, b| Waiter {
             burst: a.burst.max(b.burst),
@@ -63,7 +63,7 @@ impl Machine {
     }
 
     /// Since when the party of one that asks now has waited there. Where no rule divides the time there is but one that counts.
-    pub(super) fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
+    pub(crate) fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
         if self.policy().users_take_turns() || !self.has_classes() {
             return Time::ZERO;
         }
@@ -81,7 +81,7 @@ impl Machine {
     }
 
     /// The policy is another: what it says of places holds for all who wait, and nobody owes anything by what it was.
-    pub(super) fn rerank_all(&mut self) {
+    pub(crate) fn rerank_all(&mut self) {
         self.gpus.values_mut().for_each(|gpu| gpu.finish_tags.clear());
         for entity in self.requests.keys().copied().collect::<Vec<_>>() {
             let Some(request) = self.requests.get(&entity) else { continue };
@@ -102,7 +102,7 @@ impl Machine {
     }
 
     /// Who has waited for long enough goes before all others of its party.
-    pub(super) fn age(&mut self, entity: Entity) {
+    pub(crate) fn age(&mut self, entity: Entity) {
         let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
         if !self.requests.get(&entity).is_some_and(is_due) {
             return;
@@ -135,7 +135,7 @@ impl Machine {
     }
 
     /// What a holder is to who waits.
-    pub(super) fn runner(&self, client: ClientId, id: GpuId, hold: &Hold, first: Option<Entity>) -> Runner {
+    pub(crate) fn runner(&self, client: ClientId, id: GpuId, hold: &Hold, first: Option<Entity>) -> Runner {
         let waiter = self.waiter(client, id);
         Runner {
             rank: self.policy().place(&self.settings, self.now, &waiter),
@@ -171,7 +171,7 @@ impl Machine {
     }
 
     /// That client had the lock, and others waited for so much of the time.
-    pub(super) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
+    pub(crate) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
         let Some(owner) = self.owner(client) else { return };
         let served: Vec<(ShareOwner, Time)> = self
             .owners(client)
@@ -235,7 +235,7 @@ impl Machine {
 
     /// Until when the client's party, and the client itself, had been served when it was granted that GPU: what they had while
     /// the others had no use for theirs is not owed to them.
-    pub(super) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
+    pub(crate) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
         let Some(owner) = self.owner(client) else { return Default::default() };
         self.advance_virtual_time(id, client);
         let Some(gpu) = self.gpus.get(&id) else { return Default::default() };
@@ -266,7 +266,7 @@ impl Machine {
 
     /// Until when a holder would stand before that request if it gave the lock back: to take it away sooner would cost a
     /// drain, and it would be granted at once again. None where the other goes first.
-    pub(super) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
+    pub(crate) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
         let hold = self.attachment(holder, id)?.hold.as_ref().filter(|h| matches!(h.entity, Entity::Solo(_)))?;
         let (owner, key) = (self.owner(holder)?, self.requests.get(&other)?.key);
         let waited = hold.waited(self.now);
@@ -312,7 +312,7 @@ impl Machine {
     }
 
     /// Where a request belongs now.
-    pub(super) fn current_key(&self, entity: Entity) -> Option<QueueKey> {
+    pub(crate) fn current_key(&self, entity: Entity) -> Option<QueueKey> {
         let request = self.requests.get(&entity)?;
         let places = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
         // A gang is of the last class that one of it is of, and as late as the one that has had most.
@@ -322,7 +322,7 @@ impl Machine {
     }
 
     /// Moves a request that stands in line to where it belongs now.
-    pub(super) fn requeue(&mut self, entity: Entity) {
+    pub(crate) fn requeue(&mut self, entity: Entity) {
         let Some(request) = self.requests.get(&entity).filter(|request| request.blocked.is_none()) else { return };
         let Some(key) = self.current_key(entity).filter(|key| *key != request.key) else { return };
         self.dequeue(entity);

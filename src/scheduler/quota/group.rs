@@ -9,17 +9,17 @@
 //! already, so that what is freed from then on is gone, until the rest fits. Meanwhile what is too much is swapped out
 //! whenever its client does not run.
 
-use super::{
+use crate::{
     api::*,
-    limits::LIMIT_STEP,
     machine::{Attachment, Client, Gpu, Machine},
-    weigh::Target,
+    quota::limit::LIMIT_STEP,
+    quota::solver::Target,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Who is in a group, and what it may have.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct GroupState {
+pub(crate) struct GroupState {
     pub terms: Terms,
     clients: BTreeSet<ClientId>,
 }
@@ -56,20 +56,20 @@ impl Machine {
     }
 
     /// What demands of the client's group can come to there: its contexts are memory as well.
-    pub(super) fn memory_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
+    pub(crate) fn memory_bound(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let max = self.memory_max(client, id)?;
         let contexts = self.sum_of_group(client, id, |attachment| self.context(attachment, id));
         Some(max.saturating_sub(contexts))
     }
 
     /// What its context takes of the memory there.
-    pub(super) fn context(&self, attachment: &Attachment, id: GpuId) -> u64 {
+    pub(crate) fn context(&self, attachment: &Attachment, id: GpuId) -> u64 {
         let usual = || self.gpus.get(&id).map_or(0, |gpu| gpu.contexts(&self.settings, 1));
         attachment.context.unwrap_or_else(usual)
     }
 
     /// Contexts were measured.
-    pub(super) fn contexts(&mut self, id: GpuId, bytes: &BTreeMap<ClientId, u64>) {
+    pub(crate) fn contexts(&mut self, id: GpuId, bytes: &BTreeMap<ClientId, u64>) {
         for (client, bytes) in bytes {
             let Some(attachment) = self.attachment_mut(*client, id) else { continue };
             let is_same = attachment.context.is_some_and(|before| before.abs_diff(*bytes) <= LIMIT_STEP);
@@ -81,7 +81,7 @@ impl Machine {
     }
 
     /// What the client's group may have over all GPUs, since all of it may have to leave them; `None`: there is no bound.
-    pub(super) fn swap_max(&self, client: ClientId) -> Option<u64> {
+    pub(crate) fn swap_max(&self, client: ClientId) -> Option<u64> {
         let group = self.clients.get(&client)?.group?;
         self.groups.get(&group)?.terms.swap_max
     }
@@ -111,7 +111,7 @@ impl Machine {
     }
 
     /// Whether a client is to have nothing on a GPU that is free: it does not run there, and it or its group has too much.
-    pub(super) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
+    pub(crate) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
         let uses = |state: &Client| {
             let wants = state.waiting.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
             let holds = state.attachments.get(&id).is_some_and(|attachment| attachment.hold.is_some());
@@ -124,7 +124,7 @@ impl Machine {
 
     /// Has what a group has beyond its limit leave the GPU, from a client that does not run there now. Who runs has what it
     /// needs.
-    pub(super) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
         if !self.is_over_limit(client, id) {
             return;
         }
@@ -141,7 +141,7 @@ impl Machine {
     }
 
     /// What groups that a rule protects there have beyond what is protected.
-    pub(super) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
+    pub(crate) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
         let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
         let protected = self.groups.iter().filter_map(|(group, members)| {
             let low = members.terms.memory_low?;
@@ -152,18 +152,18 @@ impl Machine {
         protected.collect()
     }
 
-    pub(super) fn is_bounded(&self, client: ClientId, id: GpuId) -> bool {
+    pub(crate) fn is_bounded(&self, client: ClientId, id: GpuId) -> bool {
         let by_rule = self.memory_max(client, id).is_some() || self.swap_max(client).is_some();
         by_rule || self.client_limits.get(&client).is_some_and(Own::is_bounded)
     }
 
     /// By how much promises of the client's group can rise. `None`: they are above what they may be.
-    pub(super) fn group_room(&self, client: ClientId, id: GpuId) -> Option<u64> {
+    pub(crate) fn group_room(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.room_within(client, id, self.memory_bound(client, id))
     }
 
     /// The same where it is known what they can come to on that GPU.
-    pub(super) fn room_within(&self, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
+    pub(crate) fn room_within(&self, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
         let own = self.client_room(client)?;
         let Some(group) = self.clients.get(&client).and_then(|state| state.group) else { return Some(own) };
         let committed = |gpu: &Gpu| gpu.grouped.get(&group).copied().unwrap_or(0);
@@ -178,7 +178,7 @@ impl Machine {
         Some(here.min(everywhere).min(own))
     }
 
-    pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
+    pub(crate) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
         // All of them first: who is let into a group too early would be promised what the others have.
         let mut told: BTreeSet<ClientId> = groups.keys().copied().collect();
         let mut shares_changed = false;
@@ -227,7 +227,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn leave_group(&mut self, client: ClientId) {
+    pub(crate) fn leave_group(&mut self, client: ClientId) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         let Some(group) = state.group.take() else { return };
         for (id, attachment) in &state.attachments {
@@ -244,14 +244,14 @@ impl Machine {
     }
 
     /// What a client needs has changed, and with it what others of its group can have.
-    pub(super) fn mark_group_changed(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn mark_group_changed(&mut self, client: ClientId, id: GpuId) {
         if self.is_bounded(client, id) {
             self.host.mark_changed(id);
         }
     }
 
     /// Whether anybody in the client's group waits for a higher limit that it stands in the way of.
-    pub(super) fn is_awaited(&self, client: ClientId, id: GpuId) -> bool {
+    pub(crate) fn is_awaited(&self, client: ClientId, id: GpuId) -> bool {
         let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
         let Some(members) = group else { return false };
         let clients = members.clients.iter().filter_map(|member| self.clients.get(member));
@@ -262,7 +262,7 @@ impl Machine {
     }
 
     /// What members of bounded groups are to have on these GPUs, where nothing else bounds them.
-    pub(super) fn solve_bounded(&mut self, ids: &GpuSet) -> Vec<Target> {
+    pub(crate) fn solve_bounded(&mut self, ids: &GpuSet) -> Vec<Target> {
         let is_free =
             |members: &GroupState| members.terms.memory_max == Amount::Infinity && !members.is_bounded_everywhere();
         if self.groups.values().all(is_free) && !self.client_limits.values().any(Own::is_bounded) {

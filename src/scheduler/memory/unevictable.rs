@@ -1,9 +1,9 @@
 //! Memory that cannot leave its GPU, though its client does not run: the host is full, a context is broken, or a client does
 //! not answer. Its bytes then count as fixed, others are asked for theirs, and everything is as before when it can.
 
-use super::{
+use crate::{
     api::*,
-    locks::Hold,
+    lock::queue::Hold,
     machine::{Client, Machine},
     timers::Wake,
 };
@@ -16,7 +16,7 @@ const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
-pub(super) struct Unevictable {
+pub(crate) struct Unevictable {
     pub why: Stay,
 }
 
@@ -34,7 +34,7 @@ impl Client {
 
 impl Machine {
     /// A client could not carry out an eviction, and has given it up.
-    pub(super) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: Stay) {
+    pub(crate) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: Stay) {
         for id in gpus {
             let Some(account) = self.account(client, *id) else { continue };
             let (mapped, lower) = (account.report.mapped, account.allowance < account.report.mapped);
@@ -59,14 +59,14 @@ impl Machine {
     }
 
     /// It is worth asking it again.
-    pub(super) fn unblock_eviction(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn unblock_eviction(&mut self, client: ClientId, id: GpuId) {
         if self.attachment(client, id).is_some_and(|attachment| attachment.unevictable_since.is_some()) {
             self.change_attachment(client, id, |attachment| attachment.unevictable_since = None);
         }
     }
 
     /// After a report: an eviction that was late, or failed before, may be done.
-    pub(super) fn evicted_at_last(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn evicted_at_last(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some(account) = self.account(client, id) else { return };
         let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
@@ -82,7 +82,7 @@ impl Machine {
     }
 
     /// When the eviction that a client was asked for will be late.
-    pub(super) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
+    pub(crate) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
         let account = gpu.ledger.account(client)?;
         let eviction = account.eviction.as_ref().filter(|_| attachment.unevictable_since.is_none())?;
@@ -90,14 +90,14 @@ impl Machine {
         Some(eviction.progress.saturating_add(LATE.max(gpu.moving(rest).saturating_mul(LATE_TIMES))))
     }
 
-    pub(super) fn is_late(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn is_late(&mut self, client: ClientId, id: GpuId) {
         self.charge_as_known(client, id);
         self.block_eviction(client, id, Stay::Late);
     }
 
     /// Takes from a client that does not answer an eviction what it may still map and does not have: it cannot keep that
     /// from others.
-    pub(super) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some((attachment, account)) = self.attachment(client, id).zip(self.account(client, id)) else { return };
         // One that cannot drain may be mapping.

@@ -1,16 +1,16 @@
 //! Giving bytes to clients and taking them back: attaching, reports, credit, eviction, limits. What adds up is in `bank`.
 
-use super::{
+use crate::{
     api::*,
-    drains::DrainTime,
-    locks::{Blocked, Entity},
+    lock::corun::Utilization,
+    lock::drain_time::DrainTime,
+    lock::queue::{Blocked, Entity},
     machine::{Attachment, Gpu, Machine, PendingContext},
     memory::ledger::{Account, Evicted},
+    memory::shortfall::Failures,
     policy::{self, Bursts, Progress},
-    promise::LimitState,
-    shortfall::Failures,
+    quota::limit_state::LimitState,
     timers::Wake,
-    together::Utilization,
 };
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -41,41 +41,41 @@ impl Settings {
 
 impl Gpu {
     /// Never promised to anybody.
-    pub(super) fn reserve(&self, settings: &Settings) -> u64 {
+    pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
         settings.reserve.min(self.total / SMALLEST_PART)
     }
 
     /// So much that is in doubt of a client is taken to be its context.
-    pub(super) fn ignored_unverified(&self) -> u64 {
+    pub(crate) fn ignored_unverified(&self) -> u64 {
         self.total / SMALLEST_PART
     }
 
     /// Put aside for so many contexts that were not measured.
-    pub(super) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
+    pub(crate) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
         settings.context_on(self.total).saturating_mul(count as u64)
     }
 
     /// What may be charged to clients.
-    pub(super) fn capacity(&self, settings: &Settings) -> u64 {
+    pub(crate) fn capacity(&self, settings: &Settings) -> u64 {
         self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond))
     }
 
     /// The same without what one client may try to map besides.
-    pub(super) fn usable(&self, settings: &Settings) -> u64 {
+    pub(crate) fn usable(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
-    pub(super) fn overhead(&self, settings: &Settings) -> u64 {
+    pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
 
-    pub(super) fn free(&self, settings: &Settings) -> u64 {
+    pub(crate) fn free(&self, settings: &Settings) -> u64 {
         let kept = self.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
         self.capacity(settings).saturating_sub(self.ledger.charged()).saturating_sub(kept)
     }
 
     /// How long evicting that much takes, where all of it must be copied.
-    pub(super) fn moving(&self, bytes: u64) -> Duration {
+    pub(crate) fn moving(&self, bytes: u64) -> Duration {
         at_rate(bytes, self.rate)
     }
 }
@@ -105,7 +105,7 @@ enum Pass {
 }
 
 impl Machine {
-    pub(super) fn overhead(&mut self, id: GpuId, begun: Time, bytes: u64, complete: bool) {
+    pub(crate) fn overhead(&mut self, id: GpuId, begun: Time, bytes: u64, complete: bool) {
         let Some(gpu) = self.gpus.get(&id) else { return };
         let missed = gpu.unmeasured.iter().copied().filter(|client| !self.has_context(*client, id, begun)).collect();
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
@@ -116,7 +116,7 @@ impl Machine {
         self.touch(id);
     }
 
-    pub(super) fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
+    pub(crate) fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
         let now = self.now;
         let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
         if let Some(attachment) = state.attachments.get_mut(&id) {
@@ -166,7 +166,7 @@ impl Machine {
     }
 
     /// Everything of that client is gone from that GPU: its bytes, its lock and its place in line.
-    pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn detach(&mut self, client: ClientId, id: GpuId) {
         if self.attachment(client, id).is_none() {
             return;
         }
@@ -190,7 +190,7 @@ impl Machine {
         self.touch(id);
     }
 
-    pub(super) fn memory(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
+    pub(crate) fn memory(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
         let now = self.now;
         let Some(attachment) = self.attachment_mut(client, id) else { return };
         if report.demand > 0 {
@@ -256,7 +256,7 @@ impl Machine {
 
     /// A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is allowed.
     /// Neither raises the charge.
-    pub(super) fn allow_what_stays(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn allow_what_stays(&mut self, client: ClientId, id: GpuId) {
         let Some(account) = self.account(client, id) else { return };
         if account.awaits_measurement() {
             return;
@@ -267,7 +267,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn link_found(&mut self, id: GpuId, rate: u64) {
+    pub(crate) fn link_found(&mut self, id: GpuId, rate: u64) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.rate_back = rate.clamp(RATES.0, RATES.1);
         gpu.rate = gpu.rate_back;
@@ -290,7 +290,7 @@ impl Machine {
     }
 
     /// How long it takes for so many bytes to leave, from those who would be asked for them, and to come back later.
-    pub(super) fn moving_both_ways(&self, id: GpuId, bytes: u64, spare: &[ClientId]) -> Duration {
+    pub(crate) fn moving_both_ways(&self, id: GpuId, bytes: u64, spare: &[ClientId]) -> Duration {
         let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
         let idle = gpu.ledger.eviction_order().map(|(_, client)| client);
         let (mut rest, mut time) = (bytes, Duration::ZERO);
@@ -309,7 +309,7 @@ impl Machine {
     }
 
     /// The bytes without which this client cannot run there.
-    pub(super) fn need(&self, client: ClientId, id: GpuId) -> u64 {
+    pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
         let (Some(attachment), Some(gpu)) = (self.attachment(client, id), self.gpus.get(&id)) else { return 0 };
         if attachment.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
             return 0; // pages fault in and out as they may
@@ -323,7 +323,7 @@ impl Machine {
 
     /// Raises an allowance towards the need as far as bytes are free, evicting nobody. Says what is still lacking. `owed`:
     /// bytes that are spoken for, of those that are free and then of those on their way out.
-    pub(super) fn credit(&mut self, client: ClientId, id: GpuId, owed: u64) -> u64 {
+    pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, owed: u64) -> u64 {
         let need = self.need(client, id);
         let Some(gpu) = self.gpus.get(&id) else { return 0 };
         let Some(account) = gpu.ledger.account(client) else { return 0 };
@@ -346,7 +346,7 @@ impl Machine {
 
     /// Lets holders that keep growing map more than they need, as far as bytes are free: so their allocations wait for no
     /// message. It is taken back when other clients lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
-    pub(super) fn credit_ahead(&mut self, id: GpuId) {
+    pub(crate) fn credit_ahead(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.attaching.is_empty() && gpu.reservations.is_empty()) else {
             return;
         };
@@ -402,7 +402,7 @@ impl Machine {
     }
 
     /// Bytes by which more is charged than there is.
-    pub(super) fn overdrawn(&self, id: GpuId) -> u64 {
+    pub(crate) fn overdrawn(&self, id: GpuId) -> u64 {
         self.gpus.get(&id).map_or(0, |g| g.ledger.charged().saturating_sub(g.capacity(&self.settings)))
     }
 
@@ -427,7 +427,7 @@ impl Machine {
 
     /// Asks for that many bytes back from clients that do not hold the lock, in the order that the policy says; from those of
     /// `last` only if nobody else has any, and then what rules protect.
-    pub(super) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
+    pub(crate) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
         let before = self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.coming());
         self.take_back_ahead(id, bytes, spare);
         let after = self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.coming());
@@ -473,7 +473,7 @@ impl Machine {
     }
 
     /// Sets an allowance and tells its client.
-    pub(super) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+    pub(crate) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
         for (seq, bytes) in self.change_account(client, id, |account| account.set(now, bytes)).unwrap_or_default() {
             self.out.push(Command::Allowance { client, gpu: id, seq, bytes });
@@ -483,7 +483,7 @@ impl Machine {
 
 impl Gpu {
     /// Overhead as it would be if the GPU were large enough: `capacity` cannot fall below 0 and hides the rest.
-    pub(super) fn overhead_wanted(&self, settings: &Settings) -> u64 {
+    pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.deferred));
         self.measured.unwrap_or(0).saturating_add(contexts)
     }

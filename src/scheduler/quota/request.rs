@@ -3,19 +3,19 @@
 //!
 //! Where all who could free something wait themselves, nobody ever would: then the last to come is refused.
 
-use super::{
+use crate::{
     api::*,
-    limits::LIMIT_REQUEST_TIMEOUT,
     machine::{Client, Machine},
-    promise::Wanted,
-    weigh::{At, QuotaProblem, Target},
+    quota::limit::LIMIT_REQUEST_TIMEOUT,
+    quota::limit_state::Wanted,
+    quota::solver::{At, QuotaProblem, Target},
 };
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// A wish while all promises are weighed.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct LimitRequest {
+pub(crate) struct LimitRequest {
     pub client: ClientId,
     pub gpu: GpuId,
     pub group: Option<GroupId>,
@@ -46,7 +46,7 @@ fn scattered(number: u64) -> u64 {
 
 impl Machine {
     /// `hopes`: more than there is room for is refused only after another measurement.
-    pub(super) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64, held_requests: bool) {
+    pub(crate) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64, held_requests: bool) {
         let (now, number) = (self.now, self.count());
         let Some(capacity) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         // What its fellows have may become free, but not what it has itself.
@@ -100,12 +100,12 @@ impl Machine {
     }
 
     /// Whether that client's allocations wait where they cannot be had.
-    pub(super) fn waits_for_memory(&self, client: ClientId) -> bool {
+    pub(crate) fn waits_for_memory(&self, client: ClientId) -> bool {
         self.on_full(client) != OnMemoryFull::Fail
     }
 
     /// Grants what can be had, in order, and denies what cannot, unless that waits.
-    pub(super) fn serve_limit_requests(
+    pub(crate) fn serve_limit_requests(
         &mut self,
         problem: &mut QuotaProblem,
         requests: Vec<LimitRequest>,
@@ -174,7 +174,7 @@ impl Machine {
     }
 
     /// Ends wishes that are fulfilled, or have waited for too long.
-    pub(super) fn finish_limit_requests(&mut self, solved: &[Target]) {
+    pub(crate) fn finish_limit_requests(&mut self, solved: &[Target]) {
         let now = self.now;
         let attachments = solved.iter().filter_map(|t| Some((t.client, t.gpu, self.attachment(t.client, t.gpu)?)));
         let requests = attachments.filter_map(|(client, id, attachment)| {

@@ -1,10 +1,10 @@
 //! Those who are about to create a context: room is made for it first, or they wait.
 
-use super::{
+use crate::{
     api::*,
-    gangs::Gang,
-    limits::{FIRST_LIMIT_TIMEOUT, LIMIT_STEP},
+    lock::gang::Gang,
     machine::{Machine, PendingContext},
+    quota::limit::{FIRST_LIMIT_TIMEOUT, LIMIT_STEP},
 };
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -32,7 +32,7 @@ impl Machine {
 
     /// Counts those who would leave a client that is there too little, by their context: it could never have all that it
     /// needs on the GPU again, and so never run. They wait until it needs less, or has gone.
-    pub(super) fn count_deferred(&mut self, id: GpuId) {
+    pub(crate) fn count_deferred(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get(&id) else { return };
         if gpu.attaching.is_empty() && gpu.deferred == 0 {
             return;
@@ -80,7 +80,7 @@ impl Machine {
     }
 
     /// Answers those who attach and for whom room is made, or who waited long enough.
-    pub(super) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
+    pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
             self.count_deferred(id);
             let gpu = self.gpus.get_mut(&id)?;

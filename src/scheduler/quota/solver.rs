@@ -1,12 +1,16 @@
 //! Weighs all promises at a moment: what each client's limit is to be, by what it needs, what it wishes for, what there is,
 //! and what the rule of its group allows. How limits get there is in `limits`.
 
-use super::{api::*, limits::ACK_TIMEOUT, machine::Machine, wishes};
+use crate::{
+    api::*,
+    machine::Machine,
+    quota::{limit::ACK_TIMEOUT, request},
+};
 use std::collections::BTreeMap;
 
 /// What a client is to be promised on a GPU.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Target {
+pub(crate) struct Target {
     pub client: ClientId,
     pub gpu: GpuId,
     pub bytes: u64,
@@ -18,7 +22,7 @@ pub(super) struct Target {
 
 /// Where a promise is among those that are weighed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct At {
+pub(crate) struct At {
     gpu: usize,
     quota: usize,
 }
@@ -80,7 +84,7 @@ struct Bound {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct QuotaProblem {
+pub(crate) struct QuotaProblem {
     gpus: Vec<GpuQuota>,
     bounds: Vec<Bound>,
 }
@@ -187,7 +191,7 @@ impl QuotaProblem {
 impl Machine {
     /// What each client is to have, those first that wish for something, in the order of their wishes. Denies wishes that
     /// cannot be fulfilled. Without a budget, only for those whom a rule bounds.
-    pub(super) fn solve_limits(&mut self, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
+    pub(crate) fn solve_limits(&mut self, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
         let (mut problem, wishes) = self.load(budget, ids);
         let granted = self.serve_limit_requests(&mut problem, wishes, budget);
         problem.divide(&granted);
@@ -205,7 +209,7 @@ impl Machine {
     }
 
     /// What there is to weigh, and what is wished for.
-    fn load(&self, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<wishes::LimitRequest>) {
+    fn load(&self, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<request::LimitRequest>) {
         let now = self.now;
         let mut problem = QuotaProblem::default();
         let mut waiting = Vec::new();
@@ -227,7 +231,7 @@ impl Machine {
                     || limit_state.lowered.is_some_and(|at| now.saturating_sub(at) >= ACK_TIMEOUT);
                 let floor = if deaf { limit_state.committed() } else { limit_state.demand() };
                 if let Some(wanted) = limit_state.wanted {
-                    waiting.push(wishes::LimitRequest { client: *client, gpu: id, group: state.group, wanted, at });
+                    waiting.push(request::LimitRequest { client: *client, gpu: id, group: state.group, wanted, at });
                 }
                 let context = state.attachments.get(&id).map_or(0, |attachment| self.context(attachment, id));
                 for (max, why, own) in [

@@ -7,40 +7,40 @@
 //! another one holds, so nobody can wait for ever, unless a rule says so (`wishes`). What a rule bounds is divided in the
 //! same way (`groups`). What everybody is to have is worked out in `weigh`; here is how limits get there.
 
-use super::{
+use crate::{
     api::*,
-    groups::GroupState,
     machine::{Gpu, Machine},
-    promise::LimitState,
+    quota::group::GroupState,
+    quota::limit_state::LimitState,
+    quota::solver::Target,
     timers::Wake,
-    weigh::Target,
 };
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// Clients are told of a new limit when it differs by more: the driver's own granularity.
-pub(super) const LIMIT_STEP: u64 = 2 << 20;
+pub(crate) const LIMIT_STEP: u64 = 2 << 20;
 /// How long somebody who attaches waits for others to acknowledge what they no longer have, before it is told of less.
-pub(super) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
+pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long a wish waits for the same, before it is denied. A driver that makes contexts for several programs at once may
 /// keep a process from answering for seconds.
-pub(super) const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// A client that has not acknowledged a limit for so long keeps what it had.
-pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
+pub(crate) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Nobody is promised more (16 TiB), so that sums cannot overflow.
 const MOST: u64 = 1 << 44;
 
 impl Gpu {
     /// What anybody can be promised there.
-    pub(super) fn offer(&self, settings: &Settings) -> u64 {
+    pub(crate) fn offer(&self, settings: &Settings) -> u64 {
         self.usable(settings).min(MOST)
     }
 }
 
 /// The host memory that promises may count on.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Host {
+pub(crate) struct Host {
     /// `None`: there is no bound.
     pub bytes: Option<u64>,
     /// Bytes that would be in the host if everybody made use of a whole GPU, over all GPUs.
@@ -87,7 +87,7 @@ impl Host {
 }
 
 impl Machine {
-    pub(super) fn host_memory(&mut self, bytes: u64) {
+    pub(crate) fn host_memory(&mut self, bytes: u64) {
         if self.host.bytes != Some(bytes) {
             self.host.bytes = Some(bytes);
             self.host.mark_all_changed();
@@ -95,7 +95,7 @@ impl Machine {
     }
 
     /// Takes notice of what a GPU offers, and of who is there.
-    pub(super) fn note_offer(&mut self, id: GpuId) {
+    pub(crate) fn note_offer(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.offer(&self.settings);
         if gpu.summed_for.replace(capacity) != Some(capacity) {
@@ -118,7 +118,7 @@ impl Machine {
     }
 
     /// Brings the host's sum up to date with one GPU.
-    pub(super) fn count_in_host(&mut self, id: GpuId) {
+    pub(crate) fn count_in_host(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let excess = gpu.committed.saturating_sub(gpu.offer(&self.settings));
         self.host.committed = self.host.committed - gpu.in_host + excess;
@@ -126,7 +126,7 @@ impl Machine {
     }
 
     /// Brings the GPU's sum up to date with one promise.
-    pub(super) fn recommit(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn recommit(&mut self, client: ClientId, id: GpuId) {
         let (Some(state), Some(gpu)) = (self.clients.get_mut(&client), self.gpus.get_mut(&id)) else { return };
         let Some(limit_state) = state.attachments.get_mut(&id).map(|s| &mut s.limit_state) else { return };
         let committed = limit_state.committed();
@@ -137,7 +137,7 @@ impl Machine {
     }
 
     /// Weighs all promises anew: lowers what is more than a client's part, and raises what is less as far as there is room.
-    pub(super) fn balance(&mut self) {
+    pub(crate) fn balance(&mut self) {
         let changed = std::mem::take(&mut self.host.changed);
         let all = std::mem::take(&mut self.host.all_changed);
         let before = std::mem::replace(&mut self.host.scarce, false);
@@ -244,13 +244,13 @@ impl Machine {
         here.saturating_add(budget.saturating_sub(self.host.committed))
     }
 
-    pub(super) fn solve_at(&mut self, at: Time) {
+    pub(crate) fn solve_at(&mut self, at: Time) {
         let set = self.timers.get(Wake::Limits).filter(|set| *set > self.now);
         self.timers.set(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
     }
 
     /// Says what the limit is.
-    pub(super) fn tell_limit(&mut self, client: ClientId, id: GpuId) {
+    pub(crate) fn tell_limit(&mut self, client: ClientId, id: GpuId) {
         let Some(most) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
         let Some(LimitState { limit: bytes, seq, .. }) = self.attachment(client, id).map(|s| s.limit_state.clone())
         else {

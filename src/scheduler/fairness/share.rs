@@ -8,13 +8,13 @@
 //!   a period ago.
 //! - **An interactive** group goes first as long as it has had no more than its share.
 
-use super::{
+use crate::{
     api::*,
-    gangs::Gang,
-    groups::GroupState,
-    locks::{Blocked, Entity, Hold},
+    fairness::usage::Window,
+    lock::gang::Gang,
+    lock::queue::{Blocked, Entity, Hold},
     machine::Machine,
-    usage::Window,
+    quota::group::GroupState,
 };
 use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeSet;
@@ -25,7 +25,7 @@ const LEAST_PAUSE: Duration = Duration::from_millis(1);
 
 /// Who takes turns as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(super) enum ShareOwner {
+pub(crate) enum ShareOwner {
     User(UserId),
     Group(GroupId),
     /// Within one of those, by what it says itself (`own`).
@@ -36,7 +36,7 @@ pub(super) enum ShareOwner {
 
 /// Who goes before whom, whenever they came: the smaller first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
-pub(super) struct Class {
+pub(crate) struct Class {
     tier: Tier,
     interactive_first: Reverse<bool>,
     below_minimum: Reverse<bool>,
@@ -58,7 +58,7 @@ impl Default for Tier {
 
 /// What somebody who waits is to somebody who holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Precedence {
+pub(crate) enum Precedence {
     /// Waits for no turn to end; in `auto` for no drain either.
     Before,
     /// Has had less than it is to have, which the other has not.
@@ -96,7 +96,7 @@ impl GroupState {
 }
 
 impl Machine {
-    pub(super) fn owner(&self, client: ClientId) -> Option<ShareOwner> {
+    pub(crate) fn owner(&self, client: ClientId) -> Option<ShareOwner> {
         let state = self.clients.get(&client)?;
         let group =
             state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.share.is_some()));
@@ -104,7 +104,7 @@ impl Machine {
         Some(group.map_or(user, ShareOwner::Group))
     }
 
-    pub(super) fn share(&self, owner: ShareOwner) -> Share {
+    pub(crate) fn share(&self, owner: ShareOwner) -> Share {
         match owner {
             ShareOwner::User(_) | ShareOwner::Others => Share::default(),
             ShareOwner::Group(group) => {
@@ -115,18 +115,18 @@ impl Machine {
     }
 
     /// Its party's, as far as it claims that.
-    pub(super) fn share_of(&self, client: ClientId) -> Share {
+    pub(crate) fn share_of(&self, client: ClientId) -> Share {
         let share = self.owner(client).map_or_else(Share::default, |owner| self.share(owner));
         self.client_limits.get(&client).map_or(share, |own| own.of(share))
     }
 
     /// What it counts for when turns are divided.
-    pub(super) fn weight(&self, owner: ShareOwner) -> u32 {
+    pub(crate) fn weight(&self, owner: ShareOwner) -> u32 {
         u32::from(self.share(owner).weight.max(1))
     }
 
     /// The same where it wants that GPU: the others count for as many users as they are.
-    pub(super) fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
+    pub(crate) fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let users = || {
             let gpu = self.gpus.get(&id).into_iter();
             let waiting = gpu.clone().flat_map(|gpu| &gpu.queue).flat_map(|(_, entity)| self.clients_of(*entity));
@@ -151,7 +151,7 @@ impl Machine {
     }
 
     /// The client no longer has the lock, which it had since then.
-    pub(super) fn count_usage(&mut self, client: ClientId, id: GpuId, since: Time) {
+    pub(crate) fn count_usage(&mut self, client: ClientId, id: GpuId, since: Time) {
         let bounded = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
         let bounded: Vec<ShareOwner> = bounded.filter(|owner| self.share(*owner).is_bounded()).collect();
         let (now, period) = (self.now, self.settings.time_period);
@@ -169,7 +169,7 @@ impl Machine {
 
     /// The class of a client that wants these GPUs, or has them: the last of its gang's, which goes together. Nobody gains
     /// anything by joining one.
-    pub(super) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
+    pub(crate) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         // All of a gang that a rule makes have the same share, where none of them claims less.
         let gang = self.clients.get(&client).and_then(|state| state.gang);
         if let (Some(Gang::Group(_)), true) = (gang, self.client_limits.is_empty()) {
@@ -191,7 +191,7 @@ impl Machine {
     }
 
     /// Whether they share what is left by those of better tiers.
-    pub(super) fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
+    pub(crate) fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
         self.share_of(one).tier() == self.share_of(other).tier()
     }
 
@@ -203,7 +203,7 @@ impl Machine {
     }
 
     /// What the first in line is to a holder.
-    pub(super) fn precedence(&self, waiter: Entity, holder: ClientId) -> Precedence {
+    pub(crate) fn precedence(&self, waiter: Entity, holder: ClientId) -> Precedence {
         let Some(request) = self.requests.get(&waiter) else { return Precedence::Equal };
         if !self.has_classes() {
             return Precedence::Equal;
@@ -224,20 +224,20 @@ impl Machine {
 
     /// Whether a holder that drains keeps that waiter from nothing: in `auto`, one who waits for no turn to end does not wait
     /// for the work that is queued either, if its memory has room beside. The GPU shares itself out for that long.
-    pub(super) fn makes_way(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
+    pub(crate) fn makes_way(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
         is_auto && hold.revoked.is_some() && self.precedence(waiter, holder) == Precedence::Before
     }
 
     /// Whether anybody has a share.
-    pub(super) fn has_classes(&self) -> bool {
+    pub(crate) fn has_classes(&self) -> bool {
         self.groups.values().any(|members| members.terms.share.is_some())
             || self.client_limits.values().any(Own::makes_classes)
     }
 
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
     /// the others from everybody meanwhile.
-    pub(super) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
+    pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.requests.get(&entity).filter(|_| self.has_classes()) else { return false };
         let (Some(gpu), tier) = (self.gpus.get(&id), request.key.class.tier) else { return false };
         let several = request.wants.values().flatten().any(|other| *other != id);
@@ -251,7 +251,7 @@ impl Machine {
     }
 
     /// Takes those out of that line who only keep other GPUs from others, as one of a better tier waits there.
-    pub(super) fn defer_behind(&mut self, id: GpuId) {
+    pub(crate) fn defer_behind(&mut self, id: GpuId) {
         if !self.has_classes() {
             return;
         }
@@ -261,7 +261,7 @@ impl Machine {
     }
 
     /// Whether that one is to have a GPU as soon as its memory is there, and nobody else has it now.
-    pub(super) fn note_idle_for(&mut self, id: GpuId, entity: Entity, arrives: bool) {
+    pub(crate) fn note_idle_for(&mut self, id: GpuId, entity: Entity, arrives: bool) {
         let now = self.now;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.idle_for = match gpu.idle_for {
@@ -273,7 +273,7 @@ impl Machine {
 
     /// When the holder or its group will have had all that it may; None: there is no such bound. A time that is not to come:
     /// it has had it.
-    pub(super) fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
+    pub(crate) fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
         let owners = [self.owner(holder), Some(ShareOwner::Client(holder))].into_iter().flatten();
         owners.filter_map(|owner| self.party_capped_at(owner, id)).min()
     }
@@ -316,7 +316,7 @@ impl Machine {
     }
 
     /// The same for all who are to be granted together.
-    pub(super) fn is_capped(&self, entity: Entity) -> Option<Time> {
+    pub(crate) fn is_capped(&self, entity: Entity) -> Option<Time> {
         let wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
     }
@@ -326,13 +326,13 @@ impl Machine {
     }
 
     /// Whether nobody may run at the same moment: what it has of the time is counted, or it is not to be slowed down.
-    pub(super) fn runs_alone(&self, client: ClientId) -> bool {
+    pub(crate) fn runs_alone(&self, client: ClientId) -> bool {
         let share = self.share_of(client);
         share.is_watched() || share.tier() != Tier::default()
     }
 
     /// Rules are others: everybody who waits stands where it belongs by them.
-    pub(super) fn requeue_all(&mut self) {
+    pub(crate) fn requeue_all(&mut self) {
         for entity in self.requests.keys().copied().collect::<Vec<_>>() {
             self.requeue(entity);
             let blocked = self.requests.get(&entity).and_then(|request| request.blocked);
@@ -349,7 +349,7 @@ impl Machine {
     }
 
     /// Puts those in line where they belong now, as what they have had goes into it. Says when to look again.
-    pub(super) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
+    pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
         if !self.groups.values().any(GroupState::is_watched) && !self.client_limits.values().any(Own::is_watched) {
             return None;
         }

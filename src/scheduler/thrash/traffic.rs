@@ -4,7 +4,7 @@
 //! Engine `swap` cannot thrash: what does not fit together is not granted together. Managed memory can, where the
 //! administrator has everybody run (`off`), and for as long as one that cannot drain runs beside others.
 
-use super::{
+use crate::{
     api::*,
     machine::Machine,
     thrash::{Change, Sample},
@@ -36,14 +36,14 @@ impl Machine {
         })
     }
 
-    pub(super) fn traffic(&mut self, id: GpuId, traffic: Traffic) {
+    pub(crate) fn traffic(&mut self, id: GpuId, traffic: Traffic) {
         let Some(sample) = self.sample(id, traffic) else { return };
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let change = gpu.thrash.sample(&sample);
         self.thrashing(id, change);
     }
 
-    pub(super) fn look_at_traffic(&mut self, id: GpuId) {
+    pub(crate) fn look_at_traffic(&mut self, id: GpuId) {
         let now = self.now;
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let change = gpu.thrash.look(now);
