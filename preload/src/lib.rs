@@ -3,24 +3,27 @@
 //! It is a guest: it does nothing until the program initialises CUDA, and whatever it meets, it must not crash, exit,
 //! hang, print or change results. So nothing here panics, and what it does not know passes through.
 //!
-//! A call's way, from the program to the driver:
-//! - [`loader`] answers look-ups of driver functions with the [`hooks`], which pass on to the real [`driver`] ([`cuda`]
-//!   has its types), a [`library`] whose symbols [`elf`] finds. [`client`] says whether this process takes part at all,
-//!   [`environment`] on which GPUs, [`visible`] which of them it sees.
-//! - [`gate`] is where work waits for the GPU lock; [`threads`], [`barrier`] and [`epoch`] make passing it cheap, [`futex`]
-//!   waiting.
-//! - [`work`] bounds what is submitted and knows when it is done; [`capture`] keeps all of that out of stream captures.
-//! - [`story`] is what the program is told of its memory, where somebody bounds that.
-//! - [`memory`] is where the program's allocations are; [`gpu`] ties gate, work and memory of one GPU together, and has its [`info`],
-//!   [`peers`] those GPUs that reach into each other's memory.
+//! The folders are layers. Each uses only those above it in this list, which `tests/layers.rs` checks:
 //!
-//! The scheduler's way:
-//! - [`link`] is the thread that listens ([`socket`]) and acts; [`turn`] is one GPU lock, from grant to release, [`gaps`] when
-//!   to give it back early, [`fullness`] how full the GPU is meanwhile; [`limit`] asks for more memory than was promised,
-//!   [`squeeze`] for room for the driver's own; [`alone`] is what clients do without a scheduler.
+//! | folder | what it does |
+//! |---|---|
+//! | [`sys`] | stands in for the standard library, and keeps the program's `errno` |
+//! | [`env`](self::env) | reads the environment; traces |
+//! | [`driver`] | the real driver: its functions, its types, contexts, symbols of other libraries |
+//! | [`connection`] | the socket to the scheduler, the handshake, and sending |
+//! | [`gate`] | where work waits for the GPU lock and for memory, and what makes passing an open gate cheap |
+//! | [`work`] | what has been submitted: how much may be queued, and when it is done; stream captures |
+//! | [`memory`] | the allocations of one GPU, and moving them to host memory and back |
+//! | [`gpu`] | one GPU: its gate, work and memory together, and what it asks the scheduler for |
+//! | [`registry`] | the program's memory by the names that the program knows, across GPUs |
+//! | [`client`] | the thread that listens to the scheduler and acts: locks, evictions, running without a scheduler |
+//! | [`hooks`] | the functions that are interposed, and the look-ups that lead to them |
 //!
-//! [`settings`] reads the environment, [`trace`] writes for the user, [`errno`] keeps the program's; [`sys`] stands in for
-//! the standard library. [`note`] tells the version to who reads the file.
+//! A call goes from a hook through the gate to the driver; an order of the scheduler from the connection through the
+//! client's thread to the gate, the work and the memory of a GPU. To add a hook, declare it in the file of [`hooks`] that
+//! fits what it does, with one line in `coverage/entry-points.tsv`.
+//!
+//! `version_note` puts the version into the file, where `nvsharectl` reads it.
 
 #![no_std]
 // Hooks are exported, and so used, only outside of tests.
@@ -30,41 +33,15 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
-mod alone;
-mod amount;
-mod atomic;
-mod barrier;
-mod capture;
 mod client;
-mod cuda;
+mod connection;
 mod driver;
-mod elf;
-mod environment;
-mod epoch;
-mod errno;
-mod fullness;
-mod futex;
-mod gaps;
+mod env;
 mod gate;
 mod gpu;
 mod hooks;
-mod info;
-mod launcher;
-mod library;
-mod limit;
-mod link;
-mod loader;
 mod memory;
-mod note;
-mod own;
-mod peers;
-mod settings;
-mod socket;
-mod squeeze;
-mod story;
+mod registry;
 mod sys;
-mod threads;
-mod trace;
-mod turn;
-mod visible;
+mod version_note;
 mod work;

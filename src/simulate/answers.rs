@@ -16,7 +16,7 @@ use crate::scheduler::{Command, Event, GpuId, GpuSet, ReleaseReason, StuckReason
 const SHORTEST: Duration = Duration::from_millis(1);
 /// How long the library looks before it says how full the GPU is: 24 samples, one every 2.1 ms.
 const SAMPLED: Duration = Duration::from_millis(50);
-/// A drain that takes longer is reported (`preload/src/turn.rs`).
+/// A drain that takes longer is reported (`preload/src/client/turn.rs`).
 const LONG: Duration = Duration::from_secs(2);
 
 impl Program {

@@ -30,7 +30,7 @@ mod world;
 mod written;
 
 /// How long a program is idle before it gives the lock back: the library's own code.
-#[path = "../../preload/src/gaps.rs"]
+#[path = "../../preload/src/client/idle_gap_predictor.rs"]
 mod gaps;
 
 use std::thread;

@@ -1,5 +1,5 @@
 //! The lock, as a simulated client has it; and how full it sees the GPU to be meanwhile, as the library does
-//! (`preload/src/fullness.rs`).
+//! (`preload/src/client/utilization.rs`).
 
 use std::time::Duration;
 

@@ -1,18 +1,17 @@
 //! Initialisation, contexts, captures and look-ups: what the library must know about, and lets happen at once.
 
 use crate::{
-    capture, client,
-    cuda::*,
-    driver,
-    gpu::{self, Gpu},
-    hooks::{gated, hooks},
-    loader,
-    memory::{pinned, shared},
-    peers, squeeze,
+    client, connection,
+    driver::{self, types::*},
+    gate,
+    gpu::{self, Gpu, reservation},
+    hooks::{self, gated, hooks, lookup, peer_access},
+    registry::{pinned, shared},
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
+    work::capture,
 };
 use alloc::vec::Vec;
 use core::{
@@ -28,27 +27,27 @@ const CONTEXT_AGAIN: Duration = Duration::from_millis(5);
 
 /// A context is about to be made on that GPU; afterwards it is known.
 pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
-    if !client::is_on() {
+    if !gate::is_active() {
         return real();
     }
-    if !crate::errno::preserved(|| Gpu::attach(device)) {
+    if !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
         return ERROR_OUT_OF_MEMORY;
     }
     let begin = Instant::now();
     let create = || loop {
         // Room has been made, but a program that has just ended may still be giving its memory back.
         match real() {
-            ERROR_OUT_OF_MEMORY if client::is_connected() && begin.elapsed() < CONTEXT_PATIENCE => {
-                crate::errno::preserved(|| time::sleep(CONTEXT_AGAIN))
+            ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_PATIENCE => {
+                crate::sys::errno::preserved(|| time::sleep(CONTEXT_AGAIN))
             }
             result => break result,
         }
     };
-    let result = squeeze::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
+    let result = reservation::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
     // SAFETY: the driver has just written there.
     if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { place.as_ref() }, gpu::by_ordinal(device)) {
         gpu.work.add_context(*context);
-        crate::link::wake();
+        connection::wake();
     }
     result
 }
@@ -60,7 +59,7 @@ fn destroying(
     real: impl FnOnce() -> CUresult,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    let Some(gpu) = gpu.filter(|_| client::is_on()) else { return real() };
+    let Some(gpu) = gpu.filter(|_| gate::is_active()) else { return real() };
     let mut mover = gpu.moving.lock();
     if let Some(space) = gpu.space() {
         mover.leave(context, space, &|account| gpu.report(account));
@@ -86,7 +85,7 @@ fn destroying(
 
 /// The GPU of a context that is known.
 fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
-    if client::is_on() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
+    if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
 
 fn destroying_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -116,13 +115,13 @@ fn retain_primary(device: CUdevice) -> bool {
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Vec::new());
 
 fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
-    if client::is_on() && !crate::errno::preserved(|| Gpu::attach(device)) {
+    if gate::is_active() && !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {
         return ERROR_OUT_OF_MEMORY;
     }
     let result = real();
     // SAFETY: the driver has just written there.
-    if let (true, SUCCESS, Some(green)) = (client::is_on(), result, unsafe { place.as_ref() })
-        && crate::errno::preserved(|| retain_primary(device))
+    if let (true, SUCCESS, Some(green)) = (gate::is_active(), result, unsafe { place.as_ref() })
+        && crate::sys::errno::preserved(|| retain_primary(device))
     {
         GREEN.lock().push((*green as usize, device));
     }
@@ -130,7 +129,7 @@ fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresu
 }
 
 fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
-    if !client::is_on() {
+    if !gate::is_active() {
         return real();
     }
     let mut context = core::ptr::null_mut();
@@ -156,7 +155,7 @@ fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
 /// A capture refers to memory, so it begins, like work, when that is there; it stays there until the capture ends.
 fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     gated::naming(|| {
-        if client::is_on()
+        if gate::is_active()
             && let Some(gpu) = gpu::current()
         {
             // Nobody can ask the stream while it captures.
@@ -175,27 +174,34 @@ fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult
     result
 }
 
+/// Looks the real function of every hook up.
+fn resolve_hooks() {
+    hooks::all().for_each(|hook| {
+        hook.real.address();
+    });
+}
+
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
-        if !crate::errno::preserved(client::choose) {
+        if !crate::sys::errno::preserved(client::choose) {
             return ERROR_NO_DEVICE;
         }
         let result = real();
         if result != SUCCESS {
-            crate::errno::preserved(client::forget_choice);
+            crate::sys::errno::preserved(client::forget_choice);
             return result;
         }
-        if crate::errno::preserved(client::start) { result } else { ERROR_SYSTEM_NOT_READY }
+        if crate::sys::errno::preserved(|| client::start(resolve_hooks)) { result } else { ERROR_SYSTEM_NOT_READY }
     }
 
     // ---- look-ups ----
     [cuGetProcAddress] (name: *const c_char, function: *mut P, version: i32, flags: u64) {
         // SAFETY: the program's own pointer.
-        unsafe { loader::replace(real(), function) }
+        unsafe { lookup::replace(real(), function) }
     }
     [cuGetProcAddress_v2] (name: *const c_char, function: *mut P, version: i32, flags: u64, status: P) {
         // SAFETY: the program's own pointer.
-        unsafe { loader::replace(real(), function) }
+        unsafe { lookup::replace(real(), function) }
     }
 
     // ---- contexts ----
@@ -236,7 +242,7 @@ hooks! { real, flavour;
     [cuCtxEnablePeerAccess] (peer: CUcontext, flags: u32) {
         let result = real();
         if result == SUCCESS {
-            peers::enabled(peer);
+            peer_access::enabled(peer);
         }
         result
     }
@@ -253,8 +259,8 @@ hooks! { real, flavour;
     [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { ending_capture(flavour.stream(stream), real) }
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
         capture::end(stream);
-        if client::is_on() {
-            crate::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.leave_stream(stream)));
+        if gate::is_active() {
+            crate::sys::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.leave_stream(stream)));
         }
         real()
     }

@@ -1,16 +1,14 @@
 //! Calls that give the GPU work: they wait at the gate of the calling thread's GPU, and count as submitted.
 
 use crate::{
-    capture, client,
-    cuda::*,
-    epoch,
-    gate::{Gate, closed},
-    gpu::{self, Gpu},
-    hooks::hooks,
-    peers,
-    squeeze::retried,
-    threads::{self, OUTSIDE, Slot},
-    work,
+    driver::types::*,
+    gate::{
+        self, Gate, closed,
+        threads::{self, OUTSIDE, Slot},
+    },
+    gpu::{self, Gpu, reservation::retried},
+    hooks::{hooks, peer_access},
+    work::capture,
 };
 use core::{ffi::c_void, sync::atomic::Ordering};
 
@@ -52,12 +50,12 @@ pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
 /// The same for memory of that GPU, whichever context is current.
 pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
     let slot = threads::mine();
-    if !client::is_on() || capture::any() || slot.inside.load(Ordering::Relaxed) != OUTSIDE {
+    if !gate::is_active() || capture::any() || slot.inside.load(Ordering::Relaxed) != OUTSIDE {
         return call();
     }
     while !gpu.gate.try_enter(gpu.index, slot, closed::MEMORY) {
         gpu.wait(closed::MEMORY);
-        if !client::is_on() {
+        if !gate::is_active() {
             return call();
         }
         if gpu.is_hopeless() {
@@ -97,11 +95,7 @@ type Entered = Option<(&'static Gpu, &'static Slot)>;
 #[inline]
 fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
     let slot = threads::known()?;
-    let is_as_before = slot.way.load(Ordering::Relaxed) == epoch::now()
-        && slot.stream.load(Ordering::Relaxed) == work::name_of(stream)
-        && slot.inside.load(Ordering::Relaxed) == OUTSIDE;
-    // SAFETY: NULL, or one of the table of GPUs.
-    let gpu = unsafe { slot.gpu.load(Ordering::Relaxed).as_ref() }.filter(|_| is_as_before)?;
+    let gpu = Gpu::of_last_launch(slot, stream)?;
     gpu.gate.try_enter(gpu.index, slot, reasons).then_some((gpu, slot))
 }
 
@@ -111,7 +105,7 @@ fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
 /// Memory that the program has allocated and never used cannot be mapped.
 #[inline(never)]
 fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
-    let Some(gpu) = client::is_on().then(gpu::current).flatten() else { return Ok(None) };
+    let Some(gpu) = gate::is_active().then(gpu::current).flatten() else { return Ok(None) };
     let slot = threads::mine();
     // A call from inside another, or one that goes into a graph, gives the GPU nothing now.
     if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
@@ -128,7 +122,7 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
         let Some(closed) = closed else { return Ok(Some((gpu, slot))) };
         slot.inside.store(OUTSIDE, Ordering::Release);
         closed.wait(reasons);
-        if !client::is_on() {
+        if !gate::is_active() {
             return Ok(None);
         }
         if closed.is_hopeless() {
@@ -166,23 +160,23 @@ hooks! { real, flavour;
 
     // ---- copies ----
     [cuMemcpy | cuMemcpy_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
-        peers::touching([to, from]);
+        peer_access::touching([to, from]);
         gated(flavour.stream(NULL), bytes(n), real)
     }
     [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
-        peers::copying([to_context, from_context]);
+        peer_access::copying([to_context, from_context]);
         gated(flavour.stream(NULL), bytes(n), real)
     }
     [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) {
-        peers::touching([to, 0]);
+        peer_access::touching([to, 0]);
         gated(flavour.stream(NULL), bytes(n), real)
     }
     [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) {
-        peers::touching([0, from]);
+        peer_access::touching([0, from]);
         gated(flavour.stream(NULL), bytes(n), real)
     }
     [cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
-        peers::touching([to, from]);
+        peer_access::touching([to, from]);
         gated(flavour.stream(NULL), bytes(n), real)
     }
     [cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds] (to: CUarray, at: Size, from: CUdeviceptr, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
@@ -194,32 +188,32 @@ hooks! { real, flavour;
     }
     [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
         // SAFETY: the driver reads it too; NULL is its error to give.
-        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
+        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
         gated(flavour.stream(NULL), ONE, real)
     }
     [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) {
         // SAFETY: as above.
-        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
+        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
         gated(flavour.stream(NULL), ONE, real)
     }
     [cuMemcpyAsync | cuMemcpyAsync_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        peers::touching([to, from]);
+        peer_access::touching([to, from]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz] (
         to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size, stream: CUstream,
     ) {
-        peers::copying([to_context, from_context]); gated(flavour.stream(stream), bytes(n), real) }
+        peer_access::copying([to_context, from_context]); gated(flavour.stream(stream), bytes(n), real) }
     [cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz] (to: CUdeviceptr, from: P, n: Size, stream: CUstream) {
-        peers::touching([to, 0]);
+        peer_access::touching([to, 0]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz] (to: P, from: CUdeviceptr, n: Size, stream: CUstream) {
-        peers::touching([0, from]);
+        peer_access::touching([0, from]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        peers::touching([to, from]);
+        peer_access::touching([to, from]);
         gated(flavour.stream(stream), bytes(n), real)
     }
     [cuMemcpyHtoAAsync_v2 | cuMemcpyHtoAAsync_v2_ptsz] (to: CUarray, at: Size, from: P, n: Size, stream: CUstream) {
@@ -230,36 +224,36 @@ hooks! { real, flavour;
     }
     [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: *const Copy2D, stream: CUstream) {
         // SAFETY: as above.
-        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
+        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
         gated(flavour.stream(stream), ONE, real)
     }
     [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: *const Copy3D, stream: CUstream) {
         // SAFETY: as above.
-        peers::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
+        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
         gated(flavour.stream(stream), ONE, real)
     }
     [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: *const Copy3D) {
         // SAFETY: the driver reads it too; NULL is its error to give.
-        peers::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
+        peer_access::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
         gated(flavour.stream(NULL), ONE, real)
     }
     [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: *const Copy3D, stream: CUstream) {
         // SAFETY: as above.
-        peers::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
+        peer_access::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
         gated(flavour.stream(stream), ONE, real)
     }
     [cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, failed: P, stream: CUstream,
     ) {
         // SAFETY: the program passes that many of each.
-        unsafe { peers::touching_all(to, from, count) };
+        unsafe { peer_access::touching_all(to, from, count) };
         gated(flavour.stream(stream), GRAPH, real)
     }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
     ) {
         // SAFETY: the program passes that many of each.
-        unsafe { peers::touching_all(to, from, count) };
+        unsafe { peer_access::touching_all(to, from, count) };
         gated(flavour.stream(stream), GRAPH, real)
     }
     [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: P, failed: P, flags: u64, stream: CUstream) {
@@ -331,7 +325,7 @@ hooks! { real, flavour;
         node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
     ) {
         // SAFETY: the driver reads it too; NULL is its error to give.
-        peers::touching_by(|| unsafe { params.as_ref() }.map(Copy3D::addresses));
+        peer_access::touching_by(|| unsafe { params.as_ref() }.map(Copy3D::addresses));
         naming(real)
     }
     [cuGraphAddMemsetNode] (

@@ -3,9 +3,8 @@
 //! program's memory stays where it is.
 
 use crate::{
-    client,
-    cuda::*,
-    driver, gpu,
+    driver::{self, types::*},
+    gate, gpu,
     hooks::{context, gated::naming, hooks},
 };
 use core::ffi::c_void;
@@ -24,8 +23,8 @@ fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
 }
 
 fn freeze() {
-    if client::is_on() {
-        crate::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::freeze));
+    if gate::is_active() {
+        crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::freeze));
     }
 }
 
@@ -53,6 +52,6 @@ hooks! { real, flavour;
         context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, lookup: P,
     ) { creating_tied(device, context, real) }
     [cuGetExportTable] (table: P, id: *const [u8; 16]) {
-        if client::is_on() && driver::anybody_submits_unseen() { tied(real) } else { real() }
+        if gate::is_active() && driver::anybody_submits_unseen() { tied(real) } else { real() }
     }
 }

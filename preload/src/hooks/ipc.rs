@@ -1,15 +1,17 @@
-//! Memory that other processes use: handles of it, where it is ours ([`crate::memory::shared`]). None of these calls waits
+//! Memory that other processes use: handles of it, where it is ours ([`crate::registry::shared`]). None of these calls waits
 //! for the GPU lock, though one may wait for memory.
 //!
 //! Handles that the driver made, and events, are the driver's.
 
 use crate::{
-    client,
-    cuda::*,
-    gate::closed,
+    driver::types::*,
+    gate::{self, closed},
     gpu,
     hooks::{hooks, memory},
-    memory::shared::{self, Attempt, IpcHandle},
+    registry::{
+        self,
+        shared::{self, Attempt, IpcHandle},
+    },
     sys::time::{self, Instant},
 };
 use core::time::Duration;
@@ -28,9 +30,9 @@ const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 pub struct MemHandle(IpcHandle);
 
 fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
-    let own = memory::find_own(address).filter(|_| !place.is_null() && shared::is_offered() && !memory::is_broken());
+    let own = registry::find_own(address).filter(|_| !place.is_null() && shared::is_offered() && !memory::is_broken());
     let Some((gpu, _)) = own else { return real() };
-    crate::errno::preserved(|| {
+    crate::sys::errno::preserved(|| {
         let begin = Instant::now();
         loop {
             match shared::export(gpu, address) {
@@ -40,7 +42,9 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                     return SUCCESS;
                 }
                 Attempt::Impossible => return real(),
-                Attempt::Away if begin.elapsed() >= RETURN_PATIENCE || !client::is_on() => return ERROR_OUT_OF_MEMORY,
+                Attempt::Away if begin.elapsed() >= RETURN_PATIENCE || !gate::is_active() => {
+                    return ERROR_OUT_OF_MEMORY;
+                }
                 // Room is made for those who ask for the lock. Once the memory is there, who has the lock does not matter.
                 Attempt::Away => gpu.wait(closed::MEMORY),
             }
@@ -50,13 +54,13 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
 }
 
 fn open(place: *mut CUdeviceptr, handle: &MemHandle, flags: u32, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Some(gpu) = client::is_on().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
+    let Some(gpu) = gate::is_active().then(gpu::current).flatten().filter(|_| shared::is_ours(&handle.0)) else {
         return real();
     };
     if place.is_null() || flags != LAZY_ENABLE_PEER_ACCESS {
         return ERROR_INVALID_VALUE;
     }
-    crate::errno::preserved(|| {
+    crate::sys::errno::preserved(|| {
         let context = match memory::working_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
@@ -79,6 +83,6 @@ hooks! { real, flavour;
         open(place, &handle, flags, real)
     }
     [cuIpcCloseMemHandle] (address: CUdeviceptr) {
-        if client::is_on() && crate::errno::preserved(|| shared::close(address)).is_some() { SUCCESS } else { real() }
+        if gate::is_active() && crate::sys::errno::preserved(|| shared::close(address)).is_some() { SUCCESS } else { real() }
     }
 }

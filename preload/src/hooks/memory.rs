@@ -3,27 +3,26 @@
 //! that the scheduler has allowed: then it waits as well. Nothing else waits.
 
 use crate::{
-    capture, client,
-    cuda::*,
-    driver,
-    gate::closed,
-    gpu::{self, Gpu},
-    hooks::{gated, hooks, pinned, vmm},
-    limit::{self, Outcome},
-    link,
-    memory::{
-        engine::{self, GRANULE, check},
-        pinned::Kind,
-        shared, slab,
-        space::{Allocated, Allocation, Backing, Space, current_context},
+    connection,
+    driver::{self, check, context::current_context, types::*},
+    env::{settings, trace::trace},
+    gate::{self, closed, threads},
+    gpu::{
+        self, Gpu,
+        limit_request::{self, Outcome},
     },
-    settings,
+    hooks::{gated, hooks, pinned, vmm},
+    memory::{
+        engine::{self, GRANULE},
+        slab,
+        space::{Allocated, Allocation, Backing, Space},
+    },
+    registry::{self, pinned::Kind, shared},
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
-    threads,
-    trace::trace,
+    work::capture,
 };
 use alloc::vec::Vec;
 use core::{ffi::c_void, sync::atomic::Ordering, time::Duration};
@@ -47,13 +46,13 @@ const OTHERS_PATIENCE: Duration = Duration::from_millis(400);
 /// And how long while the scheduler is away, which knows better: until it is done without.
 const AWAY_PATIENCE: Duration = Duration::from_millis(3500);
 
-/// And how long then, once a process, for others to show that they will make room ([`crate::alone`]).
+/// And how long then, once a process, for others to show that they will make room ([`crate::client::offline`]).
 const COMPANY_PATIENCE: Duration = Duration::from_millis(2500);
 
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
-    let gpu = if client::is_on() && !place.is_null() && size > 0 { gpu::current() } else { None };
+    let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|g| Some((g, g.space()?))) else { return real() };
-    crate::errno::preserved(|| {
+    crate::sys::errno::preserved(|| {
         let context = match working_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
@@ -94,7 +93,7 @@ pub(super) fn is_backed_in_time(
         return true;
     }
     let begin = Instant::now();
-    while begin.elapsed() < BACKING_PATIENCE && client::is_connected() && !capture::any() {
+    while begin.elapsed() < BACKING_PATIENCE && connection::is_connected() && !capture::any() {
         if space.lock().account.can_run() {
             return true;
         }
@@ -121,13 +120,13 @@ pub(super) fn is_backed_in_time(
 /// `cuMemAllocManaged`: what is not small is moved by prefetches, and so is demand like any other memory.
 fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
     let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
-    let movable = client::is_on() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
+    let movable = gate::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
     let gpu = if movable { gpu::current() } else { None };
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return counted() };
     if !engine::can_prefetch(gpu.index as CUdevice) {
         return counted();
     }
-    crate::errno::preserved(|| {
+    crate::sys::errno::preserved(|| {
         let context = match working_context() {
             Ok(Some(context)) => context,
             Ok(None) => return real(),
@@ -168,9 +167,9 @@ pub(super) fn patiently<T>(
         gpu.account_changed(&before, &after);
         // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
         let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
-        let patience = if client::is_connected() { OTHERS_PATIENCE } else { AWAY_PATIENCE };
+        let patience = if connection::is_connected() { OTHERS_PATIENCE } else { AWAY_PATIENCE };
         let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < patience;
-        let is_alone = !client::is_connected();
+        let is_alone = !connection::is_connected();
         let may_find_company =
             is_alone && guard.account.may_find_company(size as u64, gpu.total()) && begin.elapsed() < COMPANY_PATIENCE;
         drop(guard);
@@ -178,7 +177,7 @@ pub(super) fn patiently<T>(
             return result;
         }
         let asked = Instant::now();
-        let outcome = limit::raise(gpu, size as u64, after.limit);
+        let outcome = limit_request::raise(gpu, size as u64, after.limit);
         begin = begin + asked.elapsed(); // that may be long, where a rule has it wait
         match outcome {
             Outcome::Raised if begin.elapsed() < FREED_PATIENCE => continue,
@@ -206,31 +205,12 @@ pub(super) fn free(address: CUdeviceptr) -> bool {
         if found {
             gpu.account_changed(&before, &after);
             if guard.has_freed() {
-                link::wake();
+                connection::wake();
             }
         }
         found
     };
-    client::is_on() && crate::errno::preserved(|| gpu::attached().any(free))
-}
-
-/// The allocation of ours that holds this address, and its GPU. Of the program's managed memory the driver knows all.
-fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
-    if !client::is_on() {
-        return None;
-    }
-    let found = gpu::attached().find_map(|gpu| Some((gpu, gpu.space()?.lock().find(address)?)));
-    found.or_else(|| shared::find(address)).filter(|(_, allocation)| !allocation.managed)
-}
-
-/// The same of those that are this process's own.
-pub(super) fn find_own(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
-    find(address).filter(|(_, allocation)| !allocation.is_foreign())
-}
-
-/// The GPU of an allocation of ours that holds this address.
-pub fn gpu_of(address: CUdeviceptr) -> Option<&'static Gpu> {
-    find(address).map(|(gpu, _)| gpu)
+    gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
 }
 
 /// Whether the current context is broken, by an illegal address say: then every call gives the error that broke it, and
@@ -239,18 +219,6 @@ pub(super) fn is_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
     ERRORS_OF_A_BROKEN_CONTEXT.contains(&unsafe { driver::cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
-}
-
-/// Whether it points into memory that moves.
-pub(super) fn is_ours(address: CUdeviceptr) -> bool {
-    find(address).is_some()
-}
-
-/// Whether these addresses touch what this library has reserved. The program has not, so it can neither map memory there nor
-/// give the addresses back: also while nothing is mapped there, and the driver would let it.
-pub(super) fn are_ours(address: CUdeviceptr, size: Size) -> bool {
-    let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
-    client::is_on() && (gpu::attached().any(overlap) || shared::find(address).is_some())
 }
 
 /// Whether a handle for other processes can be had of it.
@@ -297,7 +265,7 @@ pub(super) unsafe fn put<T>(place: *mut T, value: T) {
 /// # Safety
 /// `data` is valid for that attribute.
 unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a: &Allocation) -> Option<CUresult> {
-    use crate::cuda::pointer_attribute::*;
+    use crate::driver::types::pointer_attribute::*;
     // SAFETY: the caller's promise; each attribute's type is the driver's.
     unsafe {
         match attribute {
@@ -352,7 +320,7 @@ hooks! { real, flavour;
     }
 
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
-        let allocated = find(address).map(|(_, allocation)| Ok((allocation.base, allocation.size)));
+        let allocated = registry::find(address).map(|(_, allocation)| Ok((allocation.base, allocation.size)));
         let (begin, len) = match allocated.or_else(|| vmm::extent(address)).filter(|_| !is_broken()) {
             Some(Ok(extent)) => extent,
             Some(Err(error)) => return error,
@@ -366,14 +334,14 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
-        let Some((gpu, allocation)) = find(address).filter(|_| !data.is_null()) else {
+        let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
             return vmm::attribute(data, which, address, real);
         };
         // SAFETY: the program's own place for that attribute.
         unsafe { attribute(data, which, address, gpu, &allocation) }.unwrap_or_else(real)
     }
     [cuPointerGetAttributes] (n: u32, which: *const i32, data: *mut P, address: CUdeviceptr) {
-        let Some((gpu, allocation)) = find(address).filter(|_| !which.is_null() && !data.is_null()) else {
+        let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
             return vmm::attributes(n, which, data, address, real);
         };
         // The driver answers first what only it knows; of an address that is not mapped now it knows nothing. Like the
@@ -394,7 +362,7 @@ hooks! { real, flavour;
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
         // SYNC_MEMOPS, the only one that can be set, says that another device is about to be given the memory.
         let is_set = !value.is_null() && which == pointer_attribute::SYNC_MEMOPS;
-        match find(address) {
+        match registry::find(address) {
             Some((_, allocation)) if allocation.is_foreign() => real(), // it does not move
             Some((gpu, allocation)) if is_set => escaping(gpu, allocation.base, |chunks| {
                 for chunk in chunks {
@@ -411,18 +379,18 @@ hooks! { real, flavour;
     }
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
         // Who has the handle goes on using the chunks that are there now.
-        match find_own(address) {
+        match registry::find_own(address) {
             Some((gpu, allocation)) if !handle.is_null() => escaping(gpu, allocation.base, |_| real()),
             _ => vmm::escaping_at(address, size, real),
         }
     }
     [cuMulticastBindAddr] (object: Handle, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
-        if is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
+        if registry::is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
     }
     [cuMulticastBindAddr_v2] (object: Handle, device: CUdevice, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
-        if is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
+        if registry::is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
     }
     [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, offset: u64, address: CUdeviceptr, size: u64, flags: u64) {
-        if is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size as usize, real) }
+        if registry::is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size as usize, real) }
     }
 }

@@ -1,12 +1,12 @@
 //! What is interposed, all of it: each hook is declared once, with the driver's name and signature, and read from here by
-//! direct linking (the exported symbol), `dlsym` and `cuGetProcAddress` (see [`crate::loader`]).
+//! direct linking (the exported symbol), `dlsym` and `cuGetProcAddress` ([`lookup`]).
 //!
 //! - [`gated`]: launches, copies and memsets: they wait at the gate.
 //! - [`memory`]: allocations, which may wait for their memory; frees, and questions about addresses, which never wait.
-//! - [`told`]: questions how much memory there is, and [`nvml`] the same where NVML is asked, which is another library.
+//! - [`memory_info`]: questions how much memory there is, and [`nvml`] the same where NVML is asked, which is another library.
 //! - [`pinned`]: allocations that stay the driver's: counted.
 //! - [`vmm`]: memory that the program reserves, makes and maps itself.
-//! - [`squeezed`]: calls in which the driver takes memory for itself.
+//! - [`reservation`]: calls in which the driver takes memory for itself.
 //! - [`context`]: initialisation, contexts, captures, look-ups.
 //! - [`ipc`]: memory that other processes use.
 //! - [`interop`]: what may submit work that passes no hook.
@@ -17,16 +17,18 @@ pub mod context;
 pub mod gated;
 pub mod interop;
 pub mod ipc;
+pub mod lookup;
 pub mod memory;
+pub mod memory_info;
 pub mod nvml;
+mod peer_access;
 pub mod pinned;
-pub mod squeezed;
-pub mod told;
+pub mod reservation;
 pub mod vmm;
 
-use crate::{
-    cuda::{CUstream, STREAM_PER_THREAD},
-    driver::Function,
+use crate::driver::{
+    Function,
+    types::{CUstream, STREAM_PER_THREAD},
 };
 use core::ffi::CStr;
 
@@ -49,8 +51,8 @@ pub fn all() -> impl Iterator<Item = &'static Hook> {
         .chain(context::HOOKS)
         .chain(interop::HOOKS)
         .chain(ipc::HOOKS)
-        .chain(squeezed::HOOKS)
-        .chain(told::HOOKS)
+        .chain(reservation::HOOKS)
+        .chain(memory_info::HOOKS)
 }
 
 /// Whether this is the address of a hook.
@@ -109,16 +111,16 @@ macro_rules! hook {
         // The parameters are the driver's; what they must satisfy, the driver says.
         #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
         #[cfg_attr(not(test), unsafe(no_mangle))]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::cuda::CUresult {
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::driver::types::CUresult {
             #[allow(unused_variables)]
             let $flavour = const { $crate::hooks::Flavour::of(stringify!($name)) };
             #[allow(unused_variables)]
             let $real = move || match $name::REAL.address() {
                 // SAFETY: the driver's export of this name has this signature, and the arguments are the program's own.
                 Some(address) => unsafe {
-                    core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> $crate::cuda::CUresult>(address)($($arg),*)
+                    core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> $crate::driver::types::CUresult>(address)($($arg),*)
                 },
-                None => $crate::cuda::ERROR_NOT_FOUND,
+                None => $crate::driver::types::ERROR_NOT_FOUND,
             };
             $body
         }

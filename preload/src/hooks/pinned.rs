@@ -1,14 +1,14 @@
 //! Allocations that the driver makes and no engine can move: allowed within the limit, and counted
-//! ([`crate::memory::pinned`]).
+//! ([`crate::registry::pinned`]).
 
 use crate::{
-    capture, client,
-    cuda::*,
-    gpu::{self, Gpu},
+    driver::types::*,
+    env::settings,
+    gate,
+    gpu::{self, Gpu, reservation::retried},
     hooks::{hooks, memory},
-    memory::pinned::{self, Kind},
-    settings,
-    squeeze::retried,
+    registry::pinned::{self, Kind},
+    work::capture,
 };
 use core::ffi::c_void;
 
@@ -22,17 +22,17 @@ pub(super) fn allocate(
     size: u64,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    if !client::is_on() {
+    if !gate::is_active() {
         return real();
     }
     if !pinned::fits(gpu, size) && !settings::get().oversubscribe {
-        crate::errno::preserved(|| gpu.inspect(|gpu| gpu.count_refusal()));
+        crate::sys::errno::preserved(|| gpu.inspect(|gpu| gpu.count_refusal()));
         return ERROR_OUT_OF_MEMORY;
     }
     let result = retried(real);
     // SAFETY: the driver has just written there.
     if let (SUCCESS, Some(name)) = (result, unsafe { place.as_ref() }) {
-        crate::errno::preserved(|| pinned::add(gpu, kind, *name, size));
+        crate::sys::errno::preserved(|| pinned::add(gpu, kind, *name, size));
     }
     result
 }
@@ -125,10 +125,10 @@ where
 
 /// A call that gives up what the name stands for.
 pub(super) fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    let taken = if client::is_on() { crate::errno::preserved(|| pinned::take(kind, name)) } else { None };
+    let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
     let result = real();
     if let Some(taken) = taken {
-        crate::errno::preserved(|| if result == SUCCESS { taken.goes() } else { taken.stays() });
+        crate::sys::errno::preserved(|| if result == SUCCESS { taken.goes() } else { taken.stays() });
     }
     result
 }

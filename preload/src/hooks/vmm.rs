@@ -1,4 +1,4 @@
-//! Memory that the program reserves, makes and maps itself: it gets *virtual handles* ([`crate::memory::vmm`]), so that what
+//! Memory that the program reserves, makes and maps itself: it gets *virtual handles* ([`crate::registry::virtual_memory`]), so that what
 //! is behind them can leave the GPU and come back, at all the addresses where the program has mapped it.
 //!
 //! None of these calls waits for the GPU lock. While memory is away, they only record what it will be like when it is
@@ -6,10 +6,10 @@
 //! memory, and the memory is pinned.
 
 use crate::{
-    client,
-    cuda::*,
-    driver,
-    gpu::Gpu,
+    driver::{self, types::*},
+    env::{settings, trace::trace},
+    gate,
+    gpu::{Gpu, peers},
     hooks::{
         gated::naming_on,
         hooks,
@@ -18,13 +18,15 @@ use crate::{
     },
     memory::{
         engine::{self, Flags, GRANULE, has},
-        pinned::{self as account, Kind},
         space::Space,
-        vmm::{self, Mapping, Memory, TABLE},
     },
-    peers, settings,
+    registry::{
+        self, pinned as account,
+        pinned::Kind,
+        virtual_memory as vmm,
+        virtual_memory::{Mapping, Memory, TABLE},
+    },
     sys::sync::Mutex,
-    trace::trace,
 };
 use alloc::vec::Vec;
 use core::ffi::c_void;
@@ -42,7 +44,7 @@ fn whole(len: u64) -> bool {
 
 /// Whether a handle is for this library to look up. In a forked child it is not: there the driver refuses everything.
 fn is_ours(handle: Handle) -> bool {
-    client::is_on() && vmm::is_virtual(handle)
+    gate::is_active() && vmm::is_virtual(handle)
 }
 
 /// Where memory can be made that moves: plain memory of a GPU that this library moves memory of. The driver makes any
@@ -53,7 +55,7 @@ fn movable(
     prop: *const AllocationProp,
     flags: u64,
 ) -> Option<(&'static Gpu, &'static Mutex<Space>, Flags)> {
-    let gpu = if client::is_on() { account::gpu_of(prop) } else { None }?;
+    let gpu = if gate::is_active() { account::gpu_of(prop) } else { None }?;
     let space = gpu.space().filter(|space| space.lock().engine().copies())?;
     // SAFETY: the driver reads it too; it is not NULL, or it would have no GPU.
     let prop = unsafe { prop.as_ref() }?;
@@ -136,7 +138,7 @@ fn escaping(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
 
 /// The same for a call that names memory by address. Only memory of ours is pinned.
 pub(super) fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
-    let first = if client::is_on() { TABLE.lock().at(address) } else { None };
+    let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
     let Some((_, memory)) = first else { return call() };
     naming_on(memory.gpu, || {
         let table = TABLE.lock();
@@ -290,7 +292,7 @@ fn get_access(
 ) -> CUresult {
     let table = TABLE.lock();
     let found = table.at(address);
-    if found.is_none() && !memory::is_ours(address) {
+    if found.is_none() && !registry::is_ours(address) {
         return real();
     }
     let is_known = |l: &&Location| matches!(l.kind, MEM_LOCATION_TYPE_DEVICE | MEM_LOCATION_TYPE_HOST);
@@ -345,7 +347,7 @@ struct Asked {
 /// Answers about an address where the program has mapped memory of ours, which neither comes nor goes meanwhile; `None` where
 /// it has not.
 fn asked_of<R>(address: CUdeviceptr, answer: impl FnOnce(&Asked) -> R) -> Option<R> {
-    if !client::is_on() {
+    if !gate::is_active() {
         return None;
     }
     let table = TABLE.lock();
@@ -369,7 +371,7 @@ pub(super) fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult
 /// # Safety
 /// `data` is valid for that attribute.
 unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &Asked) -> Option<CUresult> {
-    use crate::cuda::pointer_attribute::*;
+    use crate::driver::types::pointer_attribute::*;
     let Asked { mapping, memory, reservation, rights, away } = asked;
     // SAFETY: the caller's promise; each attribute's type is the driver's.
     unsafe {
@@ -445,23 +447,23 @@ pub(super) fn attributes(
 hooks! { real, flavour;
     [cuMemCreate] (handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64) {
         match movable(handle, size, prop, flags) {
-            Some((gpu, space, flags)) => crate::errno::preserved(|| create(handle, size, gpu, space, flags)),
+            Some((gpu, space, flags)) => crate::sys::errno::preserved(|| create(handle, size, gpu, space, flags)),
             None if handle.is_null() || flags != 0 || !whole(size as u64) => real(), // the driver's error
             None => pinned::allocate(account::gpu_of(prop), Kind::Chunk, handle, size as u64, real),
         }
     }
     [cuMemRelease] (handle: Handle) {
         if is_ours(handle) {
-            crate::errno::preserved(|| release(handle))
+            crate::sys::errno::preserved(|| release(handle))
         } else {
             pinned::free(Kind::Chunk, handle, real)
         }
     }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
-        if memory::is_ours(address as CUdeviceptr) {
+        if registry::is_ours(address as CUdeviceptr) {
             return ERROR_INVALID_VALUE; // as for any memory that the program did not make with cuMemCreate
         }
-        if client::is_on() {
+        if gate::is_active() {
             let mut table = TABLE.lock();
             if let Some(found) = table.at(address as CUdeviceptr).and_then(|(mapping, _)| mapping.handle) {
                 if handle.is_null() {
@@ -475,7 +477,7 @@ hooks! { real, flavour;
         }
         let result = real();
         // SAFETY: the driver has just written there.
-        if let (true, SUCCESS, Some(handle)) = (client::is_on(), result, unsafe { handle.as_ref() }) {
+        if let (true, SUCCESS, Some(handle)) = (gate::is_active(), result, unsafe { handle.as_ref() }) {
             account::retain(*handle);
         }
         result
@@ -517,16 +519,16 @@ hooks! { real, flavour;
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {
         let result = real();
         // SAFETY: the driver has just written there.
-        if let (true, SUCCESS, Some(at)) = (client::is_on(), result, unsafe { place.as_ref() }) {
+        if let (true, SUCCESS, Some(at)) = (gate::is_active(), result, unsafe { place.as_ref() }) {
             TABLE.lock().reserve(*at, size as u64);
         }
         result
     }
     [cuMemAddressFree] (address: CUdeviceptr, size: Size) {
-        if !client::is_on() {
+        if !gate::is_active() {
             return real();
         }
-        if memory::are_ours(address, size) {
+        if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
         let mut table = TABLE.lock();
@@ -541,12 +543,12 @@ hooks! { real, flavour;
     }
     [cuMemMap] (address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64) {
         if is_ours(handle) {
-            return crate::errno::preserved(|| map(address, size as u64, offset as u64, handle, flags));
+            return crate::sys::errno::preserved(|| map(address, size as u64, offset as u64, handle, flags));
         }
-        if !client::is_on() {
+        if !gate::is_active() {
             return real();
         }
-        if memory::are_ours(address, size) {
+        if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
         let mut table = TABLE.lock();
@@ -561,22 +563,22 @@ hooks! { real, flavour;
         result
     }
     [cuMemUnmap] (address: CUdeviceptr, size: Size) {
-        if memory::are_ours(address, size) {
+        if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if client::is_on() { crate::errno::preserved(|| unmap(address, size as u64, real)) } else { real() }
+        if gate::is_active() { crate::sys::errno::preserved(|| unmap(address, size as u64, real)) } else { real() }
     }
     [cuMemSetAccess] (address: CUdeviceptr, size: Size, wanted: *const AccessDesc, count: Size) {
-        if memory::are_ours(address, size) {
+        if registry::are_ours(address, size) {
             return ERROR_INVALID_VALUE;
         }
-        if client::is_on() {
-            crate::errno::preserved(|| set_access(address, size as u64, wanted, count, real))
+        if gate::is_active() {
+            crate::sys::errno::preserved(|| set_access(address, size as u64, wanted, count, real))
         } else {
             real()
         }
     }
     [cuMemGetAccess] (flags: *mut u64, location: *const Location, address: CUdeviceptr) {
-        if client::is_on() { get_access(flags, location, address, real) } else { real() }
+        if gate::is_active() { get_access(flags, location, address, real) } else { real() }
     }
 }

@@ -1,8 +1,7 @@
 //! Aliases: further addresses of a range, at which the program has mapped it itself, each with the access rights that the
 //! program gave it. What is on the GPU is *shown* at all of them; what leaves is hidden everywhere first.
 
-use super::engine::check;
-use crate::{cuda::*, driver, work::is_dead};
+use crate::driver::{self, check, context::is_dead, types::*};
 use alloc::vec::Vec;
 
 /// The aliases of one range.

@@ -3,8 +3,7 @@
 //! [`Swap`] reserves addresses and maps physical chunks there, so a chunk that leaves frees its bytes at once and comes
 //! back at the same address. [`Managed`] uses managed memory: pages fault in when touched, chunks are prefetched.
 
-use crate::cuda::*;
-use crate::driver::{self, *};
+use crate::driver::{self, types::*, *};
 use core::sync::atomic::{AtomicU64, Ordering};
 use nvshare_wire::client::{self, EngineReason};
 
@@ -231,8 +230,4 @@ pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<&'static 
         (false, false) => EngineReason::Neither,
     };
     (first.or(second), reason)
-}
-
-pub fn check(result: CUresult) -> Result<(), CUresult> {
-    if result == SUCCESS { Ok(()) } else { Err(result) }
 }

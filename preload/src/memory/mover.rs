@@ -5,24 +5,28 @@
 //! and the account is reported after each, so that freed bytes serve others while the rest still leaves. The space is locked
 //! only between driver calls, never during one.
 //!
-//! What need not be copied is not: see [`print`](super::print).
+//! What need not be copied is not: see [`fingerprint`](super::fingerprint).
 
 use super::{
-    engine::{Engine, check},
-    host::Workshop,
-    print::{Print, Printer},
-    space::{Account, Chunk, HostCopy, Place, Space},
+    account::Account,
+    chunk::{Chunk, HostCopy, Leaving, Place},
+    engine::Engine,
+    fingerprint::Printer,
+    space::Space,
+    staging::Workshop,
 };
 use crate::{
-    capture,
-    cuda::*,
-    driver,
+    driver::{
+        self, check,
+        context::{is_dead, with_current},
+        types::*,
+    },
+    env::trace::trace,
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
-    trace::trace,
-    work::{is_dead, with_current},
+    work::capture,
 };
 use alloc::{collections::VecDeque, vec::Vec};
 use core::time::Duration;
@@ -135,17 +139,6 @@ enum Trip {
     Out(Option<HostCopy>),
     /// From there, or from nowhere: where it is still, should it not arrive.
     In(Place),
-}
-
-/// A chunk that is to leave.
-#[derive(Debug)]
-pub(super) struct Leaving {
-    pub base: u64,
-    pub chunk: Chunk,
-    /// By a copy of ours.
-    pub is_copied: bool,
-    /// What it holds, where that is known.
-    pub print: Option<Print>,
 }
 
 #[derive(Debug, Default)]

@@ -4,16 +4,16 @@
 //! addresses never change, and what was freed is not reused before all work that was submitted earlier is done.
 
 use super::{
+    account::Account,
     alias::Aliases,
-    engine::{self, CHUNK, Engine, Flags, GRANULE, check},
-    host::Buffer,
-    mover::Leaving,
-    print::Print,
-    shared,
+    chunk::{Chunk, Leaving, Place},
+    engine::{self, CHUNK, Engine, Flags, GRANULE},
     slab::{self, Slab},
+    staging::Buffer,
 };
 use crate::{
-    cuda::*,
+    connection::outbox,
+    driver::types::*,
     work::{Fence, Work},
 };
 use alloc::{
@@ -21,7 +21,7 @@ use alloc::{
     collections::{BTreeMap, VecDeque},
     vec::Vec,
 };
-use nvshare_wire::{Counts, Secret};
+use nvshare_wire::{ClientMessage, Counts, Secret};
 
 /// More allowances than an eviction of any GPU has steps.
 const MANY_PENDING: usize = 4096;
@@ -43,52 +43,6 @@ pub struct Space {
     /// Buffers not in use.
     spare: Vec<Buffer>,
     pub account: Account,
-}
-
-/// The bytes of one GPU. Ranges count whole, so everything is a multiple of the granule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Account {
-    /// Needed on the GPU in order to run.
-    pub demand: u64,
-    /// On the GPU now, or on the way there.
-    pub mapped: u64,
-    /// In host memory.
-    pub swapped: u64,
-    /// Outside the engines: the driver holds it and it cannot move.
-    pub pinned: u64,
-    /// May be mapped, as the scheduler says.
-    pub allowance: u64,
-    /// The newest allowance that was carried out.
-    pub ack: u32,
-    /// The most that demand may become, the number of that limit, and the most that it can be raised to.
-    pub limit: u64,
-    pub limit_seq: u32,
-    pub most: u64,
-    /// What a rule of the scheduler's allows this program and those that count with it; 0 where none does. It stays when
-    /// the scheduler goes.
-    pub max: u64,
-    /// What its environment allows it; `u64::MAX` where that says nothing.
-    pub own_max: u64,
-    /// Bytes of buffers that hold nothing, or a copy of what is on the GPU; and how many of them may be kept.
-    pub spare: u64,
-    pub keep: u64,
-    /// Bytes whose copy, in or out, is under way.
-    pub flying: u64,
-    /// Freed bytes that work submitted earlier may still use, or that are on the move; part of demand until then.
-    pub freeing: u64,
-    /// What is not on the GPU comes when it is touched.
-    pub faults: bool,
-    /// Without a scheduler: what this client may need, with others there who make room for it; 0 without them.
-    pub company: u64,
-    /// The most that was ever needed and all on the GPU.
-    pub proven: u64,
-    /// An allocation found no room, and nobody to make some; and others that might were waited for in vain.
-    pub refused: bool,
-    pub searched: bool,
-    /// It stays on the GPU, since nobody knows when the program's work is done.
-    pub frozen: bool,
-    /// What has been moved and refused.
-    pub counts: Counts,
 }
 
 /// What a range is for.
@@ -131,37 +85,6 @@ pub enum Export {
     /// Not all of it is on the GPU.
     Away,
     Impossible,
-}
-
-#[derive(Debug)]
-pub(super) struct Chunk {
-    pub offset: u64,
-    pub len: u64,
-    pub flags: Flags,
-    pub place: Place,
-}
-
-/// Where a chunk's bytes are.
-#[derive(Debug)]
-pub(super) enum Place {
-    /// Nowhere: it never had contents.
-    Nowhere,
-    /// On the GPU; `copy` is what it last left in host memory, and may be the same still.
-    Gpu { handle: Handle, copy: Option<HostCopy> },
-    /// In host memory; without a copy of ours, where the driver moves it.
-    Host(Option<HostCopy>),
-    /// Nowhere, and all of it is this value.
-    Constant(u32),
-    /// The mover has it.
-    Moving,
-}
-
-/// A chunk's bytes in host memory.
-#[derive(Debug)]
-pub(super) struct HostCopy {
-    pub buffer: Buffer,
-    /// What it holds, where that is known.
-    pub print: Option<Print>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -209,76 +132,6 @@ pub enum Backing {
     Later,
     /// The same, but there was credit, and the driver had no room. It may be that there never will be any.
     Refused,
-}
-
-impl Chunk {
-    /// Neither on the GPU nor on its way.
-    fn is_away(&self) -> bool {
-        matches!(self.place, Place::Nowhere | Place::Host(_) | Place::Constant(_))
-    }
-
-    fn take(&mut self) -> Self {
-        let place = core::mem::replace(&mut self.place, Place::Moving);
-        Self { offset: self.offset, len: self.len, flags: self.flags, place }
-    }
-}
-
-impl Account {
-    pub fn is_complete(&self) -> bool {
-        self.mapped >= self.demand
-    }
-    /// Whether more of what is lacking is allowed already.
-    pub fn may_grow(&self) -> bool {
-        !self.is_complete() && self.room() > 0
-    }
-    /// Whether the program may run as far as memory goes. Where pages come when they are touched, it always may.
-    pub fn can_run(&self) -> bool {
-        self.faults || (self.is_complete() && self.flying == 0)
-    }
-    /// So much of the GPU, or as much of it as a rule and the environment allow.
-    pub fn at_most(&self, bytes: u64) -> u64 {
-        let ruled = if self.max == 0 { bytes } else { bytes.min(self.max) };
-        ruled.min(self.own_max)
-    }
-    /// Whether so many more bytes can be allocated; `beyond` lets them exceed the limit, but not one that somebody set.
-    fn admits(&self, len: u64, beyond: bool) -> bool {
-        let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
-        len <= self.free() || (beyond && self.max == 0 && wanted <= self.own_max)
-    }
-    /// Whether some of what is needed was never on the GPU together with the rest, and is not now: memory that no work has
-    /// used yet.
-    pub fn is_unproven(&self) -> bool {
-        !self.faults && !self.is_complete() && self.demand > self.proven
-    }
-    /// What the program may still allocate.
-    pub fn free(&self) -> u64 {
-        self.limit.saturating_sub(self.demand + self.pinned - self.freeing)
-    }
-    /// Whether so many more bytes would fit if nobody but clients had anything on the GPU, which has `total`: of that, the
-    /// scheduler puts up to an eighth aside.
-    pub fn fits_without_others(&self, bytes: u64, total: u64) -> bool {
-        let most = self.at_most(total - total / 8);
-        self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
-    }
-    /// Without a scheduler: whether so many more bytes would fit with the whole GPU, which has `total`, to itself, and nobody
-    /// knows yet whether there are others who make room.
-    pub fn may_find_company(&self, bytes: u64, total: u64) -> bool {
-        let most = self.at_most(total - total / 8);
-        !self.searched && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
-    }
-    /// Whether somebody will make room for what does not fit now.
-    fn room_comes(&self) -> bool {
-        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.company
-    }
-    fn pin(&mut self, bytes: u64) {
-        (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);
-    }
-    fn unpin(&mut self, bytes: u64) {
-        (self.demand, self.mapped, self.pinned) = (self.demand + bytes, self.mapped + bytes, self.pinned - bytes);
-    }
-    pub(super) fn room(&self) -> u64 {
-        self.allowance.saturating_sub(self.mapped + self.pinned)
-    }
 }
 
 impl Range {
@@ -492,7 +345,8 @@ impl Space {
         self.account.proven = self.account.proven.min(self.account.demand);
         self.note_proven();
         if let Some(Exported { range, .. }) = range.exported {
-            shared::withdraw(range);
+            // The scheduler learns of it before it learns of fewer bytes.
+            outbox::push([ClientMessage::Withdrawn { range }]);
         }
         self.settle();
     }
@@ -978,12 +832,4 @@ impl Space {
     pub fn gpu(&self) -> CUdevice {
         self.gpu
     }
-}
-
-/// `cuCtxGetCurrent`, as an error where there is none.
-pub fn current_context() -> Result<CUcontext, CUresult> {
-    let mut context = core::ptr::null_mut();
-    // SAFETY: a valid place.
-    check(unsafe { crate::driver::cuCtxGetCurrent(&mut context) })?;
-    Ok(context)
 }

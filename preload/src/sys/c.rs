@@ -5,7 +5,6 @@
 //! `dlvsym` is the exception that finds the rest: it is linked to weakly, by a version that every glibc has. Where the
 //! program has no libdl, it is NULL, and then nobody looks anything up.
 
-use crate::loader::real_dlsym;
 use alloc::vec::Vec;
 use core::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -63,6 +62,32 @@ pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     match unsafe { nvshare_dlvsym_address } {
         Some(dlvsym) => unsafe { dlvsym(handle, name.as_ptr(), BASE_VERSION.as_ptr()) },
         None => core::ptr::null_mut(),
+    }
+}
+
+/// The C library's `dlsym`, or that of the next library which interposes it; 0 until it is first needed. The hook of
+/// `dlsym` reads it without a call.
+pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
+
+/// Finds it. No library known to us interposes `dlvsym`, which finds the next versioned `dlsym` without asking ours.
+pub extern "C" fn find_real_dlsym() -> usize {
+    let address = dlvsym(libc::RTLD_NEXT, c"dlsym") as usize;
+    REAL_DLSYM.store(address, Ordering::Relaxed);
+    address
+}
+
+/// Looks a symbol up as the program would without this library; NULL where there is no `dlsym`.
+pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    let address = match REAL_DLSYM.load(Ordering::Relaxed) {
+        0 => find_real_dlsym(),
+        address => address,
+    };
+    if address == 0 {
+        return core::ptr::null_mut();
+    }
+    // SAFETY: the address is dlsym's.
+    unsafe {
+        transmute::<usize, unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void>(address)(handle, name)
     }
 }
 

@@ -8,10 +8,10 @@
 
 pub mod alloc;
 pub mod c;
+pub mod errno;
 pub mod file;
+pub mod futex;
 pub mod lock_file;
-#[cfg(not(test))]
-mod panic;
 pub mod sync;
 pub mod thread;
 pub mod time;

@@ -1,7 +1,6 @@
 //! Threads: those of this library, and one word that each thread of the program has.
 
 use super::c;
-use crate::threads;
 use alloc::boxed::Box;
 use core::{
     ffi::{CStr, c_void},
@@ -54,7 +53,6 @@ fn create(main: *mut Main) -> bool {
 }
 
 extern "C" fn run(main: *mut c_void) -> *mut c_void {
-    threads::mark_as_ours();
     // SAFETY: made by `spawn` for this thread alone.
     unsafe { Box::from_raw(main.cast::<Main>())() };
     core::ptr::null_mut()

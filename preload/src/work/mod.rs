@@ -13,20 +13,22 @@
 //!
 //! **Fences** tell when it is done: a point in every stream that was given work.
 
+pub mod capture;
 mod point;
 
 use point::{Context, Point, is_legacy};
-pub use point::{is_dead, with_current};
 
 use crate::{
-    capture,
-    cuda::*,
-    driver, epoch, gpu,
+    driver::{
+        self,
+        context::{current_or_null, is_dead, with_current},
+        types::*,
+    },
+    gate::{epoch, threads},
     sys::{
         sync::Mutex,
         time::{self, Instant},
     },
-    threads,
 };
 use alloc::{
     collections::{BTreeMap, VecDeque},
@@ -76,6 +78,8 @@ pub struct Work {
     slowest: AtomicU64,
     /// GPUs whose work may touch memory of this one.
     companions: AtomicU64,
+    /// Finds the work of the GPU of that index: the table of GPUs is in a layer above.
+    of_gpu: fn(u32) -> Option<&'static Work>,
     inner: Mutex<Inner>,
 }
 
@@ -156,8 +160,9 @@ pub struct Fence {
 }
 
 impl Work {
-    pub const fn new() -> Self {
+    pub const fn new(of_gpu: fn(u32) -> Option<&'static Work>) -> Self {
         Self {
+            of_gpu,
             per_mark: AtomicU32::new(1),
             run_ahead: AtomicU32::new(RUN_AHEAD),
             done: AtomicU64::new(0),
@@ -183,7 +188,7 @@ impl Work {
     #[inline]
     pub fn throttle(&self, stream: CUstream) {
         if self.full.load(Ordering::Relaxed) {
-            crate::errno::preserved(|| self.wait_while_full(stream));
+            crate::sys::errno::preserved(|| self.wait_while_full(stream));
         }
     }
 
@@ -216,7 +221,7 @@ impl Work {
             slot.unmarked.store(unmarked, Ordering::Relaxed);
         } else {
             slot.unmarked.store(0, Ordering::Relaxed);
-            crate::errno::preserved(|| self.mark(unmarked, stream));
+            crate::sys::errno::preserved(|| self.mark(unmarked, stream));
         }
     }
 
@@ -385,8 +390,8 @@ impl Work {
     /// where a capture forbids it, say.
     pub fn fence(&self) -> Option<Fence> {
         let mut fence = self.fence_of_own()?;
-        let others = gpu::attached().filter(|gpu| self.companions() >> gpu.index & 1 == 1);
-        for work in others.map(|gpu| &gpu.work) {
+        let companions = self.companions();
+        for work in (0..u64::BITS).filter(|index| companions >> index & 1 == 1).filter_map(self.of_gpu) {
             fence.others.push((work, work.fence_of_own()?));
         }
         Some(fence)
@@ -550,7 +555,7 @@ impl Inner {
 
     /// Records a point in a stream of the calling thread's, whatever context is current to it.
     fn point_in_its_context(&mut self, stream: Stream) -> Option<Arc<Point>> {
-        if current_context() as usize == stream.context {
+        if current_or_null() as usize == stream.context {
             return self.point_in(stream);
         }
         with_current(stream.context, || self.point_in(stream)).ok().flatten()
@@ -570,7 +575,7 @@ impl Inner {
             }
             Err(error) => {
                 // Nothing runs there any more; or there is no such stream, and the program's call failed.
-                if point::is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) {
+                if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) {
                     self.streams.remove(&stream);
                 }
                 None
@@ -601,7 +606,7 @@ pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     unsafe {
         let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
         if is_default || driver::cuStreamGetCtx(stream, &mut context) != SUCCESS {
-            context = current_context();
+            context = current_or_null();
         }
     }
     (!context.is_null()).then_some(context)
@@ -611,16 +616,7 @@ pub fn context_of(stream: CUstream) -> Option<CUcontext> {
 /// by its context's name.
 #[inline]
 pub fn name_of(stream: CUstream) -> usize {
-    if is_legacy(stream) { current_context() as usize } else { stream as usize }
-}
-
-/// The calling thread's, or NULL.
-#[inline]
-fn current_context() -> CUcontext {
-    let mut context = core::ptr::null_mut();
-    // SAFETY: a valid place.
-    unsafe { driver::cuCtxGetCurrent(&mut context) };
-    context
+    if is_legacy(stream) { current_or_null() as usize } else { stream as usize }
 }
 
 /// Whether all that this stream of the current context was given is done.

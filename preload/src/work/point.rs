@@ -1,6 +1,9 @@
 //! Points in the program's streams: events behind what a stream was given so far, and the contexts that they belong to.
 
-use crate::{capture, cuda::*, driver, memory::engine::check};
+use crate::{
+    driver::{self, check, context::is_dead, types::*},
+    work::capture,
+};
 use alloc::{sync::Arc, vec::Vec};
 use core::sync::atomic::{AtomicBool, Ordering};
 
@@ -28,12 +31,6 @@ impl Point {
         }
         done
     }
-}
-
-/// Whether this error means that nothing runs in the context any more.
-pub fn is_dead(result: CUresult) -> bool {
-    ERRORS_OF_A_BROKEN_CONTEXT.contains(&result)
-        || matches!(result, ERROR_DEINITIALIZED | ERROR_INVALID_CONTEXT | ERROR_ECC_UNCORRECTABLE)
 }
 
 /// A context of the program.
@@ -127,14 +124,4 @@ impl Context {
 /// Streams that a capture of another stream forbids to touch.
 pub(super) fn is_legacy(stream: CUstream) -> bool {
     stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY
-}
-
-/// Runs `f` with that context current on this thread.
-pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUresult> {
-    // SAFETY: a context that has not been destroyed.
-    check(unsafe { driver::cuCtxPushCurrent_v2(context as CUcontext) })?;
-    let result = f();
-    let mut popped = core::ptr::null_mut();
-    unsafe { driver::cuCtxPopCurrent_v2(&mut popped) };
-    Ok(result)
 }

@@ -183,7 +183,7 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     })
 }
 
-/// What `preload/src/memory/print.ptx` computes, written anew: two sums over parts of chunks, and whether all of a part is
+/// What `preload/src/memory/fingerprint.ptx` computes, written anew: two sums over parts of chunks, and whether all of a part is
 /// what its chunk begins with.
 fn print(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS]) -> Done {
     let gpu = context.gpu;

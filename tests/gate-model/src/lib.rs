@@ -16,5 +16,5 @@ pub mod threads;
 // Its own tests are for the library, and its constructor is for statics.
 #[cfg(not(test))]
 #[allow(clippy::new_without_default)]
-#[path = "../../../preload/src/gate.rs"]
+#[path = "../../../preload/src/gate/gate.rs"]
 pub mod gate;

@@ -2,7 +2,7 @@
 //! it, NVML counts and numbers the same. Who asks by UUID or by the PCI bus is answered as ever.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
-use crate::{errno, visible};
+use crate::{client::placement, sys::errno};
 use alloc::format;
 use core::{ffi::c_char, mem::transmute, ptr::NonNull};
 
@@ -21,7 +21,7 @@ fn count(real: &Function, count: *mut u32) -> Return {
     let Some(real) = real.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the argument is the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(count) };
-    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(count), visible::shown()) {
+    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(count), placement::shown()) {
         // SAFETY: NVML has just written there.
         unsafe { place.write_unaligned(shown.len() as u32) };
     }
@@ -32,7 +32,7 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
     type Real = unsafe extern "C" fn(u32, *mut Device) -> Return;
     type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> Return;
     let Some(real) = real.address() else { return ERROR_LIBRARY_NOT_FOUND };
-    let shown = visible::shown().zip(BY_UUID.address());
+    let shown = placement::shown().zip(BY_UUID.address());
     let Some((shown, by_uuid)) = shown else {
         // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
         return unsafe { transmute::<usize, Real>(real)(index, device) };
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> 
     let Some(real) = INDEX.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(device, index) };
-    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(index), visible::shown()) {
+    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(index), placement::shown()) {
         let number = errno::preserved(|| {
             let uuid = uuid(device)?;
             shown.iter().position(|known| *known == uuid)

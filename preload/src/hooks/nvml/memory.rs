@@ -3,8 +3,12 @@
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{
-    errno, gpu,
-    story::{self, Told},
+    gpu::{
+        self,
+        memory_info::{self, MemoryInfo},
+        memory_limits,
+    },
+    sys::errno,
 };
 use core::{
     mem::{size_of, transmute},
@@ -39,13 +43,13 @@ const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
 pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
 /// What the program is told of a GPU of which NVML says this; `None`: just that.
-fn told(device: Device, total: u64, free: u64) -> Option<Told> {
-    if !story::is_bounded() {
+fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
+    if !memory_limits::are_set() {
         return None;
     }
     errno::preserved(|| {
         let gpu = gpu::managed_by_uuid(uuid(device)?)?;
-        Some(story::of(gpu, total, || Some(free))).filter(|told| told.total < total)
+        Some(memory_info::of(gpu, total, || Some(free))).filter(|told| told.total < total)
     })
 }
 
@@ -63,7 +67,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Me
     if let (SUCCESS, Some(place)) = (result, NonNull::new(memory)) {
         // SAFETY: NVML has just written there.
         let Memory { total, free, .. } = unsafe { place.read_unaligned() };
-        if let Some(Told { total, free }) = told(device, total, free) {
+        if let Some(MemoryInfo { total, free }) = told(device, total, free) {
             // SAFETY: as before.
             unsafe { place.write_unaligned(Memory { total, free, used: total - free }) };
         }
@@ -88,7 +92,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut
     if let (SUCCESS, Some(place)) = (result, place) {
         // SAFETY: as before.
         let Memory2 { version, total, reserved, free, .. } = unsafe { place.read_unaligned() };
-        if let Some(Told { total, free }) = told(device, total, free) {
+        if let Some(MemoryInfo { total, free }) = told(device, total, free) {
             let reserved = reserved.min(total - free);
             // SAFETY: as before.
             unsafe { place.write_unaligned(Memory2 { version, total, reserved, free, used: total - free - reserved }) };

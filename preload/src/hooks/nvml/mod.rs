@@ -8,8 +8,8 @@ mod devices;
 mod memory;
 
 use crate::{
-    library::{self, Library},
-    loader,
+    driver::library::{self, Library},
+    sys::c,
 };
 use core::{
     ffi::{CStr, c_char, c_void},
@@ -45,7 +45,7 @@ impl Function {
     /// What to call: without NVML, whoever else defines that name, as a program's own wrapper may.
     fn address(&self) -> Option<usize> {
         self.of_nvml().or_else(|| {
-            let next = loader::real_dlsym(libc::RTLD_NEXT, self.name.as_ptr()) as usize;
+            let next = c::real_dlsym(libc::RTLD_NEXT, self.name.as_ptr()) as usize;
             (next != 0).then_some(next)
         })
     }

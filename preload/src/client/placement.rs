@@ -1,0 +1,171 @@
+//! Which GPUs this process is to see: asked of the scheduler once, before the driver reads `CUDA_VISIBLE_DEVICES`, and told
+//! to the driver by that variable and nothing else.
+
+use crate::{
+    connection::{
+        handshake,
+        socket::{self, Socket},
+    },
+    env::{settings, trace::trace},
+    gpu::memory_limits,
+    sys::{
+        c,
+        sync::{Mutex, OnceLock},
+        time::{self, Instant},
+    },
+};
+use alloc::{string::String, vec::Vec};
+use core::{
+    ffi::CStr,
+    fmt::Write,
+    sync::atomic::{AtomicU8, Ordering},
+    time::Duration,
+};
+use nvshare_wire::{
+    ClientMessage, MAX_SLOTS, SchedulerMessage, Uuid,
+    choice::{self, Chooser, chooser},
+    client::GpuKind,
+    scheduler::NoPlace,
+    version,
+};
+
+/// How long a scheduler may take to answer. Then the program sees what it sees.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long another thread waits for the one that asks, and between looks: a fork could have lost it.
+const LONGEST: Duration = Duration::from_secs(4);
+const LOOK: Duration = Duration::from_millis(1);
+
+const UNSETTLED: u8 = 0;
+const ASKING: u8 = 1;
+const SETTLED: u8 = 2;
+static STATE: AtomicU8 = AtomicU8::new(UNSETTLED);
+
+/// A connection that was made to ask, for the link to go on with: the socket, the version and this client's id; or why
+/// there is none.
+pub type Connected = Result<handshake::Connected, String>;
+/// The GPUs that the driver was told of from here, where all are whole.
+static SHOWN: OnceLock<Vec<Uuid>> = OnceLock::new();
+
+static CONNECTED: Mutex<Option<Connected>> = Mutex::new(None);
+
+/// Sees to it that the driver is told, before it is initialised for the first time. `false` if this process is to see no GPU.
+pub fn settle(hello: &ClientMessage) -> bool {
+    if settings::get().disabled {
+        return true;
+    }
+    // Not a lock: a fork of another thread's would leave it taken in the child for ever.
+    match STATE.compare_exchange(UNSETTLED, ASKING, Ordering::SeqCst, Ordering::SeqCst) {
+        Ok(_) => {}
+        Err(ASKING) => {
+            let begin = Instant::now();
+            while STATE.load(Ordering::SeqCst) == ASKING && begin.elapsed() < LONGEST {
+                time::sleep(LOOK);
+            }
+            return STATE.load(Ordering::SeqCst) != UNSETTLED;
+        }
+        Err(_) => return true,
+    }
+    let list = c::variable(choice::VISIBLE).unwrap_or_default();
+    if chooser(c::variable) == Chooser::List && !choice::names_any(list) {
+        STATE.store(SETTLED, Ordering::SeqCst);
+        return true; // it sees none anyway
+    }
+    let connected = handshake::connect(hello);
+    let answer = match &connected {
+        Ok((socket, version, _)) if *version >= version::PLACING => ask(socket, *version),
+        _ => Answer::Free,
+    };
+    match answer {
+        Answer::Free => {}
+        Answer::Gpus(gpus) => show(&gpus),
+        Answer::NoGpu => {
+            STATE.store(UNSETTLED, Ordering::SeqCst); // there may be one when it tries again
+            return false;
+        }
+    }
+    *CONNECTED.lock() = Some(connected);
+    STATE.store(SETTLED, Ordering::SeqCst);
+    true
+}
+
+/// The GPUs that this process sees because it was told so from here.
+pub fn shown() -> Option<&'static [Uuid]> {
+    SHOWN.get().map(Vec::as_slice)
+}
+
+/// What the link begins with, once.
+pub fn take_connection() -> Option<Connected> {
+    CONNECTED.lock().take()
+}
+
+enum Answer {
+    /// What the process sees is its own business, or nobody answers.
+    Free,
+    Gpus(Vec<(Uuid, GpuKind)>),
+    NoGpu,
+}
+
+fn ask(socket: &Socket, version: u16) -> Answer {
+    let list = c::variable(choice::VISIBLE).unwrap_or_default();
+    let place =
+        ClientMessage::Place { chooser: chooser(c::variable), count: 0, bytes: 0, devices: devices(), ahead: 0 };
+    let mut messages = choice::parts(list).chain([place]);
+    if !messages.all(|message| socket.send(message.encode(version).as_bytes())) {
+        return Answer::Free;
+    }
+    let begin = Instant::now();
+    let mut gpus = Vec::new();
+    while begin.elapsed() < PATIENCE {
+        socket::wait([Some(socket), None], PATIENCE.saturating_sub(begin.elapsed()));
+        match socket.receive(version) {
+            Ok(Some((SchedulerMessage::Placed { at, of, uuid, kind }, _))) => {
+                if at as usize != gpus.len() || !(1..=MAX_SLOTS).contains(&of) {
+                    return Answer::Free;
+                }
+                gpus.push((uuid, kind));
+                if gpus.len() >= of as usize {
+                    return Answer::Gpus(gpus);
+                }
+            }
+            Ok(Some((SchedulerMessage::Unplaced { outcome, text }, _))) => {
+                trace!("no place: {outcome:?} {}", text.as_str());
+                return if outcome == NoPlace::NoGpu { Answer::NoGpu } else { Answer::Free };
+            }
+            Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
+            // The program may ask for it as soon as CUDA is initialised.
+            Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => memory_limits::set(uuid, bytes),
+            // Nothing else is said before this client has said anything else.
+            Ok(_) => {}
+            Err(_) => return Answer::Free,
+        }
+    }
+    trace!("no place: the scheduler does not answer");
+    Answer::Free
+}
+
+fn show(gpus: &[(Uuid, GpuKind)]) {
+    let mut list = String::new();
+    for (uuid, kind) in gpus {
+        let kind = if *kind == GpuKind::Mig { "MIG" } else { "GPU" };
+        let comma = if list.is_empty() { "" } else { "," };
+        let _ = write!(list, "{comma}{kind}-{uuid}");
+    }
+    trace!("placed: {list}");
+    if gpus.iter().all(|(_, kind)| *kind == GpuKind::Gpu) {
+        SHOWN.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
+    }
+    c::set_environment(choice::VISIBLE, list.as_bytes());
+}
+
+/// The GPUs whose device file this process can open: a container may have some and not others.
+fn devices() -> u64 {
+    use rustix::fs::{Access, access};
+    let can_open = |number: &u32| {
+        let mut path = String::new();
+        let is_whole = write!(path, "/dev/nvidia{number}\0").is_ok();
+        let path = CStr::from_bytes_with_nul(path.as_bytes()).ok().filter(|_| is_whole);
+        path.is_some_and(|path| access(path, Access::READ_OK | Access::WRITE_OK).is_ok())
+    };
+    (0..u64::BITS).filter(can_open).fold(0, |set, number| set | 1 << number)
+}

@@ -1,0 +1,93 @@
+//! The connection to the scheduler: which one this process has, and sending on it. Any thread may send; only the client's
+//! thread ([`crate::client`]) makes the connection, receives from it and acts on what it receives.
+//!
+//! - [`socket`]: packets; [`handshake`]: making a connection.
+//! - [`outbox`]: messages that must be sent before the next report of memory.
+//! - [`wakeup`]: waking the client's thread.
+
+pub mod handshake;
+pub mod outbox;
+pub mod socket;
+pub mod wakeup;
+
+pub use wakeup::wake;
+
+use crate::{
+    connection::socket::Socket,
+    env::trace::trace,
+    sys::{file::Name, sync::Mutex},
+};
+use alloc::sync::Arc;
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use nvshare_wire::ClientMessage;
+use rustix::fd::BorrowedFd;
+
+static CONNECTION: Mutex<Option<Connection>> = Mutex::new(None);
+static CONNECTED: AtomicBool = AtomicBool::new(false);
+static SCHEDULERS_MET: AtomicU32 = AtomicU32::new(0);
+/// The connection's descriptor.
+static DESCRIPTOR: Name = Name::none();
+
+/// An established connection.
+#[derive(Debug)]
+pub struct Connection {
+    pub socket: Arc<Socket>,
+    /// The protocol version that both sides speak.
+    pub version: u16,
+}
+
+/// Sends one message without waiting; `false` if it was not sent. Then either the scheduler does not read at the moment and
+/// the caller tries again later, or the connection is lost, which the client's thread notices by itself.
+pub fn send(message: &ClientMessage) -> bool {
+    if !is_connected() {
+        return false;
+    }
+    let guard = CONNECTION.lock();
+    let Some(connection) = &*guard else { return false };
+    let sent = connection.socket.send(message.encode(connection.version).as_bytes());
+    trace!("→ {message:?}{}", if sent { "" } else { " (not sent)" });
+    sent
+}
+
+/// Like [`send`], with descriptors.
+pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> bool {
+    let guard = CONNECTION.lock();
+    let Some(connection) = &*guard else { return false };
+    let sent = connection.socket.send_with(message.encode(connection.version).as_bytes(), descriptors);
+    trace!("→ {message:?} with {}{}", descriptors.len(), if sent { "" } else { " (not sent)" });
+    sent
+}
+
+/// Whether the connection is of that protocol version or a later one.
+pub fn speaks(version: u16) -> bool {
+    CONNECTION.lock().as_ref().is_some_and(|connection| connection.version >= version)
+}
+
+pub fn is_connected() -> bool {
+    CONNECTED.load(Ordering::Acquire)
+}
+
+/// Counts the schedulers that this process has introduced itself to: a question asked of an earlier one is not answered.
+pub fn schedulers_met() -> u32 {
+    SCHEDULERS_MET.load(Ordering::SeqCst)
+}
+
+/// A new scheduler has been told everything that it has to know about this process.
+pub fn met_scheduler() {
+    SCHEDULERS_MET.fetch_add(1, Ordering::SeqCst);
+}
+
+/// The client's thread has made or lost the connection.
+pub fn set_connection(connection: Option<Connection>) {
+    let mut guard = CONNECTION.lock();
+    DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));
+    CONNECTED.store(connection.is_some(), Ordering::Release);
+    *guard = connection;
+}
+
+/// Closes the parent's connection in the child of a fork.
+pub fn close_in_child() {
+    if let Some((descriptor, identity)) = DESCRIPTOR.get() {
+        socket::close_in_child(descriptor, identity);
+    }
+}

@@ -1,0 +1,45 @@
+//! Messages that the scheduler must have before the next report of memory: what this process exports, imports and no longer
+//! shares ([`crate::registry::shared`]).
+
+use crate::{connection, sys::sync::Mutex};
+use alloc::collections::VecDeque;
+use core::sync::atomic::{AtomicBool, Ordering};
+use nvshare_wire::{ClientMessage, version};
+
+static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(VecDeque::new());
+/// Whether there is any, so that most callers need not take the lock.
+static ANY: AtomicBool = AtomicBool::new(false);
+
+/// Queues messages, unless the scheduler is too old to understand any of them.
+pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
+    let mut outbox = OUTBOX.lock();
+    // Under the lock: the outbox is emptied before there is another connection, perhaps to an older scheduler.
+    if connection::speaks(version::SHARING) {
+        outbox.extend(messages);
+        ANY.store(!outbox.is_empty(), Ordering::SeqCst);
+    }
+}
+
+/// Sends what is queued; `false` if not all of it could be sent.
+pub fn flush() -> bool {
+    if !ANY.load(Ordering::SeqCst) {
+        return true;
+    }
+    let mut outbox = OUTBOX.lock();
+    while let Some(message) = outbox.front() {
+        if !connection::send(message) {
+            return false;
+        }
+        outbox.pop_front();
+    }
+    ANY.store(false, Ordering::SeqCst);
+    true
+}
+
+/// A new connection, of which this is the first message: drops what was queued for the one before.
+pub fn restart(first: impl FnOnce() -> Option<ClientMessage>) {
+    let mut outbox = OUTBOX.lock();
+    outbox.clear();
+    outbox.extend(first());
+    ANY.store(!outbox.is_empty(), Ordering::SeqCst);
+}

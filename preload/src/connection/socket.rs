@@ -1,0 +1,201 @@
+//! The client's end of the scheduler's `SOCK_SEQPACKET` socket: connecting, waiting, sending, receiving.
+//!
+//! The program may close any descriptor, ours too, and then have another file by that number. So a [`Socket`] knows itself,
+//! and is not written to, read from or closed where its number has become somebody else's.
+
+use crate::sys::{
+    file::Identity,
+    time::{Instant, timespec},
+};
+use alloc::{
+    format,
+    string::{String, ToString},
+    vec::Vec,
+};
+use core::{mem, mem::MaybeUninit, time::Duration};
+use nvshare_wire::{MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    io::{Errno, IoSlice, IoSliceMut, fcntl_dupfd_cloexec},
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, SocketFlags, SocketType, recv, recvmsg, send, sendmsg,
+    },
+};
+
+/// How long a scheduler may take to answer a `Hello`. One that is stopped must not stop a program.
+pub(super) const ANSWER: Duration = Duration::from_secs(2);
+/// Our descriptors are out of the way of programs that count on getting the lowest numbers.
+const LOWEST_DESCRIPTOR: RawFd = 400;
+
+/// A socket of ours.
+#[derive(Debug)]
+pub struct Socket {
+    descriptor: RawFd,
+    identity: Identity,
+}
+
+impl Socket {
+    pub(super) fn new(socket: OwnedFd) -> Option<Self> {
+        let socket = fcntl_dupfd_cloexec(&socket, LOWEST_DESCRIPTOR).unwrap_or(socket);
+        let identity = Identity::of(&socket)?;
+        let descriptor = socket.as_raw_fd();
+        mem::forget(socket);
+        Some(Self { descriptor, identity })
+    }
+
+    /// The descriptor, if it is ours still.
+    fn get(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: it is open, and only borrowed for a call.
+        self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
+    }
+
+    /// Whether the program has left it alone.
+    pub fn is_ours(&self) -> bool {
+        self.get().is_some()
+    }
+
+    /// What tells it in the child of a fork.
+    pub fn name(&self) -> (RawFd, Identity) {
+        (self.descriptor, self.identity)
+    }
+
+    /// Sends one packet without waiting.
+    pub fn send(&self, packet: &[u8]) -> bool {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        self.get().is_some_and(|socket| send(socket, packet, flags).is_ok())
+    }
+
+    /// Waits until there is room for many packets; `false` if none came in time.
+    pub fn wait_for_room(&self) -> bool {
+        let begin = Instant::now();
+        loop {
+            let left = ANSWER.saturating_sub(begin.elapsed());
+            let Some(socket) = self.get() else { return false };
+            let mut entry = [PollFd::from_borrowed_fd(socket, PollFlags::OUT)];
+            // A signal of the program's may end a wait early.
+            let _ = poll(&mut entry, Some(&timespec(left)));
+            if !entry[0].revents().is_empty() {
+                return entry[0].revents().contains(PollFlags::OUT);
+            }
+            if left.is_zero() {
+                return false;
+            }
+        }
+    }
+
+    /// Sends one packet with descriptors, without waiting.
+    pub fn send_with(&self, packet: &[u8], descriptors: &[BorrowedFd<'_>]) -> bool {
+        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = SendAncillaryBuffer::new(&mut room);
+        let fits = control.push(SendAncillaryMessage::ScmRights(descriptors));
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        fits && self.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
+    }
+
+    /// The next message, if one is there, and the descriptors that came with it. An error means that the connection is of
+    /// no more use.
+    pub fn receive(&self, version: u16) -> Result<Option<(SchedulerMessage, Vec<OwnedFd>)>, String> {
+        let mut buffer = [0u8; MAX_LEN];
+        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = RecvAncillaryBuffer::new(&mut room);
+        let socket = self.get().ok_or("the program closed the connection")?;
+        let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(socket, &mut [IoSliceMut::new(&mut buffer)], &mut control, flags);
+        let mut descriptors = || {
+            let rights = control.drain().filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+                _ => None,
+            });
+            rights.flatten().collect()
+        };
+        match received.map(|received| received.bytes) {
+            Ok(0) => Err("it closed the connection".into()),
+            Ok(len) => {
+                let packet = buffer.get(..len).ok_or("it sent a packet that is too long")?;
+                let message = SchedulerMessage::decode(packet, version).map_err(|e| e.to_string())?;
+                Ok(Some((message, descriptors())))
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(None),
+            Err(error) => Err(words(error)),
+        }
+    }
+
+    /// Takes out what was sent, whatever it is.
+    pub fn drain(&self) {
+        let mut buffer = [0u8; 8];
+        while self.get().is_some_and(|socket| recv(socket, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0))
+        {
+        }
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if self.identity.is(self.descriptor) {
+            // SAFETY: open, and ours.
+            drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
+        }
+    }
+}
+
+/// A socket that is not connected yet.
+pub(super) fn new_socket() -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+}
+
+/// Two sockets that are connected with each other.
+pub fn pair() -> Option<(Socket, Socket)> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+    Some((Socket::new(a)?, Socket::new(b)?))
+}
+
+/// Sleeps until there is something to receive on one of them, at most so long; says on which.
+pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
+    let timeout = timespec(timeout.min(Duration::from_secs(86_400)));
+    let open = sockets.map(|socket| socket.and_then(Socket::get));
+    let is_gone = |at: usize| sockets[at].is_some() && open[at].is_none();
+    if is_gone(0) || is_gone(1) {
+        return [is_gone(0), is_gone(1)];
+    }
+    let mut ready = [false; 2];
+    match open {
+        [Some(a), Some(b)] => {
+            let mut entries = [PollFd::from_borrowed_fd(a, PollFlags::IN), PollFd::from_borrowed_fd(b, PollFlags::IN)];
+            let _ = poll(&mut entries, Some(&timeout));
+            ready = entries.map(|entry| !entry.revents().is_empty());
+        }
+        [Some(one), None] | [None, Some(one)] => {
+            let mut entries = [PollFd::from_borrowed_fd(one, PollFlags::IN)];
+            let _ = poll(&mut entries, Some(&timeout));
+            ready[usize::from(open[0].is_none())] = !entries[0].revents().is_empty();
+        }
+        [None, None] => {
+            let _ = rustix::thread::nanosleep(&timeout);
+        }
+    }
+    ready
+}
+
+/// What a system call's error means, where it means something to whoever sets nvshare up.
+pub(super) fn words(error: Errno) -> String {
+    match error {
+        Errno::NOENT => "there is no such socket".into(),
+        Errno::CONNREFUSED => "nobody listens there".into(),
+        Errno::ACCESS | Errno::PERM => "permission denied".into(),
+        Errno::MFILE | Errno::NFILE => "no file descriptors are left".into(),
+        Errno::CONNRESET | Errno::PIPE => "it closed the connection".into(),
+        error => format!("error {}", error.raw_os_error()),
+    }
+}
+
+/// Closes a socket in the child of a fork, which must not hold the parent's open.
+pub fn close_in_child(descriptor: RawFd, identity: Identity) {
+    if identity.is(descriptor) {
+        // SAFETY: the child's copy, which nothing in the child uses from here on.
+        drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
+    }
+}

@@ -1,0 +1,50 @@
+//! A library of somebody else's in this process: its handle, once it is there.
+
+use crate::{driver::elf, sys::c};
+use core::{
+    ffi::{CStr, c_int, c_void},
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+#[derive(Debug)]
+pub struct Library {
+    name: &'static CStr,
+    /// 0 while unknown.
+    handle: AtomicUsize,
+}
+
+impl Library {
+    pub const fn new(name: &'static CStr) -> Self {
+        Self { name, handle: AtomicUsize::new(0) }
+    }
+
+    /// If the program has loaded it already. It stays from then on: the handle is not given back.
+    pub fn loaded(&self) -> Option<*mut c_void> {
+        self.open(libc::RTLD_NOLOAD)
+    }
+
+    /// Loads it where it is not there yet.
+    pub fn load(&self) -> Option<*mut c_void> {
+        self.open(0)
+    }
+
+    fn open(&self, flag: c_int) -> Option<*mut c_void> {
+        let known = self.handle.load(Ordering::Acquire);
+        if known != 0 {
+            return Some(known as *mut c_void);
+        }
+        // SAFETY: a NUL-terminated name and valid flags.
+        let handle = unsafe { c::dlopen()?(self.name.as_ptr(), libc::RTLD_LAZY | flag) };
+        if handle.is_null() {
+            return None;
+        }
+        self.handle.store(handle as usize, Ordering::Release);
+        Some(handle)
+    }
+}
+
+/// The address of what a library of that handle exports by that name.
+pub fn export(library: *mut c_void, name: &CStr) -> Option<usize> {
+    // SAFETY: a handle of `dlopen` that was not given back, so the library stays.
+    unsafe { elf::symbol(library, name) }
+}

@@ -1,0 +1,173 @@
+//! The real driver, `libcuda.so.1`: found when a program first asks for it, never before.
+//!
+//! A [`Function`] is the real one of a name, looked up on first use. A name that this driver lacks gives
+//! `CUDA_ERROR_NOT_FOUND`, as the driver's own look-up does.
+
+pub mod context;
+mod elf;
+pub mod library;
+pub mod types;
+
+use crate::{
+    driver::{library::Library, types::*},
+    sys::c,
+};
+use core::{
+    ffi::{CStr, c_char, c_void},
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+/// Looked up, and not there. No function has this address.
+const MISSING: usize = 1;
+
+static LIBRARY: Library = Library::new(c"libcuda.so.1");
+
+/// The driver if the program has loaded it already; never loads it.
+pub fn loaded() -> Option<*mut c_void> {
+    LIBRARY.loaded()
+}
+
+/// Libraries that submit work through tables of private functions: OptiX, and the video encoder and decoder.
+const UNSEEN: [&CStr; 3] = [c"libnvoptix.so.1", c"libnvidia-encode.so.1", c"libnvcuvid.so.1"];
+
+/// Whether a library is in this process whose work no hook sees. They ask for their tables when they start.
+pub fn anybody_submits_unseen() -> bool {
+    let Some(dlopen) = c::dlopen() else { return false };
+    // SAFETY: NUL-terminated names; it loads nothing. One more reference keeps what is there, which is no harm.
+    UNSEEN.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
+}
+
+/// A result of the driver's as one of Rust's.
+///
+/// # Errors
+/// Any result but `CUDA_SUCCESS`.
+pub fn check(result: CUresult) -> Result<(), CUresult> {
+    if result == SUCCESS { Ok(()) } else { Err(result) }
+}
+
+/// A function of the real driver, by its exported name.
+#[derive(Debug)]
+pub struct Function {
+    name: &'static CStr,
+    address: AtomicUsize,
+}
+
+impl Function {
+    pub const fn new(name: &'static CStr) -> Self {
+        Self { name, address: AtomicUsize::new(0) }
+    }
+
+    /// The real function's address, or `None` where this driver has none of that name.
+    #[inline]
+    pub fn address(&self) -> Option<usize> {
+        match self.address.load(Ordering::Relaxed) {
+            0 => self.look_up(),
+            MISSING => None,
+            address => Some(address),
+        }
+    }
+
+    #[cold]
+    fn look_up(&self) -> Option<usize> {
+        let address = library::export(LIBRARY.load()?, self.name).unwrap_or(0);
+        self.address.store(if address == 0 { MISSING } else { address }, Ordering::Relaxed);
+        (address != 0).then_some(address)
+    }
+}
+
+/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a module-level
+/// function of that name which calls the real one.
+macro_rules! functions {
+    ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
+        /// Looks all of them up, so that no later call has to.
+        pub fn resolve_all() {
+            $( address::$name.address(); )*
+        }
+
+        /// Where the real functions are.
+        #[allow(non_upper_case_globals)]
+        pub mod address {
+            use super::Function;
+            use core::ffi::CStr;
+            const fn name(bytes: &'static [u8]) -> &'static CStr {
+                match CStr::from_bytes_with_nul(bytes) { Ok(name) => name, Err(_) => c"" }
+            }
+            $( pub static $name: Function = Function::new(name(concat!(stringify!($name), "\0").as_bytes())); )*
+        }
+        $(
+            /// The real function of this name. Pointers are passed on as they are: what the driver demands of them, it
+            /// demands of the caller.
+            #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
+            #[inline]
+            pub unsafe fn $name($($arg: $type),*) -> CUresult {
+                match address::$name.address() {
+                    // SAFETY: the driver's export of this name has this signature.
+                    Some(address) => unsafe {
+                        core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> CUresult>(address)($($arg),*)
+                    },
+                    None => ERROR_NOT_FOUND,
+                }
+            }
+        )*
+    };
+}
+
+functions! {
+    cuDeviceGetCount(count: *mut i32);
+    cuDeviceGetAttribute(value: *mut i32, attribute: i32, device: CUdevice);
+    cuDeviceGetName(name: *mut c_char, len: i32, device: CUdevice);
+    cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice);
+    cuDeviceGetUuid(uuid: *mut [u8; 16], device: CUdevice);
+    cuDeviceTotalMem_v2(bytes: *mut Size, device: CUdevice);
+    cuDeviceCanAccessPeer(can: *mut i32, device: CUdevice, peer: CUdevice);
+    cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut u32, active: *mut i32);
+    cuCtxGetCurrent(context: *mut CUcontext);
+    cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxPushCurrent_v2(context: CUcontext);
+    cuCtxPopCurrent_v2(context: *mut CUcontext);
+    cuEventCreate(event: *mut CUevent, flags: u32);
+    cuEventDestroy_v2(event: CUevent);
+    cuEventQuery(event: CUevent);
+    cuEventRecord(event: CUevent, stream: CUstream);
+    cuStreamCreate(stream: *mut CUstream, flags: u32);
+    cuStreamDestroy_v2(stream: CUstream);
+    cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+    cuCtxFromGreenCtx(context: *mut CUcontext, green: *mut c_void);
+    cuStreamQuery(stream: CUstream);
+    cuStreamSynchronize(stream: CUstream);
+    cuStreamIsCapturing(stream: CUstream, status: *mut i32);
+    cuThreadExchangeStreamCaptureMode(mode: *mut i32);
+    cuMemGetInfo_v2(free: *mut Size, total: *mut Size);
+    cuMemAddressReserve(address: *mut CUdeviceptr, size: Size, alignment: Size, at: CUdeviceptr, flags: u64);
+    cuMemAddressFree(address: CUdeviceptr, size: Size);
+    cuMemCreate(handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64);
+    cuMemRelease(handle: Handle);
+    cuMemMap(address: CUdeviceptr, size: Size, offset: Size, handle: Handle, flags: u64);
+    cuMemUnmap(address: CUdeviceptr, size: Size);
+    cuMemSetAccess(address: CUdeviceptr, size: Size, desc: *const AccessDesc, count: Size);
+    cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: Handle);
+    cuMemExportToShareableHandle(shareable: *mut c_void, handle: Handle, kind: i32, flags: u64);
+    cuMemImportFromShareableHandle(handle: *mut Handle, shareable: *mut c_void, kind: i32);
+    cuMulticastBindMem(object: Handle, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64);
+    cuMulticastBindMem_v2(object: Handle, device: CUdevice, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64);
+    cuMemAllocManaged(address: *mut CUdeviceptr, size: Size, flags: u32);
+    cuMemFree_v2(address: CUdeviceptr);
+    cuPointerSetAttribute(value: *const c_void, attribute: i32, address: CUdeviceptr);
+    cuMemPrefetchAsync(address: CUdeviceptr, size: Size, to: CUdevice, stream: CUstream);
+    cuMemHostRegister_v2(host: *mut c_void, size: Size, flags: u32);
+    cuMemHostUnregister(host: *mut c_void);
+    cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, size: Size, stream: CUstream);
+    cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, size: Size, stream: CUstream);
+    cuMemsetD32Async(to: CUdeviceptr, value: u32, count: Size, stream: CUstream);
+    cuMemHostGetDevicePointer_v2(on_gpu: *mut CUdeviceptr, host: *mut c_void, flags: u32);
+    cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    cuModuleUnload(module: CUmodule);
+    cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    cuLaunchKernel(
+        function: CUfunction,
+        grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
+        shared: u32, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void,
+    );
+}

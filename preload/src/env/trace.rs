@@ -1,0 +1,62 @@
+//! Words to the user: traces where `NVSHARE_DEBUG` asks for them, and single lines that matter without being asked.
+//!
+//! Written with one `write(2)`, so that lines of several threads do not mix and no lock or buffer of ours can be held.
+
+use crate::{
+    env::settings,
+    sys::time::{Instant, timespec},
+};
+use core::{fmt::Write as _, time::Duration};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fd::BorrowedFd,
+};
+
+/// A trace line; costs nothing but a flag when tracing is off.
+macro_rules! trace {
+    ($($arg:tt)*) => {
+        if $crate::env::settings::get().debug {
+            $crate::env::trace::line(format_args!($($arg)*));
+        }
+    };
+}
+pub(crate) use trace;
+
+/// One line on stderr.
+pub fn line(text: core::fmt::Arguments<'_>) {
+    let mut line = Line { bytes: [0; 400], len: 0 };
+    if settings::get().debug {
+        let (pid, thread) = (rustix::process::getpid(), rustix::thread::gettid());
+        let now = Instant::now().since_start();
+        let _ = write!(line, "nvshare {}.{:06} [{pid}:{thread}] ", now.as_secs(), now.subsec_micros());
+    } else {
+        let _ = write!(line, "nvshare: ");
+    }
+    let _ = line.write_fmt(text);
+    let end = line.len.min(line.bytes.len() - 1);
+    line.bytes[end] = b'\n';
+    // SAFETY: borrowed for two calls, which say so where it is closed.
+    let stderr = unsafe { BorrowedFd::borrow_raw(2) };
+    let mut ready = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
+    // Where nobody reads, the line is lost: neither SIGPIPE nor waiting is for the program.
+    if poll(&mut ready, Some(&timespec(Duration::ZERO))) == Ok(1) && ready[0].revents() == PollFlags::OUT {
+        let _ = rustix::io::write(stderr, line.bytes.get(..=end).unwrap_or(&[]));
+    }
+}
+
+struct Line {
+    bytes: [u8; 400],
+    len: usize,
+}
+
+impl core::fmt::Write for Line {
+    fn write_str(&mut self, text: &str) -> core::fmt::Result {
+        let room = self.bytes.len() - 1 - self.len;
+        let text = text.as_bytes().get(..text.len().min(room)).unwrap_or(&[]);
+        if let Some(place) = self.bytes.get_mut(self.len..self.len + text.len()) {
+            place.copy_from_slice(text);
+            self.len += text.len();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,162 @@
+//! The program's threads, as the gate sees them: one [`Slot`] each, written by its thread alone.
+//!
+//! A slot says which GPU's gate its thread is inside of, and how much it has submitted. Slots are never freed, only
+//! handed to another thread, so that whoever reads the list never meets a dangling one.
+
+use crate::{
+    gate::epoch,
+    sys::{c, sync::OnceLock, thread},
+};
+use alloc::boxed::Box;
+use core::{
+    ffi::{CStr, c_void},
+    ptr,
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+};
+use nvshare_wire::MAX_SLOTS;
+
+/// `inside` when the thread is inside no gate.
+pub const OUTSIDE: u32 = 0;
+
+#[derive(Debug)]
+pub struct Slot {
+    /// 1 + the index of the GPU whose gate this thread is inside of, or [`OUTSIDE`].
+    pub inside: AtomicU32,
+    /// How many submissions this thread has made to each GPU.
+    pub submitted: [AtomicU64; MAX_SLOTS as usize],
+    /// The way of this thread's last launch, good for one epoch: the stream (or for the legacy one, its context) it went to,
+    /// and that stream's GPU. Whoever goes the same way again finds its stream noted, see `crate::work`.
+    pub way: AtomicU64,
+    pub stream: AtomicUsize,
+    pub gpu: AtomicPtr<c_void>,
+    /// Submissions since this thread last took a mark.
+    pub unmarked: AtomicU32,
+    /// Tells the thread that has it from all before it.
+    pub number: AtomicU64,
+    taken: AtomicBool,
+    next: *const Slot,
+}
+
+// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never freed.
+unsafe impl Sync for Slot {}
+
+static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
+
+/// The slot of threads that are this library's own: not in the list.
+static OURS: Slot = Slot::new();
+
+/// What tells the C library to give a slot back when its thread ends.
+static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
+
+/// Once, before the first slot is taken.
+pub fn init() {
+    KEY.get_or_init(|| {
+        let mut key = 0;
+        // SAFETY: a valid place, and a function that takes what `take` sets.
+        (unsafe { c::pthread_key_create()?(&mut key, Some(give_back)) } == 0).then_some(key)
+    });
+}
+
+/// The calling thread is this library's own.
+fn mark_as_ours() {
+    thread::set_mine((&raw const OURS).cast());
+}
+
+/// Starts a thread of this library's own; `false` if there can be none.
+pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
+    thread::spawn(name, move || {
+        mark_as_ours();
+        main();
+    })
+}
+
+pub fn is_ours() -> bool {
+    ptr::eq(thread::mine(), (&raw const OURS).cast())
+}
+
+/// The thread ends.
+unsafe extern "C" fn give_back(slot: *mut c_void) {
+    thread::set_mine(ptr::null());
+    // SAFETY: slots are never freed.
+    if let Some(slot) = unsafe { slot.cast::<Slot>().as_ref() } {
+        slot.inside.store(OUTSIDE, Ordering::Release);
+        slot.taken.store(false, Ordering::Release);
+    }
+}
+
+/// This thread's slot, if it has one.
+#[inline]
+pub fn known() -> Option<&'static Slot> {
+    // SAFETY: slots are never freed, and the word is set to nothing else.
+    unsafe { thread::mine().cast::<Slot>().as_ref() }
+}
+
+/// This thread's slot.
+#[inline]
+pub fn mine() -> &'static Slot {
+    known().unwrap_or_else(take)
+}
+
+impl Slot {
+    const fn new() -> Self {
+        Self {
+            inside: AtomicU32::new(OUTSIDE),
+            submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
+            way: AtomicU64::new(epoch::NONE),
+            stream: AtomicUsize::new(0),
+            gpu: AtomicPtr::new(ptr::null_mut()),
+            unmarked: AtomicU32::new(0),
+            number: AtomicU64::new(0),
+            taken: AtomicBool::new(true),
+            next: ptr::null(),
+        }
+    }
+}
+
+#[cold]
+fn take() -> &'static Slot {
+    let free = all().find(|s| s.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok());
+    let slot = free.unwrap_or_else(publish);
+    static TAKEN: AtomicU64 = AtomicU64::new(0);
+    slot.number.store(TAKEN.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+    slot.unmarked.store(0, Ordering::Relaxed);
+    slot.way.store(epoch::NONE, Ordering::Relaxed);
+    thread::set_mine(ptr::from_ref(slot).cast());
+    if let (Some(Some(key)), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
+        // SAFETY: a key of ours. Where there is no memory for it, the slot is kept for good.
+        unsafe { set(*key, ptr::from_ref(slot).cast()) };
+    }
+    slot
+}
+
+fn publish() -> &'static Slot {
+    let slot = Box::into_raw(Box::new(Slot::new()));
+    let mut head = SLOTS.load(Ordering::Acquire);
+    loop {
+        // SAFETY: nobody else sees the slot yet.
+        unsafe { (*slot).next = head };
+        match SLOTS.compare_exchange_weak(head, slot, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: from here on it is shared and never freed.
+            Ok(_) => return unsafe { &*slot },
+            Err(now) => head = now,
+        }
+    }
+}
+
+/// Every slot there is, of living threads and of those that ended.
+pub fn all() -> impl Iterator<Item = &'static Slot> {
+    // SAFETY: slots are never freed.
+    let mut next = unsafe { SLOTS.load(Ordering::Acquire).as_ref() };
+    core::iter::from_fn(move || {
+        let slot = next?;
+        // SAFETY: as above.
+        next = unsafe { slot.next.as_ref() };
+        Some(slot)
+    })
+}
+
+/// How many submissions all threads have made to that GPU so far.
+pub fn submitted(gpu: u32) -> u64 {
+    let counts = all().filter_map(|slot| slot.submitted.get(gpu as usize));
+    counts.fold(0, |sum, count| sum.wrapping_add(count.load(Ordering::Acquire)))
+}

@@ -1,0 +1,86 @@
+//! Answers of the scheduler that threads of the program wait for. The client's thread writes them.
+
+use crate::sys::{futex, sync::Mutex};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// The scheduler's answers to requests for a higher limit on one GPU ([`super::limit_request`]).
+#[derive(Debug)]
+pub struct LimitAnswers {
+    /// Counts limits and refusals.
+    pub(super) count: AtomicU32,
+    /// The newest refusal: how many bytes, and the count then.
+    denied: Mutex<(u64, u32)>,
+    /// The scheduler says that it takes as long as it takes.
+    pub(super) awaited: AtomicBool,
+}
+
+impl LimitAnswers {
+    pub const fn new() -> Self {
+        Self { count: AtomicU32::new(0), denied: Mutex::new((0, 0)), awaited: AtomicBool::new(false) }
+    }
+
+    /// A limit has come, or there is another scheduler to ask, or none.
+    pub fn changed(&self) {
+        self.count.fetch_add(1, Ordering::SeqCst);
+        futex::wake_all(&self.count);
+    }
+
+    pub fn denied(&self, bytes: u64) {
+        let mut denied = self.denied.lock();
+        *denied = (bytes, self.count.fetch_add(1, Ordering::SeqCst).wrapping_add(1));
+        self.awaited.store(false, Ordering::SeqCst);
+        drop(denied);
+        futex::wake_all(&self.count);
+    }
+
+    /// What is asked for comes when others have freed it.
+    pub fn awaited(&self) {
+        self.awaited.store(true, Ordering::SeqCst);
+    }
+
+    /// The refusal that came after the count was `seen`.
+    pub(super) fn denied_since(&self, seen: u32) -> Option<u64> {
+        let (bytes, at) = *self.denied.lock();
+        (at.wrapping_sub(seen) as i32 > 0).then_some(bytes)
+    }
+}
+
+/// The scheduler's answers to requests for memory that the driver needs for itself ([`super::reservation`]).
+#[derive(Debug)]
+pub struct ReservationAnswers {
+    pub(super) count: AtomicU32,
+    /// How much room there is.
+    pub(super) bytes: AtomicU64,
+    /// When room was made and did not help, in milliseconds; 0 before.
+    pub(super) futile: AtomicU64,
+}
+
+impl ReservationAnswers {
+    pub const fn new() -> Self {
+        Self { count: AtomicU32::new(0), bytes: AtomicU64::new(0), futile: AtomicU64::new(0) }
+    }
+
+    pub fn room(&self, bytes: u64) {
+        self.bytes.store(bytes, Ordering::SeqCst);
+        self.count.fetch_add(1, Ordering::SeqCst);
+        futex::wake_all(&self.count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_one_of_what_was_asked_before_it() {
+        let answers = LimitAnswers::new();
+        let seen = answers.count.load(Ordering::SeqCst);
+        assert_eq!(answers.denied_since(seen), None);
+        answers.changed();
+        assert_eq!(answers.denied_since(seen), None);
+        answers.denied(7);
+        assert_eq!(answers.denied_since(seen), Some(7));
+        let seen = answers.count.load(Ordering::SeqCst);
+        assert_eq!(answers.denied_since(seen), None);
+    }
+}

@@ -1,0 +1,56 @@
+//! What a GPU is: learned from the driver once, before the program has a context there.
+
+use crate::{
+    driver::{self, types::*},
+    env::{settings, trace::trace},
+    memory::engine::{self, Engine},
+};
+use nvshare_wire::{Text, Uuid, client as wire};
+
+#[derive(Debug)]
+pub struct Info {
+    pub uuid: Uuid,
+    pub name: Text<64>,
+    pub total: u64,
+    pub engine: Option<&'static dyn Engine>,
+    pub reason: wire::EngineReason,
+    /// What its environment allows the program; `u64::MAX` where that says nothing.
+    pub own_max: u64,
+}
+
+impl Info {
+    pub fn engine_kind(&self) -> wire::Engine {
+        self.engine.map_or(wire::Engine::None, |engine| engine.kind())
+    }
+
+    /// Needs no context.
+    pub fn learn(device: CUdevice) -> Self {
+        let (mut uuid, mut name, mut total) = ([0; 16], [0u8; 64], 0);
+        // SAFETY: valid places of these sizes.
+        unsafe {
+            if driver::cuDeviceGetUuid_v2(&mut uuid, device) != SUCCESS {
+                driver::cuDeviceGetUuid(&mut uuid, device);
+            }
+            driver::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32 - 1, device);
+            driver::cuDeviceTotalMem_v2(&mut total, device);
+        }
+        let settings = settings::get();
+        let (engine, reason) = match engine::choose(device, settings.engine) {
+            (engine, wire::EngineReason::Asked) if settings.oversubscribe => {
+                (engine, wire::EngineReason::Oversubscription)
+            }
+            chosen => chosen,
+        };
+        let end = name.iter().position(|b| *b == 0).unwrap_or(0);
+        let info = Self {
+            uuid: Uuid(uuid),
+            name: Text::new(core::str::from_utf8(name.get(..end).unwrap_or(&[])).unwrap_or("")),
+            total: total as u64,
+            engine,
+            reason,
+            own_max: settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64)),
+        };
+        trace!("GPU {device} is {} with {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine_kind());
+        info
+    }
+}

@@ -1,0 +1,94 @@
+//! Waiting at the gate of a GPU, and asking the scheduler for its lock.
+
+use super::{Gpu, attached};
+use crate::{
+    connection,
+    gate::closed,
+    sys::{sync::Mutex, time::Instant},
+};
+use core::{sync::atomic::Ordering, time::Duration};
+use nvshare_wire::ClientMessage;
+
+/// How long a waiting thread sleeps before it looks around again, whatever happens.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+impl Gpu {
+    /// A thread found the gate closed: asks for the lock and waits for a while.
+    #[cold]
+    pub fn wait(&self, reasons: u32) {
+        self.gate.wait(reasons, LOOK_AGAIN, || {
+            if self.gate.is_closed_for(closed::LOCK) {
+                self.request();
+            }
+        });
+    }
+
+    /// The same for a thread that waits for memory that it allocates.
+    #[cold]
+    pub fn wait_to_allocate(&self) {
+        self.allocating.fetch_add(1, Ordering::SeqCst);
+        self.wait(closed::MEMORY);
+        self.allocating.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether a thread waits at this gate that has work, which what runs may wait for.
+    pub fn has_work_waiting(&self) -> bool {
+        self.gate.waiting() > self.allocating.load(Ordering::SeqCst)
+    }
+
+    /// Asks the scheduler for the lock, unless that has been done.
+    pub fn request(&self) {
+        // One after the other: a request replaces the one before it, so the newest must be the one that knows most.
+        static ONE: Mutex<()> = Mutex::new(());
+        let _one = ONE.lock();
+        if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        self.requested_at.store(Instant::now().since_start().as_micros() as u64, Ordering::Relaxed);
+        if !connection::send(&ClientMessage::Request { gpus: wanted_with(self) }) {
+            self.requested.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// The turn is over; `used`: something was submitted during it.
+    pub fn turn_is_over(&self, used: bool) {
+        if used {
+            self.used_until.store(clock(), Ordering::Relaxed);
+        }
+    }
+
+    pub fn request_is_over(&self) {
+        // A swap, so that whoever found it still set is seen waiting.
+        self.requested.swap(false, Ordering::SeqCst);
+    }
+
+    /// When the lock was last asked for, in the time since the clock began.
+    pub fn requested_at(&self) -> Duration {
+        Duration::from_micros(self.requested_at.load(Ordering::Relaxed))
+    }
+
+    pub fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::SeqCst)
+    }
+}
+
+/// How long after its last turn on a GPU a program still counts as using it.
+const LATELY: Duration = Duration::from_secs(2);
+
+/// The GPUs whose locks this client needs at once: this one, those where threads wait, those it used lately, and all that
+/// are companions of one of them.
+fn wanted_with(gpu: &Gpu) -> u64 {
+    let wanted = attached().filter(|g| {
+        let used_until = g.used_until.load(Ordering::Relaxed);
+        g.gate.waiting() > 0 || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
+    });
+    let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.companions();
+    let wanted = wanted.fold(together(gpu), |set, g| set | together(g));
+    // Of others the scheduler knows nothing.
+    attached().filter(|gpu| !gpu.is_introduced()).fold(wanted, |set, gpu| set & !(1 << gpu.index))
+}
+
+/// Milliseconds since some time in the past, never 0.
+fn clock() -> u64 {
+    Instant::now().since_start().as_millis() as u64 + 1
+}

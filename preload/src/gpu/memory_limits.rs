@@ -1,0 +1,58 @@
+//! Memory limits from rules of the scheduler's configuration, for each GPU. They bound what the program is told of a GPU's
+//! memory ([`super::memory_info`]), also before it uses the GPU.
+
+use crate::{env::settings, gate, sys::sync::Mutex};
+use alloc::vec::Vec;
+use core::sync::atomic::{AtomicBool, Ordering};
+use nvshare_wire::Uuid;
+
+/// What rules allow on each GPU, as the scheduler said; it stays when the scheduler goes.
+static RULED: Mutex<Vec<(Uuid, u64)>> = Mutex::new(Vec::new());
+/// Whether a rule has ever been heard of: most programs have none, and nothing more is looked at for them.
+static IS_RULED: AtomicBool = AtomicBool::new(false);
+
+/// GPUs that a scheduler may speak of: more is none of this host's.
+const MOST_GPUS: usize = 1024;
+
+/// A rule allows so much of that GPU from now on; 0: no rule does.
+pub fn set(gpu: Uuid, bytes: u64) {
+    let mut ruled = RULED.lock();
+    if let Some((_, before)) = ruled.iter_mut().find(|(other, _)| *other == gpu) {
+        *before = bytes;
+    } else if ruled.len() < MOST_GPUS {
+        ruled.push((gpu, bytes));
+    }
+    IS_RULED.fetch_or(bytes != 0, Ordering::Release);
+}
+
+/// What a rule allows of that GPU; 0: none does.
+pub fn of(gpu: Uuid) -> u64 {
+    RULED.lock().iter().find(|(other, _)| *other == gpu).map_or(0, |(_, bytes)| *bytes)
+}
+
+/// Whether anybody may bound this program's memory anywhere.
+pub fn are_set() -> bool {
+    gate::is_active() && (IS_RULED.load(Ordering::Acquire) || settings::get().memory_max.is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_rules_allow_is_known_by_gpu_and_the_newest_counts() {
+        let gpus = [1, 2, 3].map(|n| Uuid([n; 16]));
+        set(gpus[0], 0);
+        assert!(!IS_RULED.load(Ordering::Relaxed), "none does");
+        set(gpus[0], 7);
+        set(gpus[1], 8);
+        set(gpus[0], 9);
+        assert_eq!(gpus.map(of), [9, 8, 0]);
+        set(gpus[1], 0);
+        assert_eq!(gpus.map(of), [9, 0, 0]);
+        // A scheduler that makes GPUs up takes no more memory than that.
+        (0..4 * MOST_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
+        assert_eq!(RULED.lock().len(), MOST_GPUS);
+        assert_eq!(of(gpus[0]), 9);
+    }
+}

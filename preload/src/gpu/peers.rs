@@ -1,0 +1,60 @@
+//! GPUs of this process whose work reaches into each other's memory: by `cuCtxEnablePeerAccess`, by copies from one to the
+//! other, by rights that the program gave. Such GPUs are *companions*. Work of one may touch memory of all, so it passes
+//! only when the gates of all are open, and the memory of one leaves only when the work of all is done; their locks are
+//! held together or not at all.
+
+use crate::{
+    connection,
+    driver::{self, types::*},
+    env::trace::trace,
+    gate::epoch,
+    gpu::{self, Gpu},
+    sys::sync::Mutex,
+};
+
+/// From now on work of either GPU may touch memory of the other.
+pub fn couple(a: &'static Gpu, b: &'static Gpu) {
+    static ONE: Mutex<()> = Mutex::new(());
+    if a.index == b.index || a.is_companion_of(b) {
+        return;
+    }
+    let _one = ONE.lock();
+    if a.is_companion_of(b) {
+        return;
+    }
+    // What is moving comes back with the rights it left with.
+    let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
+    let mut movers = [(first, first.moving.lock()), (second, second.moving.lock())];
+    for (gpu, mover) in &mut movers {
+        if let Some(space) = gpu.space() {
+            mover.rest(space, &|account| gpu.report(account));
+        }
+    }
+    let together =
+        [a, b].iter().flat_map(|gpu| gpu.companions()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
+    for gpu in gpu::attached().filter(|g| together >> g.index & 1 == 1) {
+        gpu.work.set_companions(together & !(1 << gpu.index));
+    }
+    epoch::end();
+    trace!("GPUs {} and {} reach each other's memory", a.index, b.index);
+    reach(a, b);
+    reach(b, a);
+    connection::wake();
+}
+
+/// Lets work of one GPU touch memory of the other, as it may with memory from `cuMemAlloc`.
+fn reach(from: &Gpu, to: &Gpu) {
+    let mut can = 0;
+    // SAFETY: a valid place.
+    let asked = unsafe { driver::cuDeviceCanAccessPeer(&mut can, from.index as CUdevice, to.index as CUdevice) };
+    if let (SUCCESS, true, Some(space)) = (asked, can != 0, to.space()) {
+        space.lock().let_in(from.index);
+    }
+}
+
+/// The program gives a GPU rights to memory of another.
+pub fn given(owner: &'static Gpu, device: CUdevice) {
+    if let Some(gpu) = gpu::by_ordinal(device) {
+        couple(owner, gpu);
+    }
+}

@@ -1,0 +1,58 @@
+//! Noting which stream a submission went to, so that the next one that goes the same way passes with a few loads.
+
+use super::{Gpu, are_several, attached};
+use crate::{
+    driver::types::*,
+    gate::{
+        self, epoch,
+        threads::{OUTSIDE, Slot},
+    },
+    work::{self, capture},
+};
+use core::sync::atomic::Ordering;
+
+impl Gpu {
+    /// During a submission, after the driver has it: notes which stream it went to, unless that is known.
+    #[inline]
+    pub fn note(&'static self, slot: &Slot, stream: CUstream) {
+        let epoch = epoch::now();
+        if slot.way.load(Ordering::Relaxed) != epoch || slot.stream.load(Ordering::Relaxed) != work::name_of(stream) {
+            self.note_anew(slot, stream, epoch);
+        }
+    }
+
+    /// The GPU that a stream runs on, which need not be that of the current context.
+    fn owner_of(&'static self, stream: CUstream) -> &'static Gpu {
+        if !are_several() {
+            return self;
+        }
+        let context = work::context_of(stream);
+        let owner = context.and_then(|context| attached().find(|gpu| gpu.work.has_context(context)));
+        owner.unwrap_or(self)
+    }
+
+    #[inline(never)]
+    fn note_anew(&'static self, slot: &Slot, stream: CUstream, epoch: u64) {
+        self.owner_of(stream).work.note(stream);
+        // Nobody else can record a point in a per-thread stream, so each submission records its own.
+        let may_last = stream != STREAM_PER_THREAD
+            && !capture::any()
+            && !self.work.is_full()
+            && self.work.companions() == 0
+            && gate::is_active();
+        slot.stream.store(work::name_of(stream), Ordering::Relaxed);
+        slot.gpu.store(core::ptr::from_ref(self).cast_mut().cast(), Ordering::Relaxed);
+        slot.way.store(if may_last { epoch } else { epoch::NONE }, Ordering::Relaxed);
+    }
+
+    /// The GPU to which this thread's last launch went, if a launch in that stream goes the same way and nothing that matters
+    /// for it has changed since.
+    #[inline]
+    pub fn of_last_launch(slot: &Slot, stream: CUstream) -> Option<&'static Gpu> {
+        let is_as_before = slot.way.load(Ordering::Relaxed) == epoch::now()
+            && slot.stream.load(Ordering::Relaxed) == work::name_of(stream)
+            && slot.inside.load(Ordering::Relaxed) == OUTSIDE;
+        // SAFETY: NULL, or one of the table of GPUs.
+        unsafe { slot.gpu.load(Ordering::Relaxed).cast::<Gpu>().as_ref() }.filter(|_| is_as_before)
+    }
+}

@@ -1,0 +1,205 @@
+//! How programs look functions up: `dlsym` and `cuGetProcAddress`, answered with a hook where there is one.
+//!
+//! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
+//! flavour to one of its exports (all 459 look-ups of a PyTorch program did, driver 580), so whatever variant a program
+//! is given, it gets the hook of just that variant, and a variant this library does not know passes through.
+
+use crate::{
+    driver::{self, types::*},
+    hooks::{self, nvml},
+    sys::{c, sync::OnceLock},
+};
+use alloc::vec::Vec;
+use core::ffi::{c_char, c_void};
+
+/// `dlsym`. Only names that begin with `cu` are looked at, and those few of NVML's that are hooked, and not with `RTLD_NEXT`,
+/// whose meaning depends on the caller's address: everything else jumps to the real function with the caller's own return
+/// address on the stack.
+#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
+pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
+    core::arch::naked_asm!(
+        "test rsi, rsi",
+        "jz 2f",
+        "cmp byte ptr [rsi], {c}",
+        "jne 4f",
+        "cmp byte ptr [rsi + 1], {u}",
+        "jne 2f",
+        "cmp byte ptr [rsi + 2], {a}", // cuInit, not cups… or curl…: the driver's names go on with a capital
+        "jb 2f",
+        "cmp byte ptr [rsi + 2], {z}",
+        "ja 2f",
+        "cmp rdi, -1", // RTLD_NEXT
+        "jne {hooked}",
+        "2:",
+        "mov rax, qword ptr [rip + {real}]",
+        "test rax, rax",
+        "jz 3f",
+        "jmp rax",
+        "3:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // keeps the stack aligned for the call
+        "call {find}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        "4:",
+        "cmp byte ptr [rsi], {n}",
+        "jne 2b",
+        "cmp byte ptr [rsi + 1], {v}",
+        "jne 2b",
+        "cmp rdi, -1", // RTLD_NEXT
+        "je 2b",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // as above
+        "mov rdi, rsi",
+        "call {is_nvml}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test al, al",
+        "jz 2b",
+        "jmp {hooked_nvml}",
+        c = const b'c',
+        u = const b'u',
+        a = const b'A',
+        z = const b'Z',
+        n = const b'n',
+        v = const b'v',
+        is_nvml = sym nvml::is_hooked,
+        hooked_nvml = sym dlsym_of_nvml,
+        hooked = sym dlsym_of_driver,
+        real = sym c::REAL_DLSYM,
+        find = sym c::find_real_dlsym,
+    )
+}
+
+#[cfg(target_arch = "aarch64")]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[unsafe(naked)]
+pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
+    core::arch::naked_asm!(
+        "cbz x1, 2f",
+        "ldrb w9, [x1]",
+        "cmp w9, #{c}",
+        "b.ne 4f",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #{u}",
+        "b.ne 2f",
+        "ldrb w9, [x1, #2]",
+        "cmp w9, #{a}", // cuInit, not cups… or curl…: the driver's names go on with a capital
+        "b.lo 2f",
+        "cmp w9, #{z}",
+        "b.hi 2f",
+        "cmn x0, #1", // RTLD_NEXT
+        "b.ne {hooked}",
+        "2:",
+        "adrp x9, {real}",
+        "ldr x9, [x9, #:lo12:{real}]",
+        "cbz x9, 3f",
+        "br x9",
+        "3:",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "bl {find}",
+        "mov x9, x0",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "br x9",
+        "4:",
+        "cmp w9, #{n}",
+        "b.ne 2b",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #{v}",
+        "b.ne 2b",
+        "cmn x0, #1", // RTLD_NEXT
+        "b.eq 2b",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "mov x0, x1",
+        "bl {is_nvml}",
+        "and w9, w0, #1",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "cbz w9, 2b",
+        "b {hooked_nvml}",
+        c = const b'c',
+        u = const b'u',
+        a = const b'A',
+        z = const b'Z',
+        n = const b'n',
+        v = const b'v',
+        is_nvml = sym nvml::is_hooked,
+        hooked_nvml = sym dlsym_of_nvml,
+        hooked = sym dlsym_of_driver,
+        real = sym c::REAL_DLSYM,
+        find = sym c::find_real_dlsym,
+    )
+}
+
+/// `dlsym` for a name that may be the driver's: the hook, where the real answer is a function that has one.
+unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    // Before the look-up, whose error the program may ask for.
+    let driver = driver::loaded();
+    let found = c::real_dlsym(handle, name);
+    if found.is_null() {
+        return found;
+    }
+    if driver.is_none() && hooks::is_hook(found as usize) {
+        // Without the driver these names do not exist, unless somebody behind us has them; that they are found is only
+        // because we export them.
+        return c::real_dlsym(libc::RTLD_NEXT, name);
+    }
+    hook_of(found)
+}
+
+/// The same for a name of NVML's that is hooked.
+unsafe extern "C" fn dlsym_of_nvml(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    let is_there = nvml::is_loaded();
+    let found = c::real_dlsym(handle, name);
+    if found.is_null() {
+        return found;
+    }
+    if !is_there && nvml::is_hook(found as usize) {
+        return c::real_dlsym(libc::RTLD_NEXT, name);
+    }
+    nvml::hook_of(found)
+}
+
+/// The hook of a real function, or the function itself.
+pub fn hook_of(real: *mut c_void) -> *mut c_void {
+    let Some(table) = table() else { return real };
+    match table.binary_search_by_key(&(real as usize), |(real, _)| *real) {
+        Ok(at) => table.get(at).map_or(real, |(_, hook)| *hook as *mut c_void),
+        Err(_) => real,
+    }
+}
+
+/// Real address to hook, sorted; made when the driver is there, `None` until then.
+fn table() -> Option<&'static [(usize, usize)]> {
+    static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new();
+    if TABLE.get().is_none() {
+        driver::loaded()?;
+        // Not while others wait for it: looking up takes the loader's lock, which one of them may hold.
+        let mut table: Vec<_> = hooks::all().filter_map(|h| Some((h.real.address()?, h.hook as usize))).collect();
+        table.sort_unstable();
+        let _ = TABLE.set(table);
+    }
+    TABLE.get().map(Vec::as_slice)
+}
+
+/// After `cuGetProcAddress` succeeded: puts the hook in the place of the real function.
+///
+/// # Safety
+/// `function` is NULL or what the program passed to `cuGetProcAddress`.
+pub unsafe fn replace(result: CUresult, function: *mut *mut c_void) -> CUresult {
+    if result == SUCCESS && !function.is_null() {
+        // SAFETY: the driver has just written there.
+        unsafe { *function = hook_of(*function) };
+    }
+    result
+}

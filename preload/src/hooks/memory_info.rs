@@ -1,0 +1,56 @@
+//! Questions how much memory there is: answered as one story ([`crate::gpu::memory_info`]), whoever is asked.
+
+use crate::{
+    driver::{self, context::current_context, types::*},
+    gate,
+    gpu::{self, memory_info, memory_limits},
+    hooks::{
+        hooks,
+        memory::{is_broken, put},
+    },
+};
+
+/// After the driver has said how much memory a GPU has: no more than the program can have of it.
+fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
+    if result == SUCCESS && memory_limits::are_set() {
+        crate::sys::errno::preserved(|| {
+            if let Some(gpu) = gpu::managed(device) {
+                bound(gpu.bound());
+            }
+        });
+    }
+    result
+}
+
+hooks! { real, flavour;
+    [cuDeviceTotalMem_v2] (bytes: *mut Size, device: CUdevice) {
+        total(real(), device, |bound| {
+            // SAFETY: the driver has just written there.
+            unsafe { bytes.write((bytes.read() as u64).min(bound) as Size) }
+        })
+    }
+    [cuDeviceTotalMem] (bytes: *mut u32, device: CUdevice) {
+        total(real(), device, |bound| {
+            // SAFETY: the driver has just written there, as much as 32 bits hold.
+            unsafe { bytes.write(u64::from(bytes.read()).min(bound) as u32) }
+        })
+    }
+    [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
+        let gpu = if gate::is_active() { gpu::current() } else { None };
+        let Some(gpu) = gpu.filter(|gpu| gpu.space().is_some()) else { return real() };
+        if current_context().is_ok_and(|context| context.is_null()) || is_broken() {
+            return real();
+        }
+        let told = memory_info::of(gpu, gpu.total(), || {
+            let (mut now, mut total) = (0, 0);
+            // SAFETY: valid places.
+            (unsafe { driver::cuMemGetInfo_v2(&mut now, &mut total) } == SUCCESS).then_some(now as u64)
+        });
+        // SAFETY: the program's own places; the driver allows NULL.
+        unsafe {
+            put(free, told.free as Size);
+            put(total, told.total as Size);
+        }
+        SUCCESS
+    }
+}

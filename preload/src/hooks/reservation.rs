@@ -1,0 +1,58 @@
+//! Calls in which the driver takes memory of the GPU for itself, for code, stacks and streams: where it finds none, room is
+//! made and they are made again ([`crate::gpu::reservation`]).
+
+use crate::{driver::types::*, gpu::reservation::retried, hooks::hooks};
+use core::ffi::{c_char, c_void};
+
+type P = *mut c_void;
+
+/// Options beyond which there are none.
+const MANY: u32 = 64;
+
+/// The same for a call that writes into its options, which are to be the program's each time.
+fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
+    let values = values.cast::<usize>();
+    if values.is_null() || n == 0 || n > MANY {
+        return retried(real);
+    }
+    let mut saved = [0; MANY as usize];
+    let restore = |saved: &[usize; MANY as usize]| {
+        // SAFETY: the program's own array of that length, which the driver writes to as well.
+        saved
+            .iter()
+            .take(n as usize)
+            .enumerate()
+            .for_each(|(i, value)| unsafe { values.add(i).write_unaligned(*value) });
+    };
+    // SAFETY: as above.
+    saved
+        .iter_mut()
+        .take(n as usize)
+        .enumerate()
+        .for_each(|(i, value)| *value = unsafe { values.add(i).read_unaligned() });
+    let again = core::cell::Cell::new(false);
+    retried(|| {
+        if again.replace(true) {
+            restore(&saved);
+        }
+        real()
+    })
+}
+
+hooks! { real, flavour;
+    [cuModuleLoad] (module: P, path: *const c_char) { retried(real) }
+    [cuModuleLoadData | cuModuleLoadFatBinary] (module: P, image: P) { retried(real) }
+    [cuModuleLoadDataEx] (module: P, image: P, n: u32, options: P, values: P) { retried_with(n, values, real) }
+    [cuLibraryLoadData] (
+        library: P, image: P, jit_options: P, jit_values: P, jit_n: u32, options: P, values: P, n: u32,
+    ) { retried_with(jit_n, jit_values, real) }
+    [cuLibraryLoadFromFile] (
+        library: P, path: *const c_char, jit_options: P, jit_values: P, jit_n: u32, options: P, values: P, n: u32,
+    ) { retried_with(jit_n, jit_values, real) }
+    // With lazy loading, code is loaded when it is first asked for.
+    [cuModuleGetFunction] (function: P, module: P, name: *const c_char) { retried(real) }
+    [cuLibraryGetModule | cuKernelGetFunction] (place: P, of: P) { retried(real) }
+    [cuCtxSetLimit] (limit: i32, value: Size) { retried(real) }
+    [cuStreamCreate] (stream: P, flags: u32) { retried(real) }
+    [cuStreamCreateWithPriority] (stream: P, flags: u32, priority: i32) { retried(real) }
+}

@@ -1,0 +1,162 @@
+//! Prints of chunks: what they hold, in 128 bits, computed on the GPU at the speed of its memory. So a chunk that holds one
+//! value, or what a copy in host memory holds already, is recognised without a copy over a link that is eighty times slower.
+
+use super::staging::Buffer;
+use crate::{
+    driver::{self, check, types::*},
+    sys::time::{self, Instant},
+};
+use alloc::vec::Vec;
+use core::{
+    ffi::{CStr, c_void},
+    time::Duration,
+};
+
+/// The kernel, for every GPU that has virtual memory management, and NUL at its end.
+static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
+
+const THREADS: u32 = 256;
+/// What one block reads.
+const PART: u64 = 4 << 20;
+/// As many parts and chunks as a launch may have: so much fits the table.
+const MOST_PARTS: usize = 8192;
+const MOST_CHUNKS: usize = 1024;
+const LIST: usize = (1 + MOST_CHUNKS) * size_of::<[u64; 2]>();
+const TABLE: u64 = ((LIST + MOST_PARTS * size_of::<Sums>()) as u64).next_multiple_of(4096);
+
+/// Of one part.
+type Sums = [u64; 4];
+
+/// What a chunk holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Print {
+    sums: [u64; 2],
+    /// All of it is this value, over and over.
+    pub constant: Option<u32>,
+}
+
+/// Makes prints in one context. Everything here needs that context to be current.
+#[derive(Debug)]
+pub struct Printer {
+    module: CUmodule,
+    function: CUfunction,
+    /// Where the kernel reads what to do and writes what it found; and its address on the GPU.
+    table: Buffer,
+    table_on_gpu: u64,
+    seed: u64,
+}
+
+impl Printer {
+    /// `None` where this GPU or driver cannot, or there is no memory for it.
+    pub fn new(context: usize) -> Option<Self> {
+        let mut table = Buffer::new(TABLE)?;
+        table.register(context);
+        let mut printer = Self {
+            module: core::ptr::null_mut(),
+            function: core::ptr::null_mut(),
+            table,
+            table_on_gpu: 0,
+            seed: seed(),
+        };
+        const NAME: &CStr = c"nvshare_print";
+        // SAFETY: valid places, a text that ends with NUL, and a buffer that stays registered.
+        unsafe {
+            check(driver::cuMemHostGetDevicePointer_v2(&mut printer.table_on_gpu, printer.table.address(), 0)).ok()?;
+            check(driver::cuModuleLoadData(&mut printer.module, PTX.as_ptr().cast())).ok()?;
+            if driver::cuModuleGetFunction(&mut printer.function, printer.module, NAME.as_ptr()) != SUCCESS {
+                printer.close();
+                return None;
+            }
+        }
+        Some(printer)
+    }
+
+    pub fn close(self) {
+        // SAFETY: nothing of the module runs.
+        unsafe { driver::cuModuleUnload(self.module) };
+    }
+
+    /// The prints of chunks (address and bytes), none of which is written to meanwhile; `None` if something went wrong.
+    pub fn prints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Option<Vec<Print>> {
+        let mut prints = Vec::with_capacity(chunks.len());
+        let mut rest = chunks;
+        while let Some((_, len)) = rest.first() {
+            // Chunks of a kind together, so that every block has something to read.
+            let parts = len.div_ceil(PART).max(1) as usize;
+            let most = MOST_CHUNKS.min(MOST_PARTS / parts).max(1);
+            let same =
+                rest.iter().take(most).take_while(|(_, len)| len.div_ceil(PART).max(1) as usize == parts).count();
+            let (now, later) = rest.split_at(same);
+            self.run(now, parts, stream)?;
+            prints.extend((0..now.len()).map(|chunk| self.read(chunk, parts)));
+            rest = later;
+        }
+        Some(prints)
+    }
+
+    fn run(&mut self, chunks: &[(u64, u64)], parts: usize, stream: CUstream) -> Option<()> {
+        let list = self.table.address().cast::<[u64; 2]>();
+        // SAFETY: the list is at the table's beginning, which is aligned, and no longer than LIST; no kernel runs.
+        unsafe {
+            list.write([chunks.len() as u64, parts as u64]);
+            for (at, (address, len)) in chunks.iter().enumerate().take(MOST_CHUNKS) {
+                list.add(1 + at).write([*address, len / 16]);
+            }
+        }
+        let (mut on_gpu, mut out) = (self.table_on_gpu, self.table_on_gpu + LIST as u64);
+        let (mut seed, mut part) = (self.seed, (PART / 16) as u32);
+        let mut arguments: [*mut c_void; 4] =
+            [(&raw mut on_gpu).cast(), (&raw mut out).cast(), (&raw mut seed).cast(), (&raw mut part).cast()];
+        // SAFETY: the kernel's own arguments, which the driver copies; what it reads and writes stays until it is done.
+        unsafe {
+            check(driver::cuLaunchKernel(
+                self.function,
+                parts as u32,
+                chunks.len() as u32,
+                1,
+                THREADS,
+                1,
+                1,
+                0,
+                stream,
+                arguments.as_mut_ptr(),
+                core::ptr::null_mut(),
+            ))
+            .ok()?;
+            let begin = Instant::now();
+            loop {
+                match driver::cuStreamQuery(stream) {
+                    ERROR_NOT_READY if begin.elapsed() < Duration::from_millis(1) => core::hint::spin_loop(),
+                    ERROR_NOT_READY => time::sleep(Duration::from_micros(100)),
+                    result => return check(result).ok(),
+                }
+            }
+        }
+    }
+
+    /// What the kernel has found of a chunk of that many parts.
+    fn read(&self, chunk: usize, parts: usize) -> Print {
+        // SAFETY: behind the list, aligned; the kernel has written these.
+        let found = unsafe {
+            let out = self.table.address().cast::<u8>().add(LIST).cast::<Sums>();
+            core::slice::from_raw_parts(out.add(chunk * parts), parts)
+        };
+        let mut print = Print { sums: [0; 2], constant: None };
+        let (mut differs, mut constant) = (0, 0);
+        for [first, second, different, value] in found {
+            print.sums[0] = print.sums[0].wrapping_add(*first);
+            print.sums[1] = print.sums[1].wrapping_add(*second);
+            differs |= different;
+            constant = *value as u32;
+        }
+        print.constant = (differs == 0).then_some(constant);
+        print
+    }
+}
+
+/// So that nobody can make two contents that have one print.
+fn seed() -> u64 {
+    let mut seed = [0; 8];
+    let _ = rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::NONBLOCK);
+    u64::from_ne_bytes(seed) | 1
+}

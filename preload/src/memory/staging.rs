@@ -1,0 +1,209 @@
+//! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the
+//! link's speed. `cuMemHostAlloc` makes 3 GiB/s of such memory [H200]; this way it is as fast as the host makes pages.
+
+use super::headroom::Claim;
+use crate::{
+    driver::{self, context::with_current, types::SUCCESS},
+    gate::threads,
+    sys::{sync::Mutex, thread},
+    work::capture,
+};
+use alloc::{sync::Arc, vec::Vec};
+use core::{
+    ffi::c_void,
+    sync::atomic::{AtomicU32, Ordering},
+};
+use rustix::{
+    io::Errno,
+    mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
+};
+
+/// The size of a huge page.
+const HUGE: usize = 2 << 20;
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
+const REGISTER_FLAGS: u32 = 1 | 2;
+
+/// One chunk's buffer. Its memory is given back when dropped.
+#[derive(Debug)]
+pub struct Buffer {
+    address: usize,
+    len: usize,
+    /// The context it is registered with, or 0.
+    registered: usize,
+}
+
+impl Buffer {
+    /// A buffer of that many bytes, its pages there already; `None` if the host has no room for it.
+    pub fn new(len: u64) -> Option<Self> {
+        Self::reserve(&[len])?.pop().filter(Self::fill)
+    }
+
+    /// Buffers of these sizes without pages yet, from one mapping: making mappings while other threads make pages has all of
+    /// them wait for each other.
+    fn reserve(sizes: &[u64]) -> Option<Vec<Self>> {
+        let len = usize::try_from(sizes.iter().sum::<u64>()).ok()?;
+        let whole = len.checked_add(HUGE)?;
+        // SAFETY: a new anonymous mapping, of which the ends go that make it begin where a huge page does; advice on it.
+        let start = unsafe {
+            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+            let map = mmap_anonymous(core::ptr::null_mut(), whole, ProtFlags::READ | ProtFlags::WRITE, flags).ok()?;
+            let start = (map as usize).next_multiple_of(HUGE);
+            for (at, end) in [(map as usize, start), (start + len, map as usize + whole)] {
+                if at < end {
+                    let _ = munmap(at as *mut c_void, end - at);
+                }
+            }
+            // Before the first touch: a child must not copy it, a core file not hold it.
+            for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxHugepage] {
+                let _ = madvise(start as *mut c_void, len, advice);
+            }
+            start
+        };
+        let mut at = start;
+        let buffers = sizes.iter().map(|len| {
+            let buffer = Self { address: at, len: *len as usize, registered: 0 };
+            at += buffer.len;
+            buffer
+        });
+        Some(buffers.collect())
+    }
+
+    /// Makes its pages; `false` if the host has no room for them.
+    fn fill(&self) -> bool {
+        // Looked at now: what there was a moment ago others may have taken.
+        let Some(_claim) = Claim::new(self.len()) else { return false };
+        let address = self.address();
+        // SAFETY: memory of ours that nobody uses yet.
+        unsafe {
+            match madvise(address, self.len, Advice::LinuxPopulateWrite) {
+                Ok(()) => true,
+                // Before Linux 5.14.
+                Err(Errno::INVAL) => {
+                    (0..self.len).step_by(4096).for_each(|at| address.cast::<u8>().add(at).write_volatile(0));
+                    true
+                }
+                Err(_) => false,
+            }
+        }
+    }
+
+    /// Makes copies to and from it asynchronous and fast, with the current context. Not being able to only makes them
+    /// slower.
+    pub fn register(&mut self, context: usize) {
+        if self.registered == 0 {
+            // SAFETY: memory of ours that stays mapped until unregistered.
+            let result = capture::beside(|_| unsafe {
+                driver::cuMemHostRegister_v2(self.address as *mut c_void, self.len, REGISTER_FLAGS)
+            });
+            if result == SUCCESS {
+                self.registered = context;
+            }
+        }
+    }
+
+    /// The kernel may page it out from here on. Needs a current context, as dropping it does.
+    pub fn unregister(&mut self) {
+        if core::mem::take(&mut self.registered) != 0 {
+            // SAFETY: registered, and nothing copies to it or from it.
+            capture::beside(|_| unsafe { driver::cuMemHostUnregister(self.address as *mut c_void) });
+        }
+    }
+
+    /// A context is gone, and with it what was registered with it.
+    pub fn forget_context(&mut self, context: usize) {
+        if self.registered == context {
+            self.registered = 0;
+        }
+    }
+
+    pub fn is_registered(&self) -> bool {
+        self.registered != 0
+    }
+
+    pub fn address(&self) -> *mut c_void {
+        self.address as *mut c_void
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len as u64
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.unregister();
+        // SAFETY: nothing copies to it any more: buffers are dropped after their copies are done.
+        let _ = unsafe { munmap(self.address as *mut c_void, self.len) };
+    }
+}
+
+/// Where several threads make buffers, since touching pages is what takes the time. They are taken as they come.
+#[derive(Debug)]
+pub struct Workshop(Arc<Orders>);
+
+#[derive(Debug)]
+struct Orders {
+    /// Without pages yet. What is needed first is last.
+    missing: Mutex<Vec<Buffer>>,
+    made: Mutex<Vec<Buffer>>,
+    context: usize,
+    /// Threads that are at it.
+    busy: AtomicU32,
+}
+
+impl Workshop {
+    /// Orders buffers of these sizes, registered with that context: as many as the host has room for. At most so many threads
+    /// make them.
+    pub fn order(sizes: &[u64], context: usize, makers: usize) -> Self {
+        let mut missing = Buffer::reserve(sizes).unwrap_or_default();
+        missing.reverse();
+        let threads = thread::cpus().min(makers).min(sizes.len());
+        let (missing, made) = (Mutex::new(missing), Mutex::new(Vec::new()));
+        let orders = Arc::new(Orders { missing, made, context, busy: AtomicU32::new(0) });
+        for _ in 0..threads {
+            orders.busy.fetch_add(1, Ordering::SeqCst);
+            let shared = orders.clone();
+            if !threads::spawn(c"nvshare-host", move || shared.make()) {
+                orders.busy.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        Self(orders)
+    }
+
+    /// One that is made.
+    pub fn take(&self, len: u64) -> Option<Buffer> {
+        let mut made = self.0.made.lock();
+        let at = made.iter().position(|buffer| buffer.len() == len)?;
+        Some(made.swap_remove(at))
+    }
+
+    /// Whether more will come.
+    pub fn is_busy(&self) -> bool {
+        self.0.busy.load(Ordering::SeqCst) > 0
+    }
+
+    /// Nothing more is needed but what is in the making.
+    pub fn stop(&self) {
+        self.0.missing.lock().clear();
+    }
+
+    /// What is made and was not taken.
+    pub fn rest(&self) -> Vec<Buffer> {
+        core::mem::take(&mut self.0.made.lock())
+    }
+}
+
+impl Orders {
+    fn make(&self) {
+        loop {
+            let Some(mut buffer) = self.missing.lock().pop() else { break };
+            if !buffer.fill() {
+                self.missing.lock().clear(); // the host has no room for more
+                break;
+            }
+            let _ = with_current(self.context, || buffer.register(self.context));
+            self.made.lock().push(buffer);
+        }
+        self.busy.fetch_sub(1, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,153 @@
+//! Memory of the program that no engine can move: its own VMM allocations, arrays, pools and managed memory. It is allowed,
+//! counted against the limit, and reported, so that the scheduler does not count on getting it back.
+
+use crate::{
+    driver::{context::current_context, types::*},
+    gpu::{
+        self, Gpu,
+        limit_request::{self, Outcome},
+    },
+    memory::engine::GRANULE,
+    sys::sync::Mutex,
+};
+use alloc::collections::BTreeMap;
+
+/// What a number of the driver's names: handles and addresses may coincide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// `cuMemCreate`. Lives as long as the handle or a mapping of it.
+    Chunk,
+    Array,
+    /// An address: managed memory, or memory of a pool.
+    Address,
+}
+
+#[derive(Debug)]
+struct Pinned {
+    gpu: &'static Gpu,
+    bytes: u64,
+    /// Handles and mappings that keep it.
+    references: u32,
+    /// The context it goes with, at the latest; 0 for none.
+    context: usize,
+}
+
+#[derive(Debug)]
+struct Table {
+    pinned: BTreeMap<(Kind, u64), Pinned>,
+    /// Which chunk is mapped at an address.
+    mappings: BTreeMap<u64, u64>,
+}
+
+static TABLE: Mutex<Table> = Mutex::new(Table { pinned: BTreeMap::new(), mappings: BTreeMap::new() });
+
+/// The program has allocated that.
+pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
+    let Some(gpu) = gpu.filter(|_| bytes > 0) else { return };
+    // The driver takes whole granules from the GPU, which small ones share.
+    let bytes = if bytes < GRANULE / 2 { bytes } else { bytes.div_ceil(GRANULE) * GRANULE };
+    let context = if kind == Kind::Chunk { 0 } else { current_context().map_or(0, |context| context as usize) };
+    TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1, context });
+    gpu.pin(|pinned| pinned.saturating_add(bytes));
+}
+
+/// A context is gone (`last`: and no other is left on that GPU), and with it what belonged to it.
+pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
+    let mut table = TABLE.lock();
+    let mut bytes = 0u64;
+    table.pinned.retain(|(kind, _), pinned| {
+        let gone = core::ptr::eq(pinned.gpu, gpu)
+            && *kind != Kind::Chunk
+            && (last || (pinned.context != 0 && pinned.context == context as usize));
+        bytes += if gone { pinned.bytes } else { 0 };
+        !gone
+    });
+    drop(table);
+    if bytes > 0 {
+        gpu.pin(|pinned| pinned.saturating_sub(bytes));
+    }
+}
+
+/// Another handle for the same chunk.
+pub fn retain(chunk: Handle) {
+    if let Some(pinned) = TABLE.lock().pinned.get_mut(&(Kind::Chunk, chunk)) {
+        pinned.references = pinned.references.saturating_add(1);
+    }
+}
+
+/// A reference that is about to go.
+#[derive(Debug)]
+pub struct Taken {
+    name: (Kind, u64),
+    /// It was the last.
+    last: Option<Pinned>,
+}
+
+/// Takes a reference out, before the call that gives it up: after that, the name may be another's.
+pub fn take(kind: Kind, name: u64) -> Option<Taken> {
+    let name = (kind, name);
+    let mut table = TABLE.lock();
+    let pinned = table.pinned.get_mut(&name)?;
+    pinned.references = pinned.references.saturating_sub(1);
+    let last = if pinned.references == 0 { table.pinned.remove(&name) } else { None };
+    Some(Taken { name, last })
+}
+
+impl Taken {
+    /// With the last reference the memory is free.
+    pub fn goes(self) {
+        if let Some(Pinned { gpu, bytes, .. }) = self.last {
+            gpu.pin(|pinned| pinned.saturating_sub(bytes));
+        }
+    }
+
+    /// The call has failed.
+    pub fn stays(self) {
+        let mut table = TABLE.lock();
+        match (self.last, table.pinned.get_mut(&self.name)) {
+            (Some(pinned), None) => drop(table.pinned.insert(self.name, Pinned { references: 1, ..pinned })),
+            (_, Some(pinned)) => pinned.references = pinned.references.saturating_add(1),
+            (None, None) => {}
+        }
+    }
+}
+
+/// One reference less.
+pub fn remove(kind: Kind, name: u64) {
+    if let Some(taken) = take(kind, name) {
+        taken.goes();
+    }
+}
+
+pub fn map(at: CUdeviceptr, chunk: Handle) {
+    let mut table = TABLE.lock();
+    if let Some(pinned) = table.pinned.get_mut(&(Kind::Chunk, chunk)) {
+        pinned.references = pinned.references.saturating_add(1);
+        table.mappings.insert(at, chunk);
+    }
+}
+
+pub fn unmap(at: CUdeviceptr, size: Size) {
+    loop {
+        let mut table = TABLE.lock();
+        let mapping = table.mappings.range(at..at.saturating_add(size as u64)).next().map(|(at, chunk)| (*at, *chunk));
+        let Some((at, chunk)) = mapping else { return };
+        table.mappings.remove(&at);
+        drop(table);
+        remove(Kind::Chunk, chunk);
+    }
+}
+
+/// Whether the program may have so many more bytes on that GPU.
+pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
+    let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return true };
+    let account = space.lock().account;
+    bytes <= account.free() || limit_request::raise(gpu, bytes, account.limit) == Outcome::Raised
+}
+
+/// The GPU of a VMM allocation; none for one in host memory.
+pub fn gpu_of(prop: *const AllocationProp) -> Option<&'static Gpu> {
+    // SAFETY: the driver reads it too; NULL is its error to give.
+    let location = unsafe { prop.as_ref() }?.location;
+    (location.kind == MEM_LOCATION_TYPE_DEVICE).then(|| gpu::by_ordinal(location.id)).flatten()
+}

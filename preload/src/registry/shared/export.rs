@@ -1,0 +1,128 @@
+//! Exporting: naming memory of this process that others may open, and passing its chunks on to them.
+
+use super::handle::{ExportHandle, IpcHandle};
+use crate::{
+    connection::{self, outbox},
+    driver::{self, types::*},
+    gpu::{self, Gpu},
+    memory::space::{Export, Exported},
+    sys::{
+        sync::OnceLock,
+        time::{self, Instant},
+    },
+};
+use alloc::vec::Vec;
+use core::{
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, Secret, client::Sharing, version};
+use rustix::{
+    fd::{AsFd, FromRawFd, OwnedFd},
+    rand::{GetRandomFlags, getrandom},
+};
+
+/// How long the scheduler may take to read that this process exports.
+const ANNOUNCE_PATIENCE: Duration = Duration::from_millis(200);
+/// This process's name as an exporter: made with its first export.
+static KEY: OnceLock<Option<Secret>> = OnceLock::new();
+fn random() -> Option<Secret> {
+    let mut bytes = [0; 16];
+    let n = getrandom(&mut bytes, GetRandomFlags::NONBLOCK).ok()?;
+    (n == bytes.len()).then_some(Secret(bytes))
+}
+
+/// How an attempt to export went.
+#[derive(Debug)]
+pub enum Attempt {
+    Done(IpcHandle),
+    /// Not all of it is on the GPU now.
+    Away,
+    /// It cannot be: the driver says what is wrong.
+    Impossible,
+}
+
+/// Whether memory of ours can be had by others: unless the scheduler is one that knows nothing of it.
+pub fn is_offered() -> bool {
+    !connection::is_connected() || connection::speaks(version::SHARING)
+}
+
+/// Names the allocation of ours that has this address. From now on its range stays on the GPU.
+pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
+    static RANGES: AtomicU32 = AtomicU32::new(1);
+    let Some(key) = *KEY.get_or_init(|| random().inspect(|key| outbox::push([ClientMessage::Exporter { key: *key }])))
+    else {
+        return Attempt::Impossible;
+    };
+    let Some(space) = gpu.space() else { return Attempt::Impossible };
+    let begin = Instant::now();
+    // Who opens the handle must find this process.
+    while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_PATIENCE {
+        time::sleep(Duration::from_millis(1));
+    }
+    let mut guard = space.lock();
+    let before = guard.account;
+    let new = || Some(Exported { range: RANGES.fetch_add(1, Ordering::Relaxed), secret: random()? });
+    let attempt = match guard.export(address, |chunk| descriptor(chunk).is_some(), new) {
+        Export::Done(Exported { range, secret }, allocation, offset) => {
+            let (size, id) = (allocation.size, allocation.id);
+            Attempt::Done(ExportHandle { exporter: key, secret, size, id, range, offset }.write())
+        }
+        Export::Away => Attempt::Away,
+        Export::Impossible => Attempt::Impossible,
+    };
+    let after = guard.account;
+    gpu.account_changed(&before, &after);
+    attempt
+}
+
+/// What the chunk is passed on as.
+fn descriptor(chunk: Handle) -> Option<OwnedFd> {
+    let mut descriptor = -1;
+    // SAFETY: a valid place and a chunk of ours; the descriptor is new and nobody else's.
+    unsafe {
+        let place = (&raw mut descriptor).cast();
+        let result = driver::cuMemExportToShareableHandle(place, chunk, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+        (result == SUCCESS && descriptor >= 0).then(|| OwnedFd::from_raw_fd(descriptor))
+    }
+}
+
+/// The scheduler asks for chunks on behalf of somebody who may have them. Only the link's thread is asked.
+pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32) {
+    let exported = Exported { range, secret };
+    let mut outcome = Sharing::Unknown;
+    for gpu in gpu::attached() {
+        let Some(space) = gpu.space() else { continue };
+        let guard = space.lock();
+        let Some((bytes, chunk, handles)) = guard.exported(exported, allocation, first as usize) else { continue };
+        // Under the lock: nobody frees the chunks meanwhile.
+        let descriptors: Vec<OwnedFd> = handles.take(MAX_DESCRIPTORS).map_while(descriptor).collect();
+        drop(guard);
+        outcome = Sharing::Failed;
+        if !descriptors.is_empty() {
+            let answer = ClientMessage::Exported { ticket, outcome: Sharing::Done, slot: gpu.index, bytes, chunk };
+            let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+            if connection::send_with(&answer, &borrowed) {
+                return;
+            }
+        }
+        break;
+    }
+    outbox::push([ClientMessage::Exported { ticket, outcome, slot: 0, bytes: 0, chunk: 0 }]);
+    outbox::flush();
+}
+
+/// The name of this process as an exporter, if it has exported anything.
+pub fn key() -> Option<Secret> {
+    *KEY.get()?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_differ() {
+        assert_ne!(random(), random());
+    }
+}

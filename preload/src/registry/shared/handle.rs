@@ -1,0 +1,83 @@
+//! Handles of memory that this library exports: 64 bytes, as of `cuIpcGetMemHandle`, that name an allocation.
+
+use nvshare_wire::Secret;
+
+/// `CUipcMemHandle`.
+pub type IpcHandle = [u8; 64];
+
+/// What handles of ours begin with. The driver's begin with an address of the exporter's, which this can never be.
+const MAGIC: [u8; 8] = *b"nvshare\xfe";
+#[derive(Debug, Clone, Copy)]
+pub struct ExportHandle {
+    pub exporter: Secret,
+    pub secret: Secret,
+    /// The allocation: its size, its number, and where in the range it begins.
+    pub size: u64,
+    pub id: u64,
+    pub range: u32,
+    pub offset: u32,
+}
+
+/// A range of another process: its exporter, and the number of the range there.
+pub type Name = (Secret, u32);
+
+pub fn is_ours(handle: &IpcHandle) -> bool {
+    handle.starts_with(&MAGIC)
+}
+
+impl ExportHandle {
+    pub fn write(&self) -> IpcHandle {
+        let mut handle = [0; 64];
+        let parts: [&[u8]; 7] = [
+            &MAGIC,
+            &self.exporter.0,
+            &self.secret.0,
+            &self.size.to_le_bytes(),
+            &self.id.to_le_bytes(),
+            &self.range.to_le_bytes(),
+            &self.offset.to_le_bytes(),
+        ];
+        for (to, from) in handle.iter_mut().zip(parts.into_iter().flatten()) {
+            *to = *from;
+        }
+        handle
+    }
+
+    pub fn read(handle: &IpcHandle) -> Option<Self> {
+        let (_, rest) = handle.split_first_chunk::<8>()?;
+        let (exporter, rest) = rest.split_first_chunk()?;
+        let (secret, rest) = rest.split_first_chunk()?;
+        let (size, rest) = rest.split_first_chunk()?;
+        let (id, rest) = rest.split_first_chunk()?;
+        let (range, rest) = rest.split_first_chunk()?;
+        let (offset, _) = rest.split_first_chunk()?;
+        Some(Self {
+            exporter: Secret(*exporter),
+            secret: Secret(*secret),
+            size: u64::from_le_bytes(*size),
+            id: u64::from_le_bytes(*id),
+            range: u32::from_le_bytes(*range),
+            offset: u32::from_le_bytes(*offset),
+        })
+    }
+
+    pub fn name(&self) -> Name {
+        (self.exporter, self.range)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_says_what_it_was_made_of() {
+        let (exporter, secret) = (Secret([1; 16]), Secret([2; 16]));
+        let handle = ExportHandle { exporter, secret, size: 3 << 40, id: 4, range: 5, offset: 6 };
+        let bytes = handle.write();
+        assert!(is_ours(&bytes) && !is_ours(&[0; 64]));
+        let read = ExportHandle::read(&bytes).expect("64 bytes");
+        assert_eq!((read.exporter, read.secret, read.size, read.id), (exporter, secret, 3 << 40, 4));
+        assert_eq!((read.range, read.offset), (5, 6));
+    }
+}

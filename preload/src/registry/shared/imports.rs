@@ -1,0 +1,264 @@
+//! What this process has opened of others' memory. It does not move, and counts with its exporter until that frees it or
+//! ends; then the scheduler tells one of the importers to adopt it.
+
+use super::handle::{ExportHandle, Name};
+use crate::{
+    connection::outbox,
+    driver::{self, check, types::*},
+    env::trace::trace,
+    gpu::{self, Gpu},
+    memory::{engine::GRANULE, space::Allocation},
+    sys::sync::Mutex,
+    work::Fence,
+};
+use alloc::{collections::BTreeMap, vec::Vec};
+use core::{
+    ffi::c_void,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+};
+use nvshare_wire::{ClientMessage, Secret};
+use rustix::fd::{AsRawFd, OwnedFd};
+
+/// The numbers of imported allocations, beyond all of our own.
+const FOREIGN: u64 = 1 << 40;
+
+pub static REGISTRY: Mutex<SharedMemoryRegistry> =
+    Mutex::new(SharedMemoryRegistry { imports: BTreeMap::new(), coming: None });
+/// Whether the registry has imports, so that most callers need not take the lock.
+pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
+
+#[derive(Debug)]
+pub struct SharedMemoryRegistry {
+    pub imports: BTreeMap<Name, Import>,
+    /// One that is on its way here, and whether it is to be adopted once it is.
+    pub coming: Option<(Name, bool)>,
+}
+
+/// One that this process has mapped.
+#[derive(Debug)]
+pub struct Import {
+    pub at: u64,
+    pub bytes: u64,
+    /// Where its chunks end that are mapped.
+    pub mapped: u64,
+    /// Whose work can use it.
+    user: &'static Gpu,
+    /// Which GPU has it, if this process uses that one.
+    home: Option<&'static Gpu>,
+    opens: Vec<Open>,
+    /// It counts as this client's.
+    adopted: bool,
+    /// It has been closed, and is unmapped when the work behind which the fence is has ended.
+    closing: Option<Option<Fence>>,
+}
+
+/// An allocation in a range that the program has opened.
+#[derive(Debug)]
+struct Open {
+    at: u64,
+    size: u64,
+    id: u64,
+    context: usize,
+    references: u32,
+}
+
+/// The scheduler has been told of that GPU: it is to know what of it this client has open.
+pub fn introduce(gpu: &Gpu) {
+    // Locked until it is queued: a range that is closed meanwhile is reported as closed afterwards.
+    let registry = REGISTRY.lock();
+    let here = registry.imports.iter().filter(|(_, i)| i.home.is_some_and(|home| core::ptr::eq(home, gpu)));
+    outbox::push(here.map(|((exporter, range), i)| ClientMessage::Imported {
+        slot: gpu.index,
+        exporter: *exporter,
+        range: *range,
+        bytes: i.bytes,
+        adopted: i.adopted.into(),
+    }));
+}
+
+impl Import {
+    pub fn reserve(bytes: u64, user: &'static Gpu) -> Result<Self, CUresult> {
+        let mut at = 0;
+        // SAFETY: a valid place.
+        check(unsafe { driver::cuMemAddressReserve(&mut at, bytes as usize, GRANULE as usize, 0, 0) })?;
+        Ok(Self { at, bytes, mapped: 0, user, home: None, opens: Vec::new(), adopted: false, closing: None })
+    }
+
+    /// Maps the next chunk. The mapping keeps the memory; the descriptor and the handle are no longer needed.
+    pub fn map(&mut self, descriptor: &OwnedFd, len: u64) -> Result<(), CUresult> {
+        let shared = descriptor.as_raw_fd() as usize as *mut c_void;
+        let (mut handle, mut prop) = (0, AllocationProp::default());
+        // SAFETY: valid places and an open descriptor; the addresses are reserved and nothing is mapped there.
+        unsafe {
+            check(driver::cuMemImportFromShareableHandle(&mut handle, shared, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+                .map_err(|_| ERROR_MAP_FAILED)?;
+            if driver::cuMemGetAllocationPropertiesFromHandle(&mut prop, handle) == SUCCESS {
+                self.home =
+                    gpu::by_ordinal(prop.location.id).filter(|_| prop.location.kind == MEM_LOCATION_TYPE_DEVICE);
+            }
+            let mapped = check(driver::cuMemMap(self.at + self.mapped, len as usize, 0, handle, 0));
+            driver::cuMemRelease(handle);
+            mapped.map_err(|_| ERROR_MAP_FAILED)?;
+        }
+        self.mapped += len;
+        Ok(())
+    }
+
+    pub fn give_access(&self) -> Result<(), CUresult> {
+        let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: self.user.index as CUdevice };
+        let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
+        // SAFETY: a valid place; all of it is mapped.
+        check(unsafe { driver::cuMemSetAccess(self.at, self.bytes as usize, &access, 1) }).map_err(|_| ERROR_MAP_FAILED)
+    }
+
+    /// Undoes what there is. No work that uses it may be running.
+    pub fn unmap(&self) {
+        // SAFETY: mapped and reserved by this, and nothing uses it.
+        unsafe {
+            if self.mapped > 0 {
+                driver::cuMemUnmap(self.at, self.mapped as usize);
+            }
+            driver::cuMemAddressFree(self.at, self.bytes as usize);
+        }
+    }
+}
+
+impl SharedMemoryRegistry {
+    /// One more reference, if the range is here; `None` if it has to be fetched.
+    pub fn open(&mut self, handle: &ExportHandle, context: usize) -> Option<Result<u64, CUresult>> {
+        static IDS: AtomicU64 = AtomicU64::new(FOREIGN);
+        let import = self.imports.get_mut(&handle.name())?;
+        let at = import.at + u64::from(handle.offset);
+        if u64::from(handle.offset).saturating_add(handle.size) > import.bytes {
+            return Some(Err(ERROR_INVALID_VALUE));
+        }
+        // The driver lets one context of a device open what another process exports.
+        if import.opens.iter().any(|open| open.context != context) {
+            return Some(Err(ERROR_INVALID_HANDLE));
+        }
+        import.closing = None;
+        match import.opens.iter_mut().find(|open| open.at == at) {
+            Some(open) => open.references = open.references.saturating_add(1),
+            None => import.opens.push(Open {
+                at,
+                size: handle.size,
+                id: IDS.fetch_add(1, Ordering::Relaxed),
+                context,
+                references: 1,
+            }),
+        }
+        Some(Ok(at))
+    }
+
+    /// Takes a range out whose last reference is gone and which no work uses; the caller unmaps it.
+    fn take(&mut self, name: Name) -> Option<Import> {
+        let import = self.imports.remove(&name)?;
+        ANY_IMPORTS.store(!self.imports.is_empty(), Ordering::SeqCst);
+        Some(import)
+    }
+}
+
+/// One reference less to what was opened at this address; `None` if nothing of ours was.
+pub fn close(address: u64) -> Option<()> {
+    if !ANY_IMPORTS.load(Ordering::SeqCst) {
+        return None;
+    }
+    {
+        let mut registry = REGISTRY.lock();
+        let import = registry.imports.values_mut().find(|i| i.opens.iter().any(|open| open.at == address))?;
+        let which = import.opens.iter().position(|open| open.at == address)?;
+        let open = import.opens.get_mut(which)?;
+        open.references -= 1;
+        if open.references == 0 {
+            import.opens.swap_remove(which);
+        }
+        if import.opens.is_empty() {
+            import.closing = Some(None);
+        }
+    }
+    look_after();
+    Some(())
+}
+
+/// Unmaps what was closed and is no longer used by any work. `false`: some of it still may be.
+pub fn look_after() -> bool {
+    if !ANY_IMPORTS.load(Ordering::SeqCst) {
+        return true;
+    }
+    let mut rest = false;
+    let mut gone = Vec::new();
+    let mut registry = REGISTRY.lock();
+    for (name, import) in &mut registry.imports {
+        let Some(fence) = &mut import.closing else { continue };
+        if fence.is_none() {
+            *fence = import.user.work.fence();
+        }
+        let done = import.user.is_drained() || fence.as_mut().is_some_and(|fence| import.user.work.is_done(fence));
+        if done { gone.push(*name) } else { rest = true }
+    }
+    let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
+    // Before anybody can open it anew.
+    gone.iter().for_each(|(_, import)| import.unmap());
+    drop(registry);
+    gone.into_iter().for_each(|(name, import)| forget(name, &import));
+    !rest
+}
+
+/// A context is gone (`last`: and no other is left on that GPU), and with it what it had open.
+pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
+    if !ANY_IMPORTS.load(Ordering::SeqCst) {
+        return;
+    }
+    let mut registry = REGISTRY.lock();
+    let mut gone = Vec::new();
+    for (name, import) in registry.imports.iter_mut().filter(|(_, i)| core::ptr::eq(i.user, gpu)) {
+        import.opens.retain(|open| !last && open.context != context as usize);
+        if import.opens.is_empty() {
+            gone.push(*name);
+        }
+    }
+    let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
+    gone.iter().for_each(|(_, import)| import.unmap());
+    drop(registry);
+    gone.into_iter().for_each(|(name, import)| forget(name, &import));
+}
+
+/// Tells the scheduler that a range is no longer open here.
+fn forget((exporter, range): Name, import: &Import) {
+    trace!("closed what was imported at {:#x}", import.at);
+    outbox::push([ClientMessage::Closed { exporter, range }]);
+    if let Some(home) = import.home.filter(|_| import.adopted) {
+        home.pin(|pinned| pinned.saturating_sub(import.bytes));
+    }
+    outbox::flush();
+}
+
+/// The exporter no longer counts it: it is pinned memory of this client from now on.
+pub fn adopt(exporter: Secret, range: u32) {
+    let (home, bytes) = {
+        let mut registry = REGISTRY.lock();
+        if let Some((_, wanted)) = registry.coming.as_mut().filter(|(name, _)| *name == (exporter, range)) {
+            *wanted = true;
+            return;
+        }
+        let Some(import) = registry.imports.get_mut(&(exporter, range)) else { return }; // closed meanwhile
+        let Some(home) = import.home.filter(|_| !import.adopted) else { return };
+        import.adopted = true;
+        (home, import.bytes)
+    };
+    trace!("GPU {}: adopts {bytes} bytes that were imported", home.index);
+    outbox::push([ClientMessage::Adopted { exporter, range }]);
+    home.pin(|pinned| pinned.saturating_add(bytes));
+}
+
+/// The imported allocation that has this address, and the GPU whose work uses it.
+pub fn find(address: u64) -> Option<(&'static Gpu, Allocation)> {
+    if !ANY_IMPORTS.load(Ordering::SeqCst) {
+        return None;
+    }
+    let registry = REGISTRY.lock();
+    registry.imports.values().find_map(|import| {
+        let open = import.opens.iter().find(|open| address.wrapping_sub(open.at) < open.size)?;
+        Some((import.user, Allocation::foreign(open.at, open.size, open.id, open.context)))
+    })
+}

@@ -1,0 +1,88 @@
+//! Opening a handle: its range is fetched from the exporter and mapped, unless it is here already.
+
+use super::{
+    export,
+    handle::{ExportHandle, IpcHandle},
+    imports::{self, ANY_IMPORTS, Import, REGISTRY},
+    question::{Answer, ask},
+};
+use crate::{
+    connection::outbox, driver::types::*, env::trace::trace, gpu::Gpu, memory::engine::GRANULE, sys::sync::Mutex,
+};
+use core::sync::atomic::Ordering;
+use nvshare_wire::ClientMessage;
+
+/// No GPU has as much.
+const MAX_BYTES: u64 = 1 << 46;
+
+/// Opens a handle of ours in this context of that GPU: the allocation's address here.
+pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64, CUresult> {
+    static ONE: Mutex<()> = Mutex::new(());
+    let handle = ExportHandle::read(handle).ok_or(ERROR_INVALID_VALUE)?;
+    if export::key() == Some(handle.exporter) {
+        return Err(ERROR_INVALID_CONTEXT);
+    }
+    let _one = ONE.lock();
+    if let Some(opened) = REGISTRY.lock().open(&handle, context) {
+        return opened;
+    }
+    REGISTRY.lock().coming = Some((handle.name(), false));
+    let mut import: Option<Import> = None;
+    let result = bring_in(&handle, gpu, &mut import);
+    match (result, import) {
+        (Ok(()), Some(import)) => {
+            trace!("GPU {}: imported {} bytes at {:#x}", gpu.index, import.bytes, import.at);
+            let mut registry = REGISTRY.lock();
+            registry.imports.insert(handle.name(), import);
+            ANY_IMPORTS.store(true, Ordering::SeqCst);
+            let opened = registry.open(&handle, context).unwrap_or(Err(ERROR_MAP_FAILED));
+            let coming = registry.coming.take();
+            drop(registry);
+            if let Some((_, true)) = coming {
+                imports::adopt(handle.exporter, handle.range);
+            }
+            opened
+        }
+        (result, import) => {
+            if let Some(import) = import {
+                import.unmap();
+            }
+            REGISTRY.lock().coming = None;
+            // Also of what may still arrive.
+            outbox::push([ClientMessage::Closed { exporter: handle.exporter, range: handle.range }]);
+            outbox::flush();
+            Err(result.err().unwrap_or(ERROR_MAP_FAILED))
+        }
+    }
+}
+
+/// Fetches and maps a range. `import` has what there is to be undone where that fails.
+fn bring_in(handle: &ExportHandle, gpu: &'static Gpu, import: &mut Option<Import>) -> Result<(), CUresult> {
+    let mut layout = None;
+    loop {
+        let done = import.as_ref().map_or(0, |i| i.mapped);
+        let first = layout.map_or(0, |(_, chunk)| done / chunk) as u32;
+        let Answer { bytes, chunk, descriptors, .. } = ask(handle, first)?;
+        let end = u64::from(handle.offset).saturating_add(handle.size);
+        let whole = |n: u64| n > 0 && n.is_multiple_of(GRANULE) && n <= MAX_BYTES;
+        if !whole(bytes) || !whole(chunk) || end > bytes || layout.is_some_and(|known| known != (bytes, chunk)) {
+            return Err(ERROR_MAP_FAILED);
+        }
+        layout = Some((bytes, chunk));
+        let import = match import {
+            Some(import) => import,
+            None => import.insert(Import::reserve(bytes, gpu)?),
+        };
+        for descriptor in descriptors {
+            if import.mapped < bytes {
+                import.map(&descriptor, chunk.min(bytes - import.mapped))?;
+            }
+        }
+        if import.mapped == bytes {
+            return import.give_access();
+        }
+        if import.mapped == done {
+            return Err(ERROR_MAP_FAILED);
+        }
+    }
+}

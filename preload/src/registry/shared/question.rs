@@ -1,0 +1,97 @@
+//! Asking an exporter, by way of the scheduler, for the chunks of a range.
+
+use super::handle::ExportHandle;
+use crate::{
+    connection::{self, outbox},
+    driver::types::*,
+    sys::{
+        futex,
+        sync::Mutex,
+        time::{self, Instant},
+    },
+};
+use alloc::vec::Vec;
+use core::{
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+use nvshare_wire::{ClientMessage, client::Sharing, version};
+use rustix::fd::OwnedFd;
+
+/// How long an exporter may take to answer: it may be moving its memory just now, or be stopped.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// Between looks whether the scheduler is back, and between questions to an exporter that is busy.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The question that is open, if one is: one at a time.
+static QUESTION: Mutex<Option<Question>> = Mutex::new(None);
+/// Counts answers, for those who wait.
+static ANSWERS: AtomicU32 = AtomicU32::new(0);
+
+#[derive(Debug)]
+struct Question {
+    ticket: u32,
+    answer: Option<Answer>,
+}
+
+#[derive(Debug)]
+pub struct Answer {
+    outcome: Sharing,
+    pub bytes: u64,
+    pub chunk: u64,
+    pub descriptors: Vec<OwnedFd>,
+}
+
+/// An answer has come. What nobody asked for is closed.
+pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descriptors: Vec<OwnedFd>) {
+    if let Some(question) = QUESTION.lock().as_mut().filter(|q| q.ticket == ticket && q.answer.is_none()) {
+        question.answer = Some(Answer { outcome, bytes, chunk, descriptors });
+    }
+    ANSWERS.fetch_add(1, Ordering::SeqCst);
+    futex::wake_all(&ANSWERS);
+}
+
+/// Asks the exporter for its chunks from number `first` on.
+pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
+    static TICKETS: AtomicU32 = AtomicU32::new(0);
+    let begin = Instant::now();
+    let mut asked = false;
+    let mut met = connection::schedulers_met();
+    let result = loop {
+        let seen = ANSWERS.load(Ordering::SeqCst);
+        let mut question = QUESTION.lock();
+        let late = begin.elapsed() >= ANSWER_PATIENCE;
+        match question.as_mut().and_then(|q| q.answer.take()) {
+            Some(Answer { outcome: Sharing::Busy, .. }) if !late => {
+                drop(question);
+                time::sleep(LOOK);
+                asked = false;
+                continue;
+            }
+            Some(answer) => break Ok(answer),
+            None if late => break Err(ERROR_MAP_FAILED),
+            None => {}
+        }
+        // Also when the scheduler was away meanwhile, and with it the question.
+        let now_met = connection::schedulers_met();
+        asked &= connection::is_connected() && core::mem::replace(&mut met, now_met) == now_met;
+        if !asked {
+            let ticket = TICKETS.fetch_add(1, Ordering::Relaxed);
+            *question = Some(Question { ticket, answer: None });
+            let ExportHandle { exporter, secret, range, id: allocation, .. } = *handle;
+            drop(question);
+            let open = ClientMessage::Open { ticket, exporter, secret, range, allocation, first };
+            asked = connection::speaks(version::SHARING) && outbox::flush() && connection::send(&open);
+        } else {
+            drop(question);
+        }
+        futex::wait(&ANSWERS, seen, LOOK);
+    };
+    *QUESTION.lock() = None;
+    let answer = result?;
+    match answer.outcome {
+        Sharing::Done => Ok(answer),
+        Sharing::Unknown => Err(ERROR_INVALID_VALUE), // as the driver says of memory that is gone
+        Sharing::Failed | Sharing::Busy => Err(ERROR_MAP_FAILED),
+    }
+}

@@ -1,0 +1,241 @@
+//! What the program has reserved, made and mapped itself: its addresses, its memory by the handles it knows, and what is
+//! mapped where. Only a record: it makes no call, and holds for the driver's own memory as for ours.
+//!
+//! Memory of ours has a *virtual handle*: behind it is a range of the [`Space`](crate::memory::space::Space), whose chunks come and
+//! go, and with them the driver's handles. Memory that this library leaves to the driver has the driver's handle.
+
+use crate::{
+    driver::types::*,
+    gpu::Gpu,
+    memory::engine::{Flags, GRANULE},
+    sys::sync::Mutex,
+};
+use alloc::{collections::BTreeMap, vec::Vec};
+
+/// What the upper bits of virtual handles are: no address has them, nor has any number that counts.
+const VIRTUAL: Handle = 0x6e76_0000_0000_0000;
+const NUMBER: Handle = !0 >> 16;
+
+pub static TABLE: Mutex<Table> = Mutex::new(Table::new());
+
+#[derive(Debug)]
+pub struct Table {
+    /// Reserved addresses and how many.
+    reservations: BTreeMap<u64, u64>,
+    memory: BTreeMap<Handle, Memory>,
+    mappings: BTreeMap<u64, Mapping>,
+    next: Handle,
+}
+
+/// What a virtual handle stands for.
+#[derive(Debug, Clone, Copy)]
+pub struct Memory {
+    pub gpu: &'static Gpu,
+    /// Of its range.
+    pub base: u64,
+    pub len: u64,
+    pub flags: Flags,
+    /// References by handle, and by mappings: either keeps it.
+    handles: u32,
+    mappings: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Mapping {
+    pub at: u64,
+    pub len: u64,
+    /// The virtual handle of what is mapped; `None` if it is the driver's.
+    pub handle: Option<Handle>,
+    /// Tells it from others that are at this address at other times.
+    pub id: u64,
+}
+
+pub fn is_virtual(handle: Handle) -> bool {
+    handle & !NUMBER == VIRTUAL
+}
+
+impl Table {
+    pub const fn new() -> Self {
+        Self { reservations: BTreeMap::new(), memory: BTreeMap::new(), mappings: BTreeMap::new(), next: 1 }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next & NUMBER
+    }
+
+    // ---- addresses ----
+
+    pub fn reserve(&mut self, at: u64, len: u64) {
+        // The driver rounds up.
+        self.reservations.insert(at, len.checked_next_multiple_of(GRANULE).unwrap_or(len));
+    }
+
+    pub fn unreserve(&mut self, at: u64) {
+        self.reservations.remove(&at);
+    }
+
+    /// Whether all of that is in one reservation.
+    pub fn is_reserved(&self, at: u64, len: u64) -> bool {
+        self.reservation(at).is_some_and(|(start, size)| len <= size - (at - start))
+    }
+
+    /// The reservation that an address is in.
+    pub fn reservation(&self, at: u64) -> Option<(u64, u64)> {
+        let (start, len) = self.reservations.range(..=at).next_back()?;
+        (at - start < *len).then_some((*start, *len))
+    }
+
+    // ---- memory ----
+
+    /// Gives a virtual handle to memory that has just been made.
+    pub fn add(&mut self, gpu: &'static Gpu, base: u64, len: u64, flags: Flags) -> Handle {
+        let handle = VIRTUAL | self.number();
+        self.memory.insert(handle, Memory { gpu, base, len, flags, handles: 1, mappings: 0 });
+        handle
+    }
+
+    /// What a virtual handle stands for, as long as the program has it.
+    pub fn memory(&self, handle: Handle) -> Option<Memory> {
+        self.memory.get(&handle).filter(|memory| memory.handles > 0).copied()
+    }
+
+    /// One more reference by handle.
+    pub fn retain(&mut self, handle: Handle) {
+        if let Some(memory) = self.memory.get_mut(&handle) {
+            memory.handles = memory.handles.saturating_add(1);
+        }
+    }
+
+    /// One less; gives the memory if that was the last reference to it.
+    pub fn release(&mut self, handle: Handle) -> Option<Memory> {
+        self.without(handle, |memory| memory.handles = memory.handles.saturating_sub(1))
+    }
+
+    fn without(&mut self, handle: Handle, change: impl FnOnce(&mut Memory)) -> Option<Memory> {
+        let memory = self.memory.get_mut(&handle)?;
+        change(memory);
+        if memory.handles == 0 && memory.mappings == 0 { self.memory.remove(&handle) } else { None }
+    }
+
+    // ---- mappings ----
+
+    /// Records a mapping of that memory, or of the driver's.
+    pub fn map(&mut self, at: u64, len: u64, handle: Option<Handle>) {
+        let id = self.number();
+        if let Some(memory) = handle.and_then(|handle| self.memory.get_mut(&handle)) {
+            memory.mappings += 1;
+        }
+        self.mappings.insert(at, Mapping { at, len, handle, id });
+    }
+
+    /// Forgets a mapping; gives the memory if that was the last reference to it.
+    pub fn unmap(&mut self, at: u64) -> Option<Memory> {
+        let handle = self.mappings.remove(&at)?.handle?;
+        self.without(handle, |memory| memory.mappings = memory.mappings.saturating_sub(1))
+    }
+
+    /// Memory of ours that is mapped at this address, and how.
+    pub fn at(&self, address: u64) -> Option<(Mapping, Memory)> {
+        let (_, mapping) = self.mappings.range(..=address).next_back()?;
+        let memory = self.memory.get(&mapping.handle?)?;
+        (address - mapping.at < mapping.len).then_some((*mapping, *memory))
+    }
+
+    /// The mappings that overlap a range, in order.
+    pub fn overlapping(&self, at: u64, len: u64) -> Vec<Mapping> {
+        let end = at.saturating_add(len);
+        let first = self.mappings.range(..at).next_back().filter(|(start, m)| at - *start < m.len);
+        let rest = if at < end { Some(self.mappings.range(at..end)) } else { None };
+        first.into_iter().chain(rest.into_iter().flatten()).map(|(_, mapping)| *mapping).collect()
+    }
+
+    /// Those that overlap it, if memory of ours is among them.
+    pub fn ours_among(&self, at: u64, len: u64) -> Option<Vec<Mapping>> {
+        let found = self.overlapping(at, len);
+        found.iter().any(|mapping| mapping.handle.is_some()).then_some(found)
+    }
+
+    /// What a mapping of ours is of.
+    pub fn behind(&self, mapping: &Mapping) -> Option<Memory> {
+        self.memory.get(&mapping.handle?).copied()
+    }
+}
+
+/// Whether all of each of these mappings, which overlap a range, is in it.
+pub fn are_within(mappings: &[Mapping], at: u64, len: u64) -> bool {
+    mappings.iter().all(|m| at <= m.at && m.at - at <= len && m.len <= len - (m.at - at))
+}
+
+/// Whether these mappings, which overlap a range, make it up: each whole, and with no hole between them.
+pub fn make_up(mappings: &[Mapping], at: u64, len: u64) -> bool {
+    let end = mappings.iter().try_fold(at, |next, m| (m.at == next).then(|| m.at + m.len));
+    end.is_some_and(|end| Some(end) == at.checked_add(len))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const M: u64 = GRANULE;
+
+    fn table(mappings: &[(u64, u64)]) -> Table {
+        let mut table = Table::new();
+        table.reserve(8 * M, 8 * M);
+        mappings.iter().for_each(|(at, len)| table.map(at * M, len * M, None));
+        table
+    }
+
+    #[test]
+    fn addresses_are_reserved_only_within_one_reservation() {
+        let mut table = table(&[]);
+        table.reserve(16 * M, 1);
+        for (at, len, reserved) in
+            [(8, 8, true), (9, 7, true), (9, 8, false), (7, 1, false), (16, 1, true), (17, 1, false)]
+        {
+            assert_eq!(table.is_reserved(at * M, len * M), reserved, "{at}+{len}");
+        }
+        assert!(!table.is_reserved(9 * M, u64::MAX));
+        table.unreserve(8 * M);
+        assert!(!table.is_reserved(8 * M, M));
+    }
+
+    #[test]
+    fn mappings_that_make_up_a_range_are_told_from_those_that_do_not() {
+        let table = table(&[(8, 2), (10, 1), (12, 4)]);
+        let found = |at: u64, len: u64| {
+            let found = table.overlapping(at * M, len * M);
+            (found.len(), make_up(&found, at * M, len * M))
+        };
+        for (at, len, want) in [
+            (8, 2, (1, true)),
+            (8, 3, (2, true)),
+            (10, 1, (1, true)),
+            (8, 1, (1, false)),
+            (9, 1, (1, false)),
+            (9, 2, (2, false)),
+            (8, 4, (2, false)),
+            (8, 8, (3, false)),
+            (11, 1, (0, false)),
+            (12, 4, (1, true)),
+            (15, 3, (1, false)),
+        ] {
+            assert_eq!(found(at, len), want, "{at}+{len}");
+        }
+        for (at, len, want) in [(8, 2, true), (8, 4, true), (7, 9, true), (11, 1, true), (8, 5, false), (9, 3, false)] {
+            let found = table.overlapping(at * M, len * M);
+            assert_eq!(are_within(&found, at * M, len * M), want, "{at}+{len}");
+        }
+        assert_eq!(table.overlapping(8 * M, u64::MAX).len(), 3);
+        assert!(!make_up(&[], u64::MAX, 2));
+    }
+
+    #[test]
+    fn handles_are_not_taken_for_the_drivers() {
+        let mut table = Table::new();
+        assert!(is_virtual(VIRTUAL | table.number()));
+        for drivers in [0, 1, 0x7fff_ffff_f000, 0xffff_8000_0000_0000, u64::MAX] {
+            assert!(!is_virtual(drivers), "{drivers:#x}");
+        }
+    }
+}
