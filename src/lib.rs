@@ -1,17 +1,18 @@
 //! nvshare: the scheduler daemon and its command line.
 //!
 //! - [`scheduler`]: who may run and whose memory is on the GPU: a state machine without I/O, the crate `nvshare-sched`.
-//! - [`daemon`]: the I/O around it: the clients' socket, D-Bus, systemd, NVML and the configuration file.
+//! - [`daemon`]: the I/O around it: the clients' socket, D-Bus, systemd and NVML.
+//! - [`config`]: configuration and rules, for all programs; [`identity`]: who a process is.
 //! - [`bus`]: the D-Bus interface as types, for the daemon and for `nvsharectl`.
 //! - [`recorder`]: the newest events and commands of the scheduler, for debug bundles.
 //! - [`simulate`]: what the scheduler would do with a described mix of programs, in virtual time.
 //! - [`ctl`]: what `nvsharectl` does, a file a command.
-//! - [`units`]: sizes and durations as people write and read them.
 pub mod bus;
+pub mod config;
 pub mod ctl;
 pub mod daemon;
+pub mod identity;
 pub mod recorder;
 pub mod simulate;
-pub mod units;
 
 pub use nvshare_sched as scheduler;

@@ -147,7 +147,7 @@ fn without_a_scheduler_the_exit_code_is_3() {
     assert_eq!(output.code, Some(3));
     // No system bus, and nothing at the usual place.
     let output = Output::of(ctl().env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", missing.display())));
-    if !exists(nvshare::bus::CONTROL_SOCKET) {
+    if !exists(nvshare::config::paths::CONTROL_SOCKET) {
         assert_eq!(output.code, Some(3), "{}", output.stderr);
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use nvshare::daemon::config::{self, Config, LogLevel};
+use nvshare::config::{Config, LogLevel, paths};
 use nvshare::daemon::{self, Options};
 
 /// Decides which CUDA program may use which GPU, and tells programs when to move their memory.
@@ -78,7 +78,7 @@ fn main() -> ExitCode {
 fn check_config(arguments: &Arguments) -> ExitCode {
     match Config::load(arguments.config.as_deref()) {
         Ok(_) => {
-            let path = arguments.config.as_deref().unwrap_or(config::DEFAULT_PATH.as_ref());
+            let path = arguments.config.as_deref().unwrap_or(paths::CONFIGURATION.as_ref());
             println!("{}: the configuration is right", path.display());
             ExitCode::SUCCESS
         }

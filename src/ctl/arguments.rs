@@ -12,10 +12,10 @@ use nvshare_wire::MAX_SLOTS;
 use super::cdi::{Generate, Install};
 use super::rules;
 use super::settings::parse_seconds;
-use crate::bus::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
+use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
+use crate::config::units;
 use crate::scheduler::{AntiThrash, PolicyName};
 use crate::simulate::policies::POLICIES;
-use crate::units;
 
 /// As everywhere else.
 const MOST_MEMORY: u64 = 1 << 40;

@@ -7,7 +7,8 @@ use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
 
 use super::CtlError;
-use crate::bus::{CONTROL_SOCKET, SchedulerProxy};
+use crate::bus::SchedulerProxy;
+use crate::config::paths::CONTROL_SOCKET;
 
 /// Where the scheduler is.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use zbus::Variant;
 
 use super::{CtlError, Target, block_on, password};
 use crate::bus::BundleFd;
-use crate::units;
+use crate::config::units;
 
 /// Only its owner reads a bundle: it shows what all users do.
 const MODE: u32 = 0o600;

@@ -14,7 +14,7 @@ use nvshare_wire::{ClientMessage, MAX_LEN, MAX_SLOTS, SchedulerMessage, Text, ve
 
 use super::CtlError;
 use crate::bus;
-use crate::daemon::CLIENTS_SOCKET;
+use crate::config::paths::CLIENTS_SOCKET;
 use crate::daemon::socket::{self, Kind};
 use crate::scheduler::GpuId;
 

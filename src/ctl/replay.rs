@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 
 use super::CtlError;
 use super::table::{Align, Table};
+use crate::config::units;
 use crate::recorder::bundle::{self, Bundle, Header, nanos};
 use crate::recorder::replay::{self, Difference, Moment, Replay, Tally, What};
 use crate::scheduler::{Command, GpuId, ReleaseReason, Time};
-use crate::units;
 
 /// What is to be printed, and the exit code: 1 where the commands differ from the recorded ones.
 #[derive(Debug)]

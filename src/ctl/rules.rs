@@ -6,7 +6,7 @@ use toml::Value;
 use zbus::{OwnedVariant, Variant};
 
 use super::{CtlError, Target, block_on, password};
-use crate::daemon::rules::{SUBJECT_KEYS, TERM_KEYS};
+use crate::config::rules::{SUBJECT_KEYS, TERM_KEYS};
 
 /// Keys whose value is a list; commas are between its parts.
 const LISTS: [&str; 1] = ["allowed-gpus"];

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use super::{CtlError, Target, block_on, password, rules};
+use crate::config::names;
+use crate::config::units;
 use crate::scheduler::{AntiThrash, PolicyName};
-use crate::{bus, units};
 
 /// A setting and its new value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,10 +29,10 @@ pub fn set(target: &Target, changes: &[Change]) -> Result<(), CtlError> {
                     password::set(&scheduler, "MaxWait", whole_seconds("longest wait", *most)?.into()).await?;
                 }
                 Change::AntiThrash(mode) => {
-                    password::set(&scheduler, "AntiThrash", bus::anti_thrash_name(*mode).into()).await?;
+                    password::set(&scheduler, "AntiThrash", names::anti_thrash_name(*mode).into()).await?;
                 }
                 Change::Policy(policy) => {
-                    password::set(&scheduler, "Policy", bus::policy_name(*policy).into()).await?;
+                    password::set(&scheduler, "Policy", names::policy_name(*policy).into()).await?;
                 }
             }
         }

@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 
 use super::CtlError;
 use super::table::{Align, Table};
+use crate::config::units;
 use crate::simulate;
 use crate::simulate::figures::Spread;
 use crate::simulate::policies::{POLICIES, Policy};
 use crate::simulate::report::{Figures, JobFigures, Report};
 use crate::simulate::scenario::Scenario;
-use crate::units;
 
 /// Plays the file's scenario under the policies of these names, or under all that make a difference; what is to be printed.
 pub fn simulate(file: &Path, names: &[String], json: bool) -> Result<String, CtlError> {

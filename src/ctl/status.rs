@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
 use crate::bus::{self, Client, Gpu, GpuUse};
-use crate::units;
+use crate::config::units;
 
 /// What the scheduler says of itself, its GPUs and its clients.
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -9,11 +9,11 @@ use nvshare_wire::version;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde_json::{Value, json};
 
-use super::config::Config;
 use super::gpus::{DriverVersions, Sample};
 use super::hub::ClientView;
-use super::metrics::listen::Listen;
 use crate::bus;
+use crate::config::metrics::Listen;
+use crate::config::{Config, names};
 use crate::ctl::status::{self, Status};
 use crate::recorder::Recording;
 use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, nanos};
@@ -69,8 +69,8 @@ impl Snapshot {
             version: env!("CARGO_PKG_VERSION").into(),
             time_quantum: settings.time_quantum.as_secs() as u32,
             max_wait: settings.max_wait.as_secs() as u32,
-            anti_thrash: bus::anti_thrash_name(settings.anti_thrash).into(),
-            policy: bus::policy_name(settings.policy).into(),
+            anti_thrash: names::anti_thrash_name(settings.anti_thrash).into(),
+            policy: names::policy_name(settings.policy).into(),
             gpus,
             clients: clients.into_iter().map(|client| visible(client, command_lines)).collect(),
         };
@@ -115,8 +115,8 @@ fn configuration(config: &Config) -> Value {
         "time-quantum": format!("{}s", settings.time_quantum.as_secs()),
         "max-wait": format!("{}s", settings.max_wait.as_secs()),
         "time-period": format!("{}s", settings.time_period.as_secs()),
-        "anti-thrash": bus::anti_thrash_name(settings.anti_thrash),
-        "policy": bus::policy_name(settings.policy),
+        "anti-thrash": names::anti_thrash_name(settings.anti_thrash),
+        "policy": names::policy_name(settings.policy),
         "placement": placement,
         "max-clients-per-user": max_clients_per_user,
         "log-level": log_level,

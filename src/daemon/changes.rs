@@ -13,10 +13,10 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::bus::Change;
-use super::config::{self, Config, ConfigError};
-use super::rules::{Added, Addition};
 use super::state;
-use crate::bus::{anti_thrash_name, policy_name};
+use crate::config::names::{anti_thrash_name, policy_name};
+use crate::config::rules::{Added, Addition};
+use crate::config::{Config, ConfigError, document, settings};
 use crate::scheduler::{AntiThrash, PolicyName};
 
 const FILE: &str = "settings.toml";
@@ -35,13 +35,13 @@ pub struct Changes {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Changed {
-    #[serde(default, deserialize_with = "config::read_time_quantum")]
+    #[serde(default, deserialize_with = "settings::read_time_quantum")]
     time_quantum: Option<Duration>,
-    #[serde(default, deserialize_with = "config::read_max_wait")]
+    #[serde(default, deserialize_with = "settings::read_max_wait")]
     max_wait: Option<Duration>,
-    #[serde(default, deserialize_with = "config::read_anti_thrash")]
+    #[serde(default, deserialize_with = "settings::read_anti_thrash")]
     anti_thrash: Option<AntiThrash>,
-    #[serde(default, deserialize_with = "config::read_policy")]
+    #[serde(default, deserialize_with = "settings::read_policy")]
     policy: Option<PolicyName>,
     #[serde(default, deserialize_with = "read_rules")]
     rule: Added,
@@ -155,7 +155,7 @@ impl Changed {
 
 fn read(path: &Path) -> Result<Changed, ConfigError> {
     match std::fs::read_to_string(path) {
-        Ok(text) => config::parse(&text, path),
+        Ok(text) => document::parse(&text, path),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Changed::default()),
         Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
     }
@@ -181,9 +181,9 @@ mod tests {
             },
         };
         let text = format!("{HEADER}{}", changed.text());
-        assert_eq!(config::parse(&text, Path::new(FILE)), Ok(changed.clone()));
+        assert_eq!(document::parse(&text, Path::new(FILE)), Ok(changed.clone()));
         let later = format!("of-a-later-version = 3\n{text}");
-        assert_eq!(config::parse(&later, Path::new(FILE)), Ok(changed));
+        assert_eq!(document::parse(&later, Path::new(FILE)), Ok(changed));
         assert_eq!(Changed::default().text(), "");
     }
 

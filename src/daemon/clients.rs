@@ -18,9 +18,10 @@ use tracing::{debug, error, warn};
 use super::complaints::Complaints;
 use super::hub::{Arrival, Hub};
 use super::outbox::Outbox;
-use super::peer::{self, Identity};
+use super::peer;
 use super::session::Violation;
 use super::socket::{self, Spare};
+use crate::identity::Identity;
 use crate::scheduler::ClientId;
 
 /// A connection that says nothing for this long is closed. A client that was stopped meanwhile connects again.

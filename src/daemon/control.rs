@@ -10,11 +10,11 @@ use tracing::{info, warn};
 use super::bus::Request;
 use super::changes::Changes;
 use super::clients::Shared;
-use super::config::Config;
 use super::hub::Hub;
-use super::rules::Addition;
 use super::{Options, lock, log, systemd};
 use crate::bus::Error;
+use crate::config::Config;
+use crate::config::rules::Addition;
 
 pub struct Control {
     pub options: Options,

@@ -1,11 +1,10 @@
 //! How much memory of the host can hold what programs have swapped out: measured, and bounded by `[swap] max`.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::time::Duration;
 
+use crate::config::swap::SwapMax;
 use crate::scheduler::Time;
-use crate::units;
 
 /// Left to everybody else. The library makes no buffers when less than the first is left; the second is what an exchange
 /// needs beside what it exchanges, or a sixteenth of a small host.
@@ -18,48 +17,6 @@ const BELIEVED_AFTER: Duration = Duration::from_secs(2);
 /// Smaller changes are not worth weighing promises anew: this many bytes, and this part of what was told.
 const WORTH_TELLING: u64 = 64 << 20;
 const WORTH_PART: u64 = 32;
-
-/// The most that all programs together may have swapped out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SwapMax {
-    None,
-    Bytes(u64),
-    /// Of the host's memory.
-    Percent(u8),
-}
-
-impl SwapMax {
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let wrong = || format!("\"{text}\" is not allowed: write \"80%\", a size like \"64G\", or \"none\"");
-        if text == "none" {
-            return Ok(Self::None);
-        }
-        match text.strip_suffix('%') {
-            Some(number) => {
-                number.trim().parse().ok().filter(|percent| *percent <= 100).map(Self::Percent).ok_or_else(wrong)
-            }
-            None => units::parse_size(text).map(Self::Bytes).map_err(|_| wrong()),
-        }
-    }
-
-    fn bytes(self, total: u64) -> u64 {
-        match self {
-            Self::None => u64::MAX,
-            Self::Bytes(bytes) => bytes,
-            Self::Percent(percent) => (u128::from(total) * u128::from(percent) / 100) as u64,
-        }
-    }
-}
-
-impl fmt::Display for SwapMax {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::None => f.write_str("none"),
-            Self::Bytes(bytes) => f.write_str(&units::size(*bytes)),
-            Self::Percent(percent) => write!(f, "{percent}%"),
-        }
-    }
-}
 
 /// What the kernel says, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,9 +18,9 @@ use tokio::task::spawn_local;
 
 use super::clients::{Counted, Link, Shared};
 use super::hub::{Arrival, Hub, printable};
-use super::peer::Identity;
 use super::socket;
 use crate::bus::Error;
+use crate::identity::Identity;
 use crate::scheduler::ClientId;
 
 /// No name or reason is longer, in characters.

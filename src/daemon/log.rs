@@ -10,8 +10,8 @@ use tracing_subscriber::reload::{self, Handle};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry};
 
-use super::config::LogLevel;
 use super::journal;
+use crate::config::LogLevel;
 
 /// Changes the level while the daemon runs.
 #[derive(Debug, Clone)]

@@ -1,6 +1,5 @@
 //! The daemon: everything around the machine that touches the world.
 //!
-//! - [`config`]: the configuration file and every default.
 //! - `control`: what administrators ask of it.
 //! - `rules`: what programs may have by where they belong, with `cgroup` for where that is.
 //! - `changes`: settings that were changed at run time, and `state`: how a file is written that outlives the daemon.
@@ -26,15 +25,13 @@
 mod accounting;
 mod bundle;
 mod bus;
-mod cgroup;
 mod changes;
 mod clients;
 mod complaints;
-pub mod config;
 mod control;
 mod driver_limits;
 mod gpus;
-pub mod host;
+mod host;
 mod hub;
 mod journal;
 mod lock;
@@ -47,7 +44,6 @@ mod peer;
 mod pods;
 mod privileges;
 mod resume;
-pub mod rules;
 mod session;
 mod shared;
 pub(crate) mod socket;
@@ -70,19 +66,15 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::{error, info, warn};
 
+use crate::config::paths::CLIENTS_SOCKET;
+use crate::config::{Config, LogLevel};
 use bus::{Bus, BusServer, Holders};
 use changes::Changes;
-use config::{Config, LogLevel};
 use control::Control;
 use gpus::Ask;
 use hub::Hub;
 use resume::Kept;
 use socket::{Bound, Kind};
-
-pub use pods::{MOST as MOST_PODS, is_name as is_pod_name, is_uid as is_pod_uid};
-
-/// Where clients connect. The directory can be mounted into containers.
-pub const CLIENTS_SOCKET: &str = "/run/nvshare/scheduler.sock";
 
 /// Anybody may be a client: what a client is allowed is decided by who it is, not by the file's mode.
 const CLIENTS_MODE: u32 = 0o666;

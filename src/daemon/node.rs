@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::cgroup::Cgroup;
+use crate::identity::Cgroup;
 
 /// The initial PID namespace of every Linux (`PROC_PID_INIT_INO`).
 const INITIAL: &str = "pid:[4026531836]";

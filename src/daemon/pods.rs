@@ -5,14 +5,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::bus::rules::table;
-use super::peer::Identity;
-use super::rules::{Origin, Rule, SUBJECT_KEYS, read_one};
-use crate::bus;
-
-/// How many pods there can be: ten times the most that a node is known to have been given.
-pub const MOST: usize = 5_000;
-/// The longest name that Kubernetes allows.
-const LONGEST_NAME: usize = 253;
+use crate::bus::{self, MAX_PODS, is_pod_name, is_pod_uid};
+use crate::config::rules::{Origin, Rule, SUBJECT_KEYS, read_one};
+use crate::identity::Identity;
 
 /// By their UID.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -33,17 +28,17 @@ pub type Refused = HashMap<String, String>;
 impl Pods {
     /// Reads what is told, or a sentence about what is wrong with it. A wish that is wrong is its pod's business alone.
     pub fn read(told: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
-        if told.len() > MOST {
-            return Err(format!("{} pods are more than a node can have: {MOST} are allowed", told.len()));
+        if told.len() > MAX_PODS {
+            return Err(format!("{} pods are more than a node can have: {MAX_PODS} are allowed", told.len()));
         }
         let (mut pods, mut refused) = (Self::default(), Refused::new());
         for pod in told {
             let bus::Pod { uid, namespace, name, containers, wish } = pod;
-            if !is_uid(&uid) {
+            if !is_pod_uid(&uid) {
                 return Err(format!("{uid:?} is not the UID of a pod"));
             }
             for text in [&namespace, &name].into_iter().chain(containers.values()) {
-                if !is_name(text) {
+                if !is_pod_name(text) {
                     return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
                 }
             }
@@ -100,17 +95,6 @@ impl Pods {
     }
 }
 
-/// Whether it can be the UID of a pod.
-pub fn is_uid(text: &str) -> bool {
-    (32..=36).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
-}
-
-/// Whether something can have that name in Kubernetes.
-pub fn is_name(text: &str) -> bool {
-    let is_of_a_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
-    !text.is_empty() && text.len() <= LONGEST_NAME && text.bytes().all(is_of_a_name)
-}
-
 fn read_wish(
     uid: &str,
     namespace: &str,
@@ -134,7 +118,7 @@ mod tests {
     use zbus::{OwnedVariant, Variant};
 
     use super::*;
-    use crate::daemon::cgroup::Cgroup;
+    use crate::identity::Cgroup;
 
     const UID: &str = "01234567-89ab-cdef-0123-456789abcdef";
     const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";

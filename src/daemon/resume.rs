@@ -22,8 +22,9 @@ use tracing::{info, warn};
 
 use super::clients::{self, Counted, Hello, Link, Shared};
 use super::hub::{Arrival, Hub};
-use super::peer::{self, Identity};
+use super::peer;
 use super::{socket, systemd};
+use crate::identity::Identity;
 use crate::scheduler::ClientId;
 
 /// How long a client may take to answer. One that moves its memory just now takes a moment.

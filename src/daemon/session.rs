@@ -9,6 +9,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use nvshare_wire::own::{self, OwnTerm};
 use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 
+use crate::config::rules::variable;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
 
 /// A number of bytes beyond this is no memory that exists, and would overflow sums.
@@ -56,11 +57,6 @@ impl fmt::Display for Violation {
             Self::Unread => f.write_str("it does not read what it is sent"),
         }
     }
-}
-
-/// The name of the variable in which a program says something.
-pub fn variable(term: OwnTerm) -> &'static str {
-    term.variable().to_str().unwrap_or_default()
 }
 
 impl From<WireError> for Violation {

@@ -63,8 +63,8 @@ mod tests {
     use std::sync::Arc;
     use std::time::SystemTime;
 
-    use super::super::peer::Identity;
     use super::*;
+    use crate::identity::Identity;
     use crate::scheduler::ClientId;
 
     fn client(id: u64, name: &str) -> ClientView {

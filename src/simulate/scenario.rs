@@ -9,9 +9,12 @@ use std::time::Duration;
 use toml::Spanned;
 
 use super::written::{self, Length, Size};
-use crate::daemon::config::{self, ConfigError, Said};
-use crate::daemon::host::SwapMax;
-use crate::daemon::rules::{self, Subject};
+use crate::config::ConfigError;
+use crate::config::document::{self, position};
+use crate::config::rules::{self, Subject};
+use crate::config::settings::SchedulerSettings;
+use crate::config::swap::SwapMax;
+use crate::config::swap::SwapSection;
 use crate::scheduler::{AntiThrash, Settings, Terms};
 
 /// How many programs, and how many GPUs, there can be.
@@ -96,13 +99,13 @@ impl Scenario {
 
     /// Reads the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let file: written::File = config::parse(text, path)?;
-        let line_of = |at| config::position(text, at).0;
-        Self::check(file, path, line_of).map_err(|(span, reason)| config::wrong(text, path, span.start, reason))
+        let file: written::File = document::parse(text, path)?;
+        let line_of = |at| position(text, at).0;
+        Self::check(file, path, line_of).map_err(|(span, reason)| document::wrong(text, path, span.start, reason))
     }
 
     fn check(file: written::File, path: &Path, line_of: impl Fn(usize) -> usize) -> Result<Self, Mistake> {
-        let said = Said {
+        let said = SchedulerSettings {
             time_quantum: file.time_quantum,
             max_wait: file.max_wait,
             time_period: file.time_period,
@@ -253,7 +256,7 @@ fn terms(rule: Spanned<rules::RawRule>, path: &Path, line_of: &impl Fn(usize) ->
     }
 }
 
-fn swap(section: &Spanned<config::SwapSection>) -> Result<Option<u64>, Mistake> {
+fn swap(section: &Spanned<SwapSection>) -> Result<Option<u64>, Mistake> {
     match section.get_ref().max {
         None | Some(SwapMax::None) => Ok(None),
         Some(SwapMax::Bytes(bytes)) => Ok(Some(bytes)),

@@ -7,10 +7,12 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer};
 use toml::Spanned;
 
-use crate::daemon::config::{self, MAX_MEMORY, MemorySection, Scalar, SwapSection};
-use crate::daemon::rules::RawRule;
+use crate::config::rules::RawRule;
+use crate::config::scalar::Scalar;
+use crate::config::settings::{self, MAX_MEMORY, MemorySection};
+use crate::config::swap::SwapSection;
+use crate::config::units;
 use crate::scheduler::AntiThrash;
-use crate::units;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -19,13 +21,13 @@ pub struct File {
     #[serde(default)]
     pub seed: u32,
     pub until: Option<Spanned<Length>>,
-    #[serde(default, deserialize_with = "config::read_time_quantum")]
+    #[serde(default, deserialize_with = "settings::read_time_quantum")]
     pub time_quantum: Option<Duration>,
-    #[serde(default, deserialize_with = "config::read_max_wait")]
+    #[serde(default, deserialize_with = "settings::read_max_wait")]
     pub max_wait: Option<Duration>,
-    #[serde(default, deserialize_with = "config::read_time_period")]
+    #[serde(default, deserialize_with = "settings::read_time_period")]
     pub time_period: Option<Duration>,
-    #[serde(default, deserialize_with = "config::read_anti_thrash")]
+    #[serde(default, deserialize_with = "settings::read_anti_thrash")]
     pub anti_thrash: Option<AntiThrash>,
     #[serde(default)]
     pub memory: MemorySection,

@@ -4,15 +4,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvshare::daemon::config::LogLevel;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use nvshare::config::LogLevel;
+use nvshare_kubernetes::config::reloaded;
+use nvshare_kubernetes::{log, signals};
+use tokio::signal::unix::Signal;
 use tokio::sync::{mpsc, watch};
-use tracing::{info, warn};
+use tracing::info;
+use tracing::level_filters::LevelFilter;
 
 use crate::config::Config;
 use crate::links::Link;
 use crate::probe::Socket;
-use crate::{kubernetes, log, node, scheduler};
+use crate::{kubernetes, node, scheduler};
 
 /// Changes that wait to be looked at; more wait at the API server.
 const QUEUE: usize = 64;
@@ -37,7 +40,9 @@ pub struct Options {
 /// Runs until a signal ends it.
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
-    log::start(options.log_level);
+    // kube and what it uses log each request that fails: what matters of them is logged once, by `kubernetes`.
+    let libraries = if options.log_level == LogLevel::Trace { LevelFilter::WARN } else { LevelFilter::OFF };
+    log::start(options.log_level, libraries);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;
     let done = runtime.block_on(work(&options, config));
@@ -46,9 +51,7 @@ pub fn run(options: Options) -> Result<(), String> {
 }
 
 async fn work(options: &Options, config: Config) -> Result<(), String> {
-    let listen = |kind| signal(kind).map_err(|e| format!("cannot listen for signals: {e}"));
-    let hangup = listen(SignalKind::hangup())?;
-    let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
+    let (mut termination, hangup) = signals::listen()?;
     let client = kubernetes::client(options.kubeconfig.as_deref()).await?;
     let socket = Socket::bind(&options.socket)?;
     info!(
@@ -69,21 +72,16 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
         () = scheduler::tell(options.control.clone(), told, at_scheduler) => {}
         () = socket.serve([of_api_server, of_scheduler]) => {}
         () = reload(hangup, options.config.as_deref(), &settings) => {}
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+        () = termination.wait() => {}
     }
     Ok(())
 }
 
-/// Reads the configuration again whenever a signal says so. One that is wrong changes nothing.
+/// Reads the configuration again on every SIGHUP.
 async fn reload(mut hangup: Signal, path: Option<&Path>, settings: &watch::Sender<Arc<Config>>) {
     while hangup.recv().await.is_some() {
-        match Config::load(path) {
-            Ok(new) => {
-                settings.send_replace(Arc::new(new));
-                info!("the configuration was read again");
-            }
-            Err(e) => warn!("the configuration stays as it was: {e}"),
+        if let Some(new) = reloaded(Config::load(path)) {
+            settings.send_replace(Arc::new(new));
         }
     }
 }

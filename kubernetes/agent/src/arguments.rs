@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use nvshare::bus::CONTROL_SOCKET;
-use nvshare::daemon::config::LogLevel;
-use nvshare::daemon::is_pod_name;
+use nvshare::bus::is_pod_name;
+use nvshare::config::LogLevel;
+use nvshare::config::paths::CONTROL_SOCKET;
 
 /// Where the agent that runs answers `--probe`.
 pub const PROBE_SOCKET: &str = "/run/nvshare-agent/agent.sock";

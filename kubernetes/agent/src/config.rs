@@ -1,11 +1,10 @@
 //! The configuration file `/etc/nvshare/agent.toml`: which pods may set what, what they weigh, and errors that say
 //! where a mistake is. What it means is in `permissions`; the command line is `main`'s.
 
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use glob::Pattern;
-use nvshare::daemon::config::{ConfigError, parse, wrong};
+use nvshare::config::document::{ConfigError, parse, wrong};
 use serde::Deserialize;
 use toml::{Spanned, Value};
 
@@ -25,12 +24,7 @@ pub struct Config {
 impl Config {
     /// Reads `explicit`, or the default file, which may be missing.
     pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
-        let path = explicit.unwrap_or(Path::new(DEFAULT_PATH));
-        match std::fs::read_to_string(path) {
-            Ok(text) => Self::parse(&text, path),
-            Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => Ok(Self::default()),
-            Err(e) => Err(ConfigError::Unreadable { path: PathBuf::from(path), reason: e.to_string() }),
-        }
+        nvshare_kubernetes::config::load(explicit, DEFAULT_PATH, Self::parse)
     }
 
     /// Reads the text of a file; `path` is for messages only.

@@ -5,7 +5,7 @@
 //!   the scheduler is to know. All pure, but for the waiting in `node`.
 //! - [`kubernetes`]: asking the API server. [`scheduler`]: telling the scheduler.
 //! - [`links`]: whether both are there, for the log and for [`probe`]; [`retry`]: when to try again.
-//! - [`complaints`]: saying once what is wrong with a pod; [`log`]: where lines go.
+//! - [`complaints`]: saying once what is wrong with a pod.
 //! - [`agent`]: all of it as one process.
 
 pub mod agent;
@@ -15,7 +15,6 @@ pub mod complaints;
 pub mod config;
 pub mod kubernetes;
 pub mod links;
-pub mod log;
 pub mod node;
 pub mod permissions;
 pub mod pod;

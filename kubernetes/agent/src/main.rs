@@ -7,13 +7,13 @@ use nvshare_agent::agent::{self, Options};
 use nvshare_agent::arguments::Arguments;
 use nvshare_agent::config::{Config, DEFAULT_PATH};
 use nvshare_agent::probe::probe;
+use nvshare_kubernetes::command::{check_config, exit_code};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let done = if arguments.check_config {
         let path = arguments.config.as_deref().unwrap_or(DEFAULT_PATH.as_ref());
-        let read = Config::load(arguments.config.as_deref()).map_err(|e| e.to_string());
-        read.map(|_| println!("{}: the configuration is right", path.display()))
+        check_config(path, Config::load(arguments.config.as_deref()))
     } else if arguments.probe {
         probe(&arguments.socket)
     } else {
@@ -27,11 +27,5 @@ fn main() -> ExitCode {
             log_level: arguments.log_level,
         })
     };
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            eprintln!("nvshare-agent: {e}");
-            ExitCode::FAILURE
-        }
-    }
+    exit_code("nvshare-agent", done)
 }

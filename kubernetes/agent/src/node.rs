@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvshare::bus;
-use nvshare::daemon::MOST_PODS;
+use nvshare::bus::{self, MAX_PODS};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
@@ -65,15 +64,15 @@ impl Node {
         // Two can have one UID only where somebody claims a pod of the node itself to be his: who was there first is right.
         all.sort_by(|a, b| (&a.uid, &a.created, a.full_name()).cmp(&(&b.uid, &b.created, b.full_name())));
         all.dedup_by(|later, first| later.uid == first.uid);
-        let is_crowded = all.len() > MOST_PODS;
+        let is_crowded = all.len() > MAX_PODS;
         if is_crowded && !self.is_crowded {
             let count = all.len();
             warn!(
-                "{count} pods are on this node, and the scheduler is told of {MOST_PODS}: the others have no names there"
+                "{count} pods are on this node, and the scheduler is told of {MAX_PODS}: the others have no names there"
             );
         }
         self.is_crowded = is_crowded;
-        all.truncate(MOST_PODS);
+        all.truncate(MAX_PODS);
         let mut there = BTreeSet::new();
         let mut told = Vec::with_capacity(all.len());
         for pod in all {
@@ -185,6 +184,6 @@ mod tests {
     fn more_pods_than_the_scheduler_takes_are_cut_off() {
         let mut node = Node::default();
         node.change(Change::Listed((0..10_000).map(|number| pod(number, "a")).collect()));
-        assert_eq!(names(&mut node).len(), MOST_PODS);
+        assert_eq!(names(&mut node).len(), MAX_PODS);
     }
 }

@@ -3,12 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use nvshare::daemon::rules::{Origin, read_one};
+use nvshare::config::rules::{Origin, read_one};
 use nvshare::scheduler::Share;
 use toml::{Table, Value};
 
 /// What a pod can wish for.
-pub use nvshare::daemon::rules::TERM_KEYS as KEYS;
+pub use nvshare::config::rules::TERM_KEYS as KEYS;
 
 /// Of these, what can take from others.
 const TAKES: [&str; 4] = ["memory-low", "time-min", "interactive", "exclusion"];

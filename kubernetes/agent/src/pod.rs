@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use nvshare::daemon::{is_pod_name, is_pod_uid};
+use nvshare::bus::{is_pod_name, is_pod_uid};
 use serde::Deserialize;
 
 use crate::annotations::PREFIX;

@@ -2,18 +2,16 @@
 //! when it is another scheduler, which knows nothing.
 
 use std::collections::{BTreeMap, HashMap};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use futures::StreamExt;
-use nvshare::bus::{self, SchedulerProxy};
+use nvshare::bus;
+use nvshare_kubernetes::scheduler::connect;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, info};
-use zbus::connection::Builder;
-use zbus::proxy::CacheProperties;
-use zbus::{Connection, MessageStream};
+use zbus::MessageStream;
 
 use crate::complaints::Complaints;
 use crate::links::Link;
@@ -84,17 +82,6 @@ async fn serve(
             () = is_over(&mut end) => return Err(gone(control)),
         }
     }
-}
-
-async fn connect(control: &Path) -> Result<(Connection, SchedulerProxy<'static>), String> {
-    let missing = |e: std::io::Error| format!("no scheduler is at {}: {e}", control.display());
-    let stream = UnixStream::connect(control).map_err(missing)?;
-    let proxy = async {
-        let connection = Builder::unix_stream(stream).p2p().build().await?;
-        let proxy = SchedulerProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
-        Ok((connection, proxy))
-    };
-    proxy.await.map_err(|e: zbus::Error| format!("the scheduler at {} hangs up: {e}", control.display()))
 }
 
 /// Returns when the connection has ended. What is said on it meanwhile is for others.

@@ -152,9 +152,9 @@ fn the_settings_in_the_config_map_are_right() {
             text.lines().map(|line| line.strip_prefix("# ").filter(|line| line.contains(['=', '['])).unwrap_or(line));
         uncommented.fold(String::new(), |all, line| all + line + "\n")
     };
-    nvshare::daemon::config::Config::parse(&text("nvshare.toml"), Path::new("nvshare.toml")).expect("nvshare.toml");
+    nvshare::config::Config::parse(&text("nvshare.toml"), Path::new("nvshare.toml")).expect("nvshare.toml");
     let example = with_examples(text("nvshare.toml"));
-    nvshare::daemon::config::Config::parse(&example, Path::new("nvshare.toml")).expect("its example");
+    nvshare::config::Config::parse(&example, Path::new("nvshare.toml")).expect("its example");
     nvshare_agent::config::Config::parse(&text("agent.toml"), Path::new("agent.toml")).expect("agent.toml");
     let example = with_examples(text("agent.toml"));
     nvshare_agent::config::Config::parse(&example, Path::new("agent.toml")).expect("its example");

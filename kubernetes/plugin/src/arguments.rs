@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use nvshare::bus::CONTROL_SOCKET;
-use nvshare::daemon::config::LogLevel;
+use nvshare::config::LogLevel;
+use nvshare::config::paths::CONTROL_SOCKET;
 
 /// Where kubelet keeps the sockets of plugins, unless its own directory is moved.
 pub const KUBELET_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";

@@ -2,14 +2,13 @@
 //! errors that say where the mistake is. The command line is `main`'s; what settings do is said where they are used.
 
 use std::collections::BTreeSet;
-use std::io;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nvshare::ctl::cdi::PRELOAD_LIST;
-use nvshare::daemon::config::{self as scheduler_config, ConfigError, Scalar};
-use nvshare::units;
+use nvshare::config::paths::PRELOAD_LIST;
+use nvshare::config::scalar::Scalar;
+use nvshare::config::{ConfigError, document, units};
 use serde::Deserialize;
 use serde::de::{self, Deserializer};
 
@@ -144,17 +143,12 @@ impl Default for HealthSettings {
 impl Config {
     /// Reads `explicit`, or the default file, which may be missing.
     pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
-        let path = explicit.unwrap_or(Path::new(DEFAULT_PATH));
-        match std::fs::read_to_string(path) {
-            Ok(text) => Self::parse(&text, path),
-            Err(e) if e.kind() == io::ErrorKind::NotFound && explicit.is_none() => Ok(Self::default()),
-            Err(e) => Err(ConfigError::Unreadable { path: path.into(), reason: e.to_string() }),
-        }
+        nvshare_kubernetes::config::load(explicit, DEFAULT_PATH, Self::parse)
     }
 
     /// Reads the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let file: File = scheduler_config::parse(text, path)?;
+        let file: File = document::parse(text, path)?;
         let default = Self::default();
         Ok(Self {
             resource: file.resource.unwrap_or(default.resource),

@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
-use nvshare::ctl::cdi::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, SOCKETS_IN_CONTAINERS};
+use nvshare::config::paths::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, SOCKETS_IN_CONTAINERS};
 use tonic::Status;
 
 use crate::config::{Config, Inject, Mounts};

@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nvshare::daemon::config::LogLevel;
-use nvshare::daemon::log;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use nvshare::config::LogLevel;
+use nvshare_kubernetes::config::reloaded;
+use nvshare_kubernetes::{log, signals};
 use tokio::sync::{mpsc, oneshot, watch};
+use tracing::level_filters::LevelFilter;
 use tracing::{info, warn};
 
 use crate::config::Config;
@@ -30,19 +31,14 @@ pub struct Options {
 /// Runs until a signal ends it.
 pub fn run(options: Options) -> Result<(), String> {
     let config = Config::load(options.config.as_deref()).map_err(|e| e.to_string())?;
-    let log = log::start(options.log_level);
-    log.begin();
+    log::start(options.log_level, LevelFilter::WARN);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;
-    let done = runtime.block_on(work(&options, config));
-    log.flush();
-    done
+    runtime.block_on(work(&options, config))
 }
 
 async fn work(options: &Options, config: Config) -> Result<(), String> {
-    let listen = |kind| signal(kind).map_err(|e| format!("cannot listen for signals: {e}"));
-    let mut hangup = listen(SignalKind::hangup())?;
-    let ends = [listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?];
+    let (mut termination, mut hangup) = signals::listen()?;
     info!(
         "nvshare-device-plugin {}: {} for kubelet at {}, of the scheduler at {}",
         env!("CARGO_PKG_VERSION"),
@@ -71,7 +67,7 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
         lifecycle::live(&options.kubelet, &resource, Facts { config, devices: listed }, stopped).await
     };
     let heed = async {
-        let mut end = std::pin::pin!(first(ends));
+        let mut end = std::pin::pin!(termination.wait());
         loop {
             tokio::select! {
                 () = &mut end => break,
@@ -87,26 +83,13 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
     }
 }
 
-/// Returns with the first of two signals.
-async fn first([mut one, mut other]: [Signal; 2]) {
-    tokio::select! {
-        _ = one.recv() => {}
-        _ = other.recv() => {}
-    }
-}
-
-/// Reads the configuration again. One that is wrong changes nothing.
+/// Reads the configuration again. The resource's name stays: kubelet knows the plugin by it.
 fn reload(path: Option<&Path>, settings: &watch::Sender<Arc<Config>>) {
-    match Config::load(path) {
-        Ok(mut new) => {
-            let registered = settings.borrow().resource.clone();
-            if new.resource != registered {
-                warn!("the resource stays {registered}: the plugin is to be restarted for {}", new.resource);
-                new.resource = registered;
-            }
-            settings.send_replace(Arc::new(new));
-            info!("the configuration was read again");
-        }
-        Err(e) => warn!("the configuration stays as it was: {e}"),
+    let Some(mut new) = reloaded(Config::load(path)) else { return };
+    let registered = settings.borrow().resource.clone();
+    if new.resource != registered {
+        warn!("the resource stays {registered}: restart the plugin to offer {}", new.resource);
+        new.resource = registered;
     }
+    settings.send_replace(Arc::new(new));
 }

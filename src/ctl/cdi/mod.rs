@@ -20,10 +20,9 @@ use clap::{Args, ValueHint};
 
 use super::preload::library;
 use super::{CtlError, Target, block_on};
+use crate::config::paths;
 use nvidia::Nvidia;
 use spec::{FromHost, Spec};
-
-pub use spec::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, PRELOAD_LIST, SOCKETS_IN_CONTAINERS};
 
 /// Where runtimes look for what an administrator has written.
 const DEFAULT_OUTPUT: &str = "/etc/cdi/nvshare.json";
@@ -37,10 +36,10 @@ pub struct Generate {
     #[arg(long, value_name = "PATH")]
     library: Option<PathBuf>,
     /// What becomes /etc/ld.so.preload in containers: a file on this host that names the library as it is found there
-    #[arg(long, value_name = "PATH", default_value = spec::PRELOAD_LIST)]
+    #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
     /// The directory of the socket where programs connect
-    #[arg(long, value_name = "DIRECTORY", default_value = spec::SOCKETS_IN_CONTAINERS, value_hint = ValueHint::DirPath)]
+    #[arg(long, value_name = "DIRECTORY", default_value = paths::SOCKETS_IN_CONTAINERS, value_hint = ValueHint::DirPath)]
     sockets: PathBuf,
     /// NVIDIA's CDI file [default: the one in /etc/cdi or /var/run/cdi, if there is one]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
@@ -62,7 +61,7 @@ pub struct Install {
     #[arg(long, value_name = "PATH")]
     library: Option<PathBuf>,
     /// The file that names the library as it is found in containers
-    #[arg(long, value_name = "PATH", default_value = spec::PRELOAD_LIST)]
+    #[arg(long, value_name = "PATH", default_value = paths::PRELOAD_LIST)]
     preload_list: PathBuf,
 }
 

@@ -8,23 +8,12 @@ use super::edits::Edits;
 use super::nodes;
 use super::nvidia::Nvidia;
 use crate::bus::Gpu;
+use crate::config::paths::{LIBRARY_IN_CONTAINERS, PRELOAD_IN_CONTAINERS, SOCKETS_IN_CONTAINERS};
 
 const KIND: &str = "nvshare.com/gpu";
 
 /// The oldest version of CDI in which the name of a device may begin with a digit.
 const VERSION: &str = "0.5.0";
-
-/// Where programs in containers look for the scheduler, which is where all programs do.
-pub const SOCKETS_IN_CONTAINERS: &str = "/run/nvshare";
-
-/// What the loader reads in containers.
-pub const PRELOAD_IN_CONTAINERS: &str = "/etc/ld.so.preload";
-
-/// Where that file is on a host, as it is installed.
-pub const PRELOAD_LIST: &str = "/usr/share/nvshare/ld.so.preload";
-
-/// Where the library is in containers: what that file names.
-pub const LIBRARY_IN_CONTAINERS: &str = "/usr/lib/nvshare/libnvshare.so";
 
 /// What nvshare needs of the host, by its path there.
 #[derive(Debug, Clone)]

@@ -11,6 +11,7 @@ use zbus::{Connection, Variant};
 use super::object::Object;
 use super::{Followed, Shared, seconds};
 use crate::bus;
+use crate::config::names;
 use crate::daemon::hub::Thrashing;
 
 /// Says every real change once, until the connection ends.
@@ -48,10 +49,10 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             changed.insert("MaxWait", seconds(now.max_wait).into());
         }
         if now.anti_thrash != before.anti_thrash {
-            changed.insert("AntiThrash", bus::anti_thrash_name(now.anti_thrash).into());
+            changed.insert("AntiThrash", names::anti_thrash_name(now.anti_thrash).into());
         }
         if now.policy != before.policy {
-            changed.insert("Policy", bus::policy_name(now.policy).into());
+            changed.insert("Policy", names::policy_name(now.policy).into());
         }
         before = now;
         if changed.is_empty() {

@@ -12,11 +12,11 @@ use super::callers::{Caller, Callers};
 use super::failure::Failure;
 use super::{Change, Holders, Request, Shared, rules, seconds};
 use crate::bus::{self, Error};
-use crate::daemon::config;
+use crate::config::rules::Addition;
+use crate::config::{names, settings};
 use crate::daemon::hub::ClientView;
 use crate::daemon::lock::Wish;
 use crate::daemon::pods::Pods;
-use crate::daemon::rules::Addition;
 
 /// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
 /// the reason that [`super::served`] gives.
@@ -168,7 +168,7 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let quantum = config::time_quantum(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
+        let quantum = settings::time_quantum(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
         self.change(Change::TimeQuantum(quantum), "change the time quantum", header.as_ref(), connection).await
     }
 
@@ -184,13 +184,13 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let most = config::max_wait(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
+        let most = settings::max_wait(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
         self.change(Change::MaxWait(most), "change the longest wait", header.as_ref(), connection).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn anti_thrash(&self) -> String {
-        bus::anti_thrash_name(self.shared.followed.settings.borrow().anti_thrash).into()
+        names::anti_thrash_name(self.shared.followed.settings.borrow().anti_thrash).into()
     }
 
     #[zbus(property)]
@@ -200,13 +200,13 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let mode = bus::parse_anti_thrash(&value).map_err(Error::InvalidArgument)?;
+        let mode = names::parse_anti_thrash(&value).map_err(Error::InvalidArgument)?;
         self.change(Change::AntiThrash(mode), "change anti-thrash", header.as_ref(), connection).await
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn policy(&self) -> String {
-        bus::policy_name(self.shared.followed.settings.borrow().policy).into()
+        names::policy_name(self.shared.followed.settings.borrow().policy).into()
     }
 
     #[zbus(property)]
@@ -216,7 +216,7 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let policy = bus::parse_policy(&value).map_err(Error::InvalidArgument)?;
+        let policy = names::parse_policy(&value).map_err(Error::InvalidArgument)?;
         self.change(Change::Policy(policy), "change the policy", header.as_ref(), connection).await
     }
 

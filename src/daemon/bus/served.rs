@@ -121,9 +121,9 @@ mod tests {
     use tokio::sync::{mpsc, watch};
 
     use super::*;
+    use crate::config::Config;
     use crate::daemon::bus::callers::Callers;
     use crate::daemon::bus::{Followed, Holders, Shared};
-    use crate::daemon::config;
     use crate::daemon::hub::Thrashing;
 
     /// XML without comments and blank lines, one element a line.
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn the_xml_file_is_what_the_object_does() {
         let (requests, _) = mpsc::unbounded_channel();
-        let (_, settings) = watch::channel(config::Config::default().settings);
+        let (_, settings) = watch::channel(Config::default().settings);
         let (_, holders) = watch::channel(Holders::new());
         let (_, thrashing) = watch::channel(Thrashing::new());
         let followed = Followed { settings, holders, thrashing };

@@ -10,9 +10,9 @@ use tracing::{debug, warn};
 
 use super::left::{Left, Places};
 use super::{Driver, Refusal, Wanted};
-use crate::daemon::cgroup::Cgroup;
+use crate::config::units;
+use crate::identity::Cgroup;
 use crate::scheduler::GpuId;
-use crate::units;
 
 /// Where control groups are, for NVML too.
 const ROOT: &str = "/sys/fs/cgroup";

@@ -7,8 +7,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::daemon::cgroup::Cgroup;
-use crate::daemon::rules::Instance;
+use crate::config::rules::Instance;
+use crate::identity::Cgroup;
 use crate::scheduler::{Amount, GpuId};
 
 /// Bytes for each GPU and control group, by the path of that from the root of the hierarchy.
@@ -95,8 +95,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::daemon::config::Config;
-    use crate::daemon::peer::Identity;
+    use crate::config::Config;
+    use crate::identity::Identity;
     use crate::scheduler::Uuid;
 
     const GIB: u64 = 1 << 30;
@@ -115,7 +115,7 @@ mod tests {
         let all: Vec<_> = programs.iter().map(|(uid, path, gib)| (who(*uid, path), gib * GIB)).collect();
         let found: Vec<_> = all.iter().map(|(who, _)| config.rules.of(who)).collect();
         let program = |((who, bytes), found): (&'_ (Identity, u64), &'_ Option<(_, Instance)>)| -> (Cgroup, Option<(Instance, Amount)>, u64) {
-            let rule = found.as_ref().map(|(rule, instance): &(&crate::daemon::rules::Rule, Instance)| {
+            let rule = found.as_ref().map(|(rule, instance): &(&crate::config::rules::Rule, Instance)| {
                 (instance.clone(), rule.terms.memory_max)
             });
             (who.cgroup.clone(), rule, *bytes)

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use tokio::sync::oneshot;
 
 use super::{Client, Hub};
+use crate::config::rules::Instance;
 use crate::daemon::driver_limits::{self, Program, Wanted};
 use crate::daemon::gpus::Ask;
-use crate::daemon::rules::Instance;
 use crate::scheduler::{Amount, ClientId, SeatView};
 
 impl Hub {

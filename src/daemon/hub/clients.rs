@@ -10,13 +10,14 @@ use tracing::{debug, info};
 
 use super::views::printable;
 use super::{Arrival, Client, Gpu, Hub, Use};
+use crate::config::rules::EnvLimits;
 use crate::daemon::accounting::{Accounting, History};
 use crate::daemon::gpus::{Ask, Sample};
-use crate::daemon::peer::{self, Identity};
+use crate::daemon::peer;
 use crate::daemon::resume::Name;
-use crate::daemon::rules::Own;
 use crate::daemon::session::{Meaning, Session, Violation};
 use crate::daemon::{socket, systemd};
+use crate::identity::Identity;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, UserId};
 
 /// GPUs that NVML does not know are believed to a client, up to this many: more is a client that makes them up.
@@ -84,7 +85,7 @@ impl Hub {
         let library = printable(&library);
         let session = Session::new(client, version);
         let (uses, foretold) = (BTreeMap::new(), BTreeMap::new());
-        let (connected, rule, own, kept) = (SystemTime::now(), None, Own::default(), None);
+        let (connected, rule, own, kept) = (SystemTime::now(), None, EnvLimits::default(), None);
         let gang = (named, gang);
         let entry = Client {
             link,

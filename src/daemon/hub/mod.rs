@@ -47,19 +47,20 @@ pub use views::{ClientView, printable};
 use super::accounting::{Accounting, History};
 use super::clients::Link;
 use super::complaints::Complaints;
-use super::config::Config;
 use super::driver_limits::Wanted;
 use super::gpus::{Ask, DriverVersions, Sample};
 use super::host::HostMemory;
-use super::peer::{self, Identity};
+use super::peer;
 use super::pods::Pods;
 use super::resume::Name;
-use super::rules::{Instance, Own};
 use super::session::Session;
 use super::shared::Book;
 use super::socket::{self, Timer};
 use super::trace::Trace;
 use crate::bus;
+use crate::config::rules::{EnvLimits, Instance};
+use crate::config::{Config, names};
+use crate::identity::Identity;
 use crate::recorder::Recorder;
 use crate::scheduler::{
     ClientId, Command, Denial, Event, GpuId, GpuSet, GroupId, Machine, MemoryReport, Settings, Time, WaitReason,
@@ -142,7 +143,7 @@ struct Client {
     /// With whom it counts, under which rule.
     rule: Option<Instance>,
     /// What it says of itself.
-    own: Own,
+    own: EnvLimits,
     /// What it was told that a rule allows it of each GPU's memory.
     foretold: BTreeMap<GpuId, u64>,
     /// What it was told by an earlier daemon, or on an earlier connection, may be something else.
@@ -464,8 +465,8 @@ impl Hub {
                 name: "settings-changed",
                 time_quantum = settings.time_quantum.as_secs(),
                 max_wait = settings.max_wait.as_secs(),
-                anti_thrash = bus::anti_thrash_name(settings.anti_thrash),
-                policy = bus::policy_name(settings.policy),
+                anti_thrash = names::anti_thrash_name(settings.anti_thrash),
+                policy = names::policy_name(settings.policy),
                 "settings changed"
             );
             self.apply(Event::Configure(settings.clone()));

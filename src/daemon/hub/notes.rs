@@ -6,9 +6,10 @@ use nvshare_wire::client::StuckReason;
 use tracing::{debug, info, warn};
 
 use super::Hub;
-use crate::daemon::peer::Identity;
+use crate::bus;
+use crate::config::units;
+use crate::identity::Identity;
 use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
-use crate::{bus, units};
 
 /// A client that is refused memory over and over is in the log so often, and those that hold most are named.
 const REFUSAL_PAUSE: Duration = Duration::from_secs(10);

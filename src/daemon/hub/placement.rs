@@ -8,10 +8,12 @@ use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::{debug, info};
 
 use super::{Client, Gpu, Hub};
-use crate::daemon::peer::{self, Identity};
-use crate::daemon::rules::{GpuName, Rule};
-use crate::daemon::session::{Ask, variable};
+use crate::config::rules::variable;
+use crate::config::rules::{GpuName, Rule};
+use crate::daemon::peer;
+use crate::daemon::session::Ask;
 use crate::daemon::socket;
+use crate::identity::Identity;
 use crate::scheduler::{ClientId, Event, GpuId, Labels, Misfit, Placement, Time, Wish};
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -7,8 +7,8 @@ use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::debug;
 
 use super::Hub;
+use crate::config::rules::{Instance, Rule, Rules, Subject};
 use crate::daemon::pods::{Pods, Refused};
-use crate::daemon::rules::{Instance, Rule, Rules, Subject};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
 
 /// Groups that are known at the same moment, more where there are more clients.

@@ -7,9 +7,9 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 use super::Hub;
+use crate::config::units;
 use crate::daemon::gpus::Ask;
 use crate::scheduler::{AntiThrash, Event, GpuId, Time, Traffic};
-use crate::units;
 
 /// GPUs on which programs push each other's memory off, by their UUIDs.
 pub type Thrashing = BTreeSet<String>;

@@ -11,8 +11,8 @@ use crate::bus;
 use crate::daemon::accounting::Basis;
 use crate::daemon::bus::Holders;
 use crate::daemon::lock::Wanted;
-use crate::daemon::peer::Identity;
 use crate::daemon::socket;
+use crate::identity::Identity;
 use crate::scheduler::{self, ClientId, GpuId, SeatView, Share, Time};
 
 /// What the D-Bus object is told of a client; it leaves out what its caller may not see.

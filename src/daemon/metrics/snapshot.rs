@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::daemon::peer::Identity;
+use crate::identity::Identity;
 
 /// Upper bounds of the buckets into which waits are sorted, in seconds: from a hand-over for which nothing must move to
 /// several turns of the longest time quantum in common use.

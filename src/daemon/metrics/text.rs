@@ -15,7 +15,7 @@ use prometheus_client::registry::Registry;
 
 use super::families::{Family, OF_CLIENTS, OF_GPUS, Value};
 use super::snapshot::{OfClient, OfGpu, Snapshot};
-use crate::daemon::peer::Identity;
+use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 

@@ -1,18 +1,16 @@
 //! What the scheduler says: it is asked for its GPUs all the time, on its control socket, and is given some time before its
 //! silence counts, because a restart is nothing.
 
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use nvshare::bus::{self, SchedulerProxy};
+use nvshare_kubernetes::scheduler::connect;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 use tracing::debug;
-use zbus::connection::Builder;
-use zbus::proxy::CacheProperties;
 
 use super::Report;
 use crate::config::Config;
@@ -58,18 +56,9 @@ pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, repo
 async fn ask(control: &Path, proxy: &mut Option<SchedulerProxy<'static>>) -> Result<Vec<SchedulerGpu>, String> {
     let proxy = match proxy {
         Some(proxy) => proxy,
-        None => proxy.insert(connect(control).await?),
+        None => proxy.insert(connect(control).await?.1),
     };
     let gpus = proxy.list_gpus().await.map_err(|e| e.to_string())?;
     let gpu = |gpu: bus::Gpu| SchedulerGpu { uuid: gpu.uuid, name: gpu.name, index: gpu.index };
     Ok(gpus.into_iter().map(gpu).collect())
-}
-
-async fn connect(control: &Path) -> Result<SchedulerProxy<'static>, String> {
-    let stream = UnixStream::connect(control).map_err(|e| format!("{}: {e}", control.display()))?;
-    let proxy = async {
-        let connection = Builder::unix_stream(stream).p2p().build().await?;
-        SchedulerProxy::builder(&connection).cache_properties(CacheProperties::No).build().await
-    };
-    proxy.await.map_err(|e| format!("{}: {e}", control.display()))
 }

@@ -3,9 +3,9 @@
 //! Units, slices and containers count where the system's manager made them. Those of a user's own manager count only for
 //! rules that name this user too, since users call their units what they like; or by a pattern of the whole path.
 
-use super::{Glob, Rule, Rules, Subject};
-use crate::daemon::cgroup::{self, Owned};
-use crate::daemon::peer::{Identity, Pod};
+use super::list::Rules;
+use super::rule::{Glob, Rule, Subject};
+use crate::identity::{self, Identity, Owned, Pod};
 
 /// Those who count together under a rule: by all that the rule names, as far as there can be several. A rule for a unit is
 /// for each unit that it matches, one for a user's programs for all of them, one for a group for each user of it.
@@ -82,7 +82,7 @@ impl Subject {
     }
 
     fn everybody(who: &Identity, owned: &Owned<'_>, rule: usize) -> Instance {
-        let is_of_a_user = owned.slices.iter().any(|path| cgroup::name(path) == "user.slice");
+        let is_of_a_user = owned.slices.iter().any(|path| identity::name(path) == "user.slice");
         let container = owned.container.map(|(path, _)| path.to_owned());
         let unit = owned.unit.filter(|_| container.is_none() && !is_of_a_user).map(str::to_owned);
         let user = (container.is_none() && unit.is_none()).then_some(who.uid);
@@ -106,7 +106,7 @@ impl Glob {
         if self.0.as_str().contains('/') {
             return who.cgroup.within().find(|path| self.0.matches_with(path, options));
         }
-        owned.iter().find(|path| self.0.matches(cgroup::name(path))).copied()
+        owned.iter().find(|path| self.0.matches(identity::name(path))).copied()
     }
 }
 
@@ -115,8 +115,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::daemon::cgroup::Cgroup;
-    use crate::daemon::config::Config;
+    use crate::config::Config;
+    use crate::identity::Cgroup;
 
     const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 

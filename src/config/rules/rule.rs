@@ -1,58 +1,12 @@
-//! Rules: what programs may have, by where they belong. The first rule that matches a program counts.
-//!
-//! - `parse`: `[[rule]]` of the configuration, and what can be wrong with it.
-//! - `added`: rules that were set while the daemon runs.
-//! - `amounts`: what the values of a rule can be.
-//! - `gpus`: how people name GPUs.
-//! - `patterns`: of names and paths.
-//! - `matching`: which rule a program has, and who counts with it.
-//! - `own`: what programs say of themselves, by their environment.
-//! - `places`: on which GPUs programs may be, and beside whom.
-
-mod added;
-mod amounts;
-mod gpus;
-mod matching;
-mod own;
-mod parse;
-mod patterns;
-mod places;
+//! One rule: the programs that it matches and what they may have.
 
 use std::fmt;
 use std::path::PathBuf;
 
-use amounts::Order;
-
-pub use added::{Added, Addition};
-pub use gpus::GpuName;
-pub use matching::Instance;
-pub use own::Own;
-pub use parse::{RawRule, read, read_one};
-pub use places::Whereabouts;
-
+use super::gpu_names::GpuName;
+use super::places::Whereabouts;
+use super::values::Order;
 use crate::scheduler::{Amount, OnMemoryFull, Terms, WaitOrder};
-
-/// The keys of a rule that say whom it is about, as people expect them.
-pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
-
-/// Those that say what they may have.
-pub const TERM_KEYS: [&str; 15] = [
-    "memory-max",
-    "memory-low",
-    "swap-max",
-    "on-memory-full",
-    "wait-order",
-    "weight",
-    "time-min",
-    "time-max",
-    "priority",
-    "interactive",
-    "gang",
-    "allowed-gpus",
-    "affinity",
-    "anti-affinity",
-    "exclusion",
-];
 
 /// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -152,63 +106,11 @@ pub struct Subject {
 
 /// A pattern of a name, or of a whole path where there is a `/` in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Glob(glob::Pattern);
-
-/// All rules, in the order in which they are tried: those that were set at run time, then those of files, then what pods
-/// wish for themselves.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rules {
-    added: Vec<Rule>,
-    written: Vec<Rule>,
-    wished: Vec<Rule>,
-}
-
-impl Rules {
-    pub fn all(&self) -> impl Iterator<Item = &Rule> {
-        self.added.iter().chain(&self.written).chain(&self.wished)
-    }
-
-    pub fn get(&self, at: usize) -> Option<&Rule> {
-        self.all().nth(at)
-    }
-
-    /// From now on these come before those of files.
-    pub fn put_first(&mut self, added: &Added) {
-        self.added = added.rules().cloned().collect();
-    }
-
-    /// From now on these come after all others: an administrator's word goes before a pod's own.
-    pub fn put_last(&mut self, wished: Vec<Rule>) {
-        self.wished = wished;
-    }
-
-    /// Those rules come first, then the others. A rule that can never match is an error, as its place and a sentence.
-    pub fn new(all: Vec<Rule>) -> Result<Self, (Origin, String)> {
-        for (at, rule) in all.iter().enumerate() {
-            let before = all.iter().take(at).find(|other| other.subject.covers(&rule.subject));
-            if let Some(other) = before {
-                let what = if other.subject == Subject::default() { "matches everybody" } else { "names the same" };
-                let text = format!("this rule can never match: rule {other} comes before it and {what}");
-                return Err((rule.origin.clone(), text));
-            }
-            let mut before = all.iter().take(at);
-            if let Some(text) = before.find_map(|other| rule.contradicts(other)) {
-                return Err((rule.origin.clone(), text));
-            }
-        }
-        Ok(Self { added: Vec::new(), written: all, wished: Vec::new() })
-    }
-
-    /// Why a rule cannot be set at run time, in the place of one of that name, if it cannot.
-    pub fn contradicted(&self, rule: &Rule) -> Option<String> {
-        let added = self.added.iter().filter(|other| other.name != rule.name);
-        added.chain(&self.written).find_map(|other| rule.contradicts(other))
-    }
-}
+pub struct Glob(pub(super) glob::Pattern);
 
 impl Subject {
     /// Whether whom the other is about is surely one of these: all that this names the other names as well.
-    fn covers(&self, other: &Self) -> bool {
+    pub(super) fn covers(&self, other: &Self) -> bool {
         fn same<T: PartialEq>(mine: &Option<T>, theirs: &Option<T>) -> bool {
             mine.is_none() || mine == theirs
         }
@@ -218,5 +120,22 @@ impl Subject {
             && same(&self.pod, &other.pod)
             && same(&self.user, &other.user)
             && same(&self.group, &other.group)
+    }
+}
+
+impl Rule {
+    /// Why programs of this rule could never be beside those of the other, though both say that they are to be.
+    pub fn contradicts(&self, other: &Self) -> Option<String> {
+        let (mine, theirs) = (&self.places, &other.places);
+        let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;
+        let apart = |one: &[GpuName], other: &[GpuName]| !one.iter().any(|a| other.iter().any(|b| a.may_be(b)));
+        let has = format!("affinity {label:?}: rule {other} has it as well, and");
+        match (&mine.allowed, &theirs.allowed) {
+            (Some(one), Some(other)) if apart(one, other) => {
+                Some(format!("{has} allows none of the GPUs that this rule allows"))
+            }
+            _ if mine.labels.exclusion != theirs.labels.exclusion => Some(format!("{has} another exclusion")),
+            _ => None,
+        }
     }
 }

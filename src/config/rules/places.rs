@@ -1,8 +1,8 @@
-//! On which GPUs a rule's programs may be, and beside whom; and rules that cannot both be kept.
+//! On which GPUs a rule's programs may be, and beside whom.
 
 use toml::Value;
 
-use super::{GpuName, Rule};
+use super::gpu_names::GpuName;
 use crate::scheduler::Labels;
 
 const LONGEST_LABEL: usize = 64;
@@ -37,21 +37,4 @@ pub(super) fn label(key: &str, text: &str) -> Result<String, String> {
     let is_allowed = (1..=LONGEST_LABEL).contains(&text.len()) && !text.chars().any(char::is_control);
     let wrong = || format!("{key} cannot be {text:?}: one line of text of 1 to {LONGEST_LABEL} bytes is allowed");
     is_allowed.then(|| text.to_owned()).ok_or_else(wrong)
-}
-
-impl Rule {
-    /// Why programs of this rule could never be beside those of the other, though both say that they are to be.
-    pub fn contradicts(&self, other: &Self) -> Option<String> {
-        let (mine, theirs) = (&self.places, &other.places);
-        let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;
-        let apart = |one: &[GpuName], other: &[GpuName]| !one.iter().any(|a| other.iter().any(|b| a.may_be(b)));
-        let has = format!("affinity {label:?}: rule {other} has it as well, and");
-        match (&mine.allowed, &theirs.allowed) {
-            (Some(one), Some(other)) if apart(one, other) => {
-                Some(format!("{has} allows none of the GPUs that this rule allows"))
-            }
-            _ if mine.labels.exclusion != theirs.labels.exclusion => Some(format!("{has} another exclusion")),
-            _ => None,
-        }
-    }
 }

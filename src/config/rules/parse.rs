@@ -7,11 +7,11 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 
-use super::amounts::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
-use super::gpus::GpuNames;
+use super::gpu_names::GpuNames;
 use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
-use super::{Origin, Rule, Subject};
+use super::rule::{Origin, Rule, Subject};
+use super::values::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
 use crate::scheduler::{Amount, Labels, OnMemoryFull, Share, Terms};
 
 /// What a rule can say.
@@ -237,8 +237,8 @@ impl Visitor<'_> for AccountVisitor {
 mod tests {
     use super::super::patterns::PATTERNS;
     use super::*;
-    use crate::daemon::config::Config;
-    use crate::daemon::rules::Rules;
+    use crate::config::Config;
+    use crate::config::rules::Rules;
 
     fn rules(text: &str) -> Rules {
         Config::parse(text, Path::new("nvshare.toml")).unwrap_or_else(|e| panic!("{text}: {e}")).rules

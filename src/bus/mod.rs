@@ -5,14 +5,10 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
 use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
-use crate::scheduler::{AntiThrash, Engine, GpuId, LockState, PolicyName, Stay};
+use crate::scheduler::{Engine, GpuId, LockState, Stay};
 
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
-
-/// Where the control socket is: D-Bus without a bus, for hosts that have none. Its directory is never mounted into a
-/// container.
-pub const CONTROL_SOCKET: &str = "/run/nvshare-control/control.sock";
 
 /// What holds a lock, or waits for it, until it is closed.
 pub use zbus::OwnedFd as LockFd;
@@ -244,33 +240,18 @@ pub fn stay_name(stay: Stay) -> &'static str {
     }
 }
 
-pub fn anti_thrash_name(mode: AntiThrash) -> &'static str {
-    match mode {
-        AntiThrash::On => "on",
-        AntiThrash::Auto => "auto",
-        AntiThrash::Off => "off",
-    }
+/// How many pods there can be: ten times the most that a node is known to have been given.
+pub const MAX_PODS: usize = 5_000;
+/// The longest name that Kubernetes allows.
+const MAX_POD_NAME: usize = 253;
+
+/// Whether it can be the UID of a pod.
+pub fn is_pod_uid(text: &str) -> bool {
+    (32..=36).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
 }
 
-pub const ANTI_THRASH: [AntiThrash; 3] = [AntiThrash::Auto, AntiThrash::On, AntiThrash::Off];
-
-/// Reads what [`anti_thrash_name`] writes.
-pub fn parse_anti_thrash(text: &str) -> Result<AntiThrash, String> {
-    let mode = ANTI_THRASH.into_iter().find(|mode| anti_thrash_name(*mode) == text);
-    mode.ok_or_else(|| format!("anti-thrash cannot be {text:?}: \"auto\", \"on\" or \"off\" are allowed"))
-}
-
-pub fn policy_name(policy: PolicyName) -> &'static str {
-    match policy {
-        PolicyName::Fcfs => "fcfs",
-        PolicyName::Adaptive => "adaptive",
-    }
-}
-
-pub const POLICY_NAMES: [PolicyName; 2] = [PolicyName::Fcfs, PolicyName::Adaptive];
-
-/// Reads what [`policy_name`] writes.
-pub fn parse_policy(text: &str) -> Result<PolicyName, String> {
-    let policy = POLICY_NAMES.into_iter().find(|policy| policy_name(*policy) == text);
-    policy.ok_or_else(|| format!("the policy cannot be {text:?}: \"fcfs\" or \"adaptive\" is allowed"))
+/// Whether something can have that name in Kubernetes.
+pub fn is_pod_name(text: &str) -> bool {
+    let is_of_a_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    !text.is_empty() && text.len() <= MAX_POD_NAME && text.bytes().all(is_of_a_name)
 }

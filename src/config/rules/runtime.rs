@@ -4,7 +4,7 @@
 use toml::Table;
 
 use super::parse::read_one;
-use super::{Origin, Rule};
+use super::rule::{Origin, Rule};
 
 /// Where such a rule comes from, for people.
 const ORIGIN: &str = "set at run time";

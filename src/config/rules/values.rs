@@ -5,8 +5,8 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 
+use crate::config::units;
 use crate::scheduler::{Amount, WaitOrder};
-use crate::units;
 
 /// The least that a limit can be: the GPU's own granularity; and the most, as everywhere in the file.
 const LEAST: u64 = 2 << 20;

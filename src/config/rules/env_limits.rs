@@ -8,12 +8,16 @@ use nvshare_wire::own::OwnTerm;
 use serde::Deserialize;
 use serde::de::value::{Error, I64Deserializer, StrDeserializer};
 
-use super::amounts::{MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight};
-use super::gpus::GpuName;
-use super::{Rule, gpus};
-use crate::daemon::session::variable;
+use super::gpu_names::{self, GpuName};
+use super::rule::Rule;
+use super::values::{MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight};
+use crate::config::units;
 use crate::scheduler::{self, Amount, OnMemoryFull, Terms};
-use crate::units;
+
+/// The name of the environment variable in which a program sets a limit.
+pub fn variable(term: OwnTerm) -> &'static str {
+    term.variable().to_str().unwrap_or_default()
+}
 
 /// So much of a value is repeated to people.
 const SHOWN: usize = 48;
@@ -34,7 +38,7 @@ enum Value {
 
 /// All that one program says.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Own(BTreeMap<OwnTerm, Said>);
+pub struct EnvLimits(BTreeMap<OwnTerm, Said>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Said {
@@ -43,7 +47,7 @@ struct Said {
     value: Result<Value, String>,
 }
 
-impl Own {
+impl EnvLimits {
     /// Takes in what it says now.
     pub fn hear(&mut self, term: OwnTerm, text: &str) {
         self.0.insert(term, Said { text: shortened(text), value: Value::read(term, text) });
@@ -124,7 +128,7 @@ impl Value {
             },
             OwnTerm::AllowedGpus => {
                 let names = text.split(',').map(str::trim);
-                let read = |name| gpus::read(name).or_else(|_| gpus::read(&shortened(name)));
+                let read = |name| gpu_names::read(name).or_else(|_| gpu_names::read(&shortened(name)));
                 Self::AllowedGpus(names.map(read).collect::<Result<_, _>>()?)
             }
         })
@@ -220,10 +224,10 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    use crate::daemon::config::Config;
+    use crate::config::Config;
 
-    fn own(said: &[(OwnTerm, &str)]) -> Own {
-        let mut own = Own::default();
+    fn own(said: &[(OwnTerm, &str)]) -> EnvLimits {
+        let mut own = EnvLimits::default();
         said.iter().for_each(|(term, text)| own.hear(*term, text));
         own
     }

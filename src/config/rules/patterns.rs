@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use toml::Spanned;
 
-use super::Glob;
 use super::parse::Mistake;
-use crate::daemon::cgroup;
+use super::rule::Glob;
+use crate::identity;
 
 pub(super) const PATTERNS: &str = "* stands for anything but /, ? for one character, [ab] for one of these, and ** between slashes \
                         for any number of directories";
@@ -33,14 +33,14 @@ pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>),
     if key != "pod" && is_path && !text.starts_with('/') && !text.starts_with("**/") {
         return Err(wrong("can match no path: a path begins with / or **/".into()));
     }
-    let name = cgroup::name(&text);
+    let name = identity::name(&text);
     let is_open = name.ends_with(['*', '?', ']']);
     let example = if name.is_empty() { "jupyter" } else { name.trim_end_matches('.') };
     match key {
-        "unit" if !is_open && !is_path && !cgroup::is_unit(name) => Err(wrong(format!(
+        "unit" if !is_open && !is_path && !identity::is_unit(name) => Err(wrong(format!(
             "can match no unit: their names end with .service or .scope, as in \"{example}.service\""
         ))),
-        "slice" if !is_open && !cgroup::is_slice(name) => {
+        "slice" if !is_open && !identity::is_slice(name) => {
             Err(wrong(format!("can match no slice: their names end with .slice, as in \"{example}.slice\"")))
         }
         _ => Ok((Glob(glob), span)),

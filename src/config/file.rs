@@ -1,32 +1,23 @@
-//! The configuration file: what can be set, what each setting is when nobody sets it, and errors that say where the
-//! mistake is and what is allowed. Reading it again at run time is `hub`'s business.
+//! The configuration file and its drop-ins: every setting and its default.
 
-use std::fmt;
 use std::io;
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::de::{self, Deserializer, Visitor};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use toml::Spanned;
 
-use super::host::SwapMax;
-use super::metrics::listen::{self, Listen};
+use super::document::{ConfigError, parse, position, wrong};
+use super::log_level::{LogLevel, read_log_level};
+use super::metrics::{Listen, MetricsSection};
+use super::paths::CONFIGURATION;
 use super::rules::{self, Origin, RawRule, Rule, Rules};
+use super::settings::{
+    self, MemorySection, SchedulerSettings, read_anti_thrash, read_context, read_max_clients, read_max_wait,
+    read_placement, read_policy, read_reserve, read_time_period, read_time_quantum,
+};
+use super::swap::{SwapMax, SwapSection};
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
-use crate::units;
-
-pub const DEFAULT_PATH: &str = "/etc/nvshare/nvshare.toml";
-
-/// What a time quantum may be, in whole seconds. The original's default is 30 s too.
-pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
-
-/// What the longest wait may be, in whole seconds; 0 stands for no bound.
-pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
-
-/// Over how many whole seconds parts of the time of a GPU can be counted.
-pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
 
 /// The whole configuration, with the default of everything in one place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,18 +41,7 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            settings: Settings {
-                time_quantum: Duration::from_secs(30),
-                // Three that need each other's memory wait no longer than two do with the default quantum.
-                max_wait: Duration::from_secs(60),
-                anti_thrash: AntiThrash::Auto,
-                policy: PolicyName::Fcfs,
-                reserve: 512 << 20,
-                // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
-                context: 600 << 20,
-                time_period: Duration::from_secs(10),
-                placement: Placement::None,
-            },
+            settings: settings::defaults(),
             max_clients_per_user: 512,
             log_level: LogLevel::Info,
             keep_connections: true,
@@ -75,39 +55,10 @@ impl Default for Config {
     }
 }
 
-/// How much is logged; each level has those before it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum LogLevel {
-    Error,
-    Warn,
-    Info,
-    Debug,
-    Trace,
-}
-
-/// What is wrong with a configuration file. The text is whole: it names the file and, where it is known, the place.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ConfigError {
-    Unreadable { path: PathBuf, reason: String },
-    Invalid { path: PathBuf, line: usize, column: usize, reason: String },
-}
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unreadable { path, reason } => write!(f, "cannot read {}: {reason}", path.display()),
-            Self::Invalid { path, line, column, reason } => write!(f, "{}:{line}:{column}: {reason}", path.display()),
-        }
-    }
-}
-
-impl std::error::Error for ConfigError {}
-
 impl Config {
     /// Reads `explicit`, or the default file, which may be missing; then what is in the directory beside it, by name.
     pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
-        let path = explicit.unwrap_or(Path::new(DEFAULT_PATH));
+        let path = explicit.unwrap_or(Path::new(CONFIGURATION));
         let unreadable =
             |path: &Path, e: &io::Error| ConfigError::Unreadable { path: path.into(), reason: e.to_string() };
         let mut texts = Vec::new();
@@ -150,7 +101,7 @@ impl Config {
         let rules = Rules::new(rules.into_iter().flatten().collect())
             .map_err(|(Origin { file, line }, reason)| ConfigError::Invalid { path: file, line, column: 1, reason })?;
         let default = Self::default();
-        let said = Said {
+        let scheduler = SchedulerSettings {
             time_quantum: all.time_quantum,
             max_wait: all.max_wait,
             time_period: all.time_period,
@@ -159,7 +110,10 @@ impl Config {
             memory: MemorySection { reserve: all.memory.reserve, context: all.memory.context },
         };
         Ok(Self {
-            settings: Settings { placement: all.placement.unwrap_or(default.settings.placement), ..said.settings() },
+            settings: Settings {
+                placement: all.placement.unwrap_or(default.settings.placement),
+                ..scheduler.settings()
+            },
             max_clients_per_user: all.max_clients_per_user.unwrap_or(default.max_clients_per_user),
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
@@ -168,33 +122,6 @@ impl Config {
             metrics: all.metrics.listen.unwrap_or(default.metrics),
             rules,
         })
-    }
-}
-
-/// What somebody says of the scheduler's settings. Of the others the default counts.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Said {
-    pub time_quantum: Option<Duration>,
-    pub max_wait: Option<Duration>,
-    pub time_period: Option<Duration>,
-    pub anti_thrash: Option<AntiThrash>,
-    pub policy: Option<PolicyName>,
-    pub memory: MemorySection,
-}
-
-impl Said {
-    pub fn settings(self) -> Settings {
-        let default = Config::default().settings;
-        Settings {
-            time_quantum: self.time_quantum.unwrap_or(default.time_quantum),
-            max_wait: self.max_wait.unwrap_or(default.max_wait),
-            anti_thrash: self.anti_thrash.unwrap_or(default.anti_thrash),
-            policy: self.policy.unwrap_or(default.policy),
-            reserve: self.memory.reserve.unwrap_or(default.reserve),
-            context: self.memory.context.unwrap_or(default.context),
-            time_period: self.time_period.unwrap_or(default.time_period),
-            ..default
-        }
     }
 }
 
@@ -217,49 +144,6 @@ fn listed(directory: &Path) -> io::Result<Vec<PathBuf>> {
     paths.retain(|path| path.extension().is_some_and(|end| end == "toml") && !is_hidden(path));
     paths.sort();
     Ok(paths)
-}
-
-/// Reads the text of a file, with errors that say where it is wrong.
-pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
-    toml::from_str(text).map_err(|e| wrong(text, path, e.span().map_or(0, |span| span.start), e.message().to_owned()))
-}
-
-/// What is wrong at that byte of a file.
-pub fn wrong(text: &str, path: &Path, at: usize, reason: String) -> ConfigError {
-    let (line, column) = position(text, at);
-    ConfigError::Invalid { path: path.into(), line, column, reason }
-}
-
-/// Line and column of a byte, both from 1, columns in characters.
-pub fn position(text: &str, at: usize) -> (usize, usize) {
-    let before = text.get(..at).unwrap_or(text);
-    let line = before.matches('\n').count() + 1;
-    let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;
-    (line, column)
-}
-
-/// The time quantum, or a sentence about what it may be.
-pub fn time_quantum(value: Duration) -> Result<Duration, String> {
-    whole_seconds(value, "time quantum", TIME_QUANTUM_SECONDS)
-}
-
-/// The longest wait, or a sentence about what it may be.
-pub fn max_wait(value: Duration) -> Result<Duration, String> {
-    whole_seconds(value, "longest wait", MAX_WAIT_SECONDS)
-}
-
-fn time_period(value: Duration) -> Result<Duration, String> {
-    whole_seconds(value, "time period", TIME_PERIOD_SECONDS)
-}
-
-fn whole_seconds(value: Duration, what: &str, allowed: RangeInclusive<u64>) -> Result<Duration, String> {
-    let seconds = value.as_secs();
-    if value.subsec_nanos() == 0 && allowed.contains(&seconds) {
-        return Ok(value);
-    }
-    let (min, max) = (allowed.start(), allowed.end());
-    let given = if value.subsec_nanos() == 0 { seconds.to_string() } else { value.as_secs_f64().to_string() };
-    Err(format!("the {what} cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
 }
 
 /// A file as it is written. Every key can be left out.
@@ -289,7 +173,7 @@ struct File {
     #[serde(default)]
     swap: SwapSection,
     #[serde(default)]
-    metrics: listen::Section,
+    metrics: MetricsSection,
     #[serde(default)]
     rule: Vec<Spanned<RawRule>>,
 }
@@ -313,7 +197,7 @@ impl File {
                 driver_limits: self.memory.driver_limits.or(before.memory.driver_limits),
             },
             swap: SwapSection { max: self.swap.max.or(before.swap.max) },
-            metrics: listen::Section { listen: self.metrics.listen.or(before.metrics.listen) },
+            metrics: MetricsSection { listen: self.metrics.listen.or(before.metrics.listen) },
             rule: Vec::new(),
         }
     }
@@ -328,178 +212,6 @@ struct FileMemory {
     context: Option<u64>,
     #[serde(default)]
     driver_limits: Option<bool>,
-}
-
-/// What of it is the scheduler's own.
-#[derive(Debug, Clone, Copy, Deserialize, Default)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct MemorySection {
-    #[serde(default, deserialize_with = "read_reserve")]
-    reserve: Option<u64>,
-    #[serde(default, deserialize_with = "read_context")]
-    context: Option<u64>,
-}
-
-#[derive(Debug, Clone, Copy, Deserialize, Default)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct SwapSection {
-    #[serde(default, deserialize_with = "read_swap_max")]
-    pub max: Option<SwapMax>,
-}
-
-fn read_swap_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
-    match Scalar::read(from, "swap.max", "\"80%\", a size like \"64G\", or \"none\"")? {
-        Scalar::Number(bytes) => Ok(SwapMax::Bytes(bytes)),
-        Scalar::Text(text) => SwapMax::parse(&text),
-    }
-    .map(Some)
-    .map_err(|e| de::Error::custom(format!("swap.max: {e}")))
-}
-
-pub fn read_time_quantum<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
-    read_duration(from, "time-quantum", time_quantum)
-}
-
-pub fn read_max_wait<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
-    read_duration(from, "max-wait", max_wait)
-}
-
-pub fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
-    read_duration(from, "time-period", time_period)
-}
-
-fn read_duration<'de, D: Deserializer<'de>>(
-    from: D,
-    key: &'static str,
-    check: impl FnOnce(Duration) -> Result<Duration, String>,
-) -> Result<Option<Duration>, D::Error> {
-    let scalar = Scalar::read(from, key, "a duration in whole seconds, like \"30s\"")?;
-    let parsed = match scalar {
-        Scalar::Number(seconds) => Ok(Duration::from_secs(seconds)),
-        Scalar::Text(text) => units::parse_duration(&text),
-    };
-    parsed.and_then(check).map(Some).map_err(|e| de::Error::custom(format!("{key}: {e}")))
-}
-
-pub fn read_anti_thrash<'de, D: Deserializer<'de>>(from: D) -> Result<Option<AntiThrash>, D::Error> {
-    match Scalar::read(from, "anti-thrash", "\"auto\", \"on\" or \"off\"")? {
-        Scalar::Text(text) => crate::bus::parse_anti_thrash(&text).map(Some),
-        Scalar::Number(number) => {
-            Err(format!("anti-thrash cannot be {number}: \"auto\", \"on\" or \"off\" are allowed"))
-        }
-    }
-    .map_err(de::Error::custom)
-}
-
-pub fn read_policy<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PolicyName>, D::Error> {
-    match Scalar::read(from, "policy", "\"fcfs\" or \"adaptive\"")? {
-        Scalar::Text(text) => crate::bus::parse_policy(&text).map(Some),
-        Scalar::Number(number) => Err(format!("the policy cannot be {number}: \"fcfs\" or \"adaptive\" is allowed")),
-    }
-    .map_err(de::Error::custom)
-}
-
-fn read_placement<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Placement>, D::Error> {
-    let allowed = "\"none\", \"pack\" or \"spread\"";
-    let given = match Scalar::read(from, "placement", allowed)? {
-        Scalar::Text(text) => match &*text {
-            "none" => return Ok(Some(Placement::None)),
-            "pack" => return Ok(Some(Placement::Pack)),
-            "spread" => return Ok(Some(Placement::Spread)),
-            _ => format!("{text:?}"),
-        },
-        Scalar::Number(number) => number.to_string(),
-    };
-    Err(de::Error::custom(format!("placement cannot be {given}: {allowed} are allowed")))
-}
-
-fn read_max_clients<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
-    match Scalar::read(from, "max-clients-per-user", "a number from 1 to 65535")? {
-        Scalar::Number(number @ 1..=65535) => Ok(Some(number as u32)),
-        Scalar::Number(other) => Err(other.to_string()),
-        Scalar::Text(text) => Err(format!("{text:?}")),
-    }
-    .map_err(|given| de::Error::custom(format!("max-clients-per-user cannot be {given}: 1 to 65535 are allowed")))
-}
-
-fn read_log_level<'de, D: Deserializer<'de>>(from: D) -> Result<Option<LogLevel>, D::Error> {
-    let allowed = "\"error\", \"warn\", \"info\", \"debug\" or \"trace\"";
-    let given = match Scalar::read(from, "log-level", allowed)? {
-        Scalar::Text(text) => match clap::ValueEnum::from_str(&text, false) {
-            Ok(level) => return Ok(Some(level)),
-            Err(_) => format!("{text:?}"),
-        },
-        Scalar::Number(number) => number.to_string(),
-    };
-    Err(de::Error::custom(format!("log-level cannot be {given}: {allowed} are allowed")))
-}
-
-fn read_reserve<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    read_size(from, "memory.reserve")
-}
-
-fn read_context<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    read_size(from, "memory.context")
-}
-
-/// More than any GPU has; a larger number is a slip of the unit.
-pub const MAX_MEMORY: u64 = 1 << 40;
-
-fn read_size<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Option<u64>, D::Error> {
-    let bytes = match Scalar::read(from, key, "a size, like \"512M\"")? {
-        Scalar::Number(bytes) => Ok(bytes),
-        Scalar::Text(text) => units::parse_size(&text),
-    };
-    match bytes {
-        Ok(bytes) if bytes <= MAX_MEMORY => Ok(Some(bytes)),
-        Ok(_) => Err(de::Error::custom(format!("{key} is too large: at most 1T is allowed"))),
-        Err(e) => Err(de::Error::custom(format!("{key}: {e}"))),
-    }
-}
-
-/// A value that may be written as a number or as a text.
-#[derive(Debug)]
-pub enum Scalar {
-    Number(u64),
-    Text(String),
-}
-
-impl Scalar {
-    pub fn read<'de, D: Deserializer<'de>>(
-        from: D,
-        key: &'static str,
-        allowed: &'static str,
-    ) -> Result<Self, D::Error> {
-        from.deserialize_any(ScalarVisitor { key, allowed })
-    }
-}
-
-struct ScalarVisitor {
-    key: &'static str,
-    allowed: &'static str,
-}
-
-impl Visitor<'_> for ScalarVisitor {
-    type Value = Scalar;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} for {}", self.allowed, self.key)
-    }
-
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Scalar, E> {
-        Ok(Scalar::Number(value))
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Scalar, E> {
-        let positive = u64::try_from(value);
-        positive
-            .map(Scalar::Number)
-            .map_err(|_| E::custom(format!("{} cannot be {value}: {} is allowed", self.key, self.allowed)))
-    }
-
-    fn visit_str<E: de::Error>(self, value: &str) -> Result<Scalar, E> {
-        Ok(Scalar::Text(value.to_owned()))
-    }
 }
 
 #[cfg(test)]

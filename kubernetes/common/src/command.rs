@@ -1,0 +1,27 @@
+//! How the command line of a program ends.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use nvshare::config::ConfigError;
+
+/// The answer of `--check-config`.
+///
+/// # Errors
+/// What is wrong with the file, with its line.
+pub fn check_config<T>(path: &Path, read: Result<T, ConfigError>) -> Result<(), String> {
+    read.map_err(|e| e.to_string())?;
+    println!("{}: the configuration is right", path.display());
+    Ok(())
+}
+
+/// Prints the error of `program`, if there is one, and returns its exit code.
+pub fn exit_code(program: &str, result: Result<(), String>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("{program}: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! The signals of a service.
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Ends the program.
+#[derive(Debug)]
+pub struct Termination {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Termination {
+    /// Waits for SIGTERM or SIGINT.
+    pub async fn wait(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// Begins to listen: to what ends the program, and to SIGHUP, which makes it reload.
+///
+/// # Errors
+/// The process cannot listen for signals.
+pub fn listen() -> Result<(Termination, Signal), String> {
+    let listen = |kind| signal(kind).map_err(|e| format!("cannot listen for signals: {e}"));
+    let termination =
+        Termination { terminate: listen(SignalKind::terminate())?, interrupt: listen(SignalKind::interrupt())? };
+    Ok((termination, listen(SignalKind::hangup())?))
+}

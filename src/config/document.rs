@@ -1,0 +1,43 @@
+//! TOML documents, and errors that name the file, the line and the column of a mistake.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::de;
+
+/// What is wrong with a configuration file. The text is whole: it names the file and, where it is known, the place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ConfigError {
+    Unreadable { path: PathBuf, reason: String },
+    Invalid { path: PathBuf, line: usize, column: usize, reason: String },
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreadable { path, reason } => write!(f, "cannot read {}: {reason}", path.display()),
+            Self::Invalid { path, line, column, reason } => write!(f, "{}:{line}:{column}: {reason}", path.display()),
+        }
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+/// Reads the text of a file, with errors that say where it is wrong.
+pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
+    toml::from_str(text).map_err(|e| wrong(text, path, e.span().map_or(0, |span| span.start), e.message().to_owned()))
+}
+
+/// What is wrong at that byte of a file.
+pub fn wrong(text: &str, path: &Path, at: usize, reason: String) -> ConfigError {
+    let (line, column) = position(text, at);
+    ConfigError::Invalid { path: path.into(), line, column, reason }
+}
+
+/// Line and column of a byte, both from 1, columns in characters.
+pub fn position(text: &str, at: usize) -> (usize, usize) {
+    let before = text.get(..at).unwrap_or(text);
+    let line = before.matches('\n').count() + 1;
+    let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;
+    (line, column)
+}

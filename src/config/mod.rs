@@ -1,0 +1,25 @@
+//! Configuration and rules: what the daemon, `nvsharectl`, the simulator and the Kubernetes programs share. It imports none of
+//! them.
+//!
+//! - [`file`]: the configuration file and its drop-ins, with every default.
+//! - [`settings`], [`swap`], [`metrics`], [`log_level`]: the values of its sections; [`names`]: names of values.
+//! - [`rules`]: what programs may have, by where they belong.
+//! - [`document`]: TOML documents and their errors; [`scalar`]: values that may be a number or a text; [`units`]: sizes and
+//!   durations.
+//! - [`paths`]: paths that several programs have to agree on.
+
+pub mod document;
+pub mod file;
+pub mod log_level;
+pub mod metrics;
+pub mod names;
+pub mod paths;
+pub mod rules;
+pub mod scalar;
+pub mod settings;
+pub mod swap;
+pub mod units;
+
+pub use document::ConfigError;
+pub use file::Config;
+pub use log_level::LogLevel;

@@ -1,0 +1,51 @@
+//! Rules: what programs may have, by where they belong. The first rule that matches a program applies.
+//!
+//! - `rule`: one rule; `list`: all of them, in order.
+//! - `parse`: `[[rule]]` of the configuration, with errors for each mistake.
+//! - `runtime`: rules that were set while the daemon runs.
+//! - `values`: the values that a rule's keys take; `gpu_names`: how people name GPUs; `patterns`: patterns of names and paths.
+//! - `matching`: which rule a program has, and which programs count together under it.
+//! - `env_limits`: tighter limits that programs set themselves by their environment.
+//! - `places`: on which GPUs programs may be, and beside whom.
+
+mod env_limits;
+mod gpu_names;
+mod list;
+mod matching;
+mod parse;
+mod patterns;
+mod places;
+mod rule;
+mod runtime;
+mod values;
+
+pub use env_limits::{EnvLimits, variable};
+pub use gpu_names::GpuName;
+pub use list::Rules;
+pub use matching::Instance;
+pub use parse::{RawRule, read, read_one};
+pub use places::Whereabouts;
+pub use rule::{Origin, Rule, Subject};
+pub use runtime::{Added, Addition};
+
+/// The keys of a rule that say whom it is about, as people expect them.
+pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
+
+/// Those that say what they may have.
+pub const TERM_KEYS: [&str; 15] = [
+    "memory-max",
+    "memory-low",
+    "swap-max",
+    "on-memory-full",
+    "wait-order",
+    "weight",
+    "time-min",
+    "time-max",
+    "priority",
+    "interactive",
+    "gang",
+    "allowed-gpus",
+    "affinity",
+    "anti-affinity",
+    "exclusion",
+];

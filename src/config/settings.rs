@@ -1,0 +1,187 @@
+//! Settings of the scheduler as people write them: allowed values, and the readers of each key.
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde::de::{self, Deserializer};
+
+use super::names::{parse_anti_thrash, parse_policy};
+use super::scalar::Scalar;
+use super::units;
+use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
+
+/// What a time quantum may be, in whole seconds. The original's default is 30 s too.
+pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
+
+/// What the longest wait may be, in whole seconds; 0 stands for no bound.
+pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
+
+/// Over how many whole seconds parts of the time of a GPU can be counted.
+pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
+
+/// The scheduler's settings where the configuration says nothing else.
+pub fn defaults() -> Settings {
+    Settings {
+        time_quantum: Duration::from_secs(30),
+        // Three that need each other's memory wait no longer than two do with the default quantum.
+        max_wait: Duration::from_secs(60),
+        anti_thrash: AntiThrash::Auto,
+        policy: PolicyName::Fcfs,
+        reserve: 512 << 20,
+        // A bare context takes about 527 MiB on an H200; libraries that programs load add to it.
+        context: 600 << 20,
+        time_period: Duration::from_secs(10),
+        placement: Placement::None,
+    }
+}
+
+/// What somebody says of the scheduler's settings. Of the others the default counts.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SchedulerSettings {
+    pub time_quantum: Option<Duration>,
+    pub max_wait: Option<Duration>,
+    pub time_period: Option<Duration>,
+    pub anti_thrash: Option<AntiThrash>,
+    pub policy: Option<PolicyName>,
+    pub memory: MemorySection,
+}
+
+impl SchedulerSettings {
+    pub fn settings(self) -> Settings {
+        let default = defaults();
+        Settings {
+            time_quantum: self.time_quantum.unwrap_or(default.time_quantum),
+            max_wait: self.max_wait.unwrap_or(default.max_wait),
+            anti_thrash: self.anti_thrash.unwrap_or(default.anti_thrash),
+            policy: self.policy.unwrap_or(default.policy),
+            reserve: self.memory.reserve.unwrap_or(default.reserve),
+            context: self.memory.context.unwrap_or(default.context),
+            time_period: self.time_period.unwrap_or(default.time_period),
+            ..default
+        }
+    }
+}
+
+/// The time quantum, or a sentence about what it may be.
+pub fn time_quantum(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "time quantum", TIME_QUANTUM_SECONDS)
+}
+
+/// The longest wait, or a sentence about what it may be.
+pub fn max_wait(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "longest wait", MAX_WAIT_SECONDS)
+}
+
+fn time_period(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "time period", TIME_PERIOD_SECONDS)
+}
+
+fn whole_seconds(value: Duration, what: &str, allowed: RangeInclusive<u64>) -> Result<Duration, String> {
+    let seconds = value.as_secs();
+    if value.subsec_nanos() == 0 && allowed.contains(&seconds) {
+        return Ok(value);
+    }
+    let (min, max) = (allowed.start(), allowed.end());
+    let given = if value.subsec_nanos() == 0 { seconds.to_string() } else { value.as_secs_f64().to_string() };
+    Err(format!("the {what} cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
+}
+
+/// What of it is the scheduler's own.
+#[derive(Debug, Clone, Copy, Deserialize, Default)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct MemorySection {
+    #[serde(default, deserialize_with = "read_reserve")]
+    pub reserve: Option<u64>,
+    #[serde(default, deserialize_with = "read_context")]
+    pub context: Option<u64>,
+}
+
+pub fn read_time_quantum<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    read_duration(from, "time-quantum", time_quantum)
+}
+
+pub fn read_max_wait<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    read_duration(from, "max-wait", max_wait)
+}
+
+pub fn read_time_period<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    read_duration(from, "time-period", time_period)
+}
+
+fn read_duration<'de, D: Deserializer<'de>>(
+    from: D,
+    key: &'static str,
+    check: impl FnOnce(Duration) -> Result<Duration, String>,
+) -> Result<Option<Duration>, D::Error> {
+    let scalar = Scalar::read(from, key, "a duration in whole seconds, like \"30s\"")?;
+    let parsed = match scalar {
+        Scalar::Number(seconds) => Ok(Duration::from_secs(seconds)),
+        Scalar::Text(text) => units::parse_duration(&text),
+    };
+    parsed.and_then(check).map(Some).map_err(|e| de::Error::custom(format!("{key}: {e}")))
+}
+
+pub fn read_anti_thrash<'de, D: Deserializer<'de>>(from: D) -> Result<Option<AntiThrash>, D::Error> {
+    match Scalar::read(from, "anti-thrash", "\"auto\", \"on\" or \"off\"")? {
+        Scalar::Text(text) => parse_anti_thrash(&text).map(Some),
+        Scalar::Number(number) => {
+            Err(format!("anti-thrash cannot be {number}: \"auto\", \"on\" or \"off\" are allowed"))
+        }
+    }
+    .map_err(de::Error::custom)
+}
+
+pub fn read_policy<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PolicyName>, D::Error> {
+    match Scalar::read(from, "policy", "\"fcfs\" or \"adaptive\"")? {
+        Scalar::Text(text) => parse_policy(&text).map(Some),
+        Scalar::Number(number) => Err(format!("the policy cannot be {number}: \"fcfs\" or \"adaptive\" is allowed")),
+    }
+    .map_err(de::Error::custom)
+}
+
+pub(super) fn read_placement<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Placement>, D::Error> {
+    let allowed = "\"none\", \"pack\" or \"spread\"";
+    let given = match Scalar::read(from, "placement", allowed)? {
+        Scalar::Text(text) => match &*text {
+            "none" => return Ok(Some(Placement::None)),
+            "pack" => return Ok(Some(Placement::Pack)),
+            "spread" => return Ok(Some(Placement::Spread)),
+            _ => format!("{text:?}"),
+        },
+        Scalar::Number(number) => number.to_string(),
+    };
+    Err(de::Error::custom(format!("placement cannot be {given}: {allowed} are allowed")))
+}
+
+pub(super) fn read_max_clients<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
+    match Scalar::read(from, "max-clients-per-user", "a number from 1 to 65535")? {
+        Scalar::Number(number @ 1..=65535) => Ok(Some(number as u32)),
+        Scalar::Number(other) => Err(other.to_string()),
+        Scalar::Text(text) => Err(format!("{text:?}")),
+    }
+    .map_err(|given| de::Error::custom(format!("max-clients-per-user cannot be {given}: 1 to 65535 are allowed")))
+}
+
+pub(super) fn read_reserve<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    read_size(from, "memory.reserve")
+}
+
+pub(super) fn read_context<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    read_size(from, "memory.context")
+}
+
+/// More than any GPU has; a larger number is a slip of the unit.
+pub const MAX_MEMORY: u64 = 1 << 40;
+
+fn read_size<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Option<u64>, D::Error> {
+    let bytes = match Scalar::read(from, key, "a size, like \"512M\"")? {
+        Scalar::Number(bytes) => Ok(bytes),
+        Scalar::Text(text) => units::parse_size(&text),
+    };
+    match bytes {
+        Ok(bytes) if bytes <= MAX_MEMORY => Ok(Some(bytes)),
+        Ok(_) => Err(de::Error::custom(format!("{key} is too large: at most 1T is allowed"))),
+        Err(e) => Err(de::Error::custom(format!("{key}: {e}"))),
+    }
+}

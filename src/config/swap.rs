@@ -1,0 +1,68 @@
+//! `[swap]`: the host memory that all programs together may use for swapped-out GPU memory.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{self, Deserializer};
+
+use super::scalar::Scalar;
+use super::units;
+
+/// The most that all programs together may have swapped out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SwapMax {
+    None,
+    Bytes(u64),
+    /// Of the host's memory.
+    Percent(u8),
+}
+
+impl SwapMax {
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let wrong = || format!("\"{text}\" is not allowed: write \"80%\", a size like \"64G\", or \"none\"");
+        if text == "none" {
+            return Ok(Self::None);
+        }
+        match text.strip_suffix('%') {
+            Some(number) => {
+                number.trim().parse().ok().filter(|percent| *percent <= 100).map(Self::Percent).ok_or_else(wrong)
+            }
+            None => units::parse_size(text).map(Self::Bytes).map_err(|_| wrong()),
+        }
+    }
+
+    /// The limit in bytes on a host with `total` bytes of memory; `u64::MAX` without one.
+    pub fn bytes(self, total: u64) -> u64 {
+        match self {
+            Self::None => u64::MAX,
+            Self::Bytes(bytes) => bytes,
+            Self::Percent(percent) => (u128::from(total) * u128::from(percent) / 100) as u64,
+        }
+    }
+}
+
+impl fmt::Display for SwapMax {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Bytes(bytes) => f.write_str(&units::size(*bytes)),
+            Self::Percent(percent) => write!(f, "{percent}%"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, Deserialize, Default)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct SwapSection {
+    #[serde(default, deserialize_with = "read_swap_max")]
+    pub max: Option<SwapMax>,
+}
+
+fn read_swap_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
+    match Scalar::read(from, "swap.max", "\"80%\", a size like \"64G\", or \"none\"")? {
+        Scalar::Number(bytes) => Ok(SwapMax::Bytes(bytes)),
+        Scalar::Text(text) => SwapMax::parse(&text),
+    }
+    .map(Some)
+    .map_err(|e| de::Error::custom(format!("swap.max: {e}")))
+}
