@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use nvshare_wire::ClientMessage;
 
-use crate::daemon_support::{self, Client, Daemon, GIB, GPU};
+use test_support::daemon::{self, Client, Daemon, GIB, GPU};
 
 const HAND_OVERS: usize = 5_000;
 
@@ -32,7 +32,7 @@ pub fn crowd(daemon: &Daemon, clients: usize) -> Vec<Client> {
 }
 
 fn attach(client: &Client) {
-    let ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } = daemon_support::attach(0, GPU) else {
+    let ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } = daemon::attach(0, GPU) else {
         return;
     };
     client.send(ClientMessage::Attach { slot, uuid, kind, engine, total: 1 << 40, name, reason });

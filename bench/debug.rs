@@ -5,16 +5,14 @@
 //! `cargo bench --bench debug [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
 
 mod crowd;
-#[path = "../tests/daemon_support/mod.rs"]
-mod daemon_support;
 mod results;
 
 use std::time::{Duration, Instant};
 
 use crowd::{at, crowd, hand_overs, loop_time};
-use daemon_support::Daemon;
 use nvshare::recorder::{Entry, Recorder, bundle};
 use results::{Figure, Results};
+use test_support::daemon::Daemon;
 
 const CLIENTS: usize = 1_000;
 const BUNDLES: u32 = 20;

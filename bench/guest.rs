@@ -4,7 +4,6 @@
 //! `cargo bench --bench guest [-- --json FILE]`; `make bench` builds the library first.
 
 mod results;
-mod steps;
 
 use std::{
     path::{Path, PathBuf},
@@ -36,7 +35,7 @@ fn main() {
         if let Some(library) = preloaded {
             command.env("LD_PRELOAD", library);
         }
-        steps::instructions(&mut command).expect("instructions can be counted")
+        test_support::steps::instructions(&mut command).expect("instructions can be counted")
     };
     let (without, empty, with) = (load(None), load(Some(&scene.empty)), load(Some(&scene.library)));
     println!("/bin/true executes {without} instructions");

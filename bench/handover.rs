@@ -3,16 +3,14 @@
 //!
 //! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
 
-#[path = "../tests/daemon_support/mod.rs"]
-mod daemon_support;
 mod results;
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use daemon_support::{Client, Daemon, GPU};
 use nvshare_wire::{ClientMessage, SchedulerMessage};
 use results::{Figure, Results};
+use test_support::daemon::{self, Client, Daemon, GPU};
 
 const HAND_OVERS: usize = 20_000;
 const IDLE_CLIENTS: usize = 1_000;
@@ -134,7 +132,7 @@ fn idle() -> f64 {
 
 /// Attaches a GPU that has room for everybody's context.
 fn attach(client: &Client) {
-    let ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } = daemon_support::attach(0, GPU) else {
+    let ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } = daemon::attach(0, GPU) else {
         return;
     };
     client.send(ClientMessage::Attach { slot, uuid, kind, engine, total: 1 << 40, name, reason });

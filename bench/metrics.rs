@@ -4,8 +4,6 @@
 //! `cargo bench --bench metrics [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
 
 mod crowd;
-#[path = "../tests/daemon_support/mod.rs"]
-mod daemon_support;
 mod results;
 
 use std::io::{Read, Write};
@@ -14,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crowd::{at, crowd, hand_overs, loop_time};
-use daemon_support::Daemon;
 use results::{Figure, Results};
+use test_support::daemon::Daemon;
 
 const CLIENTS: usize = 1_000;
 const SCRAPES: u32 = 100;

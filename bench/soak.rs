@@ -11,8 +11,6 @@
 //! less than 1 ms each and test the scheduler alone. `--programs` is where release builds of nvshare-scheduler, libnvshare.so and the
 //! simulated libcuda.so are (default: where this benchmark was built).
 
-#[path = "../tests/daemon_support/mod.rs"]
-mod daemon_support;
 mod results;
 mod stage;
 
@@ -27,10 +25,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use daemon_support::{Client, GIB, PATIENCE};
 use nvshare_wire::{ClientMessage, SchedulerMessage, client::ReleaseReason};
 use results::{Figure, Results};
 use stage::{Stage, option};
+use test_support::daemon::{self, Client, GIB, PATIENCE};
 
 /// Memory of the simulated GPU, of each program, and of each context, in MiB: two programs need more than there is.
 const TOTAL: usize = 10;
@@ -317,7 +315,7 @@ struct ProtocolClient {
 impl ProtocolClient {
     fn connect(socket: &Path) -> Self {
         let connection = Client::welcomed(socket);
-        connection.send(daemon_support::attach(0, daemon_support::GPU));
+        connection.send(daemon::attach(0, daemon::GPU));
         Self { connection, mapped: 0, allowance: 0, ack: 0, attached: false, granted: false }
     }
 
@@ -342,7 +340,7 @@ impl ProtocolClient {
         let most = self.allowance.min(MEMORY);
         self.mapped = if self.granted { most } else { self.mapped.min(most) };
         if (self.ack, self.mapped) != before {
-            let mut report = daemon_support::memory(0, MEMORY, self.mapped);
+            let mut report = daemon::memory(0, MEMORY, self.mapped);
             if let ClientMessage::Memory { ack, swapped, .. } = &mut report {
                 (*ack, *swapped) = (self.ack, MEMORY - self.mapped);
             }

@@ -5,7 +5,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use crate::sharing::*;
+use test_support::artifact;
+use test_support::machine::*;
 
 /// A simulated machine that builds programs.
 #[derive(Debug)]
@@ -22,8 +23,7 @@ pub struct Ended {
 
 /// The library under test.
 pub fn library() -> PathBuf {
-    let exe = std::env::current_exe().expect("the path of this program");
-    exe.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("libnvshare.so")
+    artifact("libnvshare.so")
 }
 
 /// Something the machine lacks: says so, and on CI fails.

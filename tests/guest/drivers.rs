@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::compare::*;
-use crate::sharing::*;
+use test_support::machine::*;
 
 #[test]
 fn a_program_runs_with_drivers_of_every_age() {

@@ -93,7 +93,7 @@ fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
     let mut program = host.case(&program, &[&plugin.to_string_lossy()]).start();
     host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
     // Beside a thread that waits under the loader's lock, others allocate, free and ask.
-    crate::sharing::wait_within(std::time::Duration::from_secs(10), "the other thread", || {
+    test_support::machine::wait_within(std::time::Duration::from_secs(10), "the other thread", || {
         program.stdout().contains("allocated").then_some(())
     });
     assert_eq!(program.poll(), None);

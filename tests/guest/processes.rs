@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::compare::*;
-use crate::sharing::*;
+use test_support::machine::*;
 
 #[test]
 fn a_forked_child_gets_the_drivers_answers_and_its_parent_goes_on() {

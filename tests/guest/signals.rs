@@ -1,7 +1,7 @@
 //! Signals are for the program's own threads.
 
 use crate::compare::*;
-use crate::sharing::*;
+use test_support::machine::*;
 
 #[test]
 fn no_signal_is_ever_delivered_to_the_librarys_thread() {

@@ -6,34 +6,34 @@ use nvshare_wire::{
     scheduler::{Denial, NoPlace, Refusal, WaitReason},
 };
 
-use crate::dice::Dice;
-use crate::sharing::MIB;
+use test_support::Dice;
+use test_support::machine::MIB;
 
 /// Mostly about the one GPU there is.
 fn slots(dice: &mut Dice) -> SlotSet {
-    let any = dice.next();
+    let any = dice.number();
     dice.pick(&[1, 1, 1, 1, 1, 0, 2, 1 << 63, u64::MAX, any])
 }
 
 fn slot(dice: &mut Dice) -> u32 {
-    let any = dice.next() as u32;
+    let any = dice.number() as u32;
     dice.pick(&[0, 0, 0, 0, 0, 1, 63, 64, u32::MAX, any])
 }
 
 fn bytes(dice: &mut Dice) -> u64 {
-    let (any, near) = (dice.next(), dice.below(16 * MIB));
+    let (any, near) = (dice.number(), dice.below(16 * MIB));
     dice.pick(&[0, 1, 2 * MIB, 4 * MIB, 8 * MIB, 64 * MIB, u64::MAX, u64::MAX - 1, near, any])
 }
 
 fn count(dice: &mut Dice) -> u32 {
-    let any = dice.next() as u32;
+    let any = dice.number() as u32;
     dice.pick(&[0, 1, 1, 2, 1000, u32::MAX, any])
 }
 
 /// A message that a scheduler could send, though not now and not so.
 pub fn message(dice: &mut Dice) -> SchedulerMessage {
     match dice.below(31) {
-        0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.next() },
+        0 => SchedulerMessage::Welcome { version: dice.pick(&[0, 1, 2, u16::MAX]), client: dice.number() },
         1 => refusal(dice),
         2..5 => SchedulerMessage::Attached { slot: slot(dice) },
         5 => SchedulerMessage::Limit {
@@ -55,8 +55,8 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
         16..20 => SchedulerMessage::Revoke { gpus: slots(dice) },
         20..23 => SchedulerMessage::Contended { gpus: slots(dice), waiters: count(dice), grace_us: count(dice) },
         23 => SchedulerMessage::Export {
-            ticket: dice.next(),
-            secret: Secret([dice.next() as u8; 16]),
+            ticket: dice.number(),
+            secret: Secret([dice.number() as u8; 16]),
             range: count(dice),
             allocation: bytes(dice),
             first: count(dice),
@@ -65,19 +65,19 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
         27 => SchedulerMessage::Placed {
             at: count(dice).max(1),
             of: count(dice),
-            uuid: Uuid([dice.next() as u8; 16]),
+            uuid: Uuid([dice.number() as u8; 16]),
             kind: dice.pick(&[GpuKind::Gpu, GpuKind::Mig]),
         },
         28 => SchedulerMessage::Unplaced { outcome: NoPlace::Free, text: Text::new("nonsense") },
         29 => SchedulerMessage::Remark { text: Text::new(dice.pick(&["", "%s%n", "\u{1b}[2J\n", LONG])) },
-        30 => SchedulerMessage::MemoryMax { uuid: Uuid([dice.next() as u8; 16]), bytes: bytes(dice) },
+        30 => SchedulerMessage::MemoryMax { uuid: Uuid([dice.number() as u8; 16]), bytes: bytes(dice) },
         24 => SchedulerMessage::Opened {
             ticket: slot(dice),
             outcome: dice.pick(&[Sharing::Done, Sharing::Unknown, Sharing::Failed, Sharing::Busy]),
             bytes: bytes(dice),
             chunk: bytes(dice),
         },
-        25 => SchedulerMessage::Adopt { exporter: Secret([dice.next() as u8; 16]), range: count(dice) },
+        25 => SchedulerMessage::Adopt { exporter: Secret([dice.number() as u8; 16]), range: count(dice) },
         _ => SchedulerMessage::Waiting {
             gpus: slots(dice),
             why: dice.pick(&[WaitReason::Queue, WaitReason::HolderStuck, WaitReason::Eviction, WaitReason::Pinned]),
@@ -103,7 +103,7 @@ pub fn packet(dice: &mut Dice, version: u16) -> Vec<u8> {
         // Longer than any message.
         2 => packet.resize(dice.pick(&[256, 257, 4096, 60_000]), 0xa5),
         3 => packet[0] = packet[0].wrapping_add(1), // another version
-        4 => packet = (0..dice.below(64)).map(|_| dice.next() as u8).collect(),
+        4 => packet = (0..dice.below(64)).map(|_| dice.number() as u8).collect(),
         _ => {
             for _ in 0..=dice.below(3) {
                 let at = dice.below(packet.len() as u64) as usize;

@@ -12,3 +12,4 @@ mod rules;
 mod shares;
 mod talk;
 mod thrash;
+mod thrash_traces;

@@ -1,5 +1,5 @@
 //! What the scheduler makes of memory that is seen to move: whom it watches, what it says, and who takes turns for it. When
-//! it is thrashing is in `thrash`.
+//! it is thrashing is in `thrash_traces`.
 
 use nvshare_sched::*;
 use scheduler_sim::*;

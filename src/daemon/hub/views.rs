@@ -71,7 +71,7 @@ impl Hub {
                     allowance: seat.allowance,
                     limit: usage.and_then(|usage| usage.limit),
                     memory_max: self.machine.memory_max(seen.client, seat.gpu),
-                    own_memory_max: self.machine.own_memory_max(seen.client, seat.gpu),
+                    own_memory_max: self.machine.client_memory_max(seen.client, seat.gpu),
                     awaits: seat.awaits,
                     unverified: seat.disbelieved.map(|claimed| claimed.saturating_sub(seat.mapped)),
                     mapping_failures: seat.failures,

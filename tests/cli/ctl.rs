@@ -1,0 +1,366 @@
+//! `nvsharectl` as people and scripts use it: what it prints, what it changes, and its exit codes.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::process::Stdio;
+
+use test_support::daemon::*;
+
+#[test]
+fn status_shows_who_holds_and_who_waits() {
+    let daemon = Daemon::start();
+    let empty = daemon.ctl(&[]);
+    assert_eq!((empty.code, empty.stderr.as_str()), (Some(0), ""));
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(
+        empty.stdout.starts_with(&format!("nvshare {version}: time quantum 30s, anti-thrash auto, policy fcfs\n")),
+        "{}",
+        empty.stdout
+    );
+    assert!(empty.stdout.contains("No GPU is known yet"), "{}", empty.stdout);
+
+    let [holder, waiter, idle] = [daemon.client(), daemon.client(), daemon.client()];
+    for client in [&holder, &waiter] {
+        client.attach();
+        client.report(12 * GIB, 0);
+    }
+    holder.request();
+    holder.until_granted();
+    holder.report(12 * GIB, 12 * GIB);
+    waiter.request();
+    daemon.log.wait("contended");
+    let status = daemon.ctl(&["status"]);
+    assert_eq!(status.code, Some(0));
+    let lines: Vec<&str> = status.stdout.lines().collect();
+    let line = |start: &str| {
+        let found = lines.iter().find(|line| line.trim_start().starts_with(start));
+        found.unwrap_or_else(|| panic!("no line {start:?} in\n{}", status.stdout))
+    };
+    line(&format!("GPU  Test GPU  {GPU_NAME}"));
+    assert!(line(&holder.id.to_string()).contains("holding"), "{}", status.stdout);
+    assert!(line(&holder.id.to_string()).contains("12 GiB  12 GiB"), "{}", status.stdout);
+    assert!(line(&waiter.id.to_string()).contains("waiting #1"), "{}", status.stdout);
+    line("On no GPU");
+    line(&idle.id.to_string());
+    assert!(!status.stdout.contains('\x1b'), "no colour but on a terminal");
+
+    let json = daemon.ctl(&["--json"]);
+    assert_eq!(json.stdout.lines().count(), daemon.ctl(&["status", "--json"]).stdout.lines().count());
+    let json: serde_json::Value = serde_json::from_str(&json.stdout).expect("JSON");
+    assert_eq!(json["time-quantum"], 30);
+    assert_eq!(json["gpus"][0]["holders"][0], holder.id);
+    assert_eq!(json["gpus"][0]["queue"][0], waiter.id);
+    assert_eq!(json["clients"][0]["gpus"][0]["state"], "holding");
+    assert_eq!(json["clients"][0]["pid"], std::process::id());
+}
+
+#[test]
+fn settings_change_by_new_words_and_by_the_original_ones() {
+    let daemon = Daemon::start();
+    let cases: [(&[&str], &str); 13] = [
+        (
+            &["set", "time-quantum", "45"],
+            "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "time-quantum", "2min"],
+            "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "max-wait", "0"],
+            "time-quantum = \"120s\"\nmax-wait = \"0s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "max-wait", "1min"],
+            "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["set", "anti-thrash", "on"],
+            "time-quantum = \"120s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n",
+        ),
+        (&["-T", "7"], "time-quantum = \"7s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n"),
+        (&["--set-tq=8"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n"),
+        (&["-S", "off"], "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"off\"\npolicy = \"fcfs\"\n"),
+        (
+            &["--anti-thrash", "auto"],
+            "time-quantum = \"8s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+        ),
+        (
+            &["-T", "9", "-S", "on"],
+            "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n",
+        ),
+        (&["reload"], "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n"),
+        (
+            &["set", "policy", "adaptive"],
+            "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\n",
+        ),
+        (&["reset"], "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"),
+    ];
+    for (arguments, expected) in cases {
+        let output = daemon.ctl(arguments);
+        assert_eq!((output.code, output.stdout.as_str(), output.stderr.as_str()), (Some(0), "", ""), "{arguments:?}");
+        assert_eq!(daemon.ctl(&["get"]).stdout, expected, "{arguments:?}");
+    }
+}
+
+#[test]
+fn mistakes_have_their_exit_codes_and_sentences() {
+    let daemon = Daemon::start();
+    let refused = daemon.ctl(&["set", "time-quantum", "3601"]);
+    assert_eq!(refused.code, Some(1));
+    assert_eq!(
+        refused.stderr,
+        "nvsharectl: the time quantum cannot be 3601 seconds: whole seconds from 1 to 3600 are allowed\n"
+    );
+    assert_eq!(daemon.ctl(&["set", "time-quantum", "500ms"]).code, Some(1));
+    let usage: [&[&str]; 8] = [
+        &["set", "time-quantum", "soon"],
+        &["set", "anti-thrash", "maybe"],
+        &["-S", "maybe"],
+        &["-T"],
+        &["dance"],
+        &["run"],
+        &["set"],
+        &["-T", "9", "status"],
+    ];
+    for arguments in usage {
+        assert_eq!(daemon.ctl(arguments).code, Some(2), "{arguments:?}");
+    }
+    assert!(daemon.ctl(&["-S", "maybe"]).stderr.contains("\"auto\", \"on\" or \"off\" are allowed"));
+    assert_eq!(
+        daemon.ctl(&["get"]).stdout,
+        "time-quantum = \"30s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"
+    );
+}
+
+#[test]
+fn without_a_scheduler_the_exit_code_is_3() {
+    let directory = Directory::new();
+    let missing = directory.0.join("control.sock");
+    let output = Output::of(ctl().arg("--control").arg(&missing));
+    assert_eq!(output.code, Some(3));
+    assert!(output.stderr.starts_with("nvsharectl: the scheduler is not running ("), "{}", output.stderr);
+    assert!(output.stderr.contains("systemctl start"), "{}", output.stderr);
+    let output = Output::of(ctl().arg("status").env("NVSHARE_CONTROL", &missing));
+    assert_eq!(output.code, Some(3));
+    // No system bus, and nothing at the usual place.
+    let output = Output::of(ctl().env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", missing.display())));
+    if !exists(nvshare::config::paths::CONTROL_SOCKET) {
+        assert_eq!(output.code, Some(3), "{}", output.stderr);
+    }
+}
+
+#[test]
+fn run_becomes_its_command() {
+    let directory = Directory::new();
+    let library = directory.0.join("libnvshare.so");
+    std::fs::write(&library, "").expect("a file");
+    let run = || {
+        let mut command = ctl();
+        command.arg("run").arg("--library").arg(&library);
+        command
+    };
+    let code = Output::of(run().args(["sh", "-c", "exit 42"]));
+    assert_eq!(code.code, Some(42));
+    let killed = run().args(["--", "sh", "-c", "kill -TERM $$"]).stderr(Stdio::null()).status().expect("it starts");
+    assert_eq!(killed.signal(), Some(libc::SIGTERM));
+
+    // The library is an empty file, which the loader only complains about; what counts is the list it was given.
+    let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]));
+    assert_eq!(list.stdout, format!("{}\n", library.display()));
+    let list = Output::of(run().args(["sh", "-c", "echo $LD_PRELOAD"]).env("LD_PRELOAD", "libm.so.6"));
+    assert_eq!(list.stdout, format!("{}:libm.so.6\n", library.display()));
+    let list = Output::of(ctl().args(["run", "sh", "-c", "echo $LD_PRELOAD"]).env("NVSHARE_LIBRARY", &library));
+    assert_eq!(list.stdout, format!("{}\n", library.display()));
+
+    let missing = Output::of(run().arg("no-such-command-anywhere"));
+    assert_eq!(missing.code, Some(127));
+    assert!(missing.stderr.contains("cannot run no-such-command-anywhere: No such file"), "{}", missing.stderr);
+    let not_executable = Output::of(run().arg(&library));
+    assert_eq!(not_executable.code, Some(126), "{}", not_executable.stderr);
+    let no_library = Output::of(ctl().args(["run", "--library", "/nowhere/libnvshare.so", "true"]));
+    assert_eq!(no_library.code, Some(1));
+    assert!(no_library.stderr.contains("there is no library /nowhere/libnvshare.so"), "{}", no_library.stderr);
+}
+
+#[test]
+fn preload_status_names_the_scheduler_that_runs() {
+    let daemon = Daemon::start();
+    let version = env!("CARGO_PKG_VERSION");
+    let on = std::fs::read_to_string("/etc/ld.so.preload").is_ok_and(|list| list.contains("libnvshare.so"));
+    let status = daemon.ctl(&["preload", "status"]);
+    assert_eq!((status.code, &*status.stderr), (Some(if on { 0 } else { 4 }), ""));
+    assert!(status.stdout.contains(&format!("  the scheduler that runs is version {version}\n")), "{}", status.stdout);
+    let json = daemon.ctl(&["--json", "preload", "status"]);
+    let json: serde_json::Value = serde_json::from_str(&json.stdout).expect("JSON");
+    assert_eq!((&json["on"], &json["scheduler-version"]), (&on.into(), &version.into()));
+}
+
+#[test]
+fn a_command_runs_with_the_lock_held_and_ends_as_it_would_without() {
+    let daemon = Daemon::start();
+    let other = daemon.client();
+    other.attach();
+    other.request();
+    other.until_granted();
+    let ctl = |words: &[&str]| {
+        let mut command = ctl();
+        command.arg("--control").arg(daemon.control()).arg("lock").args(words);
+        command
+    };
+    let script = ["--who", "me", "--", "sh", "-c", "echo in; read line; exit 7"];
+    let mut child = ctl(&script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("nvsharectl");
+    daemon.log.wait("me connected");
+    other.release();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("its stdout")).read_line(&mut line).expect("a line");
+    assert_eq!(line, "in\n");
+    let status = daemon.ctl(&["--json"]).stdout;
+    let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+    assert_eq!(
+        (&status["clients"][1]["name"], &status["clients"][1]["why"]),
+        (&"me".into(), &"nvsharectl lock".into())
+    );
+    assert_eq!(status["clients"][1]["gpus"][0]["state"], "holding");
+    other.request();
+    drop(child.stdin.take());
+    other.until_granted();
+    assert_eq!(wait(&mut child).code(), Some(7));
+
+    other.release();
+    assert_eq!(Output::of(&mut ctl(&["--", "sh", "-c", "kill -9 $$"])).code, Some(137));
+    assert_eq!(Output::of(&mut ctl(&["--", "/no/such/program"])).code, Some(127));
+    let refused = Output::of(&mut ctl(&["--gpu", "7", "--", "true"]));
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("there is no GPU \"7\""), "{}", refused.stderr);
+}
+
+/// A daemon with a program that holds the GPU, one that waits, and a lock whose owner says who it is.
+fn busy() -> (Daemon, [Client; 2], std::process::Child) {
+    let daemon = Daemon::start();
+    let [holder, waiter] = [daemon.client(), daemon.client()];
+    for client in [&holder, &waiter] {
+        client.attach();
+        client.report(12 * GIB, 0);
+    }
+    holder.request();
+    holder.until_granted();
+    holder.report(12 * GIB, 12 * GIB);
+    waiter.request();
+    daemon.log.wait("contended");
+    let mut lock = ctl();
+    lock.arg("--control").arg(daemon.control());
+    lock.args(["lock", "--who", "secret-who", "--why", "secret-why", "--", "true"]);
+    let lock = lock.stdout(Stdio::null()).spawn().expect("nvsharectl");
+    daemon.log.wait("secret-who connected");
+    (daemon, [holder, waiter], lock)
+}
+
+#[test]
+fn a_debug_bundle_is_private_and_names_no_program() {
+    let (daemon, _clients, mut lock) = busy();
+    let program = std::env::current_exe().expect("this program");
+    let program = program.file_name().and_then(|name| name.to_str()).expect("a name").to_owned();
+    let directory = &daemon.directory.0;
+    let path = directory.join("bundle.jsonl");
+    let at = path.to_str().expect("UTF-8");
+
+    let output = daemon.ctl(&["debug", "--output", at]);
+    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
+    assert!(output.stdout.starts_with(&format!("The debug bundle is in {at} (")), "{}", output.stdout);
+    let metadata = std::fs::metadata(&path).expect("the file");
+    assert_eq!(std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o777, 0o600);
+    let bundle = std::fs::read_to_string(&path).expect("the bundle");
+    let kinds = ["nvshare-bundle", "configuration", "status", "nvml", "checkpoint", "entry"];
+    for (line, kind) in bundle.lines().zip(kinds) {
+        assert!(line.starts_with(&format!("{{\"kind\":\"{kind}\"")), "{line}");
+    }
+    assert!(bundle.contains("\"time-quantum\":\"30s\"") && bundle.contains(GPU_NAME));
+    let name = std::fs::read_to_string("/proc/self/comm").expect("a name");
+    for secret in ["secret-who", "secret-why", program.as_str(), name.trim()] {
+        assert!(!bundle.contains(secret), "{secret} is in the bundle");
+    }
+    let more = daemon.ctl(&["debug", "--command-lines", "--output", "-"]);
+    for secret in ["secret-who", "secret-why", program.as_str(), "\"command-lines\":true"] {
+        assert!(more.stdout.contains(secret), "{secret} is not in the bundle");
+    }
+
+    let again = daemon.ctl(&["debug", "--output", at]);
+    let expected = format!("nvsharectl: {at} exists and is not overwritten: use --output to name another file\n");
+    assert_eq!((again.code, again.stderr), (Some(1), expected));
+    assert_eq!(std::fs::read_to_string(&path).expect("the bundle"), bundle);
+    let nowhere = daemon.ctl(&["debug", "--output", "/no/such/directory/bundle"]);
+    assert_eq!(nowhere.code, Some(1));
+    assert!(nowhere.stderr.contains("cannot create /no/such/directory/bundle: No such file"), "{}", nowhere.stderr);
+
+    let mut command = ctl();
+    let named = Output::of(command.arg("--control").arg(daemon.control()).arg("debug").current_dir(directory));
+    assert_eq!(named.code, Some(0), "{}", named.stderr);
+    let is_default = |name: &str| name.starts_with("nvshare-debug-") && name.ends_with("Z.jsonl");
+    let entries = std::fs::read_dir(directory).expect("the directory");
+    assert_eq!(entries.filter(|e| is_default(&e.as_ref().expect("an entry").file_name().to_string_lossy())).count(), 1);
+    let _ = lock.kill();
+    let _ = lock.wait();
+}
+
+#[test]
+fn a_debug_bundle_replays() {
+    let (daemon, clients, mut lock) = busy();
+    let path = daemon.directory.0.join("bundle.jsonl");
+    let at = path.to_str().expect("UTF-8");
+    assert_eq!(daemon.ctl(&["debug", "--output", at]).code, Some(0));
+    let replay = |more: &[&str]| Output::of(ctl().args(["simulate", "--replay", at]).args(more));
+
+    let text = replay(&[]);
+    assert_eq!((text.code, text.stderr.as_str()), (Some(0), ""));
+    assert!(text.stdout.contains("\nThe scheduler decides as recorded.\n"), "{}", text.stdout);
+    assert!(text.stdout.contains("granted after "), "{}", text.stdout);
+    let json: serde_json::Value = serde_json::from_str(&replay(&["--json"]).stdout).expect("JSON");
+    assert_eq!((&json["same"], &json["difference"]), (&true.into(), &serde_json::Value::Null));
+    let of = |client: &Client| {
+        let all = json["clients"].as_array().expect("a list");
+        all.iter().find(|row| row["client"] == client.id).expect("the client").clone()
+    };
+    assert_eq!((&of(&clients[0])["grants"], &of(&clients[1])["grants"]), (&1.into(), &0.into()));
+    assert!(of(&clients[1])["wait-time"].as_f64().expect("a number") > 0.0);
+    assert_eq!(json["timeline"][0]["what"], "granted");
+
+    // The same, as if another scheduler had recorded it.
+    let bundle = std::fs::read_to_string(&path).expect("the bundle");
+    let line = bundle.lines().position(|line| line.contains("\"grant\":")).expect("a grant");
+    std::fs::write(&path, bundle.replace("{\"grant\":", "{\"revoke\":")).expect("a bundle");
+    let differs = replay(&[]);
+    assert_eq!(differs.code, Some(1));
+    let expected = format!("(line {}):\n  event      {{\"requested\":", line + 1);
+    assert!(differs.stdout.contains(&expected), "{}", differs.stdout);
+    let json: serde_json::Value = serde_json::from_str(&replay(&["--json"]).stdout).expect("JSON");
+    assert_eq!((&json["same"], &json["difference"]["line"]), (&false.into(), &(line + 1).into()));
+
+    std::fs::write(&path, "[[gpu]]\n").expect("a file");
+    let expected = format!("nvsharectl: {at}, line 1: this is not a debug bundle: `nvsharectl debug` writes one\n");
+    assert_eq!((replay(&[]).code, replay(&[]).stderr), (Some(1), expected));
+    assert_eq!(Output::of(ctl().args(["simulate", "--replay", at, "mix.toml"])).code, Some(2));
+    assert_eq!(Output::of(ctl().arg("simulate")).code, Some(2));
+    let _ = lock.kill();
+    let _ = lock.wait();
+}
+
+#[test]
+fn a_debug_bundle_is_refused_to_a_container() {
+    let unshare = |program: &mut std::process::Command| {
+        let mut command = std::process::Command::new("unshare");
+        command.args(["--pid", "--fork"]).arg(program.get_program()).args(program.get_args());
+        command
+    };
+    let is_possible = unshare(&mut std::process::Command::new("true")).stderr(Stdio::null()).status();
+    if !is_possible.is_ok_and(|status| status.success()) {
+        return eprintln!("skipped: PID namespaces cannot be made here");
+    }
+    let daemon = Daemon::start();
+    let mut command = ctl();
+    command.arg("--control").arg(daemon.control()).args(["debug", "--output", "-"]);
+    let refused = Output::of(&mut unshare(&mut command));
+    assert_eq!((refused.code, refused.stdout.as_str()), (Some(1), ""));
+    let text = "a process in a container, or in another PID namespace, may not create a debug bundle";
+    assert!(refused.stderr.contains(text), "{}", refused.stderr);
+}

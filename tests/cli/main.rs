@@ -1,0 +1,5 @@
+//! `nvsharectl`.
+
+mod ctl;
+mod preload;
+mod simulate;

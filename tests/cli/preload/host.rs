@@ -1,0 +1,197 @@
+//! A machine for one test: the one that it runs on, with an `/etc` of its own that nobody else sees.
+
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_bind, mount_change};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+use test_support::artifact;
+
+pub const FILE: &str = "/etc/ld.so.preload";
+/// Where the library is, below what the machine has for itself.
+pub const LIBRARY: &str = "/mnt/lib/libnvshare.so";
+pub const NOBODY: u32 = 65534;
+
+/// Everything is relative to the thread that `on_a_host` runs.
+#[derive(Debug)]
+pub struct Host(());
+
+/// Runs a test on a machine of its own; says so where there can be none.
+pub fn on_a_host(test: impl FnOnce(&Host) + Send) {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: needs root, for an /etc/ld.so.preload of its own");
+    }
+    // A mount namespace belongs to a thread, and to what that thread starts.
+    let run = || match set_up() {
+        Ok(()) => test(&Host(())),
+        Err(e) => eprintln!("skipped: needs the right to mount, for an /etc/ld.so.preload of its own: {e}"),
+    };
+    if let Err(panic) = std::thread::scope(|scope| scope.spawn(run).join()) {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+fn set_up() -> std::io::Result<()> {
+    // SAFETY: descriptors stay shared; the thread's root, working directory and umask become its own.
+    unsafe { unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS)? };
+    mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
+    for place in ["/mnt", "/run"] {
+        mount("tmpfs", place, "tmpfs", MountFlags::empty(), Some(c"mode=0755"))?;
+    }
+    for place in ["/mnt/etc", "/mnt/lib", "/mnt/bin"] {
+        fs::create_dir(place)?;
+        fs::set_permissions(place, Permissions::from_mode(0o755))?;
+    }
+    let copied = Command::new("cp").args(["-a", "/etc/.", "/mnt/etc"]).status()?;
+    assert!(copied.success(), "/etc is copied");
+    mount_bind("/mnt/etc", "/etc")?;
+    let _ = fs::remove_file(FILE);
+    let place = |from: PathBuf, to: &str, mode: u32| {
+        fs::copy(&from, to).unwrap_or_else(|e| panic!("{}, which `make artifacts` builds: {e}", from.display()));
+        fs::set_permissions(to, Permissions::from_mode(mode)).expect("its mode");
+    };
+    place(artifact("libnvshare.so"), LIBRARY, 0o644);
+    place(artifact("static/nvsharectl"), "/mnt/bin/nvsharectl", 0o755);
+    Ok(())
+}
+
+/// What a program printed, and how it ended.
+#[derive(Debug)]
+pub struct Said {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Said {
+    pub fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    /// It is done, and there was nothing to complain about.
+    #[track_caller]
+    pub fn fine(self) -> String {
+        assert_eq!((self.code(), &*self.stderr), (Some(0), ""), "{self:?}");
+        self.stdout
+    }
+
+    /// It is refused, with a sentence that says this.
+    #[track_caller]
+    pub fn refused(self, sentence: &str) {
+        assert_eq!((self.code(), &*self.stdout), (Some(1), ""), "{self:?}");
+        assert!(self.stderr.contains(sentence), "no {sentence:?} in {}", self.stderr);
+    }
+}
+
+pub fn said(command: &mut Command) -> Said {
+    let output = command.stdin(Stdio::null()).output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    Said { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
+}
+
+/// What tells whether a file was touched, or became another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    pub inode: u64,
+    modified: (i64, i64),
+}
+
+impl Host {
+    pub fn command(&self, verb: &str) -> Command {
+        let mut command = Command::new("/mnt/bin/nvsharectl");
+        command.arg("preload").arg(verb).env_remove("NVSHARE_CONTROL");
+        command.env("DBUS_SYSTEM_BUS_ADDRESS", "unix:path=/mnt/no-bus");
+        command
+    }
+
+    /// With the library at its usual place here.
+    fn with_library(&self, verb: &str) -> Command {
+        let mut command = self.command(verb);
+        if ["enable", "verify"].contains(&verb) {
+            command.args(["--library", LIBRARY]);
+        }
+        command
+    }
+
+    pub fn preload(&self, verb: &str) -> Said {
+        said(&mut self.with_library(verb))
+    }
+
+    pub fn start(&self, verb: &str) -> Child {
+        let mut command = self.with_library(verb);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("nvsharectl starts")
+    }
+
+    pub fn write(&self, text: &[u8]) {
+        fs::write(FILE, text).expect("the file is written");
+        fs::set_permissions(FILE, Permissions::from_mode(0o644)).expect("its mode");
+    }
+
+    /// The same file, other text.
+    pub fn write_keeping(&self, text: &[u8]) {
+        fs::write(FILE, text).expect("the file is written");
+    }
+
+    pub fn text(&self) -> Option<Vec<u8>> {
+        fs::read(FILE).ok()
+    }
+
+    pub fn identity(&self) -> Identity {
+        let metadata = fs::metadata(FILE).expect("the file is there");
+        Identity { inode: metadata.ino(), modified: (metadata.mtime(), metadata.mtime_nsec()) }
+    }
+
+    /// Programs start, and say nothing, whoever starts them.
+    #[track_caller]
+    pub fn is_sound(&self) {
+        for uid in [0, NOBODY] {
+            let said = said(Command::new("/bin/true").uid(uid).gid(uid));
+            assert_eq!((said.code(), &*said.stdout, &*said.stderr), (Some(0), "", ""), "as {uid}");
+        }
+    }
+
+    /// Whether a program of this user has the library in it.
+    pub fn loads(&self, uid: u32) -> bool {
+        said(Command::new("/bin/cat").arg("/proc/self/maps").uid(uid).gid(uid)).fine().contains(LIBRARY)
+    }
+
+    /// Nothing is left beside the file.
+    #[track_caller]
+    pub fn is_tidy(&self) {
+        let names = fs::read_dir("/etc").expect("/etc").map(|entry| entry.expect("an entry").file_name());
+        let left: Vec<_> = names.filter(|name| name.to_string_lossy().contains("nvshare-")).collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
+
+    /// Compiles `library.c`.
+    pub fn compile(&self, to: &str, options: &[&str]) {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cli/preload/library.c");
+        let mut cc = Command::new(std::env::var_os("CC").unwrap_or("cc".into()));
+        // A new file each time, as a package manager makes it: one that is mapped must not be written to.
+        let _ = fs::remove_file(to);
+        cc.args(["-shared", "-fPIC", "-w", "-o", to]).arg(source).args(options);
+        said(&mut cc).fine();
+        fs::set_permissions(to, Permissions::from_mode(0o644)).expect("its mode");
+    }
+
+    /// A library that is none of ours and does no harm.
+    pub fn other(&self, to: &str) {
+        self.compile(to, &[]);
+    }
+
+    /// What is at LIBRARY gets other bytes.
+    pub fn patch(&self, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut bytes = fs::read(LIBRARY).expect("the library");
+        change(&mut bytes);
+        fs::remove_file(LIBRARY).expect("it goes");
+        fs::write(LIBRARY, bytes).expect("it is written");
+        fs::set_permissions(LIBRARY, Permissions::from_mode(0o644)).expect("its mode");
+    }
+
+    pub fn open(&self) -> File {
+        File::open(FILE).expect("the file opens")
+    }
+}

@@ -1,0 +1,287 @@
+//! What may be at the library's path: before it is put in force, and after.
+
+use std::fs::{self, Permissions};
+use std::io::Write;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::host::*;
+use test_support::artifact;
+
+#[test]
+fn verify_says_what_it_looked_at() {
+    on_a_host(|host| {
+        let report = host.preload("verify").fine();
+        let tried =
+            ["/bin/true as root", "/bin/true as nobody", "/bin/cat /proc/self/maps as nobody", "--version as nobody"];
+        for line in tried {
+            assert!(report.contains(line), "no {line:?} in {report}");
+        }
+        assert!(report.starts_with("/mnt/lib/libnvshare.so, version 0.1.0\n"), "{report}");
+        assert_eq!(host.text(), None);
+        let json = said(host.command("verify").args(["--json", "--library", LIBRARY])).fine();
+        let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+        assert_eq!((&json["right"], &json["version"]), (&true.into(), &"0.1.0".into()));
+    });
+}
+
+/// Not put in force, and said why. Whatever it is, programs go on.
+#[track_caller]
+fn is_refused(host: &Host, sentence: &str) {
+    let verified = host.preload("verify");
+    assert_eq!((verified.code(), &*verified.stderr), (Some(1), ""), "{verified:?}");
+    assert!(verified.stdout.contains(sentence), "no {sentence:?} in {}", verified.stdout);
+    host.write(b"\n");
+    let identity = host.identity();
+    host.preload("enable").refused(sentence);
+    assert_eq!(host.identity(), identity, "{sentence}");
+    host.is_sound();
+    host.is_tidy();
+}
+
+#[test]
+fn a_library_that_programs_would_notice_is_refused() {
+    on_a_host(|host| {
+        let harm = [
+            ("-DPRINTS", "/bin/true as root: printed \"hello\""),
+            ("-DPRINTS_TO_STDOUT", "/bin/true as root: printed \"hello\""),
+            ("-DCRASHES", "/bin/true as root: ended with signal: 6"),
+            ("-DCRASHES_FOR_USERS", "/bin/true as nobody: ended with signal: 6"),
+            ("-DCRASHES_WHEN_SETUID", "--version as nobody: ended with signal: 6"),
+        ];
+        for (harm, sentence) in harm {
+            host.compile(LIBRARY, &[harm]);
+            is_refused(host, sentence);
+        }
+        host.compile(LIBRARY, &[]);
+        host.preload("enable").fine();
+    });
+}
+
+#[test]
+fn a_library_that_never_finishes_loading_is_refused() {
+    on_a_host(|host| {
+        host.compile(LIBRARY, &["-DHANGS"]);
+        host.preload("enable").refused("/bin/true as root: did not end within 20 s");
+        host.is_sound();
+        assert_eq!(host.text(), None);
+    });
+}
+
+/// Makes a library with which no program starts.
+fn fatal(host: &Host, how: &str) -> &'static str {
+    const MADE: &str = "/mnt/lib/made.so";
+    let part = |version: &str| {
+        fs::write("/mnt/part.map", format!("{version} {{ global: part; }};")).expect("a file");
+        fs::write("/mnt/part.c", "void part(void) {}").expect("a file");
+        let options =
+            ["-shared", "-fPIC", "-Wl,--version-script=/mnt/part.map", "-o", "/mnt/lib/libpart.so", "/mnt/part.c"];
+        said(Command::new("cc").args(options)).fine();
+    };
+    let linked = ["-DNEEDS", "-L/mnt/lib", "-lpart", "-Wl,-rpath,/mnt/lib"];
+    match how {
+        "needs a library that is gone" => {
+            part("PART_1");
+            host.compile(MADE, &linked);
+            fs::remove_file("/mnt/lib/libpart.so").expect("it goes");
+        }
+        "needs a version that is gone" => {
+            part("PART_2");
+            host.compile(MADE, &linked);
+            part("PART_1");
+        }
+        "needs a symbol that nobody has" => host.compile(MADE, &["-DUNRESOLVED", "-Wl,-z,now"]),
+        "is cut off" => {
+            // In the middle of what the loader maps.
+            let whole = fs::read(artifact("libnvshare.so")).expect("the library");
+            fs::write(MADE, &whole[..20_000]).expect("it is written");
+            fs::set_permissions(MADE, Permissions::from_mode(0o644)).expect("its mode");
+        }
+        "crashes" => host.compile(MADE, &["-DCRASHES"]),
+        _ => unreachable!(),
+    }
+    MADE
+}
+
+const FATAL: [&str; 5] = [
+    "needs a library that is gone",
+    "needs a version that is gone",
+    "needs a symbol that nobody has",
+    "is cut off",
+    "crashes",
+];
+
+#[test]
+fn a_fatal_library_is_refused() {
+    on_a_host(|host| {
+        for how in FATAL {
+            fs::rename(fatal(host, how), LIBRARY).expect("it takes the library's place");
+            host.preload("enable").refused("WRONG");
+            assert_eq!(host.text(), None, "{how}");
+            host.is_sound();
+        }
+    });
+}
+
+#[test]
+fn a_library_that_has_become_fatal_is_put_out_of_force() {
+    on_a_host(|host| {
+        for how in FATAL {
+            host.patch(|bytes| *bytes = fs::read(artifact("libnvshare.so")).expect("the library"));
+            host.write(b"# kept\n");
+            let fatal = fatal(host, how);
+            host.preload("enable").fine();
+            fs::rename(fatal, LIBRARY).expect("it takes the library's place");
+            // No program starts any more, and neither does nvsharectl where it needs a loader.
+            for program in [Path::new("/bin/true"), &artifact("nvshare-scheduler")] {
+                let said = said(Command::new(program).arg("--version"));
+                assert!(!said.status.success(), "{how}: {said:?}");
+            }
+            assert_eq!(host.preload("status").code(), Some(0), "{how}");
+            host.preload("enable").refused("`nvsharectl preload disable` ends that");
+            host.preload("disable").fine();
+            assert_eq!(host.text().as_deref(), Some(&b"# kept\n"[..]), "{how}");
+            host.is_sound();
+        }
+    });
+}
+
+#[test]
+fn a_shell_that_runs_already_can_empty_the_file_itself() {
+    on_a_host(|host| {
+        let mut shell = Command::new("/bin/sh").stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a shell");
+        fs::rename(fatal(host, FATAL[0]), LIBRARY).expect("it takes the library's place");
+        host.write(format!("{LIBRARY}\n").as_bytes());
+        assert!(!said(&mut Command::new("/bin/true")).status.success());
+        // As the manual has it.
+        shell.stdin.take().expect("a pipe").write_all(b": > /etc/ld.so.preload\n").expect("it reads");
+        assert!(shell.wait().expect("it ends").success());
+        host.is_sound();
+    });
+}
+
+#[test]
+fn what_fails_only_in_earnest_is_taken_back() {
+    on_a_host(|host| {
+        host.compile(LIBRARY, &["-DCRASHES_IN_EARNEST"]);
+        assert!(host.preload("verify").status.success(), "the rehearsal notices nothing");
+        host.preload("enable").refused("/bin/true as root ended with signal: 6");
+        assert_eq!(host.text(), None);
+        host.is_sound();
+
+        host.write(b"\n\n");
+        let identity = host.identity();
+        host.preload("enable").refused("/etc/ld.so.preload is back as it was");
+        assert_eq!((host.identity(), host.text().as_deref()), (identity, Some(&b"\n\n"[..])), "the very same file");
+        host.is_sound();
+        host.is_tidy();
+    });
+}
+
+#[test]
+fn without_a_rehearsal_setuid_programs_are_tried_in_earnest() {
+    on_a_host(|host| {
+        let enable = || {
+            // As root in an ordinary container is.
+            let arguments =
+                ["--bounding-set=-sys_admin", "/mnt/bin/nvsharectl", "preload", "enable", "--library", LIBRARY];
+            said(Command::new("setpriv").args(arguments))
+        };
+        host.compile(LIBRARY, &["-DCRASHES_WHEN_SETUID"]);
+        enable().refused("--version as nobody ended with signal: 6");
+        assert_eq!(host.text(), None);
+        host.compile(LIBRARY, &["-DPRINTS"]);
+        enable().refused("/bin/true as root: printed \"hello\"");
+        host.compile(LIBRARY, &[]);
+        assert!(enable().fine().contains("note: setuid programs were not tried"));
+        host.is_sound();
+    });
+}
+
+#[test]
+fn what_is_no_library_for_this_machine_is_refused() {
+    on_a_host(|host| {
+        let genuine = fs::read(LIBRARY).expect("the library");
+        let shapes: [fn(&mut Vec<u8>); 5] = [
+            // 32 bits.
+            |bytes| bytes[4] = 1,
+            // Another processor.
+            |bytes| bytes[18..20].copy_from_slice(&8u16.to_le_bytes()),
+            |bytes| *bytes = b"hello".to_vec(),
+            |bytes| bytes.clear(),
+            // The headers of its sections are at its end.
+            |bytes| bytes.truncate(20_000),
+        ];
+        for change in shapes {
+            host.patch(|bytes| {
+                *bytes = genuine.clone();
+                change(bytes);
+            });
+            is_refused(host, "not a shared object for this machine");
+        }
+        fs::remove_file(LIBRARY).expect("it goes");
+        host.preload("enable").refused("there is no library /mnt/lib/libnvshare.so: name it with --library");
+        said(&mut host.command("enable")).refused("name it with --library");
+        // No library of ours, and so never run.
+        fs::write(
+            "/mnt/other.c",
+            "#include <unistd.h>\n__attribute__((constructor)) void f(void) { unlink(\"/mnt/other.c\"); }",
+        )
+        .expect("a file");
+        said(Command::new("cc").args(["-shared", "-fPIC", "-o", LIBRARY, "/mnt/other.c"])).fine();
+        is_refused(host, "names no version of nvshare");
+        assert!(Path::new("/mnt/other.c").exists(), "it was run");
+    });
+}
+
+#[test]
+fn a_library_that_others_can_change_is_refused() {
+    on_a_host(|host| {
+        let mode = |path: &str, mode: u32| fs::set_permissions(path, Permissions::from_mode(mode)).expect("its mode");
+        let owner =
+            |path: &str, uid: u32, gid: u32| std::os::unix::fs::chown(path, Some(uid), Some(gid)).expect("root may");
+        mode(LIBRARY, 0o666);
+        is_refused(host, "/mnt/lib/libnvshare.so can be changed by others than root (mode 666)");
+        mode(LIBRARY, 0o640);
+        is_refused(host, "/mnt/lib/libnvshare.so cannot be read by everybody");
+        mode(LIBRARY, 0o644);
+        mode("/mnt/lib", 0o700);
+        is_refused(host, "/mnt/lib cannot be entered by everybody");
+        mode("/mnt/lib", 0o1777);
+        is_refused(host, "/mnt/lib can be changed by others");
+        mode("/mnt/lib", 0o775);
+        owner("/mnt/lib", 0, 50);
+        is_refused(host, "/mnt/lib can be changed by others");
+        mode("/mnt/lib", 0o755);
+        owner("/mnt/lib", 7, 0);
+        is_refused(host, "/mnt/lib belongs to user 7");
+        owner("/mnt/lib", 0, 0);
+        owner(LIBRARY, 7, 0);
+        is_refused(host, "/mnt/lib/libnvshare.so belongs to user 7");
+        owner(LIBRARY, 0, 0);
+        host.preload("enable").fine();
+    });
+}
+
+#[test]
+fn a_path_that_the_loader_would_misread_is_refused() {
+    on_a_host(|host| {
+        let enable = |library: &str| said(host.command("enable").args(["--library", library]));
+        for directory in ["/mnt/a b", "/mnt/a:b", "/mnt/a#b", "/mnt/$LIB", "/mnt/a\nb"] {
+            fs::create_dir(directory).expect("a directory");
+            let library = format!("{directory}/libnvshare.so");
+            fs::copy(LIBRARY, &library).expect("a copy");
+            enable(&library).refused("which the loader cannot read");
+        }
+        fs::copy(LIBRARY, "/mnt/lib/other.so").expect("a copy");
+        enable("/mnt/lib/other.so").refused("its file name is not libnvshare.so");
+        assert_eq!(host.text(), None);
+
+        // What is written is where a link leads, and not what it may lead to tomorrow.
+        fs::create_dir("/mnt/link").expect("a directory");
+        symlink(LIBRARY, "/mnt/link/libnvshare.so").expect("a link");
+        enable("/mnt/link/libnvshare.so").fine();
+        assert_eq!(host.text().as_deref(), Some(format!("{LIBRARY}\n").as_bytes()));
+    });
+}

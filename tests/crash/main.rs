@@ -1,0 +1,360 @@
+//! The crash test: programs come and go on a GPU that cannot hold them all, and at random moments one of them, or the
+//! scheduler, is killed, stopped, or told to end. Everybody else's results are right, nobody waits for ever, and nothing is
+//! left behind.
+//!
+//! `NVSHARE_CRASH_SECONDS=1800 cargo nextest run --test crash --no-capture` runs it for longer. It goes in episodes, each on
+//! a machine of its own with a seed of its own; `NVSHARE_TEST_SEED` begins with that episode, and repeats it as far as
+//! timing allows.
+
+mod watch;
+
+use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
+use std::time::{Duration, Instant};
+
+use test_support::Dice;
+use test_support::machine::*;
+use watch::{Stand, Watch};
+
+/// Without `NVSHARE_CRASH_SECONDS`.
+const SECONDS: u64 = 60;
+const EPISODE: Duration = Duration::from_secs(10);
+/// Programs at once.
+const CROWD: usize = 6;
+/// Milliseconds between two blows, at most.
+const PAUSE: u64 = 100;
+/// A client without a scheduler for that long may have gone on without one, and then gets what memory is free.
+const RETURN_PATIENCE: Duration = Duration::from_millis(2900);
+/// A scheduler that came back learns within that time who is here: clients look for it ten times a second, but one that is
+/// stopped or busy comes later, and counts as a stranger until then, whose memory nobody can have.
+const ACQUAINTANCE: Duration = Duration::from_millis(3000);
+
+/// What runs: all of it checks its own results, and is through in a fraction of a second where it runs alone. Nothing that
+/// takes memory which cannot move: nobody can promise room to others beside that.
+const PROGRAMS: &[&str] = &[
+    "mix --mem 18M --chunks 3 --reps 2 --rounds 6",
+    "mix --mem 12M --chunks 2 --reps 2 --rounds 8 --cpu-ms 5",
+    "mix --mem 6M --chunks 6 --reps 8 --rounds 8",
+    "streams --mem 16M --streams 2 --threads 3 --rounds 8",
+    "graph --mem 16M --replays 24",
+    "captures --mem 12M --rounds 6 --capture-ms 15",
+    "per-thread --mem 12M --threads 3 --rounds 24",
+    "bursts --mem 8M --bursts 12 --pause-ms 10",
+    "forks --mem 8M --rounds 2",
+];
+
+/// Out of memory where nothing that is known explains it. A process that is killed may have the GPU's memory for a moment
+/// after its connection ended, and one that is slow to come back to a new scheduler is a stranger to it: whoever asks in
+/// that moment is refused, which is an answer that a program can get anywhere. Tolerated while it is rare.
+const REFUSED: &str = "refused memory";
+
+/// How often what happened.
+type Counts = BTreeMap<&'static str, u32>;
+
+struct Guest {
+    program: Program,
+    since: Instant,
+    /// The signal that is meant to end it, and whom that hits.
+    harm: Option<(i32, &'static str)>,
+    /// Stopped until then.
+    stopped: Option<Instant>,
+    managed: bool,
+    /// There was a time when nobody could make room for it: it may be refused memory.
+    alone: bool,
+}
+
+impl Guest {
+    /// As `alone` says, or because it came while there was no scheduler.
+    fn may_be_refused(&self) -> bool {
+        let said = self.program.stderr();
+        let before_attached = said.split("← Attached").next().unwrap_or_default();
+        self.alone || ["no scheduler", "the scheduler is gone"].iter().any(|words| before_attached.contains(words))
+    }
+
+    /// It was told that there is no memory, by a call that asked for some: an allocation, or a context.
+    fn was_refused(&self) -> bool {
+        let said = self.program.stdout();
+        // Where pages fault in, any call may be the one that finds no room.
+        let asked = ["cuMemAlloc", "cuDevicePrimaryCtxRetain", "cuCtxCreate"].iter().any(|call| said.contains(call));
+        (asked || self.managed) && said.contains("CUDA_ERROR_OUT_OF_MEMORY")
+    }
+
+    /// It has ended: was that right? Says how it ended.
+    fn judge(&mut self, counts: &mut Counts, slowest: &mut Duration) {
+        let status = self.program.wait();
+        let what = match (status.signal(), self.harm) {
+            (Some(signal), Some((sent, whom))) if signal == sent => whom,
+            _ if self.was_refused() && self.may_be_refused() => "refused memory around a restart",
+            _ if self.was_refused() => REFUSED,
+            _ => {
+                self.program.finish();
+                *slowest = self.since.elapsed().max(*slowest);
+                "finished"
+            }
+        };
+        *counts.entry(what).or_default() += 1;
+    }
+}
+
+/// Whether the scheduler runs.
+enum Scheduler {
+    Runs,
+    Stopped { until: Instant },
+    Away { since: Instant, until: Instant },
+}
+
+struct Episode {
+    /// Before the machine, so that they end, and show what they said, while its directory is there.
+    guests: Vec<Guest>,
+    machine: Machine,
+    dice: Dice,
+    scheduler: Scheduler,
+    schedulers: u32,
+    scheduler_since: Instant,
+    watch: Watch,
+    counts: Counts,
+    /// The longest life of a program that finished.
+    slowest: Duration,
+}
+
+impl Episode {
+    fn new(seed: u64) -> Self {
+        let mut dice = Dice::new(seed);
+        let setup = Setup {
+            // Two or three fit, or nearly all.
+            memory: dice.pick(&[48, 64, 128]) * MIB,
+            reserve: 2 * MIB,
+            context: 2 * MIB,
+            time_quantum: 1,
+            anti_thrash: dice.pick(&["auto", "auto", "on", "off"]),
+            swap_max: "80%",
+            simulator: vec![("CUDA_SIM_GPU_BANDWIDTH", "8G".into()), ("CUDA_SIM_LINK_BANDWIDTH", "4G".into())],
+            ..Setup::default()
+        };
+        eprintln!("NVSHARE_TEST_SEED={seed}: {} MiB, anti-thrash {}", setup.memory / MIB, setup.anti_thrash);
+        // With something that keeps connections for the next scheduler, or without.
+        let machine = if dice.one_in(2) { Machine::with_manager(setup) } else { Machine::with_scheduler(setup) };
+        let watch = Watch::new(&machine.path("trace-1"));
+        let (guests, counts, slowest) = (Vec::new(), Counts::new(), Duration::ZERO);
+        let (scheduler, scheduler_since) = (Scheduler::Runs, Instant::now());
+        Self { machine, dice, guests, scheduler, schedulers: 1, scheduler_since, watch, counts, slowest }
+    }
+
+    fn run(mut self) -> Counts {
+        let begin = Instant::now();
+        while begin.elapsed() < EPISODE {
+            self.tend();
+            while self.guests.len() < CROWD {
+                self.invite();
+                if !matches!(self.scheduler, Scheduler::Runs) {
+                    break; // few at a time, since many of them are refused
+                }
+            }
+            std::thread::sleep(self.dice.milliseconds(PAUSE));
+            self.watch.look();
+            self.strike();
+            self.check();
+        }
+        // Now all that was not killed comes to its end.
+        while !self.guests.is_empty() || !matches!(self.scheduler, Scheduler::Runs) {
+            std::thread::sleep(Duration::from_millis(5));
+            self.tend();
+            self.check();
+        }
+        self.machine.wait_until_empty();
+        assert_eq!(self.machine.free(), self.machine.setup.memory, "memory is left behind");
+        self.tell_scheduler_to_end();
+        eprintln!("the slowest took {:.1} s", self.slowest.as_secs_f64());
+        self.counts
+    }
+
+    fn count(&mut self, what: &'static str) {
+        *self.counts.entry(what).or_default() += 1;
+    }
+
+    fn invite(&mut self) {
+        let mut launch = self.machine.program(self.dice.pick(PROGRAMS));
+        // Not with anti-thrash off: see `off_lets_a_program_of_the_engine_managed_run`.
+        let managed = self.dice.one_in(8) && self.machine.setup.anti_thrash != "off";
+        if managed {
+            launch = launch.env("NVSHARE_ENGINE", "managed");
+        }
+        let (program, since) = (launch.start(), Instant::now());
+        // See `who_starts_right_after_the_scheduler_is_back_gets_room`.
+        let alone = self.schedulers > 1 && since - self.scheduler_since < ACQUAINTANCE;
+        self.guests.push(Guest { program, since, harm: None, stopped: None, managed, alone });
+    }
+
+    /// Lets go on what was stopped for long enough, brings the scheduler back, and looks at those that ended.
+    fn tend(&mut self) {
+        let now = Instant::now();
+        match self.scheduler {
+            Scheduler::Stopped { until } if now >= until => {
+                kill(self.machine.scheduler_pid(), libc::SIGCONT);
+                self.scheduler = Scheduler::Runs;
+            }
+            Scheduler::Away { since, until } if now >= until => {
+                // What newcomers are given before it is back is missing for memory that faults in.
+                let all = since.elapsed() >= RETURN_PATIENCE;
+                self.guests.iter_mut().for_each(|guest| guest.alone |= all || guest.managed);
+                self.machine.start_scheduler();
+                (self.schedulers, self.scheduler_since) = (self.schedulers + 1, Instant::now());
+                self.watch = Watch::new(&self.machine.path(&format!("trace-{}", self.schedulers)));
+                self.scheduler = Scheduler::Runs;
+            }
+            _ => {}
+        }
+        let away = match self.scheduler {
+            Scheduler::Away { since, .. } => since.elapsed(),
+            _ => Duration::ZERO,
+        };
+        for mut guest in std::mem::take(&mut self.guests) {
+            guest.alone |= away >= RETURN_PATIENCE;
+            if guest.program.poll().is_some() {
+                guest.judge(&mut self.counts, &mut self.slowest);
+                continue;
+            }
+            if guest.stopped.is_some_and(|until| now >= until) {
+                guest.program.signal(libc::SIGCONT);
+                guest.stopped = None;
+            }
+            let (age, name) = (guest.since.elapsed(), &guest.program.name);
+            assert!(age < PATIENCE, "`{name}` (pid {}) has been here for {age:?}", guest.program.pid());
+            self.guests.push(guest);
+        }
+    }
+
+    /// Something bad, to somebody.
+    fn strike(&mut self) {
+        match self.dice.below(100) {
+            0..25 => self.end_somebody(libc::SIGKILL, Some(Stand::Holds), "holder killed"),
+            25..50 => self.end_somebody(libc::SIGKILL, Some(Stand::Waits), "waiter killed"),
+            50..56 => self.end_somebody(libc::SIGKILL, None, "anybody killed"),
+            56..60 => self.end_somebody(libc::SIGTERM, None, "anybody told to end"),
+            60..74 => {
+                if let Some(at) = self.find(None) {
+                    self.guests[at].program.signal(libc::SIGSTOP);
+                    self.guests[at].stopped = Some(Instant::now() + self.dice.milliseconds(300));
+                    self.count("anybody stopped");
+                }
+            }
+            74..80 => self.strike_scheduler(),
+            _ => {} // a little peace
+        }
+    }
+
+    fn find(&mut self, stand: Option<Stand>) -> Option<usize> {
+        let found = self.guests.iter().enumerate().filter(|(_, guest)| {
+            let pid = guest.program.pid();
+            guest.harm.is_none() && stand.is_none_or(|stand| self.watch.stand(pid) == stand)
+        });
+        let found: Vec<usize> = found.map(|(at, _)| at).collect();
+        (!found.is_empty()).then(|| self.dice.pick(&found))
+    }
+
+    /// Counted once it is seen to have ended of it.
+    fn end_somebody(&mut self, signal: i32, stand: Option<Stand>, whom: &'static str) {
+        if let Some(at) = self.find(stand) {
+            let guest = &mut self.guests[at];
+            guest.harm = Some((signal, whom));
+            guest.program.signal(signal);
+        }
+    }
+
+    fn strike_scheduler(&mut self) {
+        if !matches!(self.scheduler, Scheduler::Runs) {
+            return;
+        }
+        let now = Instant::now();
+        // Now and then for so long that programs go on without.
+        let most = if self.dice.one_in(12) { 5000 } else { 300 };
+        let until = now + self.dice.milliseconds(most);
+        match self.dice.below(6) {
+            0..3 => {
+                self.machine.kill_scheduler();
+                self.scheduler = Scheduler::Away { since: now, until };
+                self.count("scheduler killed");
+            }
+            3..5 => {
+                self.tell_scheduler_to_end();
+                self.scheduler = Scheduler::Away { since: now, until };
+                self.count("scheduler told to end");
+            }
+            _ => {
+                kill(self.machine.scheduler_pid(), libc::SIGSTOP);
+                self.scheduler = Scheduler::Stopped { until: now + self.dice.milliseconds(300) };
+                self.count("scheduler stopped");
+            }
+        }
+    }
+
+    fn tell_scheduler_to_end(&mut self) {
+        let pid = self.machine.scheduler_pid();
+        kill(pid, libc::SIGTERM);
+        wait_for("the scheduler to end when told to", || {
+            // SAFETY: all zeros is a valid place for the answer; WNOWAIT leaves the child for whoever waits for it.
+            let (found, info) = unsafe {
+                let mut info: libc::siginfo_t = std::mem::zeroed();
+                let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+                (libc::waitid(libc::P_PID, pid, &mut info, flags), info)
+            };
+            // SAFETY: what `waitid` has filled in; 0 as long as there is nothing to say.
+            let (ended, status) = unsafe { (info.si_pid() != 0, info.si_status()) };
+            assert!(found == 0 && (!ended || (info.si_code, status) == (libc::CLD_EXITED, 0)), "it ends with {status}");
+            ended.then_some(())
+        });
+        self.machine.kill_scheduler();
+    }
+
+    /// What must be so at every moment.
+    fn check(&mut self) {
+        self.watch.look();
+        let most = if self.machine.setup.anti_thrash == "on" { 1 } else { CROWD };
+        assert!(self.watch.most_holders <= most, "{} clients held the lock at once", self.watch.most_holders);
+        if let Some(used) = watch::used(&self.machine.path("gpu")) {
+            assert!(used <= self.machine.setup.memory, "{used} bytes of the GPU are in use");
+        }
+    }
+}
+
+#[test]
+fn whoever_is_killed_the_others_are_right_and_nobody_waits_for_ever() {
+    let seconds = std::env::var("NVSHARE_CRASH_SECONDS").map_or(SECONDS, |text| text.parse().expect("seconds"));
+    let (begin, seed) = (Instant::now(), Dice::seed());
+    let mut counts = Counts::new();
+    for episode in 0.. {
+        for (what, n) in Episode::new(seed + episode).run() {
+            *counts.entry(what).or_default() += n;
+        }
+        eprintln!("{:.0} s: {counts:?}", begin.elapsed().as_secs_f64());
+        if begin.elapsed() >= Duration::from_secs(seconds) {
+            break;
+        }
+    }
+    let count = |what: &str| counts.get(what).copied().unwrap_or(0);
+    let kills: u32 = counts.iter().filter(|(what, _)| what.ends_with("killed")).map(|(_, n)| n).sum();
+    eprintln!("{kills} kills, {} programs finished", count("finished"));
+    assert!(count(REFUSED) <= 4 + kills / 50, "memory was refused {} times", count(REFUSED));
+    // Enough of each that passing means something.
+    let few = seconds as u32 / 20;
+    for what in ["holder killed", "waiter killed", "scheduler killed", "scheduler told to end", "finished"] {
+        assert!(count(what) >= few, "too little happened: {what} {} times", count(what));
+    }
+}
+
+#[test]
+fn off_lets_a_program_of_the_engine_managed_run() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "off", ..Setup::default() });
+    machine.program("mix --mem 16M --reps 1 --rounds 2").env("NVSHARE_ENGINE", "managed").start().finish();
+}
+
+#[test]
+fn who_starts_right_after_the_scheduler_is_back_gets_room() {
+    let mut machine = Machine::with_scheduler(Setup { memory: 64 * MIB, reserve: 2 * MIB, ..Setup::default() });
+    let mut before = [(); 2].map(|()| machine.program("mix --mem 27M --reps 4 --rounds 40").start());
+    before.iter().for_each(|program| machine.wait_for_grants(program, 1));
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    machine.program("mix --mem 16M --reps 1 --rounds 2").start().finish();
+    before.iter_mut().for_each(|program| drop(program.finish()));
+}

@@ -1,0 +1,494 @@
+//! `org.nvshare.Scheduler1` on a private bus and on the control socket: what everybody can read, what root can change,
+//! and what is said of it.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use crate::private_bus::*;
+use nvshare::bus::{NAME, PATH, SchedulerProxy};
+use nvshare::scheduler::Event;
+use test_support::daemon::*;
+use zbus::connection::Builder;
+use zbus::{Connection, MessageStream, Variant};
+
+/// Runs the same test on the bus and on the control socket.
+fn both_ways(test: impl AsyncFn(&Daemon, &Connection)) {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    block_on(async {
+        test(&daemon, &on_bus(&bus).await).await;
+    });
+    let daemon = Daemon::start();
+    block_on(async {
+        test(&daemon, &on_control(&daemon.control()).await).await;
+    });
+}
+
+#[test]
+fn settings_are_read_and_changed() {
+    both_ways(async |_, connection| {
+        let scheduler = scheduler(connection).await;
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 30);
+        assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
+        assert_eq!(scheduler.version().await.expect("a value"), env!("CARGO_PKG_VERSION"));
+        for quantum in [1, 3600, 45] {
+            scheduler.set_time_quantum(quantum).await.expect("allowed");
+            assert_eq!(scheduler.time_quantum().await.expect("a value"), quantum);
+        }
+        for mode in ["on", "off", "auto"] {
+            scheduler.set_anti_thrash(mode).await.expect("allowed");
+            assert_eq!(scheduler.anti_thrash().await.expect("a value"), mode);
+        }
+    });
+}
+
+#[test]
+fn a_value_that_is_not_allowed_changes_nothing() {
+    both_ways(async |_, connection| {
+        let scheduler = scheduler(connection).await;
+        for quantum in [0, 3601, u32::MAX] {
+            let expected =
+                format!("the time quantum cannot be {quantum} seconds: whole seconds from 1 to 3600 are allowed");
+            let error = refusal(scheduler.set_time_quantum(quantum).await);
+            assert_eq!(error, ("org.nvshare.Scheduler1.Error.InvalidArgument".to_owned(), expected));
+        }
+        let error = refusal(scheduler.set_anti_thrash("maybe").await);
+        assert_eq!(error.0, "org.nvshare.Scheduler1.Error.InvalidArgument");
+        assert!(error.1.contains("\"auto\", \"on\" or \"off\" are allowed"), "{}", error.1);
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 30);
+        assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
+    });
+}
+
+/// The next PropertiesChanged: what changed, as text.
+async fn next_change(stream: &mut MessageStream) -> Vec<(String, String)> {
+    use zbus::export::futures_core::Stream;
+    loop {
+        let message = std::future::poll_fn(|cx| std::pin::Pin::new(&mut *stream).poll_next(cx)).await;
+        let message = message.expect("the connection lives").expect("a message");
+        if message.header().member().is_some_and(|member| member == "PropertiesChanged") {
+            let body = message.body();
+            let (interface, changed, invalidated): (String, HashMap<String, zbus::OwnedVariant>, Vec<String>) =
+                body.deserialize().expect("the signal's types");
+            assert_eq!((interface.as_str(), invalidated.len()), (NAME, 0));
+            let mut changes: Vec<_> = changed.into_iter().map(|(name, value)| (name, value.to_string())).collect();
+            changes.sort();
+            return changes;
+        }
+    }
+}
+
+#[test]
+fn a_change_is_announced_once_to_everybody_and_no_change_is_not() {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    block_on(async {
+        let (here, there) = (on_bus(&bus).await, on_control(&daemon.control()).await);
+        let rule = format!("type='signal',sender='{NAME}',path='{PATH}'");
+        let mut on_bus = MessageStream::for_match_rule(rule.as_str(), &here, None).await.expect("a match");
+        let mut on_control = MessageStream::from(&there);
+        let (bus, control) = (scheduler(&here).await, scheduler(&there).await);
+        // Changed on the bus, changed on the control socket, and "changed" to what it was.
+        bus.set_time_quantum(45).await.expect("allowed");
+        bus.set_time_quantum(45).await.expect("allowed");
+        refusal(bus.set_time_quantum(0).await);
+        control.set_anti_thrash("on").await.expect("allowed");
+        control.set_anti_thrash("on").await.expect("allowed");
+        bus.set_time_quantum(46).await.expect("allowed");
+        let expected = [("TimeQuantum", "uint32 45"), ("AntiThrash", "\"on\""), ("TimeQuantum", "uint32 46")];
+        for (name, value) in expected {
+            for stream in [&mut on_bus, &mut on_control] {
+                let changes = next_change(stream).await;
+                assert_eq!(changes, [(name.to_owned(), value.to_owned())]);
+            }
+        }
+    });
+}
+
+#[test]
+fn it_says_of_itself_what_the_file_says() {
+    both_ways(async |_, connection| {
+        let interface = "org.freedesktop.DBus.Introspectable";
+        let reply = connection.call_method(Some(NAME), PATH, Some(interface), "Introspect", &()).await;
+        let xml: String = reply.expect("an answer").body().deserialize().expect("a text");
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+        let file = std::fs::read_to_string("dbus/org.nvshare.Scheduler1.xml").expect("the file");
+        let start = file.find("<interface ").expect("an interface");
+        let end = file.find("</interface>").expect("its end");
+        assert!(words(&xml).contains(&words(&file[start..end])), "{xml}");
+    });
+}
+
+#[test]
+fn the_busctl_command_of_the_manual_works() {
+    let bus = Bus::start();
+    let _daemon = bus.daemon();
+    let busctl = |arguments: &[&str]| {
+        Output::of(Command::new("busctl").arg(format!("--address={}", bus.address)).args(arguments))
+    };
+    let set = busctl(&["set-property", NAME, PATH, NAME, "TimeQuantum", "u", "45"]);
+    assert_eq!((set.code, set.stderr.as_str()), (Some(0), ""));
+    let get = busctl(&["get-property", NAME, PATH, NAME, "TimeQuantum"]);
+    assert_eq!(get.stdout, "u 45\n");
+    let wrong = busctl(&["set-property", NAME, PATH, NAME, "TimeQuantum", "u", "0"]);
+    assert_eq!(wrong.code, Some(1));
+    assert!(wrong.stderr.contains("whole seconds from 1 to 3600 are allowed"), "{}", wrong.stderr);
+    let wrong = busctl(&["set-property", NAME, PATH, NAME, "TimeQuantum", "s", "soon"]);
+    assert_eq!(wrong.code, Some(1));
+}
+
+#[test]
+fn clients_and_gpus_are_listed() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let [holder, waiter] = [daemon.client(), daemon.client()];
+        for client in [&holder, &waiter] {
+            client.attach();
+            client.report(12 * GIB, 0);
+        }
+        holder.request();
+        holder.until_granted();
+        holder.report(12 * GIB, 12 * GIB);
+        waiter.request();
+        daemon.log.wait("contended");
+
+        let gpus = scheduler.list_gpus().await.expect("an answer");
+        let [gpu] = gpus.as_slice() else { panic!("{gpus:?}") };
+        assert_eq!((gpu.uuid.as_str(), gpu.kind.as_str(), gpu.name.as_str()), (GPU_NAME, "gpu", "Test GPU"));
+        assert_eq!((gpu.total, gpu.demand, gpu.resident), (16 * GIB, 24 * GIB, 12 * GIB));
+        assert_eq!((&gpu.holders, &gpu.queue, gpu.clients), (&vec![holder.id], &vec![waiter.id], 2));
+        assert!(gpu.capacity < gpu.total && gpu.capacity > 13 * GIB, "{gpu:?}");
+
+        let clients = scheduler.list_clients().await.expect("an answer");
+        let ids: Vec<u64> = clients.iter().map(|client| client.id).collect();
+        assert_eq!(ids, [holder.id, waiter.id]);
+        let first = &clients[0];
+        assert_eq!((first.pid, first.library.as_str()), (std::process::id(), "test"));
+        assert!(first.command.as_ref().is_some_and(|line| line.contains("bus")), "{first:?}");
+        let [usage] = first.gpus.as_slice() else { panic!("{first:?}") };
+        assert_eq!((usage.uuid.as_str(), usage.state.as_str(), usage.engine.as_str()), (GPU_NAME, "holding", "swap"));
+        assert_eq!(usage.engine_reason, "", "a library of version 1 does not say");
+        assert_eq!((usage.demand, usage.resident, usage.grants), (12 * GIB, 12 * GIB, 1));
+        assert_eq!(clients[1].gpus[0].state, "waiting");
+    });
+}
+
+#[test]
+#[ignore = "a helper: what a user who is not root sees and may do"]
+fn helper_stranger() {
+    let address = std::env::var("NVSHARE_TEST_BUS").expect("run by a test, not by hand");
+    block_on(async {
+        let connection = Builder::address(address.as_str()).build().await.expect("the bus");
+        let scheduler = scheduler(&connection).await;
+        assert_eq!(scheduler.time_quantum().await.expect("everybody may read"), 30);
+        let denied = [
+            refusal(scheduler.set_time_quantum(45).await),
+            refusal(scheduler.set_anti_thrash("on").await),
+            refusal(scheduler.reload().await),
+            refusal(scheduler.create_debug_bundle(HashMap::new()).await),
+        ];
+        for (name, text) in denied {
+            assert_eq!(name, "org.nvshare.Scheduler1.Error.NotAuthorized");
+            assert!(text.starts_with("user 65534 may not ") && text.ends_with("only root may"), "{text}");
+        }
+        assert_eq!(scheduler.time_quantum().await.expect("everybody may read"), 30);
+        let clients = scheduler.list_clients().await.expect("everybody may read");
+        let [client] = clients.as_slice() else { panic!("{clients:?}") };
+        assert_eq!((client.uid, &client.command), (0, &None), "the command lines of others are not shown");
+        assert!(!client.name.is_empty());
+    });
+}
+
+#[test]
+fn others_than_root_read_and_change_nothing() {
+    if !is_root() {
+        eprintln!("skipped: needs root to be somebody else");
+        return;
+    }
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    let _client = daemon.client();
+    let mut stranger = helper("bus::helper_stranger", &daemon.socket());
+    stranger.env("NVSHARE_TEST_BUS", &bus.address).uid(65534).gid(65534).stderr(Stdio::piped());
+    let output = stranger.output().expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_debug_bundle_is_a_sealed_file() {
+    both_ways(async |daemon, connection| {
+        let client = daemon.client();
+        client.attach();
+        let scheduler = scheduler(connection).await;
+        let bundle = scheduler.create_debug_bundle(HashMap::new()).await.expect("root may");
+        let mut file = std::fs::File::from(std::os::fd::OwnedFd::from(bundle));
+        assert!(std::io::Write::write_all(&mut file, b"x").is_err() && file.set_len(0).is_err());
+        let bundle = nvshare::recorder::bundle::read(BufReader::new(file)).expect("a bundle");
+        assert!(!bundle.header.command_lines);
+        assert_eq!(bundle.header.version, env!("CARGO_PKG_VERSION"));
+        assert_eq!(bundle.status["clients"][0]["id"], client.id);
+        let id = nvshare::scheduler::ClientId(client.id);
+        let is_attached = |event: &Event| matches!(event, Event::Attached { client, .. } if *client == id);
+        let mut attached = 0;
+        let entries = bundle.entries.inspect(|entry| {
+            attached += usize::from(entry.as_ref().is_ok_and(|entry| is_attached(&entry.event)));
+        });
+        let replay = nvshare::recorder::replay::replay(bundle.checkpoint, entries).expect("it can be read");
+        assert_eq!((replay.difference, attached), (None, 1));
+
+        for (option, value, said) in [
+            ("command-lines", Variant::from("yes"), "command-lines is a boolean, true or false"),
+            ("secrets", Variant::from(true), "there is no option \"secrets\": \"command-lines\" is the only one"),
+        ] {
+            let refused = refusal(scheduler.create_debug_bundle(HashMap::from([(option, value)])).await);
+            assert_eq!(refused, ("org.nvshare.Scheduler1.Error.InvalidArgument".to_owned(), said.to_owned()));
+        }
+    });
+}
+
+#[test]
+fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
+    let bus = Bus::start();
+    let daemon = Daemon::start_with(|command, directory| {
+        let config = directory.join("nvshare.toml");
+        std::fs::write(&config, "time-quantum = 10\n").expect("a file");
+        command.arg("--config").arg(config).arg("--bus-address").arg(&bus.address);
+    });
+    daemon.log.wait("on the bus as");
+    let config = daemon.directory.0.join("nvshare.toml");
+    block_on(async {
+        let connection = on_bus(&bus).await;
+        let scheduler = scheduler(&connection).await;
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 10);
+        std::fs::write(&config, "time-quantum = 20\n").expect("a file");
+        scheduler.reload().await.expect("it is right");
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
+
+        std::fs::write(&config, "time-quantum = 0\nanti-thrash = \"on\"\n").expect("a file");
+        let (name, text) = refusal(scheduler.reload().await);
+        assert_eq!(name, "org.nvshare.Scheduler1.Error.InvalidConfiguration");
+        assert!(text.contains("nvshare.toml:1:16: time-quantum"), "{text}");
+        // SIGHUP is the same, and reports to the log.
+        daemon.signal(libc::SIGHUP);
+        daemon.log.wait("the configuration stays as it was");
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
+        assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
+
+        std::fs::write(&config, "").expect("a file");
+        let before = daemon.log.count("the configuration was read again");
+        daemon.signal(libc::SIGHUP);
+        while daemon.log.count("the configuration was read again") == before {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(scheduler.time_quantum().await.expect("a value"), 30, "what is not in the file is its default");
+    });
+}
+
+#[test]
+fn a_bus_that_comes_later_is_joined() {
+    let directory = Directory::new();
+    let address = format!("unix:path={}", directory.0.join("bus").display());
+    let daemon = Daemon::start_with(|command, _| {
+        command.arg("--bus-address").arg(&address);
+    });
+    daemon.log.wait("not on the bus, will try again");
+    daemon.client().attach();
+    let bus = Bus::start_at(directory);
+    daemon.log.wait("on the bus as");
+    block_on(async {
+        assert_eq!(scheduler(&on_bus(&bus).await).await.time_quantum().await.expect("a value"), 30);
+    });
+}
+
+#[test]
+fn a_crowd_on_d_bus_does_not_delay_a_hand_over() {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    let crowd: Vec<Client> = (0..50).map(|_| daemon.client()).collect();
+    let (stop, stopped) = mpsc::channel::<()>();
+    let control = daemon.control();
+    let flood = std::thread::spawn(move || {
+        block_on(async {
+            let connection = on_control(&control).await;
+            let scheduler = scheduler(&connection).await;
+            let mut calls = 0;
+            while stopped.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                scheduler.list_clients().await.expect("an answer");
+                calls += 1;
+            }
+            calls
+        })
+    });
+    assert_eq!(daemon.ctl(&["set", "anti-thrash", "on"]).code, Some(0));
+    let [a, b] = [daemon.client(), daemon.client()];
+    for client in [&a, &b] {
+        client.attach();
+        client.request();
+    }
+    a.until_granted();
+    daemon.log.wait("contended");
+    let mut times = Vec::new();
+    for _ in 0..500 {
+        for (holder, next) in [(&a, &b), (&b, &a)] {
+            let released = std::time::Instant::now();
+            holder.release();
+            next.until_granted();
+            times.push(released.elapsed());
+            holder.request();
+        }
+    }
+    times.sort();
+    // A listing of so many clients takes longer than this, so a hand-over that waited for one would show.
+    assert!(times[times.len() / 2] < Duration::from_millis(2), "{:?}", times[times.len() / 2]);
+    drop(stop);
+    assert!(flood.join().expect("no panic") > 0);
+    drop(crowd);
+}
+
+// ---- locks ---------------------------------------------------------------------------------------------------------
+
+/// The lines that the owner of a lock reads.
+fn lines(lock: nvshare::bus::LockFd) -> BufReader<UnixStream> {
+    let stream = UnixStream::from(std::os::fd::OwnedFd::from(lock));
+    stream.set_nonblocking(false).expect("a blocking socket");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a limit");
+    BufReader::new(stream)
+}
+
+fn next_line(lines: &mut BufReader<UnixStream>) -> String {
+    let mut line = String::new();
+    lines.read_line(&mut line).expect("a line in time");
+    line.trim_end().to_owned()
+}
+
+/// The second client, once it is in that state.
+async fn second_once(scheduler: &SchedulerProxy<'_>, state: &str) -> nvshare::bus::Client {
+    loop {
+        let seen = scheduler.list_clients().await.expect("clients");
+        if let Some(client) = seen.get(1).filter(|client| client.gpus.iter().any(|gpu| gpu.state == state)) {
+            return client.clone();
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[test]
+fn a_lock_waits_in_line_is_shown_and_is_over_when_it_is_closed() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let holder = daemon.client();
+        holder.attach();
+        holder.request();
+        holder.until_granted();
+        let lock = scheduler.acquire_lock("", "bench", "to measure\nalone", HashMap::new()).await.expect("a lock");
+        let seen = second_once(&scheduler, "waiting").await;
+        assert_eq!((seen.name.as_str(), seen.why.as_str()), ("bench", "to measurealone"));
+        // SAFETY: a plain call that cannot fail.
+        assert_eq!((seen.pid, seen.uid), (std::process::id(), unsafe { libc::geteuid() }));
+
+        holder.release();
+        let mut lines = lines(lock);
+        assert_eq!(next_line(&mut lines), "granted");
+        holder.request();
+        assert_eq!(next_line(&mut lines), "wanted");
+        second_once(&scheduler, "holding").await;
+        drop(lines);
+        holder.until_granted();
+        daemon.log.wait("no longer wants the lock");
+    });
+}
+
+#[test]
+fn a_lock_needs_no_room_on_the_gpu() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let full = daemon.client();
+        full.attach();
+        // All but less than a context, as far as that is known.
+        full.report((14 << 30) + (900 << 20), 0);
+        let status = loop {
+            let status = scheduler.list_gpus().await.expect("GPUs");
+            if status[0].demand > 0 {
+                break status;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
+        assert!(status[0].capacity - status[0].demand < 600 << 20, "{status:?}");
+        let lock = scheduler.acquire_lock("", "somebody", "something", HashMap::new()).await.expect("a lock");
+        assert_eq!(next_line(&mut lines(lock)), "granted");
+    });
+}
+
+#[test]
+fn a_lock_is_passed_on_after_its_turn_whether_its_owner_reads_or_not() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        scheduler.set_anti_thrash("on").await.expect("allowed");
+        scheduler.set_time_quantum(1).await.expect("allowed");
+        let other = daemon.client();
+        other.attach();
+        let lock = scheduler.acquire_lock(GPU_NAME, "somebody", "something", HashMap::new()).await.expect("a lock");
+        second_once(&scheduler, "holding").await;
+        for _ in 0..2 {
+            other.request();
+            other.until_granted();
+            other.until(|message| matches!(message, nvshare_wire::SchedulerMessage::Contended { waiters: 1, .. }));
+            other.release();
+        }
+        let mut lines = lines(lock);
+        let read: Vec<String> = (0..7).map(|_| next_line(&mut lines)).collect();
+        assert_eq!(read, ["granted", "wanted", "revoked", "granted", "wanted", "revoked", "granted"]);
+    });
+}
+
+#[test]
+fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let ask = async |gpu: &str, who: &str, why: &str| {
+            refusal(scheduler.acquire_lock(gpu, who, why, HashMap::new()).await)
+        };
+        let invalid = "org.nvshare.Scheduler1.Error.InvalidArgument";
+        let said = |text: &str| (invalid.to_owned(), text.to_owned());
+        assert_eq!(ask("", "a", "b").await, said("there is no GPU here that the scheduler knows"));
+        daemon.client().attach();
+        let none = format!("there is no GPU \"GPU-0\": there are {GPU_NAME}");
+        assert_eq!(ask("GPU-0", "a", "b").await, said(&none));
+        let long = "why has to have 1 to 200 characters, for people to read";
+        assert_eq!(ask("", "a", &"b".repeat(201)).await, said(long));
+        assert_eq!(ask("", "", "b").await, said("who has to have 1 to 200 characters, for people to read"));
+        let options = HashMap::from([("now", zbus::Variant::from(true))]);
+        let refused = refusal(scheduler.acquire_lock("", "a", "b", options).await);
+        assert_eq!(refused, said("there is no option \"now\""));
+    });
+}
+
+#[test]
+fn who_holds_which_gpu_can_be_followed() {
+    let daemon = Daemon::start();
+    block_on(async {
+        let connection = on_control(&daemon.control()).await;
+        let mut changes = MessageStream::from(&connection);
+        let scheduler = scheduler(&connection).await;
+        assert_eq!(scheduler.holders().await.expect("a value"), HashMap::new());
+        let client = daemon.client();
+        client.attach();
+        for _ in 0..2 {
+            client.request();
+            client.until_granted();
+            let ids = format!("[uint64 {}]", client.id);
+            while !next_change(&mut changes).await.iter().any(|(name, to)| name == "Holders" && to.contains(&ids)) {}
+            assert_eq!(
+                scheduler.holders().await.expect("a value"),
+                HashMap::from([(GPU_NAME.to_owned(), vec![client.id])])
+            );
+            client.release();
+            while !next_change(&mut changes).await.iter().any(|(name, to)| name == "Holders" && !to.contains(&ids)) {}
+        }
+    });
+}

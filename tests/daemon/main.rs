@@ -1,0 +1,16 @@
+//! The daemon as a process, with clients that speak the protocol by hand: what it serves, on its sockets, on the bus and to
+//! collectors of metrics, what it records, and what it survives.
+
+mod bus;
+mod clients;
+mod driver_limits;
+mod metrics;
+mod polkit;
+mod private_bus;
+mod recorder;
+mod restart;
+mod service;
+mod settings;
+mod shared_memory;
+mod thrash;
+mod unverified_frees;

@@ -1,0 +1,281 @@
+//! How metrics are served: on which sockets, to how many, and to those who speak HTTP badly or not at all.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::Stdio;
+use std::thread;
+
+use super::scrape::{self, *};
+use test_support::daemon::*;
+use test_support::manager::Manager;
+
+/// What the log says where TCP is served.
+fn address(daemon: &Daemon) -> String {
+    let line = daemon.log.wait("metrics are at 127.0.0.1:");
+    line.rsplit(' ').next().expect("an address").to_owned()
+}
+
+#[test]
+fn a_unix_socket_is_for_its_group() {
+    let daemon = scrape::daemon("", "");
+    let path = metrics_path(&daemon.directory.0);
+    scrape(&daemon.directory.0);
+    assert_eq!(std::fs::metadata(&path).expect("a socket").permissions().mode() & 0o777, 0o660);
+    let directory = daemon.stop();
+    assert!(!exists(metrics_path(&directory.0)), "it goes with the daemon");
+}
+
+#[test]
+fn tcp_says_the_same() {
+    let daemon = scrape::daemon("127.0.0.1:0", "");
+    let client = daemon.client();
+    client.attach();
+    assert_eq!(scrape_tcp(&address(&daemon)).of_gpu("clients"), 1.0);
+}
+
+#[test]
+fn systemd_can_pass_a_socket_of_either_kind() {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    let path = directory.0.join("given.sock");
+    let local = UnixListener::bind(&path).expect("a socket");
+    manager.keep("metrics", local.into());
+    let daemon = Daemon::start_under(&manager, directory);
+    read(ask(connect(&path), GET.as_bytes()).expect("an answer"));
+    let directory = daemon.stop();
+    assert!(exists(&path), "a socket that systemd owns is not removed");
+
+    manager.close_all();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+    let at = listener.local_addr().expect("an address").to_string();
+    manager.keep("metrics", listener.into());
+    // What the configuration says comes on top.
+    let daemon = Daemon::start_in(directory, Some(&manager), |command, path| configure(command, path, "", ""));
+    scrape_tcp(&at);
+    scrape(&daemon.directory.0);
+}
+
+#[test]
+fn a_socket_of_another_kind_is_an_error() {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    manager.keep("metrics", OwnedFd::from(UdpSocket::bind("127.0.0.1:0").expect("a socket")));
+    let output = Output::of(&mut manager.wrap(command(&directory.0).arg("--no-bus")));
+    assert_eq!(output.code, Some(1));
+    assert!(output.stderr.contains("the socket \"metrics\" that systemd passed is not a listening one"), "{output:?}");
+}
+
+#[test]
+fn what_cannot_be_served_is_said_at_the_start() {
+    let directory = Directory::new();
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a socket");
+    let taken = taken.local_addr().expect("an address").to_string();
+    let _listener = TcpListener::bind(&taken);
+    let file = directory.0.join("file");
+    std::fs::write(&file, "").expect("a file");
+    let cases = [
+        (taken.clone(), format!("cannot serve metrics on {taken}, as [metrics] listen says: Address already in use")),
+        (file.display().to_string(), format!("[metrics] listen says: {} exists and is not a socket", file.display())),
+        ("/proc/no/metrics.sock".into(), "[metrics] listen says: cannot create the directory of".into()),
+        ("9810".into(), "metrics.listen cannot be \"9810\": the path of a socket, like".into()),
+    ];
+    let _listener = TcpListener::bind(&taken);
+    for (listen, expected) in cases {
+        let mut command = command(&directory.0);
+        configure(&mut command, &directory.0, &listen, "");
+        let output = Output::of(command.arg("--no-bus").stdin(Stdio::null()));
+        assert_eq!(output.code, Some(1), "{listen}: {output:?}");
+        assert!(output.stderr.contains(&expected), "{expected:?}: {output:?}");
+    }
+}
+
+#[test]
+fn where_it_is_served_does_not_change_while_it_runs() {
+    let daemon = scrape::daemon("", "");
+    let file = daemon.directory.0.join("nvshare.toml");
+    std::fs::write(file, "[metrics]\nlisten = \"/run/elsewhere.sock\"\n").expect("a configuration");
+    daemon.signal(libc::SIGHUP);
+    daemon.log.wait("[metrics] listen counts when the scheduler starts");
+    scrape(&daemon.directory.0);
+}
+
+#[test]
+fn only_metrics_can_be_read() {
+    let daemon = scrape::daemon("", "");
+    let ask = |request: &str| ask(connect(&metrics_path(&daemon.directory.0)), request.as_bytes());
+    for path in ["/", "/metrics/", "/metric", "//metrics", "/../metrics", "/%6detrics"] {
+        let answer = ask(&format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")).expect("an answer");
+        assert_eq!(answer.status, 404, "{path}");
+    }
+    for method in ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"] {
+        let answer = ask(&format!("{method} /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).expect("an answer");
+        assert_eq!((answer.status, answer.header("allow")), (405, Some("GET, HEAD")), "{method}");
+    }
+    read(ask("GET /metrics?name=x HTTP/1.1\r\nHost: x\r\n\r\n").expect("an answer"));
+    read(ask("GET /metrics HTTP/1.0\r\n\r\n").expect("an answer"));
+    read(ask("GET http://elsewhere/metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("an answer"));
+    let head = ask("HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("an answer");
+    assert_eq!((head.status, &*head.body), (200, ""));
+    assert!(head.header("content-length").is_some_and(|length| length != "0"), "{head:?}");
+}
+
+#[test]
+fn garbage_ends_its_own_connection_only() {
+    let daemon = scrape::daemon("", "");
+    let path = metrics_path(&daemon.directory.0);
+    let long = format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(100_000));
+    let many = format!("GET /metrics HTTP/1.1\r\n{}\r\n", "X: y\r\n".repeat(10_000));
+    let cases: [&[u8]; 8] = [
+        b"\0\0\0\0\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /metrics HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /metrics HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        long.as_bytes(),
+        many.as_bytes(),
+    ];
+    for case in cases {
+        let stream = connect(&path);
+        let rest = stream.try_clone().expect("a copy");
+        let answer = ask(&stream, case);
+        drop(rest);
+        assert!(answer.as_ref().is_none_or(|answer| (400..=505).contains(&answer.status)), "{case:?}: {answer:?}");
+    }
+    // And those that leave in the middle.
+    for _ in 0..200 {
+        let mut stream = connect(&path);
+        let _ = stream.write_all(b"GET /metrics HT");
+    }
+    scrape(&daemon.directory.0);
+    daemon.client().attach();
+}
+
+/// Who says nothing has a place for a while, and then somebody else has it.
+#[test]
+fn those_who_say_nothing_are_hung_up_on() {
+    let daemon = scrape::daemon("", "");
+    let silent: Vec<UnixStream> = (0..64).map(|_| connect(&metrics_path(&daemon.directory.0))).collect();
+    // There is no place left for it until they are.
+    scrape(&daemon.directory.0);
+    for mut stream in silent {
+        let mut rest = Vec::new();
+        // It may be told why.
+        stream.read_to_end(&mut rest).expect("the end");
+        assert!(rest.is_empty() || rest.starts_with(b"HTTP/1.1 408"), "{:?}", String::from_utf8_lossy(&rest));
+    }
+}
+
+/// As many as one machine has at most, however small their part.
+const CLIENTS: usize = 1000;
+
+fn crowd(daemon: &Daemon) -> Vec<Client> {
+    let clients: Vec<Client> = (0..CLIENTS).map(|_| daemon.client()).collect();
+    clients.iter().for_each(|client| client.send(attach(0, GPU)));
+    while !scrape(&daemon.directory.0).families.contains_key("nvshare_gpu_clients")
+        || scrape(&daemon.directory.0).of_gpu("clients") < CLIENTS as f64
+    {}
+    clients
+}
+
+/// Two descriptors for each client at most.
+fn have_descriptors() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the struct lives through both calls.
+    unsafe {
+        assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit), 0);
+        limit.rlim_cur = limit.rlim_max;
+        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit), 0);
+    }
+}
+
+#[test]
+fn a_thousand_clients_are_read_by_several_at_once_while_locks_go_round() {
+    have_descriptors();
+    let daemon = scrape::daemon("", "max-clients-per-user = 65535\nanti-thrash = \"on\"");
+    let clients = crowd(&daemon);
+    let (one, other) = (daemon.client(), daemon.client());
+    [&one, &other].into_iter().for_each(Client::attach);
+    let directory = daemon.directory.0.clone();
+    let reading: Vec<_> = (0..4)
+        .map(|_| {
+            let path = metrics_path(&directory);
+            thread::spawn(move || {
+                let answers = (0..5).map(|_| ask(connect(&path), GET.as_bytes()).expect("an answer"));
+                answers.reduce(|_, newest| newest).expect("several")
+            })
+        })
+        .collect();
+    // Meanwhile the lock goes to and fro.
+    let mut turns = 0;
+    while turns < 20 || reading.iter().any(|reader| !reader.is_finished()) {
+        for client in [&one, &other] {
+            client.request();
+            client.until_granted();
+            client.release();
+        }
+        turns += 1;
+    }
+    for reader in reading {
+        let answer = reader.join().expect("it reads");
+        assert_eq!(answer.status, 200);
+        let samples = |name: &str| answer.body.lines().filter(|line| line.starts_with(&format!("{name}{{"))).count();
+        assert_eq!(samples("nvshare_client_grants_total"), CLIENTS + 2);
+        assert!(answer.body.ends_with("# EOF\n"));
+    }
+    let last = loop {
+        let last = scrape(&directory);
+        if last.of_gpu("grants") == 2.0 * f64::from(turns) {
+            break last;
+        }
+    };
+    assert_eq!(last.of_gpu("clients"), (CLIENTS + 2) as f64);
+    assert_eq!(last.families["nvshare_client_demand_bytes"].samples.len(), CLIENTS + 2);
+    drop(clients);
+    daemon.client().attach();
+}
+
+/// What a thousand clients come to fits no socket's buffer.
+#[test]
+fn those_who_do_not_read_hold_nobody_up() {
+    have_descriptors();
+    let daemon = scrape::daemon("", "max-clients-per-user = 65535");
+    let _clients = crowd(&daemon);
+    let path = metrics_path(&daemon.directory.0);
+    let begin = |path: &Path| {
+        let mut stream = connect(path);
+        stream.write_all(GET.as_bytes()).expect("it listens");
+        stream
+    };
+    let stuck: Vec<UnixStream> = (0..40).map(|_| begin(&path)).collect();
+    for _ in 0..5 {
+        assert_eq!(scrape(&daemon.directory.0).of_gpu("clients"), CLIENTS as f64);
+    }
+    let client = daemon.client();
+    client.attach();
+    client.request();
+    client.until_granted();
+    daemon.log.wait("a connection for metrics ended: it took too long");
+    let mut rest = String::new();
+    (&stuck[0]).read_to_string(&mut rest).expect("the end");
+    assert!(rest.starts_with("HTTP/1.1 200") && !rest.ends_with("# EOF\n"), "{} bytes", rest.len());
+}
+
+#[test]
+fn a_reader_over_tcp_that_is_slow_gets_all_of_it() {
+    let daemon = scrape::daemon("127.0.0.1:0", "");
+    daemon.client().attach();
+    let mut stream = TcpStream::connect(address(&daemon)).expect("it listens");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    for part in GET.as_bytes().chunks(16) {
+        stream.write_all(part).expect("it listens");
+        thread::sleep(std::time::Duration::from_millis(10));
+    }
+    let mut all = Vec::new();
+    while let Ok(1..) = Read::by_ref(&mut stream).take(64).read_to_end(&mut all) {}
+    assert!(all.ends_with(b"# EOF\n"), "{}", String::from_utf8_lossy(&all));
+}

@@ -1,0 +1,509 @@
+//! Who may do what on the bus: root everything, others what polkit says, whatever polkit does.
+
+use std::collections::HashMap;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::private_bus::*;
+use nvshare::bus::{NAME, PATH, SchedulerProxy};
+use test_support::daemon::*;
+use zbus::connection::Builder;
+use zbus::proxy::MethodFlags;
+use zbus::{Connection, OwnedVariant, Variant};
+
+const NOBODY: u32 = 65534;
+/// The bus lets only users in that have a name; this is "daemon" everywhere.
+const SOMEBODY: u32 = 1;
+
+const NOT_AUTHORIZED: &str = "org.nvshare.Scheduler1.Error.NotAuthorized";
+const NEEDS_PASSWORD: &str = "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired";
+const CHANGE: &str = "org.nvshare.Scheduler1.change-settings";
+const LOCK: &str = "org.nvshare.Scheduler1.acquire-lock";
+const SEE: &str = "org.nvshare.Scheduler1.see-commands";
+const DEBUG: &str = "org.nvshare.Scheduler1.debug";
+
+// ---- a polkit ------------------------------------------------------------------------------------------------------
+
+/// What it answers.
+#[derive(Debug, Clone, Copy, Default)]
+enum Says {
+    #[default]
+    Yes,
+    No,
+    Challenge,
+    Dismissed,
+    Nothing,
+}
+
+/// What it was asked.
+#[derive(Debug, Clone, PartialEq)]
+struct Asked {
+    /// The unique name on the bus of who is asked about.
+    subject: String,
+    action: String,
+    flags: u32,
+    id: String,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    says: Says,
+    asked: Vec<Asked>,
+    cancelled: Vec<String>,
+}
+
+struct Authority(Arc<Mutex<Book>>);
+
+#[zbus::interface(name = "org.freedesktop.PolicyKit1.Authority")]
+impl Authority {
+    async fn check_authorization(
+        &self,
+        subject: (String, HashMap<String, OwnedVariant>),
+        action: String,
+        details: HashMap<String, String>,
+        flags: u32,
+        id: String,
+    ) -> ((bool, bool, HashMap<String, String>),) {
+        assert_eq!((subject.0.as_str(), subject.1.len(), details.len()), ("system-bus-name", 1, 0));
+        let subject = String::try_from(subject.1["name"].clone()).expect("a name");
+        let says = {
+            let mut book = self.0.lock().expect("the book");
+            book.asked.push(Asked { subject, action, flags, id });
+            book.says
+        };
+        let (authorized, challenge) = match says {
+            Says::Yes => (true, false),
+            Says::No | Says::Dismissed => (false, false),
+            Says::Challenge => (false, true),
+            Says::Nothing => std::future::pending().await,
+        };
+        let dismissed = matches!(says, Says::Dismissed).then(|| ("polkit.dismissed".to_owned(), "true".to_owned()));
+        ((authorized, challenge, dismissed.into_iter().collect()),)
+    }
+
+    fn cancel_check_authorization(&self, id: String) {
+        self.0.lock().expect("the book").cancelled.push(id);
+    }
+}
+
+struct Polkit {
+    book: Arc<Mutex<Book>>,
+    connection: Connection,
+}
+
+impl Polkit {
+    async fn start(bus: &Bus) -> Self {
+        let book = Arc::new(Mutex::new(Book::default()));
+        let connection = Builder::address(bus.address.as_str())
+            .serve_at("/org/freedesktop/PolicyKit1/Authority", Authority(book.clone()))
+            .name("org.freedesktop.PolicyKit1")
+            .build()
+            .await
+            .expect("the bus");
+        Self { book, connection }
+    }
+
+    fn say(&self, says: Says) {
+        self.book.lock().expect("the book").says = says;
+    }
+
+    /// What it was asked since this was called last.
+    fn asked(&self) -> Vec<Asked> {
+        std::mem::take(&mut self.book.lock().expect("the book").asked)
+    }
+
+    /// The same, once it is so much.
+    async fn asked_times(&self, times: usize) -> Vec<Asked> {
+        until(|| self.book.lock().expect("the book").asked.len() >= times).await;
+        self.asked()
+    }
+
+    async fn is_cancelled(&self, asked: &Asked) {
+        until(|| self.book.lock().expect("the book").cancelled.contains(&asked.id)).await;
+    }
+}
+
+async fn until(is_so: impl Fn() -> bool) {
+    while !is_so() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+// ---- users ---------------------------------------------------------------------------------------------------------
+
+/// Does something as another user: the kernel lets a thread alone be one.
+fn as_user<T: Send + 'static>(uid: u32, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let thread = std::thread::spawn(move || {
+        // SAFETY: a plain call, which changes this thread's effective user; -1 leaves the others as they are.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) }, 0);
+        work()
+    });
+    thread.join().expect("no panic")
+}
+
+async fn on_bus_as(bus: &Bus, uid: u32) -> Connection {
+    let path = bus.address.split([':', ',']).find_map(|part| part.strip_prefix("path=")).expect("a path").to_owned();
+    let stream = as_user(uid, || UnixStream::connect(path).expect("the bus"));
+    Builder::unix_stream(stream).user_id(uid).build().await.expect("the handshake")
+}
+
+/// Calls a method, letting a password be asked for or not.
+async fn call(connection: &Connection, interface: &str, method: &str, body: &Body<'_>, flags: MethodFlags) -> Reply {
+    let proxy = zbus::Proxy::new(connection, NAME, PATH, interface).await.expect("a proxy");
+    match body {
+        Some(body) => proxy.call_with_flags(method, flags, body).await,
+        None => proxy.call_with_flags(method, flags, &()).await,
+    }
+    .map(|_: Option<()>| ())
+}
+type Body<'a> = Option<(&'a str, &'a str, Variant<'a>)>;
+type Reply = zbus::Result<()>;
+
+async fn set(connection: &Connection, property: &str, value: impl Into<Variant<'_>>, flags: MethodFlags) -> Reply {
+    let body = Some((NAME, property, value.into()));
+    call(connection, "org.freedesktop.DBus.Properties", "Set", &body, flags).await
+}
+
+async fn set_quantum(connection: &Connection, seconds: u32) -> Reply {
+    set(connection, "TimeQuantum", seconds, MethodFlags::empty()).await
+}
+
+/// Calls that wait, each in a task of its own.
+fn start_waiting(connection: &Connection, calls: usize) -> Vec<tokio::task::JoinHandle<Reply>> {
+    let wait = |_| {
+        let connection = connection.clone();
+        tokio::spawn(async move { set_quantum(&connection, 45).await })
+    };
+    (0..calls).map(wait).collect()
+}
+
+/// Runs a test with a daemon on a bus that has a polkit.
+fn with_polkit(test: impl AsyncFn(&Bus, &Daemon, &Polkit)) {
+    if !is_root() {
+        return eprintln!("skipped: needs root to be somebody else");
+    }
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    block_on(async {
+        let polkit = Polkit::start(&bus).await;
+        test(&bus, &daemon, &polkit).await;
+    });
+}
+
+async fn quantum(connection: &Connection) -> u32 {
+    scheduler(connection).await.time_quantum().await.expect("everybody may read")
+}
+
+async fn acquire(scheduler: &SchedulerProxy<'_>) -> zbus::Result<nvshare::bus::LockFd> {
+    scheduler.acquire_lock("", "somebody", "a test", HashMap::new()).await
+}
+
+/// Whether the only client is shown with its command line.
+async fn sees_command(scheduler: &SchedulerProxy<'_>) -> bool {
+    let clients = scheduler.list_clients().await.expect("everybody may list");
+    let [client] = clients.as_slice() else { panic!("{clients:?}") };
+    client.command.is_some()
+}
+
+// ---- the tests -----------------------------------------------------------------------------------------------------
+
+#[test]
+fn polkit_is_asked_about_the_sender_and_heeded() {
+    with_polkit(async |bus, _, polkit| {
+        let stranger = on_bus_as(bus, NOBODY).await;
+        let name = stranger.unique_name().expect("a name").to_string();
+        let (plain, interactive) = (MethodFlags::empty(), MethodFlags::ALLOW_INTERACTIVE_AUTH);
+        for (flags, sent) in [(plain, 0), (interactive, 1)] {
+            polkit.say(Says::Yes);
+            set(&stranger, "TimeQuantum", 45_u32, flags).await.expect("polkit says yes");
+            set(&stranger, "MaxWait", 90_u32, flags).await.expect("polkit says yes");
+            set(&stranger, "AntiThrash", "on", flags).await.expect("polkit says yes");
+            assert_eq!(quantum(&stranger).await, 45);
+            call(&stranger, NAME, "Reload", &None, flags).await.expect("polkit says yes");
+            call(&stranger, NAME, "Reset", &None, flags).await.expect("polkit says yes");
+            assert_eq!(quantum(&stranger).await, 30);
+            let asked = polkit.asked();
+            assert_eq!(asked.len(), 5);
+            for question in asked {
+                let Asked { subject, action, flags, .. } = question;
+                assert_eq!((subject.as_str(), action.as_str(), flags), (name.as_str(), CHANGE, sent));
+            }
+
+            polkit.say(Says::No);
+            let refusals = [
+                set(&stranger, "TimeQuantum", 45_u32, flags).await,
+                set(&stranger, "MaxWait", 90_u32, flags).await,
+                set(&stranger, "AntiThrash", "on", flags).await,
+                call(&stranger, NAME, "Reload", &None, flags).await,
+                call(&stranger, NAME, "Reset", &None, flags).await,
+            ];
+            assert_eq!(polkit.asked().len(), refusals.len());
+            for refused in refusals {
+                let (name, text) = refusal(refused);
+                assert_eq!(name, NOT_AUTHORIZED);
+                assert!(
+                    text.starts_with("user 65534 may not ") && text.ends_with(": polkit does not allow it"),
+                    "{text}"
+                );
+            }
+        }
+        polkit.say(Says::Challenge);
+        let (name, text) = refusal(set(&stranger, "TimeQuantum", 45_u32, plain).await);
+        assert_eq!(name, NEEDS_PASSWORD);
+        let wanted = "user 65534 may not change the time quantum without a password, which the call does not allow";
+        assert_eq!(text, wanted);
+        let (name, text) = refusal(set(&stranger, "TimeQuantum", 45_u32, interactive).await);
+        assert_eq!(name, NOT_AUTHORIZED);
+        assert!(text.ends_with("there is no polkit agent to ask for a password"), "{text}");
+        polkit.say(Says::Dismissed);
+        let (name, text) = refusal(set(&stranger, "TimeQuantum", 45_u32, interactive).await);
+        assert_eq!(name, NOT_AUTHORIZED);
+        assert!(text.ends_with("no password was given"), "{text}");
+        assert_eq!(quantum(&stranger).await, 30);
+    });
+}
+
+#[test]
+fn nothing_is_asked_about_root_nor_for_a_value_that_is_not_allowed() {
+    with_polkit(async |bus, daemon, polkit| {
+        polkit.say(Says::No);
+        let (root, stranger) = (on_bus(bus).await, on_bus_as(bus, NOBODY).await);
+        daemon.client().attach();
+        set_quantum(&root, 45).await.expect("root may");
+        let scheduler = scheduler(&root).await;
+        scheduler.reload().await.expect("root may");
+        scheduler.reset().await.expect("root may");
+        acquire(&scheduler).await.expect("root may");
+        scheduler.list_clients().await.expect("everybody may");
+        for value in [0, 3601] {
+            let (name, text) = refusal(set_quantum(&stranger, value).await);
+            assert_eq!(name, "org.nvshare.Scheduler1.Error.InvalidArgument");
+            assert!(text.ends_with("whole seconds from 1 to 3600 are allowed"), "{text}");
+        }
+        assert_eq!(polkit.asked(), []);
+    });
+}
+
+#[test]
+fn a_lock_is_everybody_s_unless_polkit_says_no() {
+    with_polkit(async |bus, daemon, polkit| {
+        daemon.client().attach();
+        let stranger = on_bus_as(bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        acquire(&scheduler).await.expect("polkit says yes");
+        let [question] = polkit.asked().try_into().expect("one question");
+        assert_eq!((question.action.as_str(), question.flags), (LOCK, 0));
+        polkit.say(Says::No);
+        assert_eq!(
+            refusal(acquire(&scheduler).await),
+            (NOT_AUTHORIZED.to_owned(), "user 65534 may not acquire a lock: polkit does not allow it".to_owned())
+        );
+    });
+}
+
+#[test]
+fn a_debug_bundle_has_an_action_of_its_own() {
+    with_polkit(async |bus, _, polkit| {
+        let stranger = on_bus_as(bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        polkit.say(Says::Yes);
+        scheduler.create_debug_bundle(HashMap::new()).await.expect("polkit says yes");
+        let [question] = polkit.asked().try_into().expect("one question");
+        assert_eq!(question.action, DEBUG);
+        polkit.say(Says::No);
+        let refused = refusal(scheduler.create_debug_bundle(HashMap::new()).await);
+        let text = "user 65534 may not create a debug bundle: polkit does not allow it";
+        assert_eq!(refused, (NOT_AUTHORIZED.to_owned(), text.to_owned()));
+    });
+}
+
+#[test]
+fn command_lines_of_others_are_shown_where_polkit_says_so_at_once() {
+    with_polkit(async |bus, daemon, polkit| {
+        let stranger = on_bus_as(bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        let path = daemon.socket();
+        let own = as_user(NOBODY, move || Client::welcomed(&path));
+        assert!(sees_command(&scheduler).await, "one's own");
+        drop(own);
+        daemon.log.wait("disconnected");
+        assert_eq!(polkit.asked(), []);
+
+        let _client = daemon.client();
+        // Again where this machine was too slow to answer at once.
+        while !sees_command(&scheduler).await {}
+        let flags = MethodFlags::ALLOW_INTERACTIVE_AUTH;
+        let listed: zbus::Result<Option<Vec<nvshare::bus::Client>>> =
+            scheduler.inner().call_with_flags("ListClients", flags, &()).await;
+        listed.expect("an answer");
+        let asked = polkit.asked();
+        assert!(asked.len() >= 2, "{asked:?}");
+        let is_quiet = |question: &Asked| question.action == SEE && question.flags == 0;
+        assert!(asked.iter().all(is_quiet), "nobody is asked for a password: {asked:?}");
+        for says in [Says::No, Says::Challenge, Says::Nothing] {
+            polkit.say(says);
+            assert!(!sees_command(&scheduler).await, "{says:?}");
+        }
+        let questions = polkit.asked();
+        assert_eq!(questions.len(), 3);
+        polkit.is_cancelled(&questions[2]).await;
+    });
+}
+
+#[test]
+fn a_polkit_that_hangs_delays_nothing_else() {
+    with_polkit(async |bus, daemon, polkit| {
+        polkit.say(Says::Nothing);
+        let (root, stranger) = (on_bus(bus).await, on_bus_as(bus, NOBODY).await);
+        let waiting = start_waiting(&stranger, 3);
+        let reload = tokio::spawn({
+            let stranger = stranger.clone();
+            async move { call(&stranger, NAME, "Reload", &None, MethodFlags::ALLOW_INTERACTIVE_AUTH).await }
+        });
+        let questions = polkit.asked_times(4).await;
+
+        for connection in [&stranger, &root] {
+            let scheduler = scheduler(connection).await;
+            assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
+            scheduler.list_gpus().await.expect("an answer");
+            scheduler.list_clients().await.expect("an answer");
+            // What would wait for those who wait: zbus takes a lock for it, if there is anything that wants one.
+            let plain = MethodFlags::empty();
+            for nothing in ["Version", "Holders", "Nothing"] {
+                refusal(set(connection, nothing, "x", plain).await);
+            }
+            refusal(set(connection, "TimeQuantum", "x", plain).await);
+            if connection.unique_name() == root.unique_name() {
+                refusal(call(connection, NAME, "Nothing", &None, plain).await);
+            }
+            let introspectable = "org.freedesktop.DBus.Introspectable";
+            connection.call_method(Some(NAME), PATH, Some(introspectable), "Introspect", &()).await.expect("a text");
+            let everything = connection
+                .call_method(Some(NAME), PATH, Some("org.freedesktop.DBus.Properties"), "GetAll", &NAME)
+                .await
+                .expect("an answer");
+            let everything: HashMap<String, OwnedVariant> = everything.body().deserialize().expect("properties");
+            assert_eq!(everything.len(), 6);
+        }
+        set_quantum(&root, 46).await.expect("root may");
+        assert_eq!(quantum(&stranger).await, 46);
+        let [a, b] = [daemon.client(), daemon.client()];
+        for client in [&a, &b] {
+            client.attach();
+            client.request();
+        }
+        a.until_granted();
+        a.release();
+        b.until_granted();
+
+        assert!(waiting.iter().chain([&reload]).all(|call| !call.is_finished()));
+        stranger.close().await.expect("it leaves");
+        for question in &questions {
+            polkit.is_cancelled(question).await;
+        }
+        assert_eq!(quantum(&root).await, 46, "nothing of it was done");
+    });
+}
+
+#[test]
+fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
+    with_polkit(async |bus, _, polkit| {
+        polkit.say(Says::Nothing);
+        let crowd = [on_bus_as(bus, NOBODY).await, on_bus_as(bus, NOBODY).await, on_bus_as(bus, NOBODY).await];
+        for connection in &crowd[..2] {
+            drop(start_waiting(connection, 16));
+            polkit.asked_times(16).await;
+            let (name, text) = refusal(set_quantum(connection, 45).await);
+            assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
+            assert!(text.contains("polkit"), "{text}");
+        }
+        let (name, _) = refusal(set_quantum(&crowd[2], 45).await);
+        assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded", "the user has enough of them");
+
+        polkit.say(Says::Yes);
+        set_quantum(&on_bus_as(bus, SOMEBODY).await, 46).await.expect("another user's");
+        set_quantum(&on_bus(bus).await, 47).await.expect("root's");
+        let [first, _, third] = crowd;
+        first.close().await.expect("it leaves");
+        until(|| polkit.book.lock().expect("the book").cancelled.len() == 16).await;
+        // The last message to polkit comes before the last place is free.
+        while set_quantum(&third, 48).await.is_err() {}
+        assert_eq!(quantum(&third).await, 48);
+    });
+}
+
+#[test]
+fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
+    with_polkit(async |bus, daemon, polkit| {
+        daemon.client().attach();
+        polkit.say(Says::Nothing);
+        let stranger = on_bus_as(bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        let [waiting] = start_waiting(&stranger, 1).try_into().expect("one");
+        polkit.asked_times(1).await;
+        polkit.connection.clone().close().await.expect("it leaves");
+        let (name, text) = refusal(waiting.await.expect("no panic"));
+        assert_eq!(name, NOT_AUTHORIZED);
+        assert!(text.contains(": polkit does not say ("), "{text}");
+
+        let (name, text) = refusal(set_quantum(&stranger, 45).await);
+        assert_eq!(name, NOT_AUTHORIZED);
+        assert_eq!(text, "user 65534 may not change the time quantum: there is no polkit, so only root may");
+        acquire(&scheduler).await.expect("everybody may");
+        let _client = daemon.client();
+        let clients = scheduler.list_clients().await.expect("everybody may");
+        assert!(clients.iter().all(|client| client.command.is_none()), "{clients:?}");
+        set_quantum(&on_bus(bus).await, 45).await.expect("root may");
+    });
+}
+
+// ---- nvsharectl ----------------------------------------------------------------------------------------------------
+
+/// A terminal: what programs see of it, and the end that keeps it.
+fn terminal() -> (OwnedFd, OwnedFd) {
+    let (mut keeper, mut seen) = (-1, -1);
+    let null = std::ptr::null_mut();
+    // SAFETY: both descriptors are written, and nothing else is asked for.
+    let made = unsafe { libc::openpty(&mut keeper, &mut seen, null, null.cast(), null.cast()) };
+    assert_eq!(made, 0);
+    // SAFETY: they are new, and nobody else's.
+    unsafe { (OwnedFd::from_raw_fd(seen), OwnedFd::from_raw_fd(keeper)) }
+}
+
+#[test]
+fn nvsharectl_says_what_to_do() {
+    with_polkit(async |bus, _, polkit| {
+        let run = async |stdin: Stdio| {
+            let mut command = ctl();
+            command.args(["set", "time-quantum", "45"]).env("DBUS_SYSTEM_BUS_ADDRESS", &bus.address);
+            command.uid(NOBODY).gid(NOBODY).stdin(stdin);
+            let output = tokio::task::spawn_blocking(move || command.output().expect("it starts")).await;
+            let output = output.expect("no panic");
+            (output.status.code(), String::from_utf8(output.stderr).expect("UTF-8"))
+        };
+        let (code, text) = run(Stdio::null()).await;
+        assert_eq!((code, text.as_str()), (Some(0), ""));
+        polkit.say(Says::No);
+        let (code, text) = run(Stdio::null()).await;
+        assert_eq!(code, Some(1));
+        let refused =
+            "nvsharectl: user 65534 may not change the time quantum: polkit does not allow it (try it with sudo)\n";
+        assert_eq!(text, refused);
+        polkit.say(Says::Challenge);
+        let (code, text) = run(Stdio::null()).await;
+        assert_eq!(code, Some(1));
+        assert!(text.ends_with("does not allow (run nvsharectl on a terminal, or with sudo)\n"), "{text}");
+        assert!(polkit.asked().iter().all(|question| question.flags == 0));
+
+        polkit.say(Says::Yes);
+        let (seen, _keeper) = terminal();
+        let (code, text) = run(seen.into()).await;
+        assert_eq!((code, text.as_str()), (Some(0), ""));
+        let [question] = polkit.asked().try_into().expect("one question");
+        assert_eq!(question.flags, 1, "on a terminal a password can be asked for");
+    });
+}

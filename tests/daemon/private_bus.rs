@@ -1,0 +1,121 @@
+//! A private bus for the scheduler, and connections to it.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use nvshare::bus::SchedulerProxy;
+use zbus::Connection;
+use zbus::connection::Builder;
+use zbus::proxy::CacheProperties;
+
+use test_support::daemon::*;
+
+/// A bus that treats the scheduler as the system bus does: with the policy that is installed. There can be a polkit on it.
+#[derive(Debug)]
+pub struct Bus {
+    child: Child,
+    pub address: String,
+    _directory: Directory,
+}
+
+impl Bus {
+    pub fn start() -> Self {
+        let directory = Directory::new();
+        Self::start_at(directory)
+    }
+
+    pub fn start_at(directory: Directory) -> Self {
+        let policy = std::fs::canonicalize("dbus/org.nvshare.Scheduler1.conf").expect("the policy");
+        let config = format!(
+            r#"<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"
+                "http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">
+            <busconfig>
+              <listen>unix:path={}</listen>
+              <auth>EXTERNAL</auth>
+              <policy context="default">
+                <allow user="*"/>
+                <deny own="*"/>
+                <deny send_type="method_call"/>
+                <allow send_type="signal"/>
+                <allow send_requested_reply="true" send_type="method_return"/>
+                <allow send_requested_reply="true" send_type="error"/>
+                <allow receive_type="method_call"/>
+                <allow receive_type="method_return"/>
+                <allow receive_type="error"/>
+                <allow receive_type="signal"/>
+                <allow send_destination="org.freedesktop.DBus"/>
+                <allow own="org.freedesktop.PolicyKit1"/>
+                <allow send_destination="org.freedesktop.PolicyKit1"/>
+              </policy>
+              <include>{}</include>
+            </busconfig>"#,
+            directory.0.join("bus").display(),
+            policy.display()
+        );
+        let file = directory.0.join("bus.conf");
+        std::fs::write(&file, config).expect("a file");
+        let mut child = Command::new("dbus-daemon")
+            .arg(format!("--config-file={}", file.display()))
+            .args(["--nofork", "--print-address=1"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("dbus-daemon is installed");
+        let mut address = String::new();
+        let stdout = child.stdout.take().expect("its stdout");
+        BufReader::new(stdout).read_line(&mut address).expect("an address");
+        Self { child, address: address.trim().to_owned(), _directory: directory }
+    }
+
+    pub fn daemon(&self) -> Daemon {
+        let daemon = Daemon::start_with(|command, _| {
+            command.arg("--bus-address").arg(&self.address);
+        });
+        daemon.log.wait("on the bus as");
+        daemon
+    }
+}
+
+impl Drop for Bus {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs a test on a runtime of its own.
+pub fn block_on<T>(work: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, work).await.expect("in time") })
+}
+
+pub async fn on_bus(bus: &Bus) -> Connection {
+    Builder::address(bus.address.as_str()).build().await.expect("the bus")
+}
+
+pub async fn on_control(path: &Path) -> Connection {
+    let stream = UnixStream::connect(path).expect("the control socket");
+    Builder::unix_stream(stream).p2p().build().await.expect("the handshake")
+}
+
+pub async fn scheduler(connection: &Connection) -> SchedulerProxy<'static> {
+    let builder = SchedulerProxy::builder(connection).cache_properties(CacheProperties::No);
+    builder.build().await.expect("a proxy")
+}
+
+/// The name of a D-Bus error and what it says.
+pub fn refusal<T: std::fmt::Debug>(result: zbus::Result<T>) -> (String, String) {
+    use zbus::DBusError;
+    match result.expect_err("it is refused") {
+        zbus::Error::MethodError(name, text, _) => (name.to_string(), text.unwrap_or_default()),
+        zbus::Error::FDO(error) => match *error {
+            zbus::fdo::Error::ZBus(zbus::Error::MethodError(name, text, _)) => {
+                (name.to_string(), text.unwrap_or_default())
+            }
+            other => (other.name().to_string(), other.description().unwrap_or_default().to_owned()),
+        },
+        other => panic!("{other:?}"),
+    }
+}

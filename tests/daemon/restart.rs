@@ -1,0 +1,296 @@
+//! A daemon that is killed or stopped, and the next one, which is handed the connections of its clients.
+
+use std::os::fd::AsRawFd;
+
+use nvshare_wire::{ClientMessage, SchedulerMessage, Text, version};
+use test_support::daemon::*;
+use test_support::manager::Manager;
+
+/// A daemon whose connections outlive it.
+fn kept() -> (Manager, Daemon) {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    let daemon = Daemon::start_under(&manager, directory);
+    (manager, daemon)
+}
+
+/// A client that knows of restarts, and whose connection is kept already.
+fn resuming(manager: &Manager, daemon: &Daemon) -> Client {
+    let before = manager.kept().len();
+    let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    client.attach();
+    until(|| manager.kept().len() > before);
+    client
+}
+
+#[track_caller]
+fn until(mut done: impl FnMut() -> bool) {
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !done() {
+        assert!(std::time::Instant::now() < deadline, "it does not happen");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+fn hello_again(id: u64) -> ClientMessage {
+    let (min_version, max_version) = (version::MIN, version::MAX);
+    ClientMessage::Hello { min_version, max_version, flags: 0, resume: id, gang: 0, library: Text::new("test") }
+}
+
+#[track_caller]
+fn until_asked(client: &Client) {
+    let asked = client.until(|message| matches!(message, SchedulerMessage::Resume { .. }));
+    assert_eq!(asked, SchedulerMessage::Resume { client: client.id }, "the id stays");
+}
+
+/// Says everything but what ends it.
+fn say_again(client: &Client, demand: u64, mapped: u64) {
+    client.send(hello_again(client.id));
+    client.send(attach(0, GPU));
+    client.report(demand, mapped);
+}
+
+#[track_caller]
+fn resume(client: &Client, demand: u64, mapped: u64, gpus: u64) {
+    until_asked(client);
+    say_again(client, demand, mapped);
+    client.send(ClientMessage::Held { gpus });
+}
+
+/// Whether nothing but what changes nothing comes for a moment: what is not granted now is not granted.
+#[track_caller]
+fn assert_not_granted(daemon: &Daemon, client: &Client) {
+    daemon.ctl(&["status"]); // the loop has been through everything
+    let mut buffer = [0u8; nvshare_wire::MAX_LEN];
+    loop {
+        // SAFETY: the kernel writes at most `buffer.len()` bytes.
+        let n = unsafe {
+            libc::recv(client.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
+        };
+        let Ok(n) = usize::try_from(n) else { return };
+        let message = SchedulerMessage::decode(&buffer[..n], client.version).expect("the protocol");
+        assert!(!matches!(message, SchedulerMessage::Grant { .. }), "{message:?}");
+    }
+}
+
+fn clients(daemon: &Daemon) -> Vec<serde_json::Value> {
+    let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
+    status["clients"].as_array().expect("clients").clone()
+}
+
+#[test]
+fn a_lock_and_its_bytes_outlive_a_daemon_that_is_killed() {
+    let (manager, daemon) = kept();
+    let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
+    holder.report(12 * GIB, 0);
+    holder.request();
+    holder.until_granted();
+    holder.report(12 * GIB, 12 * GIB);
+    waiter.report(12 * GIB, 0);
+    waiter.request();
+    let directory = daemon.kill();
+
+    let daemon = Daemon::start_under(&manager, directory);
+    resume(&holder, 12 * GIB, 12 * GIB, 1);
+    resume(&waiter, 12 * GIB, 0, 0);
+    waiter.request();
+    daemon.log.wait("2 of 2 programs go on");
+    assert_not_granted(&daemon, &waiter);
+    let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
+    assert_eq!(status["gpus"][0]["holders"], serde_json::json!([holder.id]));
+    assert_eq!(status["gpus"][0]["resident"], 12 * GIB);
+
+    drop(holder);
+    waiter.until_granted();
+    assert_eq!(daemon.log.count(" connected "), 0);
+}
+
+#[test]
+fn nobody_is_granted_anything_before_everybody_has_answered() {
+    let (manager, daemon) = kept();
+    let [holder, waiter] = [(); 2].map(|()| resuming(&manager, &daemon));
+    holder.request();
+    holder.until_granted();
+    let directory = daemon.kill();
+
+    let daemon = Daemon::start_under(&manager, directory);
+    resume(&waiter, GIB, 0, 0);
+    waiter.request();
+    // Who comes now is welcomed, and waits as well.
+    let newcomer = daemon.client();
+    newcomer.send(attach(0, GPU));
+    newcomer.request();
+    until_asked(&holder);
+    assert_not_granted(&daemon, &waiter);
+    assert_not_granted(&daemon, &newcomer);
+    assert!(clients(&daemon).len() < 3);
+    say_again(&holder, GIB, GIB);
+    holder.send(ClientMessage::Held { gpus: 1 });
+    daemon.log.wait("2 of 2 programs go on");
+    holder.until(|message| matches!(message, SchedulerMessage::Contended { .. }));
+    assert_not_granted(&daemon, &waiter);
+    holder.release();
+    waiter.until_granted();
+}
+
+#[test]
+fn what_was_said_to_the_daemon_before_is_thrown_away() {
+    let (manager, daemon) = kept();
+    let client = resuming(&manager, &daemon);
+    client.request();
+    client.until_granted();
+    let directory = daemon.kill();
+    client.report(GIB, GIB);
+    client.release();
+    assert!(client.send_raw(b"half of something"));
+    let daemon = Daemon::start_under(&manager, directory);
+    until_asked(&client);
+    client.report(2 * GIB, 2 * GIB);
+    client.send(hello_again(client.id));
+    // Another thread has something to say of a GPU that is not known yet.
+    client.report(3 * GIB, 3 * GIB);
+    client.request();
+    say_again(&client, 4 * GIB, 4 * GIB);
+    client.send(ClientMessage::Held { gpus: 1 });
+    daemon.log.wait("1 of 1 programs go on");
+    let seen = &clients(&daemon)[0]["gpus"][0];
+    assert_eq!((&seen["state"], &seen["resident"]), (&"holding".into(), &(4 * GIB).into()));
+}
+
+#[test]
+fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others() {
+    let (manager, daemon) = kept();
+    let client = resuming(&manager, &daemon);
+    let older = Client::welcomed_as(&daemon.socket(), version::RESUMING - 1);
+    older.attach();
+    // It uses no GPU, and so has nothing to lose.
+    let idle = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    let directory = daemon.stop();
+    older.until_end();
+    idle.until_end();
+    assert_eq!(manager.kept().len(), 1);
+    let daemon = Daemon::start_under(&manager, directory);
+    resume(&client, 0, 0, 0);
+    daemon.log.wait("1 of 1 programs go on");
+    let directory = daemon.stop();
+    // The unit is stopped for good.
+    manager.close_all();
+    client.until_end();
+    drop(directory);
+}
+
+#[test]
+fn who_goes_is_no_longer_kept() {
+    let (manager, daemon) = kept();
+    let client = resuming(&manager, &daemon);
+    drop(client);
+    until(|| manager.kept().is_empty());
+    let gone = resuming(&manager, &daemon);
+    let stays = resuming(&manager, &daemon);
+    let directory = daemon.kill();
+    let daemon = Daemon::start_under(&manager, directory);
+    // In the very moment in which it is asked.
+    drop(gone);
+    resume(&stays, 0, 0, 0);
+    daemon.log.wait("of 2 programs go on");
+    until(|| clients(&daemon).len() == 1);
+    until(|| manager.kept().len() == 1);
+}
+
+#[test]
+fn ids_are_not_used_again() {
+    let (manager, daemon) = kept();
+    let client = resuming(&manager, &daemon);
+    let directory = daemon.kill();
+    let daemon = Daemon::start_under(&manager, directory);
+    resume(&client, 0, 0, 0);
+    assert!(daemon.client().id > client.id);
+}
+
+#[test]
+fn who_answers_as_somebody_else_is_hung_up_on() {
+    let (manager, daemon) = kept();
+    let [liar, honest] = [(); 2].map(|()| resuming(&manager, &daemon));
+    let directory = daemon.kill();
+    let daemon = Daemon::start_under(&manager, directory);
+    until_asked(&liar);
+    liar.send(hello_again(honest.id));
+    resume(&honest, 0, 0, 0);
+    liar.until_end();
+    daemon.log.wait("1 of 2 programs go on");
+    assert_eq!(clients(&daemon)[0]["id"], honest.id);
+}
+
+#[test]
+fn locks_are_claimed_only_where_they_were_asked_for() {
+    let (manager, daemon) = kept();
+    let client = resuming(&manager, &daemon);
+    client.send(ClientMessage::Held { gpus: 1 });
+    client.until_end();
+    daemon.log.wait("a claim to locks");
+}
+
+#[test]
+fn who_does_not_answer_holds_up_others_for_a_while_only() {
+    let (manager, daemon) = kept();
+    let [silent, other] = [(); 2].map(|()| resuming(&manager, &daemon));
+    let directory = daemon.kill();
+    let daemon = Daemon::start_under(&manager, directory);
+    resume(&other, 0, 0, 0);
+    other.request();
+    silent.until_end();
+    daemon.log.wait("does not answer");
+    other.until_granted();
+}
+
+#[test]
+fn descriptors_that_nobody_knows_are_given_back() {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    let null = std::fs::File::open("/dev/null").expect("a file");
+    manager.keep("of-a-later-version", null.into());
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+    manager.keep(&format!("v{}.5.0", version::MAX + 1), theirs.into());
+    let daemon = Daemon::start_under(&manager, directory);
+    until(|| manager.kept().is_empty());
+    let end = std::io::Read::read(&mut &ours, &mut [0u8; 1]).expect("the end");
+    assert_eq!(end, 0, "whoever has the other end is told");
+    assert!(daemon.client().id > 5);
+}
+
+#[test]
+fn keeping_connections_can_be_turned_off_and_on() {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    let file = directory.0.join("nvshare.toml");
+    std::fs::write(&file, "keep-connections = false\n").expect("the file");
+    let start = |directory| {
+        Daemon::start_in(directory, Some(&manager), |command, _| {
+            command.arg("--config").arg(&file);
+        })
+    };
+    let daemon = start(directory);
+    let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    client.attach();
+    std::fs::write(&file, "").expect("the file");
+    assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
+    until(|| manager.kept().len() == 1);
+    std::fs::write(&file, "keep-connections = false\n").expect("the file");
+    assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
+    until(|| manager.kept().is_empty());
+    drop(daemon);
+    client.until_end();
+}
+
+#[test]
+fn where_nothing_is_kept_a_client_hears_of_the_end() {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    manager.keep_nothing();
+    let daemon = Daemon::start_under(&manager, directory);
+    let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
+    client.attach();
+    until(|| manager.heard("FDSTORE=1") == 1);
+    drop(daemon.stop());
+    client.until_end();
+}

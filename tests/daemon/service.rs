@@ -1,0 +1,280 @@
+//! The daemon as a service: its sockets, its configuration, what it tells a service manager, and its trace.
+
+use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nvshare_wire::SchedulerMessage;
+use test_support::artifact;
+use test_support::daemon::*;
+
+#[test]
+fn a_second_daemon_is_refused_and_steals_nothing() {
+    let mut daemon = Daemon::start();
+    let client = daemon.client();
+    let second = Output::of(command(&daemon.directory.0).arg("--no-bus"));
+    assert_eq!(second.code, Some(1));
+    let expected = format!(
+        "nvshare-scheduler: another nvshare-scheduler (process {}) already serves {}: stop it first, or choose another path with --socket\n",
+        daemon.child.id(),
+        daemon.socket().display()
+    );
+    assert_eq!(second.stderr, expected);
+    client.attach();
+    daemon.client();
+    daemon.signal(libc::SIGTERM);
+    assert!(daemon.wait().success());
+}
+
+#[test]
+fn a_socket_that_a_dead_daemon_left_is_taken_over() {
+    let mut daemon = Daemon::start();
+    daemon.child.kill().expect("it runs");
+    daemon.wait();
+    assert!(exists(daemon.socket()), "a killed daemon cleans nothing up");
+    let mut next = command(&daemon.directory.0).arg("--no-bus").stderr(Stdio::null()).spawn().expect("it starts");
+    let deadline = Instant::now() + PATIENCE;
+    while Client::connect(&daemon.socket()).is_err() {
+        assert!(Instant::now() < deadline, "nobody serves the socket");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    daemon.client();
+    kill(next.id(), libc::SIGTERM);
+    assert!(wait(&mut next).success());
+    assert!(!exists(daemon.socket()), "an ending daemon removes its socket");
+}
+
+#[test]
+fn what_is_not_a_stale_socket_is_left_alone() {
+    let directory = Directory::new();
+    let run = directory.0.join("run");
+    std::fs::create_dir(&run).expect("a directory");
+    let path = run.join("scheduler.sock");
+
+    std::fs::write(&path, "precious").expect("a file");
+    let refused = Output::of(command(&directory.0).arg("--no-bus"));
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("exists and is not a socket"), "{}", refused.stderr);
+    assert_eq!(std::fs::read_to_string(&path).expect("the file"), "precious");
+
+    std::fs::remove_file(&path).expect("the file");
+    let _somebody = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
+    let refused = Output::of(command(&directory.0).arg("--no-bus"));
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("another process already answers"), "{}", refused.stderr);
+    std::os::unix::net::UnixStream::connect(&path).expect("it is still served");
+}
+
+#[test]
+fn anybody_may_connect_and_only_root_may_control() {
+    use std::os::unix::fs::PermissionsExt;
+    let daemon = Daemon::start();
+    let mode = |path: &Path| std::fs::metadata(path).expect("a socket").permissions().mode() & 0o777;
+    assert_eq!(mode(&daemon.socket()), 0o666);
+    assert_eq!(mode(&daemon.control()), 0o660);
+}
+
+#[test]
+fn sigterm_ends_it_at_once_and_clients_notice() {
+    let mut daemon = Daemon::start();
+    let client = daemon.client();
+    client.attach();
+    let asked = Instant::now();
+    daemon.signal(libc::SIGTERM);
+    client.until_end();
+    assert!(daemon.wait().success());
+    assert!(asked.elapsed() < Duration::from_secs(1), "{:?}", asked.elapsed());
+    let left: Vec<_> = std::fs::read_dir(&daemon.directory.0).expect("a directory").collect();
+    assert!(left.is_empty(), "sockets, locks and directories it made are gone: {left:?}");
+}
+
+#[test]
+fn running_out_of_descriptors_neither_ends_it_nor_makes_it_spin() {
+    let daemon = Daemon::start_with(|command, _| {
+        // SAFETY: setrlimit is async-signal-safe.
+        unsafe {
+            command.pre_exec(|| {
+                let limit = libc::rlimit { rlim_cur: 48, rlim_max: 48 };
+                libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+                Ok(())
+            })
+        };
+    });
+    let first = daemon.client();
+    let crowd: Vec<Client> = (0..60)
+        .map(|_| {
+            let client = Client::connect(&daemon.socket()).expect("the daemon listens");
+            client.send_raw(hello().encode(0).as_bytes());
+            client
+        })
+        .collect();
+    let welcomed = crowd.iter().filter(|c| matches!(c.receive(), Some(SchedulerMessage::Welcome { .. }))).count();
+    assert!((5..40).contains(&welcomed), "{welcomed} welcomed");
+    let before = daemon.cpu();
+    std::thread::sleep(Duration::from_millis(500)); // a time in which a spinning daemon would use CPU
+    let used = daemon.cpu() - before;
+    assert!(used < Duration::from_millis(200), "{used:?} of CPU while nothing happens");
+    first.attach();
+    drop(crowd);
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let client = Client::connect(&daemon.socket()).expect("the daemon listens");
+        client.send_raw(hello().encode(0).as_bytes());
+        if matches!(client.receive(), Some(SchedulerMessage::Welcome { .. })) {
+            break;
+        }
+        assert!(Instant::now() < deadline, "nobody is let in although there is room");
+    }
+}
+
+#[test]
+fn systemd_can_pass_the_socket() {
+    let directory = Directory::new();
+    let path = directory.0.join("given.sock");
+    // SAFETY: plain system calls; the address is a live sockaddr_un and the descriptor new.
+    let listener = unsafe {
+        let fd = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0);
+        let mut address: libc::sockaddr_un = std::mem::zeroed();
+        address.sun_family = libc::AF_UNIX as u16;
+        for (to, from) in address.sun_path.iter_mut().zip(std::os::unix::ffi::OsStrExt::as_bytes(path.as_os_str())) {
+            *to = *from as i8;
+        }
+        let size = size_of_val(&address) as libc::socklen_t;
+        assert_eq!(libc::bind(fd, (&raw const address).cast(), size), 0);
+        assert_eq!(libc::listen(fd, 16), 0);
+        OwnedFd::from_raw_fd(fd)
+    };
+    let start = |names: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\""]).arg(artifact("nvshare-scheduler"));
+        command.arg("--control-socket").arg(directory.0.join("control/control.sock")).arg("--no-bus");
+        command.env("LISTEN_FDS", "1").env("LISTEN_FDNAMES", names);
+        let fd = listener.as_raw_fd();
+        // SAFETY: dup2 is async-signal-safe.
+        unsafe {
+            command.pre_exec(move || if libc::dup2(fd, 3) == 3 { Ok(()) } else { Err(std::io::Error::last_os_error()) })
+        };
+        command.stderr(Stdio::null()).spawn().expect("it starts")
+    };
+    let mut daemon = start("clients");
+    Client::welcomed(&path).attach();
+    kill(daemon.id(), libc::SIGTERM);
+    assert!(wait(&mut daemon).success());
+    assert!(exists(&path), "a socket that systemd owns is not removed");
+    // A client that connects while nobody runs waits for the next daemon.
+    let early = Client::connect(&path).expect("systemd listens");
+    early.send(hello());
+    let mut daemon = start("clients");
+    assert!(matches!(early.receive(), Some(SchedulerMessage::Welcome { .. })));
+    kill(daemon.id(), libc::SIGTERM);
+    assert!(wait(&mut daemon).success());
+    // The wrong kind of socket is an error, not a surprise later.
+    let mut daemon = start("control");
+    assert_eq!(wait(&mut daemon).code(), Some(1));
+}
+
+#[test]
+fn systemd_is_told_of_readiness_and_of_the_end() {
+    let directory = Directory::new();
+    let notify = std::os::unix::net::UnixDatagram::bind(directory.0.join("notify")).expect("a socket");
+    notify.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    let said = || {
+        let mut buffer = [0; 1024];
+        let n = notify.recv(&mut buffer).expect("a notification");
+        String::from_utf8_lossy(&buffer[..n]).into_owned()
+    };
+    let mut daemon = command(&directory.0)
+        .arg("--no-bus")
+        .env("NOTIFY_SOCKET", directory.0.join("notify"))
+        .env("WATCHDOG_USEC", "200000")
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
+    let mut seen = Vec::new();
+    let mut until = |text: &str| {
+        while !seen.last().is_some_and(|last: &String| last.contains(text)) {
+            seen.push(said());
+        }
+    };
+    until("READY=1");
+    until("WATCHDOG=1");
+    kill(daemon.id(), libc::SIGHUP);
+    until("RELOADING=1");
+    until("READY=1");
+    kill(daemon.id(), libc::SIGTERM);
+    until("STOPPING=1");
+    assert!(wait(&mut daemon).success());
+    let reloading = seen.iter().find(|text| text.contains("RELOADING=1")).expect("seen above");
+    assert!(reloading.contains("MONOTONIC_USEC="), "{reloading}");
+}
+
+#[test]
+fn a_wrong_configuration_file_keeps_it_from_starting() {
+    let directory = Directory::new();
+    let config = directory.0.join("nvshare.toml");
+    std::fs::write(&config, "time-quantum = \"1ms\"\n").expect("a file");
+    let sentence = format!(
+        "nvshare-scheduler: {}:1:16: time-quantum: the time quantum cannot be 0.001 seconds: whole seconds from 1 to 3600 are allowed\n",
+        config.display()
+    );
+    for more in [&["--check-config"][..], &["--no-bus"]] {
+        let output = Output::of(command(&directory.0).arg("--config").arg(&config).args(more));
+        assert_eq!((output.code, &output.stderr), (Some(1), &sentence), "{more:?}");
+    }
+    let missing = directory.0.join("missing.toml");
+    let output = Output::of(command(&directory.0).arg("--config").arg(&missing));
+    assert_eq!(output.code, Some(1));
+    assert!(output.stderr.contains(&format!("cannot read {}: No such file", missing.display())), "{}", output.stderr);
+
+    std::fs::write(&config, "time-quantum = \"1min\"\n").expect("a file");
+    let output = Output::of(command(&directory.0).arg("--config").arg(&config).arg("--check-config"));
+    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""));
+
+    // Its drop-ins are part of it.
+    let drop_in = directory.0.join("nvshare.toml.d/rules.toml");
+    std::fs::create_dir(drop_in.parent().expect("a directory")).expect("a directory");
+    std::fs::write(&drop_in, "[[rule]]\nunit = \"jupyter\"\nmemory-max = \"8G\"\n").expect("a drop-in");
+    let output = Output::of(command(&directory.0).arg("--config").arg(&config).arg("--check-config"));
+    let sentence = format!(
+        "nvshare-scheduler: {}:2:8: unit: \"jupyter\" can match no unit: their names end with .service or .scope, as in \"jupyter.service\"\n",
+        drop_in.display()
+    );
+    assert_eq!((output.code, output.stderr), (Some(1), sentence));
+}
+
+#[test]
+fn the_trace_has_every_move() {
+    let daemon = Daemon::start_with(|command, directory| {
+        command.arg("--trace").arg(directory.join("trace"));
+    });
+    let [first, second] = [daemon.client(), daemon.client()];
+    for client in [&first, &second] {
+        client.attach();
+        client.report(GIB, 0);
+    }
+    first.request();
+    first.until_granted();
+    first.report(GIB, GIB);
+    first.release();
+    first.report(GIB, 0);
+    second.request();
+    second.until_granted();
+    let id = first.id;
+    drop(first);
+    daemon.log.wait("disconnected");
+    let text = std::fs::read_to_string(daemon.directory.0.join("trace")).expect("a trace");
+    let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let moves: Vec<&str> = lines.iter().filter(|l| l["client"] == id).filter_map(|l| l["what"].as_str()).collect();
+    let mut left = moves.iter();
+    for what in ["connect", "attach", "request", "grant", "mapped", "release", "freed", "disconnect"] {
+        assert!(left.any(|seen| *seen == what), "no {what} in its place in {moves:?}");
+    }
+    let times: Vec<f64> = lines.iter().filter_map(|line| line["ms"].as_f64()).collect();
+    assert!(times.len() == lines.len() && times.is_sorted(), "{times:?}");
+    let mapped = lines.iter().find(|line| line["what"] == "mapped").expect("seen above");
+    assert_eq!((&mapped["bytes"], &mapped["pid"]), (&GIB.into(), &std::process::id().into()));
+    std::io::stdout().flush().expect("stdout");
+}

@@ -1,0 +1,147 @@
+//! Settings that are changed at run time outrank the configuration file and outlive the daemon.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use test_support::daemon::*;
+
+/// A daemon with a directory for its state, and a configuration file that says 20 s.
+fn start(directory: Directory) -> Daemon {
+    let (state, file) = (state(&directory.0), directory.0.join("nvshare.toml"));
+    fs::create_dir_all(&state).expect("the state directory");
+    fs::write(&file, "time-quantum = \"20s\"\n").expect("the file");
+    Daemon::start_in(directory, None, |command, _| {
+        command.arg("--config").arg(&file).env("STATE_DIRECTORY", &state);
+    })
+}
+
+fn state(directory: &Path) -> PathBuf {
+    directory.join("state")
+}
+
+fn get(daemon: &Daemon) -> String {
+    daemon.ctl(&["get"]).stdout
+}
+
+#[track_caller]
+fn ctl(daemon: &Daemon, arguments: &[&str]) {
+    let output = daemon.ctl(arguments);
+    assert_eq!((output.code, output.stderr.as_str()), (Some(0), ""), "{arguments:?}");
+}
+
+#[test]
+fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
+    let daemon = start(Directory::new());
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
+    ctl(&daemon, &["set", "anti-thrash", "on"]);
+    let directory = daemon.kill();
+    let daemon = start(directory);
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
+    ctl(&daemon, &["set", "time-quantum", "45"]);
+    let daemon = start(daemon.kill());
+    assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
+    daemon.log.wait("outrank the configuration file");
+    // The file is read again, and what was changed stays.
+    ctl(&daemon, &["reload"]);
+    assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
+    let text = fs::read_to_string(daemon.directory.0.join("nvshare.toml")).expect("the file");
+    assert_eq!(text, "time-quantum = \"20s\"\n", "nobody writes to it");
+    ctl(&daemon, &["reset"]);
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
+    let daemon = start(daemon.kill());
+    assert_eq!(get(&daemon), "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n");
+    assert_eq!(fs::read_dir(state(&daemon.directory.0)).expect("the directory").count(), 0, "nothing is left");
+}
+
+#[test]
+fn a_state_file_that_is_wrong_is_reported_and_counts_for_nothing() {
+    for wrong in ["time-quantum = \"0s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n", "half a li", "\0\0\0"] {
+        let directory = Directory::new();
+        fs::create_dir_all(state(&directory.0)).expect("the state directory");
+        fs::write(state(&directory.0).join("settings.toml"), wrong).expect("the state file");
+        let daemon = start(directory);
+        daemon.log.wait("settings that were changed at run time are ignored");
+        assert_eq!(
+            get(&daemon),
+            "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"
+        );
+        ctl(&daemon, &["set", "time-quantum", "9"]);
+        let daemon = start(daemon.kill());
+        assert_eq!(
+            get(&daemon),
+            "time-quantum = \"9s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n",
+            "and can be written again"
+        );
+    }
+}
+
+#[test]
+fn reset_with_a_wrong_configuration_file_changes_nothing() {
+    let daemon = start(Directory::new());
+    ctl(&daemon, &["set", "time-quantum", "9"]);
+    fs::write(daemon.directory.0.join("nvshare.toml"), "time-quantum = 0\n").expect("the file");
+    let output = daemon.ctl(&["reset"]);
+    assert_eq!(output.code, Some(1));
+    assert!(output.stderr.contains("nvshare.toml:1:16"), "{}", output.stderr);
+    assert!(get(&daemon).contains("\"9s\""));
+    let daemon = start(daemon.kill());
+    assert!(get(&daemon).contains("\"9s\""));
+}
+
+#[test]
+fn where_it_cannot_be_written_a_change_is_in_effect_all_the_same() {
+    let directory = Directory::new();
+    let daemon = start(directory);
+    let path = state(&daemon.directory.0);
+    // Also for root, a directory that is not there cannot be written to.
+    fs::remove_dir(&path).expect("an empty directory");
+    ctl(&daemon, &["set", "time-quantum", "9"]);
+    daemon.log.wait("will not outlive the scheduler");
+    assert!(get(&daemon).contains("\"9s\""));
+    fs::create_dir(&path).expect("a directory");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its mode");
+    ctl(&daemon, &["set", "time-quantum", "8"]);
+    assert!(path.join("settings.toml").exists());
+}
+
+#[test]
+fn a_rule_is_set_and_taken_away_while_everything_runs() {
+    let daemon = start(Directory::new());
+    let settings = get(&daemon);
+    let drop_ins = daemon.directory.0.join("nvshare.toml.d");
+    fs::create_dir_all(&drop_ins).expect("a directory for drop-ins");
+    fs::write(drop_ins.join("a.toml"), "[[rule]]\nuser = 5\nmemory-max = \"8G\"\n").expect("a drop-in");
+    ctl(&daemon, &["reload"]);
+    let written = format!("\n# {}/a.toml:1\n[[rule]]\nuser = 5\nmemory-max = 8589934592\n", drop_ins.display());
+    assert_eq!(get(&daemon), format!("{settings}{written}"));
+
+    ctl(&daemon, &["set-rule", "batch", "slice=batch.slice", "weight=idle"]);
+    ctl(&daemon, &["set-rule", "five", "user=5", "memory-max=25%", "interactive=true"]);
+    let batch = "\n# set at run time\n[[rule]]\nname = \"batch\"\nslice = \"batch.slice\"\nweight = \"idle\"\n";
+    let five = "\n# set at run time\n[[rule]]\nname = \"five\"\nuser = 5\nmemory-max = \"25%\"\nweight = 100\ninteractive = true\n";
+    assert_eq!(get(&daemon), format!("{settings}{five}{batch}{written}"), "the newest first, and those of files last");
+    let text = get(&daemon);
+    fs::write(daemon.directory.0.join("again.toml"), text.split_once("\n\n").expect("rules").1).expect("a file");
+
+    // They outlive the daemon, and a file that is read again.
+    let daemon = start(daemon.kill());
+    ctl(&daemon, &["reload"]);
+    assert_eq!(get(&daemon), format!("{settings}{five}{batch}{written}"));
+    for (wrong, expected) in [
+        (&["set-rule", "five", "user=5"][..], "the rule allows and forbids nothing"),
+        (&["set-rule", "six", "weight=0"], "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
+        (&["set-rule", "six", "wait=5"], "unknown field `wait`"),
+        (&["set-rule", "six", "user=nobody-of-this-name", "weight=5"], "there is no user \"nobody-of-this-name\" here"),
+        (&["set-rule", "six", "weight=5", "weight=6"], "weight is said twice"),
+        (&["unset-rule", "six"], "no rule \"six\" was set at run time"),
+    ] {
+        let output = daemon.ctl(wrong);
+        assert_eq!(output.code, Some(1), "{wrong:?}");
+        assert!(output.stderr.contains(expected), "{wrong:?}: {}", output.stderr);
+    }
+    ctl(&daemon, &["unset-rule", "five"]);
+    assert_eq!(get(&daemon), format!("{settings}{batch}{written}"));
+    ctl(&daemon, &["reset"]);
+    assert_eq!(get(&daemon), format!("{settings}{written}"));
+}

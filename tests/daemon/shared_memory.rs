@@ -1,0 +1,288 @@
+//! Memory that one program lets another use, as the daemon passes it on: to whom, and what it keeps of it.
+
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::mem;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::time::{Duration, Instant};
+
+use nvshare_wire::client::Sharing;
+use nvshare_wire::{ClientMessage, Counts, MAX_DESCRIPTORS, MAX_LEN, SchedulerMessage, Secret, version};
+use test_support::daemon::*;
+
+const KEY: Secret = Secret([3; 16]);
+const SECRET: Secret = Secret([4; 16]);
+const CHUNK: u64 = 64 << 20;
+
+fn open(ticket: u32) -> ClientMessage {
+    ClientMessage::Open { ticket, exporter: KEY, secret: SECRET, range: 1, allocation: 2, first: 0 }
+}
+
+fn exported(ticket: u64) -> ClientMessage {
+    ClientMessage::Exported { ticket, outcome: Sharing::Done, slot: 0, bytes: 2 * CHUNK, chunk: CHUNK }
+}
+
+/// A client that knows of memory that programs share.
+fn client(daemon: &Daemon) -> Client {
+    Client::welcomed_as(&daemon.socket(), version::SHARING)
+}
+
+/// A client that exports.
+fn exporter(daemon: &Daemon) -> Client {
+    let client = client(daemon);
+    client.attach();
+    client.send(ClientMessage::Exporter { key: KEY });
+    client
+}
+
+/// The number of the question it is asked.
+fn question(exporter: &Client) -> u64 {
+    match exporter.until(|message| matches!(message, SchedulerMessage::Export { .. })) {
+        SchedulerMessage::Export { ticket, secret: SECRET, range: 1, allocation: 2, first: 0 } => ticket,
+        other => panic!("it asks {other:?}"),
+    }
+}
+
+fn outcome(importer: &Client, asked: u32) -> Sharing {
+    match importer.until(|message| matches!(message, SchedulerMessage::Opened { .. })) {
+        SchedulerMessage::Opened { ticket, outcome, .. } if ticket == asked => outcome,
+        other => panic!("instead of an answer to {asked}: {other:?}"),
+    }
+}
+
+/// A file with that text.
+fn file(text: &str) -> OwnedFd {
+    // SAFETY: a new descriptor.
+    let mut file = unsafe { File::from_raw_fd(libc::memfd_create(c"test".as_ptr(), libc::MFD_CLOEXEC)) };
+    file.write_all(text.as_bytes()).expect("a file");
+    file.into()
+}
+
+#[repr(C, align(8))]
+struct Control([u8; 16 + 4 * (MAX_DESCRIPTORS + 8)]);
+
+fn send_with(client: &Client, message: &ClientMessage, descriptors: &[OwnedFd]) {
+    let packet = message.encode(client.version);
+    let mut control = Control([0; _]);
+    let mut part =
+        libc::iovec { iov_base: packet.as_bytes().as_ptr().cast_mut().cast(), iov_len: packet.as_bytes().len() };
+    // SAFETY: buffers that outlive the call, and room for so many descriptors.
+    unsafe {
+        let bytes = mem::size_of_val(descriptors) as u32;
+        let mut header: libc::msghdr = mem::zeroed();
+        (header.msg_iov, header.msg_iovlen) = (&raw mut part, 1);
+        header.msg_control = control.0.as_mut_ptr().cast();
+        header.msg_controllen = libc::CMSG_SPACE(bytes) as _;
+        let rights = &mut *libc::CMSG_FIRSTHDR(&header);
+        (rights.cmsg_level, rights.cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
+        rights.cmsg_len = libc::CMSG_LEN(bytes) as _;
+        let data = libc::CMSG_DATA(rights).cast::<i32>();
+        descriptors.iter().enumerate().for_each(|(i, fd)| data.add(i).write_unaligned(fd.as_raw_fd()));
+        assert!(libc::sendmsg(client.socket.as_raw_fd(), &header, libc::MSG_NOSIGNAL) > 0);
+    }
+}
+
+/// The next message with the descriptors that come with it.
+fn receive_with(client: &Client) -> (SchedulerMessage, Vec<OwnedFd>) {
+    let (mut buffer, mut control) = ([0u8; MAX_LEN], Control([0; _]));
+    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    let mut descriptors = Vec::new();
+    // SAFETY: buffers that outlive the call; the descriptors are new.
+    let n = unsafe {
+        let mut header: libc::msghdr = mem::zeroed();
+        (header.msg_iov, header.msg_iovlen) = (&raw mut part, 1);
+        (header.msg_control, header.msg_controllen) = (control.0.as_mut_ptr().cast(), control.0.len() as _);
+        let n = libc::recvmsg(client.socket.as_raw_fd(), &mut header, libc::MSG_CMSG_CLOEXEC);
+        if let Some(rights) = libc::CMSG_FIRSTHDR(&header).as_ref() {
+            let count = (rights.cmsg_len - libc::CMSG_LEN(0) as usize) / 4;
+            let data = libc::CMSG_DATA(rights).cast::<i32>();
+            descriptors.extend((0..count).map(|i| OwnedFd::from_raw_fd(data.add(i).read_unaligned())));
+        }
+        n
+    };
+    assert!(n > 0, "the daemon has hung up");
+    (SchedulerMessage::decode(&buffer[..n as usize], client.version).expect("the protocol"), descriptors)
+}
+
+/// How many files the daemon has open.
+fn open_files(daemon: &Daemon) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).expect("its descriptors").count()
+}
+
+fn wait_until_closed(daemon: &Daemon, before: usize) {
+    let deadline = Instant::now() + PATIENCE;
+    while open_files(daemon) > before {
+        assert!(Instant::now() < deadline, "{} files, {before} before", open_files(daemon));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn descriptors_reach_who_asked_and_stay_nowhere() {
+    let daemon = Daemon::start();
+    let (exporter, importer) = (exporter(&daemon), client(&daemon));
+    importer.attach();
+    let before = open_files(&daemon);
+    for round in 0..200 {
+        importer.send(open(round));
+        let ticket = question(&exporter);
+        send_with(&exporter, &exported(ticket), &[file("first"), file("second")]);
+        let (message, descriptors) = loop {
+            let (message, descriptors) = receive_with(&importer);
+            if matches!(message, SchedulerMessage::Opened { .. }) {
+                break (message, descriptors);
+            }
+            assert!(descriptors.is_empty());
+        };
+        let whole = SchedulerMessage::Opened { ticket: round, outcome: Sharing::Done, bytes: 2 * CHUNK, chunk: CHUNK };
+        assert_eq!(message, whole);
+        let texts = descriptors.into_iter().map(|fd| {
+            let (mut file, mut text) = (File::from(fd), String::new());
+            file.rewind().and_then(|()| file.read_to_string(&mut text)).expect("a file");
+            text
+        });
+        assert_eq!(texts.collect::<Vec<_>>(), ["first", "second"]);
+        importer.send(ClientMessage::Closed { exporter: KEY, range: 1 });
+    }
+    wait_until_closed(&daemon, before);
+}
+
+#[test]
+fn what_nobody_asked_for_is_closed_and_what_makes_no_sense_is_refused() {
+    let daemon = Daemon::start();
+    let (exporter, importer) = (exporter(&daemon), client(&daemon));
+    importer.attach();
+    let before = open_files(&daemon);
+    for ticket in 0..100 {
+        send_with(&exporter, &exported(ticket), &[file("unasked")]);
+        send_with(&importer, &ClientMessage::Request { gpus: 1 }, &[file("unasked")]);
+    }
+    // More than a packet can have, and none at all.
+    let many: Vec<OwnedFd> = (0..MAX_DESCRIPTORS + 8).map(|_| file("many")).collect();
+    importer.send(open(1));
+    let ticket = question(&exporter);
+    send_with(&exporter, &exported(ticket), &many);
+    assert!(matches!(outcome(&importer, 1), Sharing::Done | Sharing::Failed));
+    importer.send(open(2));
+    let ticket = question(&exporter);
+    exporter.send(exported(ticket));
+    assert_eq!(outcome(&importer, 2), Sharing::Failed);
+    // Somebody else's answer is none.
+    importer.send(open(3));
+    let ticket = question(&exporter);
+    let third = client(&daemon);
+    third.attach();
+    send_with(&third, &exported(ticket), &[file("forged")]);
+    exporter.send(ClientMessage::Exported { ticket, outcome: Sharing::Unknown, slot: 0, bytes: 0, chunk: 0 });
+    assert_eq!(outcome(&importer, 3), Sharing::Unknown);
+    drop(third);
+    wait_until_closed(&daemon, before);
+}
+
+#[test]
+fn who_waits_for_an_exporter_that_ends_is_told() {
+    let daemon = Daemon::start();
+    let (exporter, importer) = (exporter(&daemon), client(&daemon));
+    importer.send(open(1));
+    question(&exporter);
+    drop(exporter);
+    assert_eq!(outcome(&importer, 1), Sharing::Unknown);
+}
+
+#[test]
+fn an_exporter_that_never_answers_is_not_flooded() {
+    let daemon = Daemon::start();
+    let (exporter, importer) = (exporter(&daemon), client(&daemon));
+    for ticket in 0..500 {
+        importer.send(open(ticket));
+    }
+    assert_eq!(outcome(&importer, 32), Sharing::Busy, "the first that is not passed on");
+    for _ in 0..32 {
+        question(&exporter);
+    }
+    exporter.send(ClientMessage::Request { gpus: 1 });
+    exporter.until_granted(); // and nothing else came before
+}
+
+#[test]
+#[ignore = "a helper: asks for memory that it may not have"]
+fn helper_ask() {
+    let client = Client::welcomed_as(&helper_socket(), version::SHARING);
+    let deadline = Instant::now() + PATIENCE;
+    for ticket in 0.. {
+        client.send(open(ticket));
+        match outcome(&client, ticket) {
+            // The daemon has just started, and says so.
+            Sharing::Busy => std::thread::sleep(Duration::from_millis(50)),
+            outcome => return assert_eq!(outcome, Sharing::Unknown),
+        }
+        assert!(Instant::now() < deadline);
+    }
+}
+
+#[test]
+fn another_user_gets_nothing_and_the_exporter_does_not_hear_of_it() {
+    if !is_root() {
+        return; // only root has other users' processes
+    }
+    let daemon = Daemon::start();
+    let exporter = exporter(&daemon);
+    let status =
+        helper("shared_memory::helper_ask", &daemon.socket()).uid(65534).gid(65534).status().expect("it starts");
+    assert!(status.success());
+    exporter.request();
+    let first = exporter.until(|m| matches!(m, SchedulerMessage::Grant { .. } | SchedulerMessage::Export { .. }));
+    assert!(matches!(first, SchedulerMessage::Grant { .. }), "{first:?}");
+}
+
+/// What status says of pinned bytes, by client.
+fn pinned(daemon: &Daemon, client: &Client) -> u64 {
+    let output = daemon.ctl(&["--json", "status"]);
+    let status: serde_json::Value = serde_json::from_str(&output.stdout).expect("JSON");
+    let clients = status["clients"].as_array().expect("clients");
+    let of = clients.iter().find(|c| c["id"] == client.id).expect("that client");
+    of["gpus"][0]["pinned"].as_u64().expect("a number")
+}
+
+#[test]
+fn bytes_that_an_exporter_leaves_are_counted_at_once_and_once() {
+    let daemon = Daemon::start();
+    let (exporter, importer) = (exporter(&daemon), client(&daemon));
+    importer.attach();
+    let pinned_report = |bytes| ClientMessage::Memory {
+        slot: 0,
+        ack: 0,
+        demand: bytes,
+        mapped: bytes,
+        swapped: 0,
+        pinned: bytes,
+        device_free: u64::MAX,
+        limit_ack: 0,
+        host: 0,
+        counts: Counts::default(),
+    };
+    exporter.send(pinned_report(2 * CHUNK));
+    importer.send(pinned_report(0));
+    importer.send(open(1));
+    let ticket = question(&exporter);
+    send_with(&exporter, &exported(ticket), &[file("a"), file("b")]);
+    assert_eq!(outcome(&importer, 1), Sharing::Done);
+    assert_eq!((pinned(&daemon, &exporter), pinned(&daemon, &importer)), (2 * CHUNK, 0));
+    exporter.send(ClientMessage::Withdrawn { range: 1 });
+    exporter.send(pinned_report(0));
+    importer.until(|message| *message == SchedulerMessage::Adopt { exporter: KEY, range: 1 });
+    assert_eq!(pinned(&daemon, &importer), 2 * CHUNK, "before it says so itself");
+    importer.send(ClientMessage::Adopted { exporter: KEY, range: 1 });
+    importer.send(pinned_report(2 * CHUNK));
+    let deadline = Instant::now() + PATIENCE;
+    while pinned(&daemon, &exporter) != 0 {
+        assert!(Instant::now() < deadline);
+    }
+    assert_eq!(pinned(&daemon, &importer), 2 * CHUNK);
+    importer.send(ClientMessage::Closed { exporter: KEY, range: 1 });
+    importer.send(pinned_report(0));
+    while pinned(&daemon, &importer) != 0 {
+        assert!(Instant::now() < deadline);
+    }
+}

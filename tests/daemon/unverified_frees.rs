@@ -1,0 +1,149 @@
+//! A client that says it has freed memory which it keeps: NVML shows it, and no other user is given what is not there.
+
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cuda_sim_gpus::{Account, Config};
+use nvshare_wire::client::{Engine, EngineReason, GpuKind};
+use nvshare_wire::{ClientMessage, Counts, SchedulerMessage, Text, Uuid};
+use serde_json::Value;
+use test_support::daemon::*;
+use test_support::has_own_process;
+
+const MIB: u64 = 1 << 20;
+const TOTAL: u64 = 256 * MIB;
+const CONTEXT: u64 = 16 * MIB;
+const DEMAND: u64 = 120 * MIB;
+/// Reports below this say nothing against a client: the granularity of what is measured.
+const SLACK: u64 = 4 * MIB;
+
+fn attach() -> ClientMessage {
+    ClientMessage::Attach {
+        slot: 0,
+        uuid: Uuid(Config::get().uuid(0)),
+        kind: GpuKind::Gpu,
+        engine: Engine::Swap,
+        total: TOTAL,
+        name: Text::new("simulated"),
+        reason: EngineReason::Best,
+    }
+}
+
+/// It needs all of its memory, has so much of it, and has carried out that allowance.
+fn report(ack: u32, mapped: u64) -> ClientMessage {
+    ClientMessage::Memory {
+        slot: 0,
+        ack,
+        demand: DEMAND,
+        mapped,
+        swapped: DEMAND - mapped,
+        pinned: 0,
+        device_free: u64::MAX,
+        limit_ack: 1,
+        host: DEMAND - mapped,
+        counts: Counts::default(),
+    }
+}
+
+/// The next allowance that is as wanted: its number, and how much it is.
+fn allowance(client: &Client, wanted: impl Fn(u64) -> bool) -> (u32, u64) {
+    let is_it = |m: &SchedulerMessage| matches!(m, SchedulerMessage::Allowance { bytes, .. } if wanted(*bytes));
+    match client.until(is_it) {
+        SchedulerMessage::Allowance { seq, bytes, .. } => (seq, bytes),
+        other => panic!("{other:?} is no allowance"),
+    }
+}
+
+fn status(daemon: &Daemon) -> Value {
+    serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON")
+}
+
+#[track_caller]
+fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(answer) = look() {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Of another user, wants memory and the lock, and ends well once it has them.
+fn other_user(daemon: &Daemon) -> Child {
+    let mut other = helper("unverified_frees::helper_wants", &daemon.socket());
+    other.uid(65534).gid(65534).stderr(Stdio::inherit()).spawn().expect("it starts")
+}
+
+#[test]
+#[ignore = "a helper: a client of another user"]
+fn helper_wants() {
+    let client = Client::welcomed_as(&helper_socket(), 2);
+    client.send(attach());
+    client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+    client.send(report(0, 0));
+    client.request();
+    client.until_granted();
+}
+
+#[test]
+fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
+    if !is_root() {
+        eprintln!("skipped: only root can be two users");
+        return;
+    }
+    let test = "unverified_frees::nobody_is_given_what_another_user_says_it_has_freed_and_has_not";
+    let environment = [("CUDA_SIM_MEMORY", TOTAL.to_string()), ("CUDA_SIM_CONTEXT", CONTEXT.to_string())];
+    if !has_own_process(test, &environment) {
+        return;
+    }
+    let daemon = Daemon::start();
+    daemon.log.wait("found");
+
+    let gpu = Account::get();
+    let liar = Client::welcomed_as(&daemon.socket(), 2);
+    liar.send(attach());
+    liar.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+    assert!(gpu.take(0, CONTEXT));
+    wait_for("its context to be measured", || (status(&daemon)["gpus"][0]["overhead"] == CONTEXT).then_some(()));
+    liar.send(report(0, 0));
+    let (seq, _) = allowance(&liar, |bytes| bytes == DEMAND);
+    assert!(gpu.take(0, DEMAND));
+    liar.send(report(seq, DEMAND));
+
+    let mut other = other_user(&daemon);
+    let (seq, kept) = allowance(&liar, |bytes| bytes < DEMAND);
+    liar.send(report(seq, kept)); // and keeps all of it
+    wait_for("status to name it", || {
+        let status = status(&daemon);
+        let clients = status["clients"].as_array().expect("clients");
+        let of = |client: &Value, key: &str| client["gpus"][0][key].as_u64().unwrap_or(0);
+        for client in clients.iter().filter(|client| client["id"] != liar.id) {
+            let allowed = of(client, "allowance");
+            assert!(allowed + DEMAND + CONTEXT <= TOTAL + SLACK, "{allowed} bytes are not there: {status:#}");
+        }
+        let named = clients.iter().find(|client| client["id"] == liar.id)?;
+        let why = named["gpus"][0]["stays"].as_str()?;
+        (why == "NVML sees memory that it says it has freed" && of(named, "pinned") + kept + SLACK >= DEMAND)
+            .then_some(())
+    });
+    assert!(other.try_wait().expect("a child").is_none(), "it cannot have the memory yet");
+    let text = daemon.ctl(&["status"]).stdout;
+    assert!(text.contains("NVML sees memory that it says it has freed"), "{text}");
+
+    let bundle = daemon.ctl(&["debug", "--output", "-"]).stdout;
+    let line = |kind: &str| {
+        let lines = bundle.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+        lines.into_iter().find(|line| line["kind"] == kind).expect("the line")
+    };
+    assert!(line("nvshare-bundle")["driver"].is_string() && line("nvshare-bundle")["nvml"].is_string());
+    let (measured, pid) = (&line("nvml")["gpus"][0], std::process::id().to_string());
+    assert_eq!(measured["steady"], true);
+    assert!(measured["processes"][pid].as_u64().is_some_and(|bytes| bytes >= DEMAND), "{measured:#}");
+
+    gpu.give(0, DEMAND);
+    assert!(wait(&mut other).success());
+}

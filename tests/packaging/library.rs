@@ -1,0 +1,92 @@
+//! What `libnvshare.so` is as a file: every process of a host may have to load it, so it needs nothing, exports nothing
+//! but its hooks, and costs little.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use test_support::{artifact, steps};
+
+/// What `readelf` (binutils, which comes with any C compiler) says of the library.
+fn readelf(option: &str) -> String {
+    let output =
+        Command::new("readelf").args(["-W", option]).arg(artifact("libnvshare.so")).env("LC_ALL", "C").output();
+    String::from_utf8(output.expect("readelf runs").stdout).expect("text")
+}
+
+/// Names of dynamic symbols, defined or not.
+fn symbols(defined: bool) -> Vec<String> {
+    let table = readelf("--dyn-syms");
+    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    // A version's number may follow the name.
+    let rows = rows.filter(|row| row.len() >= 8 && row[0] != "Num:" && (row[6] != "UND") == defined);
+    rows.map(|row| row[7].to_owned()).collect()
+}
+
+#[test]
+fn it_needs_the_c_library_and_nothing_else() {
+    let dynamic = readelf("-d");
+    let needed: Vec<&str> = dynamic.lines().filter(|line| line.contains("(NEEDED)")).collect();
+    assert!(matches!(&needed[..], [one] if one.contains("[libc.so.6]")), "{needed:?}");
+    assert!(dynamic.contains("[libnvshare.so]"), "it has a SONAME: {dynamic}");
+    assert!(dynamic.contains("NODELETE"), "it is never unloaded: {dynamic}");
+}
+
+#[test]
+fn it_needs_nothing_newer_than_glibc_2_17() {
+    let undefined = symbols(false);
+    assert!(undefined.iter().any(|name| name.starts_with("malloc@")), "{undefined:?}");
+    for name in undefined {
+        let Some((_, version)) = name.split_once("@GLIBC_") else { panic!("{name} has no version") };
+        let mut numbers = version.split(['.', ' ']).filter_map(|n| n.parse::<u32>().ok());
+        let version = (numbers.next().expect("a version"), numbers.next().unwrap_or(0));
+        assert!(version <= (2, 17), "{name} is too new for old systems and containers");
+    }
+}
+
+/// What is asked of NVML, and may have to be answered as CUDA answers it.
+const NVML: [&str; 7] = [
+    "nvmlDeviceGetCount",
+    "nvmlDeviceGetCount_v2",
+    "nvmlDeviceGetHandleByIndex",
+    "nvmlDeviceGetHandleByIndex_v2",
+    "nvmlDeviceGetIndex",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetMemoryInfo_v2",
+];
+
+#[test]
+fn it_exports_its_hooks_and_nothing_else() {
+    let exported = symbols(true);
+    assert!(exported.iter().any(|name| name == "cuLaunchKernel"));
+    for name in exported {
+        let is_of_nvml = NVML.contains(&&*name);
+        let is_hook =
+            name == "dlsym" || is_of_nvml || name.strip_prefix("cu").is_some_and(|n| n.starts_with(char::is_uppercase));
+        assert!(is_hook, "{name} is exported");
+    }
+}
+
+#[test]
+fn loading_it_costs_next_to_nothing() {
+    let run = |library: Option<PathBuf>| {
+        let mut command = Command::new("/bin/true");
+        command.env_clear();
+        if let Some(library) = library {
+            command.env("LD_PRELOAD", library);
+        }
+        match steps::instructions(&mut command) {
+            Ok(count) => Some(count),
+            Err(e) => {
+                eprintln!("skipped: instructions cannot be counted here: {e}");
+                assert!(std::env::var_os("CI").is_none(), "ptrace is needed to count instructions: {e}");
+                None
+            }
+        }
+    };
+    let (Some(without), Some(with)) = (run(None), run(Some(artifact("libnvshare.so")))) else { return };
+    let cost = with - without;
+    eprintln!("/bin/true: {without} instructions, {cost} more with the library");
+    assert!(cost > 1000, "it was not loaded");
+    // As it is released it takes little more than half of that (`bench/guest.rs`, where the limit is 60,000).
+    assert!(cost <= 64_000, "{cost} more instructions");
+}

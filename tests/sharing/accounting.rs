@@ -1,0 +1,348 @@
+//! A client that lies about what it has: it speaks the protocol by hand and has no CUDA context. An honest program beside it
+//! finishes with right contents in bounded time, and the scheduler goes on answering. End to end, with a real program on
+//! the simulated GPU.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason};
+use nvshare_wire::own::OwnTerm;
+use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, choice::Chooser, version};
+use test_support::daemon::Client;
+use test_support::machine::{Dice, MIB, Machine, Program, Setup};
+
+/// An honest program that needs this long waits for ever.
+const BOUND: Duration = Duration::from_secs(30);
+/// How often the scheduler is asked something while a program runs.
+const ASK: Duration = Duration::from_secs(1);
+/// The scheduler answers `nvsharectl status` within this time, on a loaded machine too.
+const ANSWER: Duration = Duration::from_secs(3);
+
+const MEMORY: u64 = 96 * MIB;
+
+fn machine() -> Machine {
+    Machine::with_scheduler(Setup { memory: MEMORY, context: 2 * MIB, reserve: 2 * MIB, ..Setup::default() })
+}
+
+/// A program that needs more than a third of the GPU.
+fn honest(machine: &Machine) -> Program {
+    machine.program("grow --mem 40M --step 2M --rounds 2 --pause-ms 10").start()
+}
+
+/// Waits for the end of a program, which must be a success with right contents. Clients that lie answer what they must
+/// meanwhile, so that it is the lie that does harm.
+fn finish_beside(machine: &Machine, liars: &mut [Liar], program: &mut Program, lie: &str) -> Result<(), String> {
+    let begin = Instant::now();
+    let mut asked = begin;
+    let status = loop {
+        liars.iter_mut().for_each(Liar::listen);
+        if let Some(status) = program.poll() {
+            break status;
+        }
+        if begin.elapsed() >= BOUND {
+            program.kill();
+            return Err(format!("{lie}: an honest program is not done after {BOUND:?}"));
+        }
+        if asked.elapsed() >= ASK {
+            asked = Instant::now();
+            answers(machine, lie)?;
+        }
+        thread::sleep(Duration::from_millis(2));
+    };
+    if !status.success() {
+        return Err(format!("{lie}: an honest program failed: {}", program.stdout().trim_end()));
+    }
+    answers(machine, lie)
+}
+
+/// Whether the scheduler answers, and in time.
+fn answers(machine: &Machine, lie: &str) -> Result<(), String> {
+    let asked = Instant::now();
+    machine.status();
+    let took = asked.elapsed();
+    if took > ANSWER { Err(format!("{lie}: the scheduler took {took:?} to answer")) } else { Ok(()) }
+}
+
+/// The GPU of a machine, as the scheduler names it. It knows the GPU from NVML.
+fn gpu_of(machine: &Machine) -> Uuid {
+    let status = machine.status();
+    let text = status["gpus"][0]["uuid"].as_str().expect("a UUID").to_owned();
+    Uuid::parse(text.strip_prefix("GPU-").unwrap_or(&text)).expect("a UUID")
+}
+
+/// A client that says what it likes. It gives the lock back when another client waits for it.
+#[derive(Debug)]
+struct Liar<'a> {
+    machine: &'a Machine,
+    client: Client,
+    is_connected: bool,
+}
+
+impl<'a> Liar<'a> {
+    fn new(machine: &'a Machine) -> Self {
+        Self { machine, client: Client::welcomed_as(&machine.socket(), version::MAX), is_connected: true }
+    }
+
+    /// Says these one after the other, as far as it is let.
+    fn tell(&mut self, messages: &[ClientMessage]) {
+        for message in messages {
+            self.is_connected = self.is_connected && self.client.send_raw(message.encode(version::MAX).as_bytes());
+            self.listen();
+        }
+    }
+
+    /// Answers what has come.
+    fn listen(&mut self) {
+        while self.is_connected {
+            let mut buffer = [0u8; MAX_LEN];
+            let (socket, flags) = (self.client.socket.as_raw_fd(), libc::MSG_DONTWAIT);
+            // SAFETY: the kernel writes at most `buffer.len()` bytes.
+            let len = unsafe { libc::recv(socket, buffer.as_mut_ptr().cast(), buffer.len(), flags) };
+            match usize::try_from(len) {
+                Ok(0) => self.is_connected = false,
+                Ok(len) => {
+                    let message = SchedulerMessage::decode(&buffer[..len], version::MAX).expect("a message");
+                    let (gpus, reason) = match message {
+                        SchedulerMessage::Revoke { gpus } => (gpus, ReleaseReason::Revoked),
+                        SchedulerMessage::Contended { gpus, waiters: 1.., .. } => (gpus, ReleaseReason::Idle),
+                        _ => continue,
+                    };
+                    let release = ClientMessage::Release { gpus, reason, busy_us: 0 };
+                    self.client.send_raw(release.encode(version::MAX).as_bytes());
+                }
+                Err(_) => {
+                    let error = io::Error::last_os_error().kind();
+                    self.is_connected = matches!(error, io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Comes back where it was disconnected.
+    fn come_back(&mut self) {
+        if !self.is_connected {
+            *self = Self::new(self.machine);
+        }
+    }
+}
+
+fn attach(gpu: Uuid) -> ClientMessage {
+    ClientMessage::Attach {
+        slot: 0,
+        uuid: gpu,
+        kind: GpuKind::Gpu,
+        engine: Engine::Swap,
+        total: MEMORY,
+        name: Text::new("Simulated GPU"),
+        reason: EngineReason::Best,
+    }
+}
+
+/// The figures of a report of memory.
+#[derive(Debug, Clone, Copy, Default)]
+struct Figures {
+    slot: u32,
+    ack: u32,
+    demand: u64,
+    mapped: u64,
+    swapped: u64,
+    pinned: u64,
+    device_free: u64,
+    limit_ack: u32,
+    host: u64,
+    counts: Counts,
+}
+
+impl Figures {
+    fn report(self) -> ClientMessage {
+        let Self { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts } = self;
+        ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts }
+    }
+}
+
+// ---- a client that claims memory -------------------------------------------------------------------------------------
+
+const MOST: u64 = MEMORY - 8 * MIB;
+
+// It attaches and creates no context: NVML does not list its process, and shows the GPU to be empty. It does not answer
+// when it is asked to bring memory off the GPU.
+
+#[test]
+fn a_client_without_a_context_keeps_nothing_by_claiming_pinned_memory() {
+    claim(Figures { demand: MOST, mapped: MOST, pinned: MOST, ..Figures::default() });
+}
+
+#[test]
+fn a_client_without_a_context_keeps_nothing_by_claiming_mapped_memory() {
+    claim(Figures { demand: MOST, mapped: MOST, ..Figures::default() });
+}
+
+#[test]
+fn a_client_without_a_context_keeps_nothing_by_claiming_demand() {
+    claim(Figures { demand: MOST, ..Figures::default() });
+}
+
+fn claim(figures: Figures) {
+    let machine = machine();
+    let mut liars = [Liar::new(&machine)];
+    liars[0].tell(&[attach(gpu_of(&machine)), figures.report()]);
+    let mut program = honest(&machine);
+    let finished = finish_beside(&machine, &mut liars, &mut program, &format!("{figures:?}"));
+    finished.expect("the GPU is as good as empty");
+    drop(liars);
+    machine.wait_until_empty();
+}
+
+// ---- a client that lies about each number -----------------------------------------------------------------------------
+
+const VALUES: [u64; 4] = [0, 1, 1 << 40, u64::MAX];
+
+/// What is said after `Hello`, with that number somewhere.
+type Lie = fn(Uuid, u64) -> Vec<ClientMessage>;
+
+/// A report with that figure, of an attached client that wants the lock.
+fn with(gpu: Uuid, figures: Figures) -> Vec<ClientMessage> {
+    vec![attach(gpu), figures.report(), ClientMessage::Request { gpus: 1 }]
+}
+
+/// A message of an attached client that holds or wants the lock, for some memory.
+fn then(gpu: Uuid, message: ClientMessage) -> Vec<ClientMessage> {
+    let figures = Figures { demand: MIB, ..Figures::default() };
+    vec![attach(gpu), figures.report(), ClientMessage::Request { gpus: 1 }, message]
+}
+
+const KEY: Secret = Secret([7; 16]);
+
+/// Every numeric field of every message that a client has.
+const LIES: &[(&str, Lie)] = &[
+    ("Attach.slot", |gpu, n| match attach(gpu) {
+        ClientMessage::Attach { uuid, kind, engine, total, name, reason, .. } => {
+            vec![ClientMessage::Attach { slot: n as u32, uuid, kind, engine, total, name, reason }]
+        }
+        _ => Vec::new(),
+    }),
+    ("Attach.total", |gpu, n| match attach(gpu) {
+        ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } => {
+            vec![ClientMessage::Attach { slot, uuid, kind, engine, total: n, name, reason }]
+        }
+        _ => Vec::new(),
+    }),
+    ("Attach.total of an unknown GPU", |_, n| match attach(Uuid([9; 16])) {
+        ClientMessage::Attach { slot, uuid, kind, engine, name, reason, .. } => {
+            vec![ClientMessage::Attach { slot, uuid, kind, engine, total: n, name, reason }]
+        }
+        _ => Vec::new(),
+    }),
+    ("Detach.slot", |gpu, n| then(gpu, ClientMessage::Detach { slot: n as u32 })),
+    ("Memory.slot", |gpu, n| with(gpu, Figures { slot: n as u32, ..Figures::default() })),
+    ("Memory.ack", |gpu, n| with(gpu, Figures { ack: n as u32, demand: MIB, ..Figures::default() })),
+    ("Memory.demand", |gpu, n| with(gpu, Figures { demand: n, ..Figures::default() })),
+    ("Memory.mapped", |gpu, n| with(gpu, Figures { mapped: n, ..Figures::default() })),
+    ("Memory.swapped", |gpu, n| with(gpu, Figures { swapped: n, ..Figures::default() })),
+    ("Memory.pinned", |gpu, n| with(gpu, Figures { pinned: n, ..Figures::default() })),
+    ("Memory.demand, mapped and pinned", |gpu, n| {
+        with(gpu, Figures { demand: n, mapped: n, pinned: n, ..Figures::default() })
+    }),
+    ("Memory.device_free", |gpu, n| with(gpu, Figures { device_free: n, ..Figures::default() })),
+    ("Memory.limit_ack", |gpu, n| with(gpu, Figures { limit_ack: n as u32, demand: MIB, ..Figures::default() })),
+    ("Memory.host", |gpu, n| with(gpu, Figures { host: n, ..Figures::default() })),
+    ("Memory.counts", |gpu, n| {
+        let counts = Counts { swapped_out: n, swapped_in: n, unmoved: n, refused: n };
+        with(gpu, Figures { counts, ..Figures::default() })
+    }),
+    ("Request.gpus", |gpu, n| then(gpu, ClientMessage::Request { gpus: n })),
+    ("Release.gpus", |gpu, n| then(gpu, ClientMessage::Release { gpus: n, reason: ReleaseReason::Idle, busy_us: 1 })),
+    ("Release.busy_us", |gpu, n| {
+        then(gpu, ClientMessage::Release { gpus: 1, reason: ReleaseReason::NoMemory, busy_us: n })
+    }),
+    ("Stuck.gpus", |gpu, n| then(gpu, ClientMessage::Stuck { gpus: n, reason: StuckReason::HostFull })),
+    ("Cancel.gpus", |gpu, n| then(gpu, ClientMessage::Cancel { gpus: n })),
+    ("Held.gpus", |gpu, n| then(gpu, ClientMessage::Held { gpus: n })),
+    ("Wish.slot", |gpu, n| then(gpu, ClientMessage::Wish { slot: n as u32, bytes: MIB })),
+    ("Wish.bytes", |gpu, n| then(gpu, ClientMessage::Wish { slot: 0, bytes: n })),
+    ("Squeeze.slot", |gpu, n| then(gpu, ClientMessage::Squeeze { slot: n as u32, bytes: MIB })),
+    ("Squeeze.bytes", |gpu, n| then(gpu, ClientMessage::Squeeze { slot: 0, bytes: n })),
+    ("Fullness.slot", |gpu, n| then(gpu, ClientMessage::Fullness { slot: n as u32, permille: 500 })),
+    ("Fullness.permille", |gpu, n| then(gpu, ClientMessage::Fullness { slot: 0, permille: n as u32 })),
+    ("Open", |gpu, n| {
+        let (ticket, range, first) = (n as u32, n as u32, n as u32);
+        then(gpu, ClientMessage::Open { ticket, exporter: KEY, secret: KEY, range, allocation: n, first })
+    }),
+    ("Exported", |gpu, n| {
+        let slot = n as u32;
+        then(gpu, ClientMessage::Exported { ticket: n, outcome: Sharing::Done, slot, bytes: n, chunk: n })
+    }),
+    ("Withdrawn.range", |gpu, n| then(gpu, ClientMessage::Withdrawn { range: n as u32 })),
+    ("Imported", |gpu, n| {
+        then(gpu, ClientMessage::Imported { slot: 0, exporter: KEY, range: n as u32, bytes: n, adopted: n as u8 })
+    }),
+    ("Adopted.range", |gpu, n| then(gpu, ClientMessage::Adopted { exporter: KEY, range: n as u32 })),
+    ("Closed.range", |gpu, n| then(gpu, ClientMessage::Closed { exporter: KEY, range: n as u32 })),
+    ("Place.count", |_, n| vec![place(n as u32, 0, 0)]),
+    ("Place.bytes", |_, n| vec![place(1, n, 0)]),
+    ("Place.devices", |_, n| vec![place(1, 0, n)]),
+    ("Own.more", |gpu, n| {
+        let own = ClientMessage::Own { term: OwnTerm::MemoryMax, more: n as u8, text: Text::new("1M") };
+        [vec![own], then(gpu, ClientMessage::Request { gpus: 1 })].concat()
+    }),
+];
+
+fn place(count: u32, bytes: u64, devices: u64) -> ClientMessage {
+    ClientMessage::Place { chooser: Chooser::Nobody, count, bytes, devices, ahead: 1 }
+}
+
+/// Each field in turn: four clients tell that lie, each with another number, while an honest program runs from its beginning
+/// to its end.
+#[test]
+fn no_number_keeps_an_honest_program_from_finishing() {
+    let machine = machine();
+    let gpu = gpu_of(&machine);
+    let mut failures = Vec::new();
+    // One field alone, where that is asked for.
+    let only = std::env::var("NVSHARE_TEST_LIE").ok();
+    for (field, lie) in LIES.iter().filter(|(field, _)| only.as_ref().is_none_or(|only| only == field)) {
+        let mut liars: Vec<Liar> = VALUES.iter().map(|_| Liar::new(&machine)).collect();
+        liars.iter_mut().zip(VALUES).for_each(|(liar, n)| liar.tell(&lie(gpu, n)));
+        let begin = Instant::now();
+        let mut program = honest(&machine);
+        failures.extend(finish_beside(&machine, &mut liars, &mut program, field).err());
+        eprintln!("{field}: {:?}", begin.elapsed());
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    machine.wait_until_empty();
+}
+
+const RANDOM: Duration = Duration::from_secs(3);
+
+/// Three clients tell one lie after the other, and come back whenever they are disconnected.
+#[test]
+fn no_random_lies_keep_honest_programs_from_finishing() {
+    let machine = machine();
+    let (gpu, mut random) = (gpu_of(&machine), Dice::seeded());
+    let mut liars: Vec<Liar> = (0..3).map(|_| Liar::new(&machine)).collect();
+    let begin = Instant::now();
+    while begin.elapsed() < RANDOM {
+        let mut program = honest(&machine);
+        let deadline = Instant::now() + BOUND;
+        while program.poll().is_none() && Instant::now() < deadline {
+            for liar in &mut liars {
+                liar.come_back();
+                let (_, lie) = random.choose(LIES).expect("a lie");
+                let any = random.number();
+                let n = *random.choose(&[0, 1, MIB, MOST, 1 << 40, u64::MAX, any]).expect("a number");
+                // It attaches once in a while only, or it would be disconnected each time.
+                let messages = lie(gpu, n);
+                let from = if random.below(4) == 0 { 0 } else { messages.len() - 1 };
+                liar.tell(&messages[from..]);
+            }
+            thread::sleep(random.milliseconds(10));
+        }
+        // Then they only stay.
+        finish_beside(&machine, &mut liars, &mut program, "random lies").expect("an honest program");
+    }
+    drop(liars);
+    machine.wait_until_empty();
+}

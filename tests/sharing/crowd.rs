@@ -1,0 +1,26 @@
+//! Many programs at once: end to end, with real processes on the simulated GPU.
+
+use test_support::machine::*;
+
+const CLIENTS: usize = 200;
+
+#[test]
+fn two_hundred_programs_at_once_all_finish() {
+    let setup = Setup { memory: 512 * MIB, context: MIB, anti_thrash: "on", ..Setup::default() };
+    // Together they want three times what there is.
+    let each = 4 * MIB;
+    assert!(CLIENTS as u64 * each > 2 * setup.capacity(CLIENTS as u64));
+    let machine = Machine::with_scheduler(setup);
+    let words = format!("mix --mem {each} --chunks 2 --reps 1 --rounds 3");
+    let mut programs: Vec<Program> = (0..CLIENTS).map(|_| machine.program(&words).start()).collect();
+    for program in &mut programs {
+        program.finish();
+    }
+    let trace = machine.trace();
+    for program in &programs {
+        assert!(grants(&trace, program.pid()) > 0, "{} was never given the lock", program.pid());
+    }
+    assert_one_holder(&trace);
+    machine.wait_until_empty();
+    assert_eq!(machine.free(), machine.setup.memory);
+}

@@ -1,0 +1,305 @@
+//! Revokes of work that does not end by itself at once: deep queues, and work that waits for the host, for another process,
+//! or for ever. End to end, with real processes on the simulated GPU, and with the scheduler's own trace of what happened.
+
+use std::time::Duration;
+
+use test_support::machine::*;
+
+/// A neighbour that works for some seconds alone, and checks its results.
+const NEIGHBOUR: &str = "mix --mem 16M --reps 8 --rounds 24";
+/// The same for as long as it takes.
+const ENDLESS: &str = "mix --mem 16M --reps 8 --rounds 100000";
+
+/// One holder at a time, and turns of a second.
+fn strict() -> Setup {
+    Setup { anti_thrash: "on", ..Setup::default() }
+}
+
+/// How long that process took from each revoke to what followed it: a release, or word that it is stuck.
+fn drains(trace: &[Move], pid: u32) -> Vec<(f64, String)> {
+    let own: Vec<&Move> =
+        trace.iter().filter(|m| m.pid == pid && ["revoke", "release", "stuck"].contains(&m.what.as_str())).collect();
+    let pairs = own.windows(2).filter(|pair| pair[0].what == "revoke");
+    pairs.map(|pair| (pair[1].ms - pair[0].ms, pair[1].what.clone())).collect()
+}
+
+/// In each stream a kernel waits behind others that touch no memory. It dies if its memory leaves before it ran.
+#[test]
+fn what_is_queued_ends_before_its_memory_leaves() {
+    let machine = Machine::with_scheduler(Setup { memory: 160 * MIB, ..strict() });
+    let mut neighbour = machine.program("mix --mem 96M --reps 8 --rounds 100000").start();
+    machine.wait_for_grants(&neighbour, 1);
+    for words in [
+        "deep --launches 3000 --ns 10000000 --streams 32 --mem 96M",
+        "deep --launches 3000 --ns 10000000 --streams 32 --mem 96M --per-graph 10",
+    ] {
+        let mut program = machine.program(words).start();
+        program.finish();
+        let trace = machine.trace();
+        let of = |what: &str| trace.iter().filter(|m| m.pid == program.pid() && m.what == what).count();
+        assert!(of("revoke") > 0 && of("evict") > 0, "{words}: it was never evicted in the middle");
+    }
+    neighbour.kill();
+    machine.wait_until_empty();
+}
+
+// ---- bounded queues ----------------------------------------------------------------------------------------------
+
+/// What a drain may take beyond the longest single submission.
+const BEYOND: Duration = Duration::from_millis(250);
+/// For a machine with more to do than this test. What is looked for is seconds.
+const SLACK: Duration = Duration::from_millis(750);
+
+/// Runs a program that queues work beside one that takes turns with it. `longest`: its longest single submission.
+#[track_caller]
+fn drains_in_time(words: &str, longest: Duration) {
+    let machine = Machine::with_scheduler(strict());
+    let mut neighbour = machine.program(ENDLESS).start();
+    machine.wait_for_grants(&neighbour, 1);
+    let mut program = machine.program(words).start();
+    program.finish();
+    let trace = machine.trace();
+    neighbour.kill();
+    let drains = drains(&trace, program.pid());
+    eprintln!("`{words}`: drains of {drains:?} ms");
+    assert!(!drains.is_empty(), "`{words}` was never asked for the lock while it held it");
+    let most = (longest + BEYOND + SLACK).as_secs_f64() * 1e3;
+    for (ms, end) in &drains {
+        assert_eq!(end, "release", "`{words}` said that it cannot drain");
+        assert!(*ms <= most, "`{words}`: a drain of {ms} ms, where {most} ms are much");
+    }
+    assert!(grants(&trace, neighbour.pid()) > drains.len() / 2, "the neighbour had its turns");
+    assert_one_holder(&trace);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn ten_thousand_small_kernels_drain_in_time() {
+    drains_in_time("deep --launches 10000 --ns 250000", Duration::ZERO);
+}
+
+#[test]
+fn kernels_in_256_streams_drain_in_time() {
+    drains_in_time("deep --launches 10000 --ns 2000000 --streams 256", Duration::from_millis(2));
+}
+
+#[test]
+fn a_loop_of_graphs_drains_in_time() {
+    drains_in_time("deep --launches 15000 --ns 200000 --per-graph 50", Duration::from_millis(10));
+}
+
+#[test]
+fn kernels_of_30_ms_drain_in_time() {
+    drains_in_time("deep --launches 100 --ns 30000000", Duration::from_millis(30));
+}
+
+#[test]
+fn kernels_of_400_ms_drain_in_time() {
+    drains_in_time("deep --launches 25 --ns 400000000", Duration::from_millis(400));
+}
+
+#[test]
+fn graphs_of_a_second_drain_in_time() {
+    drains_in_time("deep --launches 100 --ns 100000000 --per-graph 10", Duration::from_secs(1));
+}
+
+// ---- work that waits for a further step of the host --------------------------------------------------------------
+
+/// Runs a program whose work waits for the host beside a normal one: both end with right results, and take turns. Gives
+/// how its drains ended.
+#[track_caller]
+fn both_end(words: &str) -> Vec<String> {
+    let machine = Machine::with_scheduler(strict());
+    let mut neighbour = machine.program(NEIGHBOUR).start();
+    machine.wait_for_grants(&neighbour, 1);
+    let mut program = machine.program(words).start();
+    program.finish();
+    neighbour.finish();
+    let trace = machine.trace();
+    let drains = drains(&trace, program.pid());
+    eprintln!("`{words}`: drains of {drains:?} ms");
+    assert!(grants(&trace, program.pid()) >= 1, "`{words}` ran without the lock");
+    assert!(grants(&trace, neighbour.pid()) >= 2, "the neighbour was asked for the lock, and had it again");
+    assert_one_holder(&trace);
+    machine.wait_until_empty();
+    drains.into_iter().map(|(_, end)| end).collect()
+}
+
+/// The same for a program that can always be drained.
+#[track_caller]
+fn both_end_and_drain(words: &str) {
+    let ends = both_end(words);
+    assert!(!ends.is_empty() && ends.iter().all(|end| end == "release"), "`{words}`: drains ended with {ends:?}");
+}
+
+/// The same for one that captures and is idle at times: it may have given the lock back before it was asked.
+#[track_caller]
+fn both_end_and_take_turns(words: &str) {
+    let ends = both_end(words);
+    assert!(ends.iter().all(|end| end == "release"), "`{words}`: drains ended with {ends:?}");
+}
+
+#[test]
+fn a_value_that_the_same_thread_writes_later_is_written() {
+    both_end("host-waits --how write --rounds 2 --pause-ms 1300");
+}
+
+#[test]
+fn a_value_that_the_same_thread_copies_later_is_copied() {
+    both_end("host-waits --how copy --rounds 2 --pause-ms 1300");
+}
+
+#[test]
+fn a_value_in_a_batch_of_operations_is_written() {
+    both_end("host-waits --how batch --rounds 2 --pause-ms 1300");
+}
+
+#[test]
+fn a_value_that_another_thread_writes_on_the_host_is_waited_for() {
+    both_end_and_drain("host-waits --how thread --rounds 2 --pause-ms 1300");
+}
+
+#[test]
+fn a_function_in_a_stream_may_wait_for_a_lock_of_a_thread_at_the_gate() {
+    both_end("host-waits --how lock --rounds 2 --pause-ms 1300");
+}
+
+#[test]
+fn a_callback_in_a_stream_may_wait_for_a_lock_of_a_thread_at_the_gate() {
+    both_end("host-waits --how callback --rounds 2 --pause-ms 1300");
+}
+
+#[test]
+fn a_kernel_waits_for_a_thread_that_copies() {
+    both_end("proxy --mem 16M --rounds 3 --steps 10");
+}
+
+#[test]
+#[ignore = "whether a moment between two kernels is caught is chance"]
+fn a_program_with_such_kernels_lets_others_in_between_two_of_them() {
+    let ends = both_end("proxy --mem 4M --rounds 100 --steps 6");
+    let released = ends.iter().filter(|end| *end == "release").count();
+    assert!(released > ends.len() / 2, "drains ended with {ends:?}");
+}
+
+#[test]
+fn a_graph_that_the_host_ends_is_waited_for() {
+    both_end_and_drain("endless --seconds 1.7 --graph 1");
+}
+
+#[test]
+fn captures_in_global_mode_survive_revokes() {
+    both_end_and_take_turns("captures --rounds 5 --capture-ms 700 --mode global");
+}
+
+#[test]
+fn captures_in_thread_local_mode_survive_revokes() {
+    both_end_and_take_turns("captures --rounds 5 --capture-ms 700 --mode thread-local");
+}
+
+#[test]
+fn captures_in_relaxed_mode_survive_revokes() {
+    both_end_and_take_turns("captures --rounds 5 --capture-ms 700 --mode relaxed");
+}
+
+#[test]
+fn a_capture_left_open_by_its_stream_holds_nobody_up() {
+    both_end_and_take_turns("open-captures --how stream --rounds 60 --pause-ms 50");
+}
+
+#[test]
+fn a_capture_left_open_by_its_context_holds_nobody_up() {
+    both_end_and_take_turns("open-captures --how context --rounds 60 --pause-ms 50");
+}
+
+#[test]
+fn green_contexts_take_turns() {
+    both_end_and_drain("green --mem 32M --rounds 20");
+}
+
+#[test]
+fn a_green_context_that_is_the_first_takes_turns() {
+    both_end_and_drain("green --mem 32M --rounds 20 --primary 0");
+}
+
+// ---- programs that wait for each other ---------------------------------------------------------------------------
+
+#[test]
+fn events_of_another_process_are_waited_for() {
+    both_end("pair --how event --rounds 80");
+}
+
+/// Two processes that need each other at the same moment, beside a normal one.
+#[track_caller]
+fn pair(words: &str, gang: &[(&str, &str)]) {
+    let machine = Machine::with_scheduler(strict());
+    let mut neighbour = machine.program(NEIGHBOUR).start();
+    machine.wait_for_grants(&neighbour, 1);
+    let mut pair = machine.program(words);
+    for (name, value) in gang {
+        pair = pair.env(name, value);
+    }
+    let mut pair = pair.start();
+    let other = pair.finish().number("other") as u32;
+    neighbour.finish();
+    let trace = machine.trace();
+    for pid in [pair.pid(), other] {
+        assert!(grants(&trace, pid) >= 1);
+    }
+    assert!(grants(&trace, neighbour.pid()) >= 1);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_gang_that_waits_for_itself_runs_together() {
+    pair("pair --how value --rounds 200", &[("NVSHARE_GANG", "pair")]);
+}
+
+/// As PyTorch's launcher tells its processes of each other, with gaps in which both give the lock back.
+#[test]
+fn processes_of_a_launcher_are_a_gang() {
+    let torchrun =
+        [("TORCHELASTIC_RUN_ID", "none"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("WORLD_SIZE", "2")];
+    pair("pair --how value --rounds 200", &torchrun);
+}
+
+#[test]
+fn a_member_of_a_gang_that_pauses_joins_the_others_again() {
+    pair("pair --how value --rounds 20 --pause-ms 50", &[("NVSHARE_GANG", "pair")]);
+}
+
+#[test]
+fn two_programs_that_wait_for_each_other_without_a_gang_get_by() {
+    pair("pair --how value --rounds 20", &[]);
+}
+
+// ---- what never drains -------------------------------------------------------------------------------------------
+
+/// A client that cannot be drained for much longer than everybody's patience is shown as such, and others run beside it.
+#[track_caller]
+fn is_scheduled_around(words: &str) {
+    let machine = Machine::with_scheduler(strict());
+    let mut endless = machine.program(words).start();
+    wait_for("its kernel to run", || endless.stderr().contains("running").then_some(()));
+    let mut neighbour = machine.program("mix --mem 16M --reps 4 --rounds 10").start();
+    wait_for("it to be shown as stuck", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array().expect("clients");
+        clients.iter().any(|c| c.to_string().contains("stuck")).then_some(())
+    });
+    wait_within(Duration::from_secs(20), "the neighbour to end beside it", || neighbour.poll());
+    assert_eq!(endless.poll(), None, "it runs all the while");
+    neighbour.finish();
+    endless.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_kernel_that_never_ends_is_shown_and_scheduled_around() {
+    is_scheduled_around("endless --seconds 25");
+}
+
+#[test]
+fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
+    is_scheduled_around("endless --seconds 25 --graph 1");
+}

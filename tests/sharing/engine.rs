@@ -1,0 +1,52 @@
+//! Which engine moves each program's memory, and why, as the administrator sees it.
+
+use serde_json::Value;
+use test_support::machine::*;
+
+/// What `nvsharectl` says of the only program, once it uses the GPU: its engine, the reason, and all of it for people.
+fn shown(machine: &Machine, environment: &[(&str, &str)]) -> (String, String, String) {
+    let mut launch = machine.program("mix --mem 16M --reps 100000");
+    for (name, value) in environment {
+        launch = launch.env(name, value);
+    }
+    let mut program = launch.start();
+    let usage = wait_for("it to use the GPU", || {
+        let usage = machine.status()["clients"][0]["gpus"][0].clone();
+        (usage != Value::Null).then_some(usage)
+    });
+    let word = |key: &str| usage[key].as_str().expect("a word").to_owned();
+    let all = (word("engine"), word("engine-reason"), machine.ctl(&["status"]));
+    program.kill();
+    machine.wait_until_empty();
+    all
+}
+
+#[test]
+fn status_says_which_engine_a_program_has_and_why() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let (engine, reason, text) = shown(&machine, &[]);
+    assert_eq!((&*engine, &*reason), ("swap", "the default"));
+    assert!(text.contains("  swap ") && !text.contains("has engine"), "{text}");
+    for (environment, engine, reason) in [
+        (("NVSHARE_ENGINE", "swap"), "swap", "NVSHARE_ENGINE asks for it"),
+        (("NVSHARE_ENGINE", "managed"), "managed", "NVSHARE_ENGINE asks for it"),
+        (("NVSHARE_ENGINE", "none"), "none", "NVSHARE_ENGINE asks for it"),
+        (("NVSHARE_ENABLE_SINGLE_OVERSUB", "1"), "managed", "NVSHARE_ENABLE_SINGLE_OVERSUB lets it exceed the GPU"),
+    ] {
+        let (seen, why, text) = shown(&machine, &[environment]);
+        assert_eq!((&*seen, &*why), (engine, reason));
+        assert!(text.contains(&format!(" has engine {engine}: {reason}.")), "{text}");
+    }
+}
+
+#[test]
+fn status_says_that_a_gpu_has_no_virtual_memory_management() {
+    let simulator = vec![("CUDA_SIM_VMM", "0".to_owned())];
+    let machine = Machine::with_scheduler(Setup { simulator, ..Setup::default() });
+    let reason = "this GPU or its driver has no virtual memory management";
+    for environment in [&[][..], &[("NVSHARE_ENGINE", "swap")]] {
+        let (engine, why, text) = shown(&machine, environment);
+        assert_eq!((&*engine, &*why), ("managed", reason));
+        assert!(text.contains(&format!(" has engine managed: {reason}.")), "{text}");
+    }
+}

@@ -1,0 +1,204 @@
+//! A program's own environment tightens what its rule allows: end to end, with real processes on the simulated GPU.
+
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use test_support::machine::*;
+
+/// Works until it is killed.
+const WORK: &str = "mix --mem 32M --chunks 4 --reps 3 --rounds 100000";
+/// Asks for more and more, by the least that a GPU gives, and says how much it got.
+const ASK: &str = "oversub --mem 100M --chunk 2M --rounds 0";
+
+fn ruled(setup: Setup, lines: &str) -> Machine {
+    // SAFETY: it cannot fail.
+    let uid = unsafe { libc::getuid() };
+    let rules = format!("[[rule]]\nname = \"mine\"\nuser = {uid}\n{lines}\n");
+    Machine::with_scheduler(Setup { rules, ..setup })
+}
+
+/// A program as status shows it.
+#[track_caller]
+fn client(machine: &Machine, program: &Program) -> Value {
+    wait_for("the program in the status", || {
+        let status = machine.status();
+        status["clients"].as_array()?.iter().find(|client| client["pid"] == program.pid()).cloned()
+    })
+}
+
+#[track_caller]
+fn lock_time(machine: &Machine, program: &Program) -> f64 {
+    client(machine, program)["gpus"][0]["lock-time"].as_f64().expect("seconds")
+}
+
+#[track_caller]
+fn reach(machine: &Machine, most: &str) -> u64 {
+    machine.program(ASK).env("NVSHARE_MEMORY_MAX", most).start().finish().number("allocated") / MIB
+}
+
+/// The context of a program is 4 MiB, and counts.
+#[test]
+fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
+    let mut machine = ruled(Setup::default(), "memory-max = \"64M\"");
+    assert_eq!(reach(&machine, "44M"), 40);
+    assert_eq!(reach(&machine, "infinity"), 60, "the rule's");
+    let log = machine.scheduler_log();
+    assert!(log.contains("its own environment says memory-max 44 MiB"), "{log}");
+    let report = machine.program("account --mem 16M").env("NVSHARE_MEMORY_MAX", "60M").start().finish();
+    assert_eq!(["total", "free", "free_with"].map(|name| report.number(name) / MIB), [60, 56, 40]);
+    let mut program = machine.program("stranger --mem 16M --seconds 600").env("NVSHARE_MEMORY_MAX", "44M").start();
+    program.wait_to_say("holding");
+    let of = |machine: &Machine, key: &str| client(machine, &program)["gpus"][0][key].as_u64();
+    assert_eq!((of(&machine, "memory-max"), of(&machine, "own-memory-max")), (Some(64 * MIB), Some(44 * MIB)));
+    assert_eq!(client(&machine, &program)["environment"], "memory-max 44 MiB");
+    // Both hold: the rule's for all of them.
+    assert_eq!(reach(&machine, "44M"), 40);
+    assert_eq!(reach(&machine, "60M"), 40, "what the other leaves");
+    // Another scheduler is told as well; and what a program allows itself holds without one.
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    wait_for("it to be back", || (of(&machine, "own-memory-max") == Some(44 * MIB)).then_some(()));
+    program.kill();
+    machine.stop_scheduler();
+    assert_eq!(reach(&machine, "44M"), 44);
+}
+
+#[test]
+fn what_is_idle_by_its_own_environment_waits_for_all_others() {
+    let machine = ruled(Setup { time_quantum: 600, anti_thrash: "on", ..Setup::default() }, "weight = 500");
+    let mut idle = machine.program(WORK).env("NVSHARE_WEIGHT", "idle").start();
+    machine.wait_for_grants(&idle, 1);
+    // It would wait for ten minutes else.
+    machine.program("mix --mem 32M --chunks 4 --reps 3 --rounds 5").start().finish();
+    machine.wait_for_grants(&idle, 2);
+    let status = machine.ctl(&["status"]);
+    assert!(status.contains("has weight idle by its own environment."), "{status}");
+    assert!(status.contains("and all that count with it, have weight 500 by rule \"mine\""), "{status}");
+    idle.kill();
+}
+
+#[test]
+fn a_program_of_a_low_weight_has_a_small_part_of_the_time() {
+    let machine = ruled(Setup { anti_thrash: "on", ..Setup::default() }, "weight = 100");
+    let mut low = machine.program(WORK).env("NVSHARE_WEIGHT", "10").start();
+    machine.wait_for_grants(&low, 1);
+    let mut other = machine.program(WORK).start();
+    machine.wait_for_grants(&other, 1);
+    let before = [&low, &other].map(|program| lock_time(&machine, program));
+    machine.wait_for_grants(&low, 3);
+    let after = [&low, &other].map(|program| lock_time(&machine, program));
+    let [own, others] = [after[0] - before[0], after[1] - before[1]];
+    assert!(others > 4.0 * own, "{own} s, and {others} s of the other");
+    low.kill();
+    other.kill();
+}
+
+#[test]
+fn a_program_has_no_more_of_the_time_than_it_allows_itself() {
+    let mut machine = Machine::new(Setup::default());
+    let directory = machine.path("nvshare.toml.d");
+    fs::create_dir_all(&directory).expect("a directory for drop-ins");
+    fs::write(directory.join("period.toml"), "time-period = \"1s\"\n").expect("a drop-in");
+    machine.start_scheduler();
+    let mut program = machine.program(WORK).env("NVSHARE_TIME_MAX", "30%").start();
+    machine.wait_for_grants(&program, 3); // and nobody else waits
+    assert_eq!(client(&machine, &program)["environment"], "time-max 30%");
+    let (began, before) = (Instant::now(), lock_time(&machine, &program));
+    thread::sleep(Duration::from_secs(4));
+    let part = (lock_time(&machine, &program) - before) / began.elapsed().as_secs_f64();
+    assert!((0.1..0.45).contains(&part), "{:.0} percent of the time", part * 100.0);
+    program.kill();
+}
+
+#[test]
+fn a_program_sees_no_other_gpus_than_it_allows_itself() {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    let machine = ruled(Setup { simulator: simulator.clone(), ..Setup::default() }, "weight = 100");
+    let status = machine.status();
+    let gpus = status["gpus"].as_array().expect("GPUs");
+    let uuid = |index: u64| {
+        let gpu = gpus.iter().find(|gpu| gpu["index"] == index).expect("a GPU of that number");
+        gpu["uuid"].as_str().expect("a UUID").to_owned()
+    };
+    let sees = |machine: &Machine, launch: Launch<'_>, allowed: &str| {
+        let report = launch.env("NVSHARE_ALLOWED_GPUS", allowed).start().finish();
+        let plain = |uuid: &str| uuid.trim_start_matches("GPU-").replace('-', "");
+        let first = plain(report.0["uuid"].as_str().expect("a UUID"));
+        let number = (0..2).find(|index| plain(&uuid(*index)) == first);
+        assert!(machine.status()["gpus"].as_array().is_some_and(|gpus| gpus.len() == 2));
+        (report.number("gpus"), number)
+    };
+    assert_eq!(sees(&machine, machine.program("info"), "1"), (1, Some(1)));
+    assert_eq!(sees(&machine, machine.program("info"), &uuid(1)[..12]), (1, Some(1)));
+    assert_eq!(sees(&machine, machine.program("info"), "0, 1"), (2, Some(0)));
+    assert_eq!(sees(&machine, machine.program("info").env("CUDA_VISIBLE_DEVICES", "1,0"), "0"), (1, Some(0)));
+    assert_eq!(sees(&machine, machine.program("info"), "0,first"), (2, Some(0)), "nonsense says nothing");
+    assert_eq!(sees(&machine, machine.run(&["--gpus", "1"], "info"), "1"), (1, Some(1)));
+    let mut none = machine.program("info").env("CUDA_VISIBLE_DEVICES", "0").env("NVSHARE_ALLOWED_GPUS", "1").start();
+    assert!(!none.wait().success());
+    let log = machine.scheduler_log();
+    assert!(log.contains("NVSHARE_ALLOWED_GPUS allows none of the GPUs that it could see"), "{log}");
+    drop(machine);
+
+    let machine = ruled(Setup { simulator, ..Setup::default() }, "allowed-gpus = [0]");
+    assert_eq!(sees(&machine, machine.program("info"), "0,1").0, 1);
+    let mut none = machine.program("info").env("NVSHARE_ALLOWED_GPUS", "1").start();
+    assert!(!none.wait().success(), "it lifts nothing");
+}
+
+const NONSENSE: [(&str, &str, &str); 9] = [
+    ("NVSHARE_MEMORY_MAX", "lots", "memory-max cannot be \"lots\": a size from 2M to 1T"),
+    ("NVSHARE_MEMORY_LOW", "-1", "memory-low cannot be -1: "),
+    ("NVSHARE_SWAP_MAX", "50%", "swap-max cannot be \"50%\": "),
+    ("NVSHARE_ON_MEMORY_FULL", "kill", "expected `fail` or `wait`"),
+    ("NVSHARE_WEIGHT", "0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
+    ("NVSHARE_TIME_MAX", "30", "cannot be 30: a part of the time from \"1%\" to \"100%\" is allowed"),
+    ("NVSHARE_PRIORITY", "high", "priority cannot be \"high\": a number from -100 to 100 is allowed"),
+    ("NVSHARE_INTERACTIVE", "\u{fc}\u{1b}[0m", "interactive cannot be \"???[0m\": 0 or 1 is allowed"),
+    ("NVSHARE_ALLOWED_GPUS", "first", "allowed-gpus cannot have \"first\": "),
+];
+
+#[test]
+fn what_cannot_be_understood_says_nothing_and_is_told_once() {
+    let machine = ruled(Setup::default(), "weight = 100");
+    let with_nonsense = |words: &str| {
+        let launch = machine.program(words);
+        NONSENSE.iter().fold(launch, |launch, (name, value, _)| launch.env(name, value))
+    };
+    let mut quiet = with_nonsense("account --mem 32M").quiet().start();
+    let report = quiet.finish();
+    assert_eq!(quiet.stderr(), "");
+    assert_eq!(report.number("total"), 256 * MIB);
+
+    let mut traced = with_nonsense("stranger --mem 16M --seconds 600").start();
+    traced.wait_to_say("holding");
+    let trace = traced.stderr();
+    let environment = client(&machine, &traced);
+    assert_eq!(environment["environment"], "");
+    let ignored: Vec<&str> =
+        environment["environment-ignored"].as_array().expect("sentences").iter().filter_map(Value::as_str).collect();
+    let (status, log) = (machine.ctl(&["status"]), machine.scheduler_log());
+    for (name, _, why) in NONSENSE {
+        let lines: Vec<&str> = trace.lines().filter(|line| line.contains(name) && line.contains(why)).collect();
+        assert_eq!(lines.len(), 1, "{name}: {trace}");
+        assert!(ignored.iter().any(|said| said.starts_with(name) && said.contains(why)), "{name}: {ignored:#?}");
+        assert!(status.contains(why) && log.contains(why), "{name}: {status}");
+    }
+    traced.kill();
+}
+
+#[test]
+fn what_is_looser_than_the_rule_has_no_effect_and_is_told() {
+    let machine = ruled(Setup::default(), "weight = 50\ntime-max = \"90%\"");
+    let mut program = machine.program("stranger --mem 16M --seconds 600").env("NVSHARE_WEIGHT", "10000").start();
+    program.wait_to_say("holding");
+    let why = "NVSHARE_WEIGHT=10000 has no effect: by rule \"mine\" (";
+    assert_eq!(program.stderr().lines().filter(|line| line.contains(why)).count(), 1, "{}", program.stderr());
+    let seen = client(&machine, &program);
+    assert_eq!((&seen["environment"], &seen["share"]), (&Value::from(""), &Value::from("weight 50, time-max 90%")));
+    let status = machine.ctl(&["status"]);
+    assert!(status.contains(why), "{status}");
+    program.kill();
+}

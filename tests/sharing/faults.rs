@@ -1,0 +1,323 @@
+//! What dies, stops or goes away in the middle of everything: the results of all others are right, and nobody is stuck.
+//! End to end, with real processes on the simulated GPU.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use test_support::machine::*;
+
+/// A GPU that two of these programs fill.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "auto", ..Setup::default() }
+}
+
+/// A GPU that has room for all of them.
+fn roomy() -> Setup {
+    Setup { memory: 256 * MIB, anti_thrash: "auto", ..Setup::default() }
+}
+
+const WORK: &str = "mix --mem 36M --chunks 3 --reps 1 --rounds 3";
+/// Busy until it is killed.
+const ENDLESS: &str = "mix --mem 36M --chunks 3 --reps 2 --rounds 100000";
+
+/// Keeps a few programs running and does something bad to one of them (or to the scheduler) at random moments.
+struct Chaos {
+    machine: Machine,
+    random: Dice,
+    programs: Vec<Program>,
+    finished: u32,
+    done: Vec<(&'static str, u32)>,
+}
+
+const PROGRAMS: usize = 4;
+const ROUNDS_FOR: Duration = Duration::from_secs(10);
+
+impl Chaos {
+    fn new(setup: Setup) -> Self {
+        let machine = Machine::with_scheduler(setup);
+        Self { machine, random: Dice::seeded(), programs: Vec::new(), finished: 0, done: Vec::new() }
+    }
+
+    fn count(&mut self, what: &'static str) {
+        match self.done.iter_mut().find(|(name, _)| *name == what) {
+            Some((_, n)) => *n += 1,
+            None => self.done.push((what, 1)),
+        }
+    }
+
+    /// Looks after the programs: those that are through must have been right, and others take their place.
+    fn tend(&mut self) {
+        let (mut running, mut ended): (Vec<Program>, Vec<Program>) = (Vec::new(), Vec::new());
+        for mut program in self.programs.drain(..) {
+            if program.poll().is_some() { ended.push(program) } else { running.push(program) }
+        }
+        self.programs = running;
+        for mut program in ended {
+            program.finish();
+            self.finished += 1;
+        }
+        while self.programs.len() < PROGRAMS {
+            self.programs.push(self.machine.program(WORK).start());
+        }
+    }
+
+    /// Which of the programs holds the lock, and which do not.
+    fn holder_and_waiters(&self) -> (Option<usize>, Vec<usize>) {
+        let trace = self.machine.trace();
+        let last = holders(&trace).pop().and_then(|(_, now)| now.last().copied());
+        let pid = last.and_then(|c| trace.iter().rev().find(|m| m.client == c).map(|m| m.pid));
+        let holder = self.programs.iter().position(|p| Some(p.pid()) == pid);
+        (holder, (0..self.programs.len()).filter(|i| Some(*i) != holder).collect())
+    }
+
+    fn kill(&mut self, victim: usize) {
+        self.programs.swap_remove(victim).kill();
+    }
+
+    /// Until the time is up; then everybody must come to an end.
+    fn run(mut self, mut round: impl FnMut(&mut Self)) {
+        let begin = Instant::now();
+        while begin.elapsed() < ROUNDS_FOR {
+            self.tend();
+            std::thread::sleep(self.random.milliseconds(300));
+            round(&mut self);
+        }
+        for program in &mut self.programs {
+            program.finish();
+        }
+        let finished = self.finished + self.programs.len() as u32;
+        eprintln!("{finished} programs finished; {:?}", self.done);
+        assert!(finished as usize > PROGRAMS && self.done.iter().any(|(_, n)| *n > 5), "too little happened");
+        self.machine.wait_until_empty();
+        assert_eq!(self.machine.free(), self.machine.setup.memory);
+    }
+}
+
+#[test]
+fn programs_are_killed_at_random_moments() {
+    Chaos::new(pressed()).run(|chaos| {
+        let (holder, waiters) = chaos.holder_and_waiters();
+        let (what, victim) = match (chaos.random.below(2), holder) {
+            (0, Some(holder)) => ("holder killed", holder),
+            _ => match chaos.random.choose(&waiters) {
+                Some(waiter) => ("waiter killed", *waiter),
+                None => return,
+            },
+        };
+        chaos.kill(victim);
+        chaos.count(what);
+    });
+}
+
+#[test]
+fn the_scheduler_is_killed_at_random_moments() {
+    scheduler_killed(roomy());
+}
+
+#[test]
+fn the_scheduler_is_killed_at_random_moments_under_pressure() {
+    scheduler_killed(pressed());
+}
+
+fn scheduler_killed(setup: Setup) {
+    Chaos::new(setup).run(|chaos| {
+        chaos.machine.kill_scheduler();
+        std::thread::sleep(chaos.random.milliseconds(300));
+        chaos.machine.start_scheduler();
+        chaos.count("scheduler killed");
+        // Time in which somebody can get somewhere.
+        std::thread::sleep(chaos.random.milliseconds(600));
+    });
+}
+
+#[test]
+fn everything_is_killed_or_stopped_at_random_moments() {
+    everything(roomy());
+}
+
+#[test]
+fn everything_is_killed_or_stopped_at_random_moments_under_pressure() {
+    everything(pressed());
+}
+
+fn everything(setup: Setup) {
+    Chaos::new(setup).run(|chaos| {
+        let (holder, _) = chaos.holder_and_waiters();
+        let any = chaos.random.below(chaos.programs.len() as u64) as usize;
+        match chaos.random.below(8) {
+            0 => {
+                chaos.machine.kill_scheduler();
+                std::thread::sleep(chaos.random.milliseconds(200));
+                if chaos.random.below(2) == 0 {
+                    chaos.kill(any);
+                }
+                chaos.machine.start_scheduler();
+                chaos.count("scheduler killed");
+            }
+            1 | 2 => {
+                let victim = holder.unwrap_or(any);
+                chaos.programs[victim].signal(libc::SIGSTOP);
+                std::thread::sleep(chaos.random.milliseconds(400));
+                chaos.programs[victim].signal(libc::SIGCONT);
+                chaos.count("holder stopped for a while");
+            }
+            3 => {
+                kill(chaos.machine.scheduler_pid(), libc::SIGSTOP);
+                std::thread::sleep(chaos.random.milliseconds(300));
+                kill(chaos.machine.scheduler_pid(), libc::SIGCONT);
+                chaos.count("scheduler stopped for a while");
+            }
+            4 | 5 => {
+                chaos.kill(holder.unwrap_or(any));
+                chaos.count("holder killed");
+            }
+            _ => {
+                chaos.kill(any);
+                chaos.count("anybody killed");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
+    for anti_thrash in ["on", "auto"] {
+        let machine = Machine::with_scheduler(Setup { anti_thrash, ..Setup::default() });
+        let mut stopped = machine.program("mix --mem 40M --reps 4 --rounds 30 --cpu-ms 20").start();
+        machine.wait_for_grants(&stopped, 1);
+        wait_for("its memory to be there", || {
+            (number(&machine.status()["gpus"][0]["resident"]) >= 40 * MIB).then_some(())
+        });
+        machine.stop_beside_work(&stopped);
+        let mut others: Vec<Program> =
+            (0..2).map(|_| machine.program("mix --mem 40M --reps 2 --rounds 4").start()).collect();
+        for other in &mut others {
+            other.finish();
+        }
+        assert_eq!(stopped.poll(), None);
+        stopped.signal(libc::SIGCONT);
+        stopped.finish();
+        machine.wait_until_empty();
+    }
+}
+
+#[test]
+fn a_stopped_program_keeps_its_memory_and_its_results() {
+    // The others do not fit beside it, so they can only go on when it does.
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let mut stopped = machine.program("mix --mem 60M --reps 4 --rounds 8").start();
+    machine.wait_for_grants(&stopped, 1);
+    stopped.signal(libc::SIGSTOP);
+    let mut other = machine.program("mix --mem 60M --reps 2 --rounds 4").start();
+    machine.wait_for_move(0, "the holder to be asked", |m| m.pid == stopped.pid() && m.what == "revoke");
+    stopped.signal(libc::SIGCONT);
+    other.finish();
+    stopped.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_stopped_scheduler_only_makes_programs_wait() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let words = "mix --mem 60M --reps 3 --rounds 9";
+    let mut programs = vec![machine.program(words).start(), machine.program(words).start()];
+    for program in &programs {
+        machine.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
+    }
+    kill(machine.scheduler_pid(), libc::SIGSTOP);
+    // One that comes meanwhile gets no answer. Nobody makes room for it, so it is a small one.
+    let late = machine.program("mix --mem 2M --chunks 1 --reps 80 --rounds 60").start();
+    late.wait_to_say("no scheduler");
+    std::thread::sleep(Duration::from_millis(1500));
+    kill(machine.scheduler_pid(), libc::SIGCONT);
+    machine.wait_for_move(0, "the late one to join", |m| m.pid == late.pid() && m.what == "attach");
+    programs.push(late);
+    for program in &mut programs {
+        program.finish();
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn programs_go_on_without_the_scheduler_that_went_for_good() {
+    let mut machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let words = "mix --mem 60M --reps 3 --rounds 12";
+    let mut programs = [machine.program(words).start(), machine.program(words).start()];
+    wait_for("memory to have moved", || (evicted(&machine.trace()) > 0).then_some(()));
+    machine.kill_scheduler();
+    for program in &mut programs {
+        program.finish();
+    }
+}
+
+#[test]
+fn a_restarted_scheduler_learns_what_there_is() {
+    let mut machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let mut programs =
+        [machine.program(ENDLESS).start(), machine.program(ENDLESS).start(), machine.program(ENDLESS).start()];
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    let known = wait_for("all to be back", || {
+        let status = machine.status();
+        let gpu = &status["gpus"][0];
+        (number(&gpu["demand"]) == 3 * 36 * MIB).then(|| status.clone())
+    });
+    assert_eq!(known["clients"].as_array().map(Vec::len), Some(3));
+    let restarted = machine.trace().len();
+    for program in &programs {
+        machine.wait_for_move(restarted, "everybody's turn", |m| m.pid == program.pid() && m.what == "grant");
+    }
+    let second: Vec<Move> = machine.trace().into_iter().filter(|m| m.run == 2).collect();
+    assert_one_holder(&second);
+    programs.iter_mut().for_each(Program::kill);
+    machine.wait_until_empty();
+}
+
+// ---- a driver that fails -----------------------------------------------------------------------------------------
+
+/// Driver calls that only the library makes here, each of which fails now and then: the memory moves nevertheless, later or
+/// slower, and the program sees none of it.
+#[test]
+fn moves_survive_driver_calls_that_fail() {
+    const CALLS: [&str; 10] = [
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuMemcpyDtoHAsync_v2",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemHostRegister_v2",
+        "cuMemHostGetDevicePointer_v2",
+    ];
+    // The first calls are those of the program's allocations, which are told of a failure.
+    let nth = |first: usize, step: usize| {
+        let fails = CALLS.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", first + step * i)));
+        fails.collect::<Vec<_>>().join(",")
+    };
+    let mut failed = BTreeSet::new();
+    for fails in [nth(14, 11), nth(5, 4), CALLS.map(|call| format!("{call}:1")).join(",")] {
+        let machine = Machine::with_scheduler(pressed());
+        let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 12";
+        // What fails at once are calls that no allocation makes.
+        let fails = fails.replace("cuMemCreate:1,cuMemMap:1,cuMemSetAccess:1,", "");
+        let mut failing = machine.program(words).env("CUDA_SIM_FAIL", &fails).start();
+        let mut other = machine.program(words).start();
+        failing.finish();
+        other.finish();
+        let trace = machine.trace();
+        let evicted = trace.iter().filter(|m| m.pid == failing.pid() && m.what == "evict").count();
+        assert!(evicted > 0, "nothing of it had to leave");
+        machine.wait_until_empty();
+        let log = fs::read_to_string(machine.path("gpu/failed")).unwrap_or_default();
+        let calls = log.lines().filter_map(|line| line.strip_prefix(&format!("{} ", failing.pid())));
+        failed.extend(calls.map(str::to_owned));
+    }
+    let missing: Vec<&str> = CALLS.into_iter().filter(|call| !failed.contains(*call)).collect();
+    assert!(missing.is_empty(), "these never failed: {missing:?}");
+}

@@ -1,0 +1,152 @@
+//! `libnvshare.so` as a guest: in programs that have nothing to do with CUDA, in programs that do unusual things, and
+//! without a scheduler. End to end, with real processes.
+
+use std::path::Path;
+
+use test_support::artifact;
+use test_support::machine::*;
+
+const SHORT: &str = "mix --mem 16M --reps 2 --rounds 3";
+
+#[test]
+fn without_a_scheduler_programs_run_and_say_so_once() {
+    let machine = Machine::new(Setup::default());
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(SHORT).quiet().start()).collect();
+    for program in &mut programs {
+        program.finish();
+        let said = program.stderr();
+        let begin = format!("nvshare: no scheduler at {} ", machine.socket().display());
+        assert_eq!(said.lines().count(), 1, "{said}");
+        assert!(said.starts_with(&begin), "{said}");
+    }
+}
+
+#[test]
+fn a_scheduler_that_starts_later_is_joined() {
+    let mut machine = Machine::new(Setup { anti_thrash: "on", ..Setup::default() });
+    let words = "mix --mem 24M --reps 6 --rounds 20";
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).quiet().start()).collect();
+    for program in &programs {
+        wait_for("it to run ungated", || program.stderr().contains("no scheduler").then_some(()));
+    }
+    machine.start_scheduler();
+    for program in &programs {
+        machine.wait_for_grants(program, 2);
+    }
+    for program in &mut programs {
+        program.finish();
+        assert_eq!(program.stderr().lines().count(), 1, "{}", program.stderr());
+    }
+    assert_one_holder(&machine.trace());
+    machine.wait_until_empty();
+}
+
+#[test]
+fn where_it_is_required_a_program_does_not_run_without_a_scheduler() {
+    let mut machine = Machine::new(Setup::default());
+    let mut program = machine.program(SHORT).quiet().env("NVSHARE_REQUIRED", "1").start();
+    let status = wait_for("its end", || program.poll());
+    assert!(!status.success());
+    let said = program.stderr();
+    assert!(said.contains("no scheduler at ") && said.contains("CUDA_ERROR_SYSTEM_NOT_READY"), "{said}");
+    assert!(program.stdout().contains("cuInit") && program.stdout().contains("802"), "{}", program.stdout());
+
+    machine.start_scheduler();
+    let mut program = machine.program(SHORT).quiet().env("NVSHARE_REQUIRED", "1").start();
+    program.finish();
+    assert_eq!(program.stderr(), "");
+}
+
+#[test]
+fn disabled_it_does_nothing_at_all() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut program = machine.program(SHORT).quiet().env("NVSHARE_DISABLE", "1").start();
+    program.finish();
+    assert_eq!(program.stderr(), "");
+    assert_eq!(machine.trace(), []);
+
+    // `0` is not disabled.
+    let mut program = machine.program(SHORT).quiet().env("NVSHARE_DISABLE", "0").start();
+    program.finish();
+    assert_eq!(program.stderr(), "");
+    assert!(grants(&machine.trace(), program.pid()) > 0);
+}
+
+#[test]
+fn programs_without_cuda_are_left_alone() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let commands: [(&str, &[&str]); 5] = [
+        ("/bin/true", &[]),
+        ("/bin/false", &[]),
+        ("/bin/sh", &["-c", "echo out; echo err >&2; (exit 3); echo $?; sh -c 'exit 4'"]),
+        // Neither a descriptor nor a thread is left behind.
+        ("/bin/sh", &["-c", "ls /proc/self/fd /proc/self/task | sed 's/^[0-9]\\{3,\\}$/N/'"]),
+        ("/usr/bin/env", &["LC_ALL=C", "sort", "/etc/passwd"]),
+    ];
+    for (program, arguments) in commands {
+        let run = |launch: Launch<'_>| {
+            let mut program = launch.start();
+            (program.wait().code(), program.stdout(), program.stderr())
+        };
+        let plain = run(machine.command(Path::new(program), arguments).without_nvshare());
+        assert_eq!(run(machine.command(Path::new(program), arguments)), plain, "{program} {arguments:?}");
+    }
+    assert_eq!(machine.trace(), []);
+}
+
+#[test]
+fn a_program_without_a_gpu_gets_the_drivers_error() {
+    let machine = Machine::with_scheduler(Setup::default());
+    for lookup in ["link", "dlsym", "getproc"] {
+        let launch = machine.program(SHORT).quiet().env("CUDA_VISIBLE_DEVICES", "").env("CUDA_LOOKUP", lookup);
+        let mut program = launch.start();
+        assert_eq!(program.wait().code(), Some(1));
+        assert!(program.stdout().contains("cuInit: CUDA_ERROR_NO_DEVICE (100)"), "{}", program.stdout());
+        assert_eq!(program.stderr(), "");
+    }
+    assert_eq!(machine.trace(), []);
+}
+
+#[test]
+fn null_and_nonsense_are_answered_as_the_driver_does() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let answers = |launch: Launch<'_>| {
+        let mut report = launch.start().finish().0;
+        report.as_object_mut().expect("an object").remove("seconds");
+        report
+    };
+    let plain = answers(machine.program("nulls").without_nvshare());
+    assert!(plain.as_object().expect("an object").len() > 40);
+    for engine in ["swap", "managed", "none"] {
+        assert_eq!(answers(machine.program("nulls").env("NVSHARE_ENGINE", engine)), plain, "engine {engine}");
+    }
+}
+
+#[test]
+fn children_of_a_program_leave_its_connection_alone() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
+    let mut other = machine.program("mix --mem 24M --reps 4 --rounds 100000").start();
+    let mut parent = machine.program("forks --mem 24M --rounds 9").start();
+    parent.finish();
+    let trace = machine.trace();
+    let connections: Vec<&Move> = trace.iter().filter(|m| m.what == "connect" && m.pid == parent.pid()).collect();
+    assert_eq!(connections.len(), 1, "{connections:?}");
+    // Its children that are CUDA programs themselves are clients of their own.
+    let clients = trace.iter().filter(|m| m.what == "connect").count();
+    assert_eq!(clients, 2 + 3);
+    assert_one_holder(&trace);
+    other.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_cuda_program_under_a_shell_is_shared() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let program = artifact("cuda-program");
+    let script = format!("{0} {SHORT} && exec {0} {SHORT}", program.display());
+    let mut shell = machine.command(Path::new("/bin/sh"), &["-c", &script]).start();
+    assert!(shell.wait().success());
+    let trace = machine.trace();
+    assert_eq!(trace.iter().filter(|m| m.what == "connect").count(), 2);
+    assert_eq!(grants(&trace, shell.pid()), 1, "the shell that became a CUDA program");
+}

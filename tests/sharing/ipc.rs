@@ -1,0 +1,291 @@
+//! CUDA IPC: memory that one program exports and another opens, both under nvshare, end to end on the simulated GPU.
+
+use std::fs;
+use std::path::PathBuf;
+
+use test_support::machine::*;
+
+const SHARED: u64 = 24 * MIB;
+
+/// A GPU on which the two and a third have no room at once.
+fn pressed() -> Setup {
+    Setup { memory: 160 * MIB, anti_thrash: "on", ..Setup::default() }
+}
+
+struct Pair {
+    file: PathBuf,
+    words: String,
+}
+
+impl Pair {
+    fn new(machine: &Machine, words: &str) -> Self {
+        let file = machine.path("meeting");
+        Self { words: format!("--file {} {words}", file.display()), file }
+    }
+
+    fn exporter<'a>(&self, machine: &'a Machine, more: &str) -> Launch<'a> {
+        machine.program(&format!("share --role export {} {more}", self.words))
+    }
+
+    fn importer<'a>(&self, machine: &'a Machine, more: &str) -> Launch<'a> {
+        machine.program(&format!("share --role import {} {more}", self.words))
+    }
+
+    /// The number of handles that the exporter has written.
+    fn wait_until_exported(&self) {
+        wait_for("handles", || {
+            let words = fs::read(&self.file).ok()?;
+            words.get(..4).is_some_and(|count| count != [0; 4]).then_some(())
+        });
+    }
+}
+
+/// A file that a program waits for.
+fn mark(machine: &Machine, name: &str) -> String {
+    machine.path(name).display().to_string()
+}
+
+#[track_caller]
+fn reached(path: &str) {
+    wait_for(&format!("a program to wait for {path}"), || fs::exists(format!("{path}.reached")).ok()?.then_some(()));
+}
+
+fn make(path: &str) {
+    fs::write(path, "").expect("a file");
+}
+
+/// What the scheduler counts as pinned for that program.
+fn pinned(machine: &Machine, program: &Program) -> u64 {
+    let status = machine.status();
+    let clients = status["clients"].as_array().expect("clients");
+    let of = clients.iter().find(|client| number(&client["pid"]) == u64::from(program.pid()));
+    of.map_or(0, |client| client["gpus"].as_array().expect("GPUs").iter().map(|g| number(&g["pinned"])).sum())
+}
+
+#[track_caller]
+fn wait_for_pinned(machine: &Machine, program: &Program, bytes: u64) {
+    wait_for(&format!("{bytes} pinned bytes of {}", program.name), || {
+        (pinned(machine, program) == bytes).then_some(())
+    });
+}
+
+#[test]
+fn the_program_is_right_without_nvshare() {
+    let machine = Machine::new(Setup::default());
+    let pair = Pair::new(&machine, "--count 3 --mem 4M --rounds 3");
+    let mut exporter = pair.exporter(&machine, "").without_nvshare().start();
+    let mut importer = pair.importer(&machine, "").without_nvshare().start();
+    assert_eq!(importer.finish().number("imported"), 3);
+    exporter.finish();
+}
+
+#[test]
+fn drivers_handles_are_the_drivers() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let pair = Pair::new(&machine, "--rounds 3");
+    let mut exporter = pair.exporter(&machine, "").env("NVSHARE_ENGINE", "none").start();
+    let mut importer = pair.importer(&machine, "").start();
+    assert_eq!(importer.finish().number("imported"), 1);
+    exporter.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn two_programs_use_the_same_memory_while_their_own_is_swapped() {
+    let machine = Machine::with_scheduler(pressed());
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 56M --rounds 12"));
+    let mut third = machine.program("mix --mem 64M --chunks 4 --reps 3 --rounds 14").start();
+    let mut exporter = pair.exporter(&machine, "").start();
+    let mut importer = pair.importer(&machine, "").start();
+    for program in [&mut exporter, &mut importer, &mut third] {
+        program.finish();
+    }
+    let trace = machine.trace();
+    for program in [&exporter, &importer] {
+        let freed: u64 = trace.iter().filter(|m| m.pid == program.pid() && m.what == "freed").map(|m| m.bytes).sum();
+        assert!(freed > 0, "nothing of `{}` was swapped", program.name);
+    }
+    machine.wait_until_empty();
+}
+
+/// Several chunks more than one answer has descriptors for need not fit a small GPU: many small allocations share a slab.
+#[test]
+fn small_allocations_share_a_slab_and_large_ones_have_many_chunks() {
+    let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
+    for (count, mem) in [(40, 60_000), (1, 200 * MIB)] {
+        let pair = Pair::new(&machine, &format!("--count {count} --mem {mem} --rounds 2"));
+        let mut exporter = pair.exporter(&machine, "").start();
+        let mut importer = pair.importer(&machine, "").start();
+        assert_eq!(importer.finish().number("imported"), count);
+        exporter.finish();
+        fs::remove_file(&pair.file).expect("the meeting place");
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_thousand_handles() {
+    let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
+    let pair = Pair::new(&machine, "--count 1000 --mem 20000 --rounds 1");
+    let mut exporter = pair.exporter(&machine, "").quiet().start();
+    let mut importer = pair.importer(&machine, "").quiet().start();
+    assert_eq!(importer.finish().number("imported"), 1000);
+    exporter.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn what_was_swapped_out_comes_back_to_be_exported() {
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --private 40M --rounds 2"));
+    // It sleeps with its memory filled, which another takes off the GPU meanwhile.
+    let mut exporter = pair.exporter(&machine, "--pause-ms 1500").start();
+    machine.wait_for_grants(&exporter, 1);
+    let mut other = machine.program("mix --mem 100M --chunks 4 --reps 3 --rounds 20").start();
+    machine.wait_for_move(0, "an eviction", |m| m.pid == exporter.pid() && m.what == "freed");
+    let mut importer = pair.importer(&machine, "--private 4M").start();
+    exporter.finish();
+    importer.finish();
+    other.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_wrong_secret_opens_nothing() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let pair = Pair::new(&machine, "--rounds 1");
+    let mut exporter = pair.exporter(&machine, "").start();
+    pair.wait_until_exported();
+    // The exporter's name, the secret, the allocation's number, the range.
+    for byte in [8, 24, 48, 56] {
+        pair.importer(&machine, &format!("--spoil {byte} --expect 1")).start().finish();
+    }
+    pair.importer(&machine, "").start().finish();
+    exporter.finish();
+}
+
+#[test]
+fn a_handle_of_what_was_freed_opens_nothing() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let stay = mark(&machine, "stay");
+    let pair = Pair::new(&machine, "--rounds 0");
+    let mut exporter = pair.exporter(&machine, &format!("--stay {stay}")).start();
+    reached(&stay); // freed
+    pair.importer(&machine, "--expect 1").start().finish();
+    exporter.kill();
+    pair.importer(&machine, "--expect 1").start().finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn an_exporter_that_is_stopped_is_not_waited_for_without_end() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let pair = Pair::new(&machine, "--rounds 1");
+    let mut exporter = pair.exporter(&machine, "").start();
+    pair.wait_until_exported();
+    machine.stop_beside_work(&exporter);
+    let report = pair.importer(&machine, "--expect 205").start().finish();
+    assert!(report.number("ms") < 30_000);
+    exporter.signal(libc::SIGCONT);
+    pair.importer(&machine, "").start().finish();
+    exporter.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_outlives_its_exporter_and_is_counted_until_the_last_importer_closes_it() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let (keep, stay) = (mark(&machine, "keep"), mark(&machine, "stay"));
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 2"));
+    let mut exporter = pair.exporter(&machine, &format!("--stay {stay}")).start();
+    pair.wait_until_exported();
+    wait_for_pinned(&machine, &exporter, SHARED);
+    let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
+    reached(&keep);
+    reached(&stay);
+    // The exporter has freed it: the importer counts it now.
+    wait_for_pinned(&machine, &importer, SHARED);
+    wait_for_pinned(&machine, &exporter, 0);
+    exporter.kill();
+    make(&keep);
+    importer.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_that_stays_for_two_reasons_is_counted_once() {
+    let machine = Machine::with_scheduler(pressed());
+    let pair = Pair::new(&machine, "--count 3 --mem 8M --private 64M --rounds 3");
+    let stay = mark(&machine, "stay");
+    let mut exporter = pair.exporter(&machine, &format!("--sync 1 --stay {stay}")).start();
+    pair.wait_until_exported();
+    wait_for_pinned(&machine, &exporter, SHARED);
+    pair.importer(&machine, "").start().finish();
+    reached(&stay);
+    wait_for_pinned(&machine, &exporter, 0);
+    make(&stay);
+    exporter.finish();
+}
+
+#[test]
+fn an_exporter_that_is_killed_leaves_its_memory_to_the_importer() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let (keep, end) = (mark(&machine, "keep"), mark(&machine, "end"));
+    let pair = Pair::new(&machine, &format!("--mem {SHARED}"));
+    let mut exporter = pair.exporter(&machine, "--rounds 1000000").start();
+    pair.wait_until_exported();
+    let mut importer = pair.importer(&machine, &format!("--rounds 0 --keep {keep} --stay {end}")).start();
+    reached(&keep);
+    assert_eq!((pinned(&machine, &exporter), pinned(&machine, &importer)), (SHARED, 0), "it is counted once");
+    exporter.kill();
+    wait_for_pinned(&machine, &importer, SHARED);
+    importer.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn an_importer_that_is_killed_leaves_the_exporter_as_it_was() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 3"));
+    let keep = mark(&machine, "keep");
+    let mut exporter = pair.exporter(&machine, "").start();
+    pair.wait_until_exported();
+    let mut importer = pair.importer(&machine, &format!("--rounds 0 --keep {keep}")).start();
+    reached(&keep);
+    importer.kill();
+    pair.importer(&machine, "").start().finish();
+    exporter.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_new_scheduler_learns_who_has_what() {
+    learn_who_has_what(Machine::with_scheduler(Setup::default()));
+}
+
+#[test]
+fn a_new_scheduler_learns_who_has_what_on_connections_that_were_kept() {
+    learn_who_has_what(Machine::with_manager(Setup::default()));
+}
+
+fn learn_who_has_what(mut machine: Machine) {
+    let (keep, stay) = (mark(&machine, "keep"), mark(&machine, "stay"));
+    let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 1"));
+    let mut exporter = pair.exporter(&machine, &format!("--stay {stay}")).start();
+    pair.wait_until_exported();
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    // It is found by its name, as before; and what it has exported is pinned still.
+    let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();
+    reached(&keep);
+    reached(&stay);
+    wait_for_pinned(&machine, &importer, SHARED);
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    wait_for_pinned(&machine, &importer, SHARED);
+    make(&stay);
+    exporter.finish();
+    make(&keep);
+    importer.finish();
+    machine.wait_until_empty();
+}

@@ -1,0 +1,24 @@
+//! Programs that share a GPU, end to end: a scheduler and real processes with `libnvshare.so` on the simulated GPU.
+
+mod accounting;
+mod crowd;
+mod drain;
+mod driver_limits;
+mod engine;
+mod environment;
+mod faults;
+mod guest;
+mod host;
+mod ipc;
+mod limits;
+mod memory;
+mod memory_info;
+mod metrics;
+mod offline;
+mod peers;
+mod placement;
+mod progress;
+mod restart;
+mod thrash;
+mod turns;
+mod vmm;

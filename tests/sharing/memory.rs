@@ -1,0 +1,351 @@
+//! Programs that together want more memory than the GPU has, each believing that it is alone: end to end, with real
+//! processes on the simulated GPU.
+
+use std::time::{Duration, Instant};
+
+use test_support::machine::*;
+
+/// Work of about two seconds on so much memory, with results that show every lost, repeated or reordered launch.
+fn mix(memory: u64, rounds: u64) -> String {
+    format!("mix --mem {memory} --chunks 4 --reps 3 --rounds {rounds}")
+}
+
+#[test]
+fn swapped_memory_comes_back_as_it_was() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    take_turns(&machine, "swap");
+}
+
+#[test]
+fn managed_memory_moves_too() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    take_turns(&machine, "managed");
+}
+
+/// The program's own, beside engine `swap`: prefetched off the GPU and onto it, with what the driver does by itself in
+/// reach of nobody.
+#[test]
+fn managed_memory_of_programs_moves_with_its_program() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    // Not a multiple of anything.
+    let words = format!("mix --mem {} --chunks 4 --reps 3 --rounds 14 --kind managed", SHARE - 4 * 4100);
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words).start()).collect();
+    wait_for("both to be known, with nothing pinned", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array()?;
+        let gpu = |client: &serde_json::Value| {
+            let gpu = &client["gpus"][0];
+            gpu["engine"] == "swap" && gpu["pinned"] == 0 && gpu["demand"].as_u64() >= Some(SHARE)
+        };
+        (clients.len() == 2 && clients.iter().all(gpu)).then_some(())
+    });
+    for program in &mut programs {
+        program.finish();
+        let said = program.stderr();
+        assert!(
+            said.contains("bytes left in") && said.contains("bytes came back"),
+            "nothing of {} moved",
+            program.pid()
+        );
+    }
+    assert_one_holder(&machine.trace());
+    machine.wait_until_empty();
+}
+
+#[test]
+fn managed_memory_that_is_evicted_leaves_the_gpu() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut idle = machine.program(&format!("stranger --mem {SHARE} --kind managed --seconds 600")).start();
+    idle.wait_to_say("holding");
+    assert!(machine.free() < SHARE, "it is not there");
+    let before = machine.trace().len();
+    let mut other = machine.program(&mix(SHARE, 20)).start();
+    machine.wait_for_move(before, "the managed memory to be evicted", |m| m.what == "freed" && m.pid == idle.pid());
+    idle.wait_to_say("bytes left in");
+    // By itself the driver takes away no more than it has to.
+    wait_for("it to have left", || (machine.free() >= SHARE / 2).then_some(()));
+    assert!(other.poll().is_none(), "only while the other runs does this show anything");
+    idle.kill();
+    other.finish();
+}
+
+#[test]
+fn managed_memory_beyond_the_limit_is_refused() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let report = machine.program("oversub --mem 396M --chunk 36M --rounds 1 --kind managed").start().finish();
+    assert_eq!(report.0["failed"], "cuMemAllocManaged");
+    assert_eq!(report.number("allocated"), 216 * MIB);
+}
+
+/// A GPU on which two programs of [`SHARE`] have no room at once.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, ..Setup::default() }
+}
+
+const SHARE: u64 = 64 * MIB;
+
+#[track_caller]
+fn take_turns(machine: &Machine, engine: &str) {
+    assert!(2 * SHARE > machine.setup.capacity(2) && SHARE <= machine.setup.capacity(2));
+    let mut programs: Vec<Program> =
+        (0..2).map(|_| machine.program(&mix(SHARE, 14)).env("NVSHARE_ENGINE", engine).start()).collect();
+    wait_for("both to be known by their engine", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array()?;
+        let known = clients.iter().filter(|c| c["gpus"][0]["engine"] == engine).count();
+        (known == 2).then_some(())
+    });
+    for program in &mut programs {
+        program.finish();
+    }
+    let trace = machine.trace();
+    assert_one_holder(&trace);
+    let turns = turns(&trace);
+    let changes = turns.windows(2).filter(|pair| pair[0] != pair[1]).count();
+    assert!(changes >= 3, "the lock changed hands {changes} times: {turns:?}");
+    for program in &programs {
+        let moved = |what: &str| {
+            trace.iter().filter(|m| m.pid == program.pid() && m.what == what).map(|m| m.bytes).sum::<u64>()
+        };
+        assert!(moved("evict") > 0, "nothing of {} had to leave", program.pid());
+        assert!(moved("freed") > 0 && moved("mapped") > SHARE, "nothing of {} left and came back", program.pid());
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn memory_that_fits_does_not_move() {
+    for anti_thrash in ["auto", "on"] {
+        let machine = Machine::with_scheduler(Setup { anti_thrash, ..Setup::default() });
+        let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&mix(40 * MIB, 10)).start()).collect();
+        for program in &mut programs {
+            program.finish();
+            let said = program.stderr();
+            assert!(!said.contains("bytes left in"), "memory of {} moved under {anti_thrash}", program.pid());
+        }
+        let trace = machine.trace();
+        assert_eq!(evicted(&trace), 0);
+        assert_one_holder(&trace);
+        for program in &programs {
+            assert!(grants(&trace, program.pid()) > 0);
+        }
+    }
+}
+
+#[test]
+fn a_program_without_vmm_or_with_an_old_driver_is_shared_too() {
+    let old = vec![("CUDA_SIM_DRIVER", "12020".to_owned())];
+    for (simulator, without) in [(vec![("CUDA_SIM_VMM", "0".to_owned())], ""), (old, "cuCtxRecordEvent")] {
+        let machine = Machine::with_scheduler(Setup { anti_thrash: "on", simulator, without, ..pressed() });
+        let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&mix(SHARE, 8)).start()).collect();
+        for program in &mut programs {
+            program.finish();
+        }
+        let trace = machine.trace();
+        assert_one_holder(&trace);
+        assert!(evicted(&trace) > 0, "nothing had to leave: {trace:#?}");
+    }
+}
+
+#[test]
+fn every_program_sees_all_of_the_gpu_and_what_it_takes_itself() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let (total, limit) = (machine.setup.memory, machine.setup.capacity(1));
+    let check = |report: &Report, limit: u64| {
+        assert_eq!(report.number("total"), total);
+        assert_eq!(report.number("device_total"), total);
+        let near = |what: &str, want: u64| {
+            let got = report.number(what);
+            // The room that others' contexts take is measured again and again.
+            assert!(got.abs_diff(want) <= 3 * machine.setup.context, "{what}: {got}, not {want}");
+        };
+        near("free", limit);
+        near("free_with", limit - 32 * MIB);
+        near("free_full", 16 * MIB);
+        near("free_after", limit - 32 * MIB);
+    };
+    check(&machine.program("account --mem 32M").start().finish(), limit);
+
+    // Beside another that holds the lock and much memory it is the same, but for the other's context.
+    let mut other = machine.program(&mix(120 * MIB, 6)).start();
+    machine.wait_for_grants(&other, 1);
+    check(&machine.program("account --mem 32M").start().finish(), machine.setup.capacity(2));
+    other.finish();
+}
+
+#[test]
+fn one_program_beyond_the_limit_is_refused_unless_it_may_exceed_the_gpu() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let words = "oversub --mem 396M --chunk 36M --rounds 1";
+    assert_eq!(machine.setup.capacity(1) / (36 * MIB), 6);
+    let refused = machine.program(words).start().finish();
+    assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
+    assert_eq!(refused.number("allocated"), 216 * MIB);
+
+    let exceeds = machine.program(words).env("NVSHARE_ENABLE_SINGLE_OVERSUB", "1").start().finish();
+    assert_eq!(exceeds.0["failed"], "");
+    assert_eq!(exceeds.number("allocated"), 396 * MIB);
+
+    // `0` is off.
+    let refused = machine.program(words).env("NVSHARE_ENABLE_SINGLE_OVERSUB", "0").start().finish();
+    assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
+}
+
+#[test]
+fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused_at_once() {
+    let machine = Machine::with_scheduler(Setup { swap_max: "64M", ..Setup::default() });
+    let all = machine.setup.capacity(2) + 64 * MIB;
+    let mut first = machine.program("stranger --mem 160M --seconds 600").start();
+    first.wait_to_say("holding");
+    // The other's slack is what is left, and becomes this one's as it asks for more.
+    let words = "oversub --mem 396M --chunk 32M --rounds 1";
+    let begin = Instant::now();
+    let refused = machine.program(words).start().finish();
+    assert!(begin.elapsed() < Duration::from_secs(20), "it waited");
+    assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
+    let got = refused.number("allocated");
+    assert!(got <= all - 160 * MIB && got + 32 * MIB > all - 160 * MIB - 16 * MIB, "{got} of {all} less 160 MiB");
+    let log = machine.scheduler_log();
+    let line = log.lines().find(|line| line.contains("is refused memory")).expect("a line that says so");
+    assert!(line.contains("WARN") && line.contains(&format!("(pid {}) 160 MiB", first.pid())), "{line}");
+    first.kill();
+
+    // With nobody else there, it is as if the host had plenty.
+    machine.wait_until_empty();
+    let alone = machine.program(words).start().finish();
+    assert_eq!(alone.number("allocated"), 224 * MIB);
+}
+
+#[test]
+fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let other = machine.program("stranger --mem 228M --seconds 600").start();
+    other.wait_to_say("holding");
+    for symbol in ["cuModuleLoadData", "cuLaunchKernel"] {
+        let fails = format!("{symbol}:1");
+        let words = "mix --mem 4M --chunks 1 --reps 1 --rounds 1";
+        let before = machine.trace().len();
+        machine.program(words).env("CUDA_SIM_FAIL", &fails).start().finish();
+        machine.wait_for_move(before, "room to be made", |m| m.what == "room" && m.bytes > 0);
+    }
+}
+
+#[test]
+fn programs_swap_within_little_host_memory_and_see_how_much_they_can_have() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", swap_max: "40M", ..pressed() });
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&mix(SHARE, 8)).start()).collect();
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    wait_for("both to be held to what there is", || {
+        let status = machine.status();
+        let clients = status["clients"].as_array()?;
+        let limits: u64 = clients.iter().map(|c| c["gpus"][0]["limit"].as_u64().unwrap_or(u64::MAX / 4)).sum();
+        (limits <= machine.setup.capacity(2) + 40 * MIB).then_some(())
+    });
+    for program in &mut programs {
+        program.finish();
+    }
+    assert_one_holder(&machine.trace());
+    assert!(evicted(&machine.trace()) > 0);
+}
+
+#[test]
+fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
+    let machine = Machine::with_scheduler(Setup::default());
+    // All but what its checks need: beside it there is no room for a context.
+    let memory = machine.setup.capacity(1) - 2 * MIB;
+    let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds 60")).start();
+    machine.wait_for_grants(&all, 1);
+    let others: Vec<Program> = (0..4).map(|_| machine.program("stranger --mem 1M --seconds 600").start()).collect();
+    wait_for("the others to wait with their contexts", || {
+        (machine.scheduler_log().matches("waits with its context").count() == others.len()).then_some(())
+    });
+    assert!(all.poll().is_none(), "it was too short for this");
+    all.finish();
+    for other in &others {
+        other.wait_to_say("holding");
+    }
+}
+
+#[test]
+fn the_context_of_a_program_is_counted_once() {
+    let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, context: 32 * MIB, ..Setup::default() });
+    let programs: Vec<Program> = (0..2).map(|_| machine.program("stranger --mem 1M --seconds 600").start()).collect();
+    for program in &programs {
+        program.wait_to_say("holding");
+    }
+    let want = machine.setup.capacity(2);
+    wait_within(Duration::from_secs(5), "the capacity to leave out two contexts", || {
+        (number(&machine.status()["gpus"][0]["capacity"]).abs_diff(want) <= 4 * MIB).then_some(())
+    });
+}
+
+#[test]
+fn what_the_last_program_had_outside_the_engines_is_free_for_the_next() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut last = machine.program("stranger --mem 1M --seconds 600").start();
+    last.wait_to_say("holding");
+    // The simplest that counts as used by others: a stranger that comes and goes with the last client.
+    let mut stranger = machine.program("stranger --mem 128M --seconds 600").without_nvshare().start();
+    stranger.wait_to_say("holding");
+    wait_for("the stranger to be measured", || {
+        (number(&machine.status()["gpus"][0]["capacity"]) < 128 * MIB).then_some(())
+    });
+    last.kill();
+    machine.wait_until_empty();
+    stranger.kill();
+    assert_eq!(machine.free(), machine.setup.memory);
+    machine.program(&mix(128 * MIB, 2)).start().finish();
+}
+
+#[test]
+fn a_stranger_that_takes_memory_is_made_room_for() {
+    let machine = Machine::with_scheduler(Setup { memory: 512 * MIB, ..Setup::default() });
+    let words = "mix --mem 220M --chunks 4 --reps 1 --rounds 8";
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).start()).collect();
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    wait_for("both to be on the GPU", || {
+        let resident: u64 = number(&machine.status()["gpus"][0]["resident"]);
+        (resident >= 440 * MIB).then_some(())
+    });
+    let before = machine.trace().len();
+    // It gets what is left; the programs then no longer fit together.
+    let mut stranger = machine.program("stranger --mem 52M --seconds 60").without_nvshare().start();
+    stranger.wait_to_say("holding");
+    machine.wait_for_move(before, "somebody to make room", |m| m.what == "evict");
+    stranger.kill();
+    for program in &mut programs {
+        program.finish();
+    }
+    let trace = machine.trace();
+    assert!(!trace.iter().any(|m| m.pid == stranger.pid()), "a stranger is no client");
+    machine.wait_until_empty();
+}
+
+#[test]
+fn what_has_not_changed_is_not_copied_again() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let words = "weights --mem 48M --reserve 16M --state 4M --rounds 6 --pause-ms 300";
+    let mut server = machine.program(words).env("NVSHARE_DEBUG", "1").start();
+    machine.wait_for_grants(&server, 1);
+    let mut other = machine.program(&mix(machine.setup.capacity(2) - 8 * MIB, 1000)).start();
+    server.finish();
+    other.kill();
+    // "N bytes left in N µs, N of all without a copy"
+    let said = server.stderr();
+    let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let Some(at) = words.windows(3).position(|words| words == ["bytes", "left", "in"]) else {
+            return [out, uncopied];
+        };
+        let number = |at: usize| words[at].parse::<u64>().expect("a number");
+        [out + number(at - 1), uncopied + number(at + 5)]
+    });
+    let [out, uncopied] = sums;
+    assert!(out > 3 * 48 * MIB, "it was moved often: {sums:?}");
+    assert!(uncopied * 2 > out, "most of it was not copied: {sums:?}");
+    assert!(uncopied < out, "and some was: {sums:?}");
+}

@@ -1,0 +1,238 @@
+//! How much memory a program is told that there is: CUDA and NVML say the same, and no more than a rule or the program's
+//! environment lets it have; where nobody bounds it, each says what it says without nvshare.
+
+use std::fs;
+
+use test_support::machine::*;
+
+/// What the driver keeps for itself, which NVML counts and CUDA does not.
+const RESERVED: u64 = 6 * MIB;
+
+fn setup() -> Setup {
+    Setup { simulator: vec![("CUDA_SIM_RESERVED", "6M".into())], ..Setup::default() }
+}
+
+/// The rules of a machine, in a drop-in.
+fn write(machine: &Machine, rules: &str) {
+    let directory = machine.path("nvshare.toml.d");
+    fs::create_dir_all(&directory).expect("a directory for drop-ins");
+    fs::write(directory.join("rules.toml"), rules).expect("a drop-in");
+}
+
+fn rule(machine: &Machine, rules: &str) {
+    write(machine, rules);
+    machine.ctl(&["reload"]);
+}
+
+/// A rule for all programs of this test's user.
+fn mine(most: &str) -> String {
+    // SAFETY: it cannot fail.
+    let uid = unsafe { libc::getuid() };
+    format!("[[rule]]\nname = \"mine\"\nuser = {uid}\nmemory-max = \"{most}\"\n")
+}
+
+fn ruled(setup: Setup, rules: &str) -> Machine {
+    let mut machine = Machine::new(setup);
+    write(&machine, rules);
+    machine.start_scheduler();
+    machine
+}
+
+/// Of one reading: the device's total, `cuMemGetInfo`'s total and free, and NVML's.
+#[track_caller]
+fn told(report: &Report, reading: u32) -> [u64; 5] {
+    ["device_total", "total", "free", "nvml_total", "nvml_free"].map(|name| report.number(&format!("{name}_{reading}")))
+}
+
+/// The same of a program without a context: the device's total, and NVML's total and free.
+#[track_caller]
+fn foretold(report: &Report, reading: u32) -> [u64; 3] {
+    ["device_total", "nvml_total", "nvml_free"].map(|name| report.number(&format!("{name}_{reading}")))
+}
+
+/// The context of a program is 4 MiB, and counts.
+#[test]
+fn a_program_under_a_rule_is_told_one_story_by_all() {
+    let machine = ruled(setup(), &mine("100M"));
+    for lookup in ["link", "dlsym", "getproc"] {
+        let report = machine.program("story --mem 32M").env("CUDA_LOOKUP", lookup).start().finish();
+        assert_eq!(told(&report, 0), [100, 100, 64, 100, 64].map(|mib| mib * MIB), "{lookup}");
+        assert_eq!(report.number("nvml_reserved_0"), RESERVED);
+    }
+    let report = machine.program("story --mem 96M").start().finish();
+    assert_eq!((told(&report, 0)[4], report.number("nvml_reserved_0")), (0, RESERVED), "all of it is used");
+}
+
+#[test]
+fn it_is_told_so_before_it_uses_the_gpu() {
+    let machine = ruled(setup(), &mine("100M"));
+    let report = machine.program("story --context 0").start().finish();
+    assert_eq!(foretold(&report, 0), [100 * MIB; 3]);
+    // A part of the GPU is one of all that NVML counts.
+    rule(&machine, &mine("50%"));
+    let before = foretold(&machine.program("story --context 0").start().finish(), 0);
+    let after = told(&machine.program("story").start().finish(), 0);
+    assert_eq!(before, [(256 * MIB + RESERVED) / 2; 3]);
+    assert_eq!((after[0], after[1], after[3]), (before[0], before[0], before[0]));
+    // What has to fit in the host bounds it too.
+    rule(&machine, &mine("100M").replace("memory-max", "swap-max"));
+    assert_eq!(foretold(&machine.program("story --context 0").start().finish(), 0), [100 * MIB; 3]);
+    assert_eq!(told(&machine.program("story").start().finish(), 0)[..2], [100 * MIB; 2]);
+}
+
+#[test]
+fn programs_that_count_together_are_told_the_same_by_all() {
+    let machine = ruled(setup(), &mine("100M"));
+    let holder = machine.program("stranger --mem 40M --seconds 600").start();
+    holder.wait_to_say("holding");
+    let report = machine.program("story --mem 16M").start().finish();
+    let [device_total, total, free, nvml_total, nvml_free] = told(&report, 0);
+    assert_eq!([device_total, total, nvml_total], [100 * MIB; 3]);
+    assert_eq!(free, nvml_free);
+    assert!(free <= 36 * MIB, "{free}: what the other has, and both contexts, are used");
+}
+
+#[test]
+fn without_a_bound_all_is_as_it_is_without_nvshare() {
+    let machine = ruled(setup(), "");
+    let truth = [256 * MIB, 256 * MIB + RESERVED];
+    let totals = |report: &Report| {
+        let [device_total, total, _, nvml_total, nvml_free] = told(report, 0);
+        assert_eq!(device_total, total);
+        ([device_total, nvml_total], nvml_free)
+    };
+    let stranger = totals(&machine.program("story").without_nvshare().start().finish());
+    assert_eq!(stranger, (truth, 252 * MIB));
+    machine.wait_until_empty();
+    assert_eq!(totals(&machine.program("story").start().finish()), stranger);
+    machine.wait_until_empty();
+    let before = machine.program("story --context 0").start().finish();
+    assert_eq!(foretold(&before, 0), [truth[0], truth[1], truth[0]]);
+    // Others that take memory change nothing of that, nor does a bound beyond all that there is.
+    let holder = machine.program("stranger --mem 200M --seconds 600").start();
+    holder.wait_to_say("holding");
+    assert_eq!(totals(&machine.program("story").start().finish()).0, truth);
+    rule(&machine, &mine("1G"));
+    assert_eq!(totals(&machine.program("story").start().finish()).0, truth);
+    // Who stands aside is bounded by nobody.
+    rule(&machine, &mine("100M"));
+    let aside = machine.program("story").env("NVSHARE_ENGINE", "none").start().finish();
+    assert_eq!(totals(&aside).0, truth);
+}
+
+#[test]
+fn a_program_that_uses_no_cuda_is_told_the_truth_by_nvml() {
+    let machine = ruled(setup(), &mine("100M"));
+    let report = machine.program("story --init 0 --context 0").env("NVSHARE_MEMORY_MAX", "50M").start().finish();
+    assert_eq!(report.number("nvml_total_0"), 256 * MIB + RESERVED);
+    assert_eq!(report.number("nvml_free_0"), 256 * MIB);
+}
+
+#[test]
+fn nvml_tells_the_truth_of_a_gpu_that_the_program_does_not_see() {
+    let mut setup = setup();
+    setup.simulator.push(("CUDA_SIM_GPUS", "2".into()));
+    let machine = ruled(setup, &mine("100M"));
+    let of = |nvml: u32| {
+        let program = machine.program(&format!("story --nvml {nvml}")).env("CUDA_VISIBLE_DEVICES", "1");
+        let report = program.start().finish();
+        (report.number("device_total_0"), report.number("nvml_total_0"))
+    };
+    assert_eq!(of(0), (100 * MIB, 256 * MIB + RESERVED));
+    assert_eq!(of(1), (100 * MIB, 100 * MIB));
+}
+
+#[test]
+fn a_bound_is_told_as_it_is_while_programs_run() {
+    let machine = ruled(setup(), &mine("100M"));
+    let mut user = machine.program("story --mem 32M --changes 3").start();
+    let mut newcomer = machine.program("story --context 0 --changes 3").start();
+    for (number, rules) in (0..).zip([mine("60M"), mine("120M"), String::new()]) {
+        [&user, &newcomer].iter().for_each(|program| program.wait_to_say(&format!("reading {number}")));
+        rule(&machine, &rules);
+    }
+    let (user, newcomer) = (user.finish(), newcomer.finish());
+    for (number, mib) in (0..).zip([100, 60, 120]) {
+        let [device_total, total, free, nvml_total, nvml_free] = told(&user, number);
+        assert_eq!([device_total, total, nvml_total], [mib * MIB; 3], "reading {number}");
+        assert_eq!((free, nvml_free), ((mib - 36) * MIB, free), "reading {number}");
+        assert_eq!(foretold(&newcomer, number), [mib * MIB; 3], "reading {number}");
+    }
+    let all = 256 * MIB;
+    assert_eq!([told(&user, 3)[0], told(&user, 3)[1], told(&user, 3)[3]], [all, all, all + RESERVED]);
+    assert_eq!(foretold(&newcomer, 3)[..2], [all, all + RESERVED]);
+}
+
+#[test]
+fn the_environment_tightens_what_is_told() {
+    let mut machine = ruled(setup(), &mine("100M"));
+    let ask = |machine: &Machine, words: &str, most: &str| {
+        machine.program(words).env("NVSHARE_MEMORY_MAX", most).start().finish()
+    };
+    let told_of =
+        |machine: &Machine, most: &str| told(&ask(machine, "story --mem 16M", most), 0).map(|bytes| bytes / MIB);
+    // A scheduler counts its context too.
+    assert_eq!(told_of(&machine, "50M"), [50, 50, 30, 50, 30]);
+    assert_eq!(foretold(&ask(&machine, "story --context 0", "25%"), 0), [64 * MIB; 3], "of what CUDA counts");
+    for more in ["1G", "infinity", "nonsense", ""] {
+        assert_eq!(told_of(&machine, more), [100, 100, 80, 100, 80], "{more:?}");
+    }
+    rule(&machine, "");
+    assert_eq!(told_of(&machine, "50M"), [50, 50, 30, 50, 30]);
+    machine.stop_scheduler();
+    assert_eq!(told_of(&machine, "50M"), [50, 50, 34, 50, 34]);
+}
+
+#[test]
+fn what_the_environment_says_and_cannot_be_read_is_traced_once() {
+    let machine = Machine::new(setup());
+    let unread = |most: &str| {
+        let mut program = machine.program("story --context 0").env("NVSHARE_MEMORY_MAX", most).start();
+        program.finish();
+        program.stderr().matches("NVSHARE_MEMORY_MAX bounds nothing").count()
+    };
+    assert_eq!(["1M", "lots"].map(unread), [1, 1]);
+    assert_eq!(["", "8G", "25%"].map(unread), [0, 0, 0]);
+    let mut quiet = machine.program("story --context 0").env("NVSHARE_MEMORY_MAX", "lots").quiet().start();
+    quiet.finish();
+    assert!(!quiet.stderr().contains("NVSHARE_MEMORY_MAX"), "{}", quiet.stderr());
+}
+
+#[test]
+fn a_bound_stays_when_the_scheduler_goes_and_the_next_has_the_last_word() {
+    let mut machine = ruled(setup(), &mine("100M"));
+    let mut programs =
+        ["--mem 32M", "--context 0"].map(|how| machine.program(&format!("story {how} --changes 2")).start());
+    let wait = |programs: &[Program], number: u32| {
+        programs.iter().for_each(|program| program.wait_to_say(&format!("reading {number}")));
+    };
+    wait(&programs, 0);
+    machine.kill_scheduler();
+    write(&machine, &mine("60M"));
+    machine.start_scheduler();
+    wait(&programs, 1);
+    machine.kill_scheduler();
+    write(&machine, "");
+    machine.start_scheduler();
+    for program in &mut programs {
+        let report = program.finish();
+        let totals = [0, 1, 2].map(|number| report.number(&format!("device_total_{number}")) / MIB);
+        assert_eq!(totals, [100, 60, 256], "{}", program.name);
+        assert_eq!(report.number("nvml_total_1"), 60 * MIB);
+    }
+}
+
+/// Who starts while there is no scheduler hears of its bound when there is one.
+#[test]
+fn a_program_that_was_there_first_hears_of_its_bound_later() {
+    let mut machine = Machine::new(setup());
+    write(&machine, &mine("100M"));
+    let mut programs =
+        ["--mem 32M", "--context 0"].map(|how| machine.program(&format!("story {how} --changes 1")).start());
+    programs.iter().for_each(|program| program.wait_to_say("reading 0"));
+    machine.start_scheduler();
+    for program in &mut programs {
+        let report = program.finish();
+        assert_eq!([0, 1].map(|number| report.number(&format!("device_total_{number}")) / MIB), [256, 100]);
+    }
+}

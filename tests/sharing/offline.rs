@@ -1,0 +1,114 @@
+//! The scheduler is gone for good: programs whose memory does not fit take turns among themselves.
+
+use std::fs;
+use std::time::Duration;
+
+use test_support::machine::*;
+
+/// A GPU on which one of the two programs has room, and not both.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
+}
+
+/// Longer than a few turns.
+fn work(memory: &str) -> String {
+    format!("mix --mem {memory} --chunks 4 --reps 6 --rounds 16")
+}
+
+/// Two programs of so much memory each, whose scheduler was killed, socket and all.
+fn abandoned(memory: &str) -> (Machine, [Program; 2]) {
+    let mut machine = Machine::with_scheduler(pressed());
+    let programs = [0, 1].map(|_| machine.program(&work(memory)).start());
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    machine.kill_scheduler();
+    let _ = fs::remove_file(machine.socket());
+    (machine, programs)
+}
+
+/// How often that program has taken the turn.
+fn turns(program: &Program) -> usize {
+    program.stderr().matches("takes the turn").count()
+}
+
+#[test]
+fn two_programs_that_want_twice_the_gpu_both_end() {
+    let (_machine, mut programs) = abandoned("90M");
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    let taken: usize = programs.iter().map(turns).sum();
+    assert!(taken >= 2, "the turn was taken {taken} times");
+}
+
+#[test]
+fn programs_that_begin_without_a_scheduler_both_end_too() {
+    // Where there never was one, they meet elsewhere.
+    let machine = Machine::new(pressed());
+    let mut first = machine.program(&work("90M")).start();
+    first.wait_to_say("allocate");
+    let mut second = machine.program("churn --mem 80M --seconds 3").start();
+    second.finish();
+    first.finish();
+    for entry in fs::read_dir("/dev/shm").expect("a directory").flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if first.stderr().contains(name.trim_start_matches("nvshare-").split('.').next().expect("a part")) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+#[test]
+fn programs_that_fit_run_on_and_take_no_turns() {
+    let (_machine, mut programs) = abandoned("40M");
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    assert_eq!(programs.iter().map(turns).sum::<usize>(), 0);
+}
+
+#[test]
+fn one_that_is_killed_with_the_turn_leaves_it_to_the_other() {
+    let (_machine, mut programs) = abandoned("90M");
+    let holder = wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
+    programs[holder].kill();
+    programs[1 - holder].finish();
+}
+
+#[test]
+fn one_that_is_stopped_while_it_runs_does_not_hang_the_other_for_ever() {
+    let (machine, mut programs) = abandoned("90M");
+    let holder = wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
+    programs[holder].wait_to_say("all memory is here");
+    machine.stop_beside_work(&programs[holder]);
+    std::thread::sleep(Duration::from_secs(3));
+    programs[holder].signal(libc::SIGCONT);
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+}
+
+#[test]
+fn a_scheduler_that_comes_back_takes_over() {
+    let (mut machine, mut programs) = abandoned("90M");
+    wait_for("a turn", || programs.iter().position(|program| turns(program) > 0));
+    machine.start_scheduler();
+    let skip = machine.trace().iter().filter(|m| m.run == 1).count();
+    machine.wait_for_move(skip, "a grant of the new scheduler", |m| m.run == 2 && m.what == "grant");
+    let before: usize = programs.iter().map(turns).sum();
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    assert_eq!(programs.iter().map(turns).sum::<usize>(), before, "nobody takes turns beside a scheduler");
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_program_of_two_gpus_ends_beside_programs_that_never_do() {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    let mut machine = Machine::with_scheduler(Setup { simulator, ..pressed() });
+    let neighbours = [0, 1].map(|gpu| {
+        machine.program(&format!("mix --mem 90M --chunks 4 --reps 6 --rounds 100000 --device {gpu}")).start()
+    });
+    let mut program = machine.program("across --mem 40M --rounds 12 --pause-ms 50").start();
+    for each in neighbours.iter().chain([&program]) {
+        machine.wait_for_grants(each, 1);
+    }
+    machine.kill_scheduler();
+    let _ = fs::remove_file(machine.socket());
+    program.finish();
+    neighbours.into_iter().for_each(|mut neighbour| neighbour.kill());
+}

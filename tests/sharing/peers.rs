@@ -1,0 +1,64 @@
+//! Programs whose GPUs reach into each other's memory.
+
+use test_support::machine::*;
+
+const SHARE: u64 = 24 * MIB;
+
+/// Two GPUs; on neither has what two such programs need room.
+fn two_gpus() -> Setup {
+    Setup {
+        memory: 96 * MIB,
+        anti_thrash: "on",
+        simulator: vec![("CUDA_SIM_GPUS", "2".to_owned())],
+        ..Setup::default()
+    }
+}
+
+fn words(how: &str, rounds: u32) -> String {
+    format!("across --mem {SHARE} --how {how} --rounds {rounds}")
+}
+
+#[track_caller]
+fn reach_while_taking_turns(how: &str) {
+    let machine = Machine::with_scheduler(two_gpus());
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(how, 16)).start()).collect();
+    // On each GPU, somebody else who wants most of it.
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
+    programs.extend(others.iter().map(|words| machine.program(words).start()));
+    for program in &mut programs {
+        program.finish();
+    }
+    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    machine.wait_until_empty();
+}
+
+#[test]
+fn copies_from_one_gpu_to_the_other_are_whole() {
+    reach_while_taking_turns("copy");
+}
+
+#[test]
+fn copies_of_rows_from_one_gpu_to_the_other_are_whole() {
+    reach_while_taking_turns("pitched");
+}
+
+#[test]
+fn kernels_reach_memory_of_a_peer() {
+    reach_while_taking_turns("kernel");
+}
+
+#[test]
+fn memory_mapped_for_two_gpus_is_there_for_both() {
+    reach_while_taking_turns("map");
+}
+
+#[test]
+fn gpus_that_reach_each_other_are_held_together() {
+    let machine = Machine::with_scheduler(two_gpus());
+    let mut program = machine.program(&words("kernel", 60)).start();
+    program.wait_to_say("reach each other's memory");
+    let mut other = machine.program("mix --mem 16M --reps 3 --rounds 10 --device 1").start();
+    program.finish();
+    other.finish();
+    assert!(program.stderr().contains("Request { gpus: 3 }"), "both GPUs were never asked for at once");
+}

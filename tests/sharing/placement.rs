@@ -1,0 +1,232 @@
+//! Programs on a machine with two GPUs, of which the scheduler gives them one, or its rules leave them some.
+
+use std::time::Duration;
+
+use serde_json::Value;
+use test_support::machine::*;
+
+const MEMORY: u64 = 256 * MIB;
+/// What it says on a GPU that it sees: its UUID, and how many there are.
+const LOOK: &str = "info";
+/// Has so much and does nothing, until it is killed.
+const STAY: &str = "stranger --mem 24M --seconds 600";
+/// A group of users in which nobody else is.
+const GROUP: u32 = 47_113;
+
+fn two_gpus(placement: &'static str, rules: &str) -> Machine {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    Machine::with_scheduler(Setup { memory: MEMORY, placement, rules: rules.into(), simulator, ..Setup::default() })
+}
+
+/// UUIDs of the GPUs, in the order of their numbers.
+fn uuids(machine: &Machine) -> Vec<String> {
+    let status = machine.status();
+    let mut gpus: Vec<&Value> = status["gpus"].as_array().expect("GPUs").iter().collect();
+    gpus.sort_by_key(|gpu| number(&gpu["index"]));
+    gpus.iter().map(|gpu| gpu["uuid"].as_str().expect("a UUID").to_owned()).collect()
+}
+
+/// Waits until that many programs use a GPU, and says how many are on each.
+fn settled(machine: &Machine, programs: usize) -> Vec<u64> {
+    let uuids = uuids(machine);
+    wait_for("all programs to be on GPUs", || {
+        let status = machine.status();
+        let gpus = status["gpus"].as_array().expect("GPUs");
+        let on = |uuid: &String| gpus.iter().find(|gpu| gpu["uuid"] == **uuid).map_or(0, |gpu| number(&gpu["clients"]));
+        let all: Vec<u64> = uuids.iter().map(on).collect();
+        (all.iter().sum::<u64>() == programs as u64).then_some(all)
+    })
+}
+
+/// The number of the GPU that a program got, which sees no other.
+#[track_caller]
+fn only_gpu(machine: &Machine, launch: Launch<'_>) -> usize {
+    let report = launch.start().finish();
+    assert_eq!(report.number("gpus"), 1, "{}", report.0);
+    number_of(machine, &report)
+}
+
+#[track_caller]
+fn number_of(machine: &Machine, report: &Report) -> usize {
+    let plain = |uuid: &str| uuid.trim_start_matches("GPU-").replace('-', "");
+    let uuid = report.0["uuid"].as_str().expect("a UUID");
+    uuids(machine).iter().position(|known| plain(known) == plain(uuid)).expect("a GPU of this machine")
+}
+
+/// A program that finds no GPU, and what the driver told it.
+#[track_caller]
+fn finds_none(launch: Launch<'_>) {
+    let mut program = launch.start();
+    assert!(!program.wait().success());
+    let said = program.stdout() + &program.stderr();
+    assert!(said.contains("NO_DEVICE") || said.contains("100"), "{said}");
+}
+
+#[test]
+fn programs_see_all_gpus_where_nothing_is_said() {
+    let machine = two_gpus("none", "");
+    let report = machine.program(LOOK).start().finish();
+    assert_eq!((report.number("gpus"), number_of(&machine, &report)), (2, 0));
+    let report = machine.run(&[], LOOK).start().finish();
+    assert_eq!(report.number("gpus"), 2);
+    assert_eq!(only_gpu(&machine, machine.run(&["--gpus", "1"], LOOK)), 0, "who asks is placed");
+}
+
+#[test]
+fn eight_programs_are_spread_over_two_gpus() {
+    let machine = two_gpus("spread", "");
+    let programs: Vec<Program> = (0..8).map(|_| machine.program(STAY).start()).collect();
+    assert_eq!(settled(&machine, 8), [4, 4]);
+    let status = machine.status();
+    for client in status["clients"].as_array().expect("clients") {
+        assert_eq!(client["placed"][0], client["gpus"][0]["uuid"]);
+    }
+    assert!(machine.ctl(&["status"]).contains("was placed on this GPU."));
+    drop(programs);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn eight_programs_fill_one_gpu_before_the_other() {
+    let machine = two_gpus("pack", "");
+    let programs: Vec<Program> = (0..8).map(|_| machine.program(STAY).start()).collect();
+    assert_eq!(settled(&machine, 8), [8, 0]);
+    // No more than about a hundred megabytes are left there.
+    assert_eq!(only_gpu(&machine, machine.run(&["--memory", "120M"], LOOK)), 1);
+    drop(programs);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn programs_of_known_size_that_start_at_once_do_not_land_on_one_gpu() {
+    let machine = two_gpus("pack", "");
+    let programs: Vec<Program> = (0..8).map(|_| machine.run(&["--memory", "50M"], STAY).start()).collect();
+    assert_eq!(settled(&machine, 8), [4, 4]);
+    drop(programs);
+}
+
+#[test]
+fn run_gives_a_command_as_many_gpus_as_it_asks_for() {
+    let machine = two_gpus("spread", "");
+    let stays = machine.run(&[], STAY).start();
+    assert_eq!(settled(&machine, 1), [1, 0]);
+    assert_eq!(only_gpu(&machine, machine.run(&[], LOOK)), 1);
+    let report = machine.run(&["--gpus", "2"], LOOK).start().finish();
+    assert_eq!((report.number("gpus"), number_of(&machine, &report)), (2, 1), "the better one is the first");
+    let mut refused = machine.run(&["--gpus", "3"], LOOK).quiet().start();
+    assert_eq!(refused.wait().code(), Some(1));
+    let expected = "nvsharectl: there is no GPU for the command: it wants 3 GPUs, and can have 2\n";
+    assert_eq!(refused.stderr(), expected);
+    drop(stays);
+}
+
+#[test]
+fn who_chooses_is_left_alone() {
+    let machine = two_gpus("spread", "");
+    let uuids = uuids(&machine);
+    for (list, gpus, first) in [("1", 1, 1), ("1,0", 2, 1), (uuids[1].as_str(), 1, 1), (&uuids[1][..12], 1, 1)] {
+        for launch in [machine.program(LOOK), machine.run(&[], LOOK)] {
+            let report = launch.env("CUDA_VISIBLE_DEVICES", list).start().finish();
+            assert_eq!((report.number("gpus"), number_of(&machine, &report)), (gpus, first), "{list}");
+        }
+    }
+    finds_none(machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", ""));
+    let report = machine.program(LOOK).env("LOCAL_RANK", "1").start().finish();
+    assert_eq!(report.number("gpus"), 2);
+    let report = machine.program(LOOK).env("SLURM_LOCALID", "0").env("SLURM_NTASKS", "1").start().finish();
+    assert_eq!(report.number("gpus"), 1);
+    let report = machine.run(&["--gpus", "1"], LOOK).env("CUDA_VISIBLE_DEVICES", "1").start().finish();
+    assert_eq!(number_of(&machine, &report), 1);
+}
+
+#[test]
+fn a_rule_says_which_gpus_programs_may_see() {
+    for placement in ["none", "pack", "spread"] {
+        let machine = two_gpus(placement, "[[rule]]\nallowed-gpus = [1]\n");
+        assert_eq!(only_gpu(&machine, machine.program(LOOK)), 1);
+        assert_eq!(only_gpu(&machine, machine.run(&[], LOOK)), 1);
+        assert_eq!(only_gpu(&machine, machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", "0,1")), 1);
+        assert_eq!(only_gpu(&machine, machine.program(LOOK).env("LOCAL_RANK", "0")), 1);
+        finds_none(machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", "0"));
+        let log = machine.scheduler_log();
+        assert!(log.contains("allows none of the GPUs that it could see"), "{log}");
+        let mut refused = machine.run(&[], LOOK).quiet().env("CUDA_VISIBLE_DEVICES", "0").start();
+        assert_eq!(refused.wait().code(), Some(1));
+        assert!(refused.stderr().contains("nvshare.toml:9 allows none of the GPUs"), "{}", refused.stderr());
+    }
+}
+
+#[test]
+fn programs_of_an_affinity_share_a_gpu() {
+    let machine = two_gpus("spread", "[[rule]]\naffinity = \"team\"\n");
+    let programs: Vec<Program> = (0..4).map(|_| machine.program(STAY).start()).collect();
+    assert_eq!(settled(&machine, 4), [4, 0]);
+    drop(programs);
+}
+
+#[test]
+fn programs_of_an_anti_affinity_share_none() {
+    let machine = two_gpus("pack", "[[rule]]\nname = \"apart\"\nanti-affinity = \"servers\"\n");
+    let mut first = machine.program(STAY).start();
+    settled(&machine, 1);
+    let second = machine.program(STAY).start();
+    assert_eq!(settled(&machine, 2), [1, 1]);
+    finds_none(machine.program(LOOK));
+    let log = machine.scheduler_log();
+    assert!(log.contains("anti-affinity \"servers\": others of that label") && log.contains("\"apart\""), "{log}");
+    let mut refused = machine.run(&[], LOOK).quiet().start();
+    assert_eq!(refused.wait().code(), Some(1));
+    first.kill();
+    settled(&machine, 1);
+    assert_eq!(only_gpu(&machine, machine.program(LOOK)), 0);
+    drop(second);
+}
+
+#[test]
+fn programs_of_an_exclusion_are_by_themselves() {
+    // SAFETY: it cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        return;
+    }
+    let machine = two_gpus("spread", &format!("[[rule]]\ngroup = {GROUP}\nexclusion = \"quiet\"\n"));
+    let quiet = machine.program(STAY).group(GROUP).start();
+    assert_eq!(settled(&machine, 1), [1, 0]);
+    let others: Vec<Program> = (0..2).map(|_| machine.program(STAY).start()).collect();
+    assert_eq!(settled(&machine, 3), [1, 2]);
+    assert_eq!(only_gpu(&machine, machine.program(LOOK).group(GROUP)), 0);
+    drop((quiet, others));
+}
+
+#[test]
+fn a_program_without_a_scheduler_sees_what_it_sees() {
+    let simulator = vec![("CUDA_SIM_GPUS", "2".to_owned())];
+    let machine = Machine::new(Setup { memory: MEMORY, placement: "pack", simulator, ..Setup::default() });
+    for launch in [machine.program(LOOK), machine.run(&["--gpus", "1"], LOOK)] {
+        assert_eq!(launch.start().finish().number("gpus"), 2);
+    }
+}
+
+#[test]
+fn a_scheduler_that_does_not_answer_holds_nobody_up_for_long() {
+    let machine = two_gpus("spread", "");
+    kill(machine.scheduler_pid(), libc::SIGSTOP);
+    let mut program = machine.program("info").start();
+    wait_within(Duration::from_secs(30), "its end", || program.poll());
+    kill(machine.scheduler_pid(), libc::SIGCONT);
+    assert_eq!(program.finish().number("gpus"), 2);
+}
+
+#[test]
+fn nvml_counts_the_gpus_that_a_program_was_given() {
+    let machine = two_gpus("spread", "");
+    let _stays = machine.program(STAY).start();
+    settled(&machine, 1);
+    let report = machine.program("info --nvml 1").start().finish();
+    assert_eq!(number_of(&machine, &report), 1, "the other one");
+    let uuid = report.0["nvml_uuid"].as_str().expect("a UUID").to_owned();
+    assert_eq!(uuid, uuids(&machine)[1]);
+    assert_eq!(["nvml_gpus", "nvml_index", "nvml_has_another"].map(|name| report.number(name)), [1, 0, 0]);
+
+    let chosen = machine.program("info --nvml 1").env("CUDA_VISIBLE_DEVICES", "1").start().finish();
+    assert_eq!(["gpus", "nvml_gpus"].map(|name| chosen.number(name)), [1, 2], "as without nvshare");
+}

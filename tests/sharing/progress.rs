@@ -1,0 +1,373 @@
+//! Programs finish with right contents, or are refused memory, whatever the GPU does to them and whatever NVML says: end
+//! to end, with real processes on the simulated GPU. What fails here is a program that waits for ever.
+
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cuda_sim_gpus::trouble::{self, Refusal, Stranger};
+use test_support::machine::*;
+
+/// A program that is neither done nor refused memory after this time stands still.
+const STANDSTILL: Duration = Duration::from_secs(30);
+/// Programs allocate in multiples of this, the granularity of the GPU, so that they use exactly what they say.
+const STEP: u64 = 2 * MIB;
+/// The exit status of `grow` where memory is refused.
+const REFUSED: i32 = 3;
+
+/// How a program may end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// With right contents.
+    Done,
+    /// An allocation, or its context, was refused: `CUDA_ERROR_OUT_OF_MEMORY`.
+    Refused,
+}
+
+/// Waits until each program has ended in one of these ways, and says in which.
+#[track_caller]
+fn ends(programs: &mut [Program]) -> Vec<End> {
+    wait_within(STANDSTILL, "all programs to be done or refused memory", || {
+        let ended = programs.iter_mut().filter_map(|program| program.poll()).count();
+        (ended == programs.len()).then_some(())
+    });
+    let end = |program: &mut Program| match program.wait().code() {
+        Some(REFUSED) => {
+            assert!(program.stdout().contains("CUDA_ERROR_OUT_OF_MEMORY"), "{}", program.stdout());
+            End::Refused
+        }
+        _ => {
+            program.finish();
+            End::Done
+        }
+    };
+    programs.iter_mut().map(end).collect()
+}
+
+/// The same where no program has a reason to be refused anything.
+#[track_caller]
+fn all_finish(programs: &mut [Program]) {
+    let ends = ends(programs);
+    assert!(ends.iter().all(|end| *end == End::Done), "{ends:?}: each of them fits alone");
+}
+
+/// A large GPU of which strangers leave room for about one and a half programs. What is believed to be free can then be
+/// wrong by far more than the scheduler puts aside when a mapping fails, as on a real GPU.
+struct Narrow {
+    machine: Machine,
+    /// What each program needs.
+    share: u64,
+    /// What strangers have.
+    strangers: u64,
+}
+
+/// Wrong figures are wrong by this much: some percent of the GPU, and many times what programs need.
+const WRONG: u64 = 2 << 30;
+const MEMORY: u64 = 32 << 30;
+const ROOM: u64 = 96 * MIB;
+
+impl Narrow {
+    /// Of `unusable` bytes the scheduler may not know that they are. It does not run yet.
+    fn new(unusable: u64, simulator: &[(&'static str, &str)]) -> Self {
+        Self::with(Setup::default(), ROOM, unusable, simulator)
+    }
+
+    fn with(setup: Setup, room: u64, unusable: u64, simulator: &[(&'static str, &str)]) -> Self {
+        let simulator = simulator.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+        let machine = Machine::new(Setup { memory: MEMORY, simulator, ..setup });
+        let strangers = machine.setup.capacity(2) - room - unusable;
+        let gpu = Self { machine, share: room * 2 / 3 / STEP * STEP, strangers };
+        gpu.strangers(0, None);
+        gpu
+    }
+
+    fn gpu(&self) -> PathBuf {
+        self.machine.path("gpu")
+    }
+
+    fn start(&self, words: &str) -> Program {
+        self.machine.program(&format!("grow --mem {} {words}", self.share)).start()
+    }
+
+    /// Two programs that start at once.
+    fn pair(&self) -> [Program; 2] {
+        self.pair_for(5)
+    }
+
+    /// The same with so many rounds.
+    fn pair_for(&self, rounds: u32) -> [Program; 2] {
+        let words = format!("--step {STEP} --rounds {rounds} --pause-ms 20");
+        [self.start(&words), self.start(&words)]
+    }
+
+    /// The scheduler starts, and two programs finish.
+    #[track_caller]
+    fn pair_finishes(&mut self) {
+        self.machine.start_scheduler();
+        all_finish(&mut self.pair());
+        self.machine.wait_until_empty();
+    }
+
+    /// Besides those that are always there.
+    fn strangers(&self, bytes: u64, pid: Option<u32>) {
+        let strangers = [Stranger { bytes: self.strangers, pid: None }, Stranger { bytes, pid }];
+        trouble::set_strangers(&self.gpu(), 0, &strangers).expect("the strangers");
+    }
+
+    fn set_nvml_error(&self, bytes: i64) {
+        trouble::set_nvml_error(&self.gpu(), 0, bytes).expect("the error");
+    }
+
+    fn hide(&self, bytes: u64) {
+        trouble::hide(&self.gpu(), 0, bytes).expect("the hidden bytes");
+    }
+
+    fn fragment(&self, bytes: u64) {
+        trouble::fragment(&self.gpu(), 0, bytes).expect("the fragmented bytes");
+    }
+
+    fn refuse(&self, refusal: Option<Refusal>) {
+        trouble::refuse(&self.gpu(), 0, refusal).expect("the refusal");
+    }
+
+    fn calm(&self) {
+        self.hide(0);
+        self.fragment(0);
+        self.strangers(0, None);
+        self.set_nvml_error(0);
+        self.refuse(None);
+    }
+}
+
+/// Two programs of two thirds of the free memory each start at once, and their contexts appear slowly. NVML is sampled
+/// while these are being created and each has a fifth of its bytes. If that figure is kept, the scheduler believes the
+/// rest to be free: it grants both programs memory that `cuMemCreate` refuses, neither moves aside for the other, and
+/// neither is ever at rest, so that nothing is measured again.
+///
+/// The figures are those of a large GPU of which strangers have most: what is believed to be free must exceed what the
+/// scheduler puts aside when a mapping fails. The contexts are complete between two samples, 200 ms apart, and the next
+/// sample comes while both programs allocate.
+#[test]
+fn two_programs_whose_contexts_appear_slowly_both_finish() {
+    let settings = [("CUDA_SIM_CONTEXT_TIME", "300"), ("CUDA_SIM_GPU_BANDWIDTH", "16G")];
+    let mut gpu = Narrow::with(Setup { context: 1 << 30, ..Setup::default() }, 384 * MIB, 0, &settings);
+    gpu.machine.start_scheduler();
+    let words = "--step 2M --most 3 --step-ms 1 --fill late --rounds 3 --pause-ms 30";
+    all_finish(&mut [gpu.start(words), gpu.start(words)]);
+    gpu.machine.wait_until_empty();
+}
+
+// ---- a GPU that has less than it shows ------------------------------------------------------------------------------
+
+#[test]
+fn bytes_that_nvml_does_not_show_keep_no_program_waiting() {
+    let mut gpu = Narrow::new(WRONG, &[("CUDA_SIM_HIDDEN", "2G")]);
+    gpu.pair_finishes();
+}
+
+/// NVML shows that a stranger goes, and does not show what takes its place.
+#[test]
+fn bytes_that_become_hidden_while_programs_run_keep_none_waiting() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.machine.start_scheduler();
+    let mut programs = gpu.pair_for(20);
+    programs[0].wait_to_say("built");
+    gpu.hide(WRONG);
+    gpu.strangers -= WRONG;
+    gpu.strangers(0, None);
+    all_finish(&mut programs);
+    gpu.machine.wait_until_empty();
+}
+
+#[test]
+fn fragmented_memory_keeps_no_program_waiting() {
+    let mut gpu = Narrow::new(WRONG, &[("CUDA_SIM_FRAGMENTED", "2G")]);
+    gpu.pair_finishes();
+}
+
+/// The scheduler takes a context for 4 MiB, and each takes a gigabyte for code with its first work.
+#[test]
+fn contexts_that_grow_later_keep_no_program_waiting() {
+    let growth = [("CUDA_SIM_CONTEXT_GROWTH", "1G"), ("CUDA_SIM_CONTEXT_GROWTH_STEPS", "2")];
+    let mut gpu = Narrow::new(WRONG, &growth);
+    gpu.pair_finishes();
+}
+
+/// One program needs more than the GPU can give, and no figure shows that: an allocation is refused, and the other program
+/// goes on.
+#[test]
+fn a_program_that_can_never_fit_is_refused_memory() {
+    let mut gpu = Narrow::new(WRONG, &[("CUDA_SIM_FRAGMENTED", "2G")]);
+    gpu.machine.start_scheduler();
+    let program = |mem: u64| gpu.machine.program(&format!("grow --mem {mem} --step {STEP} --rounds 5")).start();
+    let mut programs = [program(ROOM + ROOM / 4), program(ROOM / 3)];
+    assert_eq!(ends(&mut programs), [End::Refused, End::Done]);
+    gpu.machine.wait_until_empty();
+}
+
+// ---- memory that comes and goes -------------------------------------------------------------------------------------
+
+/// Some take all that is free; a program that allocates then may be refused.
+#[test]
+fn strangers_that_come_and_go_keep_no_program_waiting() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.machine.start_scheduler();
+    let mut programs = gpu.pair_for(20);
+    let mut random = Dice::seeded();
+    for _ in 0..15 {
+        let pid = (random.below(2) == 0).then_some(1);
+        let most = *random.choose(&[ROOM / 4, MEMORY]).expect("one of them");
+        gpu.strangers(random.below(most), pid);
+        thread::sleep(random.milliseconds(200));
+    }
+    gpu.calm();
+    ends(&mut programs);
+    gpu.machine.wait_until_empty();
+}
+
+#[test]
+fn memory_that_is_refused_to_all_for_three_seconds_is_waited_for() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.machine.start_scheduler();
+    let mut programs = gpu.pair();
+    programs[0].wait_to_say("built");
+    gpu.refuse(Some(Refusal { pid: None, lasts: Some(Duration::from_secs(3)) }));
+    all_finish(&mut programs);
+    gpu.machine.wait_until_empty();
+}
+
+/// Its neighbour does not wait for it.
+#[test]
+fn memory_that_is_refused_to_one_program_keeps_the_other_from_nothing() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.machine.start_scheduler();
+    let [refused, mut other] = gpu.pair();
+    refused.wait_to_say("built");
+    gpu.refuse(Some(Refusal { pid: Some(refused.pid()), lasts: None }));
+    wait_within(STANDSTILL, "the other program to be done", || other.poll());
+    gpu.refuse(None);
+    all_finish(&mut [refused, other]);
+    gpu.machine.wait_until_empty();
+}
+
+/// From the first allocation on.
+#[test]
+fn memory_that_is_refused_while_programs_allocate_is_waited_for_or_refused() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.machine.start_scheduler();
+    gpu.refuse(Some(Refusal { pid: None, lasts: Some(Duration::from_secs(2)) }));
+    ends(&mut gpu.pair());
+    gpu.machine.wait_until_empty();
+}
+
+// ---- NVML that is wrong ---------------------------------------------------------------------------------------------
+
+#[test]
+fn nvml_that_shows_too_little_in_use_keeps_no_program_waiting() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.set_nvml_error(-(WRONG as i64));
+    gpu.pair_finishes();
+}
+
+/// There is more than it shows, by which nothing would be free. Who is refused memory has an answer.
+#[test]
+fn nvml_that_shows_too_much_in_use_keeps_no_program_waiting() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.set_nvml_error(WRONG as i64);
+    gpu.machine.start_scheduler();
+    ends(&mut gpu.pair());
+    gpu.machine.wait_until_empty();
+}
+
+#[test]
+fn nvml_that_is_wrong_now_and_then_keeps_no_program_waiting() {
+    let mut gpu = Narrow::new(0, &[]);
+    gpu.machine.start_scheduler();
+    let mut programs = gpu.pair_for(20);
+    // An allocation may be refused where nothing seems to be free.
+    programs.iter().for_each(|program| program.wait_to_say("built"));
+    let mut random = Dice::seeded();
+    for _ in 0..15 {
+        gpu.set_nvml_error(random.below(2 * WRONG) as i64 - WRONG as i64);
+        thread::sleep(random.milliseconds(200));
+    }
+    gpu.calm();
+    all_finish(&mut programs);
+    gpu.machine.wait_until_empty();
+}
+
+#[test]
+fn nvml_that_gives_no_figures_for_processes_keeps_no_program_waiting() {
+    nvml_says_of_processes("unmeasured");
+}
+
+#[test]
+fn nvml_that_lists_no_processes_keeps_no_program_waiting() {
+    nvml_says_of_processes("none");
+}
+
+fn nvml_says_of_processes(listing: &str) {
+    let variant = [("CUDA_SIM_NVML_PROCESSES", listing), ("CUDA_SIM_CONTEXT_TIME", "200")];
+    let mut gpu = Narrow::new(0, &variant);
+    gpu.pair_finishes();
+}
+
+#[test]
+fn nvml_that_is_late_keeps_no_program_waiting() {
+    let mut gpu = Narrow::new(0, &[("CUDA_SIM_NVML_DELAY", "700"), ("CUDA_SIM_CONTEXT_TIME", "200")]);
+    gpu.pair_finishes();
+}
+
+// ---- all of it --------------------------------------------------------------------------------------------------------
+
+/// How long there is trouble: `NVSHARE_TEST_SECONDS`, or this.
+const TROUBLED: u64 = 10;
+
+/// Three programs at any time, and trouble that changes several times a second and always leaves each program room to run
+/// alone. When it ends, all programs come to an end.
+#[test]
+fn programs_get_on_under_random_trouble() {
+    let seconds = std::env::var("NVSHARE_TEST_SECONDS").map_or(TROUBLED, |text| text.parse().expect("a number"));
+    let mut gpu = Narrow::new(0, &[("CUDA_SIM_CONTEXT_TIME", "100")]);
+    gpu.machine.start_scheduler();
+    let mut random = Dice::seeded();
+    let (mut programs, mut counts): (Vec<Program>, _) = (Vec::new(), [0; 2]);
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_secs(seconds) {
+        let (mut running, mut ended) = (Vec::new(), Vec::new());
+        for mut program in programs.drain(..) {
+            if program.poll().is_some() { ended.push(program) } else { running.push(program) }
+        }
+        ends(&mut ended).into_iter().for_each(|end| counts[usize::from(end == End::Refused)] += 1);
+        programs = running;
+        while programs.len() < 3 {
+            programs.push(gpu.start(&format!("--step {STEP} --rounds 4 --pause-ms 20 --seed {}", random.below(1000))));
+        }
+        change_trouble(&gpu, &programs, &mut random);
+        thread::sleep(random.milliseconds(500));
+    }
+    gpu.calm();
+    ends(&mut programs).into_iter().for_each(|end| counts[usize::from(end == End::Refused)] += 1);
+    eprintln!("{} programs done, {} refused memory", counts[0], counts[1]);
+    assert!(counts[0] > 0, "none was done: {counts:?}");
+    gpu.machine.wait_until_empty();
+}
+
+/// Each part of it may be there beside the others.
+fn change_trouble(gpu: &Narrow, programs: &[Program], random: &mut Dice) {
+    let (kind, bytes) = (random.below(8), random.below(ROOM / 12));
+    eprintln!("trouble {kind}, {bytes} bytes");
+    match kind {
+        0 => gpu.hide(bytes),
+        1 => gpu.fragment(bytes),
+        2 => gpu.strangers(bytes, Some(1)),
+        3 => gpu.strangers(bytes, None),
+        4 => gpu.set_nvml_error(random.below(2 * WRONG) as i64 - WRONG as i64),
+        5 => gpu.refuse(Some(Refusal { pid: None, lasts: Some(random.milliseconds(1000)) })),
+        6 => {
+            let pid = random.choose(programs).map(Program::pid);
+            gpu.refuse(Some(Refusal { pid, lasts: Some(random.milliseconds(1000)) }));
+        }
+        _ => gpu.calm(),
+    }
+}

@@ -1,0 +1,148 @@
+//! The scheduler is restarted, upgraded or killed while programs run: their connections are kept, and they go on.
+
+use std::collections::BTreeSet;
+
+use test_support::machine::*;
+
+/// A GPU on which one of the two programs has room, and not both.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
+}
+
+const WORK: &str = "mix --mem 90M --chunks 4 --reps 6 --rounds 12";
+const BLOWS: u32 = 6;
+
+/// Who held the lock when that scheduler ended, and who did after it, as both say.
+fn assert_locks_stay(trace: &[Move], run: u32) {
+    let before: Vec<Move> = trace.iter().filter(|m| m.run == run).cloned().collect();
+    let before: BTreeSet<u64> =
+        holders(&before).last().map(|(_, now)| now.iter().copied().collect()).unwrap_or_default();
+    let after = trace.iter().filter(|m| m.run == run + 1 && m.what == "held").map(|m| m.client);
+    for client in after {
+        assert!(
+            before.contains(&client),
+            "client {client} did not have the lock when scheduler {run} ended: {before:?}"
+        );
+    }
+}
+
+/// Ends the scheduler over and over at moments of all kinds.
+fn restart_beneath_two_programs(end: impl Fn(&mut Machine)) {
+    let mut machine = Machine::with_manager(pressed());
+    let mut random = Dice::seeded();
+    let mut programs = [0, 1].map(|_| machine.program(WORK).start());
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    let mut blows = 0;
+    while blows < BLOWS && programs.iter_mut().all(|program| program.poll().is_none()) {
+        std::thread::sleep(random.milliseconds(150));
+        end(&mut machine);
+        std::thread::sleep(random.milliseconds(50));
+        machine.start_scheduler();
+        blows += 1;
+    }
+    assert!(blows >= 2, "they ended before anything happened");
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    machine.wait_until_empty();
+
+    let trace = machine.trace();
+    assert_one_holder(&trace);
+    (1..=blows).for_each(|run| assert_locks_stay(&trace, run));
+    assert_eq!(trace.iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
+    assert!(trace.iter().any(|m| m.what == "resume"));
+    wait_for("nothing to be kept", || machine.manager.as_ref()?.kept().is_empty().then_some(()));
+}
+
+#[test]
+fn two_programs_go_on_when_the_scheduler_is_killed_over_and_over() {
+    restart_beneath_two_programs(Machine::kill_scheduler);
+}
+
+#[test]
+fn two_programs_go_on_when_the_scheduler_is_restarted_over_and_over() {
+    restart_beneath_two_programs(Machine::stop_scheduler);
+}
+
+#[test]
+fn a_holder_whom_nobody_waits_for_keeps_the_lock_and_every_byte() {
+    let mut machine = Machine::with_manager(pressed());
+    let mut program = machine.program("mix --mem 90M --chunks 4 --reps 6 --rounds 12").start();
+    machine.wait_for_grants(&program, 1);
+    machine.wait_for_move(0, "its memory to be there", |m| m.what == "mapped");
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    let resumed = |m: &Move| m.run == 2 && m.what == "resume";
+    machine.wait_for_move(0, "it to go on", resumed);
+    program.finish();
+    let trace = machine.trace();
+    let moves = |what: &str| trace.iter().filter(|m| m.run == 2 && m.what == what).count();
+    assert_eq!((moves("held"), moves("connect"), moves("evict"), moves("revoke")), (1, 0, 0, 0));
+}
+
+#[test]
+fn a_stopped_program_holds_nobody_up_and_goes_on_later() {
+    let mut machine = Machine::with_manager(Setup::default());
+    let mut programs = [0, 1].map(|_| machine.program("mix --mem 40M --chunks 4 --reps 6 --rounds 10").start());
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    machine.stop_beside_work(&programs[0]);
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    let other = programs[1].pid();
+    machine.wait_for_move(0, "the other to go on", |m| m.run == 2 && m.what == "resume" && m.pid == other);
+    programs[1].finish();
+    programs[0].signal(libc::SIGCONT);
+    programs[0].finish();
+    machine.wait_until_empty();
+    let trace = machine.trace();
+    assert_eq!(trace.iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
+}
+
+#[test]
+fn programs_without_a_manager_connect_anew_as_ever() {
+    let mut machine = Machine::with_scheduler(pressed());
+    let mut program = machine.program(WORK).start();
+    machine.wait_for_grants(&program, 1);
+    machine.kill_scheduler();
+    machine.start_scheduler();
+    machine.wait_for_move(0, "it to connect", |m| m.run == 2 && m.what == "connect");
+    program.finish();
+    assert!(!machine.trace().iter().any(|m| m.what == "resume"));
+}
+
+#[test]
+fn a_scheduler_that_is_gone_for_good_leaves_programs_to_themselves() {
+    let mut machine = Machine::with_manager(pressed());
+    let mut programs = [0, 1].map(|_| machine.program("mix --mem 90M --chunks 4 --reps 6 --rounds 8").start());
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    machine.stop_scheduler();
+    machine.manager.as_ref().expect("a manager").close_all();
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+}
+
+#[test]
+fn an_allocation_that_asks_while_the_scheduler_is_away_is_not_refused() {
+    // Too little host memory to promise everybody the whole GPU, so that limits follow what programs ask for.
+    let mut machine = Machine::with_manager(Setup { swap_max: "16M", ..Setup::default() });
+    let mut random = Dice::seeded();
+    let mut programs =
+        [1, 2].map(|seed| machine.program(&format!("churn --mem 64M --seconds 4 --seed {seed}")).start());
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    for _ in 0..BLOWS {
+        std::thread::sleep(random.milliseconds(400));
+        machine.kill_scheduler();
+        std::thread::sleep(random.milliseconds(50));
+        machine.start_scheduler();
+    }
+    for program in &mut programs {
+        let report = program.finish();
+        assert_eq!(report.number("refused"), 0);
+    }
+    machine.wait_until_empty();
+}

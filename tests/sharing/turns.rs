@@ -1,0 +1,228 @@
+//! Programs take turns on the GPU: whatever way they find the driver, whatever they do with it, and whatever an
+//! administrator changes meanwhile. End to end, with real processes on the simulated GPU.
+
+use std::time::Duration;
+
+use test_support::machine::*;
+
+/// A GPU on which two programs of 64 MiB have no room at once.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, ..Setup::default() }
+}
+
+/// Busy until it is killed.
+const ENDLESS: &str = "mix --mem 16M --reps 4 --rounds 100000";
+
+#[test]
+fn whatever_way_a_program_finds_the_driver_it_waits_for_the_lock() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: 3600, ..Setup::default() });
+    let mut holder = machine.program(ENDLESS).start();
+    machine.wait_for_grants(&holder, 1);
+
+    let ways = [
+        ("mix --mem 8M --reps 1 --rounds 2", "link"),
+        ("mix --mem 8M --reps 1 --rounds 2", "dlsym"),
+        ("mix --mem 8M --reps 1 --rounds 2", "getproc"),
+        ("per-thread --mem 8M --rounds 3", "dlsym"),
+        ("per-thread --mem 8M --rounds 3", "getproc"),
+    ];
+    let start = |(words, way): &(&str, &str)| machine.program(words).env("CUDA_LOOKUP", way).start();
+    let mut programs: Vec<Program> = ways.iter().map(start).collect();
+    for program in &programs {
+        machine.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
+    }
+    // Alone each takes a fraction of this.
+    std::thread::sleep(Duration::from_millis(400));
+    for (program, (_, way)) in programs.iter_mut().zip(ways) {
+        assert_eq!(program.poll(), None, "`{}` found by {way} did not wait: {}", program.name, program.stdout());
+        assert_eq!(grants(&machine.trace(), program.pid()), 0);
+    }
+    holder.kill();
+    for program in &mut programs {
+        program.finish();
+    }
+    let trace = machine.trace();
+    for program in &programs {
+        assert!(grants(&trace, program.pid()) > 0, "`{}` was never given the lock", program.name);
+    }
+    assert_one_holder(&trace);
+}
+
+#[test]
+fn programs_of_every_kind_take_turns() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
+    let kinds = [
+        ("mix --mem 16M --reps 8 --rounds 14", "link"),
+        ("mix --mem 16M --reps 8 --rounds 14", "dlsym"),
+        ("mix --mem 16M --reps 8 --rounds 14", "getproc"),
+        ("per-thread --mem 48M --rounds 60", "getproc"),
+    ];
+    let start = |(words, way): &(&str, &str)| machine.program(words).env("CUDA_LOOKUP", way).start();
+    let mut programs: Vec<Program> = kinds.iter().map(start).collect();
+    for program in &mut programs {
+        program.finish();
+    }
+    let trace = machine.trace();
+    assert_one_holder(&trace);
+    for program in &programs {
+        let turns = grants(&trace, program.pid());
+        assert!(turns >= 2, "`{}` was given the lock {turns} times", program.name);
+    }
+    machine.wait_until_empty();
+}
+
+/// Runs a program beside one that fights it for memory; all results must be right, and memory must have moved.
+#[track_caller]
+fn under_pressure(setup: Setup, words: &[&str]) {
+    let machine = Machine::with_scheduler(setup);
+    let mut opponent = machine.program("mix --mem 64M --reps 3 --rounds 100000").start();
+    machine.wait_for_grants(&opponent, 1);
+    let mut programs: Vec<Program> = words.iter().map(|words| machine.program(words).start()).collect();
+    for program in &mut programs {
+        program.finish();
+    }
+    let trace = machine.trace();
+    for program in &programs {
+        let turns = grants(&trace, program.pid());
+        assert!(turns >= 2, "`{}` was given the lock {turns} times", program.name);
+        let said = program.stderr();
+        assert!(said.contains("bytes left in"), "nothing of `{}` left the GPU", program.name);
+    }
+    opponent.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn graphs_are_replayed_after_evictions() {
+    under_pressure(pressed(), &["graph --mem 64M --replays 30 --cpu-ms 10"]);
+}
+
+#[test]
+fn captures_survive_hand_overs() {
+    under_pressure(pressed(), &["captures --mem 64M --rounds 9 --capture-ms 250"]);
+}
+
+#[test]
+fn many_streams_of_many_threads_survive_hand_overs() {
+    under_pressure(pressed(), &["streams --mem 64M --streams 4 --threads 3 --rounds 36"]);
+}
+
+#[test]
+fn random_allocations_survive_hand_overs() {
+    let seed = Dice::seeded().below(1_000_000);
+    under_pressure(pressed(), &[&format!("churn --mem 72M --seconds 4 --seed {seed}")]);
+}
+
+#[test]
+fn a_kernel_that_needs_the_host_to_end_does_not_block_the_others() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
+    let mut other = machine.program("mix --mem 16M --reps 4 --rounds 20").start();
+    machine.wait_for_grants(&other, 1);
+    let mut persistent = machine.program("persistent --mem 16M --seconds 2").start();
+    other.finish();
+    persistent.finish();
+    machine.wait_until_empty();
+}
+
+// ---- at the same moment --------------------------------------------------------------------------------------------
+
+#[test]
+fn programs_that_leave_the_gpu_idle_between_launches_run_at_the_same_moment() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut programs = [0, 1].map(|_| machine.program("launches --ms 600000 --ns 1000 --pause-us 1000").start());
+    // Each turn says anew how full the GPU is; where processors are short, it may look fuller than it is.
+    wait_within(Duration::from_secs(150), "both to hold the lock", || {
+        holders(&machine.trace()).iter().any(|(_, now)| now.len() > 1).then_some(())
+    });
+    programs.iter_mut().for_each(Program::kill);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn programs_that_keep_the_gpu_busy_take_turns() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let mut programs = [0, 1].map(|_| machine.program("launches --ms 4000 --ns 5000000 --pause-us 0").start());
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    let trace = machine.trace();
+    assert!(programs.iter().all(|program| grants(&trace, program.pid()) > 1));
+    assert_one_holder(&trace);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn a_changed_time_quantum_takes_effect_at_once() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", time_quantum: 3600, ..Setup::default() });
+    let mut programs = [machine.program(ENDLESS).start(), machine.program(ENDLESS).start()];
+    machine.wait_for_move(0, "both to ask", {
+        let mut asked = Vec::new();
+        move |m| {
+            if m.what == "request" && !asked.contains(&m.pid) {
+                asked.push(m.pid);
+            }
+            asked.len() == 2
+        }
+    });
+    assert_eq!(turns(&machine.trace()).len(), 1);
+
+    machine.ctl(&["-T", "1"]);
+    for program in &programs {
+        machine.wait_for_grants(program, 2);
+    }
+    machine.ctl(&["set", "time-quantum", "3600"]);
+    let changed = machine.trace().len();
+    // A revoke may be under way; whoever comes next keeps the lock.
+    std::thread::sleep(Duration::from_millis(2500));
+    let after = turns(&machine.trace()[changed..]).len();
+    assert!(after <= 1, "{after} grants although a turn lasts an hour");
+
+    machine.ctl(&["-T", "2"]);
+    let changed = machine.trace().len();
+    for _ in 0..2 {
+        let skip = machine.trace().len();
+        machine.wait_for_move(skip, "a grant", |m| m.what == "grant");
+    }
+    let times: Vec<f64> = machine.trace()[changed..].iter().filter(|m| m.what == "grant").map(|m| m.ms).collect();
+    let turn = times[1] - times[0];
+    assert!((1900.0..4000.0).contains(&turn), "a turn of {turn} ms under a time quantum of 2 s");
+    assert_one_holder(&machine.trace());
+    programs.iter_mut().for_each(Program::kill);
+    machine.wait_until_empty();
+}
+
+#[test]
+fn anti_thrash_changes_while_programs_run() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..Setup::default() });
+    let words = "mix --mem 24M --reps 6 --rounds 45";
+    let mut programs = [machine.program(words).start(), machine.program(words).start()];
+    for program in &programs {
+        machine.wait_for_grants(program, 1);
+    }
+    let on = machine.trace().len();
+    assert_one_holder(&machine.trace());
+
+    machine.ctl(&["-S", "off"]);
+    wait_for("both to hold the lock", || holders(&machine.trace()).iter().any(|(_, now)| now.len() == 2).then_some(()));
+
+    machine.ctl(&["-S", "on"]);
+    let again = machine.trace().len();
+    assert!(again > on);
+    wait_for("one of them to be asked to go", || {
+        let trace = machine.trace();
+        let alone = holders(&trace).last().is_some_and(|(_, now)| now.len() <= 1);
+        (trace[again.saturating_sub(2)..].iter().any(|m| m.what == "revoke") && alone).then_some(())
+    });
+    let alone = machine.trace().len();
+    for _ in 0..2 {
+        let skip = machine.trace().len();
+        machine.wait_for_move(skip, "turns", |m| m.what == "grant");
+    }
+    for (m, now) in holders(&machine.trace()).iter().filter(|(m, _)| machine.trace()[alone..].contains(m)) {
+        assert!(now.len() <= 1, "clients {now:?} hold the lock at once after {m:?}");
+    }
+
+    machine.ctl(&["set", "anti-thrash", "auto"]);
+    for program in &mut programs {
+        program.finish();
+    }
+    machine.wait_until_empty();
+}

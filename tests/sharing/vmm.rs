@@ -1,0 +1,135 @@
+//! Programs that map their memory themselves (`cuMemCreate`, `cuMemMap`): it moves like any other, at all the addresses
+//! where they have mapped it.
+
+use std::time::Duration;
+
+use test_support::machine::*;
+
+/// A GPU on which two programs of 64 MiB have no room at once.
+fn pressed() -> Setup {
+    Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
+}
+
+/// How much came back to that program.
+fn came_back(program: &Program) -> u64 {
+    let said = program.stderr();
+    let back = said.lines().filter_map(|line| line.split_once(" bytes came back").map(|(before, _)| before));
+    back.filter_map(|before| before.rsplit(' ').next()?.parse::<u64>().ok()).sum()
+}
+
+/// Once without nvshare: then the model is the driver's.
+#[test]
+fn the_model_is_right_about_the_driver() {
+    let machine = Machine::new(pressed());
+    for seed in 1..=3 {
+        let report = machine
+            .program(&format!("maps --mem 100M --seconds 1 --strict 1 --seed {seed}"))
+            .without_nvshare()
+            .start()
+            .finish();
+        assert!(report.number("steps") > 100 && report.number("checks") > 5, "{}", report.0);
+    }
+}
+
+#[test]
+fn whatever_programs_map_comes_back_as_it_was() {
+    let machine = Machine::with_scheduler(pressed());
+    let mut random = Dice::seeded();
+    let words = |seed: u64| format!("maps --mem 80M --seconds 8 --strict 1 --seed {seed}");
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(&words(random.below(1 << 30))).start()).collect();
+    for program in &mut programs {
+        let report = program.finish();
+        assert!(report.number("steps") > 100 && report.number("checks") > 5, "{}", report.0);
+        let back = came_back(program);
+        eprintln!("{}: {} MiB came back", report.0, back / MIB);
+        assert!(back > 0, "nothing of {} came back", program.pid());
+    }
+    assert!(evicted(&machine.trace()) > 0);
+    machine.wait_until_empty();
+    assert_eq!(machine.free(), machine.setup.memory);
+}
+
+#[test]
+fn a_program_that_maps_all_its_memory_takes_turns() {
+    let machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 14 --kind vmm";
+    let mut programs: Vec<Program> = (0..2).map(|_| machine.program(words).start()).collect();
+    wait_for("both to be there", || {
+        let status = machine.status();
+        let pinned = |client: &serde_json::Value| client["gpus"][0]["pinned"].as_u64();
+        let clients = status["clients"].as_array()?;
+        (clients.len() == 2 && clients.iter().all(|c| pinned(c) == Some(0))).then_some(())
+    });
+    for program in &mut programs {
+        program.finish();
+        assert!(came_back(program) > 0, "nothing of {} came back", program.pid());
+    }
+    machine.wait_until_empty();
+}
+
+#[test]
+fn mapping_waits_for_nobody() {
+    let machine = Machine::with_scheduler(Setup { time_quantum: 3600, ..pressed() });
+    // It has the GPU all the time, and most of its memory.
+    let mut holder = machine.program("persistent --mem 80M --seconds 3600").start();
+    machine.wait_for_grants(&holder, 1);
+    let mut other = machine.program("maps --mem 80M --seconds 1 --unused 1").start();
+    wait_within(Duration::from_secs(30), "it to end without the GPU", || other.poll());
+    other.finish();
+    holder.kill();
+}
+
+/// What is given to others stays where it is, is counted, and is shown; the rest of the program's memory moves.
+#[track_caller]
+fn given_to_others(words: &str, pinned: u64) {
+    let machine = Machine::with_scheduler(pressed());
+    let mut program = machine.program(&format!("escapes --mem 16M --beside 64M --seconds 4 {words}")).start();
+    program.wait_to_say("holding");
+    let mut other = machine.program("mix --mem 60M --chunks 4 --reps 3 --rounds 10").start();
+    machine.wait_for_move(0, "some of it to leave", |m| m.what == "freed" && m.pid == program.pid());
+    let status = machine.status();
+    let clients = status["clients"].as_array().expect("clients");
+    let client = clients.iter().find(|c| c["pid"] == program.pid()).expect("the program");
+    assert_eq!(number(&client["gpus"][0]["pinned"]), pinned, "{status:#}");
+    program.finish();
+    other.finish();
+    machine.wait_until_empty();
+    assert_eq!(machine.free(), machine.setup.memory);
+}
+
+#[test]
+fn memory_that_another_device_was_given_stays() {
+    given_to_others("--how sync", 16 * MIB);
+    given_to_others("--how range", 16 * MIB);
+}
+
+#[test]
+fn mapped_memory_that_another_device_was_given_stays() {
+    given_to_others("--how sync --kind vmm", 16 * MIB);
+    given_to_others("--how range --kind vmm", 16 * MIB);
+}
+
+#[test]
+fn memory_that_was_exported_stays() {
+    given_to_others("--how export", 16 * MIB);
+    given_to_others("--how none", 0);
+}
+
+/// No room for page tables, say.
+#[test]
+fn a_mapping_that_fails_when_memory_comes_back_is_made_again() {
+    let machine = Machine::with_scheduler(pressed());
+    // Two for each of the four chunks come first. Then some are of the chunks themselves, which are tried again at once,
+    // and some of where the program has mapped them.
+    let failing = |call: &str, n: u32| {
+        let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 5 --kind vmm";
+        machine.program(words).env("CUDA_SIM_FAIL", &format!("{call}:{n}")).start()
+    };
+    for call in ["cuMemMap", "cuMemSetAccess"] {
+        let mut programs: Vec<Program> = [12, 16].into_iter().map(|n| failing(call, n)).collect();
+        for program in &mut programs {
+            program.finish();
+        }
+    }
+    machine.wait_until_empty();
+}

@@ -1,0 +1,125 @@
+//! Control groups that look like units, where there is no systemd to make them, and a scheduler that finds version 2 where
+//! it looks for it.
+
+use std::fs;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Where it looks for it.
+const ROOT: &str = "/sys/fs/cgroup";
+
+/// Long enough for processes that were killed to be gone.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A control group, in each hierarchy that counts: systemd's own of version 1, where there is that, says where a process
+/// belongs, and version 2 has a directory of the same path.
+#[derive(Debug)]
+pub struct Unit {
+    /// From the root of the hierarchy.
+    pub path: String,
+    directories: Vec<PathBuf>,
+}
+
+impl Unit {
+    /// `None`, with a line that says so, where none can be made.
+    pub fn new(name: &str) -> Option<Self> {
+        let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let of = |kind: &str| {
+            let own = cgroups.lines().find(|line| line.contains(kind))?;
+            Some(own.rsplit(':').next().unwrap_or("/").trim_end_matches('/').to_owned())
+        };
+        let (systemd, version_2) = (mounted("name=systemd").zip(of(":name=systemd:")), mounted(" - cgroup2 "));
+        let path = format!("{}/{name}", systemd.as_ref().map(|(_, own)| own.clone()).or_else(|| of("0::"))?);
+        let roots = systemd.map(|(root, _)| root).into_iter().chain(version_2);
+        let mut unit = Self { path, directories: Vec::new() };
+        for root in roots {
+            let directory = root.join(unit.path.trim_start_matches('/'));
+            if fs::create_dir(&directory).is_err() {
+                break;
+            }
+            unit.directories.push(directory);
+        }
+        if unit.directories.first().is_none_or(|path| !path.join("cgroup.procs").exists()) {
+            eprintln!("skipped: no control group can be made here");
+            return None;
+        }
+        Some(unit)
+    }
+
+    /// The file into which a process is written that is to belong to it.
+    pub fn procs(&self) -> PathBuf {
+        self.directories[0].join("cgroup.procs")
+    }
+
+    /// Has this process belong to it until what is returned is dropped.
+    pub fn enter(&self) -> Stay {
+        let before = self.directories[0].parent().expect("it is below another").join("cgroup.procs");
+        let pid = std::process::id().to_string();
+        fs::write(self.procs(), &pid).expect("it can be entered");
+        Stay(before)
+    }
+
+    /// Its directory, for NVML.
+    pub fn directory(&self) -> PathBuf {
+        Path::new(ROOT).join(self.path.trim_start_matches('/'))
+    }
+}
+
+impl Drop for Unit {
+    fn drop(&mut self) {
+        let end = Instant::now() + PATIENCE;
+        for directory in &self.directories {
+            while fs::remove_dir(directory).is_err() && Instant::now() < end {
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+}
+
+/// While it lives, this process is in a unit.
+#[derive(Debug)]
+pub struct Stay(PathBuf);
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        let _ = fs::write(&self.0, std::process::id().to_string());
+    }
+}
+
+/// Has that process find control groups of version 2 where they are by now on most hosts. Takes root where they are not.
+pub fn finds_version_2(command: &mut Command) {
+    if mounted(" - cgroup2 ").as_deref() != Some(Path::new(ROOT)) {
+        finds(command, c"cgroup2");
+    }
+}
+
+/// Has it find something else there. Takes root.
+pub fn finds_no_version_2(command: &mut Command) {
+    finds(command, c"tmpfs");
+}
+
+fn finds(command: &mut Command, kind: &'static std::ffi::CStr) {
+    let mount = move || {
+        let (nothing, all) = (std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE);
+        // SAFETY: system calls with texts that end.
+        let done = unsafe {
+            libc::unshare(libc::CLONE_NEWNS) == 0
+                && libc::mount(nothing, c"/".as_ptr(), nothing, all, nothing.cast()) == 0
+                && libc::mount(kind.as_ptr(), c"/sys/fs/cgroup".as_ptr(), kind.as_ptr(), 0, nothing.cast()) == 0
+        };
+        if done { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: it makes system calls and no others.
+    unsafe { command.pre_exec(mount) };
+}
+
+/// Where a hierarchy is, by a part of its line.
+fn mounted(kind: &str) -> Option<PathBuf> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let line = mounts.lines().find(|line| line.contains(kind))?;
+    Some(PathBuf::from(line.split(' ').nth(4)?))
+}

@@ -1,0 +1,405 @@
+//! A daemon in a directory of its own, and clients that speak the protocol to it by hand.
+
+use std::ffi::OsStr;
+use std::io::{self, BufRead, BufReader};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
+use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Text, Uuid};
+
+use crate::artifact;
+use crate::manager::Manager;
+pub use crate::{Directory, kill};
+
+/// Long enough for a loaded machine; nothing waits this long unless it fails.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+pub const GIB: u64 = 1 << 30;
+pub const GPU: Uuid = Uuid([7; 16]);
+pub const GPU_NAME: &str = "GPU-07070707-0707-0707-0707-070707070707";
+
+/// What a process writes to stderr, as it comes.
+#[derive(Debug, Clone, Default)]
+pub struct Log(Arc<(Mutex<Vec<String>>, Condvar)>);
+
+impl Log {
+    fn follow(from: impl io::Read + Send + 'static) -> Self {
+        let log = Self::default();
+        let to = log.clone();
+        std::thread::spawn(move || {
+            for line in BufReader::new(from).lines().map_while(Result::ok) {
+                to.0.0.lock().expect("the log").push(line);
+                to.0.1.notify_all();
+            }
+        });
+        log
+    }
+
+    pub fn lines(&self) -> Vec<String> {
+        self.0.0.lock().expect("the log").clone()
+    }
+
+    /// Waits for a line with that text in it.
+    #[track_caller]
+    pub fn wait(&self, text: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        let mut lines = self.0.0.lock().expect("the log");
+        loop {
+            if let Some(line) = lines.iter().find(|line| line.contains(text)) {
+                return line.clone();
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "no log line with {text:?}");
+            lines = self.0.1.wait_timeout(lines, left).expect("the log").0;
+        }
+    }
+
+    pub fn count(&self, text: &str) -> usize {
+        self.lines().iter().filter(|line| line.contains(text)).count()
+    }
+}
+
+/// A running daemon. Its log is shown when a test fails.
+#[derive(Debug)]
+pub struct Daemon {
+    pub child: Child,
+    pub log: Log,
+    pub directory: Directory,
+}
+
+impl Daemon {
+    pub fn start() -> Self {
+        Self::start_with(|_, _| ())
+    }
+
+    /// Starts one; `change` adds to its command line. It is on no bus unless told otherwise.
+    pub fn start_with(change: impl FnOnce(&mut Command, &Path)) -> Self {
+        Self::start_in(Directory::new(), None, change)
+    }
+
+    /// Starts one under a manager that keeps its connections.
+    pub fn start_under(manager: &Manager, directory: Directory) -> Self {
+        Self::start_in(directory, Some(manager), |_, _| ())
+    }
+
+    pub fn start_in(directory: Directory, manager: Option<&Manager>, change: impl FnOnce(&mut Command, &Path)) -> Self {
+        let mut command = command(&directory.0);
+        change(&mut command, &directory.0);
+        if !command.get_args().any(|argument| argument == "--log-level") {
+            command.args(["--log-level", "debug"]);
+        }
+        if !command.get_args().any(|argument| argument == "--bus-address") {
+            command.arg("--no-bus");
+        }
+        if let Some(manager) = manager {
+            command = manager.wrap(&command);
+        }
+        let mut child = command.stderr(Stdio::piped()).spawn().expect("the daemon starts");
+        drop(command);
+        let log = Log::follow(child.stderr.take().expect("its stderr"));
+        let daemon = Self { child, log, directory };
+        daemon.log.wait("serves");
+        daemon
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.0.join("run/scheduler.sock")
+    }
+
+    pub fn control(&self) -> PathBuf {
+        self.directory.0.join("control/control.sock")
+    }
+
+    /// A client that has said Hello and been welcomed.
+    #[track_caller]
+    pub fn client(&self) -> Client {
+        Client::welcomed(&self.socket())
+    }
+
+    pub fn signal(&self, signal: i32) {
+        kill(self.child.id(), signal);
+    }
+
+    /// Waits for its end.
+    #[track_caller]
+    pub fn wait(&mut self) -> ExitStatus {
+        wait(&mut self.child)
+    }
+
+    /// CPU time it has used so far.
+    pub fn cpu(&self) -> Duration {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it runs");
+        let ran = |thread: std::fs::DirEntry| {
+            let text = std::fs::read_to_string(thread.path().join("schedstat")).ok()?;
+            text.split(' ').next()?.parse::<u64>().ok()
+        };
+        Duration::from_nanos(threads.filter_map(|thread| ran(thread.ok()?)).sum())
+    }
+
+    /// Runs `nvsharectl` on its control socket.
+    pub fn ctl(&self, arguments: &[&str]) -> Output {
+        let mut command = ctl();
+        command.arg("--control").arg(self.control()).args(arguments);
+        Output::of(&mut command)
+    }
+}
+
+impl Daemon {
+    /// Kills it; what is left is its directory.
+    pub fn kill(mut self) -> Directory {
+        self.signal(libc::SIGKILL);
+        self.wait();
+        self.into_directory()
+    }
+
+    /// Has it end by itself.
+    pub fn stop(mut self) -> Directory {
+        self.signal(libc::SIGTERM);
+        assert!(self.wait().success());
+        self.into_directory()
+    }
+
+    fn into_directory(mut self) -> Directory {
+        std::mem::replace(&mut self.directory, Directory(PathBuf::new()))
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("--- the daemon's log ---\n{}", self.log.lines().join("\n"));
+        }
+    }
+}
+
+/// A daemon's command line without a bus setting.
+pub fn command(directory: &Path) -> Command {
+    let mut command = Command::new(artifact("nvshare-scheduler"));
+    command.arg("--socket").arg(directory.join("run/scheduler.sock"));
+    command.arg("--control-socket").arg(directory.join("control/control.sock"));
+    // Nothing of the machine that runs the tests: no real GPUs, no service manager.
+    command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM").env_remove("STATE_DIRECTORY");
+    command
+}
+
+pub fn ctl() -> Command {
+    let mut command = Command::new(artifact("nvsharectl"));
+    for name in ["NVSHARE_CONTROL", "NVSHARE_LIBRARY", "LD_PRELOAD", "NO_COLOR"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// What a finished process said.
+#[derive(Debug)]
+pub struct Output {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Output {
+    pub fn of(command: &mut Command) -> Self {
+        let output = command.stdin(Stdio::null()).output().expect("it starts");
+        Self {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout).expect("UTF-8"),
+            stderr: String::from_utf8(output.stderr).expect("UTF-8"),
+        }
+    }
+}
+
+#[track_caller]
+pub fn wait(child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().expect("a child") {
+            return status;
+        }
+        assert!(Instant::now() < deadline, "it does not end");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub fn is_root() -> bool {
+    // SAFETY: a plain call that cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// A client that does nothing by itself.
+#[derive(Debug)]
+pub struct Client {
+    pub socket: OwnedFd,
+    pub id: u64,
+    /// What it speaks.
+    pub version: u16,
+}
+
+impl Client {
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        // SAFETY: plain system calls; the address is a live sockaddr_un and the descriptor new.
+        unsafe {
+            let fd = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
+            assert!(fd >= 0);
+            let socket = OwnedFd::from_raw_fd(fd);
+            let patience = libc::timeval { tv_sec: PATIENCE.as_secs() as i64, tv_usec: 0 };
+            let size = size_of_val(&patience) as libc::socklen_t;
+            libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const patience).cast(), size);
+            let mut address: libc::sockaddr_un = std::mem::zeroed();
+            address.sun_family = libc::AF_UNIX as u16;
+            for (to, from) in address.sun_path.iter_mut().zip(path.as_os_str().as_bytes()) {
+                *to = *from as i8;
+            }
+            let size = size_of_val(&address) as libc::socklen_t;
+            match libc::connect(fd, (&raw const address).cast(), size) {
+                0 => Ok(Self { socket, id: 0, version: 1 }),
+                _ => Err(io::Error::last_os_error()),
+            }
+        }
+    }
+
+    #[track_caller]
+    pub fn welcomed(path: &Path) -> Self {
+        Self::welcomed_as(path, 1)
+    }
+
+    /// One that speaks that version.
+    #[track_caller]
+    pub fn welcomed_as(path: &Path, spoken: u16) -> Self {
+        let mut client = Self::connect(path).expect("the daemon listens");
+        client.send(hello_of(spoken, spoken));
+        match client.receive() {
+            Some(SchedulerMessage::Welcome { version, client: id }) if version == spoken => {
+                (client.id, client.version) = (id, version);
+            }
+            other => panic!("instead of Welcome: {other:?}"),
+        }
+        client
+    }
+
+    pub fn send(&self, message: ClientMessage) {
+        assert!(self.send_raw(message.encode(self.version).as_bytes()), "the daemon has hung up");
+    }
+
+    pub fn send_raw(&self, packet: &[u8]) -> bool {
+        // SAFETY: the kernel reads `packet.len()` bytes.
+        let n =
+            unsafe { libc::send(self.socket.as_raw_fd(), packet.as_ptr().cast(), packet.len(), libc::MSG_NOSIGNAL) };
+        n == packet.len() as isize
+    }
+
+    /// The next message; `None` is the end.
+    #[track_caller]
+    pub fn receive(&self) -> Option<SchedulerMessage> {
+        let mut buffer = [0u8; MAX_LEN];
+        // SAFETY: the kernel writes at most `buffer.len()` bytes.
+        let n = unsafe { libc::recv(self.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
+        match n {
+            0 => None,
+            n if n > 0 => {
+                let message = SchedulerMessage::decode(&buffer[..n as usize], self.version);
+                Some(message.expect("the scheduler speaks the protocol"))
+            }
+            _ => match io::Error::last_os_error() {
+                e if e.raw_os_error() == Some(libc::ECONNRESET) => None,
+                e => panic!("nothing came: {e}"),
+            },
+        }
+    }
+
+    /// Reads on until a message is the one.
+    #[track_caller]
+    pub fn until(&self, is_it: impl Fn(&SchedulerMessage) -> bool) -> SchedulerMessage {
+        loop {
+            match self.receive() {
+                Some(message) if is_it(&message) => return message,
+                Some(_) => {}
+                None => panic!("the daemon has hung up"),
+            }
+        }
+    }
+
+    #[track_caller]
+    pub fn until_granted(&self) {
+        self.until(|message| matches!(message, SchedulerMessage::Grant { gpus: 1 }));
+    }
+
+    /// Reads on until the end of the connection.
+    #[track_caller]
+    pub fn until_end(&self) {
+        while self.receive().is_some() {}
+    }
+
+    /// Attaches the GPU as slot 0 and waits to be let in.
+    #[track_caller]
+    pub fn attach(&self) {
+        self.send(attach(0, GPU));
+        self.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+    }
+
+    pub fn report(&self, demand: u64, mapped: u64) {
+        self.send(memory(0, demand, mapped));
+    }
+
+    pub fn request(&self) {
+        self.send(ClientMessage::Request { gpus: 1 });
+    }
+
+    pub fn release(&self) {
+        self.send(release());
+    }
+}
+
+pub fn hello() -> ClientMessage {
+    hello_of(1, 1)
+}
+
+pub fn hello_of(min_version: u16, max_version: u16) -> ClientMessage {
+    ClientMessage::Hello { min_version, max_version, flags: 0, resume: 0, gang: 0, library: Text::new("test") }
+}
+
+pub fn attach(slot: u32, uuid: Uuid) -> ClientMessage {
+    let (kind, engine) = (GpuKind::Gpu, Engine::Swap);
+    ClientMessage::Attach {
+        slot,
+        uuid,
+        kind,
+        engine,
+        total: 16 * GIB,
+        name: Text::new("Test GPU"),
+        reason: EngineReason::Best,
+    }
+}
+
+pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
+    let (device_free, limit_ack, host, counts) = (u64::MAX, 0, 0, Counts::default());
+    ClientMessage::Memory { slot, ack: 0, demand, mapped, swapped: 0, pinned: 0, device_free, limit_ack, host, counts }
+}
+
+pub fn release() -> ClientMessage {
+    ClientMessage::Release { gpus: 1, reason: ReleaseReason::Idle, busy_us: 0 }
+}
+
+/// Runs one of this test program's ignored tests, by its full name, as a process of its own, with `NVSHARE_TEST_SOCKET` set.
+pub fn helper(name: &str, socket: &Path) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+    command.env("NVSHARE_TEST_SOCKET", socket).stdin(Stdio::null()).stdout(Stdio::null());
+    command
+}
+
+/// What a helper was given.
+pub fn helper_socket() -> PathBuf {
+    PathBuf::from(std::env::var_os("NVSHARE_TEST_SOCKET").expect("run by a test, not by hand"))
+}
+
+pub fn exists(path: impl AsRef<OsStr>) -> bool {
+    Path::new(path.as_ref()).exists()
+}

@@ -1,0 +1,54 @@
+//! Chance that can be had again: the same seed gives the same throws.
+
+use std::time::Duration;
+
+#[derive(Debug)]
+pub struct Dice(fastrand::Rng);
+
+impl Dice {
+    pub fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+
+    /// Those of this run; the seed is printed, so that a failure can be repeated as far as timing allows.
+    pub fn seeded() -> Self {
+        let seed = Self::seed();
+        eprintln!("NVSHARE_TEST_SEED={seed}");
+        Self::new(seed)
+    }
+
+    /// The seed of this run: `NVSHARE_TEST_SEED`, or a new one.
+    pub fn seed() -> u64 {
+        match std::env::var("NVSHARE_TEST_SEED") {
+            Ok(text) => text.parse().expect("NVSHARE_TEST_SEED is a number"),
+            Err(_) => fastrand::u64(..1_000_000_000),
+        }
+    }
+
+    /// Any number.
+    pub fn number(&mut self) -> u64 {
+        self.0.u64(..)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0.u64(..n.max(1))
+    }
+
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    /// One of a list that is not empty.
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        *self.choose(from).expect("something to pick from")
+    }
+
+    /// `None` where the list is empty.
+    pub fn choose<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
+        self.0.choice(from)
+    }
+
+    pub fn milliseconds(&mut self, most: u64) -> Duration {
+        Duration::from_micros(self.below(most * 1000 + 1))
+    }
+}

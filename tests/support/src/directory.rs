@@ -1,0 +1,30 @@
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A directory that goes away with the test, unless `NVSHARE_TEST_KEEP` is set.
+#[derive(Debug)]
+pub struct Directory(pub PathBuf);
+
+impl Directory {
+    #[expect(clippy::new_without_default, reason = "it creates a directory")]
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("nvshare-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir_all(&path).expect("a temporary directory");
+        // Helpers that run as another user reach the sockets in it.
+        fs::set_permissions(&path, Permissions::from_mode(0o755)).expect("its mode");
+        Self(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        match std::env::var_os("NVSHARE_TEST_KEEP") {
+            None => drop(fs::remove_dir_all(&self.0)),
+            Some(_) => eprintln!("kept: {}", self.0.display()),
+        }
+    }
+}

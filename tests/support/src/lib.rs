@@ -1,0 +1,56 @@
+//! What tests and benchmarks of several layers use.
+
+pub mod cgroup;
+pub mod daemon;
+mod dice;
+mod directory;
+pub mod machine;
+pub mod manager;
+mod own_process;
+pub mod steps;
+
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+pub use dice::Dice;
+pub use directory::Directory;
+pub use own_process::has_own_process;
+
+pub const MIB: u64 = 1 << 20;
+
+/// Long enough for a loaded machine; nothing waits this long unless it fails.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Where cargo put what is under test: beside the directory of this test program.
+pub fn artifact(name: &str) -> PathBuf {
+    let exe = std::env::current_exe().expect("the path of this program");
+    let path = exe.parent().and_then(Path::parent).expect("target/PROFILE/deps").join(name);
+    assert!(path.exists(), "{} is missing: run `make artifacts` first", path.display());
+    path
+}
+
+/// Looks until there is an answer.
+#[track_caller]
+pub fn wait_for<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
+    wait_within(PATIENCE, what, look)
+}
+
+#[track_caller]
+pub fn wait_within<T>(patience: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + patience;
+    loop {
+        if let Some(answer) = look() {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "waited {patience:?} in vain for {what}");
+        thread::sleep(LOOK);
+    }
+}
+
+#[track_caller]
+pub fn kill(pid: u32, signal: i32) {
+    // SAFETY: a plain call; the process is a child of this one and has not been waited for.
+    assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0, "signal {signal} to {pid}");
+}

@@ -1,0 +1,361 @@
+//! A simulated machine for each test: a GPU, a scheduler, and real programs with `libnvshare.so` preloaded. Everything
+//! lives in one directory; what runs is killed when the test ends, and what it said is shown when the test fails.
+
+mod program;
+mod trace;
+
+use std::fs::{self, File};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::AtomicU32;
+use std::thread;
+
+use serde_json::Value;
+
+pub use crate::{Dice, MIB, PATIENCE, kill, wait_for, wait_within};
+pub use program::{Launch, Program, Report};
+pub use trace::{Move, assert_one_holder, evicted, grants, holders, turns};
+
+use crate::manager::Manager;
+use crate::{Directory, artifact};
+use program::{show, spawn};
+
+/// What the machine is like. The defaults keep tests short.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub memory: u64,
+    pub reserve: u64,
+    pub context: u64,
+    /// Seconds.
+    pub time_quantum: u32,
+    pub anti_thrash: &'static str,
+    /// Host memory for what is swapped out.
+    pub swap_max: &'static str,
+    /// Where programs go that choose no GPU.
+    pub placement: &'static str,
+    /// Rules, as they are written.
+    pub rules: String,
+    /// More of the simulator's settings.
+    pub simulator: Vec<(&'static str, String)>,
+    /// Symbols that its driver lacks, as older ones do.
+    pub without: &'static str,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            memory: 256 * MIB,
+            reserve: 8 * MIB,
+            context: 4 * MIB,
+            time_quantum: 1,
+            anti_thrash: "auto",
+            swap_max: "80%",
+            placement: "none",
+            rules: String::new(),
+            simulator: Vec::new(),
+            without: "",
+        }
+    }
+}
+
+impl Setup {
+    /// What that many clients can have of the GPU together.
+    pub fn capacity(&self, clients: u64) -> u64 {
+        self.memory - self.reserve - clients * self.context
+    }
+}
+
+#[derive(Debug)]
+pub struct Machine {
+    pub setup: Setup,
+    directory: Directory,
+    scheduler: Option<Child>,
+    /// What keeps connections when a scheduler ends.
+    pub manager: Option<Manager>,
+    /// How many schedulers there have been; each writes a log and a trace of its own.
+    runs: u32,
+    launched: AtomicU32,
+}
+
+impl Machine {
+    /// A machine without a scheduler.
+    pub fn new(setup: Setup) -> Self {
+        let directory = Directory::new();
+        let libraries = directory.0.join("lib");
+        fs::create_dir(&libraries).expect("a directory for the libraries");
+        // As a service's, it stays when the scheduler goes.
+        fs::create_dir(directory.0.join("run")).expect("a directory for the socket");
+        for (file, name) in [("libcuda.so", "libcuda.so.1"), ("libnvidia_ml.so", "libnvidia-ml.so.1")] {
+            symlink(artifact(file), libraries.join(name)).expect("a link to a library");
+        }
+        if !setup.without.is_empty() {
+            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda-sim/install.sh");
+            let from = artifact("libcuda.so");
+            let mut install = Command::new(script);
+            install.arg(&libraries).arg(from.parent().expect("its directory")).env("WITHOUT", setup.without);
+            assert!(install.status().is_ok_and(|status| status.success()), "install.sh");
+        }
+        let config = format!(
+            "time-quantum = {}\nanti-thrash = \"{}\"\nplacement = \"{}\"\n[memory]\nreserve = {}\ncontext = {}\n[swap]\nmax = \"{}\"\n{}",
+            setup.time_quantum,
+            setup.anti_thrash,
+            setup.placement,
+            setup.reserve,
+            setup.context,
+            setup.swap_max,
+            setup.rules
+        );
+        fs::write(directory.0.join("nvshare.toml"), config).expect("the configuration");
+        Self { setup, directory, scheduler: None, manager: None, runs: 0, launched: AtomicU32::new(0) }
+    }
+
+    /// A machine with a scheduler whose connections outlive it.
+    pub fn with_manager(setup: Setup) -> Self {
+        let mut machine = Self::new(setup);
+        machine.manager = Some(Manager::new(&machine.directory.0));
+        machine.start_scheduler();
+        machine
+    }
+
+    /// A machine with a scheduler.
+    pub fn with_scheduler(setup: Setup) -> Self {
+        let mut machine = Self::new(setup);
+        machine.start_scheduler();
+        machine
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.0.join(name)
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.path("run/scheduler.sock")
+    }
+
+    // ---- the scheduler -------------------------------------------------------------------------------------------
+
+    pub fn start_scheduler(&mut self) {
+        self.start_scheduler_with(|_| ());
+    }
+
+    /// Starts one; `change` adds to its command line.
+    pub fn start_scheduler_with(&mut self, change: impl FnOnce(&mut Command)) {
+        assert!(self.scheduler.is_none(), "it runs already");
+        self.runs += 1;
+        let log = self.path(&format!("scheduler-{}.log", self.runs));
+        let mut command = Command::new(artifact("nvshare-scheduler"));
+        command.arg("--socket").arg(self.socket());
+        command.arg("--control-socket").arg(self.path("control/control.sock"));
+        command.arg("--config").arg(self.path("nvshare.toml"));
+        command.arg("--trace").arg(self.path(&format!("trace-{}", self.runs)));
+        command.args(["--no-bus", "--log-level", "debug"]);
+        command.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
+        self.simulate(&mut command);
+        change(&mut command);
+        if let Some(manager) = &self.manager {
+            command = manager.wrap(&command);
+        }
+        command.stderr(File::create(&log).expect("the scheduler's log"));
+        self.scheduler = Some(spawn(&mut command));
+        wait_for("the scheduler to serve", || fs::read_to_string(&log).ok()?.contains("serves").then_some(()));
+    }
+
+    pub fn scheduler_pid(&self) -> u32 {
+        self.scheduler.as_ref().expect("a scheduler runs").id()
+    }
+
+    pub fn kill_scheduler(&mut self) {
+        let mut child = self.scheduler.take().expect("a scheduler runs");
+        child.kill().expect("kill the scheduler");
+        child.wait().expect("its end");
+    }
+
+    /// Has the scheduler end by itself.
+    pub fn stop_scheduler(&mut self) {
+        // SAFETY: a plain call; the process is a child of this one.
+        unsafe { libc::kill(self.scheduler_pid() as i32, libc::SIGTERM) };
+        self.scheduler.take().expect("a scheduler runs").wait().expect("its end");
+    }
+
+    fn ctl_output(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(artifact("nvsharectl"));
+        command.arg("--control").arg(self.path("control/control.sock")).args(arguments);
+        command.env_remove("LD_PRELOAD").stdin(Stdio::null()).output().expect("nvsharectl starts")
+    }
+
+    /// Runs `nvsharectl`, which must fail, and gives what it says of that.
+    #[track_caller]
+    pub fn ctl_fails(&self, arguments: &[&str]) -> String {
+        let output = self.ctl_output(arguments);
+        assert!(!output.status.success(), "nvsharectl {arguments:?} succeeds");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+
+    /// Runs `nvsharectl`, which must succeed.
+    #[track_caller]
+    pub fn ctl(&self, arguments: &[&str]) -> String {
+        let output = self.ctl_output(arguments);
+        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "nvsharectl {arguments:?}: {}\n{stderr}", output.status);
+        stdout.into_owned()
+    }
+
+    #[track_caller]
+    pub fn status(&self) -> Value {
+        serde_json::from_str(&self.ctl(&["--json", "status"])).expect("JSON")
+    }
+
+    /// Waits until the scheduler has nobody and nothing any more.
+    #[track_caller]
+    pub fn wait_until_empty(&self) {
+        wait_for("the scheduler to have no client and no bytes", || {
+            let status = self.status();
+            let bytes =
+                |key: &str| status["gpus"].as_array().expect("GPUs").iter().map(|g| number(&g[key])).sum::<u64>();
+            let clients = status["clients"].as_array().expect("clients").len();
+            (clients == 0 && bytes("demand") + bytes("resident") + bytes("swapped") == 0).then_some(())
+        });
+    }
+
+    /// What all schedulers so far did, in order.
+    pub fn trace(&self) -> Vec<Move> {
+        let read = |run: u32| {
+            let text = fs::read_to_string(self.path(&format!("trace-{run}"))).unwrap_or_default();
+            // The last line may be half written by a scheduler that was killed.
+            let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+            lines.into_iter().map(move |line| Move {
+                run,
+                ms: line["ms"].as_f64().expect("ms"),
+                client: number(&line["client"]),
+                pid: number(&line["pid"]) as u32,
+                what: line["what"].as_str().expect("what").to_owned(),
+                bytes: line["bytes"].as_u64().unwrap_or(0),
+            })
+        };
+        (1..=self.runs).flat_map(read).collect()
+    }
+
+    /// Waits for a line of the trace, beyond the first `skip`.
+    #[track_caller]
+    pub fn wait_for_move(&self, skip: usize, what: &str, mut wanted: impl FnMut(&Move) -> bool) -> Move {
+        wait_for(what, || self.trace().into_iter().skip(skip).find(|m| wanted(m)))
+    }
+
+    /// Waits until that program has been given the lock `count` times.
+    #[track_caller]
+    pub fn wait_for_grants(&self, program: &Program, count: usize) {
+        let what = format!("grant {count} of {}", program.name);
+        wait_for(&what, || (grants(&self.trace(), program.pid()) >= count).then_some(()));
+    }
+
+    pub fn scheduler_log(&self) -> String {
+        (1..=self.runs)
+            .map(|run| fs::read_to_string(self.path(&format!("scheduler-{run}.log"))).unwrap_or_default())
+            .collect()
+    }
+
+    // ---- programs ------------------------------------------------------------------------------------------------
+
+    /// The simulated machine as a process sees it.
+    fn simulate(&self, command: &mut Command) {
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy();
+            if ["CUDA_", "NVSHARE_", "LD_PRELOAD"].iter().any(|begin| name.starts_with(begin)) {
+                command.env_remove(&*name);
+            }
+        }
+        command.env("LD_LIBRARY_PATH", self.path("lib"));
+        command.env("CUDA_SIM_DIR", self.path("gpu"));
+        command.env("CUDA_SIM_MEMORY", self.setup.memory.to_string());
+        command.env("CUDA_SIM_CONTEXT", self.setup.context.to_string());
+        command.envs(self.setup.simulator.iter().map(|(name, value)| (*name, value)));
+    }
+
+    /// `cuda-program` with those words, under nvshare and traced.
+    pub fn program(&self, words: &str) -> Launch<'_> {
+        let mut launch = self.command(&artifact("cuda-program"), &[]);
+        launch.command.args(words.split_whitespace());
+        launch.name = words.to_owned();
+        launch
+    }
+
+    /// The same, in the control group of that file from the beginning.
+    pub fn program_in(&self, group: &Path, words: &str) -> Launch<'_> {
+        let script = format!("echo $$ > {} && exec {} {words}", group.display(), artifact("cuda-program").display());
+        self.command(Path::new("/bin/sh"), &["-c", &script])
+    }
+
+    /// Any command, under nvshare and traced.
+    pub fn command(&self, program: &Path, arguments: &[&str]) -> Launch<'_> {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        self.simulate(&mut command);
+        command.env("LD_PRELOAD", artifact("libnvshare.so"));
+        command.env("NVSHARE_SOCKET", self.socket()).env("NVSHARE_DEBUG", "1");
+        Launch { machine: self, command, name: format!("{} {}", program.display(), arguments.join(" ")) }
+    }
+
+    /// `nvsharectl run` with those words, and without the library yet.
+    pub fn run(&self, options: &[&str], words: &str) -> Launch<'_> {
+        let mut launch = self.command(&artifact("nvsharectl"), &["run"]);
+        launch.command.env_remove("LD_PRELOAD").arg("--library").arg(artifact("libnvshare.so")).args(options);
+        launch.command.arg("--").arg(artifact("cuda-program")).args(words.split_whitespace());
+        launch.name = format!("nvsharectl run {options:?} {words}");
+        launch
+    }
+
+    /// Stops a program at a moment at which it has no work on the GPU: a real GPU goes on with the work of a process that
+    /// is stopped, the simulated one waits for it.
+    #[track_caller]
+    pub fn stop_beside_work(&self, program: &Program) {
+        wait_for("a moment without work", || {
+            program.signal(libc::SIGSTOP);
+            wait_for("it to be stopped", || {
+                let stat = fs::read_to_string(format!("/proc/{}/stat", program.pid())).ok()?;
+                stat.rsplit(") ").next()?.starts_with('T').then_some(())
+            });
+            let idle = fs::read_dir(self.path("gpu")).expect("the simulator's files").flatten().all(|file| {
+                let name = file.file_name().to_string_lossy().into_owned();
+                !name.starts_with("gpu") || is_unlocked(&file.path())
+            });
+            if !idle {
+                program.signal(libc::SIGCONT);
+            }
+            idle.then_some(())
+        });
+    }
+
+    /// Free bytes of the GPU, as the driver tells somebody who does not run under nvshare.
+    #[track_caller]
+    pub fn free(&self) -> u64 {
+        let report = self.program("info").without_nvshare().start().finish();
+        report.number("free") + self.setup.context // its own context
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.scheduler.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if thread::panicking() {
+            for run in 1..=self.runs {
+                show(&format!("scheduler {run}"), &self.path(&format!("scheduler-{run}.log")));
+                show(&format!("trace of scheduler {run}"), &self.path(&format!("trace-{run}")));
+            }
+        }
+    }
+}
+
+pub fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+fn is_unlocked(path: &Path) -> bool {
+    use std::os::fd::AsRawFd;
+    let file = File::open(path).expect("a file of the simulator");
+    // SAFETY: a descriptor that is open; closing it gives the lock back.
+    unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
+}

@@ -1,0 +1,162 @@
+//! A stand-in for systemd: hears what a daemon says on its notification socket, keeps the descriptors that it gives away,
+//! and hands them to the next one.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+/// Where the descriptors begin that systemd passes.
+const FIRST: RawFd = 3;
+/// Beyond all that a test has open.
+const OUT_OF_THE_WAY: RawFd = 500;
+
+#[derive(Debug, Clone)]
+pub struct Manager {
+    socket: PathBuf,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    kept: BTreeMap<String, OwnedFd>,
+    /// Every line that was said.
+    said: Vec<String>,
+    /// It keeps nothing.
+    refuses: bool,
+}
+
+impl Manager {
+    /// One that listens in that directory.
+    pub fn new(directory: &Path) -> Self {
+        let socket = directory.join("notify");
+        let listener = UnixDatagram::bind(&socket).expect("the notification socket");
+        let state = Arc::new(Mutex::new(State::default()));
+        let listening = state.clone();
+        thread::spawn(move || {
+            while let Ok((text, descriptors)) = receive(&listener) {
+                listening.lock().expect("the state").hear(&text, descriptors);
+            }
+        });
+        Self { socket, state }
+    }
+
+    /// As a unit without `FileDescriptorStoreMax=`.
+    pub fn keep_nothing(&self) {
+        self.state.lock().expect("the state").refuses = true;
+    }
+
+    /// The names of what it keeps.
+    pub fn kept(&self) -> Vec<String> {
+        self.state.lock().expect("the state").kept.keys().cloned().collect()
+    }
+
+    /// Keeps one more, as if a daemon had given it.
+    pub fn keep(&self, name: &str, descriptor: OwnedFd) {
+        self.state.lock().expect("the state").kept.insert(name.into(), descriptor);
+    }
+
+    /// The unit is stopped for good: everything that is kept is closed.
+    pub fn close_all(&self) {
+        self.state.lock().expect("the state").kept.clear();
+    }
+
+    /// How often a line was said that begins like that.
+    pub fn heard(&self, begin: &str) -> usize {
+        self.state.lock().expect("the state").said.iter().filter(|line| line.starts_with(begin)).count()
+    }
+
+    /// The last value of a variable.
+    pub fn last(&self, name: &str) -> Option<String> {
+        let state = self.state.lock().expect("the state");
+        state.said.iter().rev().find_map(|line| line.strip_prefix(name)?.strip_prefix('=').map(str::to_owned))
+    }
+
+    /// That command as this manager starts it, with what it keeps for it.
+    pub fn wrap(&self, command: &Command) -> Command {
+        let mut state = self.state.lock().expect("the state");
+        // What has hung up is not kept, by systemd either.
+        state.kept.retain(|_, descriptor| !has_hung_up(descriptor));
+        let names: Vec<String> = state.kept.keys().cloned().collect();
+        let copies: Vec<OwnedFd> = state.kept.values().map(|kept| copy_of(kept).expect("a descriptor")).collect();
+        let mut wrapped = Command::new("sh");
+        // The number of a process is known once it is there.
+        wrapped.args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\""]).arg(command.get_program()).args(command.get_args());
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => wrapped.env(name, value),
+                None => wrapped.env_remove(name),
+            };
+        }
+        wrapped.env("NOTIFY_SOCKET", &self.socket);
+        wrapped.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+        // SAFETY: system calls only, between fork and exec. The copies themselves live as long as the command does.
+        unsafe {
+            wrapped.pre_exec(move || {
+                for (to, from) in (FIRST..).zip(&copies) {
+                    if libc::dup2(from.as_raw_fd(), to) < 0 {
+                        return Err(io::Error::last_os_error());
+                    }
+                }
+                Ok(())
+            });
+        }
+        wrapped
+    }
+}
+
+impl State {
+    fn hear(&mut self, text: &str, descriptors: Vec<OwnedFd>) {
+        let has = |line: &str| text.lines().any(|l| l == line);
+        let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or("stored").to_owned();
+        if has("FDSTORE=1") && !self.refuses {
+            self.kept.extend(descriptors.into_iter().map(|descriptor| (name.clone(), descriptor)));
+        } else if has("FDSTOREREMOVE=1") {
+            self.kept.remove(&name);
+        }
+        self.said.extend(text.lines().map(str::to_owned));
+    }
+}
+
+fn receive(socket: &UnixDatagram) -> io::Result<(String, Vec<OwnedFd>)> {
+    let (mut buffer, mut control) = ([0u8; 4096], [0u64; 16]);
+    let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: the kernel writes at most as much as there is room for; the descriptors are new and nobody else's.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+        (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control) as _);
+        let n = libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC);
+        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+        let mut descriptors = Vec::new();
+        if let Some(header) = libc::CMSG_FIRSTHDR(&message).as_ref()
+            && header.cmsg_type == libc::SCM_RIGHTS
+        {
+            let data = libc::CMSG_DATA(header).cast::<RawFd>();
+            let count = (header.cmsg_len - libc::CMSG_LEN(0) as usize) / size_of::<RawFd>();
+            descriptors.extend((0..count).map(|i| OwnedFd::from_raw_fd(data.add(i).read_unaligned())));
+        }
+        Ok((String::from_utf8_lossy(&buffer[..n]).into_owned(), descriptors))
+    }
+}
+
+/// A copy with a number that no copy for a child has.
+fn copy_of(descriptor: &OwnedFd) -> io::Result<OwnedFd> {
+    // SAFETY: a plain call on a descriptor that lives; the new one is nobody else's.
+    match unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_DUPFD_CLOEXEC, OUT_OF_THE_WAY) } {
+        copy if copy >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(copy) }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn has_hung_up(descriptor: &OwnedFd) -> bool {
+    let mut entry = libc::pollfd { fd: descriptor.as_raw_fd(), events: 0, revents: 0 };
+    // SAFETY: one live entry.
+    unsafe { libc::poll(&mut entry, 1, 0) };
+    entry.revents & (libc::POLLHUP | libc::POLLERR) != 0
+}

@@ -1,0 +1,31 @@
+use std::os::unix::fs::symlink;
+use std::process::{Command, Stdio};
+
+use crate::{Directory, artifact};
+
+/// Names the test in its process.
+const NAME: &str = "NVSHARE_TEST_OWN_PROCESS";
+
+/// Whether this process runs that test alone, with a simulated GPU of its own, of which `environment` says more. If not,
+/// starts such a process and waits until the test has succeeded there. `test` is the full name, as the test program lists
+/// it.
+///
+/// A process finds its simulated GPU by its environment, which it reads once: tests that use one without starting a
+/// program for it cannot be threads of the same process. The same holds for tests that move themselves to a control group.
+#[track_caller]
+pub fn has_own_process(test: &str, environment: &[(&str, String)]) -> bool {
+    if std::env::var(NAME).is_ok_and(|name| name == test) {
+        return true;
+    }
+    let simulated = Directory::new();
+    symlink(artifact("libnvidia_ml.so"), simulated.0.join("libnvidia-ml.so.1")).expect("a link to NVML");
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(NAME, test);
+    command.env("CUDA_SIM_DIR", simulated.0.join("gpu")).env("LD_LIBRARY_PATH", &simulated.0);
+    let output = command.envs(environment.iter().map(|(name, value)| (name, value))).stdin(Stdio::null()).output();
+    let output = output.expect("this program starts");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    eprint!("{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && stdout.contains(" 1 passed;"), "{test}: {}\n{stdout}", output.status);
+    false
+}
