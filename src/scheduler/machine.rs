@@ -1,5 +1,5 @@
-//! The machine's state, and which part of it an event goes to. Every event first changes what it is about and marks the
-//! GPUs that it touches; then each marked GPU is settled.
+//! The state, and the dispatch of events. An event changes what it is about and marks the GPUs that it touches; then each marked GPU is
+//! settled.
 
 use crate::{
     api::*,

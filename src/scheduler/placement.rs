@@ -1,5 +1,5 @@
-//! Which GPU a program gets that does not choose one, and what is remembered of that: programs that were started at the
-//! same moment must not all land on the GPU that was free then. Who may choose among which GPUs is decided elsewhere.
+//! Which GPU a program gets that does not choose one. Choices are remembered for a moment, so that programs started together do not
+//! all land on the GPU that was free then. Which GPUs a program may use is decided elsewhere.
 
 use crate::{
     api::*,

@@ -1,5 +1,5 @@
-//! Brings one GPU to rest after something changed there: first the bytes, then the lock, then what holders are told.
-//! Settling a GPU where nothing changed does nothing.
+//! The steps that bring one GPU to rest after an event: memory first, then the lock, then what holders are told. Settling a GPU on
+//! which nothing changed does nothing.
 
 use crate::{
     api::*,

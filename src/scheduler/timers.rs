@@ -1,4 +1,4 @@
-//! When to look at what again. A wake-up that finds nothing to do is harmless, so it never needs to be taken back exactly.
+//! Wake-ups, one for each reason. A wake-up that finds nothing to do is harmless, so none has to be cancelled exactly.
 
 use crate::{api::*, lock::queue::Entity};
 use std::collections::{BTreeMap, BTreeSet};

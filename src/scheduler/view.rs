@@ -1,4 +1,4 @@
-//! What status shows: a copy of the machine's state, for people. Nothing is decided from it.
+//! A copy of the state for status and metrics. No decision reads it.
 
 use crate::{
     api::*,

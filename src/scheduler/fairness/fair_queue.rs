@@ -1,11 +1,13 @@
-//! Who stands before whom: parties take turns (users, or groups of whom a rule says how much time they have), and among a
-//! party's clients the policy decides.
+//! The order of a GPU's queue: weighted fair queueing with virtual finish times (Demers, Keshav and Shenker, "Analysis and
+//! Simulation of a Fair Queueing Algorithm", SIGCOMM 1989), between owners of turns ([`ShareOwner`]: users, or groups whose rule gives
+//! them a share). Among the clients of one owner the policy decides.
 //!
-//! Whoever was served while another party waited has had something of the others' time: its next request stands as far back
-//! as its party's share of the GPU takes to come to that much, by the weights of those who wanted it. What it took to bring
-//! its memory in, while nobody could run, counts as well. A user with ten clients so gets no more turns than one with a
-//! single client, and one that has just come waits for nobody twice. All places are times of one clock, and a request has one
-//! key in all the lines that it stands in.
+//! An owner that held the lock while others waited has used some of their time. Its *finish tag* is the time at which it will
+//! have waited that off: the time it used, scaled by the weights of the waiting owners over its own weight. Its next request is
+//! queued by that tag. Time in which no client could run because the owner's memory was being moved in counts as used. So a user
+//! with ten clients gets no more turns than a user with one, and a newcomer does not wait for others to catch up with it.
+//!
+//! Tags are times on the machine's clock. A request has the same [`QueueKey`] in the queue of each GPU that it wants.
 
 use crate::{
     api::*,

@@ -1,12 +1,10 @@
-//! Shares of a GPU's time, where a rule gives a group one: how it compares with others in line, what it has at least and at
-//! most, and whom it need not wait for. Who has no such rule takes turns by user, all users alike.
+//! Shares of a GPU's time that rules give to groups. Clients without such a rule take turns by user, with equal weights.
 //!
-//! - **Weights** decide how far back somebody's next request stands after its turn (`order`).
-//! - **Priorities** and the idle weight make classes: who is of a better one goes first, and does not wait for a turn to end.
-//! - **A minimum** makes its group go first for as long as it has had less of the last period.
-//! - **A maximum** ends the turns of its group once it has had so much, whether anybody waits or not, until some of that is
-//!   a period ago.
-//! - **An interactive** group goes first as long as it has had no more than its share.
+//! - **Weight**: scales the finish tag (`fair_queue`).
+//! - **Priority**, and weight 0 (idle): classes. A higher class goes first and does not wait for the turn of a lower one to end.
+//! - **Minimum**: the group goes first while it has used less than that part of the last period.
+//! - **Maximum**: ends the group's turns once it has used that part of the last period, whether or not others wait.
+//! - **Interactive**: the group goes first while it has used no more than its share.
 
 use crate::{
     api::*,

@@ -1,4 +1,4 @@
-//! How much of the last while a GPU was somebody's.
+//! The time that an owner had a GPU within a sliding window of one period.
 
 use crate::api::Time;
 use std::collections::VecDeque;

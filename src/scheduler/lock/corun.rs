@@ -1,7 +1,6 @@
-//! Clients that run at the same moment, in `auto`: those that leave a GPU idle between their launches lose half of it by
-//! taking turns, and those that keep it busy lose some of it by not taking them. A client says how full it keeps a GPU, which
-//! it can tell only while it is alone there; what was said is believed for a while, and then they are alone again, in short
-//! turns, for long enough to say it anew.
+//! Holding the lock together, in mode `auto`. Programs that leave the GPU idle between launches lose half of it by taking turns;
+//! programs that keep it busy lose some of it by running at once. A client reports its utilization, which it can measure only while
+//! it is the only holder. A report is believed for a while; then the clients take short turns again, long enough to measure anew.
 
 use crate::{
     api::*,

@@ -1,5 +1,5 @@
-//! How long a client takes to give a GPU back when it is asked to: what is usual, and what it costs a gang whose members wait
-//! for each other.
+//! How long a client takes to finish submitted work and release the lock after a revoke: its usual time, and the time that a
+//! gang needs when its members wait for each other.
 
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
-//! Gangs: clients that wait for each other's kernels, and so have to run together. They are granted and revoked together as
-//! far as their memory fits; what does not fit together takes turns (`locks`).
+//! Gang scheduling: clients whose kernels wait for each other have to run at the same time. They are granted and revoked together
+//! as far as their memory fits; members that do not fit together take turns.
 //!
-//! A client says whose gang it is in, or a rule says that all whom it counts together are one. Gangs that are in each other's
-//! way are in `rivals`.
+//! A client names its gang itself, or a rule makes one gang of all clients that it counts together. Gangs that need the same GPUs
+//! are in `gang_conflict`.
 
 use crate::{
     api::*,

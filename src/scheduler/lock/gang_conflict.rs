@@ -1,6 +1,5 @@
-//! Gangs that are in each other's way. Of two that meet on a GPU, and use others as well, one has to wait until the other
-//! holds nothing, and whoever holds something goes on first. Else each could hold a GPU on which the other waits, spinning
-//! there for its fellows.
+//! Two gangs that share a GPU and use others besides: one waits until the other holds nothing, and the one that holds a lock
+//! already goes first. Otherwise each could hold a GPU that the other waits for, its kernels spinning for the missing members.
 
 use crate::{api::*, lock::gang::Gang, lock::queue::Entity, machine::Machine};
 use std::collections::BTreeSet;

@@ -1,8 +1,8 @@
-//! The GPU lock: requests and the line they stand in, grants, revokes, releases.
+//! The GPU lock: requests and the queue of each GPU, grants, revokes, releases.
 //!
-//! What waits and is granted as one is a [`Entity`]: a client, or the waiting members of a gang. A unit is granted all
-//! the GPUs that it wants or none. It stands in the line of each under the same [`QueueKey`], so two units can never
-//! each stand before the other, and the first of all always makes progress: nobody holds one thing and waits for another.
+//! An [`Entity`] is queued and granted as one: a client, or the waiting members of a gang. It is granted all GPUs that it wants or
+//! none. It has the same [`QueueKey`] in the queue of each of them, so two entities never each precede the other: the first of all
+//! always makes progress, and no entity holds one GPU while it waits for another (no hold and wait, hence no deadlock).
 
 use crate::{
     api::*,

@@ -1,9 +1,9 @@
-//! Those who do not answer: a holder that cannot drain, a process that is stopped, a victim that is slow to evict. They
-//! are waited for, asked again, or scheduled around; never punished, since they may be waiting for somebody themselves.
+//! Clients that do not answer: a holder that cannot drain, a stopped process, a victim that is slow to evict. The scheduler waits,
+//! asks again, or schedules around them. It never punishes them, since they may be waiting for another client themselves.
 //!
-//! A holder that says it is stuck and does not drain in its time is *undrainable*: it is counted as no holder, so that
-//! others are admitted beside it, where there is room beside its bytes. It is still asked for the lock now and then, and
-//! everything is as before once it releases.
+//! A holder that reports itself stuck and does not drain in time is *undrainable*: it no longer counts as a holder, and others are
+//! admitted beside it where there is room beside its memory. It is still asked for the lock now and then, and counts again once it
+//! has released it.
 
 use crate::{
     api::*,

@@ -1,4 +1,5 @@
-//! Those who are about to create a context: room is made for it first, or they wait.
+//! Admission of CUDA contexts: a client that is about to create one waits until there is room for it. It is deferred for as long as
+//! its context would leave an attached client too little to ever run.
 
 use crate::{
     api::*,

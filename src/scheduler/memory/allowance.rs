@@ -1,4 +1,4 @@
-//! Giving bytes to clients and taking them back: attaching, reports, credit, eviction, limits. What adds up is in `bank`.
+//! Raising and lowering allowances: attaching, reports, credit, eviction. The sums are in `ledger`.
 
 use crate::{
     api::*,

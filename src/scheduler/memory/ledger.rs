@@ -1,5 +1,5 @@
-//! The ledger of one GPU's memory: an [`Account`] for each client, and the sums over all of them, which follow from every
-//! change of an account by themselves. Which client gets or loses bytes is decided elsewhere.
+//! The ledger of one GPU's memory: an [`Account`] for each client, and the sums over all accounts, which follow every change of an
+//! account. Other modules decide which client gains or loses bytes.
 //!
 //! An account's *charge* is the most that its client can have mapped at this moment, whatever messages are in flight.
 //! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped.

@@ -1,5 +1,5 @@
-//! Room for what the driver takes for itself inside a call of a client: code, stacks, streams, graphs. It found none, so
-//! that much is freed by those who do not hold the lock, and kept for the client for a moment, in which it tries again.
+//! Reservations for what the driver allocates itself inside a call of a client: code, stacks, streams, graphs. The driver found no
+//! room, so clients that do not hold the lock evict as much, and it is kept free for a moment in which the client tries again.
 
 use crate::{api::*, lock::queue::Hold, machine::Machine};
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Memory that cannot leave its GPU, though its client does not run: the host is full, a context is broken, or a client does
-//! not answer. Its bytes then count as fixed, others are asked for theirs, and everything is as before when it can.
+//! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the client does
+//! not answer. It counts as unevictable, other clients are asked for theirs, and it counts as before when it can leave again.
 
 use crate::{
     api::*,

@@ -1,10 +1,10 @@
-//! Bytes that have left a GPU by nothing but their client's word. Clients of the same user get them at once; those of
-//! other users get them once a measurement that was begun later shows that they are gone.
+//! Frees that clients report, until a measurement confirms them. Other clients of the same user get such bytes at once; clients of
+//! other users get them after a measurement that began later than the report.
 //!
-//! An account's charge is what its client can have there if it is believed. What it can have there if it is not believed
-//! is as much as its charge has ever been since it was last measured; the difference is *in doubt*. Nobody waits for ever:
-//! bytes that no measurement says anything about are believed after a while, and those that are still measured then are
-//! *present*: they count as pinned. From such a client all is asked for at once, or it could go on like that by and by.
+//! An account's charge is what its client can have mapped if its reports are true. If they are not, it can have as much as the
+//! highest charge since the last measurement; the difference is *unverified*. It ends after [`VERIFY_TIMEOUT`]: bytes that no
+//! measurement has contradicted by then count as freed. Bytes that are still measured then are *present* and count as pinned, and
+//! such a client is asked for all of its memory at once, or it could repeat this bit by bit.
 
 use crate::{api::*, machine::Machine, memory::ledger::Account, timers::Wake};
 use std::collections::{BTreeMap, VecDeque};

@@ -1,20 +1,19 @@
-//! Who has had least goes first, so that on average jobs end soon: how long they will run is not known, but most that are short
-//! have had little when they end, and who has had much usually needs as much again.
+//! Least attained service, in levels: clients that have used the least GPU time run first, which shortens mean completion time when
+//! run times are unknown and heavy-tailed (a multi-level feedback queue; compare Tiresias, NSDI 2019).
 //!
-//! **QueueKey in line.** A client's level is the power of four of the GPU time that it has had (`progress`). Lower levels go first.
-//! Within a level goes first who came to it first, and memory that need not move before memory that must: several that cannot be
-//! there at once run one after another, each until its level ends, and do not swap each other out in turns. So jobs count, not
-//! whose they are: a user with ten has more of a GPU than a user with one. Only groups to which a rule gives a part of the time
-//! have that part; all others are one party beside them (`order`).
+//! **Queue.** A client's level is the power of four of the GPU time that it has used (`progress`). Lower levels go first. Within a level
+//! the order is that of entering it, and a client whose memory need not move precedes one whose memory must: clients that do not fit
+//! together run one after another, each until its level ends, instead of swapping each other out every turn. Time is divided by
+//! job, not by user. Groups whose rule gives them a share have that share; all other clients are one owner beside them (`fair_queue`).
 //!
-//! **Turns.** A holder goes on while nobody of a lower level waits, and else has the shortest turn that pays for what moves.
+//! **Turns.** A holder continues while no client of a lower level waits; otherwise it has the shortest turn that pays for what moves.
 //!
-//! **Ageing.** Who has waited for [`PATIENCE`] times as long as it would if all who wait took turns goes before all others, for
-//! one turn. However many wait, no more than one in so many turns is one of those. Who wants several GPUs at once has them kept
-//! for it while it waits for the last, so it waits no longer than if all took turns.
+//! **Ageing.** A client that has waited [`PATIENCE`] times as long as it would if all waiting clients took turns precedes all others for
+//! one turn. However many wait, at most one in so many turns is such a turn. GPUs are kept for a client that wants several while it
+//! waits for the last of them, so it waits no longer than if all took turns.
 //!
-//! **Memory** leaves from those first who will run last: of those who wait, from the last in line; who does not wait is taken to
-//! rest for as long again as it has.
+//! **Eviction.** Memory of the client that will run last goes first: of waiting clients, from the back of the queue; an idle client is
+//! taken to stay idle for as long again as it has been.
 
 use super::{Policy, Runner, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{

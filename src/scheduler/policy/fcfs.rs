@@ -1,24 +1,20 @@
-//! First come, first served, as the anti-thrash mode modifies it.
+//! First come, first served, modified by the anti-thrash mode.
 //!
-//! **Turns.** `on` gives everybody the full time quantum, as the original does. `auto` asks what a change of holder
-//! costs. Where bytes must move it costs seconds, so the turn is the time quantum, and no less than some times what the move
-//! takes. Where nothing must move it costs a drain, and what is left to decide is fairness: a holder keeps the GPU for twice what the waiter is expected to need.
-//! Between equals that lets each run its phase to the end (two half-busy jobs then overlap perfectly); against a short
-//! burst it ends a long turn soon. This is least-attained-service: what a client used up since it last ran out of work
-//! is the best guess of what it still needs, because run times of bursts are heavy-tailed.
+//! **Turns.** In `on` every turn is the full time quantum, as in the original nvshare. In `auto` it depends on what a change of holder
+//! costs. Where memory must move, that is seconds, so the turn is the time quantum and at least a multiple of the move. Where
+//! nothing must move, it is a drain, and fairness decides: a holder keeps the GPU for twice what the waiter is expected to need.
+//! Equals thus finish their bursts (two half-busy jobs overlap perfectly), and a short burst soon ends a long turn. This is least
+//! attained service: what a client has used since it last ran out of work predicts what it still needs, because burst lengths are
+//! heavy-tailed. A higher class (`share`) does not wait for the turn to end, a lower one waits until the holder has no work. With many
+//! waiting clients, `auto` shortens turns so that the last one waits no longer than `max-wait`.
 //!
-//! Whom a rule lets go first (`shares`) waits for no turn to end, or for a short one; whom it lets go last waits until the
-//! other has no work.
+//! **Queue**, among the clients of one user: order of arrival. In `auto` the key is the arrival plus the *class* of the expected time (the
+//! burst, and moving memory both ways), a class being a power of four. Short bursts pass long ones, equals keep their order, and
+//! ageing is built in: a client is never passed by one that arrived more than a time quantum later. Moving counts, so a client whose
+//! memory is on the GPU goes first.
 //!
-//! Where so many wait that the last would wait too long, `auto` divides what it may wait among them.
-//!
-//! **QueueKey in line**, among the clients of one user. Arrival order, except in `auto`, where a waiter's place is its arrival plus the *class* of what it
-//! is going to take (its burst, and the moving of its bytes both ways), a class being a power of four. Short bursts so
-//! pass long ones, equals stay in order of arrival, and ageing is built in: nobody is passed by one who came more
-//! than a time quantum later. Moving counts, so one whose bytes are on the GPU goes before one whose bytes are not.
-//!
-//! **Grace** is what a move would cost: the longest that it can be right to wait idle. A client that knows its own pauses
-//! waits less.
+//! **Grace**, the longest time that a holder may keep the lock while idle, is what a move would cost (ski rental). A client that knows
+//! its own pauses waits less.
 
 use super::{Policy, Runner, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{

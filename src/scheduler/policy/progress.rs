@@ -1,6 +1,6 @@
-//! What a client has had of a GPU, as `adaptive` counts it: the time that it ran, less the time that it left to others while it
-//! had no work. So one that runs for a moment and then thinks stays where newcomers are, and one that computes rises level by
-//! level. A level is a power of four.
+//! The GPU time that a client has attained, as `adaptive` counts it: time that it ran, less time that it left to others while it had
+//! no work. A client that runs briefly and then pauses stays on the lowest level; one that computes rises level by level. A level is
+//! a power of four.
 
 use crate::api::Time;
 use std::time::Duration;

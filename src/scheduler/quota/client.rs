@@ -1,12 +1,12 @@
-//! What clients say themselves that they may have, by their environment: an inner rule for one client, within that of its
-//! group. Both hold, each in its own right, so that nobody has more by it than without, and nobody else has less.
+//! Limits that a client sets for itself by its environment. They apply beside those of its group's rule, and only tighten them: no
+//! client gains by them, and no other client loses.
 //!
-//! - **Weight**: it stands in line where its party does, or where it would as a party of that weight beside all others, its
-//!   party's own among them: whichever is later. While it waits, it counts for no more than that.
-//! - **A maximum of time** is counted for it alone, beside its party's.
-//! - **Memory**: its promise is no higher than what it allows itself, its context included. It waits for nobody's memory
-//!   there, as nobody else could give it any.
-//! - What is **kept on the GPU** for its group is kept of its own memory only as far as it claims that.
+//! - **Weight**: the client is queued by the later of two finish tags: its owner's, and that of an owner of its own with that weight,
+//!   for which the rest of its owner counts among the others. While it waits it counts for no more than that weight.
+//! - **Maximum of time**: counted for the client alone, beside its owner's.
+//! - **Memory**: its limit is at most this, its context included. An allocation beyond it fails at once, since no other client could
+//!   free memory for it.
+//! - **Protected memory** (`memory-low`): the client uses its group's protection for at most this much.
 
 use crate::{api::*, fairness::share::ShareOwner, machine::Machine};
 

@@ -1,13 +1,11 @@
-//! Groups of clients that may together have no more of each GPU than a rule says (`memory-max`).
+//! Limits for groups of clients: on each GPU, all members together may have no more than their rule's `memory-max`.
 //!
-//! What is bounded is Σ demand, less their contexts, as their promises bound it: Σ promises of a group on a GPU never rises above its most. So
-//! it holds whatever messages are on their way, and whatever a client says: one that claims to need more than it was
-//! promised has that counted against its group, and is promised nothing for it. The group's bytes are divided as the
-//! host's are (`limits`): each client has what it needs and an equal part of the rest, and gets more when it asks.
+//! What is limited is Σ committed of the members on a GPU, their contexts included, so it holds whatever messages are in flight and
+//! whatever clients report: demand beyond a client's limit counts against its group and earns nothing. The group's memory is
+//! divided like host memory (`limit`): each member has what it needs and an equal part of the rest, and more on request.
 //!
-//! A bound that falls below what is there has nobody fail. Limits fall to what the group may have, below what some need
-//! already, so that what is freed from then on is gone, until the rest fits. Meanwhile what is too much is swapped out
-//! whenever its client does not run.
+//! Lowering a limit below current usage fails no existing allocation. Members' limits fall below what some of them need, so that
+//! freed memory stays free until the rest fits; meanwhile the excess is swapped out whenever its client does not run.
 
 use crate::{
     api::*,

@@ -1,11 +1,10 @@
-//! Who is promised how much: each client's limit on each GPU.
+//! Each client's limit on each GPU.
 //!
-//! What does not fit on a GPU is in host memory, so Σ promises ≤ capacity + host memory, which all GPUs share. Where there
-//! is so much of it that everybody can be promised a whole GPU, everybody is. Where there is not, each client has what it
-//! needs and an equal part of what is left (its *slack*), and more when it asks, from the slack of others, if all that is
-//! wished for can be had: an allocation that can be had is granted, one that cannot fails at once. Nobody waits for what
-//! another one holds, so nobody can wait for ever, unless a rule says so (`wishes`). What a rule bounds is divided in the
-//! same way (`groups`). What everybody is to have is worked out in `weigh`; here is how limits get there.
+//! What does not fit on a GPU lives in host memory, which all GPUs share: Σ committed ≤ Σ capacity + host memory. Where host memory
+//! allows it, every client may allocate a whole GPU. Otherwise each client has what it needs and an equal part of the rest (its
+//! *slack*), and more on request, out of the slack of others. A request that can be met is granted and any other fails at once: no
+//! client waits for what another one holds, unless a rule says so (`request`). Groups' limits are divided in the same way (`group`).
+//! The `solver` computes targets; this module brings limits there as clients acknowledge lower ones.
 
 use crate::{
     api::*,

@@ -1,7 +1,7 @@
-//! What one client was promised on one GPU: a limit on its demand. Who is promised what is decided in `limits`.
+//! The limit on one client's demand on one GPU, and the limits before it that are not acknowledged yet.
 //!
-//! A promise's *charge* is the most that the client's demand can be at this moment, whatever messages are still on their
-//! way: a limit that was lowered counts as it was until the client has said that it knows the new one.
+//! *Committed* is the highest demand that the client can have at this moment, whatever messages are in flight: a lowered limit counts
+//! as it was until the client has acknowledged the new one.
 
 use crate::api::{Denial, Time};
 use std::collections::VecDeque;

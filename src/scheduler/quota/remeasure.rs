@@ -1,5 +1,5 @@
-//! Wishes for more than a GPU was last measured to have room for, or than a rule leaves beside a context that was not measured
-//! yet: they are refused only after another measurement. What others used may have gone, and the context may be small.
+//! Limit requests that are held until a fresh measurement: those beyond what the last one left room for, or beyond what a rule
+//! leaves beside a context of unknown size. Memory of other programs may have gone, and the context may be small.
 
 use crate::{api::*, machine::Machine, timers::Wake};
 use std::time::Duration;

@@ -1,7 +1,7 @@
-//! Wishes for a higher limit: an allocation that needs one waits for it. What can be had is granted, what cannot is refused;
-//! or, where a rule says so, waits until others of the group have freed enough, in the order that the rule says.
+//! Requests for a higher limit, each of which an allocation waits for. A request that can be met is granted, any other is denied or,
+//! where a rule says so, waits until other members of the group have freed enough, in the order that the rule sets.
 //!
-//! Where all who could free something wait themselves, nobody ever would: then the last to come is refused.
+//! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for ever.
 
 use crate::{
     api::*,

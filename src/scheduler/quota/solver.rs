@@ -1,5 +1,6 @@
-//! Weighs all promises at a moment: what each client's limit is to be, by what it needs, what it wishes for, what there is,
-//! and what the rule of its group allows. How limits get there is in `limits`.
+//! Computes every client's limit at one moment, from demands, requests, capacities, host memory and the limits of groups: max-min
+//! fairness by water-filling. The level of the water is the *slack* that every client has beyond its demand, found by bisection,
+//! since the use of host memory grows with it. How limits get there is in `limit`.
 
 use crate::{
     api::*,

@@ -1,8 +1,7 @@
-//! What follows from memory that is seen to move between a GPU and the host. Whether it is thrashing, `thrash` says; here
-//! is what that is told, and whom it keeps apart.
+//! What follows from traffic between a GPU and the host: the samples that the detector gets, and the clients that it separates.
 //!
-//! Engine `swap` cannot thrash: what does not fit together is not granted together. Managed memory can, where the
-//! administrator has everybody run (`off`), and for as long as one that cannot drain runs beside others.
+//! Engine `swap` cannot thrash: clients that do not fit together are not granted together. Managed memory can, in mode `off` and
+//! while an undrainable holder runs beside others.
 
 use crate::{
     api::*,
