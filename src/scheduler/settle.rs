@@ -6,6 +6,7 @@ use crate::{
     fairness::share::Precedence,
     lock::queue::{Blocked, Entity, Hold, Request},
     machine::{Machine, QueueKey},
+    memory::reservation::ReservationNeeds,
     policy::{SHORTEST_GRACE, Waiter},
     timers::Wake,
 };
@@ -16,7 +17,7 @@ const PREPARE_STEP: u64 = 256 << 20;
 
 /// A gang that waits for another is looked at again after this: whether the two can run together depends on what is said of
 /// other GPUs.
-const RIVALS_LOOK: Duration = Duration::from_millis(100);
+const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 
 /// A gang's turn is no shorter than so many times what its drain takes.
 const DRAINS_PER_TURN: u32 = 5;
@@ -38,9 +39,56 @@ struct Pressure {
     waiter: Option<Waiter>,
 }
 
+impl Pressure {
+    /// What clients with reservations lack that only holders can give; from here on more than the queue waits for bytes.
+    fn add_reservations(&mut self, needs: &ReservationNeeds) {
+        if needs.short > self.short {
+            self.short = needs.short;
+            self.grower = self.grower.or(needs.caller);
+        }
+        self.overdue = self.short > 0;
+    }
+}
+
 impl Machine {
     pub(crate) fn settle(&mut self, id: GpuId) {
+        // Who is here, how much there is, and in what order they wait.
         self.count_deferred(id);
+        self.note_capacity(id);
+        self.note_offer(id);
+        self.enqueue_unblocked(id);
+        let reclassified = self.reclassify(id);
+
+        // Memory, for those who come first: overdrawn bytes and holders, then reservations, then the queue. `reserved_ahead` is
+        // on its way out and spoken for.
+        let mut pressure = Pressure::default();
+        let holders_lack = self.make_room(id, &mut pressure);
+        let reserved = self.serve_reservations(id, holders_lack);
+        pressure.add_reservations(&reserved);
+        let reserved_ahead = holders_lack.saturating_add(reserved.lacking);
+        let mut lacking = self.serve_queue(id, reserved_ahead, &mut pressure);
+        self.note_conflict(id, &mut pressure);
+        if reserved_ahead == 0 && lacking == 0 {
+            lacking = self.serve_undrainable(id);
+        }
+        let is_enough = reserved_ahead == 0 && lacking == 0;
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.lacking = !is_enough;
+        }
+        let attaching = self.answer_attaching(id);
+        if is_enough {
+            self.credit_ahead(id);
+        }
+
+        // The lock: turns that end, and what holders are told.
+        let turn = self.press(id, &pressure);
+        let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
+        let next = [attaching, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
+        self.timers.set(Wake::Gpu(id), next);
+    }
+
+    /// Requests that pinned memory kept out may fit once there is more room.
+    fn note_capacity(&mut self, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
         if gpu.ledger.take_loosened() || capacity > gpu.capacity {
@@ -51,22 +99,17 @@ impl Machine {
         if let Some(gpu) = self.gpus.get_mut(&id) {
             gpu.capacity = capacity;
         }
-        self.note_offer(id);
+    }
+
+    /// Requests that waited for one of a better class, which has gone.
+    fn enqueue_unblocked(&mut self, id: GpuId) {
         let behind = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.behind).copied();
         let free: Vec<Entity> = behind.filter(|entity| !self.waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));
-        let reclassified = self.reclassify(id);
+    }
 
-        let mut pressure = Pressure::default();
-        let owed = self.make_room(id, &mut pressure);
-        let reserved = self.serve_reservations(id, owed);
-        if reserved.short > pressure.short {
-            pressure.short = reserved.short;
-            pressure.grower = pressure.grower.or(reserved.caller);
-        }
-        let owed = owed.saturating_add(reserved.lacking);
-        pressure.overdue = pressure.short > 0;
-        let mut lacking = self.serve_queue(id, owed, &mut pressure);
+    /// A gang that waits in other queues for the holders of this GPU counts as the first in line here.
+    fn note_conflict(&mut self, id: GpuId, pressure: &mut Pressure) {
         if !pressure.locked_out
             && let Some(rival) = self.rival_of_holders(id)
         {
@@ -74,20 +117,6 @@ impl Machine {
             pressure.locked_out = true;
             pressure.waiter.get_or_insert_default();
         }
-        if owed == 0 && lacking == 0 {
-            lacking = self.serve_undrainable(id);
-        }
-        if let Some(gpu) = self.gpus.get_mut(&id) {
-            gpu.lacking = owed > 0 || lacking > 0;
-        }
-        let attaching = self.answer_attaching(id);
-        if owed == 0 && lacking == 0 {
-            self.credit_ahead(id);
-        }
-        let turn = self.press(id, &pressure);
-        let rivals = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + RIVALS_LOOK);
-        let next = [attaching, turn, reserved.next, reclassified, rivals].into_iter().flatten().min();
-        self.timers.set(Wake::Gpu(id), next);
     }
 
     /// Bytes for those who come before any waiter: contexts and strangers first, then holders that grow. Returns the

@@ -23,7 +23,7 @@ pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// What a client's burst is taken to be before one was seen.
 const FIRST_BURST: Duration = Duration::from_millis(50);
 /// Bytes per second before an eviction was measured, where nothing is known of the link: half of what copies to registered
-/// memory reach [H200].
+/// memory reach (H200).
 pub(crate) const FIRST_RATE: u64 = 24 << 30;
 /// Bytes per second at which memory comes back then: what copies from registered memory reach [H200, PCIe 5].
 pub(crate) const RATE_BACK: u64 = 48 << 30;
