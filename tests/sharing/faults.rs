@@ -75,10 +75,11 @@ impl Chaos {
         self.programs.swap_remove(victim).kill();
     }
 
-    /// Until the time is up; then everybody must come to an end.
+    /// Until the time is up, and some programs have come to an end meanwhile, which takes longer on a busy machine; then all
+    /// others must, too.
     fn run(mut self, mut round: impl FnMut(&mut Self)) {
         let begin = Instant::now();
-        while begin.elapsed() < ROUNDS_FOR {
+        while begin.elapsed() < ROUNDS_FOR || self.finished == 0 && begin.elapsed() < 6 * ROUNDS_FOR {
             self.tend();
             std::thread::sleep(self.random.milliseconds(300));
             round(&mut self);
