@@ -46,10 +46,10 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Reset) => settings::reset(&target),
         Some(Verb::Reload) => settings::reload(&target),
         Some(Verb::Run { library, gpus, memory, command }) => {
-            Err(run::run(library.as_deref(), place::Wish { gpus, memory }, &command))
+            Err(run::run(library.as_deref(), place::GpuRequest { gpus, memory }, &command))
         }
         Some(Verb::Lock { gpu, who, why, command }) => {
-            return lock::lock(&target, &lock::Wish { gpu, who, why }, &command);
+            return lock::lock(&target, &lock::LockRequest { gpu, who, why }, &command);
         }
         Some(Verb::Simulate { replay: Some(bundle), .. }) => {
             let answer = replay::replay(&bundle, arguments.json)?;

@@ -5,7 +5,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
 use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
-use crate::scheduler::{Engine, GpuId, LockState, Stay};
+use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState};
 
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
@@ -36,7 +36,7 @@ pub struct Gpu {
     pub holders: Vec<u64>,
     pub queue: Vec<u64>,
     pub thrashing: bool,
-    pub apart: bool,
+    pub serialized: bool,
 }
 
 /// A client.
@@ -79,7 +79,7 @@ pub struct Pod {
     /// The name of each container, by its id.
     pub containers: HashMap<String, String>,
     /// Keys of a rule that count for this pod where no other rule does; may be empty.
-    pub wish: HashMap<String, OwnedVariant>,
+    pub rule: HashMap<String, OwnedVariant>,
 }
 
 /// What a client does on one GPU.
@@ -98,13 +98,13 @@ pub struct GpuUse {
     pub allowance: u64,
     pub limit: Option<u64>,
     pub memory_max: Option<u64>,
-    pub own_memory_max: Option<u64>,
-    pub awaits: Option<u64>,
+    pub environment_memory_max: Option<u64>,
+    pub pending_limit: Option<u64>,
     pub unverified: Option<u64>,
     pub mapping_failures: u32,
-    pub unseen: bool,
-    pub stays: String,
-    pub fullness: Option<u32>,
+    pub untracked_work: bool,
+    pub eviction_blocked: String,
+    pub utilization: Option<u32>,
     pub lock_time: f64,
     pub wait_time: f64,
     pub grants: u64,
@@ -229,14 +229,14 @@ pub fn state_name(state: LockState, attached: bool) -> &'static str {
 }
 
 /// Why none of a client's memory can leave a GPU.
-pub fn stay_name(stay: Stay) -> &'static str {
-    match stay {
-        Stay::HostFull => "host memory is full",
-        Stay::Broken => "its CUDA contexts are broken",
-        Stay::Late => "it does not answer",
-        Stay::Stopped => "it is stopped",
-        Stay::Undrainable => "its work does not end",
-        Stay::Unfreed => "NVML sees memory that it says it has freed",
+pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
+    match block {
+        EvictionBlock::HostFull => "host memory is full",
+        EvictionBlock::Broken => "its CUDA contexts are broken",
+        EvictionBlock::Late => "it does not answer",
+        EvictionBlock::Stopped => "it is stopped",
+        EvictionBlock::Undrainable => "its work does not end",
+        EvictionBlock::Unfreed => "NVML sees memory that it says it has freed",
     }
 }
 

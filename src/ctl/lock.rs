@@ -14,22 +14,23 @@ use crate::bus::LockFd;
 
 /// Which lock, and what people read about who has it.
 #[derive(Debug)]
-pub struct Wish {
+pub struct LockRequest {
     pub gpu: String,
     pub who: Option<String>,
     pub why: String,
 }
 
 /// Waits for the lock, runs the command and gives its exit code: its own, or 128 and the signal that ended it.
-pub fn lock(target: &Target, wish: &Wish, command: &[OsString]) -> Result<u8, CtlError> {
+pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Result<u8, CtlError> {
     let Some((program, arguments)) = command.split_first() else {
         return Err(CtlError::Failed("there is no command to run".into()));
     };
-    let who = wish.who.clone().unwrap_or_else(|| program.to_string_lossy().into_owned());
+    let who = request.who.clone().unwrap_or_else(|| program.to_string_lossy().into_owned());
     let lock = block_on(async {
         let scheduler = target.connect().await?;
         let options: HashMap<&str, Variant<'_>> = HashMap::new();
-        let lock: LockFd = password::call(&scheduler, "AcquireLock", &(&wish.gpu, &who, &wish.why, options)).await?;
+        let lock: LockFd =
+            password::call(&scheduler, "AcquireLock", &(&request.gpu, &who, &request.why, options)).await?;
         Ok(lock)
     })?;
     // Closed by this process's end, however that comes; the command does not get it.

@@ -7,9 +7,9 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use nvshare_wire::choice::{self, chooser};
-use nvshare_wire::own::{self, OwnTerm};
-use nvshare_wire::scheduler::NoPlace;
+use nvshare_wire::env_limits::{self, LimitName};
+use nvshare_wire::scheduler::NoPlacement;
+use nvshare_wire::visible_devices::{self, chooser};
 use nvshare_wire::{ClientMessage, MAX_LEN, MAX_SLOTS, SchedulerMessage, Text, version};
 
 use super::CtlError;
@@ -23,20 +23,20 @@ const ANSWER: Duration = Duration::from_secs(2);
 
 /// What the command line says of the place.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Wish {
+pub struct GpuRequest {
     pub gpus: Option<u32>,
     pub memory: Option<u64>,
 }
 
 /// `CUDA_VISIBLE_DEVICES` for the command; `None` where it is to stay as it is: also where no scheduler answers.
-pub fn ask(wish: Wish) -> Result<Option<OsString>, CtlError> {
+pub fn ask(request: GpuRequest) -> Result<Option<OsString>, CtlError> {
     let is_off = std::env::var_os("NVSHARE_DISABLE").is_some_and(|value| !value.is_empty() && value != "0");
     if is_off {
         return Ok(None);
     }
     let path = std::env::var_os("NVSHARE_SOCKET").filter(|path| !path.is_empty());
     match Talk::begin(Path::new(path.as_deref().unwrap_or(OsStr::new(CLIENTS_SOCKET)))) {
-        Some(talk) => talk.ask(wish),
+        Some(talk) => talk.ask(request),
         None => Ok(None),
     }
 }
@@ -58,14 +58,14 @@ impl Talk {
             library: Text::new("nvsharectl"),
         })?;
         match talk.hear()? {
-            SchedulerMessage::Welcome { version, .. } if version >= version::PLACING => talk.version = version,
+            SchedulerMessage::Welcome { version, .. } if version >= version::PLACEMENT => talk.version = version,
             _ => return None, // an older one, which places nobody
         }
         Some(talk)
     }
 
-    fn ask(&self, wish: Wish) -> Result<Option<OsString>, CtlError> {
-        let Some(mut answer) = self.say_wish(wish).and_then(|()| self.hear_answer()) else { return Ok(None) };
+    fn ask(&self, request: GpuRequest) -> Result<Option<OsString>, CtlError> {
+        let Some(mut answer) = self.send_request(request).and_then(|()| self.hear_answer()) else { return Ok(None) };
         let mut names: Vec<String> = Vec::new();
         loop {
             match answer {
@@ -77,7 +77,7 @@ impl Talk {
                         return Ok(Some(names.join(",").into()));
                     }
                 }
-                SchedulerMessage::Unplaced { outcome: NoPlace::NoGpu, text } => {
+                SchedulerMessage::Unplaced { outcome: NoPlacement::NoGpu, text } => {
                     return Err(CtlError::Failed(format!("there is no GPU for the command: {}", text.as_str())));
                 }
                 _ => return Ok(None),
@@ -89,22 +89,22 @@ impl Talk {
         }
     }
 
-    fn say_wish(&self, wish: Wish) -> Option<()> {
+    fn send_request(&self, request: GpuRequest) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
         // The command will say the same of itself.
-        if self.version >= version::OWN {
-            for term in OwnTerm::ALL {
-                let value = environment(term.variable()).unwrap_or_default();
-                own::parts(term, &value).try_for_each(|part| self.say(&part))?;
+        if self.version >= version::ENV_LIMITS {
+            for limit in LimitName::ALL {
+                let value = environment(limit.variable()).unwrap_or_default();
+                env_limits::parts(limit, &value).try_for_each(|part| self.say(&part))?;
             }
         }
-        for part in choice::parts(&environment(choice::VISIBLE).unwrap_or_default()) {
+        for part in visible_devices::parts(&environment(visible_devices::VISIBLE).unwrap_or_default()) {
             self.say(&part)?;
         }
-        self.say(&ClientMessage::Place {
+        self.say(&ClientMessage::RequestPlacement {
             chooser: chooser(environment),
-            count: wish.gpus.unwrap_or(0),
-            bytes: wish.memory.unwrap_or(0),
+            count: request.gpus.unwrap_or(0),
+            bytes: request.memory.unwrap_or(0),
             devices: devices(),
             ahead: 1,
         })

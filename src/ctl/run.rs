@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::CtlError;
-use super::place::{self, Wish};
+use super::place::{self, GpuRequest};
 
 const LIBRARY: &str = "libnvshare.so";
 const PRELOAD: &str = "LD_PRELOAD";
 
 /// Never returns where the command can be started.
-pub fn run(library: Option<&Path>, wish: Wish, command: &[OsString]) -> CtlError {
+pub fn run(library: Option<&Path>, request: GpuRequest, command: &[OsString]) -> CtlError {
     let Some((program, arguments)) = command.split_first() else {
         return CtlError::Failed("there is no command to run".into());
     };
@@ -25,7 +25,7 @@ pub fn run(library: Option<&Path>, wish: Wish, command: &[OsString]) -> CtlError
     let preload = preload(std::env::var_os(PRELOAD).as_deref(), &library);
     let mut starting = Command::new(program);
     starting.args(arguments).env(PRELOAD, preload);
-    match place::ask(wish) {
+    match place::ask(request) {
         Ok(Some(gpus)) => drop(starting.env("CUDA_VISIBLE_DEVICES", gpus)),
         Ok(None) => {}
         Err(e) => return e,

@@ -123,7 +123,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     if gpu.accounting == "reports" {
         out.push_str("  NVML does not measure this GPU: programs are believed what memory they report\n");
     }
-    match (gpu.thrashing, gpu.apart) {
+    match (gpu.thrashing, gpu.serialized) {
         (true, true) => out.push_str("  thrashing: programs push each other's memory off this GPU, and take turns for now\n"),
         (true, false) => out.push_str(
             "  thrashing: programs push each other's memory off this GPU (to end it: nvsharectl set anti-thrash auto)\n",
@@ -210,7 +210,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         }
     }
     for client in clients {
-        for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.awaits) {
+        for bytes in client.gpus.iter().filter(|u| u.uuid == gpu.uuid).filter_map(|usage| usage.pending_limit) {
             let (id, bytes) = (client.id, units::size(bytes));
             let _ = writeln!(out, "  Client {id} waits for memory: for {bytes} in all, when others have freed enough.");
         }
@@ -246,7 +246,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         }
     }
     // Each gang once.
-    let first = |client: &&Client| client.gang.first().is_some_and(|fellow| client.id < *fellow);
+    let first = |client: &&Client| client.gang.first().is_some_and(|peer| client.id < *peer);
     for client in clients.iter().filter(here).filter(first) {
         let others: Vec<String> = client.gang.iter().map(u64::to_string).collect();
         let _ = writeln!(out, "  Client {} runs together with {}.", client.id, others.join(", "));
@@ -256,12 +256,12 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
         let still = if is_here { "" } else { ", and does not use it yet" };
         let _ = writeln!(out, "  Client {} was placed on this GPU{still}.", client.id);
     }
-    for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.unseen)) {
+    for client in clients.iter().filter(|client| client.gpus.iter().any(|u| u.uuid == gpu.uuid && u.untracked_work)) {
         let _ = writeln!(out, "  Client {} gives this GPU work by another API than CUDA: its memory stays.", client.id);
     }
     for client in clients {
-        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && !u.stays.is_empty()) {
-            let _ = writeln!(out, "  The memory of client {} stays on the GPU: {}.", client.id, usage.stays);
+        for usage in client.gpus.iter().filter(|u| u.uuid == gpu.uuid && !u.eviction_blocked.is_empty()) {
+            let _ = writeln!(out, "  The memory of client {} stays on the GPU: {}.", client.id, usage.eviction_blocked);
         }
     }
 }
@@ -362,7 +362,7 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "holders": gpu.holders,
         "queue": gpu.queue,
         "thrashing": gpu.thrashing,
-        "apart": gpu.apart,
+        "serialized": gpu.serialized,
     })
 }
 
@@ -409,13 +409,13 @@ fn use_json(usage: &GpuUse) -> Value {
         "allowance": usage.allowance,
         "limit": usage.limit,
         "memory-max": usage.memory_max,
-        "own-memory-max": usage.own_memory_max,
-        "awaits": usage.awaits,
+        "environment-memory-max": usage.environment_memory_max,
+        "pending-limit": usage.pending_limit,
         "unverified": usage.unverified,
         "mapping-failures": usage.mapping_failures,
-        "unseen": usage.unseen,
-        "stays": usage.stays,
-        "fullness": usage.fullness,
+        "untracked-work": usage.untracked_work,
+        "eviction-blocked": usage.eviction_blocked,
+        "utilization": usage.utilization,
         "lock-time": usage.lock_time,
         "wait-time": usage.wait_time,
         "grants": usage.grants,
@@ -494,7 +494,7 @@ GPU 0  NVIDIA H200  GPU-1
 ";
         assert!(!text(&status, Style::default()).contains("another API"));
         let mut other = status.clone();
-        other.clients[1].gpus[0].unseen = true;
+        other.clients[1].gpus[0].untracked_work = true;
         assert!(
             text(&other, Style::default())
                 .ends_with("  Client 2 gives this GPU work by another API than CUDA: its memory stays.\n")
@@ -505,7 +505,7 @@ GPU 0  NVIDIA H200  GPU-1
         (usage.engine, usage.engine_reason) = ("none".into(), bus::engine_reason(EngineReason::Asked).into());
         assert!(text(&asked, Style::default()).ends_with("  Client 3 has engine none: NVSHARE_ENGINE asks for it.\n"));
         let mut stays = status.clone();
-        stays.clients[0].gpus[0].stays = "host memory is full".into();
+        stays.clients[0].gpus[0].eviction_blocked = "host memory is full".into();
         assert!(
             text(&stays, Style::default())
                 .ends_with("  The memory of client 1 stays on the GPU: host memory is full.\n")
@@ -522,8 +522,8 @@ GPU 0  NVIDIA H200  GPU-1
 
     #[test]
     fn it_says_that_programs_thrash_and_that_they_take_turns_for_it() {
-        let of = |thrashing, apart| {
-            let gpus = vec![Gpu { thrashing, apart, ..Gpu::default() }];
+        let of = |thrashing, serialized| {
+            let gpus = vec![Gpu { thrashing, serialized, ..Gpu::default() }];
             text(&Status { gpus, ..Status::default() }, Style::default())
         };
         assert!(of(true, false).contains("thrashing: ") && of(true, false).contains("nvsharectl set anti-thrash auto"));

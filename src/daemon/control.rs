@@ -46,7 +46,7 @@ impl Control {
                 answer_once_written(written, reply);
             }
             Request::SetPods(pods, reply) => drop(reply.send(hub.borrow_mut().set_pods(pods))),
-            Request::Lock(wish, reply) => drop(reply.send(lock::acquire(hub, shared, wish))),
+            Request::Lock(request, reply) => drop(reply.send(lock::acquire(hub, shared, request))),
             Request::Debug(reply) => drop(reply.send(Box::new(hub.borrow().debug_snapshot()))),
             Request::Reload(reply) => drop(reply.send(self.reload(hub))),
             Request::Reset(reply) => answer_once_written(self.reset(hub), reply),

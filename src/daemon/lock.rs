@@ -33,7 +33,7 @@ const ALONE: u32 = 2000;
 
 /// What somebody asks for.
 #[derive(Debug)]
-pub struct Wish {
+pub struct LockRequest {
     /// By UUID or number; empty where there is only one.
     pub gpu: String,
     pub who: String,
@@ -51,10 +51,10 @@ pub struct Wanted {
 }
 
 /// Lets somebody in, and gives the end of the pair that is theirs.
-pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, wish: Wish) -> Result<OwnedFd, Error> {
+pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest) -> Result<OwnedFd, Error> {
     let failed = |e: io::Error| Error::Failed(format!("cannot make a lock: {e}"));
-    let wanted = hub.borrow().find_gpu(&wish.gpu).map_err(Error::InvalidArgument)?;
-    for (what, text) in [("who", &wish.who), ("why", &wish.why)] {
+    let wanted = hub.borrow().find_gpu(&request.gpu).map_err(Error::InvalidArgument)?;
+    for (what, text) in [("who", &request.who), ("why", &request.why)] {
         if text.is_empty() || text.chars().count() > MAX_TEXT {
             return Err(Error::InvalidArgument(format!(
                 "{what} has to have 1 to {MAX_TEXT} characters, for people to read"
@@ -62,8 +62,8 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, wish: Wish) -> Resul
         }
     }
     let most = hub.borrow().config.max_clients_per_user;
-    let (counted, count) = Counted::new(shared.connections.clone(), wish.uid);
-    if wish.uid != 0 && count > most {
+    let (counted, count) = Counted::new(shared.connections.clone(), request.uid);
+    if request.uid != 0 && count > most {
         let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
         return Err(Error::TooMany(text));
     }
@@ -75,10 +75,10 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, wish: Wish) -> Resul
     let link = Rc::new(Link::new(hubs, version::MAX).map_err(failed)?);
     let ours = socket::watch(ours).map_err(failed)?;
     let identity = Identity {
-        pid: wish.pid,
-        uid: wish.uid,
-        name: printable(&wish.who),
-        why: printable(&wish.why),
+        pid: request.pid,
+        uid: request.uid,
+        name: printable(&request.who),
+        why: printable(&request.why),
         ..Identity::default()
     };
     let arrival = Arrival {
@@ -150,7 +150,7 @@ impl Keeper<'_> {
             let Some(packet) = buffer.get(..length) else { return };
             match SchedulerMessage::decode(packet, version::MAX) {
                 Ok(SchedulerMessage::Grant { .. }) => {
-                    self.say(ClientMessage::Fullness { slot: SLOT, permille: ALONE });
+                    self.say(ClientMessage::Utilization { slot: SLOT, permille: ALONE });
                     self.tell("granted\n");
                 }
                 Ok(SchedulerMessage::Contended { waiters: 1.., .. }) => self.tell("wanted\n"),

@@ -40,12 +40,12 @@ impl Outbox {
 
 /// Whether nobody needs `older` once `newer` is there. The lock's own moves are never dropped.
 fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
-    use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Revoke, Room, Waiting};
+    use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Reserved, Revoke, Waiting};
     match (newer, older) {
         (Allowance { slot: new, .. }, Allowance { slot: old, .. }) => new == old,
         (Limit { slot: new, .. }, Limit { slot: old, .. }) => new == old,
         (MemoryMax { uuid: new, .. }, MemoryMax { uuid: old, .. }) => new == old,
-        (Room { slot: new, .. }, Room { slot: old, .. }) => new == old,
+        (Reserved { slot: new, .. }, Reserved { slot: old, .. }) => new == old,
         (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
         (Denied { slot: new, what: a, .. }, Denied { slot: old, what: b, .. }) => new == old && a == b,
         (Contended { gpus: new, .. }, Contended { gpus: old, .. }) => new == old,

@@ -1,4 +1,4 @@
-//! Pods of this node, as an agent tells that asks Kubernetes: names for what control groups only number, and what pods wish
+//! Pods of this node, as an agent tells that asks Kubernetes: names for what control groups only number, and what pods rule
 //! for themselves.
 
 use std::collections::{BTreeMap, HashMap};
@@ -19,21 +19,21 @@ struct Known {
     name: String,
     /// The name of each container, by its id.
     containers: HashMap<String, String>,
-    wish: Option<Rule>,
+    rule: Option<Rule>,
 }
 
-/// Why the wish of a pod counts for nothing, by the pod's UID.
+/// Why the rule of a pod counts for nothing, by the pod's UID.
 pub type Refused = HashMap<String, String>;
 
 impl Pods {
-    /// Reads what is told, or a sentence about what is wrong with it. A wish that is wrong is its pod's business alone.
+    /// Reads what is told, or a sentence about what is wrong with it. A rule that is wrong is its pod's business alone.
     pub fn read(told: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
         if told.len() > MAX_PODS {
             return Err(format!("{} pods are more than a node can have: {MAX_PODS} are allowed", told.len()));
         }
         let (mut pods, mut refused) = (Self::default(), Refused::new());
         for pod in told {
-            let bus::Pod { uid, namespace, name, containers, wish } = pod;
+            let bus::Pod { uid, namespace, name, containers, rule } = pod;
             if !is_pod_uid(&uid) {
                 return Err(format!("{uid:?} is not the UID of a pod"));
             }
@@ -42,14 +42,14 @@ impl Pods {
                     return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
                 }
             }
-            let wish = match read_wish(&uid, &namespace, &name, &wish) {
-                Ok(wish) => wish,
+            let rule = match read_rule(&uid, &namespace, &name, &rule) {
+                Ok(rule) => rule,
                 Err(why) => {
                     refused.insert(uid.clone(), why);
                     None
                 }
             };
-            pods.0.insert(uid, Known { namespace, name, containers, wish });
+            pods.0.insert(uid, Known { namespace, name, containers, rule });
         }
         Ok((pods, refused))
     }
@@ -58,21 +58,21 @@ impl Pods {
     pub fn reconcile(&mut self, contradicted: impl Fn(&Rule, &[Rule]) -> Option<String>) -> Refused {
         let (mut kept, mut refused) = (Vec::new(), Refused::new());
         for (uid, pod) in &mut self.0 {
-            let Some(wish) = &pod.wish else { continue };
-            match contradicted(wish, &kept) {
-                None => kept.push(wish.clone()),
+            let Some(rule) = &pod.rule else { continue };
+            match contradicted(rule, &kept) {
+                None => kept.push(rule.clone()),
                 Some(why) => {
                     refused.insert(uid.clone(), why);
-                    pod.wish = None;
+                    pod.rule = None;
                 }
             }
         }
         refused
     }
 
-    /// What pods wish for themselves.
+    /// What pods rule for themselves.
     pub fn wishes(&self) -> Vec<Rule> {
-        self.0.values().filter_map(|pod| pod.wish.clone()).collect()
+        self.0.values().filter_map(|pod| pod.rule.clone()).collect()
     }
 
     /// Names the pod that a process is in, and its container there.
@@ -95,18 +95,18 @@ impl Pods {
     }
 }
 
-fn read_wish(
+fn read_rule(
     uid: &str,
     namespace: &str,
     name: &str,
-    wish: &HashMap<String, zbus::OwnedVariant>,
+    rule: &HashMap<String, zbus::OwnedVariant>,
 ) -> Result<Option<Rule>, String> {
-    if wish.is_empty() {
+    if rule.is_empty() {
         return Ok(None);
     }
-    let mut keys = table(wish)?;
+    let mut keys = table(rule)?;
     if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
-        return Err(format!("a pod's wish is about that pod: {key} has no place in it"));
+        return Err(format!("a pod's rule is about that pod: {key} has no place in it"));
     }
     keys.insert("pod".into(), uid.into());
     keys.insert("name".into(), format!("{namespace}/{name}").into());
@@ -123,14 +123,14 @@ mod tests {
     const UID: &str = "01234567-89ab-cdef-0123-456789abcdef";
     const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
-    fn pod(wish: &[(&str, &str)]) -> bus::Pod {
+    fn pod(rule: &[(&str, &str)]) -> bus::Pod {
         let value = |text: &str| OwnedVariant::try_from(Variant::from(text)).expect("a value");
         bus::Pod {
             uid: UID.into(),
             namespace: "team-a".into(),
             name: "train-0".into(),
             containers: HashMap::from([(ID.to_owned(), "main".to_owned())]),
-            wish: wish.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect(),
+            rule: rule.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect(),
         }
     }
 

@@ -245,9 +245,9 @@ fn admit(hub: &Rc<RefCell<Hub>>, mut statements: Vec<Statement>, shared: &Rc<Sha
 }
 
 fn is_wish(packet: &[u8], version: u16) -> bool {
-    use ClientMessage::{Open, Request, Squeeze, Wish};
+    use ClientMessage::{Open, Request, RequestLimit, Reserve};
     let message = ClientMessage::decode(packet, version);
-    matches!(message, Ok(Open { .. } | Request { .. } | Squeeze { .. } | Wish { .. }))
+    matches!(message, Ok(Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }))
 }
 
 #[cfg(test)]

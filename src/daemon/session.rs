@@ -4,9 +4,9 @@
 use std::fmt;
 use std::time::Duration;
 
-use nvshare_wire::choice::Chooser;
 use nvshare_wire::client::{EngineReason, GpuKind};
-use nvshare_wire::own::{self, OwnTerm};
+use nvshare_wire::env_limits::{self, LimitName};
+use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 
 use crate::config::rules::variable;
@@ -32,7 +32,7 @@ pub enum Violation {
     Bytes { field: &'static str, bytes: u64 },
     TooManyGpus,
     Choice,
-    Own { term: OwnTerm },
+    EnvLimit { limit: LimitName },
     Unread,
 }
 
@@ -51,8 +51,8 @@ impl fmt::Display for Violation {
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
             Self::TooManyGpus => f.write_str("one more GPU that only clients know: there are too many"),
             Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
-            Self::Own { term } => {
-                write!(f, "a value of {} with more than {} bytes", variable(*term), own::LONGEST)
+            Self::EnvLimit { limit } => {
+                write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)
             }
             Self::Unread => f.write_str("it does not read what it is sent"),
         }
@@ -90,8 +90,8 @@ pub enum Meaning {
     /// Asks which GPUs it is to see.
     Place(Ask),
     /// Says what its environment allows it.
-    Own {
-        term: OwnTerm,
+    EnvLimit {
+        limit: LimitName,
         text: String,
     },
     /// Nothing yet: more follows.
@@ -127,7 +127,7 @@ pub struct Session {
     /// What it has said of its list of GPUs.
     choice: String,
     /// What it has said of a value that goes on.
-    own: Option<(OwnTerm, String)>,
+    own: Option<(LimitName, String)>,
 }
 
 impl Session {
@@ -184,14 +184,14 @@ impl Session {
                 let device_free = (device_free != u64::MAX).then_some(device_free);
                 Meaning::Memory { gpu, report, device_free, host, counts }
             }
-            ClientMessage::Wish { slot, bytes } => {
-                Meaning::Event(Event::Wished { client, gpu: self.gpu(slot)?, bytes })
+            ClientMessage::RequestLimit { slot, bytes } => {
+                Meaning::Event(Event::LimitRequested { client, gpu: self.gpu(slot)?, bytes })
             }
-            ClientMessage::Fullness { slot, permille } => {
-                Meaning::Event(Event::Fullness { client, gpu: self.gpu(slot)?, permille })
+            ClientMessage::Utilization { slot, permille } => {
+                Meaning::Event(Event::Utilization { client, gpu: self.gpu(slot)?, permille })
             }
-            ClientMessage::Squeeze { slot, bytes } => {
-                Meaning::Event(Event::Squeezed { client, gpu: self.gpu(slot)?, bytes })
+            ClientMessage::Reserve { slot, bytes } => {
+                Meaning::Event(Event::ReservationRequested { client, gpu: self.gpu(slot)?, bytes })
             }
             ClientMessage::Request { gpus } => {
                 Meaning::Event(Event::Requested { client, gpus: self.gpus(gpus, "Request")? })
@@ -206,31 +206,31 @@ impl Session {
             ClientMessage::Stuck { gpus, reason } => {
                 Meaning::Event(Event::Stuck { client, gpus: self.gpus(gpus, "Stuck")?, reason })
             }
-            ClientMessage::Choice { text } => {
+            ClientMessage::VisibleDevices { text } => {
                 self.choice.push_str(text.as_str());
                 if self.choice.len() > MAX_CHOICE {
                     return Err(Violation::Choice);
                 }
                 Meaning::Part
             }
-            ClientMessage::Place { chooser, count, bytes, devices, ahead } => {
+            ClientMessage::RequestPlacement { chooser, count, bytes, devices, ahead } => {
                 if bytes > MAX_BYTES {
                     return Err(Violation::Bytes { field: "bytes", bytes });
                 }
                 let (choice, bytes) = (std::mem::take(&mut self.choice), Some(bytes).filter(|bytes| *bytes > 0));
                 Meaning::Place(Ask { chooser, choice, count, bytes, devices, ahead: ahead != 0 })
             }
-            ClientMessage::Own { term, more, text: part } => {
-                let before = self.own.take().filter(|(other, _)| *other == term);
+            ClientMessage::EnvLimit { limit, more, text: part } => {
+                let before = self.own.take().filter(|(other, _)| *other == limit);
                 let mut text = before.map(|(_, text)| text).unwrap_or_default();
                 text.push_str(part.as_str());
-                if text.len() > own::LONGEST {
-                    return Err(Violation::Own { term });
+                if text.len() > env_limits::LONGEST {
+                    return Err(Violation::EnvLimit { limit });
                 }
                 if more == 0 {
-                    return Ok(Meaning::Own { term, text });
+                    return Ok(Meaning::EnvLimit { limit, text });
                 }
-                self.own = Some((term, text));
+                self.own = Some((limit, text));
                 Meaning::Part
             }
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {

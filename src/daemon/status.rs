@@ -75,7 +75,7 @@ mod tests {
             library: String::new(),
             rule: Default::default(),
             own: Default::default(),
-            fellows: Vec::new(),
+            gang_peers: Vec::new(),
             placed: Vec::new(),
             connected: SystemTime::UNIX_EPOCH,
             stopped: false,

@@ -105,13 +105,13 @@ fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference>
 
 /// Follows what was recorded.
 struct Observer {
-    seats: BTreeMap<(ClientId, GpuId), Seat>,
+    attachments: BTreeMap<(ClientId, GpuId), Attachment>,
     tallies: BTreeMap<(ClientId, GpuId), Tally>,
     moments: Vec<Moment>,
 }
 
 #[derive(Debug, Default)]
-struct Seat {
+struct Attachment {
     waits_since: Option<Time>,
     holds_since: Option<Time>,
     mapped: u64,
@@ -120,51 +120,56 @@ struct Seat {
 
 impl Observer {
     fn new(machine: &Machine) -> Self {
-        let mut seats: BTreeMap<(ClientId, GpuId), Seat> = BTreeMap::new();
+        let mut attachments: BTreeMap<(ClientId, GpuId), Attachment> = BTreeMap::new();
         for client in machine.clients() {
-            for seat in client.seats {
-                let known = Seat { mapped: seat.mapped, allowance: seat.allowance, ..Seat::default() };
-                seats.insert((client.client, seat.gpu), known);
+            for attachment in client.attachments {
+                let known =
+                    Attachment { mapped: attachment.mapped, allowance: attachment.allowance, ..Attachment::default() };
+                attachments.insert((client.client, attachment.gpu), known);
             }
         }
         for gpu in machine.gpus() {
             for holder in gpu.holders {
-                seats.entry((holder.client, gpu.gpu)).or_default().holds_since = Some(Time::ZERO);
+                attachments.entry((holder.client, gpu.gpu)).or_default().holds_since = Some(Time::ZERO);
             }
             for waiter in gpu.waiters {
-                seats.entry((waiter.client, gpu.gpu)).or_default().waits_since = Some(Time::ZERO);
+                attachments.entry((waiter.client, gpu.gpu)).or_default().waits_since = Some(Time::ZERO);
             }
         }
-        Self { tallies: seats.keys().map(|key| (*key, Tally::default())).collect(), seats, moments: Vec::new() }
+        Self {
+            tallies: attachments.keys().map(|key| (*key, Tally::default())).collect(),
+            attachments,
+            moments: Vec::new(),
+        }
     }
 
     /// Who waits for a GPU or holds it already is counted from then.
     fn begin(&mut self, at: Time) {
-        for seat in self.seats.values_mut() {
-            seat.waits_since = seat.waits_since.map(|_| at);
-            seat.holds_since = seat.holds_since.map(|_| at);
+        for attachment in self.attachments.values_mut() {
+            attachment.waits_since = attachment.waits_since.map(|_| at);
+            attachment.holds_since = attachment.holds_since.map(|_| at);
         }
     }
 
     fn observe(&mut self, entry: &Entry) {
         let at = entry.at;
         match &entry.event {
-            Event::Requested { client, gpus } => self.each(*client, gpus, |seat, _| {
-                seat.waits_since.get_or_insert(at);
+            Event::Requested { client, gpus } => self.each(*client, gpus, |attachment, _| {
+                attachment.waits_since.get_or_insert(at);
                 None
             }),
-            Event::Cancelled { client, gpus } => self.each(*client, gpus, |seat, tally| {
-                seat.stop_waiting(tally, at);
+            Event::Cancelled { client, gpus } => self.each(*client, gpus, |attachment, tally| {
+                attachment.stop_waiting(tally, at);
                 None
             }),
             // Granted by the scheduler before this one.
-            Event::Held { client, gpus } => self.each(*client, gpus, |seat, _| {
-                seat.holds_since.get_or_insert(at);
+            Event::Held { client, gpus } => self.each(*client, gpus, |attachment, _| {
+                attachment.holds_since.get_or_insert(at);
                 None
             }),
             Event::Released { client, gpus, reason, .. } => {
-                let what = |seat: &mut Seat, tally: &mut Tally| {
-                    let held = seat.stop_holding(tally, at)?;
+                let what = |attachment: &mut Attachment, tally: &mut Tally| {
+                    let held = attachment.stop_holding(tally, at)?;
                     tally.releases += 1;
                     tally.failed_mappings += u64::from(*reason == ReleaseReason::NoMemory);
                     Some(What::Released(*reason, held))
@@ -172,8 +177,8 @@ impl Observer {
                 self.note(entry, *client, gpus, what);
             }
             Event::Memory { client, gpu, report } => {
-                self.each(*client, &GpuSet::from([*gpu]), |seat, _| {
-                    seat.mapped = report.mapped;
+                self.each(*client, &GpuSet::from([*gpu]), |attachment, _| {
+                    attachment.mapped = report.mapped;
                     None
                 });
             }
@@ -181,7 +186,7 @@ impl Observer {
             Event::Disconnected { client } => {
                 let all =
                     (*client, GpuId(nvshare_wire::Uuid([0; 16])))..=(*client, GpuId(nvshare_wire::Uuid([255; 16])));
-                let gpus: Vec<GpuId> = self.seats.range(all).map(|((_, gpu), _)| *gpu).collect();
+                let gpus: Vec<GpuId> = self.attachments.range(all).map(|((_, gpu), _)| *gpu).collect();
                 gpus.into_iter().for_each(|gpu| self.leave(*client, gpu, at));
             }
             _ => {}
@@ -194,9 +199,9 @@ impl Observer {
     fn command(&mut self, entry: &Entry, command: &Command) {
         let at = entry.at;
         match command {
-            Command::Grant { client, gpus } => self.note(entry, *client, gpus, |seat, tally| {
-                let waited = seat.stop_waiting(tally, at);
-                seat.holds_since.get_or_insert(at);
+            Command::Grant { client, gpus } => self.note(entry, *client, gpus, |attachment, tally| {
+                let waited = attachment.stop_waiting(tally, at);
+                attachment.holds_since.get_or_insert(at);
                 tally.grants += 1;
                 Some(What::Granted(waited))
             }),
@@ -205,8 +210,8 @@ impl Observer {
                 Some(What::Revoked)
             }),
             Command::Allowance { client, gpu, bytes, .. } => {
-                self.note(entry, *client, &GpuSet::from([*gpu]), |seat, tally| {
-                    let may_have = seat.mapped.min(std::mem::replace(&mut seat.allowance, *bytes));
+                self.note(entry, *client, &GpuSet::from([*gpu]), |attachment, tally| {
+                    let may_have = attachment.mapped.min(std::mem::replace(&mut attachment.allowance, *bytes));
                     let leaves = may_have.saturating_sub(*bytes);
                     (leaves > 0).then(|| {
                         tally.evictions += 1;
@@ -225,10 +230,10 @@ impl Observer {
         }
     }
 
-    fn each(&mut self, client: ClientId, gpus: &GpuSet, f: impl Fn(&mut Seat, &mut Tally) -> Option<What>) {
+    fn each(&mut self, client: ClientId, gpus: &GpuSet, f: impl Fn(&mut Attachment, &mut Tally) -> Option<What>) {
         for gpu in gpus {
             let key = (client, *gpu);
-            f(self.seats.entry(key).or_default(), self.tallies.entry(key).or_default());
+            f(self.attachments.entry(key).or_default(), self.tallies.entry(key).or_default());
         }
     }
 
@@ -237,33 +242,33 @@ impl Observer {
         entry: &Entry,
         client: ClientId,
         gpus: &GpuSet,
-        f: impl Fn(&mut Seat, &mut Tally) -> Option<What>,
+        f: impl Fn(&mut Attachment, &mut Tally) -> Option<What>,
     ) {
         for gpu in gpus {
             let key = (client, *gpu);
-            let what = f(self.seats.entry(key).or_default(), self.tallies.entry(key).or_default());
+            let what = f(self.attachments.entry(key).or_default(), self.tallies.entry(key).or_default());
             let moment = |what| Moment { entry: entry.number, at: entry.at, client, gpu: *gpu, what };
             self.moments.extend(what.map(moment));
         }
     }
 
     fn leave(&mut self, client: ClientId, gpu: GpuId, at: Time) {
-        if let Some(mut seat) = self.seats.remove(&(client, gpu)) {
+        if let Some(mut attachment) = self.attachments.remove(&(client, gpu)) {
             let tally = self.tallies.entry((client, gpu)).or_default();
-            seat.stop_waiting(tally, at);
-            seat.stop_holding(tally, at);
+            attachment.stop_waiting(tally, at);
+            attachment.stop_holding(tally, at);
         }
     }
 
     /// Waits and turns that go on are counted until then.
     fn end(mut self, at: Time) -> (Vec<Moment>, BTreeMap<(ClientId, GpuId), Tally>) {
-        let keys: Vec<(ClientId, GpuId)> = self.seats.keys().copied().collect();
+        let keys: Vec<(ClientId, GpuId)> = self.attachments.keys().copied().collect();
         keys.into_iter().for_each(|(client, gpu)| self.leave(client, gpu, at));
         (self.moments, self.tallies)
     }
 }
 
-impl Seat {
+impl Attachment {
     fn stop_waiting(&mut self, tally: &mut Tally, at: Time) -> Duration {
         let waited = self.waits_since.take().map_or(Duration::ZERO, |since| at.saturating_sub(since));
         tally.waited += waited;

@@ -1,4 +1,4 @@
-//! Measurements of GPUs ([`Event::Present`], [`Event::Contexts`]) name every client, several times a second, and most of
+//! Measurements of GPUs ([`Event::Measured`], [`Event::ContextSizes`]) name every client, several times a second, and most of
 //! the figures are those of the measurement before: only those that changed are stored.
 
 use std::collections::BTreeMap;
@@ -18,13 +18,13 @@ impl Samples {
     /// The event with the figures that changed, and the clients that are no longer named. `None`: it is stored as it is.
     pub fn reduce(&mut self, event: &Event) -> (Option<Event>, Vec<ClientId>) {
         match *event {
-            Event::Present { gpu, begun, free, ref found } => {
+            Event::Measured { gpu, begun, free, ref found } => {
                 let (found, gone) = differences(self.present.entry(gpu).or_default(), found);
-                (Some(Event::Present { gpu, begun, free, found }), gone)
+                (Some(Event::Measured { gpu, begun, free, found }), gone)
             }
-            Event::Contexts { gpu, ref bytes } => {
+            Event::ContextSizes { gpu, ref bytes } => {
                 let (bytes, gone) = differences(self.contexts.entry(gpu).or_default(), bytes);
-                (Some(Event::Contexts { gpu, bytes }), gone)
+                (Some(Event::ContextSizes { gpu, bytes }), gone)
             }
             _ => (None, Vec::new()),
         }
@@ -33,13 +33,13 @@ impl Samples {
     /// The event as it was before [`Self::reduce`].
     pub fn restore(&mut self, event: Event, gone: &[ClientId]) -> Event {
         match event {
-            Event::Present { gpu, begun, free, found } => {
+            Event::Measured { gpu, begun, free, found } => {
                 let found = whole(self.present.entry(gpu).or_default(), found, gone);
-                Event::Present { gpu, begun, free, found }
+                Event::Measured { gpu, begun, free, found }
             }
-            Event::Contexts { gpu, bytes } => {
+            Event::ContextSizes { gpu, bytes } => {
                 let bytes = whole(self.contexts.entry(gpu).or_default(), bytes, gone);
-                Event::Contexts { gpu, bytes }
+                Event::ContextSizes { gpu, bytes }
             }
             event => event,
         }

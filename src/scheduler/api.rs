@@ -8,7 +8,7 @@ pub use nvshare_wire::Uuid;
 pub use nvshare_wire::client::{Engine, ReleaseReason, StuckReason};
 pub use nvshare_wire::scheduler::WaitReason;
 
-pub use crate::placement::{Labels, Misfit, Placement, Wish};
+pub use crate::placement::{Labels, Placement, PlacementError, PlacementRequest};
 
 /// Time since an arbitrary start; the daemon passes `CLOCK_MONOTONIC`.
 pub type Time = Duration;
@@ -88,13 +88,13 @@ pub struct GroupId(pub u64);
 #[serde(rename_all = "kebab-case")]
 pub struct Group {
     pub id: GroupId,
-    pub terms: Terms,
+    pub limits: RuleLimits,
 }
 
 /// What a rule says of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Terms {
+pub struct RuleLimits {
     pub memory_max: Amount,
     /// So much of each GPU is taken from it only where nobody else has any to give.
     pub memory_low: Option<Amount>,
@@ -111,7 +111,7 @@ pub struct Terms {
 /// and only where it is tighter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Own {
+pub struct EnvLimits {
     pub memory_max: Amount,
     /// Of what a rule has kept on the GPU for its group, so much of its memory.
     pub memory_low: Option<Amount>,
@@ -127,7 +127,7 @@ pub struct Own {
     pub patient: bool,
 }
 
-impl Default for Own {
+impl Default for EnvLimits {
     fn default() -> Self {
         Self {
             memory_max: Amount::Infinity,
@@ -221,7 +221,7 @@ pub enum Denial {
     /// It could have more memory that has to leave GPUs than it may.
     SwapMax,
     /// It would have more than it says itself that it may.
-    Own,
+    EnvLimit,
     /// Its context, with the memory that another client needs, would not fit on the GPU.
     NoContext,
     /// It needs more already than the driver can map, though no other client has anything on the GPU.
@@ -262,7 +262,7 @@ pub struct Traffic {
 /// Why none of a client's memory can leave a GPU now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Stay {
+pub enum EvictionBlock {
     /// The host has no room for it.
     HostFull,
     /// Its contexts do not work any more.
@@ -307,7 +307,7 @@ pub enum Event {
     /// What clients were found to have on a GPU, their contexts left out, and how many bytes were free there in all, at a
     /// moment that was not before `begun`. A client that is not named could not be measured. The answer to
     /// `Command::Measure`, after `GpuOverhead` of the same measurement; and unasked.
-    Present {
+    Measured {
         gpu: GpuId,
         begun: Time,
         free: Option<u64>,
@@ -315,7 +315,7 @@ pub enum Event {
     },
     /// How large contexts of clients on a GPU were measured to be. It counts for their groups' limits; until it is known
     /// of one, `Settings::context` does.
-    Contexts {
+    ContextSizes {
         gpu: GpuId,
         bytes: BTreeMap<ClientId, u64>,
     },
@@ -337,25 +337,25 @@ pub enum Event {
         user: UserId,
     },
     /// From now on these clients are each in that group, or in none. What it says of a group holds for all of its members.
-    Grouped {
+    Groups {
         groups: BTreeMap<ClientId, Option<Group>>,
     },
     /// What the client says itself that it may have, from now on.
-    Tightened {
+    EnvLimits {
         client: ClientId,
-        own: Own,
+        limits: EnvLimits,
     },
     /// What rules say of the neighbours of these clients, from now on.
-    Labelled {
+    Labels {
         labels: BTreeMap<ClientId, Labels>,
     },
     /// Asks on which GPUs it is to run, before it sees any. Answered by `Command::Placed` or `Command::Unplaced`.
-    Placing {
+    PlacementRequested {
         client: ClientId,
-        wish: Wish,
+        request: PlacementRequest,
     },
     /// The client is the program for which another one, which is gone, had asked for a place.
-    TookPlace {
+    PlacementTaken {
         client: ClientId,
         from: ClientId,
     },
@@ -381,20 +381,20 @@ pub enum Event {
         report: MemoryReport,
     },
     /// Needs a limit of so many bytes. Answered by a limit that is as high, or by `Command::Denied`.
-    Wished {
+    LimitRequested {
         client: ClientId,
         gpu: GpuId,
         bytes: u64,
     },
-    /// The driver found no memory for something of its own. Answered by `Command::Room`.
-    Squeezed {
+    /// The driver found no memory for something of its own. Answered by `Command::Reserved`.
+    ReservationRequested {
         client: ClientId,
         gpu: GpuId,
         bytes: u64,
     },
     /// How full it keeps a GPU that it holds, in thousandths: the share of the time in which submitted work waits there.
     /// More than 1100: it wants nobody beside it.
-    Fullness {
+    Utilization {
         client: ClientId,
         gpu: GpuId,
         permille: u32,
@@ -446,7 +446,7 @@ pub enum Command {
     /// There is no GPU that it may run on.
     Unplaced {
         client: ClientId,
-        why: Misfit,
+        why: PlacementError,
     },
     /// Room for the client's context is made.
     Attached {
@@ -472,7 +472,7 @@ pub enum Command {
         why: Denial,
     },
     /// So much is free, and kept for the client for a moment.
-    Room {
+    Reserved {
         client: ClientId,
         gpu: GpuId,
         bytes: u64,
@@ -516,16 +516,16 @@ pub enum Command {
     Probe {
         client: ClientId,
     },
-    /// To no client: what is in use on that GPU is to be measured (answer with `Event::GpuOverhead`, then `Event::Present`),
+    /// To no client: what is in use on that GPU is to be measured (answer with `Event::GpuOverhead`, then `Event::Measured`),
     /// because a decision depends on bytes that a client reports to have freed or to have, or because a mapping failed.
     Measure {
         gpu: GpuId,
     },
     /// To nobody, for people: from now on memory of it cannot leave that GPU, and others are asked for theirs.
-    Stays {
+    EvictionBlocked {
         client: ClientId,
         gpu: GpuId,
-        why: Stay,
+        why: EvictionBlock,
     },
     /// To nobody, for people: from now on those who run on that GPU at the same moment push each other's memory off it
     /// (`begins`), or do so no longer. They need `demand` bytes together.

@@ -51,7 +51,7 @@ pub(crate) enum StuckReason {
     NeedsHost,
     LongWork,
     Capturing,
-    Unseen,
+    UntrackedWork,
     HostFull,
     Broken,
 }

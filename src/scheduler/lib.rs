@@ -34,4 +34,4 @@ pub mod view;
 
 pub use api::*;
 pub use machine::Machine;
-pub use view::{ClientView, GpuView, HolderView, LockState, SeatView, Turns, WaiterView};
+pub use view::{AttachmentView, ClientView, GpuView, HolderView, LockState, Turns, WaiterView};

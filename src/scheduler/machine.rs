@@ -54,7 +54,7 @@ pub struct Machine {
     /// Groups with members.
     pub(crate) groups: BTreeMap<GroupId, GroupState>,
     /// What clients say of themselves, where that is anything.
-    pub(crate) client_limits: BTreeMap<ClientId, Own>,
+    pub(crate) client_limits: BTreeMap<ClientId, EnvLimits>,
     pub(crate) places: Placements,
     pub(crate) timers: Timers,
     pub(crate) host: Host,
@@ -273,16 +273,16 @@ impl Machine {
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
             Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
-            Event::Present { gpu, begun, free, found } => self.present(gpu, begun, free, &found),
-            Event::Contexts { gpu, bytes } => self.contexts(gpu, &bytes),
+            Event::Measured { gpu, begun, free, found } => self.present(gpu, begun, free, &found),
+            Event::ContextSizes { gpu, bytes } => self.contexts(gpu, &bytes),
             Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
-            Event::Grouped { groups } => self.grouped(&groups),
-            Event::Tightened { client, own } => self.set_client_limits(client, own),
-            Event::Labelled { labels } => self.places.label(&labels),
-            Event::Placing { client, wish } => self.give_place(client, &wish),
-            Event::TookPlace { client, from } => self.take_place(client, from),
+            Event::Groups { groups } => self.grouped(&groups),
+            Event::EnvLimits { client, limits } => self.set_client_limits(client, limits),
+            Event::Labels { labels } => self.places.label(&labels),
+            Event::PlacementRequested { client, request } => self.give_place(client, &request),
+            Event::PlacementTaken { client, from } => self.take_place(client, from),
             Event::Disconnected { client } => self.disconnected(client),
             Event::Attached { client, gpu, engine } => {
                 self.alive(client);
@@ -296,15 +296,15 @@ impl Machine {
                 self.alive(client);
                 self.memory(client, gpu, report);
             }
-            Event::Wished { client, gpu, bytes } => {
+            Event::LimitRequested { client, gpu, bytes } => {
                 self.alive(client);
                 self.request_limit(client, gpu, bytes, true);
             }
-            Event::Squeezed { client, gpu, bytes } => {
+            Event::ReservationRequested { client, gpu, bytes } => {
                 self.alive(client);
                 self.request_reservation(client, gpu, bytes);
             }
-            Event::Fullness { client, gpu, permille } => {
+            Event::Utilization { client, gpu, permille } => {
                 self.alive(client);
                 self.utilization(client, gpu, permille);
             }

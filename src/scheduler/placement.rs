@@ -42,7 +42,7 @@ pub struct Labels {
 /// What somebody wants who asks for a place.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Wish {
+pub struct PlacementRequest {
     /// GPUs that it may have; of several that are as good, the first is taken.
     pub candidates: Vec<GpuId>,
     /// How many of them; one, where nothing is said.
@@ -56,7 +56,7 @@ pub struct Wish {
 /// Why there is no place.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Misfit {
+pub enum PlacementError {
     TooFew {
         wanted: u32,
         there: u32,
@@ -125,20 +125,20 @@ struct Neighbours {
 }
 
 impl Machine {
-    pub(crate) fn give_place(&mut self, client: ClientId, wish: &Wish) {
+    pub(crate) fn give_place(&mut self, client: ClientId, request: &PlacementRequest) {
         let Some(user) = self.clients.get(&client).map(|state| state.user) else { return };
         self.end_places();
         // Who asks again is asked where it is to be from now on.
         self.places.places.remove(&client);
-        let gpus = match self.decide(client, wish) {
+        let gpus = match self.decide(client, request) {
             Ok(gpus) => gpus,
             Err(why) => return self.out.push(Command::Unplaced { client, why }),
         };
-        let needs = gpus.iter().map(|id| (*id, self.expected_need(client, *id, wish.bytes).unwrap_or(0)));
+        let needs = gpus.iter().map(|id| (*id, self.expected_need(client, *id, request.bytes).unwrap_or(0)));
         let place = Place {
             gpus: needs.collect(),
-            is_declared: wish.bytes.is_some(),
-            ahead: wish.ahead,
+            is_declared: request.bytes.is_some(),
+            ahead: request.ahead,
             since: self.now,
             user,
             labels: self.places.labels(client),
@@ -179,36 +179,36 @@ impl Machine {
         self.places.places.retain(|id, place| clients.contains_key(id) || now < place.since + EXPECTED);
     }
 
-    fn decide(&self, client: ClientId, wish: &Wish) -> Result<Vec<GpuId>, Misfit> {
-        let count = wish.count.max(1) as usize;
-        let known = wish.candidates.iter().filter(|id| self.gpus.contains_key(id));
+    fn decide(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
+        let count = request.count.max(1) as usize;
+        let known = request.candidates.iter().filter(|id| self.gpus.contains_key(id));
         let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(*id))).collect();
         if left.len() < count {
-            return Err(Misfit::TooFew { wanted: wish.count.max(1), there: left.len() as u32 });
+            return Err(PlacementError::TooFew { wanted: request.count.max(1), there: left.len() as u32 });
         }
         let Labels { affinity, anti_affinity, exclusion } = self.places.labels(client);
         let peers = affinity.as_ref().map(|_| self.gpus_with(&affinity)).unwrap_or_default();
         if let Some(label) = affinity.filter(|_| !peers.is_empty()) {
             left.retain(|(id, _)| peers.contains(id));
             if left.len() < count {
-                return Err(Misfit::Affinity(label));
+                return Err(PlacementError::Affinity(label));
             }
         }
         let differs = |other: &Labels| other.exclusion != exclusion;
         let stranger = left.iter().flat_map(|(_, there)| &there.labels).find(|other| differs(other)).cloned();
         left.retain(|(_, there)| !there.labels.iter().any(differs));
         if let Some(stranger) = stranger.filter(|_| left.len() < count) {
-            return Err(Misfit::Exclusion(exclusion.or(stranger.exclusion).unwrap_or_default()));
+            return Err(PlacementError::Exclusion(exclusion.or(stranger.exclusion).unwrap_or_default()));
         }
         if let Some(label) = anti_affinity {
             let is_same = |other: &Labels| other.anti_affinity.as_ref() == Some(&label);
             left.retain(|(_, there)| !there.labels.iter().any(is_same));
             if left.len() < count {
-                return Err(Misfit::AntiAffinity(label));
+                return Err(PlacementError::AntiAffinity(label));
             }
         }
         // Stable: of those that are as good, the first is taken.
-        left.sort_by_cached_key(|(id, there)| self.preference(client, *id, there, wish.bytes));
+        left.sort_by_cached_key(|(id, there)| self.preference(client, *id, there, request.bytes));
         Ok(left.into_iter().take(count).map(|(id, _)| id).collect())
     }
 

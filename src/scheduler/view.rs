@@ -22,7 +22,7 @@ pub struct GpuView {
     /// Bytes that are promised to clients.
     pub charged: u64,
     /// Bytes that the demands of its clients can come to.
-    pub promised: u64,
+    pub committed: u64,
     /// In the order of their grants.
     pub holders: Vec<HolderView>,
     /// In the order in which they will be served; those that are put off come last.
@@ -32,7 +32,7 @@ pub struct GpuView {
     /// Those who run at the same moment push each other's memory off it.
     pub thrashes: bool,
     /// They did, and take turns for a while, whoever they are.
-    pub apart: bool,
+    pub serialized: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,23 +47,23 @@ pub struct WaiterView {
     pub client: ClientId,
     pub since: Time,
     /// Why it is not in line, where that is so.
-    pub off: Option<WaitReason>,
+    pub blocked: Option<WaitReason>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
     pub client: ClientId,
     /// The others of its gang.
-    pub fellows: Vec<ClientId>,
+    pub gang_peers: Vec<ClientId>,
     /// GPUs that it was given, where it did not choose.
     pub placed: Vec<GpuId>,
     pub stopped: bool,
-    pub seats: Vec<SeatView>,
+    pub attachments: Vec<AttachmentView>,
 }
 
 /// A client on one GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SeatView {
+pub struct AttachmentView {
     pub gpu: GpuId,
     pub engine: Engine,
     /// Whether it was told that it may create its context.
@@ -73,9 +73,9 @@ pub struct SeatView {
     /// The newest limit of its demand.
     pub limit: u64,
     /// The limit that an allocation of it waits for, until others have freed enough.
-    pub awaits: Option<u64>,
+    pub pending_limit: Option<u64>,
     /// The most that its demand can be now, messages under way included.
-    pub promise: u64,
+    pub committed: u64,
     /// Bytes that it may have mapped.
     pub allowance: u64,
     /// The most that it can have mapped now, messages under way included.
@@ -84,17 +84,17 @@ pub struct SeatView {
     pub swapped: u64,
     pub pinned: u64,
     /// Bytes of those that it says have left, and that were measured to be there.
-    pub present: u64,
+    pub unfreed: u64,
     /// Bytes besides that it says have left, and that may be there.
-    pub doubted: u64,
+    pub unverified: u64,
     /// What it reports to have mapped, or pinned, if that is more than is believed.
     pub disbelieved: Option<u64>,
     /// Grants in a row that ended because the driver had no room for what it was allowed.
     pub failures: u32,
-    /// Why nothing of it can leave; `Stay::Unfreed`: not all of it.
-    pub stays: Option<Stay>,
+    /// Why nothing of it can leave; `EvictionBlock::Unfreed`: not all of it.
+    pub eviction_blocked: Option<EvictionBlock>,
     /// How full it keeps the GPU, in thousandths, if that is known.
-    pub fullness: Option<u32>,
+    pub utilization: Option<u32>,
     /// How often it was granted the lock, how long it held it and waited for it in all, the present included.
     pub grants: u64,
     pub lock_time: Duration,
@@ -157,14 +157,14 @@ impl Machine {
         let entities = gpu.queue.iter().map(|(_, entity)| *entity).chain(blocked);
         let mut waiters = Vec::new();
         for request in entities.filter_map(|entity| self.requests.get(&entity)) {
-            let off = request.blocked.map(|why| match why {
+            let blocked = request.blocked.map(|why| match why {
                 Blocked::Pinned(_) => WaitReason::Pinned,
                 Blocked::Undrained => WaitReason::HolderStuck,
                 Blocked::Until(_) | Blocked::Stopped | Blocked::Behind(_) => WaitReason::Queue,
             });
             for (client, _) in request.wants.iter().filter(|(_, gpus)| gpus.contains(&id)) {
                 let since = request.since.get(client).copied().unwrap_or_default();
-                waiters.push(WaiterView { client: *client, since, off });
+                waiters.push(WaiterView { client: *client, since, blocked });
             }
         }
         Some(GpuView {
@@ -175,12 +175,12 @@ impl Machine {
             overhead: gpu.overhead(&self.settings),
             shortfall: gpu.clients.iter().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
             charged: gpu.ledger.charged(),
-            promised: gpu.committed,
+            committed: gpu.committed,
             holders: holders.collect(),
             waiters,
             next: self.timers.get(crate::timers::Wake::Gpu(id)),
             thrashes: gpu.thrash.thrashes(),
-            apart: self.settings.anti_thrash == AntiThrash::Auto && gpu.thrash.keeps_apart(self.now),
+            serialized: self.settings.anti_thrash == AntiThrash::Auto && gpu.thrash.keeps_apart(self.now),
         })
     }
 
@@ -194,26 +194,30 @@ impl Machine {
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
             let waits = if wants { self.now.saturating_sub(since) } else { Duration::ZERO };
             let holds = attachment.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
-            Some(SeatView {
+            Some(AttachmentView {
                 gpu: *gpu,
                 engine: attachment.engine,
                 attached: attachment.attached.is_some(),
                 state: self.state(id, *gpu),
                 demand: account.report.demand,
                 limit: attachment.limit_state.limit,
-                awaits: attachment.limit_state.wanted.filter(|wish| wish.held.is_some()).map(|wish| wish.bytes),
-                promise: attachment.limit_state.committed(),
+                pending_limit: attachment
+                    .limit_state
+                    .wanted
+                    .filter(|request| request.held.is_some())
+                    .map(|request| request.bytes),
+                committed: attachment.limit_state.committed(),
                 allowance: account.allowance,
                 charge: account.charge.saturating_add(present),
                 mapped: account.report.mapped.saturating_add(present),
                 swapped: account.report.swapped,
                 pinned: account.report.pinned.saturating_add(present),
-                present,
-                doubted: account.unverified(),
+                unfreed: present,
+                unverified: account.unverified(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
                 failures: attachment.failures.in_a_row,
-                stays: client.eviction_block(*gpu).or((present > 0).then_some(Stay::Unfreed)),
-                fullness: attachment.utilization.permille(),
+                eviction_blocked: client.eviction_block(*gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
+                utilization: attachment.utilization.permille(),
                 grants: attachment.grants,
                 lock_time: attachment.lock_time + holds,
                 wait_time: attachment.wait_time + waits,
@@ -221,10 +225,10 @@ impl Machine {
         });
         Some(ClientView {
             client: id,
-            fellows: self.gang_peers(id).collect(),
+            gang_peers: self.gang_peers(id).collect(),
             placed: self.places.of(id),
             stopped: client.stopped,
-            seats: attachments.collect(),
+            attachments: attachments.collect(),
         })
     }
 

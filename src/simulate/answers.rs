@@ -46,10 +46,10 @@ impl Program {
             // Whoever looks at the process sees that it runs.
             Command::Probe { client } => around.say(Event::Stopped { client, stopped: false }),
             Command::Waiting { .. }
-            | Command::Room { .. }
+            | Command::Reserved { .. }
             | Command::Prepare { .. }
             | Command::Measure { .. }
-            | Command::Stays { .. }
+            | Command::EvictionBlocked { .. }
             | Command::Placed { .. }
             | Command::Unplaced { .. }
             | Command::Thrashing { .. }
@@ -64,7 +64,7 @@ impl Program {
         place.limited(bytes, seq);
         if place.attached && !place.is_allocated() && !place.allocate() && !place.wishes {
             place.wishes = true;
-            around.say(Event::Wished { client, gpu, bytes: place.size() });
+            around.say(Event::LimitRequested { client, gpu, bytes: place.size() });
         }
         self.report(at, around);
         if self.phase == Phase::Starts && self.places.iter().all(Place::is_allocated) {
@@ -141,7 +141,7 @@ impl Program {
         let (permille, goes_on) = held.seen(around.now, self.shape.fullness);
         if let Some(permille) = permille {
             for gpu in &self.gpus {
-                around.say(Event::Fullness { client: self.client(), gpu: *gpu, permille });
+                around.say(Event::Utilization { client: self.client(), gpu: *gpu, permille });
             }
         }
         if goes_on {

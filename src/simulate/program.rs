@@ -105,7 +105,7 @@ impl Program {
         let client = self.client();
         around.say(Event::Connected { client, gang: 0, user: self.plan.user });
         if self.group.is_some() {
-            around.say(Event::Grouped { groups: [(client, self.group)].into() });
+            around.say(Event::Groups { groups: [(client, self.group)].into() });
         }
         for gpu in &self.gpus {
             around.say(Event::Attached { client, gpu: *gpu, engine: Engine::Swap });

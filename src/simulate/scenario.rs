@@ -15,7 +15,7 @@ use crate::config::rules::{self, Subject};
 use crate::config::settings::SchedulerSettings;
 use crate::config::swap::SwapMax;
 use crate::config::swap::SwapSection;
-use crate::scheduler::{AntiThrash, Settings, Terms};
+use crate::scheduler::{AntiThrash, RuleLimits, Settings};
 
 /// How many programs, and how many GPUs, there can be.
 const PROGRAMS: RangeInclusive<u32> = 1..=100_000;
@@ -70,7 +70,7 @@ pub struct Job {
     pub drain: Duration,
     pub arrival: Arrival,
     /// What a rule says of its programs, which it counts together.
-    pub rule: Option<Terms>,
+    pub rule: Option<RuleLimits>,
 }
 
 /// When programs come.
@@ -238,17 +238,21 @@ fn job(
         cpu_time: raw.cpu_time.map_or(Duration::ZERO, |time| time.0),
         drain: raw.drain.map_or(Duration::ZERO, |time| time.0),
         arrival: Arrival { first: raw.at.map_or(Duration::ZERO, |at| at.0), gap },
-        rule: raw.rule.map(|rule| terms(rule, path, line_of)).transpose()?,
+        rule: raw.rule.map(|rule| limits(rule, path, line_of)).transpose()?,
         name,
     })
 }
 
 /// What a rule says of the job's programs.
-fn terms(rule: Spanned<rules::RawRule>, path: &Path, line_of: &impl Fn(usize) -> usize) -> Result<Terms, Mistake> {
+fn limits(
+    rule: Spanned<rules::RawRule>,
+    path: &Path,
+    line_of: &impl Fn(usize) -> usize,
+) -> Result<RuleLimits, Mistake> {
     let span = rule.span();
     let read = rules::read(vec![rule], path, line_of)?;
     match read.first() {
-        Some(rule) if rule.subject == Subject::default() && rule.name.is_empty() => Ok(rule.terms),
+        Some(rule) if rule.subject == Subject::default() && rule.name.is_empty() => Ok(rule.limits),
         _ => {
             let keys = "name, unit, slice, container, pod, user and group have no place here";
             Err((span, format!("rule: the rule of a job is about its programs: {keys}")))

@@ -35,8 +35,8 @@ pub struct World {
 impl World {
     pub fn new(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Self {
         let groups = scenario.jobs.iter().zip(1..).map(|(job, number)| {
-            let terms = job.rule.filter(|_| policy.rules)?;
-            Some(Group { id: GroupId(number), terms })
+            let limits = job.rule.filter(|_| policy.rules)?;
+            Some(Group { id: GroupId(number), limits })
         });
         let groups: Vec<Option<Group>> = groups.collect();
         let of = |plan: &Plan| Some((scenario.jobs.get(plan.job)?, groups.get(plan.job).copied().flatten()));
@@ -151,7 +151,7 @@ impl World {
             Happening::Copied(at, place) => with(at, &mut |program, around| program.copied(place, around)),
             // Programs are believed: none of them lies.
             Happening::Measured(place, begun) => {
-                self.feed(Event::Present { gpu: gpu_id(place), begun, free: None, found: BTreeMap::new() });
+                self.feed(Event::Measured { gpu: gpu_id(place), begun, free: None, found: BTreeMap::new() });
             }
         }
     }
@@ -161,7 +161,7 @@ impl World {
 fn addressee(command: &Command) -> Option<ClientId> {
     match command {
         Command::Measure { .. }
-        | Command::Stays { .. }
+        | Command::EvictionBlocked { .. }
         | Command::Undrainable { .. }
         | Command::MappingFailed { .. }
         | Command::Placed { .. }
@@ -175,7 +175,7 @@ fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Revoke { client, .. }
         | Command::Contended { client, .. }
         | Command::Waiting { client, .. }
-        | Command::Room { client, .. }
+        | Command::Reserved { client, .. }
         | Command::Prepare { client, .. }
         | Command::Probe { client } => Some(*client),
     }

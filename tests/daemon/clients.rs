@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nvshare_wire::client::StuckReason;
-use nvshare_wire::own::{self, OwnTerm};
+use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid, version};
 use test_support::daemon::*;
@@ -119,7 +119,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
 #[test]
 fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     let daemon = Daemon::start();
-    let own = |more, text: &str| ClientMessage::Own { term: OwnTerm::Weight, more, text: Text::new(text) };
+    let own = |more, text: &str| ClientMessage::EnvLimit { limit: LimitName::Weight, more, text: Text::new(text) };
     let client = Client::welcomed_as(&daemon.socket(), version::MAX);
     let say = |message: ClientMessage| client.send(message);
     let remark = || match client.receive() {
@@ -132,7 +132,7 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     let allowed = "a number from 1 to 10000, or \"idle\" is allowed";
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"10000x\": {allowed}"));
     say(own(1, "1"));
-    say(ClientMessage::Own { term: OwnTerm::Priority, more: 0, text: Text::new("x") });
+    say(ClientMessage::EnvLimit { limit: LimitName::Priority, more: 0, text: Text::new("x") });
     say(own(0, "0"));
     assert!(remark().starts_with("NVSHARE_PRIORITY: "));
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be 0: {allowed}"));
@@ -140,7 +140,7 @@ fn what_a_client_says_of_itself_is_bounded_and_answered_in_words() {
     assert_eq!(remark(), format!("NVSHARE_WEIGHT: weight cannot be \"\": {allowed}"));
     daemon.log.wait("NVSHARE_PRIORITY: priority cannot be");
     // One without an end.
-    for _ in 0..=own::LONGEST / 100 {
+    for _ in 0..=env_limits::LONGEST / 100 {
         // Until it is hung up on.
         client.send_raw(own(1, &"1".repeat(100)).encode(version::MAX).as_bytes());
     }

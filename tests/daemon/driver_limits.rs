@@ -62,7 +62,7 @@ impl Machine {
     /// A program in one of its units.
     fn program(&self, daemon: &Daemon, unit: usize) -> Client {
         let _stay = self.units[unit].enter();
-        Client::welcomed_as(&daemon.socket(), version::PROMISES)
+        Client::welcomed_as(&daemon.socket(), version::LIMITS)
     }
 
     /// What the driver bounds of its units.

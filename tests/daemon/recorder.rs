@@ -35,18 +35,18 @@ fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
         let start = rng.between(ms(0), ms(2000));
         let share = Share { weight: 1 + rng.below(400) as u16, interactive: rng.one_in(3), ..Share::default() };
         let orders = [WaitOrder::Fifo, WaitOrder::BestFit, WaitOrder::MostRecent, WaitOrder::Random];
-        let terms = Terms {
+        let limits = RuleLimits {
             memory_max: [Amount::Infinity, Amount::Percent(90)][rng.below(2) as usize],
             share: rng.one_in(2).then_some(share),
             on_memory_full: OnMemoryFull::Wait(orders[rng.below(4) as usize]),
-            ..Terms::default()
+            ..RuleLimits::default()
         };
         world.add(Plan {
             gpus: GpuSet::from([gpu(rng.below(gpus)), gpu(rng.below(gpus))]),
             gang: if rng.one_in(3) { 1 + rng.below(2) } else { 0 },
             user: UserId(n as u32 % 3),
-            group: rng.one_in(3).then_some(Group { id: GroupId(n % 2), terms }),
-            own: Own { weight: rng.one_in(3).then_some(40), ..Own::default() },
+            group: rng.one_in(3).then_some(Group { id: GroupId(n % 2), limits }),
+            own: EnvLimits { weight: rng.one_in(3).then_some(40), ..EnvLimits::default() },
             fullness: [None, Some(1000), Some(100)][rng.below(3) as usize],
             engine: if rng.one_in(4) { Engine::Managed } else { Engine::Swap },
             demand: rng.below(12) * GIB + 4096,
@@ -165,7 +165,7 @@ fn large_entries_are_bounded() {
     recorder.handle(&mut machine, ms(0), Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
     for n in 0..4_000 {
         let found = (0..1000).map(|c| (client(c), exactly(n * 4096 + c))).collect();
-        recorder.handle(&mut machine, ms(n), Event::Present { gpu: gpu(0), begun: ms(n), free: None, found });
+        recorder.handle(&mut machine, ms(n), Event::Measured { gpu: gpu(0), begun: ms(n), free: None, found });
     }
     assert!(recorder.bytes() <= 16 << 20, "{}", recorder.bytes());
     let recording = recorder.recording();

@@ -89,7 +89,7 @@ fn thrashing_is_announced_and_ended_by_turns() {
             assert_eq!(next(stream, "ThrashingBegan").await, name);
         }
         let gpu = only(scheduler(&here).await.list_gpus().await.expect("GPUs"));
-        assert!(gpu.thrashing && !gpu.apart, "{gpu:?}");
+        assert!(gpu.thrashing && !gpu.serialized, "{gpu:?}");
         assert_eq!(gpu.holders.len(), 2, "they are left to it");
     });
     let line = daemon.log.wait("those that run there together need");
@@ -107,7 +107,7 @@ fn thrashing_is_announced_and_ended_by_turns() {
         revoked.release();
         assert_eq!(next(&mut on_bus, "ThrashingEnded").await, name);
         let gpu = only(scheduler(&here).await.list_gpus().await.expect("GPUs"));
-        assert!(!gpu.thrashing && gpu.apart, "{gpu:?}");
+        assert!(!gpu.thrashing && gpu.serialized, "{gpu:?}");
     });
     daemon.log.wait("programs no longer push each other's memory off");
     let text = daemon.ctl(&["status"]).stdout;

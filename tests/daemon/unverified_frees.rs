@@ -126,7 +126,7 @@ fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
             assert!(allowed + DEMAND + CONTEXT <= TOTAL + SLACK, "{allowed} bytes are not there: {status:#}");
         }
         let named = clients.iter().find(|client| client["id"] == liar.id)?;
-        let why = named["gpus"][0]["stays"].as_str()?;
+        let why = named["gpus"][0]["eviction-blocked"].as_str()?;
         (why == "NVML sees memory that it says it has freed" && of(named, "pinned") + kept + SLACK >= DEMAND)
             .then_some(())
     });

@@ -3,7 +3,7 @@
 use nvshare_wire::{
     SchedulerMessage, Secret, SlotSet, Text, Uuid,
     client::{GpuKind, Sharing},
-    scheduler::{Denial, NoPlace, Refusal, WaitReason},
+    scheduler::{Denial, NoPlacement, Refusal, WaitReason},
 };
 
 use test_support::Dice;
@@ -49,7 +49,7 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             bytes: bytes(dice),
             what: dice.pick(&[Denial::Limit, Denial::Context, Denial::Mapping]),
         },
-        7 => SchedulerMessage::Room { slot: slot(dice), bytes: bytes(dice) },
+        7 => SchedulerMessage::Reserved { slot: slot(dice), bytes: bytes(dice) },
         8..12 => SchedulerMessage::Allowance { slot: slot(dice), seq: count(dice), bytes: bytes(dice) },
         12..16 => SchedulerMessage::Grant { gpus: slots(dice) },
         16..20 => SchedulerMessage::Revoke { gpus: slots(dice) },
@@ -68,7 +68,7 @@ pub fn message(dice: &mut Dice) -> SchedulerMessage {
             uuid: Uuid([dice.number() as u8; 16]),
             kind: dice.pick(&[GpuKind::Gpu, GpuKind::Mig]),
         },
-        28 => SchedulerMessage::Unplaced { outcome: NoPlace::Free, text: Text::new("nonsense") },
+        28 => SchedulerMessage::Unplaced { outcome: NoPlacement::Free, text: Text::new("nonsense") },
         29 => SchedulerMessage::Remark { text: Text::new(dice.pick(&["", "%s%n", "\u{1b}[2J\n", LONG])) },
         30 => SchedulerMessage::MemoryMax { uuid: Uuid([dice.number() as u8; 16]), bytes: bytes(dice) },
         24 => SchedulerMessage::Opened {

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// What a measurement that begins now finds of each client, with so much free in all.
 fn found(t: &mut Talk, free: u64, clients: &[(u64, u64)]) -> Vec<Command> {
     let found: BTreeMap<ClientId, Found> = clients.iter().map(|(n, bytes)| (client(*n), exactly(*bytes))).collect();
-    t.say(Event::Present { gpu: gpu(0), begun: t.now, free: Some(free), found })
+    t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: Some(free), found })
 }
 
 /// A GPU of 16 GiB where clients are measured.
@@ -44,17 +44,17 @@ fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     let commands = t.report(1, 15 * GIB, 15 * GIB, 15 * GIB);
     assert!(commands.contains(&MEASURE), "{commands:?}");
-    assert_eq!((t.seat(1).pinned, t.seat(1).disbelieved), (0, Some(15 * GIB)));
+    assert_eq!((t.attachment(1).pinned, t.attachment(1).disbelieved), (0, Some(15 * GIB)));
     // What it may have is asked back for another client. It does not answer, and is measured to have nothing.
     t.join(2, 12 * GIB);
     t.request(2);
     for _ in 0..10 {
         t.after(ms(200));
-        let mapped = t.seat(2).mapped;
+        let mapped = t.attachment(2).mapped;
         found(&mut t, 16 * GIB, &[(1, 0), (2, mapped), (9, 0)]);
     }
     t.map(2);
-    assert_eq!((t.state(2), t.seat(2).mapped), (LockState::Holding, 12 * GIB));
+    assert_eq!((t.state(2), t.attachment(2).mapped), (LockState::Holding, 12 * GIB));
 }
 
 #[test]
@@ -65,11 +65,11 @@ fn a_client_that_does_not_answer_keeps_what_is_measured() {
     t.request(2);
     for _ in 0..10 {
         t.after(ms(200));
-        let mapped = t.seat(2).mapped;
+        let mapped = t.attachment(2).mapped;
         found(&mut t, 4 * GIB, &[(1, 12 * GIB), (2, mapped), (9, 0)]);
     }
     t.map(2);
-    assert_eq!((t.state(2), t.seat(1).charge), (LockState::Waiting, 12 * GIB));
+    assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
 #[test]
@@ -80,24 +80,27 @@ fn what_a_measurement_confirms_counts() {
     // Memory that the driver allocated, not nvshare: arrays, pools.
     t.report(1, 3 * GIB, 3 * GIB, 3 * GIB);
     found(&mut t, 13 * GIB, &[(1, 3 * GIB), (9, 0)]);
-    let seat = t.seat(1);
-    assert_eq!((seat.mapped, seat.pinned, seat.charge, seat.allowance), (3 * GIB, 3 * GIB, 3 * GIB, 3 * GIB));
-    assert_eq!(seat.disbelieved, None);
+    let attachment = t.attachment(1);
+    assert_eq!(
+        (attachment.mapped, attachment.pinned, attachment.charge, attachment.allowance),
+        (3 * GIB, 3 * GIB, 3 * GIB, 3 * GIB)
+    );
+    assert_eq!(attachment.disbelieved, None);
 }
 
 #[test]
 fn what_was_allowed_since_the_measurement_is_believed() {
     let mut t = measured(AntiThrash::On);
     t.join(1, 8 * GIB);
-    assert_eq!(t.seat(1).mapped, 8 * GIB);
+    assert_eq!(t.attachment(1).mapped, 8 * GIB);
     // The measurement began before it had mapped anything.
-    t.say(Event::Present {
+    t.say(Event::Measured {
         gpu: gpu(0),
         begun: t.now.saturating_sub(ms(1)),
         free: None,
         found: [(client(1), exactly(0))].into(),
     });
-    assert_eq!((t.seat(1).mapped, t.seat(1).disbelieved), (8 * GIB, None));
+    assert_eq!((t.attachment(1).mapped, t.attachment(1).disbelieved), (8 * GIB, None));
 }
 
 #[test]
@@ -106,7 +109,7 @@ fn without_measurements_clients_are_believed() {
     t.say(Event::Connected { client: client(1), gang: 0, user: UserId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     t.report(1, 8 * GIB, 8 * GIB, 8 * GIB);
-    assert_eq!((t.seat(1).charge, t.seat(1).disbelieved), (8 * GIB, None));
+    assert_eq!((t.attachment(1).charge, t.attachment(1).disbelieved), (8 * GIB, None));
 }
 
 // ---- mappings that fail ----
@@ -132,18 +135,18 @@ fn two_clients_that_lack_a_little_each_do_not_stand_still() {
     // for a moment if it is not.
     for _ in 0..100 {
         for n in [1, 2] {
-            let other = t.seat(3 - n).mapped;
-            let seat = t.seat(n);
-            let can = seat.allowance.min(really - other).min(seat.demand);
-            t.report(n, seat.demand, can, 0);
+            let other = t.attachment(3 - n).mapped;
+            let attachment = t.attachment(n);
+            let can = attachment.allowance.min(really - other).min(attachment.demand);
+            t.report(n, attachment.demand, can, 0);
             match t.state(n) {
-                LockState::Holding if can == seat.demand => {
+                LockState::Holding if can == attachment.demand => {
                     done[n as usize - 1] = true;
                     t.release(n, ReleaseReason::Idle);
                 }
                 LockState::Holding | LockState::Revoking => {
                     t.release(n, ReleaseReason::NoMemory);
-                    let (one, two) = (t.seat(1).mapped, t.seat(2).mapped);
+                    let (one, two) = (t.attachment(1).mapped, t.attachment(2).mapped);
                     t.measured(GIB); // wrong still
                     found(&mut t, really - one - two, &[(1, one), (2, two)]);
                     t.request(n);
@@ -157,7 +160,7 @@ fn two_clients_that_lack_a_little_each_do_not_stand_still() {
             return;
         }
     }
-    panic!("{done:?} {:?} {:?}", t.seat(1), t.seat(2));
+    panic!("{done:?} {:?} {:?}", t.attachment(1), t.attachment(2));
 }
 
 /// Client 1 has 8 GiB. Client 2 has 6, holds the lock, and needs 7 now.
@@ -192,7 +195,7 @@ fn a_failure_has_others_evicted_and_the_client_granted_again() {
     assert_eq!(allowances(&commands).last(), Some(&(1, 5 * GIB)), "{commands:?}");
     t.map(1);
     t.report(2, 7 * GIB, 7 * GIB, 0);
-    assert_eq!(t.seat(2).failures, 0);
+    assert_eq!(t.attachment(2).failures, 0);
 }
 
 #[test]
@@ -205,7 +208,7 @@ fn a_failure_that_a_measurement_explains_leaves_no_shortfall() {
     assert_eq!(t.machine.gpu(gpu(0)).unwrap().shortfall, 0, "{commands:?}");
     assert_eq!(capacity(&t), 14 * GIB);
     t.map(1);
-    assert_eq!((t.seat(1).mapped, t.state(2)), (7 * GIB, LockState::Holding));
+    assert_eq!((t.attachment(1).mapped, t.state(2)), (7 * GIB, LockState::Holding));
 }
 
 #[test]
@@ -214,9 +217,9 @@ fn a_measurement_that_never_comes_is_not_waited_for() {
     t.release(2, ReleaseReason::NoMemory);
     t.request(2);
     t.after(ms(499));
-    assert_eq!(t.seat(1).allowance, 8 * GIB);
+    assert_eq!(t.attachment(1).allowance, 8 * GIB);
     t.after(ms(1));
-    assert_eq!(t.seat(1).allowance, 7 * GIB);
+    assert_eq!(t.attachment(1).allowance, 7 * GIB);
 }
 
 #[test]
@@ -249,8 +252,8 @@ fn a_client_that_needs_more_than_there_seems_to_be_may_try() {
     t.map(2);
     t.request(1);
     t.map(2);
-    assert_eq!((t.state(1), t.seat(1).allowance), (LockState::Holding, 12 * GIB), "{:?}", t.machine.gpu(gpu(0)));
-    assert_eq!((t.seat(2).mapped, t.machine.gpu(gpu(0)).unwrap().trial), (0, 2 * GIB));
+    assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 12 * GIB), "{:?}", t.machine.gpu(gpu(0)));
+    assert_eq!((t.attachment(2).mapped, t.machine.gpu(gpu(0)).unwrap().trial), (0, 2 * GIB));
     // It fails: others run before it tries again.
     t.release(1, ReleaseReason::NoMemory);
     t.request(1);
@@ -268,7 +271,7 @@ fn a_client_that_cannot_map_its_memory_alone_is_told_so() {
     t.request(1);
     t.now += Duration::from_secs(2);
     t.report(1, 15 * GIB, 14 * GIB, 0);
-    let (begun, limit) = (t.now, t.seat(1).limit);
+    let (begun, limit) = (t.now, t.attachment(1).limit);
     for failures in 1..=12 {
         t.release(1, ReleaseReason::NoMemory);
         t.report(1, 15 * GIB, 14 * GIB, 0);
@@ -280,7 +283,7 @@ fn a_client_that_cannot_map_its_memory_alone_is_told_so() {
         }
     }
     assert!(t.now - begun > Duration::from_secs(5));
-    assert_eq!(t.seat(1).limit, limit, "another may get what it could not");
+    assert_eq!(t.attachment(1).limit, limit, "another may get what it could not");
 }
 
 #[test]
@@ -298,7 +301,7 @@ fn a_client_that_only_says_that_mapping_failed_changes_nothing() {
         t.after(Duration::from_secs(2));
     }
     assert_eq!((capacity(&t), t.machine.gpu(gpu(0)).unwrap().shortfall), (before, 0));
-    assert_eq!(t.seat(2).mapped, 4 * GIB - 4096);
+    assert_eq!(t.attachment(2).mapped, 4 * GIB - 4096);
 }
 
 #[test]
@@ -312,13 +315,13 @@ fn failures_change_nothing_for_others() {
         t.request(1);
         t.map(2);
         t.release(1, ReleaseReason::NoMemory);
-        let mapped = t.seat(2).mapped;
+        let mapped = t.attachment(2).mapped;
         found(&mut t, 3 * GIB, &[(1, 64 * MIB), (2, mapped)]);
         assert_eq!(capacity(&t), 16 * GIB);
         t.request(2);
         t.map(1);
         t.map(2);
-        assert_eq!((t.state(2), t.seat(2).mapped), (LockState::Holding, 12 * GIB));
+        assert_eq!((t.state(2), t.attachment(2).mapped), (LockState::Holding, 12 * GIB));
         t.release(2, ReleaseReason::Idle);
     }
 }
@@ -338,7 +341,7 @@ fn a_failure_beside_pinned_memory_leaves_the_client_enough() {
     t.request(2);
     found(&mut t, 6 * GIB, &[(1, 2 * GIB), (2, 4 * GIB), (3, 4 * GIB)]);
     t.map(1);
-    assert_eq!((t.seat(1).mapped, t.state(2)), (0, LockState::Holding), "all that is not pinned has left");
+    assert_eq!((t.attachment(1).mapped, t.state(2)), (0, LockState::Holding), "all that is not pinned has left");
 }
 
 #[test]
@@ -354,7 +357,7 @@ fn another_client_that_maps_after_a_failure_does_not_hide_that_the_first_was_alo
         t.release(1, ReleaseReason::NoMemory);
         t.request(1);
         t.map(2);
-        let mapped = t.seat(2).mapped;
+        let mapped = t.attachment(2).mapped;
         is_denied |=
             found(&mut t, GIB, &[(1, 14 * GIB), (2, mapped)]).contains(&denied(1, 15 * GIB, Denial::Unmappable));
         for _ in 0..4000 {
@@ -438,8 +441,8 @@ fn growing(t: &mut Talk, n: u64, from: u64) {
 fn a_holder_that_keeps_growing_may_map_ahead() {
     let mut t = Talk::in_mode(AntiThrash::On);
     growing(&mut t, 1, GIB);
-    let seat = t.seat(1);
-    assert_eq!((seat.demand, seat.allowance), (GIB + 64 * MIB, 2 * GIB + 32 * MIB));
+    let attachment = t.attachment(1);
+    assert_eq!((attachment.demand, attachment.allowance), (GIB + 64 * MIB, 2 * GIB + 32 * MIB));
     // Until half of that is used no message is sent.
     t.now += ms(1);
     assert_eq!(t.report(1, GIB + 500 * MIB, GIB + 500 * MIB, 0), []);
@@ -452,14 +455,14 @@ fn a_holder_that_keeps_growing_may_map_ahead() {
 fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     growing(&mut t, 1, 4 * GIB);
-    assert_eq!(t.seat(1).allowance, 5 * GIB + 32 * MIB);
+    assert_eq!(t.attachment(1).allowance, 5 * GIB + 32 * MIB);
     // It leaves a part of what is free.
     t.join(2, 11 * GIB + 512 * MIB);
     t.request(2);
-    assert_eq!(t.seat(1).allowance, 4 * GIB + 512 * MIB, "as much as is lacking");
+    assert_eq!(t.attachment(1).allowance, 4 * GIB + 512 * MIB, "as much as is lacking");
     assert_eq!(t.state(1), LockState::Holding, "nothing has to leave");
     t.map(1);
-    assert_eq!(t.seat(2).allowance, 11 * GIB + 512 * MIB);
+    assert_eq!(t.attachment(2).allowance, 11 * GIB + 512 * MIB);
 }
 
 #[test]
@@ -476,7 +479,7 @@ fn a_limit_holds_for_what_is_mapped_ahead() {
         t.report(1, GIB + step * 32 * MIB, GIB + (step - 1) * 32 * MIB, 0);
         t.map(1);
     }
-    assert_eq!(t.seat(1).allowance, GIB + 128 * MIB);
+    assert_eq!(t.attachment(1).allowance, GIB + 128 * MIB);
 }
 
 #[test]
@@ -487,8 +490,8 @@ fn a_holder_that_does_not_grow_maps_nothing_ahead() {
     t.now += Duration::from_secs(2);
     t.report(1, 2 * GIB, GIB, 0);
     t.map(1);
-    assert_eq!(t.seat(1).allowance, 2 * GIB);
+    assert_eq!(t.attachment(1).allowance, 2 * GIB);
     t.now += Duration::from_secs(2);
     t.report(1, 3 * GIB, 2 * GIB, 0);
-    assert_eq!(t.seat(1).allowance, 3 * GIB);
+    assert_eq!(t.attachment(1).allowance, 3 * GIB);
 }

@@ -70,7 +70,7 @@ fn jobs_count_and_not_their_users() {
     let many = [1, 1, 1].map(|n| world.add(job(n)));
     let one = world.add(job(2));
     world.run(s(120));
-    let had = |client: ClientId| world.machine.client(client).expect("a client").seats[0].lock_time.as_secs_f64();
+    let had = |client: ClientId| world.machine.client(client).expect("a client").attachments[0].lock_time.as_secs_f64();
     let of_many: f64 = many.iter().map(|client| had(*client)).sum();
     assert!(of_many > 2.0 * had(one), "{of_many} and {}", had(one));
 }
@@ -125,14 +125,14 @@ fn shares_hold_whatever_the_number_of_jobs() {
         let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
         let group = |id, weight| {
             let share = Share { weight, ..Share::default() };
-            Some(Group { id: GroupId(id), terms: Terms { share: Some(share), ..Terms::default() } })
+            Some(Group { id: GroupId(id), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } })
         };
         let few = world.add(Plan { gpu: s(400), group: group(1, weights.0), ..Plan::default() });
         for n in 0..4 {
             world.add(Plan { gpu: s(400), start: ms(n), group: group(2, weights.1), ..Plan::default() });
         }
         world.run(s(200));
-        let had = world.machine.client(few).expect("a client").seats[0].lock_time.as_secs_f64() / 200.0;
+        let had = world.machine.client(few).expect("a client").attachments[0].lock_time.as_secs_f64() / 200.0;
         assert!((had - part).abs() < 0.05, "{weights:?}: {had}");
     }
 }
@@ -141,13 +141,13 @@ fn shares_hold_whatever_the_number_of_jobs() {
 fn those_without_a_rule_count_for_as_many_groups_as_they_have_users() {
     let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
     let share = Share { weight: 200, ..Share::default() };
-    let group = Some(Group { id: GroupId(1), terms: Terms { share: Some(share), ..Terms::default() } });
+    let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
     let ruled = world.add(Plan { gpu: s(400), group, ..Plan::default() });
     for n in [1, 2, 2] {
         world.add(Plan { gpu: s(400), user: user(n), ..Plan::default() });
     }
     world.run(s(600)); // turns are of up to 64 s
-    let had = world.machine.client(ruled).expect("a client").seats[0].lock_time.as_secs_f64() / 600.0;
+    let had = world.machine.client(ruled).expect("a client").attachments[0].lock_time.as_secs_f64() / 600.0;
     assert!((had - 0.5).abs() < 0.07, "{had}");
 }
 
@@ -156,7 +156,7 @@ fn a_least_and_a_greatest_part_hold() {
     let mut world = world(adaptive(AntiThrash::Auto, s(1), s(4)));
     let group = |id, min, max| {
         let share = Share { min, max, ..Share::default() };
-        Some(Group { id: GroupId(id), terms: Terms { share: Some(share), ..Terms::default() } })
+        Some(Group { id: GroupId(id), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } })
     };
     let owed = world.add(Plan { gpu: s(900), group: group(1, 60, 100), ..Plan::default() });
     let capped = world.add(Plan { gpu: s(900), group: group(2, 0, 10), ..Plan::default() });
@@ -164,7 +164,7 @@ fn a_least_and_a_greatest_part_hold() {
         world.add(Plan { gpu: s(900), user: user(n), ..Plan::default() });
     }
     world.run(s(200));
-    let had = |client| world.machine.client(client).expect("a client").seats[0].lock_time.as_secs_f64() / 200.0;
+    let had = |client| world.machine.client(client).expect("a client").attachments[0].lock_time.as_secs_f64() / 200.0;
     assert!(had(owed) > 0.58 && had(capped) < 0.12, "{} and {}", had(owed), had(capped));
 }
 
@@ -172,7 +172,7 @@ fn a_least_and_a_greatest_part_hold() {
 fn who_is_interactive_waits_for_no_turn_to_end() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
     let share = Share { interactive: true, ..Share::default() };
-    let group = Some(Group { id: GroupId(1), terms: Terms { share: Some(share), ..Terms::default() } });
+    let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
     let person = Plan { gpu: ms(50), cpu: s(1), phases: 20, group, start: s(1), ..Plan::default() };
     let person = world.add(person);
     for n in 1..4 {

@@ -3,9 +3,9 @@
 
 mod accounting;
 mod adaptive;
+mod env_limits;
 mod gangs;
 mod memory;
-mod own;
 mod placement;
 mod properties;
 mod rules;

@@ -6,12 +6,12 @@ use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
 
-/// Clients in one group of those terms, each of which needs so much.
-fn group<const N: usize>(terms: Terms, demands: [u64; N]) -> Talk {
+/// Clients in one group of those limits, each of which needs so much.
+fn group<const N: usize>(limits: RuleLimits, demands: [u64; N]) -> Talk {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, demand) in (1..).zip(demands) {
         t.join(n, 0);
-        t.put(&[n], terms);
+        t.put(&[n], limits);
         t.report(n, demand, 0, 0);
         settle(&mut t, n);
     }
@@ -31,14 +31,14 @@ fn wish(t: &mut Talk, n: u64, bytes: u64) -> Vec<Command> {
     commands
 }
 
-fn waits(order: WaitOrder, memory_max: u64) -> Terms {
+fn waits(order: WaitOrder, memory_max: u64) -> RuleLimits {
     let on_memory_full = OnMemoryFull::Wait(order);
-    Terms { memory_max: Amount::Bytes(memory_max), on_memory_full, ..Terms::default() }
+    RuleLimits { memory_max: Amount::Bytes(memory_max), on_memory_full, ..RuleLimits::default() }
 }
 
 /// Whose wishes of more than they had were fulfilled.
 fn fulfilled(t: &Talk, wishes: &[(u64, u64)]) -> Vec<u64> {
-    let has = |n: u64| t.seat(n).limit;
+    let has = |n: u64| t.attachment(n).limit;
     wishes.iter().filter(|(n, bytes)| has(*n) >= *bytes).map(|(n, _)| *n).collect()
 }
 
@@ -57,7 +57,7 @@ fn an_allocation_beyond_the_groups_limit_waits_until_others_have_freed_enough() 
 fn what_can_never_be_had_fails_at_once() {
     let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [GIB, GIB]);
     assert_eq!(wish(&mut t, 1, 9 * GIB), [denied(1, 9 * GIB, Denial::MemoryMax)]);
-    let mut t = group(Terms { swap_max: Some(4 * GIB), ..waits(WaitOrder::Fifo, 8 * GIB) }, [GIB, GIB]);
+    let mut t = group(RuleLimits { swap_max: Some(4 * GIB), ..waits(WaitOrder::Fifo, 8 * GIB) }, [GIB, GIB]);
     assert_eq!(wish(&mut t, 1, 5 * GIB), [denied(1, 5 * GIB, Denial::SwapMax)]);
 }
 
@@ -105,7 +105,7 @@ fn those_who_wait_are_served_in_the_order_that_the_rule_says() {
 fn a_rule_that_no_longer_has_anybody_wait_refuses_those_who_do() {
     let mut t = group(waits(WaitOrder::Fifo, 8 * GIB), [8 * GIB, 0]);
     assert_eq!(wish(&mut t, 2, GIB), [waiting(2, WaitReason::Memory)]);
-    let commands = t.put(&[1, 2], Terms { memory_max: Amount::Bytes(8 * GIB), ..Terms::default() });
+    let commands = t.put(&[1, 2], RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..RuleLimits::default() });
     assert!(commands.contains(&denied(2, GIB, Denial::MemoryMax)), "{commands:?}");
 }
 
@@ -115,7 +115,7 @@ fn allocations_wait_for_host_memory_as_well() {
     t.say(Event::HostMemory { bytes: 2 * GIB });
     t.join(3, 0);
     t.report(3, 2 * GIB, 0, 0);
-    t.put(&[1, 2], Terms { memory_max: Amount::Infinity, ..waits(WaitOrder::Fifo, 0) });
+    t.put(&[1, 2], RuleLimits { memory_max: Amount::Infinity, ..waits(WaitOrder::Fifo, 0) });
     assert!(wish(&mut t, 1, 12 * GIB).contains(&waiting(1, WaitReason::Memory)));
     assert!(wish(&mut t, 3, 4 * GIB).contains(&denied(3, 4 * GIB, Denial::NoRoom)), "it has no such rule");
     t.report(3, 0, 0, 0);
@@ -130,7 +130,7 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
         t.join(n, 6 * GIB);
     }
     // The first ran longest ago, and is asked first if nothing protects it.
-    let low = |bytes| Terms { memory_low: Some(Amount::Bytes(bytes)), ..Terms::default() };
+    let low = |bytes| RuleLimits { memory_low: Some(Amount::Bytes(bytes)), ..RuleLimits::default() };
     t.put(&[1], low(5 * GIB));
     t.join(3, 8 * GIB);
     let commands = t.request(3);
@@ -141,7 +141,7 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
     }
     // Now there is nobody else.
     let demand = 14 * GIB;
-    let mapped = t.seat(3).mapped;
+    let mapped = t.attachment(3).mapped;
     let commands = t.report(3, demand, mapped, 0);
     let least = |n| allowances(&commands).into_iter().filter(|(client, _)| *client == n).map(|(_, bytes)| bytes).min();
     assert_eq!(least(2), Some(0), "{commands:?}");
@@ -150,14 +150,14 @@ fn what_is_protected_leaves_only_if_nobody_else_has_anything_to_give() {
 
 #[test]
 fn what_a_group_could_swap_out_is_bounded_over_all_gpus() {
-    let terms = Terms { swap_max: Some(6 * GIB), ..Terms::default() };
-    let mut t = group(terms, [4 * GIB, GIB]);
+    let limits = RuleLimits { swap_max: Some(6 * GIB), ..RuleLimits::default() };
+    let mut t = group(limits, [4 * GIB, GIB]);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     t.say(Event::Attached { client: client(2), gpu: gpu(1), engine: Engine::Swap });
     let report = MemoryReport { demand: GIB, limit_ack: u32::MAX, ack: u32::MAX, ..MemoryReport::default() };
     t.say(Event::Memory { client: client(2), gpu: gpu(1), report });
     for n in [1, 2] {
-        t.report(n, t.seat(n).demand, t.seat(n).mapped, 0);
+        t.report(n, t.attachment(n).demand, t.attachment(n).mapped, 0);
     }
     assert_eq!(wish(&mut t, 1, 5 * GIB), [denied(1, 5 * GIB, Denial::SwapMax)]);
     // What one gives back on one GPU another can have on another.
@@ -170,26 +170,26 @@ fn what_a_group_could_swap_out_is_bounded_over_all_gpus() {
 
 #[test]
 fn what_is_more_than_a_limit_that_fell_leaves_the_gpu_when_its_client_does_not_run() {
-    let mut t = group(Terms { memory_max: Amount::Bytes(16 * GIB), ..Terms::default() }, [6 * GIB, 6 * GIB]);
+    let mut t = group(RuleLimits { memory_max: Amount::Bytes(16 * GIB), ..RuleLimits::default() }, [6 * GIB, 6 * GIB]);
     t.request(1);
-    let lowered = Terms { memory_max: Amount::Bytes(8 * GIB), ..Terms::default() };
+    let lowered = RuleLimits { memory_max: Amount::Bytes(8 * GIB), ..RuleLimits::default() };
     let commands = t.put(&[1, 2], lowered);
     let least = allowances(&commands).into_iter().min();
     assert_eq!(least, Some((2, 2 * GIB)), "not from the one that runs: {commands:?}");
     t.map(2);
-    assert_eq!(t.seat(2).allowance, 2 * GIB, "though the GPU has room");
+    assert_eq!(t.attachment(2).allowance, 2 * GIB, "though the GPU has room");
     // When it runs it has all that it needs; then the other has to go.
     t.release(1, ReleaseReason::Idle);
     t.request(2);
-    assert_eq!((t.state(2), t.seat(2).allowance), (LockState::Holding, 6 * GIB));
+    assert_eq!((t.state(2), t.attachment(2).allowance), (LockState::Holding, 6 * GIB));
     t.map(2);
     t.release(2, ReleaseReason::Idle);
     t.map(2);
-    assert_eq!(t.seat(1).allowance + t.seat(2).allowance, 8 * GIB);
+    assert_eq!(t.attachment(1).allowance + t.attachment(2).allowance, 8 * GIB);
     // Nothing is left of it when the limit rises.
-    t.put(&[1, 2], Terms { memory_max: Amount::Bytes(16 * GIB), ..Terms::default() });
+    t.put(&[1, 2], RuleLimits { memory_max: Amount::Bytes(16 * GIB), ..RuleLimits::default() });
     (1..3).for_each(|n| drop(t.map(n)));
-    assert_eq!(t.seat(1).allowance + t.seat(2).allowance, 12 * GIB);
+    assert_eq!(t.attachment(1).allowance + t.attachment(2).allowance, 12 * GIB);
 }
 
 #[test]
@@ -197,14 +197,14 @@ fn contexts_count_for_a_groups_limit() {
     let settings = Settings { context: 512 * MIB, ..settings(AntiThrash::On, Duration::from_secs(1)) };
     let mut t = Talk::new(settings);
     t.join(1, 0);
-    t.put(&[1], Terms { memory_max: Amount::Bytes(4 * GIB), ..Terms::default() });
+    t.put(&[1], RuleLimits { memory_max: Amount::Bytes(4 * GIB), ..RuleLimits::default() });
     settle(&mut t, 1);
-    assert_eq!(t.seat(1).limit, 4 * GIB - 512 * MIB, "as long as it was not measured");
-    let measured = |bytes| Event::Contexts { gpu: gpu(0), bytes: [(client(1), bytes)].into() };
+    assert_eq!(t.attachment(1).limit, 4 * GIB - 512 * MIB, "as long as it was not measured");
+    let measured = |bytes| Event::ContextSizes { gpu: gpu(0), bytes: [(client(1), bytes)].into() };
     t.say(measured(300 * MIB));
-    assert_eq!(t.seat(1).limit, 4 * GIB - 300 * MIB);
+    assert_eq!(t.attachment(1).limit, 4 * GIB - 300 * MIB);
     let beyond = 4 * GIB - 299 * MIB;
     assert_eq!(wish(&mut t, 1, beyond), [denied(1, beyond, Denial::MemoryMax)]);
     t.say(measured(5 * GIB));
-    assert_eq!(t.seat(1).limit, 0, "nothing is left");
+    assert_eq!(t.attachment(1).limit, 0, "nothing is left");
 }

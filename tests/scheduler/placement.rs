@@ -33,15 +33,15 @@ impl Host {
 
     fn connect(&mut self, n: u64, labels: Labels) {
         self.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
-        self.say(Event::Labelled { labels: BTreeMap::from([(client(n), labels)]) });
+        self.say(Event::Labels { labels: BTreeMap::from([(client(n), labels)]) });
     }
 
-    fn wish(&self) -> Wish {
-        Wish { candidates: self.gpus.clone(), count: 0, bytes: None, ahead: false }
+    fn request(&self) -> PlacementRequest {
+        PlacementRequest { candidates: self.gpus.clone(), count: 0, bytes: None, ahead: false }
     }
 
-    fn ask(&mut self, n: u64, wish: Wish) -> Result<Vec<u64>, Misfit> {
-        let commands = self.say(Event::Placing { client: client(n), wish });
+    fn ask(&mut self, n: u64, request: PlacementRequest) -> Result<Vec<u64>, PlacementError> {
+        let commands = self.say(Event::PlacementRequested { client: client(n), request });
         let answers = commands.into_iter().filter_map(|command| match command {
             Command::Placed { client: who, gpus } if who == client(n) => {
                 let number = |id: &GpuId| self.gpus.iter().position(|other| other == id).unwrap() as u64;
@@ -58,12 +58,12 @@ impl Host {
     /// A program that needs so much, if that is known, and where it is to go.
     fn start(&mut self, n: u64, bytes: Option<u64>) -> u64 {
         self.connect(n, Labels::default());
-        self.ask(n, Wish { bytes, ..self.wish() }).unwrap()[0]
+        self.ask(n, PlacementRequest { bytes, ..self.request() }).unwrap()[0]
     }
 
-    fn start_labelled(&mut self, n: u64, labels: Labels) -> Result<u64, Misfit> {
+    fn start_labelled(&mut self, n: u64, labels: Labels) -> Result<u64, PlacementError> {
         self.connect(n, labels);
-        self.ask(n, self.wish()).map(|gpus| gpus[0])
+        self.ask(n, self.request()).map(|gpus| gpus[0])
     }
 
     fn attach(&mut self, n: u64, at: u64, demand: u64) {
@@ -167,12 +167,13 @@ fn a_program_that_uses_little_of_what_it_asked_for_keeps_its_place_for_as_long_a
 
 #[test]
 fn what_a_rule_allows_is_expected_for_a_while() {
-    let group = Group { id: GroupId(7), terms: Terms { memory_max: Amount::Percent(75), ..Terms::default() } };
+    let group =
+        Group { id: GroupId(7), limits: RuleLimits { memory_max: Amount::Percent(75), ..RuleLimits::default() } };
     let mut host = Host::new(Placement::Pack, &[16, 16]);
     let grouped = |host: &mut Host, n: u64| {
         host.connect(n, Labels::default());
-        host.say(Event::Grouped { groups: BTreeMap::from([(client(n), Some(group))]) });
-        host.ask(n, host.wish()).unwrap()[0]
+        host.say(Event::Groups { groups: BTreeMap::from([(client(n), Some(group))]) });
+        host.ask(n, host.request()).unwrap()[0]
     };
     assert_eq!(grouped(&mut host, 1), 0);
     host.attach(1, 0, GIB);
@@ -186,14 +187,14 @@ fn a_place_for_a_program_to_come_is_kept_until_it_is_there_and_not_for_ever() {
     let mut host = Host::new(Placement::Spread, &[16, 16]);
     let ahead = |host: &mut Host, n: u64| {
         host.connect(n, Labels::default());
-        let place = host.ask(n, Wish { ahead: true, ..host.wish() }).unwrap()[0];
+        let place = host.ask(n, PlacementRequest { ahead: true, ..host.request() }).unwrap()[0];
         host.leave(n);
         place
     };
     assert_eq!(ahead(&mut host, 1), 0);
     assert_eq!(ahead(&mut host, 2), 1);
     host.connect(3, Labels::default());
-    host.say(Event::TookPlace { client: client(3), from: client(1) });
+    host.say(Event::PlacementTaken { client: client(3), from: client(1) });
     assert_eq!(host.machine.client(client(3)).unwrap().placed, [gpu(0)]);
     host.now += PATIENCE;
     assert_eq!(ahead(&mut host, 4), 1, "the second never came, the third is there");
@@ -206,8 +207,8 @@ fn who_asks_without_end_keeps_a_few_places_only() {
     let mut host = Host::new(Placement::Spread, &[16, 16]);
     for n in 1..=1000 {
         host.connect(n, Labels::default());
-        let wish = Wish { candidates: vec![gpu(0)], ahead: true, ..host.wish() };
-        host.ask(n, wish).unwrap();
+        let request = PlacementRequest { candidates: vec![gpu(0)], ahead: true, ..host.request() };
+        host.ask(n, request).unwrap();
         host.leave(n);
     }
     for n in 2001..=2064 {
@@ -223,16 +224,22 @@ fn a_program_can_have_several_gpus() {
     let mut host = Host::new(Placement::Spread, &[16, 16, 16]);
     assert_eq!(host.start(1, None), 0);
     host.connect(2, Labels::default());
-    assert_eq!(host.ask(2, Wish { count: 2, ..host.wish() }), Ok(vec![1, 2]));
-    assert_eq!(host.ask(2, Wish { count: 4, ..host.wish() }), Err(Misfit::TooFew { wanted: 4, there: 3 }));
-    assert_eq!(host.ask(2, Wish { candidates: vec![], ..host.wish() }), Err(Misfit::TooFew { wanted: 1, there: 0 }));
+    assert_eq!(host.ask(2, PlacementRequest { count: 2, ..host.request() }), Ok(vec![1, 2]));
+    assert_eq!(
+        host.ask(2, PlacementRequest { count: 4, ..host.request() }),
+        Err(PlacementError::TooFew { wanted: 4, there: 3 })
+    );
+    assert_eq!(
+        host.ask(2, PlacementRequest { candidates: vec![], ..host.request() }),
+        Err(PlacementError::TooFew { wanted: 1, there: 0 })
+    );
 }
 
 #[test]
 fn only_candidates_are_taken_and_of_equals_the_first() {
     let mut host = Host::new(Placement::Spread, &[16, 16, 16]);
     host.connect(1, Labels::default());
-    assert_eq!(host.ask(1, Wish { candidates: vec![gpu(2), gpu(1)], ..host.wish() }), Ok(vec![2]));
+    assert_eq!(host.ask(1, PlacementRequest { candidates: vec![gpu(2), gpu(1)], ..host.request() }), Ok(vec![2]));
 }
 
 #[test]
@@ -247,9 +254,9 @@ fn programs_of_an_affinity_are_on_one_gpu() {
         host.leave(1);
         assert_eq!(host.start_labelled(3, affinity("a")), Ok(1), "however full it is");
         assert_eq!(host.start_labelled(4, affinity("b")), Ok(0));
-        let elsewhere = Wish { candidates: vec![gpu(0)], ..host.wish() };
+        let elsewhere = PlacementRequest { candidates: vec![gpu(0)], ..host.request() };
         host.connect(5, affinity("a"));
-        assert_eq!(host.ask(5, elsewhere), Err(Misfit::Affinity("a".into())));
+        assert_eq!(host.ask(5, elsewhere), Err(PlacementError::Affinity("a".into())));
     }
 }
 
@@ -263,10 +270,10 @@ fn programs_of_an_anti_affinity_are_on_different_gpus() {
         assert_eq!(host.start_labelled(2, apart("a")), Ok(1));
         host.now += 2 * PATIENCE;
         let full = host.start_labelled(3, apart("a"));
-        assert_eq!(full, Err(Misfit::AntiAffinity("a".into())), "the second has not attached, and is there");
+        assert_eq!(full, Err(PlacementError::AntiAffinity("a".into())), "the second has not attached, and is there");
         assert!(host.start_labelled(4, apart("b")).is_ok());
         host.leave(2);
-        assert_eq!(host.ask(3, host.wish()), Ok(vec![1]));
+        assert_eq!(host.ask(3, host.request()), Ok(vec![1]));
     }
 }
 
@@ -277,10 +284,10 @@ fn programs_of_an_exclusion_are_with_their_like_only() {
         assert_eq!(host.start_labelled(1, exclusive("a")), Ok(0));
         assert_eq!(host.start_labelled(2, Labels::default()), Ok(1), "who has none is kept out");
         assert_eq!(host.start_labelled(3, exclusive("a")), Ok(0));
-        assert_eq!(host.start_labelled(4, exclusive("b")), Err(Misfit::Exclusion("b".into())));
+        assert_eq!(host.start_labelled(4, exclusive("b")), Err(PlacementError::Exclusion("b".into())));
         host.leave(2);
-        assert_eq!(host.ask(4, host.wish()), Ok(vec![1]));
-        assert_eq!(host.start_labelled(5, Labels::default()), Err(Misfit::Exclusion("a".into())));
+        assert_eq!(host.ask(4, host.request()), Ok(vec![1]));
+        assert_eq!(host.start_labelled(5, Labels::default()), Err(PlacementError::Exclusion("a".into())));
     }
 }
 
@@ -290,6 +297,6 @@ fn labels_count_of_those_who_chose_themselves_and_as_rules_say_now() {
     host.connect(1, apart("a"));
     host.attach(1, 0, 0);
     assert_eq!(host.start_labelled(2, apart("a")), Ok(1));
-    host.say(Event::Labelled { labels: BTreeMap::from([(client(1), Labels::default())]) });
+    host.say(Event::Labels { labels: BTreeMap::from([(client(1), Labels::default())]) });
     assert_eq!(host.start_labelled(3, apart("a")), Ok(0));
 }

@@ -56,25 +56,25 @@ fn unruly() -> impl Strategy<Value = Unruly> {
 }
 
 /// What somebody says of itself: how much memory it may have, and how it compares with others.
-fn claims(rng: &mut Dice) -> Own {
+fn claims(rng: &mut Dice) -> EnvLimits {
     let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
-    Own {
+    EnvLimits {
         memory_max: most[rng.below(3) as usize],
         memory_low: rng.one_in(3).then(|| Amount::Bytes(rng.below(8) * GIB)),
         swap_max: rng.one_in(3).then(|| rng.below(48) * GIB / 2),
         weight: rng.one_in(2).then(|| [1, 10, 99, 100, 10_000][rng.below(5) as usize]),
-        ..Own::default()
+        ..EnvLimits::default()
     }
 }
 
 /// And when it has any time.
-fn claims_of_time(rng: &mut Dice) -> Own {
-    Own {
+fn claims_of_time(rng: &mut Dice) -> EnvLimits {
+    EnvLimits {
         weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize],
         time_max: if rng.one_in(2) { 100 } else { 5 + rng.below(96) as u8 },
         priority: rng.one_in(3).then(|| rng.below(3) as i8 - 1),
         patient: rng.one_in(3),
-        ..Own::default()
+        ..EnvLimits::default()
     }
 }
 
@@ -106,7 +106,7 @@ fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
         gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
         user: UserId(rng.below(3) as u32),
         group: None,
-        own: if unruly.claiming && rng.one_in(3) { claims(rng) } else { Own::default() },
+        own: if unruly.claiming && rng.one_in(3) { claims(rng) } else { EnvLimits::default() },
         fullness: [None, Some(1000), Some(900), Some(100), Some(0)][rng.below(5) as usize],
         engine: if unruly.managed && rng.one_in(3) { Engine::Managed } else { Engine::Swap },
         demand: if endless { 0 } else { rng.below(largest) * GIB } + pinned + rng.below(3) * 4096,
@@ -201,9 +201,9 @@ proptest! {
                 Some(Share { weight, min, max, priority, interactive }).filter(|_| !rng.one_in(4))
             });
             let gangs = [(); 4].map(|()| unruly.gangs && rng.one_in(4));
-            let terms =
-                || Terms { share: shares[id as usize], gang: gangs[id as usize], ..Terms::default() };
-            (id < 4).then(|| Group { id: GroupId(id), terms: terms() })
+            let limits =
+                || RuleLimits { share: shares[id as usize], gang: gangs[id as usize], ..RuleLimits::default() };
+            (id < 4).then(|| Group { id: GroupId(id), limits: limits() })
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);
@@ -278,7 +278,7 @@ proptest! {
             let mut rng = Dice::new(seed);
             let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
             let id = (client + seed) % 4;
-            (id < 3).then(|| Group { id: GroupId(id), terms: Terms { memory_max: most[id as usize], ..Terms::default() } })
+            (id < 3).then(|| Group { id: GroupId(id), limits: RuleLimits { memory_max: most[id as usize], ..RuleLimits::default() } })
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);
@@ -304,20 +304,20 @@ proptest! {
         let group = |seed: u64, client: u64| {
             let mut rng = Dice::new(seed);
             let orders = [WaitOrder::Fifo, WaitOrder::BestFit, WaitOrder::MostRecent, WaitOrder::Random];
-            let terms = |n: u64| Terms {
+            let limits = |n: u64| RuleLimits {
                 memory_max: Amount::Bytes((1 + n * 7 % 24) * GIB / 2),
                 memory_low: (n.is_multiple_of(3)).then_some(Amount::Percent((n % 100) as u8)),
                 swap_max: (n.is_multiple_of(5)).then_some((n % 48) * GIB / 2),
                 on_memory_full: if n.is_multiple_of(7) { OnMemoryFull::Fail } else { OnMemoryFull::Wait(orders[n as usize % 4]) },
-                ..Terms::default()
+                ..RuleLimits::default()
             };
             let id = (client + seed) % 4;
-            (id < 3).then(|| Group { id: GroupId(id), terms: terms((0..=id).map(|_| rng.below(1 << 20)).last().unwrap_or(0)) })
+            (id < 3).then(|| Group { id: GroupId(id), limits: limits((0..=id).map(|_| rng.below(1 << 20)).last().unwrap_or(0)) })
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, Unruly { claiming: seed.is_multiple_of(2), ..Unruly::default() });
             let waits = world.rng.one_in(3).then(|| world.rng.one_in(2));
-            world.add(Plan { group: group(seed, n), own: Own { waits, ..plan.own }, leaves: true, ..plan });
+            world.add(Plan { group: group(seed, n), own: EnvLimits { waits, ..plan.own }, leaves: true, ..plan });
         }
         // One after the other, and each refused something first.
         let bound = bound(&world, quantum) + Duration::from_secs(60 + 20 * clients);
@@ -406,20 +406,20 @@ fn event() -> impl Strategy<Value = Event> {
             |(gpu, [to_gpu, from_gpu, faults])| Event::Traffic { gpu, traffic: Traffic { to_gpu, from_gpu, faults } },
         ),
         1 => bytes().prop_map(|bytes| Event::HostMemory { bytes }),
-        1 => (g(), prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, bytes)| Event::Contexts { gpu, bytes }),
+        1 => (g(), prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, bytes)| Event::ContextSizes { gpu, bytes }),
         3 => (g(), 0u64..20_000, prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, begun, bytes)| {
             let found = bytes.into_iter().map(|(client, bytes)| (client, Found { least: bytes / 2, most: bytes }));
-            Event::Present { gpu, begun: ms(begun), free: (begun % 3 > 0).then_some(begun << 20), found: found.collect() }
+            Event::Measured { gpu, begun: ms(begun), free: (begun % 3 > 0).then_some(begun << 20), found: found.collect() }
         }),
-        3 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::Wished { client, gpu, bytes }),
-        2 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::Squeezed { client, gpu, bytes }),
-        2 => (c(), g(), 0u32..2000).prop_map(|(client, gpu, permille)| Event::Fullness { client, gpu, permille }),
+        3 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::LimitRequested { client, gpu, bytes }),
+        2 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::ReservationRequested { client, gpu, bytes }),
+        2 => (c(), g(), 0u32..2000).prop_map(|(client, gpu, permille)| Event::Utilization { client, gpu, permille }),
         3 => (c(), 0u64..3, 0u32..3).prop_map(|(client, gang, user)| Event::Connected { client, gang, user: UserId(user) }),
         2 => prop::collection::btree_map(c(), prop::option::of((0u64..3, bytes())), 0..4).prop_map(|groups| {
             // A group has one limit, whoever names it.
             let max = |(id, bytes): (u64, u64)| Group {
                 id: GroupId(id),
-                terms: Terms {
+                limits: RuleLimits {
                     memory_max: if id == 0 { Amount::Percent(50) } else { Amount::Bytes(bytes) },
                     share: (bytes % 3 > 0).then(|| Share {
                         weight: (bytes % 5) as u16 * 100,
@@ -438,16 +438,16 @@ fn event() -> impl Strategy<Value = Event> {
                     },
                 },
             };
-            Event::Grouped { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
+            Event::Groups { groups: groups.into_iter().map(|(client, group)| (client, group.map(max))).collect() }
         }),
         2 => (c(), bytes(), any::<u64>()).prop_map(|(client, bytes, seed)| {
             let mut rng = Dice::new(seed);
             let (memory, time) = (claims(&mut rng), claims_of_time(&mut rng));
             let waits = rng.one_in(3).then(|| rng.one_in(2));
-            let Own { memory_low, swap_max, .. } = memory;
-            Event::Tightened {
+            let EnvLimits { memory_low, swap_max, .. } = memory;
+            Event::EnvLimits {
                 client,
-                own: Own { memory_max: Amount::Bytes(bytes), memory_low, swap_max, waits, ..time },
+                limits: EnvLimits { memory_max: Amount::Bytes(bytes), memory_low, swap_max, waits, ..time },
             }
         }),
         1 => c().prop_map(|client| Event::Disconnected { client }),
@@ -488,20 +488,20 @@ proptest! {
         }
         for (after, event) in events {
             now = now.saturating_add(ms(after));
-            if let Event::Grouped { groups: named } = &event {
+            if let Event::Groups { groups: named } = &event {
                 for (client, group) in named.iter().filter(|(client, _)| machines[0].client(**client).is_some()) {
                     groups.insert(*client, group.map(|group| group.id));
-                    maxima.extend(group.map(|group| (group.id, group.terms.memory_max)));
+                    maxima.extend(group.map(|group| (group.id, group.limits.memory_max)));
                 }
             }
             let limits = |m: &Machine| -> BTreeMap<(ClientId, GpuId), u64> {
                 let clients = m.clients().into_iter();
-                clients.flat_map(|c| c.seats.into_iter().map(move |s| ((c.client, s.gpu), s.limit))).collect()
+                clients.flat_map(|c| c.attachments.into_iter().map(move |s| ((c.client, s.gpu), s.limit))).collect()
             };
             let limits_before = limits(&machines[0]);
             let charges = |m: &Machine| -> BTreeMap<(ClientId, GpuId), u64> {
                 let clients = m.clients().into_iter();
-                clients.flat_map(|c| c.seats.into_iter().map(move |s| ((c.client, s.gpu), s.charge))).collect()
+                clients.flat_map(|c| c.attachments.into_iter().map(move |s| ((c.client, s.gpu), s.charge))).collect()
             };
             let before = charges(&machines[0]);
             let commands = machines[0].handle(now, event.clone());
@@ -515,8 +515,8 @@ proptest! {
                 let Some(max) = maxima.get(&group).and_then(|max| max.on(total)) else { continue };
                 if limit > limits_before.get(&(client, gpu)).copied().unwrap_or(0) {
                     let members = machines[0].clients().into_iter().filter(|c| groups.get(&c.client) == Some(&Some(group)));
-                    let seats = members.flat_map(|c| c.seats).filter(|s| s.gpu == gpu);
-                    let sum = seats.fold(0u64, |sum, seat| sum.saturating_add(seat.promise));
+                    let attachments = members.flat_map(|c| c.attachments).filter(|s| s.gpu == gpu);
+                    let sum = attachments.fold(0u64, |sum, attachment| sum.saturating_add(attachment.committed));
                     prop_assert!(sum <= max, "{:?} on {:?}: {} of {} after {:?}", group, gpu, sum, max, event);
                 }
             }
@@ -525,14 +525,14 @@ proptest! {
                 prop_assert!(!gone, "{:?} after {:?}", command, event);
             }
             for view in machines[0].gpus() {
-                let seats: Vec<SeatView> = machines[0]
+                let attachments: Vec<AttachmentView> = machines[0]
                     .clients()
                     .into_iter()
-                    .flat_map(|c| c.seats)
+                    .flat_map(|c| c.attachments)
                     .filter(|s| s.gpu == view.gpu)
                     .collect();
-                prop_assert_eq!(seats.iter().map(|s| s.charge).sum::<u64>(), view.charged);
-                prop_assert!(seats.iter().all(|s| s.charge >= s.allowance && s.charge >= s.mapped));
+                prop_assert_eq!(attachments.iter().map(|s| s.charge).sum::<u64>(), view.charged);
+                prop_assert!(attachments.iter().all(|s| s.charge >= s.allowance && s.charge >= s.mapped));
                 // Nobody's charge rises where there is less than is charged already, but by its own report.
                 let reporter = match &event {
                     Event::Memory { client, .. } => Some(*client),
@@ -543,7 +543,7 @@ proptest! {
                         *id == view.gpu && Some(*client) != reporter && *charge > old
                     });
                 // A measurement that confirms a report has it count.
-                let confirmed = matches!(event, Event::Present { .. });
+                let confirmed = matches!(event, Event::Measured { .. });
                 let fits = view.charged <= view.capacity || confirmed;
                 prop_assert!(!raised || fits, "{:?} after {:?}", view, event);
             }

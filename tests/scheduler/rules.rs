@@ -115,7 +115,7 @@ fn auto_keeps_turns_short_where_nothing_moves() {
     assert_eq!(t.after(ms(1)), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
-    t.say(Event::Fullness { client: client(2), gpu: gpu(0), permille: 1000 });
+    t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 1000 });
     assert_eq!(t.after(ms(299)), [], "twice what the waiter is taken to need: what it ran while it was waited for");
     assert_eq!(t.after(ms(101)), [revoke(2)]);
 }
@@ -280,7 +280,7 @@ fn with_fullness(permille: &[u32; 2]) -> Talk {
     }
     for (n, permille) in (1..).zip(permille) {
         assert_eq!(t.state(n), LockState::Holding);
-        t.say(Event::Fullness { client: client(n), gpu: gpu(0), permille: *permille });
+        t.say(Event::Utilization { client: client(n), gpu: gpu(0), permille: *permille });
         if n < 2 {
             assert_eq!(t.after(ms(150)), [revoke(n)]);
             t.release(n, ReleaseReason::Revoked);
@@ -298,7 +298,7 @@ fn one_that_wants_the_gpu_for_itself_has_it_for_the_time_quantum() {
         t.join(n, GIB);
     }
     t.request(1);
-    t.say(Event::Fullness { client: client(1), gpu: gpu(0), permille: 2000 });
+    t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 2000 });
     t.request(2);
     assert_eq!(t.after(ms(999)), []);
     assert_eq!(t.after(ms(1)), [revoke(1)]);
@@ -312,7 +312,7 @@ fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
         t.request(n);
     }
     assert_eq!(t.after(ms(50)), []);
-    assert_eq!(t.say(Event::Fullness { client: client(1), gpu: gpu(0), permille: 1000 }), [revoke(1)]);
+    assert_eq!(t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 1000 }), [revoke(1)]);
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
     // The second has not been measured: its turn is not shorter for that the first was.
@@ -355,11 +355,11 @@ fn those_who_run_together_are_asked_again_how_full_they_keep_the_gpu() {
     t.release(1, ReleaseReason::Revoked);
     t.request(1);
     // The GPU is full now.
-    t.say(Event::Fullness { client: client(2), gpu: gpu(0), permille: 900 });
+    t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 900 });
     assert_eq!(t.after(ms(150)), [revoke(2)]);
     t.release(2, ReleaseReason::Revoked);
     t.request(2);
-    t.say(Event::Fullness { client: client(1), gpu: gpu(0), permille: 900 });
+    t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 900 });
     assert_eq!([t.state(1), t.state(2)], [LockState::Holding, LockState::Waiting]);
 }
 
@@ -369,7 +369,7 @@ fn those_who_say_the_same_again_are_asked_more_rarely() {
     let measure = |t: &mut Talk, n: u64, permille: u32| {
         t.release(n, ReleaseReason::Revoked);
         t.request(n);
-        t.say(Event::Fullness { client: client(3 - n), gpu: gpu(0), permille });
+        t.say(Event::Utilization { client: client(3 - n), gpu: gpu(0), permille });
     };
     for (seconds, said) in [(10, [310, 190]), (20, [280, 200]), (40, [300, 500]), (10, [300, 500])] {
         assert_eq!(t.after(Duration::from_secs(seconds) - ms(1)), [], "{seconds} s");
@@ -438,7 +438,7 @@ fn bytes_are_charged_until_they_are_known_to_be_gone() {
     t.join(1, 16 * GIB);
     t.join(2, 16 * GIB);
     t.request(2);
-    assert_eq!((t.seat(1).allowance, t.seat(1).charge), (0, 16 * GIB));
+    assert_eq!((t.attachment(1).allowance, t.attachment(1).charge), (0, 16 * GIB));
     let old = MemoryReport { ack: 1, demand: 16 * GIB, mapped: 0, swapped: 16 * GIB, pinned: 0, limit_ack: u32::MAX };
     let commands = t.say(Event::Memory { client: client(1), gpu: gpu(0), report: old });
     assert_eq!(allowances(&commands), [], "it could have written this before it read the eviction, and map again");
@@ -508,7 +508,7 @@ fn free_bytes_are_credited_without_the_lock_and_without_evicting() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     assert_eq!(allowances(&t.join(1, 10 * GIB)), [(1, 10 * GIB)]);
     assert_eq!(allowances(&t.join(2, 10 * GIB)), [(2, 6 * GIB)]);
-    assert_eq!(t.seat(1).allowance, 10 * GIB);
+    assert_eq!(t.attachment(1).allowance, 10 * GIB);
 }
 
 #[test]
@@ -540,7 +540,7 @@ fn two_holders_that_both_grow_do_not_wait_for_each_other() {
 fn room_for_a_context_is_made_before_the_client_may_create_it() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 20 * GIB);
-    assert_eq!(t.seat(1).allowance, 15 * GIB);
+    assert_eq!(t.attachment(1).allowance, 15 * GIB);
     t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
     let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
     assert!(commands.contains(&limit(1, 14 * GIB, 2)));
@@ -604,7 +604,7 @@ fn whoever_attaches_is_not_kept_by_one_that_does_not_answer() {
     t.join(2, 0);
     assert_eq!(limits(&t.after(ms(199))), []);
     assert_eq!(limits(&t.after(ms(1))), [(2, 8 * GIB)], "what is there without it");
-    assert_eq!(t.seat(1).promise, 16 * GIB);
+    assert_eq!(t.attachment(1).committed, 16 * GIB);
 }
 
 /// Clients 1 and 2 have 8 GiB each on the GPU; client 3 waits for 4 GiB of the first.
@@ -619,8 +619,8 @@ fn with_eviction() -> Talk {
     t
 }
 
-fn stays(n: u64, why: Stay) -> Command {
-    Command::Stays { client: client(n), gpu: gpu(0), why }
+fn stays(n: u64, why: EvictionBlock) -> Command {
+    Command::EvictionBlocked { client: client(n), gpu: gpu(0), why }
 }
 
 #[test]
@@ -628,33 +628,33 @@ fn a_victim_that_finds_no_host_memory_is_passed_over_and_asked_again_later() {
     let mut t = with_eviction();
     t.report(1, 8 * GIB, 7 * GIB, 0); // as far as it got
     let commands = t.stuck(1, StuckReason::HostFull);
-    assert!(commands.contains(&stays(1, Stay::HostFull)), "{commands:?}");
+    assert!(commands.contains(&stays(1, EvictionBlock::HostFull)), "{commands:?}");
     assert!(allowances(&commands).contains(&(1, 7 * GIB)), "it has that: {commands:?}");
     assert_eq!(allowances(&commands).last(), Some(&(2, 5 * GIB)), "the next one gives the rest");
     t.map(1);
     assert!(t.map(2).contains(&grant(3)));
-    assert_eq!(t.seat(1).stays, Some(Stay::HostFull));
+    assert_eq!(t.attachment(1).eviction_blocked, Some(EvictionBlock::HostFull));
     t.after(ms(200));
-    assert_eq!(t.seat(1).stays, None);
+    assert_eq!(t.attachment(1).eviction_blocked, None);
     t.join(4, 2 * GIB);
     assert_eq!(allowances(&t.request(4)).last(), Some(&(1, 5 * GIB)), "asked again");
     t.stuck(1, StuckReason::HostFull);
     t.after(ms(399));
-    assert_eq!(t.seat(1).stays, Some(Stay::HostFull), "and less often each time");
+    assert_eq!(t.attachment(1).eviction_blocked, Some(EvictionBlock::HostFull), "and less often each time");
 }
 
 #[test]
 fn a_victim_that_is_late_is_passed_over_until_it_answers() {
     let mut t = with_eviction();
     t.after(ms(2999));
-    assert_eq!(t.seat(1).stays, None);
+    assert_eq!(t.attachment(1).eviction_blocked, None);
     let commands = t.after(ms(1));
-    assert!(commands.contains(&stays(1, Stay::Late)), "{commands:?}");
+    assert!(commands.contains(&stays(1, EvictionBlock::Late)), "{commands:?}");
     assert_eq!(allowances(&commands).last(), Some(&(2, 4 * GIB)));
     assert!(t.map(2).contains(&grant(3)));
     t.map(1);
-    assert_eq!(t.seat(1).stays, None);
-    assert_eq!(t.seat(1).allowance, 8 * GIB, "nobody needs what it gave late");
+    assert_eq!(t.attachment(1).eviction_blocked, None);
+    assert_eq!(t.attachment(1).allowance, 8 * GIB, "nobody needs what it gave late");
 }
 
 #[test]
@@ -665,12 +665,12 @@ fn a_victim_that_gets_on_is_not_late() {
         let mapped = 8 * GIB - n * GIB;
         let report = MemoryReport { ack: 0, demand: 8 * GIB, mapped, swapped: n * GIB, pinned: 0, limit_ack: 1 };
         t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
-        assert_eq!(t.seat(1).stays, None);
+        assert_eq!(t.attachment(1).eviction_blocked, None);
     }
 }
 
 fn room(n: u64, bytes: u64) -> Command {
-    Command::Room { client: client(n), gpu: gpu(0), bytes }
+    Command::Reserved { client: client(n), gpu: gpu(0), bytes }
 }
 
 #[test]
@@ -679,7 +679,7 @@ fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
     t.join(1, 8 * GIB);
     t.join(2, 8 * GIB);
     t.request(2);
-    let squeeze = Event::Squeezed { client: client(2), gpu: gpu(0), bytes: GIB };
+    let squeeze = Event::ReservationRequested { client: client(2), gpu: gpu(0), bytes: GIB };
     assert_eq!(allowances(&t.say(squeeze)).last(), Some(&(1, 7 * GIB)));
     let commands = t.map(1);
     assert!(commands.contains(&room(2, GIB)), "{commands:?}");
@@ -691,7 +691,7 @@ fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
 
     // Nothing is taken from whoever asks, and a holder is asked for the lock.
     t.map(1);
-    let commands = t.say(Event::Squeezed { client: client(1), gpu: gpu(0), bytes: GIB });
+    let commands = t.say(Event::ReservationRequested { client: client(1), gpu: gpu(0), bytes: GIB });
     let prepare = Command::Prepare { client: client(2), gpu: gpu(0), bytes: GIB };
     assert_eq!(commands, [prepare, contended(2, 1, ms(1))]);
     assert_eq!(allowances(&t.release(2, ReleaseReason::Idle)).last(), Some(&(2, 7 * GIB)));
@@ -702,7 +702,7 @@ fn room_for_the_driver_is_freed_by_others_and_kept_for_a_moment() {
 fn where_nobody_else_has_anything_there_is_no_room_to_wait_for() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 16 * GIB);
-    assert_eq!(t.say(Event::Squeezed { client: client(1), gpu: gpu(0), bytes: GIB }), [room(1, 0)]);
+    assert_eq!(t.say(Event::ReservationRequested { client: client(1), gpu: gpu(0), bytes: GIB }), [room(1, 0)]);
 }
 
 #[test]
@@ -710,7 +710,7 @@ fn room_that_does_not_come_is_not_waited_for() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 8 * GIB);
     t.join(2, 7 * GIB);
-    let squeeze = Event::Squeezed { client: client(2), gpu: gpu(0), bytes: 3 * GIB };
+    let squeeze = Event::ReservationRequested { client: client(2), gpu: gpu(0), bytes: 3 * GIB };
     assert_eq!(allowances(&t.say(squeeze)).last(), Some(&(1, 6 * GIB)), "1 GiB is free");
     assert_eq!(t.after(ms(1999)), []);
     assert!(t.after(ms(1)).contains(&room(2, GIB)));
@@ -729,7 +729,7 @@ fn one_that_needs_more_than_the_gpu_leaves_less_to_others() {
 #[test]
 fn a_wish_is_fulfilled_from_what_others_do_not_need() {
     let mut t = on_a_small_host();
-    assert_eq!((t.seat(1).promise, t.seat(2).promise), (12 * GIB, 12 * GIB));
+    assert_eq!((t.attachment(1).committed, t.attachment(2).committed), (12 * GIB, 12 * GIB));
     assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)], "first the other has to know");
     assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
     assert_eq!(limits(&t.wish(1, 13 * GIB)), [(1, 14 * GIB)], "it has that");
@@ -755,7 +755,7 @@ fn hoping() -> Talk {
 }
 
 fn present(t: &mut Talk, begun: Duration) -> Vec<Command> {
-    t.say(Event::Present { gpu: gpu(0), begun, free: None, found: Default::default() })
+    t.say(Event::Measured { gpu: gpu(0), begun, free: None, found: Default::default() })
 }
 
 #[test]
@@ -806,7 +806,7 @@ fn a_wish_does_not_wait_for_ever_for_one_that_does_not_answer() {
     assert_eq!(t.after(ms(3999)), []);
     let commands = t.after(ms(1));
     assert!(commands.contains(&denied(1, 14 * GIB, Denial::NoRoom)), "{commands:?}");
-    assert_eq!(t.seat(2).promise, 12 * GIB, "it may not know yet");
+    assert_eq!(t.attachment(2).committed, 12 * GIB, "it may not know yet");
     t.map(2);
     t.wish(1, 14 * GIB);
     assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
@@ -848,7 +848,7 @@ fn in_a_group(most: Amount, clients: u64) -> Talk {
 fn a_program_under_a_rule_has_its_limit_to_the_byte() {
     let most = 5 * GIB + 2 * MIB;
     let mut t = in_a_group(Amount::Bytes(most), 1);
-    assert_eq!((t.seat(1).limit, t.machine.memory_max(client(1), gpu(0))), (most, Some(most)));
+    assert_eq!((t.attachment(1).limit, t.machine.memory_max(client(1), gpu(0))), (most, Some(most)));
     assert_eq!(t.wish(1, most + 1), [denied(1, most + 1, Denial::MemoryMax)]);
     let commands = t.wish(1, most);
     let told = Command::Limit {
@@ -863,17 +863,17 @@ fn a_program_under_a_rule_has_its_limit_to_the_byte() {
     assert_eq!(commands, [told]);
     // Whoever is in no group has all of the GPU.
     t.join(2, 16 * GIB);
-    assert_eq!((t.seat(2).limit, t.machine.memory_max(client(2), gpu(0))), (16 * GIB, None));
+    assert_eq!((t.attachment(2).limit, t.machine.memory_max(client(2), gpu(0))), (16 * GIB, None));
     let t = in_a_group(Amount::Percent(25), 1);
-    assert_eq!(t.seat(1).limit, 4 * GIB);
+    assert_eq!(t.attachment(1).limit, 4 * GIB);
     let t = in_a_group(Amount::Infinity, 1);
-    assert_eq!(t.seat(1).limit, 16 * GIB);
+    assert_eq!(t.attachment(1).limit, 16 * GIB);
 }
 
 #[test]
 fn a_group_divides_its_limit_by_need() {
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
-    assert_eq!((t.seat(1).promise, t.seat(2).promise), (4 * GIB, 4 * GIB));
+    assert_eq!((t.attachment(1).committed, t.attachment(2).committed), (4 * GIB, 4 * GIB));
     assert_eq!(limits(&t.wish(1, 6 * GIB)), [(2, 2 * GIB)], "first the other has to know");
     assert_eq!(limits(&t.report(2, GIB, GIB, 0)), [(1, 6 * GIB)]);
     t.report(1, 6 * GIB, 6 * GIB, 0);
@@ -890,29 +890,29 @@ fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
     let mut t = in_a_group(Amount::Bytes(10 * GIB), 3);
     t.wish(3, 3 * GIB + GIB / 2);
     // The first allocates what it was promised before it knows that it has less.
-    let share = t.seat(1).promise;
+    let share = t.attachment(1).committed;
     let report = MemoryReport { demand: share, limit_ack: 1, ..MemoryReport::default() };
     t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
     for n in [1, 2, 1, 2] {
         t.report(n, if n == 1 { share } else { 0 }, 0, 0);
     }
-    assert_eq!(t.seat(3).limit, 3 * GIB + GIB / 2, "without the time that one who does not answer is given");
+    assert_eq!(t.attachment(3).limit, 3 * GIB + GIB / 2, "without the time that one who does not answer is given");
 }
 
 #[test]
 fn many_of_one_group_have_no_more_than_one() {
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 20);
-    let promised = |t: &Talk| (1..=20).map(|n| t.seat(n).promise).sum::<u64>();
+    let promised = |t: &Talk| (1..=20).map(|n| t.attachment(n).committed).sum::<u64>();
     assert!(promised(&t) <= 8 * GIB);
     for n in 1..=20 {
         t.wish(n, GIB);
         for m in 1..=20 {
-            let demand = if t.seat(m).limit >= GIB { GIB } else { 0 };
+            let demand = if t.attachment(m).limit >= GIB { GIB } else { 0 };
             t.report(m, demand, 0, 0);
         }
         assert!(promised(&t) <= 8 * GIB, "{} promised", promised(&t));
     }
-    assert_eq!((1..=20).filter(|n| t.seat(*n).demand == GIB).count(), 8);
+    assert_eq!((1..=20).filter(|n| t.attachment(*n).demand == GIB).count(), 8);
 }
 
 #[test]
@@ -940,17 +940,17 @@ fn a_limit_that_is_lowered_has_nobody_fail_and_gives_nothing() {
 fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
     t.report(1, 40 * GIB, 0, 0);
-    assert!(t.seat(1).limit <= 8 * GIB && t.seat(2).limit <= 4 * GIB);
+    assert!(t.attachment(1).limit <= 8 * GIB && t.attachment(2).limit <= 4 * GIB);
     t.report(2, 0, 0, 0);
     t.report(1, u64::MAX, 0, 0);
-    assert!(t.seat(1).limit + t.seat(2).limit <= 8 * GIB);
+    assert!(t.attachment(1).limit + t.attachment(2).limit <= 8 * GIB);
     // Nor for saying that it needs nothing: what it was promised counts.
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 1);
     t.report(1, 0, 0, 0);
     t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
     t.group(2, Amount::Bytes(8 * GIB));
     t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
-    assert_eq!(t.seat(2).limit, 0);
+    assert_eq!(t.attachment(2).limit, 0);
 }
 
 #[test]
@@ -958,8 +958,8 @@ fn each_gpu_has_the_limit_by_itself() {
     let mut t = in_a_group(Amount::Percent(50), 1);
     t.say(Event::GpuFound { gpu: gpu(1), total: 8 * GIB });
     t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
-    let seats = t.machine.client(client(1)).unwrap().seats;
-    assert_eq!(seats.iter().map(|seat| seat.limit).collect::<Vec<_>>(), [8 * GIB, 4 * GIB]);
+    let attachments = t.machine.client(client(1)).unwrap().attachments;
+    assert_eq!(attachments.iter().map(|attachment| attachment.limit).collect::<Vec<_>>(), [8 * GIB, 4 * GIB]);
 }
 
 #[test]
@@ -968,7 +968,7 @@ fn a_group_and_a_small_host_bound_both() {
     t.join(2, 12 * GIB);
     t.say(Event::HostMemory { bytes: 4 * GIB });
     t.report(1, 0, 0, 0);
-    assert_eq!(t.seat(1).limit + t.seat(2).limit, 20 * GIB, "what the GPU and the host have");
+    assert_eq!(t.attachment(1).limit + t.attachment(2).limit, 20 * GIB, "what the GPU and the host have");
     assert_eq!(t.wish(1, 9 * GIB), [denied(1, 9 * GIB, Denial::NoRoom)]);
     assert_eq!(t.wish(1, 11 * GIB), [denied(1, 11 * GIB, Denial::MemoryMax)]);
 }
@@ -997,9 +997,9 @@ fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
     t.map(2);
     t.release(2, ReleaseReason::Idle);
     t.join_of(UserId(1), 4, 8 * GIB + 4096);
-    let allowed = |t: &Talk| -> u64 { [1, 2, 3].map(|n| t.seat(n).allowance).iter().sum() };
+    let allowed = |t: &Talk| -> u64 { [1, 2, 3].map(|n| t.attachment(n).allowance).iter().sum() };
     let before = allowed(&t);
-    assert_eq!((before, t.seat(4).allowance), (16 * GIB, 0));
+    assert_eq!((before, t.attachment(4).allowance), (16 * GIB, 0));
     t.request(4);
     assert_eq!(before - allowed(&t), 8 * GIB + 4096, "nothing is free, or would be if the doubts ended");
 }
@@ -1014,12 +1014,12 @@ fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
     t.request(2);
     t.report(2, 5 * GIB, 4 * GIB, 0);
     t.report(1, 9 * GIB, 8 * GIB, 0);
-    assert_eq!(t.seat(3).allowance, 2 * GIB, "it gives for both");
+    assert_eq!(t.attachment(3).allowance, 2 * GIB, "it gives for both");
     t.now += ms(1);
     let half = 5; // of two evictions in four steps each, after the allowance that it has
     assert_eq!(allowances(&t.acknowledge(3, half, 4 * GIB, 3 * GIB, 0)), [], "client 2 has no doubts, but comes later");
     let found = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), exactly(gib * GIB))).into();
-    assert_eq!(allowances(&t.say(Event::Present { gpu: gpu(0), begun: t.now, free: None, found })), [(1, 9 * GIB)]);
+    assert_eq!(allowances(&t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found })), [(1, 9 * GIB)]);
 }
 
 /// A GPU where each context takes 1 GiB, and client 1 has all of it but half of that.
@@ -1056,7 +1056,7 @@ fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
 fn a_context_waits_for_as_long_as_it_takes_where_a_rule_has_allocations_wait() {
     let mut t = nearly_full();
     t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
-    t.put(&[2], Terms { on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo), ..Terms::default() });
+    t.put(&[2], RuleLimits { on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo), ..RuleLimits::default() });
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(t.after(Duration::from_secs(3600)), []);
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
@@ -1069,7 +1069,7 @@ fn a_context_beside_which_a_client_could_not_run_waits() {
     assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
     // What the others would take counts for nothing.
     assert_eq!(t.after(Duration::from_secs(29)), []);
-    assert_eq!((t.state(1), t.seat(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
+    assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
     // Room for one of them, and then for all.
     assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
     assert_eq!(attached(&t.say(Event::Disconnected { client: client(1) })), [3]);
@@ -1242,17 +1242,17 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
         t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
     }
     let rule = |gang| {
-        let group = Group { id: GroupId(3), terms: Terms { gang, ..Terms::default() } };
-        Event::Grouped { groups: [1, 2].map(|n| (client(n), Some(group))).into() }
+        let group = Group { id: GroupId(3), limits: RuleLimits { gang, ..RuleLimits::default() } };
+        Event::Groups { groups: [1, 2].map(|n| (client(n), Some(group))).into() }
     };
     t.say(rule(true));
-    assert_eq!(t.machine.client(client(1)).map(|view| view.fellows), Some(vec![client(2)]));
+    assert_eq!(t.machine.client(client(1)).map(|view| view.gang_peers), Some(vec![client(2)]));
     assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), [], "it waits for its fellow");
     let both = [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }];
     assert_eq!(t.say(Event::Requested { client: client(2), gpus: gpus([1]) }), both);
     // While one of them has to go, the rule changes: the other may go on.
     t.say(rule(false));
-    assert_eq!(t.machine.client(client(1)).map(|view| view.fellows), Some(vec![]));
+    assert_eq!(t.machine.client(client(1)).map(|view| view.gang_peers), Some(vec![]));
     t.join(3, 0);
     t.request(3);
     assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
@@ -1313,8 +1313,8 @@ fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
             t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         }
         if by_rule {
-            let group = Group { id: GroupId(3), terms: Terms { gang: true, ..Terms::default() } };
-            t.say(Event::Grouped { groups: [1, 2].map(|n| (client(n), Some(group))).into() });
+            let group = Group { id: GroupId(3), limits: RuleLimits { gang: true, ..RuleLimits::default() } };
+            t.say(Event::Groups { groups: [1, 2].map(|n| (client(n), Some(group))).into() });
         }
         t.request(1);
         t.request(2);
@@ -1423,7 +1423,7 @@ fn the_bytes_of_a_holder_that_cannot_drain_stay_and_others_make_room() {
     let commands = t.release(2, ReleaseReason::Revoked);
     assert_eq!(allowances(&commands).last(), Some(&(2, 0)), "least recently run or not");
     assert!(t.map(2).contains(&grant(3)));
-    assert_eq!((t.seat(1).allowance, t.seat(1).charge), (6 * GIB, 6 * GIB));
+    assert_eq!((t.attachment(1).allowance, t.attachment(1).charge), (6 * GIB, 6 * GIB));
 }
 
 #[test]
@@ -1455,7 +1455,7 @@ fn a_holder_that_cannot_drain_gets_bytes_that_nobody_else_waits_for() {
     let commands = t.report(1, 12 * GIB, 6 * GIB, 0);
     assert_eq!(allowances(&commands).last(), Some(&(2, 4 * GIB)));
     t.map(2);
-    assert_eq!(t.seat(1).allowance, 12 * GIB);
+    assert_eq!(t.attachment(1).allowance, 12 * GIB);
 }
 
 #[test]
@@ -1557,7 +1557,7 @@ fn a_holder_that_goes_on_is_not_asked_for_the_lock_on_its_own_behalf() {
 fn a_client_that_gives_the_gpu_work_unseen_can_drain_as_others_do() {
     let mut t = Talk::with_waiter();
     t.after(Duration::from_secs(1));
-    assert_eq!(t.stuck(1, StuckReason::Unseen), []);
+    assert_eq!(t.stuck(1, StuckReason::UntrackedWork), []);
     t.after(Duration::from_secs(5));
     assert_eq!(t.state(1), LockState::Revoking, "it has not said that it cannot");
 }
@@ -1650,7 +1650,7 @@ fn a_stuck_holder_that_nobody_waits_for_is_left_alone() {
     t.say(Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::LongWork });
     t.say(Event::Disconnected { client: client(2) });
     t.after(Duration::from_secs(10));
-    assert_eq!(t.seat(1).state, LockState::Holding);
+    assert_eq!(t.attachment(1).state, LockState::Holding);
     assert_eq!(t.machine.deadline(), None);
 }
 
@@ -1664,11 +1664,11 @@ fn a_stopped_holder_is_routed_around() {
     t.after(Duration::from_secs(1));
     assert_eq!(t.after(Duration::from_secs(1)), [Command::Probe { client: client(1) }]);
     assert_eq!(t.say(Event::Stopped { client: client(1), stopped: true }), [grant(2)]);
-    assert_eq!(t.seat(1).state, LockState::Suspended);
-    assert_eq!(t.seat(1).charge, 4 * GIB, "its bytes are where they are");
+    assert_eq!(t.attachment(1).state, LockState::Suspended);
+    assert_eq!(t.attachment(1).charge, 4 * GIB, "its bytes are where they are");
     t.say(Event::Stopped { client: client(1), stopped: false });
     t.release(1, ReleaseReason::Revoked);
-    assert_eq!(t.seat(2).state, LockState::Holding);
+    assert_eq!(t.attachment(2).state, LockState::Holding);
 }
 
 #[test]
@@ -1706,11 +1706,11 @@ fn whoever_cannot_be_served_for_what_is_pinned_holds_up_nobody() {
     t.request(3);
     t.map(2);
     t.map(3);
-    assert_eq!(t.seat(3).state, LockState::Holding);
+    assert_eq!(t.attachment(3).state, LockState::Holding);
     t.release(3, ReleaseReason::Idle);
     t.say(Event::Disconnected { client: client(1) });
     t.map(3);
-    assert_eq!(t.seat(2).state, LockState::Holding);
+    assert_eq!(t.attachment(2).state, LockState::Holding);
 }
 
 #[test]
@@ -1719,7 +1719,7 @@ fn pinned_bytes_stay_and_are_allowed() {
     t.join(1, 16 * GIB);
     t.join(2, 8 * GIB);
     t.request(2);
-    assert_eq!(t.seat(1).allowance, 8 * GIB);
+    assert_eq!(t.attachment(1).allowance, 8 * GIB);
     let commands = t.report(1, 12 * GIB, 12 * GIB, 12 * GIB);
     assert_eq!(allowances(&commands), [(1, 12 * GIB)]);
     assert!(commands.contains(&waiting(2, WaitReason::Pinned)));

@@ -33,7 +33,8 @@ fn busy(mode: AntiThrash, drain: Duration, shares: &[Option<Share>]) -> World {
 
 fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
     let n = world.models.len() as u64 + 1;
-    let group = share.map(|share| Group { id: GroupId(n), terms: Terms { share: Some(share), ..Terms::default() } });
+    let group =
+        share.map(|share| Group { id: GroupId(n), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
     world.add(Plan { user: UserId(n as u32), group, ..plan })
 }
 
@@ -43,7 +44,7 @@ fn parts(world: &mut World, from: Duration, to: Duration) -> Vec<f64> {
         world
             .models
             .keys()
-            .map(|id| world.machine.client(*id).map_or(Duration::ZERO, |c| c.seats[0].lock_time))
+            .map(|id| world.machine.client(*id).map_or(Duration::ZERO, |c| c.attachments[0].lock_time))
             .collect()
     };
     world.run(from);
@@ -140,7 +141,7 @@ fn in_no_period_has_anybody_more_than_its_maximum() {
 fn members_of_a_group_have_one_share() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     for (group, user) in [(1, 1), (1, 2), (1, 3), (2, 4)] {
-        let group = Group { id: GroupId(group), terms: Terms { share: weight(100), ..Terms::default() } };
+        let group = Group { id: GroupId(group), limits: RuleLimits { share: weight(100), ..RuleLimits::default() } };
         world.add(Plan { user: UserId(user), group: Some(group), gpu: s(100_000), ..Plan::default() });
     }
     let parts = parts(&mut world, s(20), s(320));
@@ -217,7 +218,7 @@ fn a_rule_that_changes_counts_at_once() {
     near(&ten_periods(&mut world), &[10.0]);
     let now = world.now;
     world.regroup(|client| {
-        Some(Group { id: GroupId(client.0), terms: Terms { share: bounds(0, 100), ..Terms::default() } })
+        Some(Group { id: GroupId(client.0), limits: RuleLimits { share: bounds(0, 100), ..RuleLimits::default() } })
     });
     near(&parts(&mut world, now + s(1), now + s(11)), &[100.0]);
 }
@@ -226,7 +227,7 @@ fn a_rule_that_changes_counts_at_once() {
 fn nobody_goes_first_by_joining_a_gang() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
-    let group = Group { id: GroupId(9), terms: Terms { share: Some(urgent), ..Terms::default() } };
+    let group = Group { id: GroupId(9), limits: RuleLimits { share: Some(urgent), ..RuleLimits::default() } };
     let plan = Plan { gang: 7, start: s(1), gpu: s(1), user: UserId(9), ..Plan::default() };
     let urgent = world.add(Plan { group: Some(group), ..plan.clone() });
     let other = world.add(plan.clone());
@@ -252,7 +253,7 @@ fn nobody_owes_anything_to_those_who_are_gone() {
 #[test]
 fn one_that_cannot_drain_keeps_its_fellows_from_nothing() {
     let mut world = World::with_gpu(AntiThrash::Auto, s(1), 16 * GIB);
-    let group = Some(Group { id: GroupId(1), terms: Terms { share: bounds(0, 50), ..Terms::default() } });
+    let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: bounds(0, 50), ..RuleLimits::default() } });
     let stuck = world.add(Plan { group, endless: true, gpu: ENDLESS, ..Plan::default() });
     let fellow = world.add(Plan { group, start: s(1), gpu: s(10), ..Plan::default() });
     let other = world.add(Plan { user: UserId(5), start: s(1), gpu: s(20), ..Plan::default() });
@@ -328,7 +329,8 @@ fn who_goes_first_waits_for_no_drain_where_there_is_room_beside_it() {
 fn a_gang_that_is_too_large_for_the_gpu_takes_turns_though_one_of_it_is_interactive() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     let interactive = Share { interactive: true, ..Share::default() };
-    let group = Some(Group { id: GroupId(1), terms: Terms { share: Some(interactive), ..Terms::default() } });
+    let group =
+        Some(Group { id: GroupId(1), limits: RuleLimits { share: Some(interactive), ..RuleLimits::default() } });
     world.add(Plan { gang: 7, group, gpu: ms(10), leaves: false, ..Plan::default() });
     let large = Plan { gang: 7, start: s(1), demand: 10 * GIB, gpu: s(3), ..Plan::default() };
     let [one, other] = [(); 2].map(|()| world.add(large.clone()));
@@ -357,7 +359,7 @@ fn who_stands_in_line_behind_a_better_one_leaves_other_gpus_to_others() {
 fn the_class_of_a_gang_that_waits_changes_with_its_members() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
-    let group = Group { id: GroupId(9), terms: Terms { share: Some(urgent), ..Terms::default() } };
+    let group = Group { id: GroupId(9), limits: RuleLimits { share: Some(urgent), ..RuleLimits::default() } };
     let plan = Plan { gang: 7, start: s(1), gpu: s(1), user: UserId(9), ..Plan::default() };
     let urgent = world.add(Plan { group: Some(group), ..plan.clone() });
     world.add(Plan { killed: Some(ms(1_500)), ..plan });
@@ -379,25 +381,25 @@ fn who_waits_behind_a_better_one_on_one_gpu_takes_no_other_from_anybody() {
     assert!(world.finished(both) < s(57), "{:?}", world.finished(both));
 }
 
-/// The same, of whom some say something of themselves; by group and, of each, its own terms.
-fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, Own)]) -> World {
+/// The same, of whom some say something of themselves; by group and, of each, its own limits.
+fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, EnvLimits)]) -> World {
     let mut world = World::with_gpu(mode, s(5), 16 * GIB);
     world.most_steps = 3_000_000;
     for (id, share, own) in members {
-        let group = Group { id: GroupId(*id), terms: Terms { share: *share, ..Terms::default() } };
+        let group = Group { id: GroupId(*id), limits: RuleLimits { share: *share, ..RuleLimits::default() } };
         let user = UserId(*id as u32);
         world.add(Plan { user, group: Some(group), own: *own, drain, gpu: s(100_000), ..Plan::default() });
     }
     world
 }
 
-fn own_weight(weight: u16) -> Own {
-    Own { weight: Some(weight), ..Own::default() }
+fn own_weight(weight: u16) -> EnvLimits {
+    EnvLimits { weight: Some(weight), ..EnvLimits::default() }
 }
 
 #[test]
 fn who_claims_less_has_less_and_leaves_it_to_all_others() {
-    let none = Own::default();
+    let none = EnvLimits::default();
     for (mode, drain) in
         [AntiThrash::On, AntiThrash::Auto].into_iter().flat_map(|mode| DRAINS.map(|drain| (mode, drain)))
     {
@@ -416,29 +418,29 @@ fn who_claims_less_has_less_and_leaves_it_to_all_others() {
 
 #[test]
 fn a_claim_that_is_looser_than_the_rule_has_no_effect() {
-    let loose = Own {
+    let loose = EnvLimits {
         weight: Some(10_000),
         time_max: 50,
         priority: Some(7),
         memory_max: Amount::Bytes(16 * GIB),
-        ..Own::default()
+        ..EnvLimits::default()
     };
     let rule = share(Share { max: 40, ..Share::default() });
-    let grants = |own: Own| {
-        let other = (2, weight(300), Own { time_max: 100, ..own });
+    let grants = |own: EnvLimits| {
+        let other = (2, weight(300), EnvLimits { time_max: 100, ..own });
         let mut world = tightened(AntiThrash::On, ms(1), &[(1, rule, own), (1, rule, own), other]);
         world.latency = Duration::ZERO;
         world.run(s(300));
         [1, 2, 3].map(|n| world.grants_of(client(n)))
     };
-    let plain = grants(Own::default());
+    let plain = grants(EnvLimits::default());
     assert!(plain.iter().all(|grants| grants.len() > 3), "{plain:?}");
     assert_eq!(grants(loose), plain);
 }
 
 #[test]
 fn what_a_program_has_at_most_by_itself_is_counted_for_it_alone() {
-    let at_most = |time_max| Own { time_max, ..Own::default() };
+    let at_most = |time_max| EnvLimits { time_max, ..EnvLimits::default() };
     for drain in DRAINS {
         for mode in [AntiThrash::On, AntiThrash::Auto, AntiThrash::Off] {
             near(&ten_periods(&mut tightened(mode, drain, &[(1, None, at_most(10))])), &[10.0]);
@@ -463,31 +465,31 @@ fn what_a_program_has_at_most_by_itself_is_counted_for_it_alone() {
 #[test]
 fn a_program_can_stand_behind_its_fellows_and_give_up_that_it_is_interactive() {
     let bursts = Plan { start: s(1), gpu: ms(10), cpu: ms(500), phases: 100, ..Plan::default() };
-    let waits = |own: Own, share: Option<Share>| {
+    let waits = |own: EnvLimits, share: Option<Share>| {
         let mut world = tightened(AntiThrash::On, ms(2), &[(1, share, own)]);
-        let group = Some(Group { id: GroupId(1), terms: Terms { share, ..Terms::default() } });
+        let group = Some(Group { id: GroupId(1), limits: RuleLimits { share, ..RuleLimits::default() } });
         let fellow = world.add(Plan { user: UserId(1), group, ..bursts.clone() });
         world.run(s(100));
         world.models[&fellow].waits.clone()
     };
-    for own in [own_weight(0), Own { priority: Some(-1), ..Own::default() }] {
+    for own in [own_weight(0), EnvLimits { priority: Some(-1), ..EnvLimits::default() }] {
         for share in [None, weight(100)] {
             let waits = waits(own, share);
             assert!(waits.len() > 90 && waits.iter().all(|wait| *wait < ms(4)), "{own:?}: {waits:?}");
         }
     }
-    let plain = waits(Own::default(), None);
+    let plain = waits(EnvLimits::default(), None);
     assert!(plain.iter().any(|wait| *wait > s(1)), "{plain:?}");
 
     let interactive = share(Share { interactive: true, ..Share::default() });
     let first = |own| {
         let mut world = busy(AntiThrash::On, ms(2), &[None]);
-        let group = Some(Group { id: GroupId(9), terms: Terms { share: interactive, ..Terms::default() } });
+        let group = Some(Group { id: GroupId(9), limits: RuleLimits { share: interactive, ..RuleLimits::default() } });
         let one = world.add(Plan { user: UserId(9), group, own, ..bursts.clone() });
         world.run(s(100));
         world.models[&one].waits.clone()
     };
-    assert!(first(Own::default()).iter().all(|wait| *wait < ms(4)));
-    let patient = first(Own { patient: true, ..Own::default() });
+    assert!(first(EnvLimits::default()).iter().all(|wait| *wait < ms(4)));
+    let patient = first(EnvLimits { patient: true, ..EnvLimits::default() });
     assert!(patient.iter().any(|wait| *wait > s(1)), "{patient:?}");
 }

@@ -63,12 +63,17 @@ impl Talk {
 
     /// Maps, or evicts, exactly what is allowed.
     pub fn map(&mut self, n: u64) -> Vec<Command> {
-        let seat = self.seat(n);
-        self.report(n, seat.demand, seat.allowance.min(seat.demand).max(seat.pinned), seat.pinned)
+        let attachment = self.attachment(n);
+        self.report(
+            n,
+            attachment.demand,
+            attachment.allowance.min(attachment.demand).max(attachment.pinned),
+            attachment.pinned,
+        )
     }
 
     pub fn wish(&mut self, n: u64, bytes: u64) -> Vec<Command> {
-        self.say(Event::Wished { client: client(n), gpu: gpu(0), bytes })
+        self.say(Event::LimitRequested { client: client(n), gpu: gpu(0), bytes })
     }
 
     /// Puts a client into the one group.
@@ -77,13 +82,13 @@ impl Talk {
     }
 
     pub fn regroup<const N: usize>(&mut self, clients: [u64; N], memory_max: Amount) -> Vec<Command> {
-        self.put(&clients, Terms { memory_max, ..Terms::default() })
+        self.put(&clients, RuleLimits { memory_max, ..RuleLimits::default() })
     }
 
     /// Puts clients into the one group, of which this is said.
-    pub fn put(&mut self, clients: &[u64], terms: Terms) -> Vec<Command> {
-        let group = Some(Group { id: GroupId(7), terms });
-        self.say(Event::Grouped { groups: clients.iter().map(|n| (client(*n), group)).collect() })
+    pub fn put(&mut self, clients: &[u64], limits: RuleLimits) -> Vec<Command> {
+        let group = Some(Group { id: GroupId(7), limits });
+        self.say(Event::Groups { groups: clients.iter().map(|n| (client(*n), group)).collect() })
     }
 
     /// Others have so many bytes, and the contexts that are there.
@@ -124,18 +129,18 @@ impl Talk {
         t.stuck(1, StuckReason::NeedsHost);
         t.after(ms(100));
         t.after(ms(2899));
-        assert_eq!(t.seat(1).state, LockState::Stuck);
+        assert_eq!(t.attachment(1).state, LockState::Stuck);
         let commands = t.after(ms(1));
-        assert_eq!(t.seat(1).state, LockState::Undrainable);
+        assert_eq!(t.attachment(1).state, LockState::Undrainable);
         (t, commands)
     }
 
     pub fn state(&self, n: u64) -> LockState {
-        self.seat(n).state
+        self.attachment(n).state
     }
 
-    pub fn seat(&self, n: u64) -> SeatView {
-        self.machine.client(client(n)).unwrap().seats[0].clone()
+    pub fn attachment(&self, n: u64) -> AttachmentView {
+        self.machine.client(client(n)).unwrap().attachments[0].clone()
     }
 }
 

@@ -52,8 +52,9 @@ impl Scene {
 
     /// Needs so much, and has mapped what it may.
     fn report(&mut self, n: u64, demand: u64) {
-        let seat = self.machine.client(client(n)).and_then(|c| c.seats.first().map(|seat| seat.allowance));
-        let mapped = seat.unwrap_or(0).min(demand);
+        let attachment =
+            self.machine.client(client(n)).and_then(|c| c.attachments.first().map(|attachment| attachment.allowance));
+        let mapped = attachment.unwrap_or(0).min(demand);
         self.report_mapped(n, demand, mapped);
     }
 
@@ -73,7 +74,7 @@ impl Scene {
     }
 
     fn fullness(&mut self, n: u64, permille: u32) {
-        self.say(Event::Fullness { client: client(n), gpu: gpu(0), permille });
+        self.say(Event::Utilization { client: client(n), gpu: gpu(0), permille });
     }
 
     fn set(&mut self, mode: AntiThrash) {
@@ -124,7 +125,7 @@ fn in_off_it_is_said_and_everybody_goes_on() {
     let begins = Command::Thrashing { gpu: gpu(0), begins: true, demand: 19 * GIB };
     assert!(scene.said.contains(&begins), "{:?}", scene.said);
     let view = scene.view();
-    assert!(view.thrashes && !view.apart, "nobody takes turns in off");
+    assert!(view.thrashes && !view.serialized, "nobody takes turns in off");
     assert_eq!(scene.see(THRASHES, 600), NOTHING, "it is said once");
     assert_eq!(scene.holders(), [1, 2]);
     assert!(!scene.is_revoked(1) && !scene.is_revoked(2));
@@ -204,14 +205,14 @@ fn in_auto_programs_take_turns_and_are_tried_together_again_later() {
     scene.report(1, GIB);
     scene.report(2, GIB);
     scene.set(AntiThrash::Auto);
-    assert!(scene.view().apart);
+    assert!(scene.view().serialized);
     assert!(scene.is_revoked(1), "the second one goes first");
     scene.release(1);
     scene.request(1);
     assert_eq!(scene.holders(), [2], "they take turns");
     assert_eq!(scene.see(Traffic::default(), SURE), [false], "nobody runs beside another");
     let view = scene.view();
-    assert!(view.apart && !view.thrashes);
+    assert!(view.serialized && !view.thrashes);
     // In short turns, in which they say again how full they keep it.
     let mut together = None;
     for half in 0..2 * APART {
@@ -229,7 +230,7 @@ fn in_auto_programs_take_turns_and_are_tried_together_again_later() {
     }
     let together = together.expect("they run together again");
     assert!((APART - 10..=APART + SURE).contains(&together), "after {together} s");
-    assert!(!scene.view().apart);
+    assert!(!scene.view().serialized);
 }
 
 #[test]

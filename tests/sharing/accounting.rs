@@ -8,8 +8,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason};
-use nvshare_wire::own::OwnTerm;
-use nvshare_wire::{ClientMessage, Counts, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, choice::Chooser, version};
+use nvshare_wire::env_limits::LimitName;
+use nvshare_wire::{
+    ClientMessage, Counts, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, version, visible_devices::Chooser,
+};
 use test_support::daemon::Client;
 use test_support::machine::{Dice, MIB, Machine, Program, Setup};
 
@@ -261,12 +263,12 @@ const LIES: &[(&str, Lie)] = &[
     ("Stuck.gpus", |gpu, n| then(gpu, ClientMessage::Stuck { gpus: n, reason: StuckReason::HostFull })),
     ("Cancel.gpus", |gpu, n| then(gpu, ClientMessage::Cancel { gpus: n })),
     ("Held.gpus", |gpu, n| then(gpu, ClientMessage::Held { gpus: n })),
-    ("Wish.slot", |gpu, n| then(gpu, ClientMessage::Wish { slot: n as u32, bytes: MIB })),
-    ("Wish.bytes", |gpu, n| then(gpu, ClientMessage::Wish { slot: 0, bytes: n })),
-    ("Squeeze.slot", |gpu, n| then(gpu, ClientMessage::Squeeze { slot: n as u32, bytes: MIB })),
-    ("Squeeze.bytes", |gpu, n| then(gpu, ClientMessage::Squeeze { slot: 0, bytes: n })),
-    ("Fullness.slot", |gpu, n| then(gpu, ClientMessage::Fullness { slot: n as u32, permille: 500 })),
-    ("Fullness.permille", |gpu, n| then(gpu, ClientMessage::Fullness { slot: 0, permille: n as u32 })),
+    ("Wish.slot", |gpu, n| then(gpu, ClientMessage::RequestLimit { slot: n as u32, bytes: MIB })),
+    ("Wish.bytes", |gpu, n| then(gpu, ClientMessage::RequestLimit { slot: 0, bytes: n })),
+    ("Squeeze.slot", |gpu, n| then(gpu, ClientMessage::Reserve { slot: n as u32, bytes: MIB })),
+    ("Squeeze.bytes", |gpu, n| then(gpu, ClientMessage::Reserve { slot: 0, bytes: n })),
+    ("Fullness.slot", |gpu, n| then(gpu, ClientMessage::Utilization { slot: n as u32, permille: 500 })),
+    ("Fullness.permille", |gpu, n| then(gpu, ClientMessage::Utilization { slot: 0, permille: n as u32 })),
     ("Open", |gpu, n| {
         let (ticket, range, first) = (n as u32, n as u32, n as u32);
         then(gpu, ClientMessage::Open { ticket, exporter: KEY, secret: KEY, range, allocation: n, first })
@@ -285,13 +287,13 @@ const LIES: &[(&str, Lie)] = &[
     ("Place.bytes", |_, n| vec![place(1, n, 0)]),
     ("Place.devices", |_, n| vec![place(1, 0, n)]),
     ("Own.more", |gpu, n| {
-        let own = ClientMessage::Own { term: OwnTerm::MemoryMax, more: n as u8, text: Text::new("1M") };
+        let own = ClientMessage::EnvLimit { limit: LimitName::MemoryMax, more: n as u8, text: Text::new("1M") };
         [vec![own], then(gpu, ClientMessage::Request { gpus: 1 })].concat()
     }),
 ];
 
 fn place(count: u32, bytes: u64, devices: u64) -> ClientMessage {
-    ClientMessage::Place { chooser: Chooser::Nobody, count, bytes, devices, ahead: 1 }
+    ClientMessage::RequestPlacement { chooser: Chooser::Nobody, count, bytes, devices, ahead: 1 }
 }
 
 /// Each field in turn: four clients tell that lie, each with another number, while an honest program runs from its beginning

@@ -51,7 +51,7 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     let mut program = machine.program("stranger --mem 16M --seconds 600").env("NVSHARE_MEMORY_MAX", "44M").start();
     program.wait_to_say("holding");
     let of = |machine: &Machine, key: &str| client(machine, &program)["gpus"][0][key].as_u64();
-    assert_eq!((of(&machine, "memory-max"), of(&machine, "own-memory-max")), (Some(64 * MIB), Some(44 * MIB)));
+    assert_eq!((of(&machine, "memory-max"), of(&machine, "environment-memory-max")), (Some(64 * MIB), Some(44 * MIB)));
     assert_eq!(client(&machine, &program)["environment"], "memory-max 44 MiB");
     // Both hold: the rule's for all of them.
     assert_eq!(reach(&machine, "44M"), 40);
@@ -59,7 +59,7 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     // Another scheduler is told as well; and what a program allows itself holds without one.
     machine.kill_scheduler();
     machine.start_scheduler();
-    wait_for("it to be back", || (of(&machine, "own-memory-max") == Some(44 * MIB)).then_some(()));
+    wait_for("it to be back", || (of(&machine, "environment-memory-max") == Some(44 * MIB)).then_some(()));
     program.kill();
     machine.stop_scheduler();
     assert_eq!(reach(&machine, "44M"), 44);

@@ -65,7 +65,7 @@ fn what_a_full_control_group_has_no_room_for_stays_on_the_gpu() {
         let status = machine.status();
         let clients = status["clients"].as_array().expect("clients").clone();
         let named = clients.into_iter().find(|client| client["pid"] == inside.pid())?;
-        (named["gpus"][0]["stays"] == "host memory is full").then_some(())
+        (named["gpus"][0]["eviction-blocked"] == "host memory is full").then_some(())
     });
     assert!(inside.poll().is_none() && other.poll().is_none(), "nobody ends for it");
     group.set(1 << 40);

@@ -171,7 +171,7 @@ fn an_allocation_waits_until_others_have_freed_enough() {
     let awaited = || {
         let status = machine.status();
         let client = status["clients"].as_array()?.iter().find(|client| client["pid"] == worker.pid())?.clone();
-        client["gpus"][0]["awaits"].as_u64()
+        client["gpus"][0]["pending-limit"].as_u64()
     };
     let bytes = wait_for("it to wait for memory", awaited);
     assert!((16 * MIB..=32 * MIB).contains(&bytes), "{bytes}: more than the holder leaves");

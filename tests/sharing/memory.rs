@@ -226,7 +226,7 @@ fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room()
         let words = "mix --mem 4M --chunks 1 --reps 1 --rounds 1";
         let before = machine.trace().len();
         machine.program(words).env("CUDA_SIM_FAIL", &fails).start().finish();
-        machine.wait_for_move(before, "room to be made", |m| m.what == "room" && m.bytes > 0);
+        machine.wait_for_move(before, "room to be made", |m| m.what == "reserved" && m.bytes > 0);
     }
 }
 

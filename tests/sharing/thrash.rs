@@ -25,7 +25,7 @@ fn programs_that_thrash_are_found_and_take_turns_when_the_administrator_wants_it
 
     machine.ctl(&["set", "anti-thrash", "auto"]);
     wait_for("it to end", || if is("thrashing").is_none() { Some(()) } else { None });
-    assert_eq!(is("apart"), Some(()));
+    assert_eq!(is("serialized"), Some(()));
     for mut program in [first, second] {
         program.kill();
     }

@@ -2,10 +2,10 @@
 
 use crate::{
     Secret, SlotSet, Text, Uuid,
-    choice::{Chooser, PART},
     counts::Counts,
+    env_limits::LimitName,
     message::{byte_enum, messages},
-    own::OwnTerm,
+    visible_devices::{Chooser, PART},
 };
 
 messages! {
@@ -95,15 +95,15 @@ messages! {
 
         /// Needs a limit of so many bytes on that GPU, for an allocation that waits. Answered by a
         /// [`Limit`](crate::SchedulerMessage::Limit) that is as high, or by [`Denied`](crate::SchedulerMessage::Denied).
-        12 (since 2) => Wish { slot: u32, bytes: u64 },
+        12 (since 2) => RequestLimit { slot: u32, bytes: u64 },
 
         /// The driver found no memory on that GPU for something of its own; asks for so much room, for a moment. Answered by
-        /// [`Room`](crate::SchedulerMessage::Room).
-        13 (since 2) => Squeeze { slot: u32, bytes: u64 },
+        /// [`Reserved`](crate::SchedulerMessage::Reserved).
+        13 (since 2) => Reserve { slot: u32, bytes: u64 },
 
         /// How full this client keeps a GPU that it holds alone, in thousandths: how much of the time work waits there.
         /// More than 1100: it wants nobody beside it.
-        21 (since 3) => Fullness { slot: u32, permille: u32 },
+        21 (since 3) => Utilization { slot: u32, permille: u32 },
 
         /// Exported memory is no longer this client's: the next report of its memory leaves it out.
         16 (since 2) => Withdrawn { range: u32 },
@@ -123,11 +123,11 @@ messages! {
         20 (since 3) => Held { gpus: SlotSet },
 
         /// A part of the list of GPUs that this process is to see by its environment; those before it come first.
-        30 (since 3) => Choice { text: Text<PART> },
+        30 (since 3) => VisibleDevices { text: Text<PART> },
 
         /// Asks which GPUs this process is to see, before it initialises CUDA. The answer is one
         /// [`Placed`](crate::SchedulerMessage::Placed) for each, or [`Unplaced`](crate::SchedulerMessage::Unplaced).
-        31 (since 3) => Place {
+        31 (since 3) => RequestPlacement {
             chooser: Chooser,
             /// How many GPUs; 0: nothing is said of that.
             count: u32,
@@ -141,10 +141,10 @@ messages! {
 
         /// What the environment of this process allows it: it holds for this client alone, beside what a rule allows, where
         /// it is tighter. Said on each connection before the first GPU. A newer value replaces an older one of the same
-        /// term; one that means nothing is as though it had not been said, and a [`Remark`](crate::SchedulerMessage::Remark)
+        /// limit; one that means nothing is as though it had not been said, and a [`Remark`](crate::SchedulerMessage::Remark)
         /// says so.
-        32 (since 4) => Own {
-            term: OwnTerm,
+        32 (since 4) => EnvLimit {
+            limit: LimitName,
             /// 1: the value goes on in the next message.
             more: u8,
             text: Text<PART>,
@@ -235,7 +235,7 @@ byte_enum! {
         Capturing = 2,
         /// Work is submitted by a way that passes no gate (another API on the same GPU), so nobody can tell whether all of
         /// it is done. Said once, whether the lock was asked for or not; the client's memory stays on the GPU.
-        Unseen = 3,
+        UntrackedWork = 3,
         /// An eviction found no room in host memory; what had left has, and the rest stays. Since version 2.
         HostFull = 4,
         /// No context works any more, so nothing can be copied; the memory is free when the program ends. Since version 2.

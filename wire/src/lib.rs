@@ -13,7 +13,7 @@
 //! client                              scheduler
 //! Hello ────────────────────────────▶
 //!       ◀──────────────────────────── Welcome            (or Refused, and the end)
-//! Own(weight, "10") ────────────────▶                     what its environment allows it, if anything; perhaps a Remark
+//! EnvLimit(weight, "10") ────────────────▶                     what its environment allows it, if anything; perhaps a Remark
 //!       ◀──────────────────────────── MemoryMax(GPU by UUID)    for each whose memory a rule bounds
 //! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there
 //!       ◀──────────────────────────── Attached            room for the context is made; limit and first allowance
@@ -35,20 +35,20 @@
 //! ```
 //! The *GPU lock* (Grant, Revoke, Release) says who may submit; the *allowance* says how many bytes a client may have
 //! mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed. The *limit* says what
-//! it may allocate: a promise that there is a place for it, on the GPU or in the host (Wish asks for a higher one).
+//! it may allocate: a promise that there is a place for it, on the GPU or in the host (RequestLimit asks for a higher one).
 
 #![cfg_attr(not(test), no_std)]
 
-pub mod choice;
 pub mod client;
 pub mod codec;
 pub mod counts;
+pub mod env_limits;
 pub mod error;
 pub mod header;
 mod message;
-pub mod own;
 pub mod scheduler;
 pub mod version;
+pub mod visible_devices;
 
 pub use client::ClientMessage;
 pub use codec::{Secret, Text, Uuid};

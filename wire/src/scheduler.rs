@@ -26,7 +26,7 @@ messages! {
         66 => Attached { slot: u32 },
 
         /// The most that this client's demand on that GPU can be, as a promise: the memory for it is there, on the GPU or in
-        /// the host. An allocation beyond it needs a higher limit ([`Wish`](crate::ClientMessage::Wish)) or fails. A limit
+        /// the host. An allocation beyond it needs a higher limit ([`RequestLimit`](crate::ClientMessage::RequestLimit)) or fails. A limit
         /// may fall, and without a rule never below a demand that was reported; `limit_ack` of the next report says that it is known.
         67 => Limit {
             slot: u32,
@@ -77,7 +77,7 @@ messages! {
         },
 
         /// So much is free on that GPU now, and kept for this client for a moment; perhaps less than it asked for.
-        77 (since 2) => Room { slot: u32, bytes: u64 },
+        77 (since 2) => Reserved { slot: u32, bytes: u64 },
 
         /// So many bytes of this client are likely to leave that GPU when its turn is over: host memory for them may be made
         /// until then.
@@ -98,13 +98,13 @@ messages! {
         /// newest [`Limit`](Self::Limit) has the last word.
         80 (since 4) => MemoryMax { uuid: Uuid, bytes: u64 },
 
-        /// An answer to [`Place`](crate::ClientMessage::Place): the GPU that this process is to see as number `at`, of `of`.
+        /// An answer to [`RequestPlacement`](crate::ClientMessage::RequestPlacement): the GPU that this process is to see as number `at`, of `of`.
         90 (since 3) => Placed { at: u32, of: u32, uuid: Uuid, kind: GpuKind },
 
         /// The other answer; the text is for people.
-        91 (since 3) => Unplaced { outcome: NoPlace, text: Text<200> },
+        91 (since 3) => Unplaced { outcome: NoPlacement, text: Text<200> },
 
-        /// Something to say of what this client said, for people: why a value of [`Own`](crate::ClientMessage::Own) has no
+        /// Something to say of what this client said, for people: why a value of [`EnvLimit`](crate::ClientMessage::EnvLimit) has no
         /// effect. Nothing to act on: traced with `NVSHARE_DEBUG=1`.
         92 (since 4) => Remark { text: Text<REMARK> },
     }
@@ -126,7 +126,7 @@ byte_enum! {
 
 byte_enum! {
     /// What it means that no GPU is named.
-    pub enum NoPlace {
+    pub enum NoPlacement {
         /// The process sees what it sees.
         Free = 0,
         /// There is no GPU for it: it is to see none.

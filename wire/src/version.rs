@@ -9,7 +9,7 @@ pub const MIN: u16 = 1;
 /// The newest version this build speaks.
 pub const MAX: u16 = 6;
 /// The version from which on limits are promises: numbered, acknowledged, and raised or refused when asked for.
-pub const PROMISES: u16 = 2;
+pub const LIMITS: u16 = 2;
 /// The version from which on programs share memory through the scheduler.
 pub const SHARING: u16 = 2;
 
@@ -17,20 +17,20 @@ pub const SHARING: u16 = 2;
 /// [`Resume`](crate::SchedulerMessage::Resume).
 pub const RESUMING: u16 = 3;
 /// The version from which on a client waits to create a context for as long as it is told to.
-pub const PATIENT: u16 = 3;
+pub const CONTEXT_WAIT: u16 = 3;
 /// The version from which on a client says how full it keeps a GPU.
-pub const FULLNESS: u16 = 3;
+pub const UTILIZATION: u16 = 3;
 /// The version from which on a scheduler says which GPUs a program is to see.
-pub const PLACING: u16 = 3;
+pub const PLACEMENT: u16 = 3;
 /// The version from which on a client says what its own environment allows it.
-pub const OWN: u16 = 4;
+pub const ENV_LIMITS: u16 = 4;
 
 /// The version from which on a client hears what a rule allows it of a GPU that it does not use yet.
-pub const FORETOLD: u16 = 4;
+pub const ANNOUNCED_LIMITS: u16 = 4;
 /// The version from which on a client says what it has counted.
-pub const COUNTING: u16 = 5;
+pub const COUNTERS: u16 = 5;
 /// The version from which on a client hears that it cannot have a context, or that its memory cannot be mapped.
-pub const REFUSING: u16 = 6;
+pub const DENIALS: u16 = 6;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

@@ -3,10 +3,10 @@
 
 use nvshare_wire::{
     ClientMessage, Counts, SchedulerMessage, Secret, Text, Uuid,
-    choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
-    own::OwnTerm,
-    scheduler::{Denial, NoPlace, Refusal, WaitReason},
+    env_limits::LimitName,
+    scheduler::{Denial, NoPlacement, Refusal, WaitReason},
+    visible_devices::Chooser,
 };
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -114,9 +114,9 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
         ("release", 1, Release { gpus, reason: ReleaseReason::NoMemory, busy_us: 1_500_000 }),
         ("stuck", 1, Stuck { gpus, reason: StuckReason::Capturing }),
         ("cancel", 1, Cancel { gpus }),
-        ("wish", 2, Wish { slot, bytes: 9 << 30 }),
-        ("squeeze", 2, Squeeze { slot, bytes: 64 << 20 }),
-        ("fullness", 3, Fullness { slot, permille: 345 }),
+        ("request_limit", 2, RequestLimit { slot, bytes: 9 << 30 }),
+        ("reserve", 2, Reserve { slot, bytes: 64 << 20 }),
+        ("utilization", 3, Utilization { slot, permille: 345 }),
         ("exporter", 2, Exporter { key: KEY }),
         ("open", 2, Open { ticket: 4, exporter: KEY, secret: SECRET, range: 2, allocation: 9, first: 16 }),
         ("exported", 2, Exported { ticket: 5, outcome: Sharing::Done, slot, bytes: 80 << 20, chunk: 64 << 20 }),
@@ -125,9 +125,13 @@ fn client_messages() -> Vec<(&'static str, u16, ClientMessage)> {
         ("adopted", 2, Adopted { exporter: KEY, range: 2 }),
         ("closed", 2, Closed { exporter: KEY, range: 2 }),
         ("held", 3, Held { gpus }),
-        ("choice", 3, Choice { text: Text::new("GPU-5a,1") }),
-        ("place", 3, Place { chooser: Chooser::List, count: 2, bytes: 9 << 30, devices: 0b101, ahead: 1 }),
-        ("own", 4, Own { term: OwnTerm::Weight, more: 0, text: Text::new("idle") }),
+        ("visible_devices", 3, VisibleDevices { text: Text::new("GPU-5a,1") }),
+        (
+            "request_placement",
+            3,
+            RequestPlacement { chooser: Chooser::List, count: 2, bytes: 9 << 30, devices: 0b101, ahead: 1 },
+        ),
+        ("env_limit", 4, EnvLimit { limit: LimitName::Weight, more: 0, text: Text::new("idle") }),
     ]
 }
 
@@ -148,7 +152,7 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("waiting", 1, Waiting { gpus, why: WaitReason::Pinned }),
         ("denied", 2, Denied { slot, bytes: 9 << 30, what: Denial::Limit }),
         ("denied-6", 6, Denied { slot, bytes: 9 << 30, what: Denial::Mapping }),
-        ("room", 2, Room { slot, bytes: 64 << 20 }),
+        ("reserved", 2, Reserved { slot, bytes: 64 << 20 }),
         ("export", 2, Export { ticket: 5, secret: SECRET, range: 2, allocation: 9, first: 16 }),
         ("opened", 2, Opened { ticket: 4, outcome: Sharing::Busy, bytes: 80 << 20, chunk: 64 << 20 }),
         ("adopt", 2, Adopt { exporter: KEY, range: 2 }),
@@ -156,7 +160,7 @@ fn scheduler_messages() -> Vec<(&'static str, u16, SchedulerMessage)> {
         ("resume", 3, Resume { client: 7 }),
         ("memory-max", 4, MemoryMax { uuid: Uuid([0x5a; 16]), bytes: 8 << 30 }),
         ("placed", 3, Placed { at: 1, of: 2, uuid: Uuid([0x5a; 16]), kind: GpuKind::Gpu }),
-        ("unplaced", 3, Unplaced { outcome: NoPlace::NoGpu, text: Text::new("no GPU is left") }),
+        ("unplaced", 3, Unplaced { outcome: NoPlacement::NoGpu, text: Text::new("no GPU is left") }),
         ("remark", 4, Remark { text: Text::new("NVSHARE_WEIGHT: weight cannot be 0") }),
     ]
 }

@@ -2,11 +2,11 @@
 
 use nvshare_wire::{
     ClientMessage, Counts, HEADER_LEN, MAX_LEN, SchedulerMessage, Secret, Text, Uuid, WireError,
-    choice::Chooser,
     client::{Engine, EngineReason, GpuKind, ReleaseReason, Sharing, StuckReason},
-    own::OwnTerm,
-    scheduler::{Denial, NoPlace, Refusal, WaitReason},
+    env_limits::LimitName,
+    scheduler::{Denial, NoPlacement, Refusal, WaitReason},
     version,
+    visible_devices::Chooser,
 };
 use proptest::prelude::*;
 
@@ -41,7 +41,7 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(StuckReason::NeedsHost),
         Just(StuckReason::LongWork),
         Just(StuckReason::Capturing),
-        Just(StuckReason::Unseen),
+        Just(StuckReason::UntrackedWork),
         Just(StuckReason::HostFull),
         Just(StuckReason::Broken)
     ];
@@ -74,14 +74,20 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
                 counts: Counts { swapped_out: out, swapped_in: back, unmoved, refused },
             }
         ),
-        any::<(u32, u64)>().prop_map(|(slot, bytes)| Wish { slot, bytes }),
-        any::<(u32, u64)>().prop_map(|(slot, bytes)| Squeeze { slot, bytes }),
-        any::<(u32, u32)>().prop_map(|(slot, permille)| Fullness { slot, permille }),
-        ".{0,200}".prop_map(|text| Choice { text: Text::new(&text) }),
+        any::<(u32, u64)>().prop_map(|(slot, bytes)| RequestLimit { slot, bytes }),
+        any::<(u32, u64)>().prop_map(|(slot, bytes)| Reserve { slot, bytes }),
+        any::<(u32, u32)>().prop_map(|(slot, permille)| Utilization { slot, permille }),
+        ".{0,200}".prop_map(|text| VisibleDevices { text: Text::new(&text) }),
         (any::<(u32, u64, u64, u8)>(), prop_oneof![Just(Chooser::Nobody), Just(Chooser::List), Just(Chooser::Rank)])
-            .prop_map(|((count, bytes, devices, ahead), chooser)| Place { chooser, count, bytes, devices, ahead }),
-        (0..OwnTerm::ALL.len(), any::<u8>(), ".{0,200}").prop_map(|(at, more, text)| Own {
-            term: OwnTerm::ALL[at],
+            .prop_map(|((count, bytes, devices, ahead), chooser)| RequestPlacement {
+                chooser,
+                count,
+                bytes,
+                devices,
+                ahead
+            }),
+        (0..LimitName::ALL.len(), any::<u8>(), ".{0,200}").prop_map(|(at, more, text)| EnvLimit {
+            limit: LimitName::ALL[at],
             more,
             text: Text::new(&text)
         }),
@@ -141,7 +147,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         }),
         (any::<(u32, u64)>(), prop_oneof![Just(Denial::Limit), Just(Denial::Context), Just(Denial::Mapping)])
             .prop_map(|((slot, bytes), what)| Denied { slot, bytes, what }),
-        any::<(u32, u64)>().prop_map(|(slot, bytes)| Room { slot, bytes }),
+        any::<(u32, u64)>().prop_map(|(slot, bytes)| Reserved { slot, bytes }),
         any::<(u32, u32, u64)>().prop_map(|(slot, seq, bytes)| Allowance { slot, seq, bytes }),
         any::<u64>().prop_map(|gpus| Grant { gpus }),
         any::<u64>().prop_map(|gpus| Revoke { gpus }),
@@ -165,7 +171,7 @@ fn scheduler_message() -> impl Strategy<Value = SchedulerMessage> {
         (any::<(u32, u32, [u8; 16])>(), prop_oneof![Just(GpuKind::Gpu), Just(GpuKind::Mig)])
             .prop_map(|((at, of, uuid), kind)| Placed { at, of, uuid: Uuid(uuid), kind }),
         any::<([u8; 16], u64)>().prop_map(|(uuid, bytes)| MemoryMax { uuid: Uuid(uuid), bytes }),
-        (prop_oneof![Just(NoPlace::Free), Just(NoPlace::NoGpu)], ".{0,250}")
+        (prop_oneof![Just(NoPlacement::Free), Just(NoPlacement::NoGpu)], ".{0,250}")
             .prop_map(|(outcome, text)| Unplaced { outcome, text: Text::new(&text) }),
         ".{0,250}".prop_map(|text| Remark { text: Text::new(&text) }),
     ]
@@ -263,7 +269,7 @@ fn an_older_peer_hears_nothing_new() {
     };
     let packet = attach(EngineReason::Asked).encode(1);
     assert_eq!(ClientMessage::decode(packet.as_bytes(), 1), Ok(attach(EngineReason::Unsaid)));
-    let wish = ClientMessage::Wish { slot: 1, bytes: 5 };
+    let wish = ClientMessage::RequestLimit { slot: 1, bytes: 5 };
     assert_eq!(ClientMessage::decode(wish.encode(2).as_bytes(), 2), Ok(wish));
     assert_eq!(ClientMessage::decode(wish.encode(1).as_bytes(), 1), Err(WireError::Kind { kind: 12 }));
 }

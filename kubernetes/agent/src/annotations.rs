@@ -1,4 +1,4 @@
-//! A pod's annotations as its wish. What values can be is the scheduler's to say.
+//! A pod's annotations as its rule. What values can be is the scheduler's to say.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -15,24 +15,24 @@ const LONGEST: usize = 4096;
 
 /// What somebody wishes, and what of it is left out, in a sentence each.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Wish {
+pub struct PodRule {
     pub keys: BTreeMap<&'static str, Value>,
     pub left_out: Vec<String>,
 }
 
 /// Reads the annotations of a pod, by their names without [`PREFIX`].
-pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions: &Permissions) -> Wish {
-    let mut wish = Wish::default();
+pub fn read(namespace: &str, annotations: &BTreeMap<String, String>, permissions: &Permissions) -> PodRule {
+    let mut rule = PodRule::default();
     for (name, text) in annotations {
         match read_one(namespace, name, text, permissions) {
-            Ok((key, value)) => drop(wish.keys.insert(key, value)),
-            Err(why) => wish.left_out.push(format!("its annotation {PREFIX}{name} is left out: {why}")),
+            Ok((key, value)) => drop(rule.keys.insert(key, value)),
+            Err(why) => rule.left_out.push(format!("its annotation {PREFIX}{name} is left out: {why}")),
         }
     }
     if let Some(weight) = &permissions.weight {
-        wish.keys.entry("weight").or_insert_with(|| weight.clone());
+        rule.keys.entry("weight").or_insert_with(|| weight.clone());
     }
-    wish
+    rule
 }
 
 fn read_one(
@@ -88,7 +88,7 @@ pub fn variants(keys: &BTreeMap<&'static str, Value>) -> HashMap<String, OwnedVa
 mod tests {
     use super::*;
 
-    fn read_all(annotations: &[(&str, &str)]) -> Wish {
+    fn read_all(annotations: &[(&str, &str)]) -> PodRule {
         let mut permissions = Permissions::default();
         permissions.may_set.extend(KEYS);
         let annotations = annotations.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect();
@@ -114,9 +114,9 @@ mod tests {
             ("affinity", "train", "team-a/train".into()),
             ("exclusion", "", "".into()),
         ] {
-            let wish = read_all(&[(key, text)]);
-            assert_eq!(wish.keys.get(key), Some(&expected), "{key} {text:?}");
-            assert_eq!(wish.left_out, Vec::<String>::new(), "{key} {text:?}");
+            let rule = read_all(&[(key, text)]);
+            assert_eq!(rule.keys.get(key), Some(&expected), "{key} {text:?}");
+            assert_eq!(rule.left_out, Vec::<String>::new(), "{key} {text:?}");
         }
     }
 
@@ -125,18 +125,18 @@ mod tests {
         let long = "x".repeat(5000);
         let annotations =
             [("memory-max", "8G"), ("pod", "*"), ("colour", "red"), ("affinity", &long), ("exclusion", "a\u{0}b")];
-        let wish = read_all(&annotations);
-        assert_eq!(wish.keys, BTreeMap::from([("memory-max", Value::from("8G"))]));
-        let said = wish.left_out.join("\n");
+        let rule = read_all(&annotations);
+        assert_eq!(rule.keys, BTreeMap::from([("memory-max", Value::from("8G"))]));
+        let said = rule.left_out.join("\n");
         assert!(said.contains("nvshare.com/exclusion is left out: its value is no line of text"), "{said}");
         assert!(said.contains("nvshare.com/affinity is left out: its value has 5000 bytes"), "{said}");
         assert!(said.contains("nvshare.com/colour is left out: there is no such key, only memory-max,"), "{said}");
         assert!(said.contains("nvshare.com/pod is left out: there is no such key"), "{said}");
 
         let annotations = BTreeMap::from([("time-min".to_owned(), "50%".to_owned())]);
-        let wish = read("team-a", &annotations, &Permissions::default());
+        let rule = read("team-a", &annotations, &Permissions::default());
         assert_eq!(
-            wish.left_out,
+            rule.left_out,
             ["its annotation nvshare.com/time-min is left out: pods of namespace team-a may not set it"]
         );
     }
@@ -146,16 +146,16 @@ mod tests {
         let permissions = Permissions { weight: Some(100.into()), ..Permissions::default() };
         for (wished, expected) in [("50", 50), ("500", 100)] {
             let annotations = BTreeMap::from([("weight".to_owned(), wished.to_owned())]);
-            let wish = read("team-a", &annotations, &permissions);
-            assert_eq!(wish.keys.get("weight"), Some(&Value::Integer(expected)), "{wished}");
+            let rule = read("team-a", &annotations, &permissions);
+            assert_eq!(rule.keys.get("weight"), Some(&Value::Integer(expected)), "{wished}");
         }
         assert_eq!(read("team-a", &BTreeMap::new(), &permissions).keys.len(), 1);
     }
 
     #[test]
     fn a_wish_goes_over_the_bus_as_it_is() {
-        let wish = read_all(&[("weight", "50"), ("gang", "true"), ("allowed-gpus", "0,1"), ("time-max", "20%")]);
-        let sent = variants(&wish.keys);
+        let rule = read_all(&[("weight", "50"), ("gang", "true"), ("allowed-gpus", "0,1"), ("time-max", "20%")]);
+        let sent = variants(&rule.keys);
         let text = |key: &str| format!("{:?}", **sent.get(key).expect("a key"));
         assert_eq!(sent.len(), 4);
         assert!(text("weight").contains("I64(50)") && text("gang").contains("Bool(true)"), "{sent:?}");

@@ -10,7 +10,7 @@ use nvshare::config::paths::CONTROL_SOCKET;
 /// Where the agent that runs answers `--probe`.
 pub const PROBE_SOCKET: &str = "/run/nvshare-agent/agent.sock";
 
-/// Tells nvshare's scheduler which pods are on this node, and what they wish for themselves.
+/// Tells nvshare's scheduler which pods are on this node, and what they rule for themselves.
 #[derive(Debug, Parser)]
 #[command(name = "nvshare-agent", version)]
 pub struct Arguments {

@@ -1,7 +1,7 @@
-//! `nvshare-agent`: tells the scheduler of a node what Kubernetes calls the pods there, and what they wish for themselves.
+//! `nvshare-agent`: tells the scheduler of a node what Kubernetes calls the pods there, and what they rule for themselves.
 //!
 //! - [`config`]: the configuration file; [`permissions`]: which wishes pods may have.
-//! - [`annotations`]: a pod's annotations as a wish. [`pod`]: a pod as Kubernetes tells of it. [`node`]: all of them, and what
+//! - [`annotations`]: a pod's annotations as a rule. [`pod`]: a pod as Kubernetes tells of it. [`node`]: all of them, and what
 //!   the scheduler is to know. All pure, but for the waiting in `node`.
 //! - [`kubernetes`]: asking the API server. [`scheduler`]: telling the scheduler.
 //! - [`links`]: whether both are there, for the log and for [`probe`]; [`retry`]: when to try again.

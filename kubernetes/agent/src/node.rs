@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
 
-use crate::annotations::{self, Wish};
+use crate::annotations::{self, PodRule};
 use crate::complaints::Complaints;
 use crate::config::Config;
 use crate::pod::{KnownPod, Pod};
@@ -76,7 +76,7 @@ impl Node {
         let mut there = BTreeSet::new();
         let mut told = Vec::with_capacity(all.len());
         for pod in all {
-            let Wish { keys, left_out } =
+            let PodRule { keys, left_out } =
                 annotations::read(&pod.namespace, &pod.annotations, config.of(&pod.namespace));
             for what in left_out {
                 self.complaints.tell(&pod.uid, &pod.full_name(), &what);
@@ -87,7 +87,7 @@ impl Node {
                 namespace: pod.namespace.clone(),
                 name: pod.name.clone(),
                 containers: pod.containers.clone(),
-                wish: annotations::variants(&keys),
+                rule: annotations::variants(&keys),
             });
         }
         self.complaints.keep(|uid| there.contains(uid));

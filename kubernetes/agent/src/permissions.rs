@@ -7,7 +7,7 @@ use nvshare::config::rules::{Origin, read_one};
 use nvshare::scheduler::Share;
 use toml::{Table, Value};
 
-/// What a pod can wish for.
+/// What a pod can rule for.
 pub use nvshare::config::rules::TERM_KEYS as KEYS;
 
 /// Of these, what can take from others.
@@ -21,7 +21,7 @@ pub struct Ceilings {
     pub priority: i8,
 }
 
-/// What pods may wish for.
+/// What pods may rule for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Permissions {
     pub may_set: BTreeSet<&'static str>,
@@ -66,7 +66,7 @@ impl Permissions {
 pub fn share(key: &str, value: &Value) -> Result<Share, String> {
     let table = Table::from_iter([(key.to_owned(), value.clone())]);
     let rule = read_one(&table.to_string(), Origin { file: Default::default(), line: 0 })?;
-    Ok(rule.terms.share.unwrap_or_default())
+    Ok(rule.limits.share.unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -23,10 +23,10 @@ use core::{
 };
 use nvshare_wire::{
     ClientMessage, MAX_SLOTS, SchedulerMessage, Uuid,
-    choice::{self, Chooser, chooser},
     client::GpuKind,
-    scheduler::NoPlace,
+    scheduler::NoPlacement,
     version,
+    visible_devices::{self, Chooser, chooser},
 };
 
 /// How long a scheduler may take to answer. Then the program sees what it sees.
@@ -66,14 +66,14 @@ pub fn settle(hello: &ClientMessage) -> bool {
         }
         Err(_) => return true,
     }
-    let list = c::variable(choice::VISIBLE).unwrap_or_default();
-    if chooser(c::variable) == Chooser::List && !choice::names_any(list) {
+    let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
+    if chooser(c::variable) == Chooser::List && !visible_devices::names_any(list) {
         STATE.store(SETTLED, Ordering::SeqCst);
         return true; // it sees none anyway
     }
     let connected = handshake::connect(hello);
     let answer = match &connected {
-        Ok((socket, version, _)) if *version >= version::PLACING => ask(socket, *version),
+        Ok((socket, version, _)) if *version >= version::PLACEMENT => ask(socket, *version),
         _ => Answer::Free,
     };
     match answer {
@@ -107,10 +107,15 @@ enum Answer {
 }
 
 fn ask(socket: &Socket, version: u16) -> Answer {
-    let list = c::variable(choice::VISIBLE).unwrap_or_default();
-    let place =
-        ClientMessage::Place { chooser: chooser(c::variable), count: 0, bytes: 0, devices: devices(), ahead: 0 };
-    let mut messages = choice::parts(list).chain([place]);
+    let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
+    let place = ClientMessage::RequestPlacement {
+        chooser: chooser(c::variable),
+        count: 0,
+        bytes: 0,
+        devices: devices(),
+        ahead: 0,
+    };
+    let mut messages = visible_devices::parts(list).chain([place]);
     if !messages.all(|message| socket.send(message.encode(version).as_bytes())) {
         return Answer::Free;
     }
@@ -130,7 +135,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
             }
             Ok(Some((SchedulerMessage::Unplaced { outcome, text }, _))) => {
                 trace!("no place: {outcome:?} {}", text.as_str());
-                return if outcome == NoPlace::NoGpu { Answer::NoGpu } else { Answer::Free };
+                return if outcome == NoPlacement::NoGpu { Answer::NoGpu } else { Answer::Free };
             }
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
             // The program may ask for it as soon as CUDA is initialised.
@@ -155,7 +160,7 @@ fn show(gpus: &[(Uuid, GpuKind)]) {
     if gpus.iter().all(|(_, kind)| *kind == GpuKind::Gpu) {
         SHOWN.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
     }
-    c::set_environment(choice::VISIBLE, list.as_bytes());
+    c::set_environment(visible_devices::VISIBLE, list.as_bytes());
 }
 
 /// The GPUs whose device file this process can open: a container may have some and not others.

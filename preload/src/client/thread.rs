@@ -468,7 +468,7 @@ impl Link {
                 }
             }
             SchedulerMessage::MemoryMax { uuid, bytes } => memory_limits::set(uuid, bytes),
-            SchedulerMessage::Room { slot, bytes } => {
+            SchedulerMessage::Reserved { slot, bytes } => {
                 by_slot(slot).inspect(|gpu| gpu.reservation_answers.room(bytes));
             }
             SchedulerMessage::Prepare { slot, bytes } => {
@@ -552,7 +552,7 @@ fn say_why_it_stays(gpu: &Gpu, stop: Stop) {
         Stop::HostFull => StuckReason::HostFull,
         Stop::Broken | Stop::GpuFull => StuckReason::Broken,
     };
-    if connection::speaks(version::PROMISES) {
+    if connection::speaks(version::LIMITS) {
         connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
     }
 }

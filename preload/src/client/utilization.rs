@@ -38,7 +38,7 @@ impl Fullness {
 
     /// Takes a sample when one is due; says after how long to look again.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
-        if !connection::speaks(version::FULLNESS) {
+        if !connection::speaks(version::UTILIZATION) {
             return Duration::MAX; // there is nobody to tell
         }
         match self.sample.take() {
@@ -73,7 +73,7 @@ impl Fullness {
         let permille = self.full * 1000 / self.seen;
         (self.seen, self.full) = (0, 0);
         if self.said.is_none_or(|said| said.abs_diff(permille) >= CHANGE)
-            && connection::send(&ClientMessage::Fullness { slot: gpu.index, permille })
+            && connection::send(&ClientMessage::Utilization { slot: gpu.index, permille })
         {
             self.said = Some(permille);
         }

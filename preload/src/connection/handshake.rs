@@ -28,7 +28,7 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
 /// Tells the scheduler what the environment allows this program; `false` if that cannot be sent.
 pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     let messages = settings::get().limits.messages();
-    if version < version::OWN {
+    if version < version::ENV_LIMITS {
         if !messages.is_empty() {
             trace!("the scheduler is too old for the limits of the environment");
         }

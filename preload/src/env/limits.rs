@@ -6,7 +6,7 @@ use crate::sys::c::environment;
 use alloc::vec::Vec;
 use nvshare_wire::{
     ClientMessage,
-    own::{self, OwnTerm},
+    env_limits::{self, LimitName},
 };
 
 #[derive(Debug)]
@@ -17,8 +17,8 @@ pub struct EnvLimits {
 impl EnvLimits {
     /// Reads the environment as it is now.
     pub fn read() -> Self {
-        let parts = |term: OwnTerm| own::parts(term, environment(term.variable()).unwrap_or_default());
-        Self { messages: OwnTerm::ALL.into_iter().flat_map(parts).collect() }
+        let parts = |limit: LimitName| env_limits::parts(limit, environment(limit.variable()).unwrap_or_default());
+        Self { messages: LimitName::ALL.into_iter().flat_map(parts).collect() }
     }
 
     /// What to tell a scheduler before anything else.

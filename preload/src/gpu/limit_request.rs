@@ -53,7 +53,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             return Outcome::Denied;
         }
         asked = true;
-        if connection::send(&ClientMessage::Wish { slot: gpu.index, bytes: wanted }) {
+        if connection::send(&ClientMessage::RequestLimit { slot: gpu.index, bytes: wanted }) {
             futex::wait(&gpu.limit_answers.count, seen, left);
             if gpu.limit_answers.denied_since(seen).is_some_and(|denied| denied <= wanted) {
                 trace!("GPU {}: a limit of {wanted} bytes is refused", gpu.index);

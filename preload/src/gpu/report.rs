@@ -58,7 +58,10 @@ impl Gpu {
         if !core::mem::replace(&mut guard.account.frozen, true) {
             trace!("GPU {}: work comes unseen from now on, so its memory stays", self.index);
             if self.is_introduced() {
-                connection::send(&ClientMessage::Stuck { gpus: 1 << self.index, reason: wire::StuckReason::Unseen });
+                connection::send(&ClientMessage::Stuck {
+                    gpus: 1 << self.index,
+                    reason: wire::StuckReason::UntrackedWork,
+                });
             }
             self.report(&guard.account);
         }

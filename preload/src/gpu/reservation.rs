@@ -66,8 +66,8 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
     let ask = || {
         let met = connection::schedulers_met();
-        let speaks = connection::speaks(version::PROMISES);
-        (speaks && gpu.is_introduced() && connection::send(&ClientMessage::Squeeze { slot: gpu.index, bytes }))
+        let speaks = connection::speaks(version::LIMITS);
+        (speaks && gpu.is_introduced() && connection::send(&ClientMessage::Reserve { slot: gpu.index, bytes }))
             .then_some(met)
     };
     let Some(mut asked) = ask() else { return false };

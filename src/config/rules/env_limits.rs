@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use nvshare_wire::own::OwnTerm;
+use nvshare_wire::env_limits::LimitName;
 use serde::Deserialize;
 use serde::de::value::{Error, I64Deserializer, StrDeserializer};
 
@@ -12,11 +12,11 @@ use super::gpu_names::{self, GpuName};
 use super::rule::Rule;
 use super::values::{MemoryLow, MemoryMax, OnFull, Percent, Priority, SwapMax, Weight};
 use crate::config::units;
-use crate::scheduler::{self, Amount, OnMemoryFull, Terms};
+use crate::scheduler::{self, Amount, OnMemoryFull, RuleLimits};
 
 /// The name of the environment variable in which a program sets a limit.
-pub fn variable(term: OwnTerm) -> &'static str {
-    term.variable().to_str().unwrap_or_default()
+pub fn variable(limit: LimitName) -> &'static str {
+    limit.variable().to_str().unwrap_or_default()
 }
 
 /// So much of a value is repeated to people.
@@ -38,7 +38,7 @@ enum Value {
 
 /// All that one program says.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct EnvLimits(BTreeMap<OwnTerm, Said>);
+pub struct EnvLimits(BTreeMap<LimitName, Said>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Said {
@@ -49,8 +49,8 @@ struct Said {
 
 impl EnvLimits {
     /// Takes in what it says now.
-    pub fn hear(&mut self, term: OwnTerm, text: &str) {
-        self.0.insert(term, Said { text: shortened(text), value: Value::read(term, text) });
+    pub fn hear(&mut self, limit: LimitName, text: &str) {
+        self.0.insert(limit, Said { text: shortened(text), value: Value::read(limit, text) });
     }
 
     fn values(&self) -> impl Iterator<Item = &Value> {
@@ -58,8 +58,8 @@ impl EnvLimits {
     }
 
     /// As the machine knows it.
-    pub fn terms(&self) -> scheduler::Own {
-        let mut own = scheduler::Own::default();
+    pub fn limits(&self) -> scheduler::EnvLimits {
+        let mut own = scheduler::EnvLimits::default();
         for value in self.values() {
             match value {
                 Value::MemoryMax(max) => own.memory_max = *max,
@@ -85,48 +85,48 @@ impl EnvLimits {
     }
 
     /// Why what it says of that has no effect, if it has none.
-    pub fn remark(&self, term: OwnTerm, rule: Option<&Rule>) -> Option<String> {
-        let said = self.0.get(&term)?;
-        let name = variable(term);
+    pub fn remark(&self, limit: LimitName, rule: Option<&Rule>) -> Option<String> {
+        let said = self.0.get(&limit)?;
+        let name = variable(limit);
         let value = match &said.value {
             Ok(value) => value,
             Err(why) => return Some(format!("{name}: {why}")),
         };
-        let without = value.no_tighter_than(rule.map_or_else(Terms::default, |rule| rule.terms))?;
+        let without = value.no_tighter_than(rule.map_or_else(RuleLimits::default, |rule| rule.limits))?;
         let by = rule.map_or_else(|| "without a rule".into(), |rule| format!("by rule {rule}"));
         Some(format!("{name}={} has no effect: {by} the program has {without}, and can only have less", said.text))
     }
 
     /// The same of all that it says.
     pub fn remarks(&self, rule: Option<&Rule>) -> Vec<String> {
-        self.0.keys().filter_map(|term| self.remark(*term, rule)).collect()
+        self.0.keys().filter_map(|limit| self.remark(*limit, rule)).collect()
     }
 
     /// What has an effect, as a rule would say it: `weight 10, time-max 20%`.
     pub fn in_words(&self, rule: Option<&Rule>) -> String {
-        let terms = self.0.keys().filter(|term| self.remark(**term, rule).is_none());
-        let words = terms.filter_map(|term| Some(self.0.get(term)?.value.as_ref().ok()?.to_string()));
+        let limits = self.0.keys().filter(|limit| self.remark(**limit, rule).is_none());
+        let words = limits.filter_map(|limit| Some(self.0.get(limit)?.value.as_ref().ok()?.to_string()));
         words.collect::<Vec<_>>().join(", ")
     }
 }
 
 impl Value {
-    fn read(term: OwnTerm, text: &str) -> Result<Self, String> {
+    fn read(limit: LimitName, text: &str) -> Result<Self, String> {
         let text = text.trim();
-        Ok(match term {
-            OwnTerm::MemoryMax => Self::MemoryMax(parse::<MemoryMax>(text)?.0),
-            OwnTerm::MemoryLow => Self::MemoryLow(parse::<MemoryLow>(text)?.0),
-            OwnTerm::SwapMax => Self::SwapMax(parse::<SwapMax>(text)?.0),
-            OwnTerm::OnMemoryFull => Self::Waits(parse::<OnFull>(text)? == OnFull::Wait),
-            OwnTerm::Weight => Self::Weight(parse::<Weight>(text)?.0),
-            OwnTerm::TimeMax => Self::TimeMax(parse::<Percent>(text)?.0),
-            OwnTerm::Priority => Self::Priority(parse::<Priority>(text)?.0),
-            OwnTerm::Interactive => match text {
+        Ok(match limit {
+            LimitName::MemoryMax => Self::MemoryMax(parse::<MemoryMax>(text)?.0),
+            LimitName::MemoryLow => Self::MemoryLow(parse::<MemoryLow>(text)?.0),
+            LimitName::SwapMax => Self::SwapMax(parse::<SwapMax>(text)?.0),
+            LimitName::OnMemoryFull => Self::Waits(parse::<OnFull>(text)? == OnFull::Wait),
+            LimitName::Weight => Self::Weight(parse::<Weight>(text)?.0),
+            LimitName::TimeMax => Self::TimeMax(parse::<Percent>(text)?.0),
+            LimitName::Priority => Self::Priority(parse::<Priority>(text)?.0),
+            LimitName::Interactive => match text {
                 "0" => Self::Interactive(false),
                 "1" => Self::Interactive(true),
                 _ => return Err(format!("interactive cannot be {:?}: 0 or 1 is allowed", shortened(text))),
             },
-            OwnTerm::AllowedGpus => {
+            LimitName::AllowedGpus => {
                 let names = text.split(',').map(str::trim);
                 let read = |name| gpu_names::read(name).or_else(|_| gpu_names::read(&shortened(name)));
                 Self::AllowedGpus(names.map(read).collect::<Result<_, _>>()?)
@@ -134,21 +134,23 @@ impl Value {
         })
     }
 
-    /// What a program has by these terms, if the value is no tighter.
-    fn no_tighter_than(&self, terms: Terms) -> Option<String> {
-        let share = terms.share.unwrap_or_default();
+    /// What a program has by these limits, if the value is no tighter.
+    fn no_tighter_than(&self, limits: RuleLimits) -> Option<String> {
+        let share = limits.share.unwrap_or_default();
         let (is_no_tighter, has) = match self {
-            Self::MemoryMax(own) => (is_as_much(*own, terms.memory_max), Self::MemoryMax(terms.memory_max).to_string()),
-            Self::MemoryLow(own) => match terms.memory_low {
+            Self::MemoryMax(own) => {
+                (is_as_much(*own, limits.memory_max), Self::MemoryMax(limits.memory_max).to_string())
+            }
+            Self::MemoryLow(own) => match limits.memory_low {
                 Some(low) => (is_as_much(*own, low), Self::MemoryLow(low).to_string()),
                 None => (true, "no memory-low".into()),
             },
             Self::SwapMax(own) => {
                 let most = |max: &Option<u64>| max.unwrap_or(u64::MAX);
-                (most(own) >= most(&terms.swap_max), Self::SwapMax(terms.swap_max).to_string())
+                (most(own) >= most(&limits.swap_max), Self::SwapMax(limits.swap_max).to_string())
             }
             Self::Waits(own) => {
-                let waits = terms.on_memory_full != OnMemoryFull::Fail;
+                let waits = limits.on_memory_full != OnMemoryFull::Fail;
                 (*own == waits, Self::Waits(waits).to_string())
             }
             Self::Weight(own) => (*own >= share.weight, Self::Weight(share.weight).to_string()),
@@ -226,9 +228,9 @@ mod tests {
 
     use crate::config::Config;
 
-    fn own(said: &[(OwnTerm, &str)]) -> EnvLimits {
+    fn own(said: &[(LimitName, &str)]) -> EnvLimits {
         let mut own = EnvLimits::default();
-        said.iter().for_each(|(term, text)| own.hear(*term, text));
+        said.iter().for_each(|(limit, text)| own.hear(*limit, text));
         own
     }
 
@@ -241,17 +243,17 @@ mod tests {
     #[test]
     fn values_are_read_as_those_of_a_rule() {
         let said = own(&[
-            (OwnTerm::MemoryMax, "8G"),
-            (OwnTerm::MemoryLow, "25%"),
-            (OwnTerm::SwapMax, "8589934592"),
-            (OwnTerm::OnMemoryFull, "wait"),
-            (OwnTerm::Weight, " 10 "),
-            (OwnTerm::TimeMax, "30 %"),
-            (OwnTerm::Priority, "-5"),
-            (OwnTerm::Interactive, "0"),
-            (OwnTerm::AllowedGpus, "GPU-8a6c, 1"),
+            (LimitName::MemoryMax, "8G"),
+            (LimitName::MemoryLow, "25%"),
+            (LimitName::SwapMax, "8589934592"),
+            (LimitName::OnMemoryFull, "wait"),
+            (LimitName::Weight, " 10 "),
+            (LimitName::TimeMax, "30 %"),
+            (LimitName::Priority, "-5"),
+            (LimitName::Interactive, "0"),
+            (LimitName::AllowedGpus, "GPU-8a6c, 1"),
         ]);
-        let expected = scheduler::Own {
+        let expected = scheduler::EnvLimits {
             memory_max: Amount::Bytes(8 << 30),
             memory_low: Some(Amount::Percent(25)),
             swap_max: Some(8 << 30),
@@ -261,7 +263,7 @@ mod tests {
             priority: Some(-5),
             patient: true,
         };
-        assert_eq!(said.terms(), expected);
+        assert_eq!(said.limits(), expected);
         let names = ["GPU-8a6c", "1"].map(|name| GpuName::parse(name).expect("a name"));
         assert_eq!(said.allowed(), Some(names.as_slice()));
         let rule = rule("memory-low = \"50%\"\ninteractive = true");
@@ -271,7 +273,7 @@ mod tests {
              not interactive, allowed-gpus GPU-8a6c 1"
         );
         assert_eq!(said.remarks(Some(&rule)), Vec::<String>::new());
-        assert_eq!(own(&[(OwnTerm::Weight, "idle")]).terms().weight, Some(0));
+        assert_eq!(own(&[(LimitName::Weight, "idle")]).limits().weight, Some(0));
     }
 
     #[test]
@@ -280,27 +282,27 @@ mod tests {
         let gpus =
             "the UUID of a GPU or MIG slice as nvidia-smi -L prints it, or its beginning, or the number of a GPU";
         let long = "1".repeat(300);
-        for (term, text, expected) in [
-            (OwnTerm::MemoryMax, "lots", format!("NVSHARE_MEMORY_MAX: memory-max cannot be \"lots\": {amounts}")),
-            (OwnTerm::MemoryLow, "1", format!("NVSHARE_MEMORY_LOW: memory-low cannot be 1: {amounts}")),
+        for (limit, text, expected) in [
+            (LimitName::MemoryMax, "lots", format!("NVSHARE_MEMORY_MAX: memory-max cannot be \"lots\": {amounts}")),
+            (LimitName::MemoryLow, "1", format!("NVSHARE_MEMORY_LOW: memory-low cannot be 1: {amounts}")),
             (
-                OwnTerm::SwapMax,
+                LimitName::SwapMax,
                 "50%",
                 "NVSHARE_SWAP_MAX: swap-max cannot be \"50%\": a size from 2M to 1T like \"8G\", or \"infinity\" is allowed"
                     .into(),
             ),
             (
-                OwnTerm::OnMemoryFull,
+                LimitName::OnMemoryFull,
                 "kill",
                 "NVSHARE_ON_MEMORY_FULL: unknown variant `kill`, expected `fail` or `wait`".into(),
             ),
             (
-                OwnTerm::Weight,
+                LimitName::Weight,
                 "0",
                 "NVSHARE_WEIGHT: weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed".into(),
             ),
             (
-                OwnTerm::Weight,
+                LimitName::Weight,
                 &long,
                 format!(
                     "NVSHARE_WEIGHT: weight cannot be \"{}…\": a number from 1 to 10000, or \"idle\" is allowed",
@@ -308,30 +310,30 @@ mod tests {
                 ),
             ),
             (
-                OwnTerm::TimeMax,
+                LimitName::TimeMax,
                 "30",
                 "NVSHARE_TIME_MAX: time-min and time-max cannot be 30: a part of the time from \"1%\" to \"100%\" is allowed"
                     .into(),
             ),
             (
-                OwnTerm::Priority,
+                LimitName::Priority,
                 "high",
                 "NVSHARE_PRIORITY: priority cannot be \"high\": a number from -100 to 100 is allowed".into(),
             ),
             (
-                OwnTerm::Interactive,
+                LimitName::Interactive,
                 "yes",
                 "NVSHARE_INTERACTIVE: interactive cannot be \"yes\": 0 or 1 is allowed".into(),
             ),
             (
-                OwnTerm::AllowedGpus,
+                LimitName::AllowedGpus,
                 "0,first",
                 format!("NVSHARE_ALLOWED_GPUS: allowed-gpus cannot have \"first\": {gpus} is allowed"),
             ),
         ] {
-            let own = own(&[(term, text)]);
-            assert_eq!(own.remark(term, None), Some(expected.clone()), "{text}");
-            assert_eq!((own.terms(), own.allowed()), (scheduler::Own::default(), None), "{text}");
+            let own = own(&[(limit, text)]);
+            assert_eq!(own.remark(limit, None), Some(expected.clone()), "{text}");
+            assert_eq!((own.limits(), own.allowed()), (scheduler::EnvLimits::default(), None), "{text}");
             assert_eq!((own.in_words(None), own.remarks(None)), (String::new(), vec![expected]));
         }
     }
@@ -341,36 +343,36 @@ mod tests {
         let all = "memory-max = \"8G\"\nmemory-low = \"10%\"\nswap-max = \"4G\"\nweight = 50\ntime-max = \"40%\"\n\
                    priority = -3\non-memory-full = \"wait\"";
         let rule = rule(all);
-        for (term, text, has) in [
-            (OwnTerm::MemoryMax, "8G", "memory-max 8 GiB"),
-            (OwnTerm::MemoryMax, "infinity", "memory-max 8 GiB"),
-            (OwnTerm::MemoryLow, "11%", "memory-low 10%"),
-            (OwnTerm::SwapMax, "infinity", "swap-max 4 GiB"),
-            (OwnTerm::Weight, "50", "weight 50"),
-            (OwnTerm::TimeMax, "41%", "time-max 40%"),
-            (OwnTerm::Priority, "0", "priority -3"),
-            (OwnTerm::Interactive, "0", "no interactive"),
-            (OwnTerm::OnMemoryFull, "wait", "on-memory-full wait"),
+        for (limit, text, has) in [
+            (LimitName::MemoryMax, "8G", "memory-max 8 GiB"),
+            (LimitName::MemoryMax, "infinity", "memory-max 8 GiB"),
+            (LimitName::MemoryLow, "11%", "memory-low 10%"),
+            (LimitName::SwapMax, "infinity", "swap-max 4 GiB"),
+            (LimitName::Weight, "50", "weight 50"),
+            (LimitName::TimeMax, "41%", "time-max 40%"),
+            (LimitName::Priority, "0", "priority -3"),
+            (LimitName::Interactive, "0", "no interactive"),
+            (LimitName::OnMemoryFull, "wait", "on-memory-full wait"),
         ] {
-            let (own, name) = (own(&[(term, text)]), variable(term));
+            let (own, name) = (own(&[(limit, text)]), variable(limit));
             let expected = format!(
                 "{name}={text} has no effect: by rule \"r\" (f:1) the program has {has}, and can only have less"
             );
-            assert_eq!(own.remark(term, Some(&rule)), Some(expected), "{text}");
+            assert_eq!(own.remark(limit, Some(&rule)), Some(expected), "{text}");
             assert_eq!(own.in_words(Some(&rule)), "");
         }
         // What cannot be compared without a GPU may be tighter.
-        for (term, text) in [
-            (OwnTerm::MemoryMax, "7G"),
-            (OwnTerm::MemoryMax, "99%"),
-            (OwnTerm::MemoryLow, "1G"),
-            (OwnTerm::Weight, "idle"),
-            (OwnTerm::Priority, "-4"),
-            (OwnTerm::OnMemoryFull, "fail"),
+        for (limit, text) in [
+            (LimitName::MemoryMax, "7G"),
+            (LimitName::MemoryMax, "99%"),
+            (LimitName::MemoryLow, "1G"),
+            (LimitName::Weight, "idle"),
+            (LimitName::Priority, "-4"),
+            (LimitName::OnMemoryFull, "fail"),
         ] {
-            assert_eq!(own(&[(term, text)]).remark(term, Some(&rule)), None, "{text}");
+            assert_eq!(own(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");
         }
-        let none = own(&[(OwnTerm::Weight, "101")]).remark(OwnTerm::Weight, None);
+        let none = own(&[(LimitName::Weight, "101")]).remark(LimitName::Weight, None);
         let expected =
             "NVSHARE_WEIGHT=101 has no effect: without a rule the program has weight 100, and can only have less";
         assert_eq!(none.as_deref(), Some(expected));

@@ -12,7 +12,7 @@ use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
 use super::rule::{Origin, Rule, Subject};
 use super::values::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
-use crate::scheduler::{Amount, Labels, OnMemoryFull, Share, Terms};
+use crate::scheduler::{Amount, Labels, OnMemoryFull, RuleLimits, Share};
 
 /// What a rule can say.
 const KEYS: &str = "memory-max, memory-low, swap-max, on-memory-full, weight, time-min, time-max, priority, interactive, \
@@ -95,8 +95,8 @@ impl RawRule {
         if name.chars().any(char::is_control) {
             return Err((span, "the name of a rule is one line of text".into()));
         }
-        let terms = Terms { share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
-        Ok(Rule { origin, name, subject, terms, places })
+        let limits = RuleLimits { share, gang: self.gang.unwrap_or(false), ..memory.unwrap_or_default() };
+        Ok(Rule { origin, name, subject, limits, places })
     }
 
     /// What the rule says of GPUs and of those who are there.
@@ -118,7 +118,7 @@ impl RawRule {
     }
 
     /// What the rule says of memory, if it says anything.
-    fn memory(&self) -> Result<Option<Terms>, Mistake> {
+    fn memory(&self) -> Result<Option<RuleLimits>, Mistake> {
         let low = self.memory_low.as_ref().map(|low| low.as_ref().0);
         let on_memory_full = match (self.on_memory_full, &self.wait_order) {
             (Some(OnFull::Wait), order) => {
@@ -144,7 +144,7 @@ impl RawRule {
             return Err((low.span(), "memory-low: more than memory-max can never be there".into()));
         }
         let swap_max = self.swap_max.and_then(|max| max.0);
-        Ok(Some(Terms { memory_max, memory_low: low, swap_max, on_memory_full, ..Terms::default() }))
+        Ok(Some(RuleLimits { memory_max, memory_low: low, swap_max, on_memory_full, ..RuleLimits::default() }))
     }
 
     /// What the rule says of time, if it says anything.
@@ -252,12 +252,12 @@ mod tests {
         let rule = rules.get(0).expect("a rule");
         assert_eq!(rule.to_string(), "\"students\" (nvshare.toml:2)");
         assert_eq!(
-            (rule.subject.user, rule.subject.group, rule.terms.memory_max),
+            (rule.subject.user, rule.subject.group, rule.limits.memory_max),
             (Some(0), Some(7), Amount::Bytes(8 << 30))
         );
         let all = rules.get(1).expect("another");
         assert_eq!(all.to_string(), "nvshare.toml:11");
-        assert_eq!((&all.subject, all.terms.memory_max), (&Subject::default(), Amount::Percent(50)));
+        assert_eq!((&all.subject, all.limits.memory_max), (&Subject::default(), Amount::Percent(50)));
         assert_eq!(rules.get(2), None);
     }
 
@@ -293,7 +293,7 @@ mod tests {
             ("\"infinity\"", Amount::Infinity),
         ] {
             let rules = rules(&format!("[[rule]]\nmemory-max = {text}"));
-            assert_eq!(rules.get(0).map(|rule| rule.terms.memory_max), Some(expected), "{text}");
+            assert_eq!(rules.get(0).map(|rule| rule.limits.memory_max), Some(expected), "{text}");
         }
     }
 
@@ -310,9 +310,9 @@ mod tests {
             ("interactive = false", Some(default)),
         ] {
             let rules = rules(&format!("[[rule]]\n{text}"));
-            assert_eq!(rules.get(0).map(|rule| rule.terms.share), Some(expected), "{text}");
+            assert_eq!(rules.get(0).map(|rule| rule.limits.share), Some(expected), "{text}");
         }
-        assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.terms.memory_max), Some(Amount::Infinity));
+        assert_eq!(rules("[[rule]]\nweight = 5").get(0).map(|rule| rule.limits.memory_max), Some(Amount::Infinity));
     }
 
     /// Mistakes in the second of these lines, after `[[rule]]`.

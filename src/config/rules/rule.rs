@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::gpu_names::GpuName;
 use super::places::Whereabouts;
 use super::values::Order;
-use crate::scheduler::{Amount, OnMemoryFull, Terms, WaitOrder};
+use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, WaitOrder};
 
 /// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub struct Rule {
     /// For people; may be empty.
     pub name: String,
     pub subject: Subject,
-    pub terms: Terms,
+    pub limits: RuleLimits,
     pub places: Whereabouts,
 }
 
@@ -51,7 +51,7 @@ impl Rule {
         let Subject { unit, slice, container, pod, user, group } = &self.subject;
         let glob = |glob: &Option<Glob>| Some(toml::Value::from(glob.as_ref()?.0.as_str()));
         let id = |id: &Option<u32>| Some(toml::Value::from(i64::from((*id)?)));
-        let Terms { memory_max, memory_low, swap_max, on_memory_full, share: says, gang } = self.terms;
+        let RuleLimits { memory_max, memory_low, swap_max, on_memory_full, share: says, gang } = self.limits;
         let amount = |amount: Amount| match amount {
             Amount::Infinity => "infinity".into(),
             Amount::Bytes(bytes) => i64::try_from(bytes).unwrap_or(i64::MAX).into(),
@@ -64,7 +64,7 @@ impl Rule {
                 (Some("wait".into()), order)
             }
         };
-        let is_empty = self.terms == Terms::default() && self.places == Whereabouts::default();
+        let is_empty = self.limits == RuleLimits::default() && self.places == Whereabouts::default();
         let memory_max = (memory_max != Amount::Infinity || is_empty).then(|| amount(memory_max));
         let share = says.unwrap_or_default();
         let weight = if share.weight == 0 { "idle".into() } else { i64::from(share.weight).into() };

@@ -28,7 +28,7 @@ use tracing::debug;
 
 use super::bundle::Snapshot;
 use super::hub::{ClientView, Thrashing};
-use super::lock::Wish;
+use super::lock::LockRequest;
 use super::pods::{Pods, Refused};
 use crate::bus::{self, Error};
 use crate::config::rules::Addition;
@@ -50,7 +50,7 @@ pub enum Request {
     SetRule(Box<Addition>, oneshot::Sender<Result<(), Error>>),
     /// All pods of this node. Answered with the wishes that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
-    Lock(Wish, oneshot::Sender<Result<OwnedFd, Error>>),
+    Lock(LockRequest, oneshot::Sender<Result<OwnedFd, Error>>),
     /// What a debug bundle is made of.
     Debug(oneshot::Sender<Box<Snapshot>>),
     Reload(oneshot::Sender<Result<(), String>>),

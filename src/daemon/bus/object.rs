@@ -15,7 +15,7 @@ use crate::bus::{self, Error};
 use crate::config::rules::Addition;
 use crate::config::{names, settings};
 use crate::daemon::hub::ClientView;
-use crate::daemon::lock::Wish;
+use crate::daemon::lock::LockRequest;
 use crate::daemon::pods::Pods;
 
 /// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
@@ -73,8 +73,8 @@ impl Object {
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
         caller.may_lock().await?;
-        let wish = Wish { gpu, who, why, uid: caller.uid, pid: caller.pid };
-        Ok(self.ask(|reply| Request::Lock(wish, reply)).await??.into())
+        let request = LockRequest { gpu, who, why, uid: caller.uid, pid: caller.pid };
+        Ok(self.ask(|reply| Request::Lock(request, reply)).await??.into())
     }
 
     #[zbus(out_args("rules"))]
@@ -294,7 +294,7 @@ pub fn present(may_see: bool, client: ClientView) -> bus::Client {
         share: client.rule.2,
         environment: client.own.0,
         environment_ignored: client.own.1,
-        gang: client.fellows.iter().map(|fellow| fellow.0).collect(),
+        gang: client.gang_peers.iter().map(|peer| peer.0).collect(),
         placed: client.placed,
         connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
         stopped: client.stopped,

@@ -116,7 +116,7 @@ mod tests {
         let found: Vec<_> = all.iter().map(|(who, _)| config.rules.of(who)).collect();
         let program = |((who, bytes), found): (&'_ (Identity, u64), &'_ Option<(_, Instance)>)| -> (Cgroup, Option<(Instance, Amount)>, u64) {
             let rule = found.as_ref().map(|(rule, instance): &(&crate::config::rules::Rule, Instance)| {
-                (instance.clone(), rule.terms.memory_max)
+                (instance.clone(), rule.limits.memory_max)
             });
             (who.cgroup.clone(), rule, *bytes)
         };

@@ -8,7 +8,7 @@ use super::{Client, Hub};
 use crate::config::rules::Instance;
 use crate::daemon::driver_limits::{self, Program, Wanted};
 use crate::daemon::gpus::Ask;
-use crate::scheduler::{Amount, ClientId, SeatView};
+use crate::scheduler::{Amount, AttachmentView, ClientId};
 
 impl Hub {
     /// Tells the driver what it is to bound, where that is not what it was told.
@@ -31,29 +31,33 @@ impl Hub {
         let margin = |total| self.config.settings.context_on(total);
         let gpus = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some());
         let gpus = gpus.map(|(id, gpu)| (*id, driver_limits::Gpu { total: gpu.total, margin: margin(gpu.total) }));
-        let mut seats: BTreeMap<ClientId, Vec<SeatView>> =
-            self.machine.clients().into_iter().map(|view| (view.client, view.seats)).collect();
+        let mut attachments: BTreeMap<ClientId, Vec<AttachmentView>> =
+            self.machine.clients().into_iter().map(|view| (view.client, view.attachments)).collect();
         // Who only holds a lock for somebody has no memory.
         let programs = self.clients.iter().filter(|(_, entry)| entry.lasts).map(|(id, entry)| {
-            let has = seats.remove(id).unwrap_or_default().into_iter().map(|seat| (seat.gpu, self.reach(*id, &seat)));
-            Program { cgroup: &entry.identity.cgroup, rule: self.terms(entry), has: has.collect() }
+            let has = attachments
+                .remove(id)
+                .unwrap_or_default()
+                .into_iter()
+                .map(|attachment| (attachment.gpu, self.reach(*id, &attachment)));
+            Program { cgroup: &entry.identity.cgroup, rule: self.limits(entry), has: has.collect() }
         });
         let programs: Vec<Program<'_>> = programs.collect();
         driver_limits::wanted(&gpus.collect(), &programs)
     }
 
     /// With whom a client counts, and what they may have.
-    fn terms<'a>(&'a self, entry: &'a Client) -> Option<(&'a Instance, Amount)> {
+    fn limits<'a>(&'a self, entry: &'a Client) -> Option<(&'a Instance, Amount)> {
         let instance = entry.rule.as_ref()?;
-        Some((instance, self.config.rules.get(instance.rule)?.terms.memory_max))
+        Some((instance, self.config.rules.get(instance.rule)?.limits.memory_max))
     }
 
     /// The most that a client can have on a GPU: it maps what it needs, and that never comes to more than was promised to it;
     /// and its context.
-    fn reach(&self, client: ClientId, seat: &SeatView) -> u64 {
-        let gpu = self.gpus.get(&seat.gpu);
+    fn reach(&self, client: ClientId, attachment: &AttachmentView) -> u64 {
+        let gpu = self.gpus.get(&attachment.gpu);
         let measured = gpu.and_then(|gpu| gpu.accounting.contexts().get(&client).copied());
         let context = measured.unwrap_or_else(|| self.config.settings.context_on(gpu.map_or(0, |gpu| gpu.total)));
-        seat.promise.max(seat.mapped).saturating_add(context)
+        attachment.committed.max(attachment.mapped).saturating_add(context)
     }
 }

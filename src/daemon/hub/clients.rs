@@ -182,7 +182,7 @@ impl Hub {
         self.active();
         match meaning {
             Meaning::Event(event) => {
-                if let Event::Wished { .. } = event {
+                if let Event::LimitRequested { .. } = event {
                     self.sample_host(); // what is decided now is decided by what there is now
                 }
                 self.apply(event);
@@ -201,8 +201,8 @@ impl Hub {
                     host: 0,
                     refused: None,
                     failed: None,
-                    stayed: None,
-                    unseen: false,
+                    eviction_blocked: None,
+                    untracked_work: false,
                     reason,
                 };
                 entry.uses.insert(gpu, fresh);
@@ -234,7 +234,7 @@ impl Hub {
                 }
             }
             Meaning::Part => {}
-            Meaning::Own { term, text } => self.tighten(client, term, &text),
+            Meaning::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
             Meaning::Place(ask) => self.place(client, &ask),
             Meaning::Shared { message, gpu } => self.share(client, message, gpu, &descriptors, now),
         }

@@ -19,7 +19,7 @@ pub struct Counts {
 /// Of one GPU.
 #[derive(Debug, Clone, Default)]
 pub struct OfGpu {
-    /// `lock_time` is of seats that are no more.
+    /// `lock_time` is of attachments that are no more.
     pub counted: Counted,
     pub waits: Waits,
     /// For how long anybody has had the lock, and since when somebody has it.
@@ -38,11 +38,11 @@ impl OfGpu {
 /// Of one client on one GPU, for as long as it is connected.
 #[derive(Debug, Clone, Default)]
 pub struct OfClient {
-    /// `lock_time` is of seats that are no more.
+    /// `lock_time` is of attachments that are no more.
     pub counted: Counted,
-    /// What it said first on this seat, and last. What it counted before is not of this daemon's time.
+    /// What it said first on this attachment, and last. What it counted before is not of this daemon's time.
     said: Option<Said>,
-    /// What the machine knows of this seat's waits, as far as it has been counted.
+    /// What the machine knows of this attachment's waits, as far as it has been counted.
     waited: Duration,
 }
 
@@ -81,7 +81,7 @@ impl Counts {
         self.gpus.entry(gpu).or_default().last = Some(client);
     }
 
-    /// The seat is about to be no more.
+    /// The attachment is about to be no more.
     fn seat_ends(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
         let count = self.client(client, gpu);
         (count.said, count.waited) = (None, Duration::ZERO);
@@ -141,7 +141,7 @@ impl Hub {
             }
             // A newer library counts allocations that failed, for which it need not have asked.
             Command::Denied { client, gpu, .. }
-                if self.clients.get(client).is_some_and(|c| c.session.version < version::COUNTING) =>
+                if self.clients.get(client).is_some_and(|c| c.session.version < version::COUNTERS) =>
             {
                 self.counts.add(*client, *gpu, &Counted { refused: 1, ..Counted::default() });
             }

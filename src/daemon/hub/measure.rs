@@ -128,7 +128,7 @@ impl Hub {
         if is_measured && told.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
-        self.apply(Event::Contexts { gpu, bytes: contexts });
+        self.apply(Event::ContextSizes { gpu, bytes: contexts });
         if let Some(bytes) = told {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
@@ -138,7 +138,7 @@ impl Hub {
         }
         if let Some(found) = found {
             let free = Some(total.saturating_sub(sample.used)).filter(|_| sample.steady);
-            self.apply(Event::Present { gpu, begun: sample.begun, free, found });
+            self.apply(Event::Measured { gpu, begun: sample.begun, free, found });
             let now = socket::now();
             attached.iter().for_each(|client| self.record_extent(client.client, gpu, now));
         }
@@ -154,6 +154,6 @@ impl Hub {
         if !std::mem::replace(&mut self.believed, true) {
             info!("without NVML, programs are believed what memory they have freed, also where another user gets it");
         }
-        Some(Event::Present { gpu, begun: now, free: None, found: BTreeMap::new() })
+        Some(Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() })
     }
 }

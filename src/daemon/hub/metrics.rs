@@ -4,17 +4,19 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::Hub;
-use crate::daemon::metrics::snapshot::{Memory, OfClient, OfGpu, Seat, Snapshot};
+use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, Snapshot};
 use crate::daemon::socket;
-use crate::scheduler::{GpuId, SeatView};
+use crate::scheduler::{AttachmentView, GpuId};
 
 impl Hub {
     /// A copy, so that nothing of it is looked at on the scheduling loop.
     pub fn snapshot(&self) -> Snapshot {
         let now = socket::now();
         let views = self.machine.clients();
-        let seats: HashMap<_, _> =
-            views.iter().flat_map(|view| view.seats.iter().map(|seat| ((view.client, seat.gpu), seat))).collect();
+        let attachments: HashMap<_, _> = views
+            .iter()
+            .flat_map(|view| view.attachments.iter().map(|attachment| ((view.client, attachment.gpu), attachment)))
+            .collect();
         let mut gpus: HashMap<GpuId, OfGpu> = HashMap::new();
         for view in self.machine.gpus() {
             let Some(entry) = self.gpus.get(&view.gpu) else { continue };
@@ -27,7 +29,7 @@ impl Hub {
                 capacity: view.capacity,
                 overhead: view.overhead,
                 shortfall: view.shortfall,
-                promised: view.promised,
+                committed: view.committed,
                 memory: Memory::default(),
                 clients: 0,
                 holders: view.holders.len() as u64,
@@ -38,21 +40,26 @@ impl Hub {
             };
             gpus.insert(view.gpu, figures);
         }
-        let mut clients = Vec::with_capacity(seats.len());
+        let mut clients = Vec::with_capacity(attachments.len());
         for (client, id, count) in self.counts.clients() {
             let (Some(entry), Some(gpu)) = (self.clients.get(&client), gpus.get_mut(&id)) else { continue };
             let mut counted = count.counted.clone();
             let turns = self.machine.turns(client, id, now).unwrap_or_default();
             counted.lock_time += turns.lock_time;
             gpu.counted.lock_time += turns.lock_time;
-            let seat = seats.get(&(client, id)).map(|seat| {
-                let memory = memory(seat);
+            let attachment = attachments.get(&(client, id)).map(|attachment| {
+                let memory = memory(attachment);
                 gpu.memory.add(memory);
                 gpu.clients += 1;
-                Seat { memory, limit: seat.limit, memory_max: self.machine.memory_max(client, id), waits: turns.waits }
+                Attachment {
+                    memory,
+                    limit: attachment.limit,
+                    memory_max: self.machine.memory_max(client, id),
+                    waits: turns.waits,
+                }
             });
             let (gpu, identity) = (Arc::clone(&gpu.uuid), entry.identity.clone());
-            clients.push(OfClient { gpu, client: client.0, identity, counted, seat });
+            clients.push(OfClient { gpu, client: client.0, identity, counted, attachment });
         }
         let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
         gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
@@ -60,6 +67,11 @@ impl Hub {
     }
 }
 
-fn memory(seat: &SeatView) -> Memory {
-    Memory { demand: seat.demand, resident: seat.mapped, swapped: seat.swapped, pinned: seat.pinned }
+fn memory(attachment: &AttachmentView) -> Memory {
+    Memory {
+        demand: attachment.demand,
+        resident: attachment.mapped,
+        swapped: attachment.swapped,
+        pinned: attachment.pinned,
+    }
 }

@@ -185,9 +185,9 @@ struct Use {
     /// When the log last said that mapping its memory failed.
     failed: Option<Time>,
     /// When the log last said that its memory stays.
-    stayed: Option<Time>,
+    eviction_blocked: Option<Time>,
     /// It gives the GPU work by a way that passes no gate.
-    unseen: bool,
+    untracked_work: bool,
     /// Why it has its engine.
     reason: EngineReason,
 }
@@ -348,8 +348,8 @@ impl Hub {
                 let (slot, max) = (slot_of(&client, &gpu)?, max.unwrap_or(0));
                 (client, SchedulerMessage::Limit { slot, bytes, seq, most, spare, max })
             }
-            Command::Room { client, gpu, bytes } => {
-                (client, SchedulerMessage::Room { slot: slot_of(&client, &gpu)?, bytes })
+            Command::Reserved { client, gpu, bytes } => {
+                (client, SchedulerMessage::Reserved { slot: slot_of(&client, &gpu)?, bytes })
             }
             Command::Denied { client, gpu, bytes, why } => {
                 let what = match why {
@@ -358,13 +358,13 @@ impl Hub {
                     _ => wire::Denial::Limit,
                 };
                 let version = self.clients.get(&client)?.session.version;
-                if what != wire::Denial::Limit && version < version::REFUSING {
+                if what != wire::Denial::Limit && version < version::DENIALS {
                     return None; // it would take that for the answer to a wish
                 }
                 (client, SchedulerMessage::Denied { slot: slot_of(&client, &gpu)?, bytes, what })
             }
             Command::Prepare { client, gpu, bytes } => {
-                if self.clients.get(&client)?.session.version < version::PROMISES {
+                if self.clients.get(&client)?.session.version < version::LIMITS {
                     return None;
                 }
                 (client, SchedulerMessage::Prepare { slot: slot_of(&client, &gpu)?, bytes })
@@ -380,7 +380,7 @@ impl Hub {
             }
             Command::Waiting { client, gpus, why } => {
                 let is_new = matches!(why, WaitReason::Context | WaitReason::Memory);
-                if is_new && self.clients.get(&client)?.session.version < version::PATIENT {
+                if is_new && self.clients.get(&client)?.session.version < version::CONTEXT_WAIT {
                     return None;
                 }
                 (client, SchedulerMessage::Waiting { gpus: slots_of(&client, &gpus)?, why })
@@ -404,7 +404,7 @@ impl Hub {
                 return None;
             }
             Command::Undrainable { .. }
-            | Command::Stays { .. }
+            | Command::EvictionBlocked { .. }
             | Command::Thrashing { .. }
             | Command::MappingFailed { .. } => return None,
         };

@@ -36,18 +36,18 @@ impl Hub {
                 self.trace_all(now, *client, gpus, "release");
                 self.idle(*client, gpus, now);
             }
-            Event::Stuck { client, gpus, reason: StuckReason::Unseen } => {
-                self.trace_all(now, *client, gpus, "unseen");
+            Event::Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
+                self.trace_all(now, *client, gpus, "untracked-work");
                 let mut is_new = false;
                 for gpu in gpus {
                     if let Some(usage) = self.usage(*client, *gpu) {
-                        is_new |= !std::mem::replace(&mut usage.unseen, true);
+                        is_new |= !std::mem::replace(&mut usage.untracked_work, true);
                     }
                 }
                 let entry = self.clients.get(client).filter(|_| is_new);
                 let Some(Identity { pid, uid, unit, name, .. }) = entry.map(|c| &*c.identity) else { return };
                 info!(
-                    name: "work-unseen",
+                    name: "untracked-work",
                     client = client.0,
                     pid,
                     uid,
@@ -81,9 +81,9 @@ impl Hub {
 
     pub(super) fn note_command(&mut self, command: &Command, now: Time) {
         match command {
-            Command::Room { client, gpu, bytes } => {
-                debug!(client = client.0, gpu = %gpu.0, bytes, "room");
-                self.trace(now, *client, Some(*gpu), "room", Some(*bytes));
+            Command::Reserved { client, gpu, bytes } => {
+                debug!(client = client.0, gpu = %gpu.0, bytes, "reserved");
+                self.trace(now, *client, Some(*gpu), "reserved", Some(*bytes));
             }
             Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
             Command::Denied { client, gpu, bytes, why } => self.note_refusal(*client, *gpu, *bytes, *why, now),
@@ -135,26 +135,26 @@ impl Hub {
                     "{name} cannot be drained: others run beside it"
                 );
             }
-            Command::Stays { client, gpu, why } => {
-                self.trace(now, *client, Some(*gpu), "stays", None);
+            Command::EvictionBlocked { client, gpu, why } => {
+                self.trace(now, *client, Some(*gpu), "eviction-blocked", None);
                 let label = self.gpus.get(gpu).map(|entry| entry.label(*gpu));
                 let Some(usage) = self.usage(*client, *gpu) else { return };
-                if usage.stayed.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+                if usage.eviction_blocked.is_some_and(|at| now < at + REFUSAL_PAUSE) {
                     return;
                 }
-                usage.stayed = Some(now);
+                usage.eviction_blocked = Some(now);
                 let Some(Identity { pid, uid, unit, name, .. }) = self.clients.get(client).map(|c| &*c.identity) else {
                     return;
                 };
                 warn!(
-                    name: "memory-stays",
+                    name: "eviction-blocked",
                     client = client.0,
                     pid,
                     uid,
                     unit,
                     gpu = label,
                     "the memory of {name} stays on the GPU: {}; others make room",
-                    bus::stay_name(*why)
+                    bus::eviction_block_name(*why)
                 );
             }
             Command::Waiting { client, gpus, why: WaitReason::Context } => {
@@ -191,7 +191,7 @@ impl Hub {
         if matches!(why, Denial::NoContext | Denial::Unmappable) {
             return self.note_impossible(client, gpu, bytes, why);
         }
-        if why == Denial::Own {
+        if why == Denial::EnvLimit {
             return self.note_beyond_own(client, gpu, bytes);
         }
         if why != Denial::NoRoom {
@@ -199,7 +199,12 @@ impl Hub {
         }
         let mut holders: Vec<(u64, ClientId)> = Vec::new();
         for view in self.machine.clients() {
-            let demand = view.seats.iter().filter(|seat| seat.gpu == gpu).map(|seat| seat.demand).sum();
+            let demand = view
+                .attachments
+                .iter()
+                .filter(|attachment| attachment.gpu == gpu)
+                .map(|attachment| attachment.demand)
+                .sum();
             holders.push((demand, view.client));
         }
         holders.sort_unstable_by(|a, b| b.cmp(a));
@@ -295,12 +300,12 @@ impl Hub {
         let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
         let everywhere = why == Denial::SwapMax;
         let (key, max) = match why {
-            Denial::SwapMax => ("swap-max", rule.terms.swap_max.unwrap_or(0)),
+            Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
             _ => ("memory-max", self.machine.memory_max(client, gpu).unwrap_or(0)),
         };
         let fellows = self.clients.iter().filter(|(id, other)| **id != client && other.rule == entry.rule);
-        let views = fellows.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.seats);
-        let held = views.filter(|seat| everywhere || seat.gpu == gpu).map(|seat| seat.demand);
+        let views = fellows.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.attachments);
+        let held = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
         let held = held.fold(0, u64::saturating_add);
         let Identity { pid, uid, unit, name, .. } = &*entry.identity;
         warn!(

@@ -1,9 +1,9 @@
 //! Which GPUs a program is to see: what it chose itself, as far as its rule allows that, or the place that the machine
 //! gives it; and whose place is kept until its program is there.
 
-use nvshare_wire::choice::Chooser;
-use nvshare_wire::own::OwnTerm;
-use nvshare_wire::scheduler::NoPlace;
+use nvshare_wire::env_limits::LimitName;
+use nvshare_wire::scheduler::NoPlacement;
+use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::{debug, info};
 
@@ -14,7 +14,7 @@ use crate::daemon::peer;
 use crate::daemon::session::Ask;
 use crate::daemon::socket;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, Event, GpuId, Labels, Misfit, Placement, Time, Wish};
+use crate::scheduler::{ClientId, Event, GpuId, Labels, Placement, PlacementError, PlacementRequest, Time};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -44,10 +44,10 @@ impl Hub {
             self.ahead.push(Ahead { pid, client, since: socket::now() });
         }
         match self.choice(client, ask) {
-            Choice::Free => self.unplaced(client, NoPlace::Free, ""),
+            Choice::Free => self.unplaced(client, NoPlacement::Free, ""),
             Choice::Of(gpus) => self.placed(client, &gpus),
             Choice::Nothing(why) => self.refuse_place(client, &why, ""),
-            Choice::Machines(wish) => self.apply(Event::Placing { client, wish }),
+            Choice::Machines(request) => self.apply(Event::PlacementRequested { client, request }),
         }
     }
 
@@ -74,7 +74,7 @@ impl Hub {
         let left: Vec<&Known<'_>> =
             ruled.iter().copied().filter(|gpu| own.is_none_or(|names| is_named(names, gpu))).collect();
         if left.is_empty() && !chosen.is_empty() {
-            let name = variable(OwnTerm::AllowedGpus);
+            let name = variable(LimitName::AllowedGpus);
             return Choice::Nothing(format!("{name} allows none of the GPUs that it could see"));
         }
         let policy = self.config.settings.placement;
@@ -85,7 +85,12 @@ impl Hub {
                 // A process sees no more than one slice.
                 candidates = left.iter().filter(|(_, gpu, _)| !gpu.is_slice()).map(|(id, ..)| *id).collect();
             }
-            return Choice::Machines(Wish { candidates, count: ask.count, bytes: ask.bytes, ahead: ask.ahead });
+            return Choice::Machines(PlacementRequest {
+                candidates,
+                count: ask.count,
+                bytes: ask.bytes,
+                ahead: ask.ahead,
+            });
         }
         if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
     }
@@ -109,7 +114,7 @@ impl Hub {
             (client, rule.map_or_else(Labels::default, |rule| rule.places.labels.clone()))
         };
         let labels: BTreeMap<ClientId, Labels> = clients.into_iter().map(labels).collect();
-        self.apply(Event::Labelled { labels });
+        self.apply(Event::Labels { labels });
     }
 
     /// A client has come: perhaps it is what another process, or this one before, had asked a place for.
@@ -125,7 +130,7 @@ impl Hub {
             // The last to ask counts.
             if let Some(at) = self.ahead.iter().rposition(is_meant) {
                 let from = self.ahead.remove(at).client;
-                return self.apply(Event::TookPlace { client, from });
+                return self.apply(Event::PlacementTaken { client, from });
             }
             pid = peer::parent(pid).unwrap_or(0);
         }
@@ -143,16 +148,16 @@ impl Hub {
     }
 
     /// The machine found no place.
-    pub(super) fn misfit(&mut self, client: ClientId, why: &Misfit) {
+    pub(super) fn misfit(&mut self, client: ClientId, why: &PlacementError) {
         let (text, label) = match why {
-            Misfit::TooFew { wanted, there } => (format!("it wants {wanted} GPUs, and can have {there}"), ""),
-            Misfit::Affinity(label) => {
+            PlacementError::TooFew { wanted, there } => (format!("it wants {wanted} GPUs, and can have {there}"), ""),
+            PlacementError::Affinity(label) => {
                 (format!("affinity {label:?} has it where others of that label are, and it cannot be there"), &**label)
             }
-            Misfit::AntiAffinity(label) => {
+            PlacementError::AntiAffinity(label) => {
                 (format!("anti-affinity {label:?}: others of that label are on every GPU that it could have"), &**label)
             }
-            Misfit::Exclusion(label) => {
+            PlacementError::Exclusion(label) => {
                 (format!("exclusion {label:?} keeps it from those that are on every GPU that it could have"), &**label)
             }
         };
@@ -160,7 +165,7 @@ impl Hub {
     }
 
     fn refuse_place(&mut self, client: ClientId, why: &str, label: &str) {
-        self.unplaced(client, NoPlace::NoGpu, why);
+        self.unplaced(client, NoPlacement::NoGpu, why);
         let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
         let Identity { pid, uid, unit, name, .. } = &*identity;
         if !self.complaints.may("not-placed", *uid) {
@@ -171,15 +176,15 @@ impl Hub {
         info!(name: "not-placed", client = client.0, pid, uid, unit, rule, label, "there is no GPU for {name}: {why}{by}");
     }
 
-    fn unplaced(&self, client: ClientId, outcome: NoPlace, why: &str) {
-        if outcome == NoPlace::Free {
+    fn unplaced(&self, client: ClientId, outcome: NoPlacement, why: &str) {
+        if outcome == NoPlacement::Free {
             debug!(client = client.0, "is not placed: it sees what it chooses");
         }
         self.answer_place(client, SchedulerMessage::Unplaced { outcome, text: Text::new(why) });
     }
 
     fn answer_place(&self, client: ClientId, message: SchedulerMessage) {
-        if self.clients.get(&client).is_some_and(|entry: &Client| entry.session.version >= version::PLACING) {
+        if self.clients.get(&client).is_some_and(|entry: &Client| entry.session.version >= version::PLACEMENT) {
             self.send(client, message);
         }
     }
@@ -191,7 +196,7 @@ enum Choice {
     Free,
     Of(Vec<GpuId>),
     Nothing(String),
-    Machines(Wish),
+    Machines(PlacementRequest),
 }
 
 /// Whether a name means that GPU, and no other but a slice of the same one.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use nvshare_wire::own::OwnTerm;
+use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::debug;
 
@@ -18,7 +18,7 @@ impl Hub {
     /// The rule of a client that has come.
     pub(super) fn rule(&mut self, client: ClientId) {
         if let Some(group) = self.matched(client) {
-            self.apply(Event::Grouped { groups: BTreeMap::from([(client, Some(group))]) });
+            self.apply(Event::Groups { groups: BTreeMap::from([(client, Some(group))]) });
             self.label([client]);
         }
         self.foretell([client]);
@@ -40,7 +40,7 @@ impl Hub {
         self.groups = kept;
         let clients: Vec<ClientId> = self.clients.keys().copied().collect();
         let groups = clients.iter().map(|client| (*client, self.matched(*client))).collect();
-        self.apply(Event::Grouped { groups });
+        self.apply(Event::Groups { groups });
         self.foretell_all();
         self.label(clients);
     }
@@ -69,7 +69,7 @@ impl Hub {
     fn foretell(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
             let Some(entry) = self.clients.get_mut(&client) else { continue };
-            if entry.session.version < version::FORETOLD {
+            if entry.session.version < version::ANNOUNCED_LIMITS {
                 continue;
             }
             for gpu in self.gpus.keys() {
@@ -99,7 +99,7 @@ impl Hub {
             *next += 1;
             GroupId(*next)
         });
-        Some(Group { id, terms: rule.terms })
+        Some(Group { id, limits: rule.limits })
     }
 
     /// What a unit's programs have had counts for those that it starts next, so groups without clients are kept, up to a
@@ -113,17 +113,18 @@ impl Hub {
     }
 
     /// A client says what its environment allows it.
-    pub(super) fn tighten(&mut self, client: ClientId, term: OwnTerm, text: &str) {
+    pub(super) fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
-        let before = entry.own.terms();
-        entry.own.hear(term, text);
-        let own = entry.own.terms();
-        if let Some(remark) = self.clients.get(&client).and_then(|entry| entry.own.remark(term, self.rule_of(client))) {
+        let before = entry.own.limits();
+        entry.own.hear(limit, text);
+        let limits = entry.own.limits();
+        if let Some(remark) = self.clients.get(&client).and_then(|entry| entry.own.remark(limit, self.rule_of(client)))
+        {
             debug!(client = client.0, "{remark}");
             self.send(client, SchedulerMessage::Remark { text: Text::new(&remark) });
         }
-        if own != before {
-            self.apply(Event::Tightened { client, own });
+        if limits != before {
+            self.apply(Event::EnvLimits { client, limits });
             self.foretell([client]);
         }
     }

@@ -13,7 +13,7 @@ use crate::daemon::bus::Holders;
 use crate::daemon::lock::Wanted;
 use crate::daemon::socket;
 use crate::identity::Identity;
-use crate::scheduler::{self, ClientId, GpuId, SeatView, Share, Time};
+use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};
 
 /// What the D-Bus object is told of a client; it leaves out what its caller may not see.
 #[derive(Debug, Clone)]
@@ -26,7 +26,7 @@ pub struct ClientView {
     /// What it says of itself that has an effect, and why the rest has none.
     pub own: (String, Vec<String>),
     /// The others of its gang.
-    pub fellows: Vec<ClientId>,
+    pub gang_peers: Vec<ClientId>,
     /// GPUs that it was given, where it did not choose.
     pub placed: Vec<String>,
     pub connected: SystemTime,
@@ -54,33 +54,33 @@ impl Hub {
         let view = |seen: scheduler::ClientView| {
             let client = self.clients.get(&seen.client)?;
             let rule = self.rule_of(seen.client);
-            let uses = seen.seats.iter().map(|seat| {
-                let usage = client.uses.get(&seat.gpu);
-                let since = since.get(&(seen.client, seat.gpu)).copied();
+            let uses = seen.attachments.iter().map(|attachment| {
+                let usage = client.uses.get(&attachment.gpu);
+                let since = since.get(&(seen.client, attachment.gpu)).copied();
                 let since = since.or(usage.map(|usage| usage.idle_since)).unwrap_or(now);
                 bus::GpuUse {
-                    uuid: self.gpus.get(&seat.gpu).map_or_else(String::new, |entry| entry.label(seat.gpu)),
-                    state: bus::state_name(seat.state, seat.attached).into(),
+                    uuid: self.gpus.get(&attachment.gpu).map_or_else(String::new, |entry| entry.label(attachment.gpu)),
+                    state: bus::state_name(attachment.state, attachment.attached).into(),
                     since: now.saturating_sub(since).as_secs_f64(),
-                    engine: bus::engine_name(seat.engine).into(),
+                    engine: bus::engine_name(attachment.engine).into(),
                     engine_reason: bus::engine_reason(usage.map_or(EngineReason::Unsaid, |usage| usage.reason)).into(),
-                    demand: seat.demand,
-                    resident: seat.mapped,
-                    swapped: seat.swapped,
-                    pinned: seat.pinned,
-                    allowance: seat.allowance,
+                    demand: attachment.demand,
+                    resident: attachment.mapped,
+                    swapped: attachment.swapped,
+                    pinned: attachment.pinned,
+                    allowance: attachment.allowance,
                     limit: usage.and_then(|usage| usage.limit),
-                    memory_max: self.machine.memory_max(seen.client, seat.gpu),
-                    own_memory_max: self.machine.client_memory_max(seen.client, seat.gpu),
-                    awaits: seat.awaits,
-                    unverified: seat.disbelieved.map(|claimed| claimed.saturating_sub(seat.mapped)),
-                    mapping_failures: seat.failures,
-                    unseen: usage.is_some_and(|usage| usage.unseen),
-                    stays: seat.stays.map_or("", bus::stay_name).into(),
-                    fullness: seat.fullness,
-                    lock_time: seat.lock_time.as_secs_f64(),
-                    wait_time: seat.wait_time.as_secs_f64(),
-                    grants: seat.grants,
+                    memory_max: self.machine.memory_max(seen.client, attachment.gpu),
+                    environment_memory_max: self.machine.client_memory_max(seen.client, attachment.gpu),
+                    pending_limit: attachment.pending_limit,
+                    unverified: attachment.disbelieved.map(|claimed| claimed.saturating_sub(attachment.mapped)),
+                    mapping_failures: attachment.failures,
+                    untracked_work: usage.is_some_and(|usage| usage.untracked_work),
+                    eviction_blocked: attachment.eviction_blocked.map_or("", bus::eviction_block_name).into(),
+                    utilization: attachment.utilization,
+                    lock_time: attachment.lock_time.as_secs_f64(),
+                    wait_time: attachment.wait_time.as_secs_f64(),
+                    grants: attachment.grants,
                 }
             });
             Some(ClientView {
@@ -88,10 +88,10 @@ impl Hub {
                 identity: client.identity.clone(),
                 library: client.library.clone(),
                 rule: rule.map_or_else(Default::default, |rule| {
-                    (rule.name.clone(), rule.origin.to_string(), rule.terms.share.map_or_else(String::new, in_words))
+                    (rule.name.clone(), rule.origin.to_string(), rule.limits.share.map_or_else(String::new, in_words))
                 }),
                 own: (client.own.in_words(rule), client.own.remarks(rule)),
-                fellows: seen.fellows.clone(),
+                gang_peers: seen.gang_peers.clone(),
                 placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
                 connected: client.connected,
                 stopped: seen.stopped,
@@ -122,10 +122,11 @@ impl Hub {
     }
 
     pub fn list_gpus(&self) -> Vec<bus::Gpu> {
-        let seats: Vec<SeatView> = self.machine.clients().into_iter().flat_map(|client| client.seats).collect();
+        let attachments: Vec<AttachmentView> =
+            self.machine.clients().into_iter().flat_map(|client| client.attachments).collect();
         let view = |seen: scheduler::GpuView| {
             let entry = self.gpus.get(&seen.gpu)?;
-            let seats = || seats.iter().filter(|seat| seat.gpu == seen.gpu);
+            let attachments = || attachments.iter().filter(|attachment| attachment.gpu == seen.gpu);
             Some(bus::Gpu {
                 uuid: entry.label(seen.gpu),
                 kind: bus::kind_name(entry.kind).into(),
@@ -136,14 +137,14 @@ impl Hub {
                 overhead: entry.accounting.overhead(),
                 accounting: self.basis(entry).name().into(),
                 shortfall: seen.shortfall,
-                demand: seats().map(|seat| seat.demand).sum(),
-                resident: seats().map(|seat| seat.mapped).sum(),
-                swapped: seats().map(|seat| seat.swapped).sum(),
-                clients: seats().count() as u32,
+                demand: attachments().map(|attachment| attachment.demand).sum(),
+                resident: attachments().map(|attachment| attachment.mapped).sum(),
+                swapped: attachments().map(|attachment| attachment.swapped).sum(),
+                clients: attachments().count() as u32,
                 holders: seen.holders.iter().map(|holder| holder.client.0).collect(),
                 queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
                 thrashing: seen.thrashes,
-                apart: seen.apart,
+                serialized: seen.serialized,
             })
         };
         self.machine.gpus().into_iter().filter_map(view).collect()

@@ -129,9 +129,9 @@ pub static OF_GPUS: [Family<OfGpu>; 22] = [
         "The most that any program needs beyond its demand, because it could not map memory that is measured as free.",
     ),
     family(
-        "nvshare_gpu_promised",
+        "nvshare_gpu_committed",
         BYTES,
-        Gauge(|gpu| Some(gpu.promised)),
+        Gauge(|gpu| Some(gpu.committed)),
         "What the demands of its programs can come to.",
     ),
     family(
@@ -179,7 +179,7 @@ pub static OF_CLIENTS: [Family<OfClient>; 16] = [
     family(
         "nvshare_client_waiting",
         SECONDS,
-        Age(|client| client.seat.map(|seat| seat.waits)),
+        Age(|client| client.attachment.map(|attachment| attachment.waits)),
         "For how long it has been waiting for the GPU lock; 0: it is not.",
     ),
     family(
@@ -227,37 +227,37 @@ pub static OF_CLIENTS: [Family<OfClient>; 16] = [
     family(
         "nvshare_client_demand",
         BYTES,
-        Gauge(|client| client.seat.map(|seat| seat.memory.demand)),
+        Gauge(|client| client.attachment.map(|attachment| attachment.memory.demand)),
         "What it needs on the GPU in order to run.",
     ),
     family(
         "nvshare_client_resident",
         BYTES,
-        Gauge(|client| client.seat.map(|seat| seat.memory.resident)),
+        Gauge(|client| client.attachment.map(|attachment| attachment.memory.resident)),
         "Its memory that is on the GPU.",
     ),
     family(
         "nvshare_client_swapped",
         BYTES,
-        Gauge(|client| client.seat.map(|seat| seat.memory.swapped)),
+        Gauge(|client| client.attachment.map(|attachment| attachment.memory.swapped)),
         "Its memory that is in host memory.",
     ),
     family(
         "nvshare_client_pinned",
         BYTES,
-        Gauge(|client| client.seat.map(|seat| seat.memory.pinned)),
+        Gauge(|client| client.attachment.map(|attachment| attachment.memory.pinned)),
         "Its memory that cannot leave the GPU.",
     ),
     family(
         "nvshare_client_limit",
         BYTES,
-        Gauge(|client| client.seat.map(|seat| seat.limit)),
+        Gauge(|client| client.attachment.map(|attachment| attachment.limit)),
         "The most that its demand can be now.",
     ),
     family(
         "nvshare_client_memory_max",
         BYTES,
-        Gauge(|client| client.seat?.memory_max),
+        Gauge(|client| client.attachment?.memory_max),
         "What a rule allows it of the GPU, together with those that count with it.",
     ),
 ];

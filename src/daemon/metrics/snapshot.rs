@@ -91,7 +91,7 @@ pub struct OfGpu {
     pub capacity: u64,
     pub overhead: u64,
     pub shortfall: u64,
-    pub promised: u64,
+    pub committed: u64,
     pub memory: Memory,
     pub clients: u64,
     pub holders: u64,
@@ -126,12 +126,12 @@ pub struct OfClient {
     pub identity: Arc<Identity>,
     pub counted: Counted,
     /// `None`: it uses that GPU no more.
-    pub seat: Option<Seat>,
+    pub attachment: Option<Attachment>,
 }
 
 /// How a client stands on a GPU that it uses.
 #[derive(Debug, Clone, Copy)]
-pub struct Seat {
+pub struct Attachment {
     pub memory: Memory,
     pub limit: u64,
     /// What a rule allows it and those that count with it.

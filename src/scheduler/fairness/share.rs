@@ -89,7 +89,7 @@ impl Share {
 
 impl GroupState {
     fn is_watched(&self) -> bool {
-        self.terms.share.is_some_and(Share::is_watched)
+        self.limits.share.is_some_and(Share::is_watched)
     }
 }
 
@@ -97,7 +97,7 @@ impl Machine {
     pub(crate) fn owner(&self, client: ClientId) -> Option<ShareOwner> {
         let state = self.clients.get(&client)?;
         let group =
-            state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.share.is_some()));
+            state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.limits.share.is_some()));
         let user = if self.policy().users_take_turns() { ShareOwner::User(state.user) } else { ShareOwner::Others };
         Some(group.map_or(user, ShareOwner::Group))
     }
@@ -106,7 +106,7 @@ impl Machine {
         match owner {
             ShareOwner::User(_) | ShareOwner::Others => Share::default(),
             ShareOwner::Group(group) => {
-                self.groups.get(&group).and_then(|members| members.terms.share).unwrap_or_default()
+                self.groups.get(&group).and_then(|members| members.limits.share).unwrap_or_default()
             }
             ShareOwner::Client(client) => self.client_share(client),
         }
@@ -229,8 +229,8 @@ impl Machine {
 
     /// Whether anybody has a share.
     pub(crate) fn has_classes(&self) -> bool {
-        self.groups.values().any(|members| members.terms.share.is_some())
-            || self.client_limits.values().any(Own::makes_classes)
+        self.groups.values().any(|members| members.limits.share.is_some())
+            || self.client_limits.values().any(EnvLimits::makes_classes)
     }
 
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
@@ -348,7 +348,8 @@ impl Machine {
 
     /// Puts those in line where they belong now, as what they have had goes into it. Says when to look again.
     pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
-        if !self.groups.values().any(GroupState::is_watched) && !self.client_limits.values().any(Own::is_watched) {
+        if !self.groups.values().any(GroupState::is_watched) && !self.client_limits.values().any(EnvLimits::is_watched)
+        {
             return None;
         }
         let watched = |entity: &Entity| self.clients_of(*entity).any(|client| self.share_of(client).is_watched());

@@ -265,7 +265,7 @@ impl Machine {
     /// The client's rule is another: so may its gang be. What it wants it then wants with others.
     pub(crate) fn gang_anew(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
-        let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.terms.gang));
+        let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.limits.gang));
         let gang = group.map(Gang::Group).or(Gang::named(state.named));
         if gang == state.gang {
             return;

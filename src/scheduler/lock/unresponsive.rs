@@ -29,9 +29,9 @@ const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 impl Machine {
     pub(crate) fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
         match reason {
-            StuckReason::Unseen => return, // speaks of its memory, and of no drain
-            StuckReason::HostFull => return self.cannot_evict(client, gpus, Stay::HostFull),
-            StuckReason::Broken => return self.cannot_evict(client, gpus, Stay::Broken),
+            StuckReason::UntrackedWork => return, // speaks of its memory, and of no drain
+            StuckReason::HostFull => return self.cannot_evict(client, gpus, EvictionBlock::HostFull),
+            StuckReason::Broken => return self.cannot_evict(client, gpus, EvictionBlock::Broken),
             // Its gate is open again, so nobody waits there: it must not be asked for the lock on its own behalf.
             StuckReason::NeedsHost => self.cancel(client, gpus),
             StuckReason::LongWork | StuckReason::Capturing => {}

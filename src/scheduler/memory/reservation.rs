@@ -77,7 +77,11 @@ impl Machine {
                 let held = self.held_by_others(id, reservation.client);
                 if short == 0 || rest > held && rest == short || reservation.since + TIMEOUT <= now {
                     reservation.answered = Some(now);
-                    self.out.push(Command::Room { client: reservation.client, gpu: id, bytes: reservation.secured });
+                    self.out.push(Command::Reserved {
+                        client: reservation.client,
+                        gpu: id,
+                        bytes: reservation.secured,
+                    });
                 } else {
                     all.lacking += short - rest;
                     if rest > 0 && held > 0 {

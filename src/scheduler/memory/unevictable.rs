@@ -17,16 +17,16 @@ const LATE_TIMES: u32 = 4;
 
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Unevictable {
-    pub why: Stay,
+    pub why: EvictionBlock,
 }
 
 impl Client {
     /// Why nothing of it can leave that GPU now.
-    pub fn eviction_block(&self, id: GpuId) -> Option<Stay> {
+    pub fn eviction_block(&self, id: GpuId) -> Option<EvictionBlock> {
         let attachment = self.attachments.get(&id)?;
         match attachment.unevictable_since {
-            _ if self.stopped => Some(Stay::Stopped),
-            _ if attachment.hold.as_ref().is_some_and(Hold::is_undrainable) => Some(Stay::Undrainable),
+            _ if self.stopped => Some(EvictionBlock::Stopped),
+            _ if attachment.hold.as_ref().is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
             unevictable_since => unevictable_since.map(|unevictable_since| unevictable_since.why),
         }
     }
@@ -34,7 +34,7 @@ impl Client {
 
 impl Machine {
     /// A client could not carry out an eviction, and has given it up.
-    pub(crate) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: Stay) {
+    pub(crate) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: EvictionBlock) {
         for id in gpus {
             let Some(account) = self.account(client, *id) else { continue };
             let (mapped, lower) = (account.report.mapped, account.allowance < account.report.mapped);
@@ -50,11 +50,11 @@ impl Machine {
         }
     }
 
-    fn block_eviction(&mut self, client: ClientId, id: GpuId, why: Stay) {
+    fn block_eviction(&mut self, client: ClientId, id: GpuId, why: EvictionBlock) {
         let before =
             self.change_attachment(client, id, |attachment| attachment.unevictable_since.replace(Unevictable { why }));
         if before.is_some_and(|before| before.is_none_or(|old| old.why != why)) {
-            self.out.push(Command::Stays { client, gpu: id, why });
+            self.out.push(Command::EvictionBlocked { client, gpu: id, why });
         }
     }
 
@@ -72,7 +72,8 @@ impl Machine {
         let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
         let progresses = account.eviction.as_ref().is_some_and(|eviction| eviction.progress == now);
         let Some(attachment) = self.attachment_mut(client, id) else { return };
-        let late = attachment.unevictable_since.is_some_and(|unevictable_since| unevictable_since.why == Stay::Late);
+        let late =
+            attachment.unevictable_since.is_some_and(|unevictable_since| unevictable_since.why == EvictionBlock::Late);
         if done && fits && attachment.unevictable_since.is_none() {
             attachment.eviction_backoff = Duration::ZERO;
         }
@@ -92,7 +93,7 @@ impl Machine {
 
     pub(crate) fn is_late(&mut self, client: ClientId, id: GpuId) {
         self.charge_as_known(client, id);
-        self.block_eviction(client, id, Stay::Late);
+        self.block_eviction(client, id, EvictionBlock::Late);
     }
 
     /// Takes from a client that does not answer an eviction what it may still map and does not have: it cannot keep that

@@ -179,7 +179,7 @@ impl Machine {
                 account.frees.expire(now)
             });
             if is_present == Some(true) {
-                self.out.push(Command::Stays { client, gpu: id, why: Stay::Unfreed });
+                self.out.push(Command::EvictionBlocked { client, gpu: id, why: EvictionBlock::Unfreed });
             }
         }
         self.schedule_verification(id);

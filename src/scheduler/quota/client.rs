@@ -10,7 +10,7 @@
 
 use crate::{api::*, fairness::share::ShareOwner, machine::Machine};
 
-impl Own {
+impl EnvLimits {
     /// What it has of a share.
     pub(crate) fn of(&self, share: Share) -> Share {
         let weight = self.weight.map_or(share.weight, |weight| weight.min(share.weight));
@@ -50,13 +50,13 @@ impl Own {
 }
 
 impl Machine {
-    pub(crate) fn set_client_limits(&mut self, client: ClientId, own: Own) {
+    pub(crate) fn set_client_limits(&mut self, client: ClientId, own: EnvLimits) {
         let Some(state) = self.clients.get(&client) else { return };
         let stands = state.waiting.is_some() || state.holds();
         let attachments: Vec<(GpuId, bool)> =
             state.attachments.iter().map(|(id, attachment)| (*id, attachment.attached.is_some())).collect();
         let before = self.client_limits.remove(&client).unwrap_or_default();
-        if own != Own::default() {
+        if own != EnvLimits::default() {
             self.client_limits.insert(client, own);
         }
         if before == own {

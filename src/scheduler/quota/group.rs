@@ -18,13 +18,13 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Who is in a group, and what it may have.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct GroupState {
-    pub terms: Terms,
+    pub limits: RuleLimits,
     clients: BTreeSet<ClientId>,
 }
 
 impl GroupState {
     pub fn is_bounded_everywhere(&self) -> bool {
-        self.terms.swap_max.is_some()
+        self.limits.swap_max.is_some()
     }
 }
 
@@ -44,7 +44,7 @@ impl Machine {
     /// What the client's group may have on that GPU; `None`: it is in none, or there is no bound.
     pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let group = self.clients.get(&client)?.group?;
-        self.groups.get(&group)?.terms.memory_max.on(self.gpus.get(&id)?.total)
+        self.groups.get(&group)?.limits.memory_max.on(self.gpus.get(&id)?.total)
     }
 
     /// The least of all that rules allow the client's group of that GPU's memory: what it is told of that GPU.
@@ -81,7 +81,7 @@ impl Machine {
     /// What the client's group may have over all GPUs, since all of it may have to leave them; `None`: there is no bound.
     pub(crate) fn swap_max(&self, client: ClientId) -> Option<u64> {
         let group = self.clients.get(&client)?.group?;
-        self.groups.get(&group)?.terms.swap_max
+        self.groups.get(&group)?.limits.swap_max
     }
 
     /// The members of the client's group, itself included.
@@ -142,7 +142,7 @@ impl Machine {
     pub(crate) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
         let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
         let protected = self.groups.iter().filter_map(|(group, members)| {
-            let low = members.terms.memory_low?;
+            let low = members.limits.memory_low?;
             let accounts = members.clients.iter().filter_map(|client| gpu.ledger.account(*client));
             let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
             Some((*group, has.saturating_sub(low.on(gpu.total).unwrap_or(u64::MAX))))
@@ -152,7 +152,7 @@ impl Machine {
 
     pub(crate) fn is_bounded(&self, client: ClientId, id: GpuId) -> bool {
         let by_rule = self.memory_max(client, id).is_some() || self.swap_max(client).is_some();
-        by_rule || self.client_limits.get(&client).is_some_and(Own::is_bounded)
+        by_rule || self.client_limits.get(&client).is_some_and(EnvLimits::is_bounded)
     }
 
     /// By how much promises of the client's group can rise. `None`: they are above what they may be.
@@ -183,21 +183,21 @@ impl Machine {
         for (client, group) in groups {
             self.leave_group(*client);
             let Some(state) = self.clients.get_mut(client) else { continue };
-            let Some(Group { id: group, terms }) = *group else {
+            let Some(Group { id: group, limits }) = *group else {
                 self.gang_anew(*client);
                 continue;
             };
             state.group = Some(group);
             let members = self.groups.entry(group).or_default();
             members.clients.insert(*client);
-            let before = std::mem::replace(&mut members.terms, terms);
+            let before = std::mem::replace(&mut members.limits, limits);
             if (before.memory_max, before.swap_max, before.on_memory_full)
-                != (terms.memory_max, terms.swap_max, terms.on_memory_full)
+                != (limits.memory_max, limits.swap_max, limits.on_memory_full)
             {
                 told.extend(&members.clients);
             }
-            shares_changed |= before.share != terms.share;
-            let others = if before.gang == terms.gang { BTreeSet::new() } else { members.clients.clone() };
+            shares_changed |= before.share != limits.share;
+            let others = if before.gang == limits.gang { BTreeSet::new() } else { members.clients.clone() };
             for (id, attachment) in &state.attachments {
                 if let Some(gpu) = self.gpus.get_mut(id) {
                     gpu.count_for(Some(group), 0, attachment.limit_state.counted);
@@ -262,8 +262,8 @@ impl Machine {
     /// What members of bounded groups are to have on these GPUs, where nothing else bounds them.
     pub(crate) fn solve_bounded(&mut self, ids: &GpuSet) -> Vec<Target> {
         let is_free =
-            |members: &GroupState| members.terms.memory_max == Amount::Infinity && !members.is_bounded_everywhere();
-        if self.groups.values().all(is_free) && !self.client_limits.values().any(Own::is_bounded) {
+            |members: &GroupState| members.limits.memory_max == Amount::Infinity && !members.is_bounded_everywhere();
+        if self.groups.values().all(is_free) && !self.client_limits.values().any(EnvLimits::is_bounded) {
             return Vec::new();
         }
         self.solve_limits(None, ids)

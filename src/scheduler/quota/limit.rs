@@ -145,7 +145,7 @@ impl Machine {
         let budget = self.host.bytes.filter(|_| self.host.scarce);
         // Some are bounded over all GPUs.
         let are_bounded = self.groups.values().any(GroupState::is_bounded_everywhere)
-            || self.client_limits.values().any(Own::is_bounded_everywhere);
+            || self.client_limits.values().any(EnvLimits::is_bounded_everywhere);
         // Who waits may wait for fellows elsewhere.
         let all = all || before || budget.is_some() || are_bounded || self.host.awaited;
         let ids: GpuSet = if all { everywhere() } else { changed };

@@ -61,7 +61,7 @@ impl Machine {
         } else if held_requests && self.await_context_sample(client, id, bytes) {
             return;
         } else if beyond(self.client_bound(client, id)) || beyond(self.client_swap_max(client)) {
-            Some(Denial::Own)
+            Some(Denial::EnvLimit)
         } else if beyond(max) {
             Some(Denial::MemoryMax)
         } else if beyond(swap_max) {
@@ -91,7 +91,7 @@ impl Machine {
     /// What happens to a wish of that client which cannot be had now: as it says itself, or else its rule.
     fn on_full(&self, client: ClientId) -> OnMemoryFull {
         let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
-        let ruled = group.map_or(OnMemoryFull::Fail, |members| members.terms.on_memory_full);
+        let ruled = group.map_or(OnMemoryFull::Fail, |members| members.limits.on_memory_full);
         match self.client_limits.get(&client).and_then(|own| own.waits) {
             Some(false) => OnMemoryFull::Fail,
             Some(true) if ruled == OnMemoryFull::Fail => OnMemoryFull::Wait(WaitOrder::default()),
@@ -129,7 +129,7 @@ impl Machine {
             match problem.grant(at, wanted.bytes, budget) {
                 Ok(()) => granted.push(at),
                 // What it does not allow itself nobody else can give it.
-                Err(why) if waits && why != Denial::Own => {
+                Err(why) if waits && why != Denial::EnvLimit => {
                     held.extend(place.map(|place| (place, why)));
                     self.hold_back(client, gpu, why);
                 }

@@ -247,7 +247,7 @@ impl Machine {
                     bound.quotas.push(at);
                 }
                 if let Some(max) = self.client_swap_max(*client) {
-                    let fresh = Bound { max, why: Denial::Own, quotas: Vec::new() };
+                    let fresh = Bound { max, why: Denial::EnvLimit, quotas: Vec::new() };
                     bounds.entry((Whose::Client(*client), None)).or_insert(fresh).quotas.push(at);
                 }
                 let client_bound = self.client_bound(*client, id);

@@ -35,8 +35,8 @@ fn report(demand: u64, mapped: u64, counts: [u64; 4]) -> ClientMessage {
 /// Waits until the daemon has read everything that a client said.
 fn settle(client: &Client) {
     // What needs no more than there is, is answered at once.
-    client.send(ClientMessage::Squeeze { slot: 0, bytes: 1 });
-    client.until(|message| matches!(message, SchedulerMessage::Room { .. }));
+    client.send(ClientMessage::Reserve { slot: 0, bytes: 1 });
+    client.until(|message| matches!(message, SchedulerMessage::Reserved { .. }));
 }
 
 /// The whole of it twice: nothing that counts has less the second time.
@@ -189,10 +189,10 @@ fn what_a_hostile_client_says_neither_overflows_nor_goes_back() {
 #[test]
 fn refusals_of_an_older_library_are_those_that_the_scheduler_gave() {
     let daemon = scrape::daemon("", "[[rule]]\nmemory-max = \"2G\"");
-    let client = Client::welcomed_as(&daemon.socket(), version::PROMISES);
+    let client = Client::welcomed_as(&daemon.socket(), version::LIMITS);
     client.attach();
     for _ in 0..3 {
-        client.send(ClientMessage::Wish { slot: 0, bytes: 4 * GIB });
+        client.send(ClientMessage::RequestLimit { slot: 0, bytes: 4 * GIB });
         client.until(|message| matches!(message, SchedulerMessage::Denied { .. }));
     }
     let said = scrape(&daemon.directory.0);

@@ -67,7 +67,7 @@ fn numbers(command: &Command) -> Vec<u64> {
             vec![4, client.0, number(gpu), *bytes, u64::from(*seq), *most, *spare, max.unwrap_or(u64::MAX)]
         }
         Command::Denied { client, gpu, bytes, .. } => vec![5, client.0, number(gpu), *bytes],
-        Command::Room { client, gpu, bytes } => vec![6, client.0, number(gpu), *bytes],
+        Command::Reserved { client, gpu, bytes } => vec![6, client.0, number(gpu), *bytes],
         Command::Allowance { client, gpu, seq, bytes } => vec![7, client.0, number(gpu), u64::from(*seq), *bytes],
         Command::Grant { client, gpus } => set(8, client, gpus),
         Command::Revoke { client, gpus } => set(9, client, gpus),
@@ -78,7 +78,7 @@ fn numbers(command: &Command) -> Vec<u64> {
         Command::Waiting { client, gpus, why } => [set(12, client, gpus), vec![*why as u64]].concat(),
         Command::Probe { client } => vec![13, client.0],
         Command::Measure { gpu } => vec![14, number(gpu)],
-        Command::Stays { client, gpu, .. } => vec![15, client.0, number(gpu)],
+        Command::EvictionBlocked { client, gpu, .. } => vec![15, client.0, number(gpu)],
         Command::Thrashing { gpu, begins, demand } => vec![16, number(gpu), u64::from(*begins), *demand],
         Command::MappingFailed { client, gpu, bytes, failures } => {
             vec![17, client.0, number(gpu), *bytes, u64::from(*failures)]

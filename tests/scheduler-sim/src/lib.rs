@@ -95,7 +95,7 @@ pub struct Plan {
     /// What it counts with others for, and how much that may be.
     pub group: Option<Group>,
     /// What it says of itself.
-    pub own: Own,
+    pub own: EnvLimits,
     /// How full it keeps a GPU, in thousandths, if it says so.
     pub fullness: Option<u32>,
     pub engine: Engine,
@@ -141,7 +141,7 @@ impl Default for Plan {
             job: 0,
             user: UserId(0),
             group: None,
-            own: Own::default(),
+            own: EnvLimits::default(),
             fullness: None,
             engine: Engine::Swap,
             demand: GIB,
@@ -526,8 +526,8 @@ impl World {
             Command::Grant { client, .. } => {
                 let view = self.machine.client(*client).unwrap();
                 for id in &self.asked[client] {
-                    let seat = view.seats.iter().find(|s| s.gpu == *id);
-                    let state = seat.map(|s| s.state);
+                    let attachment = view.attachments.iter().find(|s| s.gpu == *id);
+                    let state = attachment.map(|s| s.state);
                     assert!(
                         matches!(state, None | Some(LockState::Holding | LockState::Revoking)),
                         "{command:?}, but {id:?} is {state:?}"
@@ -539,11 +539,11 @@ impl World {
                 let reason = gpus.iter().any(|id| {
                     let view = self.machine.gpu(*id).unwrap();
                     let waits =
-                        |w: &WaiterView| w.off.is_none() || w.client == *client || self.undrainable(*client, *id);
+                        |w: &WaiterView| w.blocked.is_none() || w.client == *client || self.undrainable(*client, *id);
                     view.waiters.iter().any(waits) || view.charged > view.capacity || view.holders.len() > 1
                 });
                 let plan = self.models.get(client).map(|m| &m.plan);
-                let share = plan.and_then(|plan| plan.group?.terms.share);
+                let share = plan.and_then(|plan| plan.group?.limits.share);
                 let is_capped =
                     share.is_some_and(|share| share.max < 100) || plan.is_some_and(|p| p.own.time_max < 100);
                 // With the memory of one that is stopped, nobody may have room to wait in line.
@@ -562,15 +562,17 @@ impl World {
     }
 
     fn charges(&self) -> BTreeMap<(ClientId, GpuId), u64> {
-        let seats = self.machine.clients().into_iter().flat_map(|c| c.seats.into_iter().map(move |s| (c.client, s)));
-        seats.map(|(client, seat)| ((client, seat.gpu), seat.charge)).collect()
+        let attachments =
+            self.machine.clients().into_iter().flat_map(|c| c.attachments.into_iter().map(move |s| (c.client, s)));
+        attachments.map(|(client, attachment)| ((client, attachment.gpu), attachment.charge)).collect()
     }
 
     /// What was found on a GPU whatever its client says.
     fn unfreed(&self) -> Vec<(ClientId, GpuId, u64)> {
-        let seats = self.machine.clients().into_iter().flat_map(|c| c.seats.into_iter().map(move |s| (c.client, s)));
-        let seats = seats.filter(|(_, seat)| seat.present > 0);
-        seats.map(|(client, seat)| (client, seat.gpu, seat.present)).collect()
+        let attachments =
+            self.machine.clients().into_iter().flat_map(|c| c.attachments.into_iter().map(move |s| (c.client, s)));
+        let attachments = attachments.filter(|(_, attachment)| attachment.unfreed > 0);
+        attachments.map(|(client, attachment)| (client, attachment.gpu, attachment.unfreed)).collect()
     }
 
     /// Whoever may have more than before has it of what was there: what clients of other users had, whatever they said, was
@@ -619,7 +621,7 @@ impl World {
             let at = self.now + Duration::from_micros(self.rng.below(2000));
             self.at(at, Happening::Read(*gpu, self.now));
         } else {
-            let believe = Event::Present { gpu: *gpu, begun: self.now, free: None, found: BTreeMap::new() };
+            let believe = Event::Measured { gpu: *gpu, begun: self.now, free: None, found: BTreeMap::new() };
             self.at(self.now, Happening::ToMachine(believe));
         }
     }
@@ -632,7 +634,7 @@ impl World {
     /// The gang that a client is in, by a rule or by what it says; 0: none.
     fn gang(&self, client: ClientId) -> u64 {
         let Some(plan) = self.models.get(&client).map(|m| &m.plan) else { return 0 };
-        plan.group.filter(|group| group.terms.gang).map_or(plan.gang, |group| 1000 + group.id.0)
+        plan.group.filter(|group| group.limits.gang).map_or(plan.gang, |group| 1000 + group.id.0)
     }
 
     fn grows(&self) -> bool {
@@ -658,9 +660,9 @@ impl World {
             assert!(fits, "{id:?}: {} charged of {}", view.charged, view.capacity);
             in_host += demand.saturating_sub(view.capacity);
             assert!(
-                demand <= view.promised || self.host.is_none(),
+                demand <= view.committed || self.host.is_none(),
                 "{id:?}: {demand} needed, {} promised",
-                view.promised
+                view.committed
             );
             assert!(mapped <= view.charged || overdrawn, "{id:?}: {mapped} mapped, {} charged", view.charged);
             if self.now < self.tolerant || self.machine.settings().anti_thrash == AntiThrash::Off {
@@ -668,8 +670,8 @@ impl World {
             }
             let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
             // Who is let in before others waits for no drain.
-            let has_class = |m: &Model| m.plan.group.is_some_and(|group| group.terms.share.is_some());
-            let preempts = auto && self.models.values().any(|m| has_class(m) || m.plan.own != Own::default());
+            let has_class = |m: &Model| m.plan.group.is_some_and(|group| group.limits.share.is_some());
+            let preempts = auto && self.models.values().any(|m| has_class(m) || m.plan.own != EnvLimits::default());
             let aside = |h: &HolderView| match h.state {
                 LockState::Suspended | LockState::Undrainable => true,
                 LockState::Revoking | LockState::Stuck => preempts,
@@ -709,7 +711,7 @@ impl World {
         self.limited |= self.models.values().any(|model| model.plan.group.is_some());
         self.promised.clear();
         let groups = self.connected.iter().map(|id| (*id, self.models.get(id).and_then(|m| m.plan.group))).collect();
-        self.feed(Event::Grouped { groups });
+        self.feed(Event::Groups { groups });
     }
 
     /// What a group was promised covers what it has, and never rises above what it may be.
@@ -718,15 +720,15 @@ impl World {
         for view in self.machine.clients() {
             let Some(model) = self.models.get(&view.client) else { continue };
             let Some(group) = model.plan.group else { continue };
-            for seat in view.seats {
-                let (_, promised, demand) = sums.entry((group.id, seat.gpu)).or_insert((group, 0, 0));
-                *promised += seat.promise;
-                *demand += model.places.get(&seat.gpu).map_or(0, |place| place.demand);
+            for attachment in view.attachments {
+                let (_, promised, demand) = sums.entry((group.id, attachment.gpu)).or_insert((group, 0, 0));
+                *promised += attachment.committed;
+                *demand += model.places.get(&attachment.gpu).map_or(0, |place| place.demand);
             }
         }
         for ((id, gpu), (group, promised, demand)) in &sums {
             assert!(demand <= promised, "{group:?} on {gpu:?}: {demand} needed, {promised} promised");
-            let max = group.terms.memory_max.on(self.totals[gpu]).unwrap_or(u64::MAX);
+            let max = group.limits.memory_max.on(self.totals[gpu]).unwrap_or(u64::MAX);
             let before = self.promised.get(&(*id, *gpu)).copied();
             let most = before.map_or(u64::MAX, |before| before.max(max));
             assert!(*promised <= most, "{group:?} on {gpu:?}: {promised} promised, {before:?} before");
@@ -740,13 +742,13 @@ impl World {
         for view in self.machine.clients() {
             let Some(own) = self.models.get(&view.client).map(|model| model.plan.own) else { continue };
             let mut sum = 0;
-            for seat in view.seats {
-                sum += seat.promise;
-                all.insert((view.client, seat.gpu), seat.promise);
-                let max = own.memory_max.on(self.totals[&seat.gpu]).unwrap_or(u64::MAX);
-                let before = self.own_promised.get(&(view.client, seat.gpu)).copied();
+            for attachment in view.attachments {
+                sum += attachment.committed;
+                all.insert((view.client, attachment.gpu), attachment.committed);
+                let max = own.memory_max.on(self.totals[&attachment.gpu]).unwrap_or(u64::MAX);
+                let before = self.own_promised.get(&(view.client, attachment.gpu)).copied();
                 let most = before.map_or(u64::MAX, |before| before.max(max));
-                assert!(seat.promise <= most, "{seat:?}: {most} at most, {before:?} before");
+                assert!(attachment.committed <= most, "{attachment:?}: {most} at most, {before:?} before");
             }
             let before = self.own_promised.range((view.client, gpu(0))..).take_while(|((id, _), _)| *id == view.client);
             let before: u64 = before.map(|(_, promised)| *promised).sum();
@@ -761,7 +763,7 @@ impl World {
     /// Whether no group has more than it may.
     pub fn within_limits(&self) -> bool {
         let groups = self.models.values().filter_map(|model| model.plan.group);
-        let max: BTreeMap<GroupId, Amount> = groups.map(|group| (group.id, group.terms.memory_max)).collect();
+        let max: BTreeMap<GroupId, Amount> = groups.map(|group| (group.id, group.limits.memory_max)).collect();
         let most = |gpu: &GpuId, id: &GroupId| max.get(id).and_then(|max| max.on(self.totals[gpu])).unwrap_or(u64::MAX);
         self.promised.iter().all(|((id, gpu), promised)| *promised <= most(gpu, id))
     }
@@ -770,10 +772,10 @@ impl World {
         match what {
             Happening::Start(id) => self.start(id),
             // Which rule it has is what the daemon finds now.
-            Happening::ToMachine(Event::Grouped { groups }) => {
+            Happening::ToMachine(Event::Groups { groups }) => {
                 let group_of = |id: &ClientId| self.models.get(id).and_then(|m| m.plan.group);
                 let groups = groups.into_keys().map(|id| (id, group_of(&id))).collect();
-                self.feed(Event::Grouped { groups });
+                self.feed(Event::Groups { groups });
             }
             Happening::ToMachine(event) => self.feed(event),
             Happening::ToClient(id, command) => {
@@ -843,7 +845,7 @@ impl World {
                 if self.physical {
                     return self.read_wrongly(gpu, begun, at, found);
                 }
-                self.at(at, Happening::ToMachine(Event::Present { gpu, begun, free: None, found }));
+                self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free: None, found }));
             }
             Happening::Kill(id) => {
                 if self.connected.contains(&id) {
@@ -867,7 +869,7 @@ impl World {
             (client, Found { least: least.saturating_sub(spread), most: most + spread })
         });
         let found = found.collect();
-        self.at(at, Happening::ToMachine(Event::Present { gpu, begun, free, found }));
+        self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, found }));
     }
 
     /// Bytes that nothing has.
@@ -969,10 +971,10 @@ impl World {
         let plan = self.models[&id].plan.clone();
         self.say(id, Event::Connected { client: id, gang: plan.gang, user: plan.user });
         if plan.group.is_some() {
-            self.say(id, Event::Grouped { groups: [(id, plan.group)].into() });
+            self.say(id, Event::Groups { groups: [(id, plan.group)].into() });
         }
-        if plan.own != Own::default() {
-            self.say(id, Event::Tightened { client: id, own: plan.own });
+        if plan.own != EnvLimits::default() {
+            self.say(id, Event::EnvLimits { client: id, limits: plan.own });
         }
         for gpu in &plan.gpus {
             self.say(id, Event::Attached { client: id, gpu: *gpu, engine: plan.engine });
@@ -1093,7 +1095,7 @@ impl World {
                 }
                 if let Some(permille) = m.plan.fullness.filter(|_| waiters > 0) {
                     for gpu in gpus {
-                        self.say(id, Event::Fullness { client: id, gpu, permille });
+                        self.say(id, Event::Utilization { client: id, gpu, permille });
                     }
                 }
                 self.maybe_quiet(id);
@@ -1124,11 +1126,11 @@ impl World {
                     self.at(now + drain, Happening::Drained(id, gpus));
                 }
             }
-            Command::Room { .. } | Command::Measure { .. } | Command::Thrashing { .. } => {}
+            Command::Reserved { .. } | Command::Measure { .. } | Command::Thrashing { .. } => {}
             Command::Waiting { .. }
             | Command::Probe { .. }
             | Command::Undrainable { .. }
-            | Command::Stays { .. }
+            | Command::EvictionBlocked { .. }
             | Command::MappingFailed { .. }
             | Command::Placed { .. }
             | Command::Unplaced { .. } => {}
@@ -1150,7 +1152,7 @@ impl World {
             p.demand = p.demand.max((plan / 2).min(p.limit));
             p.wishes = Some(now);
             self.report(id, gpu);
-            self.say(id, Event::Wished { client: id, gpu, bytes: plan });
+            self.say(id, Event::LimitRequested { client: id, gpu, bytes: plan });
         }
     }
 
@@ -1430,8 +1432,8 @@ pub fn addressee(command: &Command) -> Option<ClientId> {
         | Command::Contended { client, .. }
         | Command::Waiting { client, .. }
         | Command::Undrainable { client, .. }
-        | Command::Stays { client, .. }
-        | Command::Room { client, .. }
+        | Command::EvictionBlocked { client, .. }
+        | Command::Reserved { client, .. }
         | Command::Prepare { client, .. }
         | Command::Probe { client }
         | Command::Placed { client, .. }
@@ -1443,30 +1445,30 @@ fn event_of(event: &Event) -> Option<ClientId> {
     match event {
         Event::Connected { client, .. }
         | Event::Disconnected { client }
-        | Event::Tightened { client, .. }
+        | Event::EnvLimits { client, .. }
         | Event::Attached { client, .. }
         | Event::Detached { client, .. }
         | Event::Memory { client, .. }
-        | Event::Wished { client, .. }
-        | Event::Squeezed { client, .. }
-        | Event::Fullness { client, .. }
+        | Event::LimitRequested { client, .. }
+        | Event::ReservationRequested { client, .. }
+        | Event::Utilization { client, .. }
         | Event::Held { client, .. }
         | Event::Requested { client, .. }
         | Event::Cancelled { client, .. }
         | Event::Released { client, .. }
         | Event::Stuck { client, .. }
         | Event::Stopped { client, .. }
-        | Event::Placing { client, .. }
-        | Event::TookPlace { client, .. } => Some(*client),
-        Event::Grouped { groups } => groups.keys().next().copied(),
-        Event::Labelled { labels } => labels.keys().next().copied(),
+        | Event::PlacementRequested { client, .. }
+        | Event::PlacementTaken { client, .. } => Some(*client),
+        Event::Groups { groups } => groups.keys().next().copied(),
+        Event::Labels { labels } => labels.keys().next().copied(),
         Event::Tick
         | Event::Configure(_)
         | Event::GpuFound { .. }
         | Event::GpuLink { .. }
-        | Event::Contexts { .. }
+        | Event::ContextSizes { .. }
         | Event::GpuOverhead { .. }
-        | Event::Present { .. }
+        | Event::Measured { .. }
         | Event::Traffic { .. }
         | Event::HostMemory { .. } => None,
     }

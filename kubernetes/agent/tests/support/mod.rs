@@ -148,7 +148,7 @@ impl Node {
         }
     }
 
-    /// Waits for a pod to have a wish, and returns what it says under that key.
+    /// Waits for a pod to have a rule, and returns what it says under that key.
     #[track_caller]
     pub fn until_rule(&self, pod: &str, key: &str, value: &str) {
         self.until(&format!("{pod} with {key} = {value}"), |node| {

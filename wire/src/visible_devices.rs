@@ -15,7 +15,7 @@ byte_enum! {
     pub enum Chooser {
         /// Nobody: the program takes the first GPU that it sees, or all of them.
         Nobody = 0,
-        /// Whoever has set `CUDA_VISIBLE_DEVICES`. The list came before, in [`Choice`](ClientMessage::Choice).
+        /// Whoever has set `CUDA_VISIBLE_DEVICES`. The list came before, in [`Choice`](ClientMessage::VisibleDevices).
         List = 1,
         /// The program, by the number that its launcher gave it.
         Rank = 2,
@@ -54,7 +54,7 @@ pub fn names_any(list: &[u8]) -> bool {
 
 /// The list as it is said. No name of a GPU has other characters than ASCII's.
 pub fn parts(list: &[u8]) -> impl Iterator<Item = ClientMessage> {
-    list.chunks(PART).map(|part| ClientMessage::Choice { text: ascii(part) })
+    list.chunks(PART).map(|part| ClientMessage::VisibleDevices { text: ascii(part) })
 }
 
 /// A part as a text; what is no character of ASCII's is a question mark in it.
@@ -104,7 +104,7 @@ mod tests {
     fn a_list_of_any_length_arrives_whole() {
         for list in [String::new(), "0".into(), "GPU-0123,".repeat(100), "é,\n1".into()] {
             let parts = parts(list.as_bytes()).map(|part| match part {
-                ClientMessage::Choice { text } => text.as_str().to_owned(),
+                ClientMessage::VisibleDevices { text } => text.as_str().to_owned(),
                 other => panic!("{other:?}"),
             });
             assert_eq!(parts.collect::<String>(), list.replace('é', "??").replace('\n', "?"));

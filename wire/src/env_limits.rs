@@ -3,8 +3,8 @@
 
 use crate::{
     ClientMessage,
-    choice::{PART, ascii},
     message::byte_enum,
+    visible_devices::{PART, ascii},
 };
 use core::ffi::CStr;
 
@@ -15,7 +15,7 @@ const TOO_LONG: &[u8] = b"(too long)";
 
 byte_enum! {
     /// What a value is about: the keys of a rule.
-    pub enum OwnTerm {
+    pub enum LimitName {
         MemoryMax = 0,
         MemoryLow = 1,
         SwapMax = 2,
@@ -28,7 +28,7 @@ byte_enum! {
     }
 }
 
-impl OwnTerm {
+impl LimitName {
     pub const ALL: [Self; 9] = [
         Self::MemoryMax,
         Self::MemoryLow,
@@ -58,10 +58,10 @@ impl OwnTerm {
 }
 
 /// A value as it is said. An empty one says nothing, as everywhere.
-pub fn parts(term: OwnTerm, value: &[u8]) -> impl Iterator<Item = ClientMessage> {
+pub fn parts(limit: LimitName, value: &[u8]) -> impl Iterator<Item = ClientMessage> {
     let value = if value.len() > LONGEST { TOO_LONG } else { value };
     let last = value.len().div_ceil(PART).saturating_sub(1);
-    let part = move |(at, part)| ClientMessage::Own { term, more: u8::from(at < last), text: ascii(part) };
+    let part = move |(at, part)| ClientMessage::EnvLimit { limit, more: u8::from(at < last), text: ascii(part) };
     value.chunks(PART).enumerate().map(part)
 }
 
@@ -69,12 +69,12 @@ pub fn parts(term: OwnTerm, value: &[u8]) -> impl Iterator<Item = ClientMessage>
 mod tests {
     use super::*;
 
-    fn said(term: OwnTerm, value: &[u8]) -> String {
+    fn said(limit: LimitName, value: &[u8]) -> String {
         let mut whole = String::new();
         let mut ends = 0;
-        for part in parts(term, value) {
-            let ClientMessage::Own { term: of, more, text } = part else { panic!("{part:?}") };
-            assert_eq!((of, ends), (term, 0), "nothing comes after the end");
+        for part in parts(limit, value) {
+            let ClientMessage::EnvLimit { limit: of, more, text } = part else { panic!("{part:?}") };
+            assert_eq!((of, ends), (limit, 0), "nothing comes after the end");
             whole += text.as_str();
             ends += usize::from(more == 0);
         }
@@ -85,17 +85,17 @@ mod tests {
     #[test]
     fn a_value_of_any_length_has_an_end() {
         for value in ["", "30%", &"GPU-0123,".repeat(100), &"x".repeat(PART), &"x".repeat(LONGEST)] {
-            assert_eq!(said(OwnTerm::AllowedGpus, value.as_bytes()), *value);
+            assert_eq!(said(LimitName::AllowedGpus, value.as_bytes()), *value);
         }
-        assert_eq!(said(OwnTerm::Weight, &[b'1'; LONGEST + 1]), "(too long)");
-        assert_eq!(said(OwnTerm::Weight, b"\xff5\n"), "?5?");
+        assert_eq!(said(LimitName::Weight, &[b'1'; LONGEST + 1]), "(too long)");
+        assert_eq!(said(LimitName::Weight, b"\xff5\n"), "?5?");
     }
 
     #[test]
     fn each_has_a_variable_and_a_number_of_its_own() {
-        for (n, one) in OwnTerm::ALL.iter().enumerate() {
+        for (n, one) in LimitName::ALL.iter().enumerate() {
             assert_eq!(*one as usize, n);
-            assert!(OwnTerm::ALL.iter().filter(|other| other.variable() == one.variable()).count() == 1, "{one:?}");
+            assert!(LimitName::ALL.iter().filter(|other| other.variable() == one.variable()).count() == 1, "{one:?}");
         }
     }
 }
