@@ -124,7 +124,7 @@ pub struct EnvLimits {
     pub time_max: u8,
     pub priority: Option<i8>,
     /// It is not interactive, whatever its rule says.
-    pub patient: bool,
+    pub batch: bool,
 }
 
 impl Default for EnvLimits {
@@ -137,7 +137,7 @@ impl Default for EnvLimits {
             weight: None,
             time_max: 100,
             priority: None,
-            patient: false,
+            batch: false,
         }
     }
 }

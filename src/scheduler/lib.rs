@@ -19,6 +19,7 @@
 //! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
 
 pub mod api;
+mod effects;
 mod encoding;
 mod fairness;
 mod lock;
@@ -27,6 +28,7 @@ mod memory;
 mod placement;
 mod policy;
 mod quota;
+mod rules;
 mod settle;
 pub mod thrash;
 mod timers;

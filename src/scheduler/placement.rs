@@ -132,7 +132,7 @@ impl Machine {
         self.places.places.remove(&client);
         let gpus = match self.decide(client, request) {
             Ok(gpus) => gpus,
-            Err(why) => return self.out.push(Command::Unplaced { client, why }),
+            Err(why) => return self.effects.command(Command::Unplaced { client, why }),
         };
         let needs = gpus.iter().map(|id| (*id, self.expected_need(client, *id, request.bytes).unwrap_or(0)));
         let place = Place {
@@ -144,7 +144,7 @@ impl Machine {
             labels: self.places.labels(client),
         };
         self.places.places.insert(client, place);
-        self.out.push(Command::Placed { client, gpus });
+        self.effects.command(Command::Placed { client, gpus });
     }
 
     /// A client is the program for which another had asked.
@@ -231,7 +231,7 @@ impl Machine {
     /// Bytes that a client is expected to need there, its context left out.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
         let gpu = self.gpus.get(&id)?;
-        let max = || self.memory_max(client, id).into_iter().chain(self.client_memory_max(client, id)).min();
+        let max = || self.memory_max(client, id).into_iter().chain(self.env_memory_max(client, id)).min();
         let allowed = || Some(max()?.saturating_sub(self.place_for_context(gpu)));
         Some(bytes.or_else(allowed)?.min(gpu.total))
     }

@@ -55,7 +55,7 @@ impl Machine {
         // Who is here, how much there is, and in what order they wait.
         self.count_deferred(id);
         self.note_capacity(id);
-        self.note_offer(id);
+        self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
         self.enqueue_unblocked(id);
         let reclassified = self.reclassify(id);
 
@@ -84,7 +84,7 @@ impl Machine {
         let turn = self.press(id, &pressure);
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
         let next = [attaching, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
-        self.timers.set(Wake::Gpu(id), next);
+        self.effects.wake(Wake::Gpu(id), next);
     }
 
     /// Requests that pinned memory kept out may fit once there is more room.
@@ -283,7 +283,7 @@ impl Machine {
     pub(crate) fn split(&mut self, entity: Entity, members: &[ClientId]) {
         self.dequeue(entity);
         for client in members {
-            let (solo, number) = (Entity::Solo(*client), self.count());
+            let (solo, number) = (Entity::Solo(*client), self.effects.number());
             let Some(request) = self.requests.get_mut(&entity) else { return };
             let Some(gpus) = request.wants.remove(client) else { continue };
             let since = request.since.remove(client).unwrap_or(self.now);
@@ -409,10 +409,10 @@ impl Machine {
             let tell = tell.filter(|_| !goes);
             hold.told = tell.or(hold.told);
             if prepare {
-                self.out.push(Command::Prepare { client, gpu: id, bytes: leaves });
+                self.effects.command(Command::Prepare { client, gpu: id, bytes: leaves });
             }
             if let Some((waiters, grace)) = tell {
-                self.out.push(Command::Contended { client, gpus, waiters, grace });
+                self.effects.command(Command::Contended { client, gpus, waiters, grace });
             }
             if goes {
                 self.revoke(client, id);

@@ -131,12 +131,12 @@ pub enum LockState {
 impl Machine {
     /// Bytes of host memory that promises may count on, if that is bounded; and what they count on.
     pub fn host(&self) -> (Option<u64>, u64) {
-        (self.host.bytes, self.host.committed)
+        self.quota.host()
     }
 
     /// Whether there is too little of it to promise everybody a whole GPU.
     pub fn is_host_scarce(&self) -> bool {
-        self.host.is_scarce()
+        self.quota.is_host_scarce()
     }
 
     pub fn gpus(&self) -> Vec<GpuView> {
@@ -175,10 +175,10 @@ impl Machine {
             overhead: gpu.overhead(&self.settings),
             shortfall: gpu.clients.iter().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
             charged: gpu.ledger.charged(),
-            committed: gpu.committed,
+            committed: self.quota.committed(id),
             holders: holders.collect(),
             waiters,
-            next: self.timers.get(crate::timers::Wake::Gpu(id)),
+            next: self.effects.wakes_at(crate::timers::Wake::Gpu(id)),
             thrashes: gpu.thrash.thrashes(),
             serialized: self.settings.anti_thrash == AntiThrash::Auto && gpu.thrash.keeps_apart(self.now),
         })
@@ -188,7 +188,7 @@ impl Machine {
         let client = self.clients.get(&id)?;
         let waiting = client.waiting.and_then(|entity| self.requests.get(&entity));
         let attachments = client.attachments.iter().filter_map(|(gpu, attachment)| {
-            let account = self.account(id, *gpu)?;
+            let (account, limit) = (self.account(id, *gpu)?, self.quota.limit(id, *gpu)?);
             let present = account.frees.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
@@ -200,13 +200,9 @@ impl Machine {
                 attached: attachment.attached.is_some(),
                 state: self.state(id, *gpu),
                 demand: account.report.demand,
-                limit: attachment.limit_state.limit,
-                pending_limit: attachment
-                    .limit_state
-                    .wanted
-                    .filter(|request| request.held.is_some())
-                    .map(|request| request.bytes),
-                committed: attachment.limit_state.committed(),
+                limit: limit.limit,
+                pending_limit: limit.wanted.filter(|request| request.held.is_some()).map(|request| request.bytes),
+                committed: limit.committed(),
                 allowance: account.allowance,
                 charge: account.charge.saturating_add(present),
                 mapped: account.report.mapped.saturating_add(present),

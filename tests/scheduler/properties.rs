@@ -73,7 +73,7 @@ fn claims_of_time(rng: &mut Dice) -> EnvLimits {
         weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize],
         time_max: if rng.one_in(2) { 100 } else { 5 + rng.below(96) as u8 },
         priority: rng.one_in(3).then(|| rng.below(3) as i8 - 1),
-        patient: rng.one_in(3),
+        batch: rng.one_in(3),
         ..EnvLimits::default()
     }
 }

@@ -490,6 +490,6 @@ fn a_program_can_stand_behind_its_fellows_and_give_up_that_it_is_interactive() {
         world.models[&one].waits.clone()
     };
     assert!(first(EnvLimits::default()).iter().all(|wait| *wait < ms(4)));
-    let patient = first(EnvLimits { patient: true, ..EnvLimits::default() });
+    let patient = first(EnvLimits { batch: true, ..EnvLimits::default() });
     assert!(patient.iter().any(|wait| *wait > s(1)), "{patient:?}");
 }

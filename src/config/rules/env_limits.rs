@@ -69,7 +69,7 @@ impl EnvLimits {
                 Value::Weight(weight) => own.weight = Some(*weight),
                 Value::TimeMax(max) => own.time_max = *max,
                 Value::Priority(priority) => own.priority = Some(*priority),
-                Value::Interactive(is_interactive) => own.patient = !is_interactive,
+                Value::Interactive(is_interactive) => own.batch = !is_interactive,
                 Value::AllowedGpus(_) => {}
             }
         }
@@ -261,7 +261,7 @@ mod tests {
             weight: Some(10),
             time_max: 30,
             priority: Some(-5),
-            patient: true,
+            batch: true,
         };
         assert_eq!(said.limits(), expected);
         let names = ["GPU-8a6c", "1"].map(|name| GpuName::parse(name).expect("a name"));

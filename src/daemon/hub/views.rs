@@ -71,7 +71,7 @@ impl Hub {
                     allowance: attachment.allowance,
                     limit: usage.and_then(|usage| usage.limit),
                     memory_max: self.machine.memory_max(seen.client, attachment.gpu),
-                    environment_memory_max: self.machine.client_memory_max(seen.client, attachment.gpu),
+                    environment_memory_max: self.machine.env_memory_max(seen.client, attachment.gpu),
                     pending_limit: attachment.pending_limit,
                     unverified: attachment.disbelieved.map(|claimed| claimed.saturating_sub(attachment.mapped)),
                     mapping_failures: attachment.failures,

@@ -304,6 +304,35 @@ impl Machine {
         (!ahead.is_zero()).then(|| self.now.saturating_add(ahead))
     }
 
+    /// The share of an owner that is a client by itself.
+    pub(crate) fn client_share(&self, client: ClientId) -> Share {
+        let default = Share::default();
+        self.rules.env(client).map_or(default, |limits| Share {
+            weight: limits.weight.unwrap_or(default.weight),
+            max: limits.time_max,
+            ..default
+        })
+    }
+
+    /// The owners as which a client takes turns: that of its group or user, and itself where its environment sets a lower weight.
+    pub(crate) fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> {
+        let owner = self.owner(client);
+        let own = self.rules.env(client).and_then(|limits| limits.weight);
+        let is_lower = |own: &u16| owner.is_some_and(|owner| *own < self.share(owner).weight);
+        owner.into_iter().chain(own.filter(is_lower).map(|_| ShareOwner::Client(client)))
+    }
+
+    /// The weight of a client when time is divided, of its owner's.
+    pub(crate) fn weight_of(&self, client: ClientId) -> u32 {
+        self.owners(client).map(|owner| self.weight(owner)).min().unwrap_or(0)
+    }
+
+    /// The virtual time until which a client has been served there.
+    pub(crate) fn latest_finish_tag(&self, client: ClientId, id: GpuId) -> Time {
+        let Some(gpu) = self.gpus.get(&id) else { return Time::ZERO };
+        self.owners(client).filter_map(|owner| gpu.finish_tags.get(&owner).copied()).max().unwrap_or_default()
+    }
+
     /// A gang is taken for its first member.
     fn first_of(&self, entity: Entity) -> Option<ClientId> {
         self.requests.get(&entity)?.wants.keys().next().copied()

@@ -12,7 +12,6 @@ use crate::{
     lock::gang::Gang,
     lock::queue::{Blocked, Entity, Hold},
     machine::Machine,
-    quota::group::GroupState,
 };
 use std::cmp::{Ordering, Reverse};
 use std::collections::BTreeSet;
@@ -87,17 +86,11 @@ impl Share {
     }
 }
 
-impl GroupState {
-    fn is_watched(&self) -> bool {
-        self.limits.share.is_some_and(Share::is_watched)
-    }
-}
-
 impl Machine {
     pub(crate) fn owner(&self, client: ClientId) -> Option<ShareOwner> {
         let state = self.clients.get(&client)?;
-        let group =
-            state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.limits.share.is_some()));
+        let has_share = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.share.is_some());
+        let group = self.rules.group(client).filter(has_share);
         let user = if self.policy().users_take_turns() { ShareOwner::User(state.user) } else { ShareOwner::Others };
         Some(group.map_or(user, ShareOwner::Group))
     }
@@ -105,9 +98,7 @@ impl Machine {
     pub(crate) fn share(&self, owner: ShareOwner) -> Share {
         match owner {
             ShareOwner::User(_) | ShareOwner::Others => Share::default(),
-            ShareOwner::Group(group) => {
-                self.groups.get(&group).and_then(|members| members.limits.share).unwrap_or_default()
-            }
+            ShareOwner::Group(group) => self.rules.limits(group).and_then(|limits| limits.share).unwrap_or_default(),
             ShareOwner::Client(client) => self.client_share(client),
         }
     }
@@ -115,7 +106,7 @@ impl Machine {
     /// Its party's, as far as it claims that.
     pub(crate) fn share_of(&self, client: ClientId) -> Share {
         let share = self.owner(client).map_or_else(Share::default, |owner| self.share(owner));
-        self.client_limits.get(&client).map_or(share, |own| own.of(share))
+        self.rules.env(client).map_or(share, |limits| limits.tighten(share))
     }
 
     /// What it counts for when turns are divided.
@@ -170,7 +161,7 @@ impl Machine {
     pub(crate) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         // All of a gang that a rule makes have the same share, where none of them claims less.
         let gang = self.clients.get(&client).and_then(|state| state.gang);
-        if let (Some(Gang::Group(_)), true) = (gang, self.client_limits.is_empty()) {
+        if let (Some(Gang::Group(_)), true) = (gang, self.rules.with_env().next().is_none()) {
             return self.own_class(client, gpus);
         }
         let all = self.gang_peers(client).chain([client]).map(|member| self.own_class(member, gpus));
@@ -229,8 +220,7 @@ impl Machine {
 
     /// Whether anybody has a share.
     pub(crate) fn has_classes(&self) -> bool {
-        self.groups.values().any(|members| members.limits.share.is_some())
-            || self.client_limits.values().any(EnvLimits::makes_classes)
+        self.rules.have_classes()
     }
 
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
@@ -342,13 +332,15 @@ impl Machine {
         let (now, period) = (self.now, self.settings.time_period);
         for (id, gpu) in &mut self.gpus {
             gpu.used.retain(|_, usage| !usage.is_past(now, period));
-            self.dirty.insert(*id);
+            self.effects.touch(*id);
         }
     }
 
     /// Puts those in line where they belong now, as what they have had goes into it. Says when to look again.
     pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
-        if !self.groups.values().any(GroupState::is_watched) && !self.client_limits.values().any(EnvLimits::is_watched)
+        let is_watched = |limits: &RuleLimits| limits.share.is_some_and(Share::is_watched);
+        if !self.rules.groups().any(|(_, limits)| is_watched(limits))
+            && !self.rules.with_env().any(|(_, limits)| limits.time_max < 100)
         {
             return None;
         }
@@ -377,8 +369,9 @@ impl Machine {
                 gpu.finish_tags.get(&owner).copied().filter(|until| share.interactive && *until > self.now);
             below_minimum.into_iter().chain(interactive_first).min()
         });
-        let interactive = self.client_limits.keys().filter(|client| self.share_of(**client).interactive);
-        let own = interactive.map(|client| self.latest_finish_tag(*client, id));
+        let interactive =
+            self.rules.with_env().map(|(client, _)| client).filter(|client| self.share_of(*client).interactive);
+        let own = interactive.map(|client| self.latest_finish_tag(client, id));
         changes.chain(own).filter(|at| *at > self.now).min()
     }
 }

@@ -149,7 +149,7 @@ impl Machine {
             self.requeue(entity);
             let wants = self.requests.get(&entity).into_iter().flat_map(|request| request.wants.values());
             let gpus: GpuSet = wants.flatten().copied().collect();
-            self.dirty.extend(gpus);
+            self.effects.touch_all(gpus);
         }
     }
 
@@ -228,7 +228,7 @@ impl Machine {
             self.unite(member);
             let Some(state) = self.clients.get(&member) else { continue };
             let held = state.attachments.iter().filter(|(_, attachment)| attachment.hold.is_some());
-            self.dirty.extend(held.map(|(id, _)| *id));
+            self.effects.touch_all(held.map(|(id, _)| *id));
             if let Some(entity) = state.waiting {
                 self.requeue(entity);
                 if self.requests.get(&entity).is_some_and(|request| matches!(request.blocked, Some(Blocked::Behind(_))))
@@ -265,7 +265,8 @@ impl Machine {
     /// The client's rule is another: so may its gang be. What it wants it then wants with others.
     pub(crate) fn gang_anew(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
-        let group = state.group.filter(|group| self.groups.get(group).is_some_and(|members| members.limits.gang));
+        let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);
+        let group = self.rules.group(client).filter(is_gang);
         let gang = group.map(Gang::Group).or(Gang::named(state.named));
         if gang == state.gang {
             return;

@@ -83,9 +83,9 @@ impl Machine {
     /// What a gang waits for or no longer has, its rivals have or wait for.
     pub(crate) fn touch_rivals(&mut self, entity: Entity) {
         let Some(gang) = entity.gang() else { return };
-        self.dirty.extend(self.gpus_of_gang(gang));
+        self.effects.touch_all(self.gpus_of_gang(gang));
         let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));
         let gpus: GpuSet = rivals.flat_map(|other| self.gpus_of_gang(*other)).collect();
-        self.dirty.extend(gpus);
+        self.effects.touch_all(gpus);
     }
 }

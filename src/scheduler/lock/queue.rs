@@ -193,7 +193,7 @@ impl Machine {
                 Some(key) => key,
                 None => {
                     let (rank, ages) = self.rank(client, &wants, now);
-                    let (number, joined) = (self.count(), self.joined(client, &wants));
+                    let (number, joined) = (self.effects.number(), self.joined(client, &wants));
                     (QueueKey { class: Class::default(), at: rank, rank, number, joined }, ages, false)
                 }
             };
@@ -270,12 +270,12 @@ impl Machine {
                 gpu.queue.insert((request.key, entity));
                 gpu.blocked_by_pinned.remove(&entity);
                 gpu.behind.remove(&entity);
-                self.dirty.insert(*id);
+                self.effects.touch(*id);
             }
         }
         let next = request.gathers.into_iter().chain(request.ages).filter(|at| *at > self.now).min();
         self.touch_rivals(entity);
-        self.timers.set(Wake::Entity(entity), next);
+        self.effects.wake(Wake::Entity(entity), next);
         self.admit_if_needless(entity);
     }
 
@@ -286,11 +286,11 @@ impl Machine {
                 gpu.blocked_by_pinned.remove(&entity);
                 gpu.behind.remove(&entity);
                 if gpu.queue.remove(&(request.key, entity)) {
-                    self.dirty.insert(*id);
+                    self.effects.touch(*id);
                 }
             }
         }
-        self.timers.set(Wake::Entity(entity), None);
+        self.effects.wake(Wake::Entity(entity), None);
     }
 
     pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
@@ -298,7 +298,7 @@ impl Machine {
         let Some(request) = self.requests.get_mut(&entity) else { return };
         request.blocked = Some(why);
         match why {
-            Blocked::Until(at) => self.timers.set(Wake::Entity(entity), Some(at)),
+            Blocked::Until(at) => self.effects.wake(Wake::Entity(entity), Some(at)),
             Blocked::Pinned(id) => {
                 if let Some(gpu) = self.gpus.get_mut(&id) {
                     gpu.blocked_by_pinned.insert(entity);
@@ -309,7 +309,7 @@ impl Machine {
                 // Who has it is told that somebody waits.
                 if let Some(gpu) = self.gpus.get_mut(&id) {
                     gpu.behind.insert(entity);
-                    self.dirty.insert(id);
+                    self.effects.touch(id);
                 }
             }
             Blocked::Undrained => self.report_wait(entity, WaitReason::HolderStuck),
@@ -379,7 +379,7 @@ impl Machine {
         let Some(request) = self.requests.get_mut(&entity).filter(|r| r.told != Some(why)) else { return };
         request.told = Some(why);
         for (client, gpus) in &request.wants {
-            self.out.push(Command::Waiting { client: *client, gpus: gpus.clone(), why });
+            self.effects.command(Command::Waiting { client: *client, gpus: gpus.clone(), why });
         }
     }
 
@@ -449,7 +449,7 @@ impl Machine {
         self.dequeue(entity);
         let Some(request) = self.requests.remove(&entity) else { return };
         self.begin_gang_turn(entity);
-        let (now, group) = (self.now, self.count());
+        let (now, group) = (self.now, self.effects.number());
         for (client, gpus) in request.wants {
             let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
             if let Some(state) = self.clients.get_mut(&client) {
@@ -462,7 +462,7 @@ impl Machine {
                 }
             }
             for id in &gpus {
-                let number = self.count();
+                let number = self.effects.number();
                 let Some(gpu) = self.gpus.get_mut(id).filter(|gpu| gpu.clients.contains(&client)) else { continue };
                 gpu.holders.insert(number, client);
                 // Nobody could run while its memory came.
@@ -476,16 +476,16 @@ impl Machine {
                     attachment.hold = Some(Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
                 });
             }
-            self.out.push(Command::Grant { client, gpus });
+            self.effects.command(Command::Grant { client, gpus });
         }
     }
 
     /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
     pub(crate) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
-        let (entity, now, group) = (self.entity(client), self.now, self.count());
+        let (entity, now, group) = (self.entity(client), self.now, self.effects.number());
         self.begin_gang_turn(entity);
         for id in gpus {
-            let number = self.count();
+            let number = self.effects.number();
             if self.attachment(client, *id).is_none_or(|attachment| attachment.hold.is_some()) {
                 continue;
             }
@@ -537,7 +537,7 @@ impl Machine {
             });
         }
         if !gpus.is_empty() {
-            self.out.push(Command::Revoke { client, gpus });
+            self.effects.command(Command::Revoke { client, gpus });
             self.check(client);
             // It may need them to drain.
             let waiting: BTreeSet<Entity> =

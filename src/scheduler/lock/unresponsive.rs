@@ -57,6 +57,7 @@ impl Machine {
         let Some(state) = self.clients.get_mut(&client) else { return };
         let changed = state.stopped != stopped;
         state.stopped = stopped;
+        self.quota.set_stopped(client, stopped);
         let waiting = state.waiting;
         let now = self.now;
         for id in state.attachments.keys().copied().collect::<Vec<_>>() {
@@ -181,14 +182,14 @@ impl Machine {
                 if due <= now {
                     let interval = (interval * 2).min(PROBE.1);
                     state.probed = Some((now, interval));
-                    self.out.push(Command::Probe { client });
+                    self.effects.command(Command::Probe { client });
                     sooner(&mut next, now + interval);
                 } else {
                     sooner(&mut next, due);
                 }
             }
         }
-        self.timers.set(Wake::Client(client), next);
+        self.effects.wake(Wake::Client(client), next);
         if !again.0.is_empty() {
             self.revoke_now(client, again.0, Some(again.1));
         }
@@ -204,7 +205,7 @@ impl Machine {
                 attachment.hold.iter_mut().for_each(|hold| hold.undrainable = true)
             });
         }
-        self.out.push(Command::Undrainable { client, gpus });
+        self.effects.command(Command::Undrainable { client, gpus });
         let entity = self.entity(client);
         self.end_gang_turn(entity);
         self.touch_rivals(entity);

@@ -5,7 +5,7 @@ use crate::{
     api::*,
     lock::gang::Gang,
     machine::{Machine, PendingContext},
-    quota::limit::{FIRST_LIMIT_TIMEOUT, LIMIT_STEP},
+    quota::FIRST_LIMIT_TIMEOUT,
 };
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -76,7 +76,7 @@ impl Machine {
         for pending in gpu.attaching.iter_mut().skip(from).filter(|pending| !pending.told) {
             pending.told = true;
             let (client, why) = (pending.client, WaitReason::Context);
-            self.out.push(Command::Waiting { client, gpus: GpuSet::from([id]), why });
+            self.effects.command(Command::Waiting { client, gpus: GpuSet::from([id]), why });
         }
     }
 
@@ -103,10 +103,10 @@ impl Machine {
             if (!room || reserved || gpu.incomplete) && self.now < patience {
                 return Some(patience);
             }
-            if !self.has_first_limit(client, id) {
+            if !self.quota.has_first_limit(client, id) {
                 let committed = since + FIRST_LIMIT_TIMEOUT;
-                if self.host.has_changed() {
-                    return None; // promises are weighed next
+                if self.quota.has_changed() {
+                    return None; // limits are computed next
                 }
                 if self.now < committed {
                     return Some(committed);
@@ -117,8 +117,8 @@ impl Machine {
             if let Some(attachment) = self.attachment_mut(client, id) {
                 attachment.attached = Some(now);
             }
-            self.out.push(Command::Attached { client, gpu: id });
-            self.tell_limit(client, id);
+            self.effects.command(Command::Attached { client, gpu: id });
+            self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
         }
     }
 
@@ -130,7 +130,7 @@ impl Machine {
             waiting.filter(|pending| !pending.refused).map(|pending| (pending.client, pending.since)).collect();
         let mut next: Option<Time> = None;
         for (client, since) in waiting {
-            if self.waits_for_memory(client) {
+            if self.rules.waits_for_memory(client) {
                 continue;
             }
             let due = since + CONTEXT_TIMEOUT;
@@ -140,14 +140,8 @@ impl Machine {
             }
             let attaching = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| &mut gpu.attaching);
             attaching.filter(|pending| pending.client == client).for_each(|pending| pending.refused = true);
-            self.out.push(Command::Denied { client, gpu: id, bytes: 0, why: Denial::NoContext });
+            self.effects.command(Command::Denied { client, gpu: id, bytes: 0, why: Denial::NoContext });
         }
         next
-    }
-
-    /// Whether somebody who attaches has been promised what it is to be.
-    fn has_first_limit(&self, client: ClientId, id: GpuId) -> bool {
-        let limit_state = self.attachment(client, id).map(|s| &s.limit_state);
-        limit_state.is_some_and(|p| p.seq > 0 && p.limit.saturating_add(LIMIT_STEP) >= p.target)
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     memory::ledger::{Account, Evicted},
     memory::shortfall::Failures,
     policy::{self, Bursts, Progress},
-    quota::limit_state::LimitState,
+    quota::Limit,
     timers::Wake,
 };
 use std::cmp::Reverse;
@@ -29,51 +29,7 @@ const MEASURABLE: u64 = 64 << 20;
 /// The rate of evictions stays between these, whatever was measured: 64 MiB/s and 1 TiB/s.
 const RATES: (u64, u64) = (64 << 20, 1 << 40);
 
-/// Of a small GPU, reserve and contexts take no larger part than one in so many: contexts are smaller there, too.
-const SMALLEST_PART: u64 = 16;
-
-impl Settings {
-    /// What a context is taken to need on a GPU of that size, until it was measured.
-    pub fn context_on(&self, total: u64) -> u64 {
-        self.context.min(total / SMALLEST_PART)
-    }
-}
-
 impl Gpu {
-    /// Never promised to anybody.
-    pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
-        settings.reserve.min(self.total / SMALLEST_PART)
-    }
-
-    /// So much that is in doubt of a client is taken to be its context.
-    pub(crate) fn ignored_unverified(&self) -> u64 {
-        self.total / SMALLEST_PART
-    }
-
-    /// Put aside for so many contexts that were not measured.
-    pub(crate) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
-        settings.context_on(self.total).saturating_mul(count as u64)
-    }
-
-    /// What may be charged to clients.
-    pub(crate) fn capacity(&self, settings: &Settings) -> u64 {
-        self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond))
-    }
-
-    /// The same without what one client may try to map besides.
-    pub(crate) fn usable(&self, settings: &Settings) -> u64 {
-        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
-    }
-
-    pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
-        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
-    }
-
-    pub(crate) fn free(&self, settings: &Settings) -> u64 {
-        let kept = self.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
-        self.capacity(settings).saturating_sub(self.ledger.charged()).saturating_sub(kept)
-    }
-
     /// How long evicting that much takes, where all of it must be copied.
     pub(crate) fn moving(&self, bytes: u64) -> Duration {
         at_rate(bytes, self.rate)
@@ -122,8 +78,8 @@ impl Machine {
         if let Some(attachment) = state.attachments.get_mut(&id) {
             attachment.engine = engine; // asked again: answered again, unless the answer is still to come
             if attachment.attached.is_some() {
-                self.out.push(Command::Attached { client, gpu: id });
-                self.tell_limit(client, id);
+                self.effects.command(Command::Attached { client, gpu: id });
+                self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
             }
             return;
         }
@@ -136,7 +92,6 @@ impl Machine {
             id,
             Attachment {
                 engine,
-                limit_state: LimitState::default(),
                 failures: Failures::default(),
                 grew: None,
                 keeps_growing: false,
@@ -146,7 +101,6 @@ impl Machine {
                 hold: None,
                 slow_to_drain: false,
                 drains: DrainTime::default(),
-                context: None,
                 attached: None,
                 used: None,
                 last_run: now,
@@ -159,7 +113,7 @@ impl Machine {
             },
         );
         gpu.clients.insert(client);
-        gpu.summed_for = None;
+        self.quota.attach(client, id);
         gpu.unmeasured.insert(client);
         gpu.attaching.push_back(PendingContext { client, since: now, told: false, refused: false });
         self.touch(id);
@@ -174,16 +128,13 @@ impl Machine {
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         let Some(state) = self.clients.get_mut(&client) else { return };
-        let (group, attachment) = (state.group, state.attachments.remove(&id));
-        if let (Some(attachment), Some(gpu)) = (attachment, self.gpus.get_mut(&id)) {
-            self.timers.set(Wake::Eviction(client, id), None);
+        state.attachments.remove(&id);
+        self.quota.detach(client, id, &self.rules);
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            self.effects.wake(Wake::Eviction(client, id), None);
             gpu.ledger.close(client);
-            gpu.committed -= attachment.limit_state.counted;
-            gpu.count_for(group, attachment.limit_state.counted, 0);
             gpu.clients.remove(&client);
-            gpu.summed_for = None;
             gpu.unmeasured.remove(&client);
-            gpu.held_requests.remove(&client);
             gpu.reservations.retain(|reservation| !reservation.is_of(client));
             gpu.attaching.retain(|pending| pending.client != client);
         }
@@ -202,37 +153,23 @@ impl Machine {
         }) else {
             return;
         };
+        let needed = self.quota.limit(client, id).map_or(0, Limit::demand);
         let Some(attachment) = self.attachment_mut(client, id) else { return };
-        let (charged, needed) = (attachment.limit_state.committed(), attachment.limit_state.demand());
-        let fell = attachment.limit_state.reported(report.limit_ack, report.demand);
-        let (rose, needs_another) = (attachment.limit_state.committed() > charged, report.demand != needed);
         if report.mapped >= report.demand {
             attachment.failures.succeeded();
         }
         if report.demand > needed {
             attachment.keeps_growing = attachment.grew.replace(now).is_some_and(|before| now < before + GROWING);
         }
-        if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
-            gpu.summed_for = None;
-        }
-        if fell || rose {
-            self.recommit(client, id);
-            self.host.loosened();
-            self.mark_group_changed(client, id);
-        } else if needs_another {
-            self.host.is_needed_less();
-            if self.is_awaited(client, id) {
-                self.mark_group_changed(client, id);
-            }
-        }
+        self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
         self.allow_what_stays(client, id);
         self.adjust_trial(id);
         if self.account(client, id).is_some_and(Account::is_worth_measuring) {
             self.measure(id);
         }
         let unverified_until = self.account(client, id).and_then(Account::expires);
-        if unverified_until.is_some() && self.timers.get(Wake::Verification(id)).is_none() {
-            self.timers.set(Wake::Verification(id), unverified_until);
+        if unverified_until.is_some() && self.effects.wakes_at(Wake::Verification(id)).is_none() {
+            self.effects.wake(Wake::Verification(id), unverified_until);
         }
         if let Some(evicted) = evicted {
             self.learn_rate(client, id, evicted);
@@ -247,7 +184,7 @@ impl Machine {
             self.enqueue(entity);
         }
         // Holders and the first in line go first; what is free after that is nobody's.
-        self.dirty.remove(&id);
+        self.effects.untouch(id);
         self.settle(id);
         if self.gpus.get(&id).is_some_and(|g| !g.lacking) && !self.is_over_limit(client, id) {
             self.credit(client, id, self.overdrawn(id));
@@ -360,6 +297,7 @@ impl Machine {
             let grows_now = attachment.grew.is_some_and(|at| self.now < at + GROWING);
             let is_running = attachment.hold.as_ref().is_some_and(|hold| hold.revoked.is_none());
             let allowance = self.account(client, id).map_or(0, |account| account.allowance);
+            let limit = self.quota.limit(client, id).map_or(0, |limit| limit.limit);
             let ahead = self.ahead(client, id);
             // Most of what is free is left to others that grow, or create a context.
             let free = self.free_for(client, id);
@@ -367,7 +305,7 @@ impl Machine {
             if !(grows_now && is_running) || ahead > most / 2 {
                 continue;
             }
-            let reach = allowance.saturating_add((most - ahead).min(free)).min(attachment.limit_state.limit);
+            let reach = allowance.saturating_add((most - ahead).min(free)).min(limit);
             if reach >= allowance.saturating_add(CREDIT_STEP) {
                 self.allow(client, id, reach);
             }
@@ -449,8 +387,7 @@ impl Machine {
                 let left = victims.get(client).copied().unwrap_or(account.allowance);
                 let evictable = account.evictable().saturating_sub(account.allowance - left);
                 let take = if lies { evictable } else { evictable.min(lacking) };
-                let group = self.clients.get(client).and_then(|state| state.group);
-                let take = match group.and_then(|group| unprotected.get_mut(&group)) {
+                let take = match self.rules.group(*client).and_then(|group| unprotected.get_mut(&group)) {
                     Some(may_go) if pass != Pass::Protected => {
                         let unclaimed = self.unclaimed(*client, id).saturating_sub(account.allowance - left);
                         let take = take.min(unclaimed.max(*may_go));
@@ -476,15 +413,7 @@ impl Machine {
     pub(crate) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
         for (seq, bytes) in self.change_account(client, id, |account| account.set(now, bytes)).unwrap_or_default() {
-            self.out.push(Command::Allowance { client, gpu: id, seq, bytes });
+            self.effects.command(Command::Allowance { client, gpu: id, seq, bytes });
         }
-    }
-}
-
-impl Gpu {
-    /// Overhead as it would be if the GPU were large enough: `capacity` cannot fall below 0 and hides the rest.
-    pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
-        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.deferred));
-        self.measured.unwrap_or(0).saturating_add(contexts)
     }
 }

@@ -12,7 +12,9 @@
 
 pub(crate) mod admission;
 pub(crate) mod allowance;
+pub(crate) mod capacity;
 pub(crate) mod ledger;
+pub(crate) mod protection;
 pub(crate) mod reservation;
 pub(crate) mod shortfall;
 pub(crate) mod unevictable;

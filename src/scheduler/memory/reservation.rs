@@ -77,7 +77,7 @@ impl Machine {
                 let held = self.held_by_others(id, reservation.client);
                 if short == 0 || rest > held && rest == short || reservation.since + TIMEOUT <= now {
                     reservation.answered = Some(now);
-                    self.out.push(Command::Reserved {
+                    self.effects.command(Command::Reserved {
                         client: reservation.client,
                         gpu: id,
                         bytes: reservation.secured,

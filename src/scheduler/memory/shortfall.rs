@@ -141,8 +141,8 @@ impl Machine {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         // A measurement that is under way may have begun before.
         gpu.asked = false;
-        self.out.push(Command::MappingFailed { client, gpu: id, bytes, failures });
-        self.timers.set(Wake::Failures(id), Some(now + TIMEOUT));
+        self.effects.command(Command::MappingFailed { client, gpu: id, bytes, failures });
+        self.effects.wake(Wake::Failures(id), Some(now + TIMEOUT));
         self.put_off(client, id, TIMEOUT);
         self.measure(id);
     }
@@ -197,7 +197,7 @@ impl Machine {
             }
         }
         if is_over {
-            self.timers.set(Wake::Failures(id), None);
+            self.effects.wake(Wake::Failures(id), None);
         }
     }
 
@@ -235,7 +235,7 @@ impl Machine {
             attachment.failures.backoff
         };
         if is_proof {
-            self.out.push(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
+            self.effects.command(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
         }
         self.put_off(client, id, delay);
         self.touch(id);

@@ -42,7 +42,7 @@ impl Machine {
             attachment.eviction_backoff = (attachment.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
             let until = attachment.eviction_backoff;
             self.block_eviction(client, *id, why);
-            self.timers.set(Wake::Eviction(client, *id), Some(self.now + until));
+            self.effects.wake(Wake::Eviction(client, *id), Some(self.now + until));
             if lower {
                 self.allow(client, *id, mapped); // which it has still; it raises no charge
             }
@@ -54,7 +54,7 @@ impl Machine {
         let before =
             self.change_attachment(client, id, |attachment| attachment.unevictable_since.replace(Unevictable { why }));
         if before.is_some_and(|before| before.is_none_or(|old| old.why != why)) {
-            self.out.push(Command::EvictionBlocked { client, gpu: id, why });
+            self.effects.command(Command::EvictionBlocked { client, gpu: id, why });
         }
     }
 

@@ -141,7 +141,7 @@ impl Machine {
     pub(crate) fn measure(&mut self, id: GpuId) {
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|gpu| !gpu.asked) {
             gpu.asked = true;
-            self.out.push(Command::Measure { gpu: id });
+            self.effects.command(Command::Measure { gpu: id });
         }
     }
 
@@ -156,7 +156,9 @@ impl Machine {
             self.charge_as_known(client, id);
         }
         self.schedule_verification(id);
-        self.answer_held_requests(id, begun);
+        if self.with_quota(|quota, cx, fx| quota.answer_held(cx, fx, id, begun)) {
+            self.measure(id);
+        }
         self.explain_failures(id, begun, free, found);
         self.touch(id);
     }
@@ -166,7 +168,7 @@ impl Machine {
         let Some(gpu) = self.gpus.get(&id) else { return };
         let accounts = gpu.clients.iter().filter_map(|client| gpu.ledger.account(*client));
         let next = accounts.filter_map(Account::expires).min();
-        self.timers.set(Wake::Verification(id), next);
+        self.effects.wake(Wake::Verification(id), next);
     }
 
     pub(crate) fn expire_unverified(&mut self, id: GpuId) {
@@ -179,7 +181,7 @@ impl Machine {
                 account.frees.expire(now)
             });
             if is_present == Some(true) {
-                self.out.push(Command::EvictionBlocked { client, gpu: id, why: EvictionBlock::Unfreed });
+                self.effects.command(Command::EvictionBlocked { client, gpu: id, why: EvictionBlock::Unfreed });
             }
         }
         self.schedule_verification(id);

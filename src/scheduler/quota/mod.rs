@@ -1,18 +1,269 @@
-//! Limits on what clients may allocate: Σ committed ≤ capacity of all GPUs + host memory, and less where rules or clients
-//! set limits of their own.
+//! Limits on what clients may allocate: Σ committed ≤ Σ capacity + host memory, and less where rules or environments set limits.
 //!
-//! - `limit`: brings each client's limit to what the solver found.
-//! - `limit_state`: one client's limit on one GPU, with the changes that it has not acknowledged.
+//! What does not fit on a GPU lives in host memory, which all GPUs share. Where host memory allows it, every client may allocate a
+//! whole GPU. Otherwise each client has what it needs and an equal part of the rest (its *slack*), and more on request, out of the
+//! slack of others. A request that can be met is granted and any other fails at once: no client waits for what another one holds,
+//! unless a rule says so.
+//!
+//! - `limit`: one client's limit on one GPU, with the changes that it has not acknowledged.
+//! - `host`: the host memory that limits count on.
 //! - `solver`: divides memory among clients: max-min fairness by water-filling.
+//! - `balance`: brings each client's limit to what the solver found.
+//! - `bounds`: what rules and environments leave a client.
 //! - `request`: allocations that need a higher limit.
-//! - `remeasure`: limit requests that are refused only after another measurement.
-//! - `group`: limits that a rule sets for a group of clients.
-//! - `client`: limits that a client sets for itself by its environment.
+//! - `held`: requests that wait for a measurement.
+//!
+//! The quota knows demands, limits and requests. What a GPU has room for it asks [`Capacities`], and what rules say [`Rules`].
 
-pub(crate) mod client;
-pub(crate) mod group;
-pub(crate) mod limit;
-pub(crate) mod limit_state;
-pub(crate) mod remeasure;
-pub(crate) mod request;
-pub(crate) mod solver;
+mod balance;
+mod bounds;
+mod held;
+mod host;
+mod limit;
+mod request;
+mod solver;
+
+pub(crate) use balance::FIRST_LIMIT_TIMEOUT;
+pub(crate) use limit::Limit;
+
+use crate::{api::*, effects::Effects, rules::Rules};
+use held::HeldRequest;
+use host::Host;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A new limit is sent when it differs by more: the driver's own granularity.
+const LIMIT_STEP: u64 = 2 << 20;
+
+/// What the quota has to know of a GPU. It is asked at each decision, since contexts and other programs come and go.
+pub(crate) trait Capacities {
+    /// The size of the GPU.
+    fn total(&self, gpu: GpuId) -> u64;
+    /// Bytes that limits can count on there.
+    fn offer(&self, gpu: GpuId) -> u64;
+    /// Bytes that limits could count on if no other program used the GPU; `None` where measurements say nothing.
+    fn offer_at_best(&self, gpu: GpuId) -> Option<u64>;
+    /// What a context counts for until it has been measured.
+    fn context(&self, gpu: GpuId) -> u64;
+    /// Whether clients wait there to create a context, and so for their first limit.
+    fn is_attaching(&self, gpu: GpuId) -> bool;
+}
+
+/// What decisions depend on besides the quota's own state.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'a> {
+    pub now: Time,
+    pub rules: &'a Rules,
+    pub gpus: &'a dyn Capacities,
+}
+
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Quota {
+    gpus: BTreeMap<GpuId, GpuLimits>,
+    host: Host,
+    /// Clients whose process is stopped: they acknowledge nothing.
+    stopped: BTreeSet<ClientId>,
+}
+
+/// The limits on one GPU, and their sums.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+struct GpuLimits {
+    clients: BTreeMap<ClientId, ClientLimit>,
+    held_requests: BTreeMap<ClientId, HeldRequest>,
+    /// Σ committed, and its part for each group.
+    committed: u64,
+    by_group: BTreeMap<GroupId, u64>,
+    /// The part of `committed` that exceeds what the GPU offers; and of Σ max(demand, offer).
+    in_host: u64,
+    most_in_host: u64,
+    /// The offer for which `most_in_host` was computed; `None`: a client or a demand has changed since.
+    summed_for: Option<u64>,
+    /// The offer and the number of clients when limits were last solved.
+    solved_for: Option<(u64, usize)>,
+}
+
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+struct ClientLimit {
+    limit: Limit,
+    /// The size of its context, once that was measured.
+    context: Option<u64>,
+    /// It has been sent a limit: its context may exist.
+    is_told: bool,
+}
+
+impl GpuLimits {
+    /// Follows a change of one client's committed bytes.
+    fn count(&mut self, group: Option<GroupId>, before: u64, after: u64) {
+        self.committed = self.committed - before + after;
+        self.count_for(group, before, after);
+    }
+
+    fn count_for(&mut self, group: Option<GroupId>, before: u64, after: u64) {
+        let Some(group) = group else { return };
+        let sum = self.by_group.entry(group).or_default();
+        *sum = *sum - before + after;
+        if *sum == 0 {
+            self.by_group.remove(&group);
+        }
+    }
+}
+
+impl Quota {
+    pub fn gpu_found(&mut self, id: GpuId) {
+        self.gpus.entry(id).or_default();
+    }
+
+    /// A client is about to use a GPU.
+    pub fn attach(&mut self, client: ClientId, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.clients.entry(client).or_default();
+        gpu.summed_for = None;
+    }
+
+    pub fn detach(&mut self, client: ClientId, id: GpuId, rules: &Rules) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(entry) = gpu.clients.remove(&client) else { return };
+        gpu.count(rules.group(client), entry.limit.counted, 0);
+        gpu.held_requests.remove(&client);
+        gpu.summed_for = None;
+    }
+
+    pub fn disconnected(&mut self, client: ClientId) {
+        self.stopped.remove(&client);
+    }
+
+    pub fn set_stopped(&mut self, client: ClientId, is_stopped: bool) {
+        if is_stopped {
+            self.stopped.insert(client);
+        } else {
+            self.stopped.remove(&client);
+        }
+    }
+
+    /// A client that has been in no group is a member of one now (`Some`), or is about to leave the one it is in (`None`):
+    /// the sums follow.
+    pub fn count_member(&mut self, client: ClientId, group: GroupId, joins: bool) {
+        for gpu in self.gpus.values_mut() {
+            let counted = gpu.clients.get(&client).map_or(0, |entry| entry.limit.counted);
+            match joins {
+                true => gpu.count_for(Some(group), 0, counted),
+                false => gpu.count_for(Some(group), counted, 0),
+            }
+        }
+    }
+
+    /// A client may create its context: it is told its limit.
+    pub fn admit(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
+        if let Some(entry) = self.entry_mut(client, id) {
+            entry.is_told = true;
+        }
+        self.tell(cx, fx, client, id);
+    }
+
+    /// A client reports its demand, and the newest limit that is in effect.
+    pub fn reported(&mut self, cx: Context, client: ClientId, id: GpuId, ack: u32, demand: u64) {
+        let Some(limit) = self.entry_mut(client, id).map(|entry| &mut entry.limit) else { return };
+        let (committed, needed) = (limit.committed(), limit.demand());
+        let fell = limit.reported(ack, demand);
+        let (rose, needs_another) = (limit.committed() > committed, demand != needed);
+        if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
+            gpu.summed_for = None;
+        }
+        if fell || rose {
+            self.recommit(cx, client, id);
+            self.host.loosened();
+            self.mark_bounded_changed(cx, client, id);
+        } else if needs_another {
+            self.host.is_needed_less();
+            if self.is_awaited(cx, client, id) {
+                self.mark_bounded_changed(cx, client, id);
+            }
+        }
+    }
+
+    /// Contexts were measured.
+    pub fn contexts_measured(&mut self, cx: Context, id: GpuId, sizes: &BTreeMap<ClientId, u64>) {
+        for (client, bytes) in sizes {
+            let Some(entry) = self.entry_mut(*client, id) else { continue };
+            if entry.context.is_none_or(|before| before.abs_diff(*bytes) > LIMIT_STEP) {
+                entry.context = Some(*bytes);
+                self.mark_bounded_changed(cx, *client, id);
+            }
+        }
+    }
+
+    pub fn host_memory(&mut self, bytes: u64) {
+        self.host.found(bytes);
+    }
+
+    /// Limits on that GPU are computed again.
+    pub fn mark_changed(&mut self, id: GpuId) {
+        self.host.mark_changed(id);
+    }
+
+    pub fn mark_all_changed(&mut self) {
+        self.host.mark_all_changed();
+    }
+
+    /// Whether limits have to be computed again.
+    pub fn has_changed(&self) -> bool {
+        self.host.has_changed()
+    }
+
+    /// A client's demand has changed, and with it what other members of its group can have.
+    fn mark_bounded_changed(&mut self, cx: Context, client: ClientId, id: GpuId) {
+        if cx.rules.is_bounded(client) {
+            self.host.mark_changed(id);
+        }
+    }
+
+    /// Whether a member of the client's group waits for a higher limit that the client's demand stands in the way of.
+    fn is_awaited(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
+        let everywhere = cx.rules.swap_max(client).is_some();
+        cx.rules.group_peers(client).any(|member| {
+            let mut limits = self.limits_of(member);
+            limits.any(|(other, limit)| limit.wanted.is_some() && (other == id || everywhere))
+        })
+    }
+
+    /// Brings the sums up to date with one client's limit.
+    fn recommit(&mut self, cx: Context, client: ClientId, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(limit) = gpu.clients.get_mut(&client).map(|entry| &mut entry.limit) else { return };
+        let committed = limit.committed();
+        let before = std::mem::replace(&mut limit.counted, committed);
+        gpu.count(cx.rules.group(client), before, committed);
+        self.count_in_host(cx, id);
+    }
+
+    fn entry_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLimit> {
+        self.gpus.get_mut(&id)?.clients.get_mut(&client)
+    }
+
+    fn entry(&self, client: ClientId, id: GpuId) -> Option<&ClientLimit> {
+        self.gpus.get(&id)?.clients.get(&client)
+    }
+
+    pub fn limit(&self, client: ClientId, id: GpuId) -> Option<&Limit> {
+        Some(&self.entry(client, id)?.limit)
+    }
+
+    /// A client's limits on all GPUs.
+    fn limits_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &Limit)> {
+        self.gpus.iter().filter_map(move |(id, gpu)| Some((*id, &gpu.clients.get(&client)?.limit)))
+    }
+
+    /// Σ committed on a GPU.
+    pub fn committed(&self, id: GpuId) -> u64 {
+        self.gpus.get(&id).map_or(0, |gpu| gpu.committed)
+    }
+
+    /// Bytes of host memory that limits may count on, if that is bounded; and that they count on.
+    pub fn host(&self) -> (Option<u64>, u64) {
+        (self.host.bytes(), self.host.committed)
+    }
+
+    /// Whether there is too little host memory for every client to have a whole GPU.
+    pub fn is_host_scarce(&self) -> bool {
+        self.host.is_scarce()
+    }
+}

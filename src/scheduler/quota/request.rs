@@ -3,19 +3,23 @@
 //!
 //! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for ever.
 
-use crate::{
-    api::*,
-    machine::{Client, Machine},
-    quota::limit::LIMIT_REQUEST_TIMEOUT,
-    quota::limit_state::Wanted,
-    quota::solver::{At, QuotaProblem, Target},
+use super::{
+    Context, Quota,
+    limit::Wanted,
+    solver::{At, QuotaProblem, Target},
 };
+use crate::{api::*, effects::Effects};
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
-/// A wish while all promises are weighed.
+/// How long a request waits for others to acknowledge lower limits, before it is denied. A driver that creates contexts for several
+/// programs at once may keep a process from answering for seconds.
+const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A request while all limits are computed.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LimitRequest {
+pub(super) struct LimitRequest {
     pub client: ClientId,
     pub gpu: GpuId,
     pub group: Option<GroupId>,
@@ -31,7 +35,7 @@ impl WaitOrder {
             // Of those that can be had, the one that leaves least.
             Self::BestFit => (u64::MAX - lacks, number),
             Self::MostRecent => (0, u64::MAX - number),
-            // The same for a wish whenever it is asked, so that nobody's chances change by asking.
+            // The same for a request each time, so that asking again improves no chances.
             Self::Random => (scattered(number), number),
         }
     }
@@ -44,188 +48,184 @@ fn scattered(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-impl Machine {
-    /// `hopes`: more than there is room for is refused only after another measurement.
-    pub(crate) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64, held_requests: bool) {
-        let (now, number) = (self.now, self.count());
-        let Some(capacity) = self.gpus.get(&id).map(|g| g.offer(&self.settings)) else { return };
-        // What its fellows have may become free, but not what it has itself.
-        let own = self.attachment(client, id).map_or(0, |attachment| self.context(attachment, id));
-        let max = self.memory_max(client, id).map(|max| max.saturating_sub(own));
-        let swap_max = self.swap_max(client);
-        let beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
-        let Some(limit_state) = self.attachment(client, id).map(|attachment| &attachment.limit_state) else { return };
-        // What it has already it may keep.
-        let never = if bytes <= limit_state.limit.max(limit_state.demand()) {
-            return self.tell_limit(client, id);
-        } else if held_requests && self.await_context_sample(client, id, bytes) {
-            return;
-        } else if beyond(self.client_bound(client, id)) || beyond(self.client_swap_max(client)) {
+impl Quota {
+    /// A client needs a higher limit. Returns whether that depends on a measurement that is to begin now.
+    #[must_use]
+    pub fn request(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId, bytes: u64) -> bool {
+        self.decide_request(cx, fx, client, id, bytes, true)
+    }
+
+    /// `may_hold`: what there is no room for is denied only after another measurement.
+    pub(super) fn decide_request(
+        &mut self,
+        cx: Context,
+        fx: &mut Effects,
+        client: ClientId,
+        id: GpuId,
+        bytes: u64,
+        may_hold: bool,
+    ) -> bool {
+        let number = fx.number();
+        let Some(limit) = self.limit(client, id) else { return false };
+        // Memory of other members may become free, but not the client's own context.
+        let own = self.context(cx, client, id);
+        let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(own));
+        let is_beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
+        // A client may keep what it has.
+        let never = if bytes <= limit.limit.max(limit.demand()) {
+            self.tell(cx, fx, client, id);
+            return false;
+        } else if may_hold && self.hold_for_context(cx, client, id, bytes) {
+            return self.schedule_samples(cx, fx, id);
+        } else if is_beyond(self.env_bound(cx, client, id)) || is_beyond(cx.rules.env_swap_max(client)) {
             Some(Denial::EnvLimit)
-        } else if beyond(max) {
+        } else if is_beyond(memory_max) {
             Some(Denial::MemoryMax)
-        } else if beyond(swap_max) {
+        } else if is_beyond(cx.rules.swap_max(client)) {
             Some(Denial::SwapMax)
-        } else if bytes > capacity {
-            if held_requests && self.await_sample(client, id, bytes) {
-                return;
+        } else if bytes > cx.gpus.offer(id) {
+            if may_hold && self.hold_for_room(cx, client, id, bytes) {
+                return self.schedule_samples(cx, fx, id);
             }
             Some(Denial::NoRoom)
         } else {
             None
         };
-        let Some(limit_state) = self.attachment_mut(client, id).map(|attachment| &mut attachment.limit_state) else {
-            return;
-        };
+        let Some(limit) = self.entry_mut(client, id).map(|entry| &mut entry.limit) else { return false };
         if let Some(why) = never {
-            limit_state.wanted = None;
-            self.out.push(Command::Denied { client, gpu: id, bytes, why });
+            limit.wanted = None;
+            fx.command(Command::Denied { client, gpu: id, bytes, why });
         } else {
-            // Who asks again keeps its place.
-            let fresh = Wanted { bytes, since: now, number, held: None };
-            limit_state.wanted = Some(limit_state.wanted.map_or(fresh, |before| Wanted { bytes, ..before }));
+            // A client that asks again keeps its place.
+            let fresh = Wanted { bytes, since: cx.now, number, held: None };
+            limit.wanted = Some(limit.wanted.map_or(fresh, |before| Wanted { bytes, ..before }));
             self.host.mark_all_changed();
         }
-    }
-
-    /// What happens to a wish of that client which cannot be had now: as it says itself, or else its rule.
-    fn on_full(&self, client: ClientId) -> OnMemoryFull {
-        let group = self.clients.get(&client).and_then(|state| self.groups.get(&state.group?));
-        let ruled = group.map_or(OnMemoryFull::Fail, |members| members.limits.on_memory_full);
-        match self.client_limits.get(&client).and_then(|own| own.waits) {
-            Some(false) => OnMemoryFull::Fail,
-            Some(true) if ruled == OnMemoryFull::Fail => OnMemoryFull::Wait(WaitOrder::default()),
-            Some(true) | None => ruled,
-        }
-    }
-
-    /// Whether that client's allocations wait where they cannot be had.
-    pub(crate) fn waits_for_memory(&self, client: ClientId) -> bool {
-        self.on_full(client) != OnMemoryFull::Fail
+        false
     }
 
     /// Grants what can be had, in order, and denies what cannot, unless that waits.
-    pub(crate) fn serve_limit_requests(
+    pub(super) fn serve_requests(
         &mut self,
+        cx: Context,
+        fx: &mut Effects,
         problem: &mut QuotaProblem,
         requests: Vec<LimitRequest>,
         budget: Option<u64>,
     ) -> Vec<At> {
         let mut granted = Vec::new();
-        // Where one waits that is served before all who came later.
+        // Groups of which a request waits that is served before all later ones.
         let mut held: BTreeMap<(GroupId, GpuId), Denial> = BTreeMap::new();
         self.host.awaited = false;
-        for waiting in self.in_order(problem, requests) {
-            let LimitRequest { client, gpu, group, wanted, at } = waiting;
-            let (waits, is_fifo) = match self.on_full(client) {
+        for request in in_order(cx, problem, requests) {
+            let LimitRequest { client, gpu, group, wanted, at } = request;
+            let (waits, is_fifo) = match cx.rules.on_memory_full(client) {
                 OnMemoryFull::Fail => (false, false),
                 OnMemoryFull::Wait(order) => (true, order == WaitOrder::Fifo),
             };
             let place = group.map(|group| (group, gpu)).filter(|_| is_fifo);
             if let Some(why) = place.and_then(|place| held.get(&place).copied()) {
-                self.hold_back(client, gpu, why);
+                self.hold_back(fx, client, gpu, why);
                 continue;
             }
             match problem.grant(at, wanted.bytes, budget) {
                 Ok(()) => granted.push(at),
-                // What it does not allow itself nobody else can give it.
+                // No other client can give what the client's own environment denies it.
                 Err(why) if waits && why != Denial::EnvLimit => {
                     held.extend(place.map(|place| (place, why)));
-                    self.hold_back(client, gpu, why);
+                    self.hold_back(fx, client, gpu, why);
                 }
-                Err(why) => self.deny(client, gpu, why),
+                Err(why) => self.deny(fx, client, gpu, why),
             }
         }
         granted
     }
 
-    /// By their numbers; but those of one group take each other's places, as its rule orders them.
-    fn in_order(&self, problem: &QuotaProblem, mut requests: Vec<LimitRequest>) -> Vec<LimitRequest> {
-        requests.sort_unstable_by_key(|waiting| waiting.wanted.number);
-        let mut groups: BTreeMap<GroupId, Vec<LimitRequest>> = BTreeMap::new();
-        let mut orders = BTreeMap::new();
-        for waiting in &requests {
-            let Some(group) = waiting.group else { continue };
-            if let OnMemoryFull::Wait(order) = self.on_full(waiting.client) {
-                groups.entry(group).or_default().push(*waiting);
-                orders.insert(group, order);
-            }
-        }
-        for (group, members) in &mut groups {
-            let order = orders.get(group).copied().unwrap_or_default();
-            let rank = |w: &LimitRequest| order.rank(w.wanted.number, problem.lacks(w.at, w.wanted.bytes));
-            members.sort_unstable_by_key(|waiting| Reverse(rank(waiting)));
-        }
-        let next = |waiting: LimitRequest| {
-            let waits = self.on_full(waiting.client) != OnMemoryFull::Fail;
-            let own = waiting.group.filter(|_| waits).and_then(|group| groups.get_mut(&group));
-            own.and_then(Vec::pop).unwrap_or(waiting)
-        };
-        requests.into_iter().map(next).collect()
-    }
-
-    /// A wish waits for what others have, and its client knows that.
-    fn hold_back(&mut self, client: ClientId, gpu: GpuId, why: Denial) {
+    /// A request waits for what others have, and its client is told so.
+    fn hold_back(&mut self, fx: &mut Effects, client: ClientId, gpu: GpuId, why: Denial) {
         self.host.awaited = true;
-        let wanted = self.attachment_mut(client, gpu).and_then(|attachment| attachment.limit_state.wanted.as_mut());
+        let wanted = self.entry_mut(client, gpu).and_then(|entry| entry.limit.wanted.as_mut());
         if wanted.is_some_and(|wanted| wanted.held.replace(why).is_none()) {
-            self.out.push(Command::Waiting { client, gpus: GpuSet::from([gpu]), why: WaitReason::Memory });
+            fx.command(Command::Waiting { client, gpus: GpuSet::from([gpu]), why: WaitReason::Memory });
         }
     }
 
-    /// Ends wishes that are fulfilled, or have waited for too long.
-    pub(crate) fn finish_limit_requests(&mut self, solved: &[Target]) {
-        let now = self.now;
-        let attachments = solved.iter().filter_map(|t| Some((t.client, t.gpu, self.attachment(t.client, t.gpu)?)));
-        let requests = attachments.filter_map(|(client, id, attachment)| {
-            let limit_state = &attachment.limit_state;
-            Some((client, id, limit_state.wanted?, limit_state.limit, limit_state.target))
+    /// Ends requests that are met, or have waited for too long.
+    pub(super) fn finish_requests(&mut self, cx: Context, fx: &mut Effects, solved: &[Target]) {
+        let requests = solved.iter().filter_map(|target| {
+            let limit = self.limit(target.client, target.gpu)?;
+            Some((target.client, target.gpu, limit.wanted?, limit.limit, limit.target))
         });
         for (client, id, wanted, limit, target) in requests.collect::<Vec<_>>() {
             let until = wanted.since + LIMIT_REQUEST_TIMEOUT;
-            let waits = self.on_full(client) != OnMemoryFull::Fail;
+            let waits = cx.rules.waits_for_memory(client);
             if wanted.bytes <= limit {
-                if let Some(attachment) = self.attachment_mut(client, id) {
-                    attachment.limit_state.wanted = None;
+                if let Some(entry) = self.entry_mut(client, id) {
+                    entry.limit.wanted = None;
                 }
-            } else if waits && (wanted.bytes <= target || !self.is_last_of_all(client, wanted.held)) {
-                continue; // those who can free something will, or have, and only have to take notice
-            } else if until <= now {
-                let is_full = self.group_room(client, id).is_none_or(|room| room < wanted.bytes - limit);
-                self.deny(client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
+            } else if waits && (wanted.bytes <= target || !self.is_last_of_all(cx, client, wanted.held)) {
+                continue; // clients that can free something will, or have, and only have to acknowledge it
+            } else if until <= cx.now {
+                let is_full = self.group_room(cx, client, id).is_none_or(|room| room < wanted.bytes - limit);
+                self.deny(fx, client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
             } else {
-                self.solve_at(until);
+                self.balance_at(cx, fx, until);
             }
         }
     }
 
-    /// Whether all who have memory that this wish could be given wait themselves, and it is the newest of theirs.
-    fn is_last_of_all(&self, client: ClientId, held: Option<Denial>) -> bool {
-        let wanted = |state: &Client| {
-            let requests = state.attachments.values().filter_map(|attachment| attachment.limit_state.wanted);
+    /// Whether all clients that have memory which this request could be given wait themselves, and it is the newest request of
+    /// theirs.
+    fn is_last_of_all(&self, cx: Context, client: ClientId, held: Option<Denial>) -> bool {
+        let newest = |client: ClientId| {
+            let requests = self.limits_of(client).filter_map(|(_, limit)| limit.wanted);
             requests.max_by_key(|wanted| wanted.number)
         };
-        let has_some =
-            |state: &Client| state.attachments.values().any(|attachment| attachment.limit_state.demand() > 0);
-        let Some(own) = self.clients.get(&client) else { return false };
-        let number = wanted(own).map(|wanted| wanted.number);
-        let (mut group, mut everybody) = (true, true);
-        let others = self.clients.iter().filter(|(other, state)| **other != client && has_some(state));
-        for (_, state) in others {
-            let newest = wanted(state).filter(|wanted| Some(wanted.number) < number);
-            everybody &= newest.is_some();
-            // What a fellow waits for may come from others.
-            let is_same_owner = state.group == own.group && own.group.is_some();
-            group &= !is_same_owner || newest.is_some_and(|wanted| wanted.held != Some(Denial::NoRoom));
-            if !(group || everybody) {
+        let number = newest(client).map(|wanted| wanted.number);
+        let group = cx.rules.group(client);
+        let (mut of_group, mut of_all) = (true, true);
+        let clients: BTreeSet<ClientId> = self.gpus.values().flat_map(|gpu| gpu.clients.keys().copied()).collect();
+        let has_some = |client: &ClientId| self.limits_of(*client).any(|(_, limit)| limit.demand() > 0);
+        for other in clients.into_iter().filter(|other| *other != client && has_some(other)) {
+            let newest = newest(other).filter(|wanted| Some(wanted.number) < number);
+            of_all &= newest.is_some();
+            // What another member waits for may come from outside the group.
+            let is_member = group.is_some() && cx.rules.group(other) == group;
+            of_group &= !is_member || newest.is_some_and(|wanted| wanted.held != Some(Denial::NoRoom));
+            if !(of_group || of_all) {
                 return false;
             }
         }
-        everybody || (group && held != Some(Denial::NoRoom))
+        of_all || (of_group && held != Some(Denial::NoRoom))
     }
 
-    fn deny(&mut self, client: ClientId, id: GpuId, why: Denial) {
-        let Some(wanted) = self.attachment_mut(client, id).and_then(|s| s.limit_state.wanted.take()) else { return };
-        self.out.push(Command::Denied { client, gpu: id, bytes: wanted.bytes, why });
+    fn deny(&mut self, fx: &mut Effects, client: ClientId, id: GpuId, why: Denial) {
+        let Some(wanted) = self.entry_mut(client, id).and_then(|entry| entry.limit.wanted.take()) else { return };
+        fx.command(Command::Denied { client, gpu: id, bytes: wanted.bytes, why });
     }
+}
+
+/// By their numbers; but those of one group take each other's places, as its rule orders them.
+fn in_order(cx: Context, problem: &QuotaProblem, mut requests: Vec<LimitRequest>) -> Vec<LimitRequest> {
+    requests.sort_unstable_by_key(|waiting| waiting.wanted.number);
+    let mut groups: BTreeMap<GroupId, Vec<LimitRequest>> = BTreeMap::new();
+    let mut orders = BTreeMap::new();
+    for waiting in &requests {
+        let Some(group) = waiting.group else { continue };
+        if let OnMemoryFull::Wait(order) = cx.rules.on_memory_full(waiting.client) {
+            groups.entry(group).or_default().push(*waiting);
+            orders.insert(group, order);
+        }
+    }
+    for (group, members) in &mut groups {
+        let order = orders.get(group).copied().unwrap_or_default();
+        let rank = |w: &LimitRequest| order.rank(w.wanted.number, problem.lacks(w.at, w.wanted.bytes));
+        members.sort_unstable_by_key(|waiting| Reverse(rank(waiting)));
+    }
+    let next = |waiting: LimitRequest| {
+        let waits = cx.rules.waits_for_memory(waiting.client);
+        let own = waiting.group.filter(|_| waits).and_then(|group| groups.get_mut(&group));
+        own.and_then(Vec::pop).unwrap_or(waiting)
+    };
+    requests.into_iter().map(next).collect()
 }

@@ -2,16 +2,13 @@
 //! fairness by water-filling. The level of the water is the *slack* that every client has beyond its demand, found by bisection,
 //! since the use of host memory grows with it. How limits get there is in `limit`.
 
-use crate::{
-    api::*,
-    machine::Machine,
-    quota::{limit::ACK_TIMEOUT, request},
-};
+use super::{Context, Quota, balance::ACK_TIMEOUT, request::LimitRequest};
+use crate::{api::*, effects::Effects};
 use std::collections::BTreeMap;
 
 /// What a client is to be promised on a GPU.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Target {
+pub(super) struct Target {
     pub client: ClientId,
     pub gpu: GpuId,
     pub bytes: u64,
@@ -23,7 +20,7 @@ pub(crate) struct Target {
 
 /// Where a promise is among those that are weighed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct At {
+pub(super) struct At {
     gpu: usize,
     quota: usize,
 }
@@ -85,7 +82,7 @@ struct Bound {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct QuotaProblem {
+pub(super) struct QuotaProblem {
     gpus: Vec<GpuQuota>,
     bounds: Vec<Bound>,
 }
@@ -189,12 +186,12 @@ impl QuotaProblem {
     }
 }
 
-impl Machine {
-    /// What each client is to have, those first that wish for something, in the order of their wishes. Denies wishes that
-    /// cannot be fulfilled. Without a budget, only for those whom a rule bounds.
-    pub(crate) fn solve_limits(&mut self, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
-        let (mut problem, wishes) = self.load(budget, ids);
-        let granted = self.serve_limit_requests(&mut problem, wishes, budget);
+impl Quota {
+    /// The target of each client, first of those that requested more, in the order of their requests. Denies requests that cannot be
+    /// met. Without a budget, only for clients with bounds.
+    pub(super) fn solve(&mut self, cx: Context, fx: &mut Effects, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
+        let (mut problem, requests) = self.load(cx, budget, ids);
+        let granted = self.serve_requests(cx, fx, &mut problem, requests, budget);
         problem.divide(&granted);
         let slack = problem.slack(budget);
         let target = |gpu: &GpuQuota, quota: &ClientQuota| Target {
@@ -209,61 +206,58 @@ impl Machine {
         first.chain(all).collect()
     }
 
-    /// What there is to weigh, and what is wished for.
-    fn load(&self, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<request::LimitRequest>) {
-        let now = self.now;
+    /// The problem as it is now, and the requests.
+    fn load(&self, cx: Context, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<LimitRequest>) {
         let mut problem = QuotaProblem::default();
-        let mut waiting = Vec::new();
+        let mut requests = Vec::new();
         // On each GPU, and over all of them.
         let mut bounds: BTreeMap<(Whose, Option<usize>), Bound> = BTreeMap::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let mut quotas = Vec::new();
-            let capacity = gpu.offer(&self.settings);
-            for client in &gpu.clients {
-                let Some(state) = self.clients.get(client) else { continue };
-                if budget.is_none() && !self.is_bounded(*client, id) {
+            let (capacity, total) = (cx.gpus.offer(id), cx.gpus.total(id));
+            for (client, limit) in gpu.clients.iter().map(|(client, entry)| (*client, &entry.limit)) {
+                if budget.is_none() && !cx.rules.is_bounded(client) {
                     continue;
                 }
-                let Some(limit_state) = state.attachments.get(&id).map(|s| &s.limit_state) else { continue };
                 let at = At { gpu: problem.gpus.len(), quota: quotas.len() };
-                // From one who does not answer nothing can be had.
-                let deaf = state.stopped
-                    || !limit_state.listens()
-                    || limit_state.lowered.is_some_and(|at| now.saturating_sub(at) >= ACK_TIMEOUT);
-                let floor = if deaf { limit_state.committed() } else { limit_state.demand() };
-                if let Some(wanted) = limit_state.wanted {
-                    waiting.push(request::LimitRequest { client: *client, gpu: id, group: state.group, wanted, at });
+                // A client that does not answer gives nothing back.
+                let deaf = self.stopped.contains(&client)
+                    || !limit.listens()
+                    || limit.lowered.is_some_and(|at| cx.now.saturating_sub(at) >= ACK_TIMEOUT);
+                let floor = if deaf { limit.committed() } else { limit.demand() };
+                let group = cx.rules.group(client);
+                if let Some(wanted) = limit.wanted {
+                    requests.push(LimitRequest { client, gpu: id, group, wanted, at });
                 }
-                let context = state.attachments.get(&id).map_or(0, |attachment| self.context(attachment, id));
                 for (max, why, own) in [
-                    (self.memory_max(*client, id), Denial::MemoryMax, context),
-                    (self.swap_max(*client), Denial::SwapMax, 0),
+                    (cx.rules.memory_max(client, total), Denial::MemoryMax, self.context(cx, client, id)),
+                    (cx.rules.swap_max(client), Denial::SwapMax, 0),
                 ] {
-                    let (Some(group), Some(max)) = (state.group, max) else { continue };
+                    let (Some(group), Some(max)) = (group, max) else { continue };
                     let gpu = (why == Denial::MemoryMax).then_some(at.gpu);
                     let bound =
                         bounds.entry((Whose::Group(group), gpu)).or_insert(Bound { max, why, quotas: Vec::new() });
                     bound.max = bound.max.saturating_sub(own);
                     bound.quotas.push(at);
                 }
-                if let Some(max) = self.client_swap_max(*client) {
+                if let Some(max) = cx.rules.env_swap_max(client) {
                     let fresh = Bound { max, why: Denial::EnvLimit, quotas: Vec::new() };
-                    bounds.entry((Whose::Client(*client), None)).or_insert(fresh).quotas.push(at);
+                    bounds.entry((Whose::Client(client), None)).or_insert(fresh).quotas.push(at);
                 }
-                let client_bound = self.client_bound(*client, id);
+                let env_bound = self.env_bound(cx, client, id);
                 quotas.push(ClientQuota {
-                    client: *client,
+                    client,
                     floor,
-                    base: limit_state.demand(),
-                    most: client_bound.map_or(capacity, |max| max.min(capacity)),
+                    base: limit.demand(),
+                    most: env_bound.map_or(capacity, |max| max.min(capacity)),
                     slack: u64::MAX,
                     cap: u64::MAX,
                     deaf,
-                    exact: client_bound.is_some(),
+                    exact: env_bound.is_some(),
                     bound: None,
                 });
             }
-            problem.gpus.push(GpuQuota { id, capacity, quotas, attaching: !gpu.attaching.is_empty() });
+            problem.gpus.push(GpuQuota { id, capacity, quotas, attaching: cx.gpus.is_attaching(id) });
         }
         problem.bounds = bounds.into_values().collect();
         for bound in &problem.bounds {
@@ -272,6 +266,6 @@ impl Machine {
                 quota.into_iter().for_each(|quota| quota.bound = Some(bound.max));
             }
         }
-        (problem, waiting)
+        (problem, requests)
     }
 }

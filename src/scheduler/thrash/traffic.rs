@@ -52,10 +52,10 @@ impl Machine {
 
     fn thrashing(&mut self, id: GpuId, change: Option<Change>) {
         let deadline = self.gpus.get(&id).and_then(|gpu| gpu.thrash.deadline(self.now));
-        self.timers.set(Wake::Thrash(id), deadline);
+        self.effects.wake(Wake::Thrash(id), deadline);
         if let Some(change) = change {
             let demand = self.demand_together(id);
-            self.out.push(Command::Thrashing { gpu: id, begins: change == Change::Begins, demand });
+            self.effects.command(Command::Thrashing { gpu: id, begins: change == Change::Begins, demand });
             self.touch(id);
         }
     }

@@ -1,8 +1,11 @@
 //! The state, and the dispatch of events. An event changes what it is about and marks the GPUs that it touches; then each marked GPU is
 //! settled.
 
+mod membership;
+
 use crate::{
     api::*,
+    effects::Effects,
     fairness::share::{Class, ShareOwner},
     fairness::usage::Usage,
     lock::corun::Utilization,
@@ -15,12 +18,10 @@ use crate::{
     memory::unevictable::Unevictable,
     placement::Placements,
     policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
-    quota::group::GroupState,
-    quota::limit::Host,
-    quota::limit_state::LimitState,
-    quota::remeasure::HeldRequest,
+    quota::Quota,
+    rules::Rules,
     thrash::Detector,
-    timers::{Timers, Wake},
+    timers::Wake,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -51,17 +52,10 @@ pub struct Machine {
     /// Since when a gang has held something without pause.
     #[serde(with = "crate::encoding::pairs")]
     pub(crate) gang_turns: BTreeMap<Gang, Time>,
-    /// Groups with members.
-    pub(crate) groups: BTreeMap<GroupId, GroupState>,
-    /// What clients say of themselves, where that is anything.
-    pub(crate) client_limits: BTreeMap<ClientId, EnvLimits>,
+    pub(crate) rules: Rules,
+    pub(crate) quota: Quota,
     pub(crate) places: Placements,
-    pub(crate) timers: Timers,
-    pub(crate) host: Host,
-    pub(crate) dirty: BTreeSet<GpuId>,
-    pub(crate) out: Vec<Command>,
-    /// Numbers arrivals and grants.
-    pub(crate) counter: u64,
+    pub(crate) effects: Effects,
 }
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
@@ -81,8 +75,6 @@ pub(crate) struct Gpu {
     pub ledger: Ledger,
     /// It is being measured what is there.
     pub asked: bool,
-    /// Wishes that wait for a measurement.
-    pub held_requests: BTreeMap<ClientId, HeldRequest>,
     /// Requests that want this GPU, in the order in which they are served.
     pub queue: BTreeSet<(QueueKey, Entity)>,
     /// Until when each party has had its share of this GPU, where that is not past.
@@ -103,16 +95,6 @@ pub(crate) struct Gpu {
     pub attaching: VecDeque<PendingContext>,
     pub deferred: usize,
     pub reservations: Vec<Reservation>,
-    /// The capacity, and how many clients there were, when promises were last weighed.
-    pub solved: Option<(u64, usize)>,
-    /// Σ promises; the part of it that is in the host then, and would be if everybody were promised all of this GPU.
-    pub committed: u64,
-    pub in_host: u64,
-    pub most_in_host: u64,
-    /// The capacity for which the last of these was summed up; None: who is here, or needs what, has changed since.
-    pub summed_for: Option<u64>,
-    /// Σ promises of each group that has clients here.
-    pub grouped: BTreeMap<GroupId, u64>,
     /// The capacity when it was last settled.
     pub capacity: u64,
     /// Whether a holder or the first in line lacks bytes: what becomes free is theirs.
@@ -152,7 +134,6 @@ pub(crate) struct Client {
     /// As it calls its gang; 0: it is in none, unless a rule says so.
     pub named: u64,
     pub user: UserId,
-    pub group: Option<GroupId>,
     pub stopped: bool,
     /// The waiting request that it is part of.
     pub waiting: Option<Entity>,
@@ -166,7 +147,6 @@ pub(crate) struct Client {
 pub(crate) struct Attachment {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
-    pub limit_state: LimitState,
     pub failures: Failures,
     /// When what it needs last grew, and whether it had grown shortly before that, too.
     pub grew: Option<Time>,
@@ -181,8 +161,6 @@ pub(crate) struct Attachment {
     /// scheduled around clears this.
     pub slow_to_drain: bool,
     pub drains: DrainTime,
-    /// The size of its context, once it was measured.
-    pub context: Option<u64>,
     /// When it was told to create its context, and when it first did something for which it must have one.
     pub attached: Option<Time>,
     pub used: Option<Time>,
@@ -196,6 +174,11 @@ pub(crate) struct Attachment {
 }
 
 impl Client {
+    /// Whether it has a lock or waits for one.
+    fn has_position(&self) -> bool {
+        self.waiting.is_some() || self.holds()
+    }
+
     pub(crate) fn holds(&self) -> bool {
         self.attachments.values().any(|attachment| attachment.hold.is_some())
     }
@@ -212,14 +195,10 @@ impl Machine {
             requests: BTreeMap::new(),
             gangs: BTreeMap::new(),
             gang_turns: BTreeMap::new(),
-            groups: BTreeMap::new(),
-            client_limits: BTreeMap::new(),
+            rules: Rules::default(),
+            quota: Quota::default(),
             places: Placements::default(),
-            timers: Timers::default(),
-            host: Host::default(),
-            dirty: BTreeSet::new(),
-            out: Vec::new(),
-            counter: 0,
+            effects: Effects::default(),
         }
     }
 
@@ -229,7 +208,7 @@ impl Machine {
 
     /// When it wants the next [`Event::Tick`], unless another event comes first.
     pub fn deadline(&self) -> Option<Time> {
-        self.timers.next()
+        self.effects.deadline()
     }
 
     pub fn settings(&self) -> &Settings {
@@ -241,7 +220,7 @@ impl Machine {
         self.now = self.now.max(now.min(MAX_TIME));
         // What happened goes before what is due: an answer that came just in time is an answer, and the dead are not asked.
         self.dispatch(event);
-        while let Some(wake) = self.timers.pop(self.now) {
+        while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
                 Wake::Gpu(gpu) => self.touch(gpu),
                 Wake::Client(client) => self.check(client),
@@ -250,20 +229,20 @@ impl Machine {
                 Wake::Verification(gpu) => self.expire_unverified(gpu),
                 Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),
                 Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
-                Wake::Limits => self.host.mark_all_changed(),
+                Wake::Limits => self.quota.mark_all_changed(),
                 Wake::Thrash(gpu) => self.look_at_traffic(gpu),
             }
         }
         loop {
-            while let Some(gpu) = self.dirty.pop_first() {
+            while let Some(gpu) = self.effects.take_touched() {
                 self.settle(gpu);
             }
-            if !self.host.has_changed() {
+            if !self.quota.has_changed() {
                 break;
             }
-            self.balance();
+            self.with_quota(Quota::balance);
         }
-        std::mem::take(&mut self.out)
+        self.effects.take_commands()
     }
 
     fn dispatch(&mut self, event: Event) {
@@ -274,12 +253,14 @@ impl Machine {
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
             Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
             Event::Measured { gpu, begun, free, found } => self.present(gpu, begun, free, &found),
-            Event::ContextSizes { gpu, bytes } => self.contexts(gpu, &bytes),
+            Event::ContextSizes { gpu, bytes } => {
+                self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
+            }
             Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
-            Event::HostMemory { bytes } => self.host_memory(bytes),
+            Event::HostMemory { bytes } => self.quota.host_memory(bytes),
             Event::Connected { client, gang, user } => self.connected(client, gang, user),
             Event::Groups { groups } => self.grouped(&groups),
-            Event::EnvLimits { client, limits } => self.set_client_limits(client, limits),
+            Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
             Event::Labels { labels } => self.places.label(&labels),
             Event::PlacementRequested { client, request } => self.give_place(client, &request),
             Event::PlacementTaken { client, from } => self.take_place(client, from),
@@ -298,7 +279,7 @@ impl Machine {
             }
             Event::LimitRequested { client, gpu, bytes } => {
                 self.alive(client);
-                self.request_limit(client, gpu, bytes, true);
+                self.request_limit(client, gpu, bytes);
             }
             Event::ReservationRequested { client, gpu, bytes } => {
                 self.alive(client);
@@ -343,7 +324,7 @@ impl Machine {
         if !(is_same && is_same_policy) {
             self.requeue_all();
         }
-        self.dirty.extend(self.gpus.keys().copied());
+        self.effects.touch_all(self.gpus.keys().copied());
         self.admit_needless();
     }
 
@@ -360,7 +341,6 @@ impl Machine {
                 clients: BTreeSet::new(),
                 ledger: Ledger::default(),
                 asked: false,
-                held_requests: BTreeMap::new(),
                 queue: BTreeSet::new(),
                 finish_tags: BTreeMap::new(),
                 used: BTreeMap::new(),
@@ -371,12 +351,6 @@ impl Machine {
                 attaching: VecDeque::new(),
                 deferred: 0,
                 reservations: Vec::new(),
-                solved: None,
-                committed: 0,
-                in_host: 0,
-                most_in_host: 0,
-                summed_for: None,
-                grouped: BTreeMap::new(),
                 capacity: 0,
                 lacking: false,
                 rate: FIRST_RATE,
@@ -385,48 +359,14 @@ impl Machine {
                 thrash: Detector::default(),
             })
             .total = total;
+        self.quota.gpu_found(id);
         self.touch(id);
-    }
-
-    fn connected(&mut self, id: ClientId, gang: u64, user: UserId) {
-        if self.clients.contains_key(&id) {
-            return;
-        }
-        self.clients.insert(
-            id,
-            Client {
-                gang: None,
-                named: gang,
-                user,
-                group: None,
-                stopped: false,
-                waiting: None,
-                attachments: BTreeMap::new(),
-                probed: None,
-            },
-        );
-        self.enter_gang(id, Gang::named(gang));
-    }
-
-    fn disconnected(&mut self, id: ClientId) {
-        let Some(client) = self.clients.get(&id) else { return };
-        let gpus: Vec<GpuId> = client.attachments.keys().copied().collect();
-        self.withdraw(id);
-        for gpu in gpus {
-            self.detach(id, gpu);
-        }
-        self.forget_client_limits(id);
-        self.leave_group(id);
-        self.leave_gang(id);
-        self.leave_place(id);
-        self.clients.remove(&id);
-        self.timers.set(Wake::Client(id), None);
     }
 
     /// That GPU is to be settled.
     pub(crate) fn touch(&mut self, gpu: GpuId) {
         if self.gpus.contains_key(&gpu) {
-            self.dirty.insert(gpu);
+            self.effects.touch(gpu);
         }
     }
 
@@ -451,7 +391,7 @@ impl Machine {
         let gpu = self.gpus.get_mut(&id)?;
         let result = gpu.ledger.change(client, change);
         if gpu.ledger.is_loosened() {
-            self.dirty.insert(id);
+            self.effects.touch(id);
         }
         result
     }
@@ -480,12 +420,7 @@ impl Machine {
         };
         gpu.ledger.set_state(client, now);
         if gpu.ledger.is_loosened() {
-            self.dirty.insert(id);
+            self.effects.touch(id);
         }
-    }
-
-    pub(crate) fn count(&mut self) -> u64 {
-        self.counter += 1;
-        self.counter
     }
 }

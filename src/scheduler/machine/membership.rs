@@ -1,0 +1,145 @@
+//! Clients that come and go, and what rules and environments say of them: the events that every component has to hear of.
+
+use super::{Client, Machine};
+use crate::{
+    api::*,
+    effects::Effects,
+    fairness::share::ShareOwner,
+    lock::gang::Gang,
+    memory::capacity::GpuCapacities,
+    quota::{self, Quota},
+    timers::Wake,
+};
+use std::collections::{BTreeMap, BTreeSet};
+
+impl Machine {
+    pub(super) fn connected(&mut self, id: ClientId, gang: u64, user: UserId) {
+        if self.clients.contains_key(&id) {
+            return;
+        }
+        let client = Client {
+            gang: None,
+            named: gang,
+            user,
+            stopped: false,
+            waiting: None,
+            attachments: BTreeMap::new(),
+            probed: None,
+        };
+        self.clients.insert(id, client);
+        self.enter_gang(id, Gang::named(gang));
+    }
+
+    pub(super) fn disconnected(&mut self, id: ClientId) {
+        let Some(client) = self.clients.get(&id) else { return };
+        let gpus: Vec<GpuId> = client.attachments.keys().copied().collect();
+        self.withdraw(id);
+        for gpu in gpus {
+            self.detach(id, gpu);
+        }
+        if self.rules.set_env(id, EnvLimits::default()) != EnvLimits::default() {
+            let owner = ShareOwner::Client(id);
+            for gpu in self.gpus.values_mut() {
+                gpu.finish_tags.remove(&owner);
+                gpu.used.remove(&owner);
+            }
+        }
+        self.leave_group(id);
+        self.quota.disconnected(id);
+        self.leave_gang(id);
+        self.leave_place(id);
+        self.clients.remove(&id);
+        self.effects.wake(Wake::Client(id), None);
+    }
+
+    /// What rules say of these clients from now on.
+    pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
+        let mut bounds_changed: BTreeSet<ClientId> = groups.keys().copied().collect();
+        let mut shares_changed = false;
+        // All clients change groups before any limit is computed: a member that came too early would be promised what others have.
+        for (client, group) in groups {
+            self.leave_group(*client);
+            if !self.clients.contains_key(client) {
+                continue;
+            }
+            let Some(group) = *group else {
+                self.gang_anew(*client);
+                continue;
+            };
+            let (before, now) = (self.rules.join(*client, group), group.limits);
+            self.quota.count_member(*client, group.id, true);
+            let memory = |limits: &RuleLimits| (limits.memory_max, limits.swap_max, limits.on_memory_full);
+            if memory(&before) != memory(&now) {
+                bounds_changed.extend(self.rules.members(group.id));
+            }
+            shares_changed |= before.share != now.share;
+            self.gang_anew(*client);
+            if before.gang != now.gang {
+                self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|other| self.gang_anew(other));
+            }
+        }
+        bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));
+        let has_position = |client: &ClientId| self.clients.get(client).is_some_and(Client::has_position);
+        if shares_changed || groups.keys().any(has_position) {
+            self.requeue_all();
+        }
+    }
+
+    fn leave_group(&mut self, client: ClientId) {
+        if let Some(group) = self.rules.group(client) {
+            self.quota.count_member(client, group, false);
+            self.rules.leave(client);
+        }
+    }
+
+    /// What a client's environment says from now on.
+    pub(super) fn set_env_limits(&mut self, client: ClientId, limits: EnvLimits) {
+        let Some(state) = self.clients.get(&client) else { return };
+        let has_position = state.has_position();
+        let before = self.rules.set_env(client, limits);
+        if before == limits {
+            return;
+        }
+        self.bounds_changed(client);
+        if has_position && before.time() != limits.time() {
+            self.requeue_all();
+        }
+    }
+
+    /// What a client may have of memory has changed: memory beyond that leaves, and the client is told. New limits follow.
+    fn bounds_changed(&mut self, client: ClientId) {
+        for id in self.quota.gpus_of(client) {
+            self.quota.mark_changed(id);
+            self.swap_surplus(client, id);
+            self.with_quota(|quota, cx, fx| quota.tell_again(cx, fx, client, id));
+        }
+    }
+
+    /// A client needs a higher limit.
+    pub(super) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+        if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {
+            self.measure(id);
+        }
+    }
+
+    /// A measurement that limit requests wait for is late.
+    pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
+        if let Some(gpu) = self.gpus.get_mut(&id) {
+            gpu.asked = false; // perhaps it will never be answered
+        }
+        if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
+            self.measure(id);
+        }
+    }
+
+    pub(crate) fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
+        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
+        let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
+        act(&mut self.quota, context, &mut self.effects)
+    }
+
+    pub(crate) fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
+        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
+        ask(&self.quota, quota::Context { now: self.now, rules: &self.rules, gpus: &gpus })
+    }
+}

@@ -1,0 +1,88 @@
+//! How many bytes of a GPU can be charged to clients: what is left beside the reserve, contexts and other programs.
+
+use crate::{api::*, machine::Gpu, quota::Capacities};
+use std::collections::BTreeMap;
+
+/// Of a small GPU, reserve and contexts take no larger part than one in so many: contexts are smaller there, too.
+const SMALLEST_PART: u64 = 16;
+/// No limit is higher (16 TiB), so that sums cannot overflow.
+const MOST: u64 = 1 << 44;
+
+impl Settings {
+    /// What a context counts for on a GPU of that size, until it has been measured.
+    pub fn context_on(&self, total: u64) -> u64 {
+        self.context.min(total / SMALLEST_PART)
+    }
+}
+
+impl Gpu {
+    /// Bytes that no client gets.
+    pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
+        settings.reserve.min(self.total / SMALLEST_PART)
+    }
+
+    /// Fewer unverified bytes of a client than these are taken to be its context.
+    pub(crate) fn ignored_unverified(&self) -> u64 {
+        self.total / SMALLEST_PART
+    }
+
+    /// Bytes for so many contexts that were not measured.
+    pub(crate) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
+        settings.context_on(self.total).saturating_mul(count as u64)
+    }
+
+    /// Bytes that may be charged to clients.
+    pub(crate) fn capacity(&self, settings: &Settings) -> u64 {
+        self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond))
+    }
+
+    /// The same without what one client may try to map besides.
+    pub(crate) fn usable(&self, settings: &Settings) -> u64 {
+        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
+    }
+
+    pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
+        self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
+    }
+
+    /// Overhead as it would be if the GPU were large enough: the capacity cannot fall below 0 and hides the rest.
+    pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
+        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.deferred));
+        self.measured.unwrap_or(0).saturating_add(contexts)
+    }
+
+    /// Bytes that are neither charged nor reserved.
+    pub(crate) fn free(&self, settings: &Settings) -> u64 {
+        let kept = self.reservations.iter().fold(0u64, |sum, reservation| sum.saturating_add(reservation.secured));
+        self.capacity(settings).saturating_sub(self.ledger.charged()).saturating_sub(kept)
+    }
+}
+
+/// The GPUs, as the quota sees them.
+pub(crate) struct GpuCapacities<'a> {
+    pub gpus: &'a BTreeMap<GpuId, Gpu>,
+    pub settings: &'a Settings,
+}
+
+impl Capacities for GpuCapacities<'_> {
+    fn total(&self, gpu: GpuId) -> u64 {
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.total)
+    }
+
+    fn offer(&self, gpu: GpuId) -> u64 {
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.usable(self.settings).min(MOST))
+    }
+
+    fn offer_at_best(&self, gpu: GpuId) -> Option<u64> {
+        let gpu = self.gpus.get(&gpu).filter(|gpu| gpu.measured.is_some())?;
+        Some(gpu.total.saturating_sub(gpu.reserve(self.settings)))
+    }
+
+    fn context(&self, gpu: GpuId) -> u64 {
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.contexts(self.settings, 1))
+    }
+
+    fn is_attaching(&self, gpu: GpuId) -> bool {
+        self.gpus.get(&gpu).is_some_and(|gpu| !gpu.attaching.is_empty())
+    }
+}

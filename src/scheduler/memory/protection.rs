@@ -1,0 +1,65 @@
+//! Memory that rules keep on the GPU (`memory-low`), and memory beyond what rules allow, which leaves it.
+
+use crate::{api::*, machine::Machine};
+use std::collections::BTreeMap;
+
+impl Machine {
+    /// Bytes that the client's group may have on a GPU; `None`: it is in none, or there is no bound.
+    pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.rules.memory_max(client, self.gpus.get(&id)?.total)
+    }
+
+    /// The lowest of all bounds on the client's memory on a GPU, whether it uses that GPU or not.
+    pub fn lowest_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.rules.lowest_max(client, self.gpus.get(&id)?.total)
+    }
+
+    /// What the client's environment allows it on a GPU, its context included.
+    pub fn env_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        self.rules.env_memory_max(client, self.gpus.get(&id)?.total)
+    }
+
+    /// Whether a client gets nothing on a GPU that is free: it does not run there, and it or its group has too much.
+    pub(crate) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
+        let Some(state) = self.clients.get(&client) else { return false };
+        let wants = state.waiting.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
+        let holds = state.attachments.get(&id).is_some_and(|attachment| attachment.hold.is_some());
+        let uses = holds || wants.is_some_and(|wants| wants.contains(&id));
+        !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))
+    }
+
+    /// Has memory beyond the limit of a client or its group leave the GPU, from a client that does not run there now. Clients
+    /// that run have what they need.
+    pub(crate) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
+        if !self.is_over_limit(client, id) {
+            return;
+        }
+        let Some(account) = self.account(client, id) else { return };
+        let allowance = |client| self.account(client, id).map_or(0, |account| account.allowance);
+        let surplus = self.ask_quota(|quota, cx| quota.surplus(cx, client, id, allowance));
+        let take = account.evictable().min(surplus);
+        if take > 0 {
+            self.allow(client, id, account.allowance - take);
+            self.check(client);
+        }
+    }
+
+    /// For each group that a rule protects there: what it has beyond that.
+    pub(crate) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
+        let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
+        let protected = self.rules.groups().filter_map(|(group, limits)| {
+            let low = limits.memory_low?;
+            let accounts = self.rules.members(group).filter_map(|client| gpu.ledger.account(client));
+            let has = accounts.fold(0u64, |sum, account| sum.saturating_add(account.allowance));
+            Some((group, has.saturating_sub(low.on(gpu.total).unwrap_or(u64::MAX))))
+        });
+        protected.collect()
+    }
+
+    /// Bytes of a client for which its environment waives the protection of its group.
+    pub(crate) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
+        let low = self.rules.env(client).and_then(|limits| limits.memory_low?.on(self.gpus.get(&id)?.total));
+        let has = self.account(client, id).map_or(0, |account| account.allowance);
+        low.map_or(0, |low| has.saturating_sub(low))
+    }
+}

@@ -1,0 +1,167 @@
+//! Brings each client's limit to what the solver found: limits that are too high are lowered first, and others rise as clients
+//! acknowledge the lower ones.
+
+use super::{Context, LIMIT_STEP, Quota, limit::Limit, solver::Target};
+use crate::{api::*, effects::Effects, timers::Wake};
+use std::time::Duration;
+
+/// How long a client that attaches waits for others to acknowledge lower limits, before it is told a lower limit itself.
+pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
+/// A client that has not acknowledged a limit for so long keeps what it had.
+pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
+
+impl Quota {
+    /// Takes notice of what a GPU offers, and of how many clients it has.
+    pub fn note_offer(&mut self, cx: Context, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let offer = cx.gpus.offer(id);
+        if gpu.summed_for.replace(offer) != Some(offer) {
+            // By demands, never by limits: those follow from this.
+            let needs = gpu.clients.values().map(|entry| entry.limit.demand().max(offer));
+            let most = needs.fold(0, u64::saturating_add).saturating_sub(offer);
+            self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
+            gpu.most_in_host = most;
+        }
+        let clients = gpu.clients.len();
+        if gpu.solved_for.is_none_or(|(bytes, count)| count != clients || bytes.abs_diff(offer) > LIMIT_STEP) {
+            gpu.solved_for = Some((offer, clients));
+            self.host.mark_changed(id);
+        }
+        self.count_in_host(cx, id);
+        self.host.check_scarcity();
+    }
+
+    /// Brings the host's sum up to date with one GPU.
+    pub(super) fn count_in_host(&mut self, cx: Context, id: GpuId) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let excess = gpu.committed.saturating_sub(cx.gpus.offer(id));
+        self.host.committed = self.host.committed - gpu.in_host + excess;
+        gpu.in_host = excess;
+    }
+
+    /// Computes limits again: lowers those that are above a client's part, and raises others as far as there is room.
+    pub fn balance(&mut self, cx: Context, fx: &mut Effects) {
+        let (changed, was_scarce) = self.host.take_changed();
+        let budget = self.host.budget();
+        // Some bounds span all GPUs, and so may waiting requests.
+        let all = was_scarce || budget.is_some() || cx.rules.bound_swap() || self.host.awaited;
+        let ids = match changed {
+            Some(changed) if !all => changed,
+            _ => self.gpus.keys().copied().collect(),
+        };
+        let targets = match budget {
+            Some(_) => self.solve(cx, fx, budget, &ids),
+            None => {
+                let bounded = if cx.rules.bound_memory() { self.solve(cx, fx, None, &ids) } else { Vec::new() };
+                bounded.into_iter().chain(self.unbounded_targets(cx, &ids)).collect()
+            }
+        };
+        for lower in [true, false] {
+            for target in &targets {
+                self.approach(cx, fx, target, lower);
+            }
+        }
+        if self.host.is_scarce() || was_scarce || !cx.rules.are_none() {
+            self.finish_requests(cx, fx, &targets);
+        }
+        // Clients that attach wait to be told.
+        fx.touch_all(targets.iter().map(|target| target.gpu).filter(|id| cx.gpus.is_attaching(*id)));
+    }
+
+    /// With enough host memory, clients without bounds can have all that their GPU offers.
+    fn unbounded_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
+        let mut all = Vec::new();
+        for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
+            let bytes = cx.gpus.offer(id);
+            let free = gpu.clients.keys().filter(|client| !cx.rules.is_bounded(**client));
+            all.extend(free.map(|client| Target { client: *client, gpu: id, bytes, exact: false, bound: None }));
+        }
+        all
+    }
+
+    /// Takes one limit towards its target, down or up.
+    fn approach(&mut self, cx: Context, fx: &mut Effects, target: &Target, lower: bool) {
+        let Target { client, gpu: id, bytes: target, exact, bound } = *target;
+        let scarce = self.host.is_scarce();
+        let (room, step) = (self.committable(cx, id), if exact { 0 } else { LIMIT_STEP });
+        let in_group = self.room_within(cx, client, id, bound);
+        let Some(entry) = self.entry_mut(client, id) else { return };
+        let (told, limit) = (entry.is_told, &mut entry.limit);
+        limit.target = target;
+        let near = limit.limit.abs_diff(target) <= step;
+        let room = in_group.map(|left| left.min(room));
+        let bytes = match limit.wanted {
+            _ if lower => {
+                if target > limit.limit || near || !limit.listens() {
+                    return;
+                }
+                target
+            }
+            // All or nothing.
+            Some(wanted) if wanted.bytes > limit.limit => {
+                let Some(room) = room else { return };
+                let reach = target.min(limit.committed().saturating_add(room));
+                if reach < wanted.bytes {
+                    return;
+                }
+                reach
+            }
+            _ => {
+                let Some(room) = room else { return };
+                let reach = target.min(limit.committed().saturating_add(room));
+                let is_more = reach / LIMIT_STEP > limit.limit / LIMIT_STEP;
+                if near || !is_more || reach <= limit.limit.saturating_add(step) {
+                    return;
+                }
+                reach
+            }
+        };
+        limit.set(cx.now, bytes, told);
+        if limit.lowered == Some(cx.now) && (scarce || cx.rules.is_bounded(client)) {
+            self.balance_at(cx, fx, cx.now + ACK_TIMEOUT);
+        }
+        self.recommit(cx, client, id);
+        if told {
+            self.tell(cx, fx, client, id);
+        }
+    }
+
+    /// Bytes by which limits on that GPU can rise in all.
+    fn committable(&self, cx: Context, id: GpuId) -> u64 {
+        let Some(budget) = self.host.budget() else { return u64::MAX };
+        let here = self.gpus.get(&id).map_or(0, |gpu| cx.gpus.offer(id).saturating_sub(gpu.committed));
+        here.saturating_add(budget.saturating_sub(self.host.committed))
+    }
+
+    /// Limits are computed again at that time at the latest.
+    pub(super) fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
+        let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
+        fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
+    }
+
+    /// Whether a client that attaches has a limit that is close to its target.
+    pub fn has_first_limit(&self, client: ClientId, id: GpuId) -> bool {
+        let is_there = |limit: &Limit| limit.seq > 0 && limit.limit.saturating_add(LIMIT_STEP) >= limit.target;
+        self.limit(client, id).is_some_and(is_there)
+    }
+
+    /// Sends a client its limit.
+    pub fn tell(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
+        let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id).cloned() else { return };
+        let spare = if self.host.is_scarce() { 0 } else { u64::MAX };
+        let (most, max) = (cx.gpus.offer(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
+        fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
+    }
+
+    /// The same for a client that has been told of a limit before: its bounds changed.
+    pub fn tell_again(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
+        if self.entry(client, id).is_some_and(|entry| entry.is_told) {
+            self.tell(cx, fx, client, id);
+        }
+    }
+
+    /// GPUs that a client has attached.
+    pub fn gpus_of(&self, client: ClientId) -> GpuSet {
+        self.limits_of(client).map(|(id, _)| id).collect()
+    }
+}

@@ -1,0 +1,189 @@
+//! What rules and environments say: which group a client is in, what the group's rule allows it, and what the client's own environment
+//! asks for. Plain data: quota, fairness and gangs read it, and each keeps what follows for it.
+//!
+//! Limits from a client's environment apply beside those of its group's rule and only tighten them: no client gains by them, and
+//! no other client loses.
+
+use crate::api::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A group that has members.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+struct GroupRule {
+    limits: RuleLimits,
+    members: BTreeSet<ClientId>,
+}
+
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Rules {
+    groups: BTreeMap<GroupId, GroupRule>,
+    group_of: BTreeMap<ClientId, GroupId>,
+    /// Of clients whose environment sets any.
+    env: BTreeMap<ClientId, EnvLimits>,
+}
+
+impl EnvLimits {
+    /// What is left of a group's share.
+    pub(crate) fn tighten(&self, share: Share) -> Share {
+        let weight = self.weight.map_or(share.weight, |weight| weight.min(share.weight));
+        Share {
+            weight,
+            // An idle client has no minimum.
+            min: if weight == 0 { 0 } else { share.min },
+            max: self.time_max.min(share.max),
+            priority: self.priority.map_or(share.priority, |priority| priority.min(share.priority)),
+            interactive: share.interactive && !self.batch,
+        }
+    }
+
+    /// Whether they can put a client into another class than its group.
+    fn makes_classes(&self) -> bool {
+        self.weight == Some(0) || self.priority.is_some() || self.batch
+    }
+
+    fn is_bounded(&self) -> bool {
+        self.memory_max != Amount::Infinity || self.swap_max.is_some()
+    }
+
+    /// The part that decides on a client's position in queues.
+    pub(crate) fn time(&self) -> (Option<u16>, u8, Option<i8>, bool) {
+        (self.weight, self.time_max, self.priority, self.batch)
+    }
+}
+
+impl Rules {
+    /// Takes a client out of its group.
+    pub fn leave(&mut self, client: ClientId) {
+        let Some(group) = self.group_of.remove(&client) else { return };
+        if let Some(rule) = self.groups.get_mut(&group) {
+            rule.members.remove(&client);
+            if rule.members.is_empty() {
+                self.groups.remove(&group);
+            }
+        }
+    }
+
+    /// Puts a client, which is in no group, into one. What the group says holds for all members from now on. Returns what held
+    /// before.
+    pub fn join(&mut self, client: ClientId, Group { id, limits }: Group) -> RuleLimits {
+        self.group_of.insert(client, id);
+        let rule = self.groups.entry(id).or_default();
+        rule.members.insert(client);
+        std::mem::replace(&mut rule.limits, limits)
+    }
+
+    /// Sets what a client's environment says. Returns what it said before.
+    pub fn set_env(&mut self, client: ClientId, limits: EnvLimits) -> EnvLimits {
+        let before = self.env.remove(&client).unwrap_or_default();
+        if limits != EnvLimits::default() {
+            self.env.insert(client, limits);
+        }
+        before
+    }
+
+    pub fn group(&self, client: ClientId) -> Option<GroupId> {
+        self.group_of.get(&client).copied()
+    }
+
+    pub fn limits(&self, group: GroupId) -> Option<&RuleLimits> {
+        Some(&self.groups.get(&group)?.limits)
+    }
+
+    /// What the rule of a client's group says.
+    pub fn limits_of(&self, client: ClientId) -> Option<&RuleLimits> {
+        self.limits(self.group(client)?)
+    }
+
+    pub fn env(&self, client: ClientId) -> Option<&EnvLimits> {
+        self.env.get(&client)
+    }
+
+    pub fn members(&self, group: GroupId) -> impl Iterator<Item = ClientId> {
+        self.groups.get(&group).into_iter().flat_map(|rule| rule.members.iter().copied())
+    }
+
+    /// The members of a client's group, itself included; none where it is in no group.
+    pub fn group_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
+        self.group(client).into_iter().flat_map(|group| self.members(group))
+    }
+
+    pub fn groups(&self) -> impl Iterator<Item = (GroupId, &RuleLimits)> {
+        self.groups.iter().map(|(group, rule)| (*group, &rule.limits))
+    }
+
+    pub fn are_none(&self) -> bool {
+        self.groups.is_empty() && self.env.is_empty()
+    }
+
+    /// Clients whose environment sets limits.
+    pub fn with_env(&self) -> impl Iterator<Item = (ClientId, &EnvLimits)> {
+        self.env.iter().map(|(client, limits)| (*client, limits))
+    }
+
+    /// Whether clients can be of different classes.
+    pub fn have_classes(&self) -> bool {
+        self.groups.values().any(|rule| rule.limits.share.is_some()) || self.env.values().any(EnvLimits::makes_classes)
+    }
+
+    /// Whether any rule or environment bounds memory: on a GPU, or over all.
+    pub fn bound_memory(&self) -> bool {
+        let is_bounded = |limits: &RuleLimits| limits.memory_max != Amount::Infinity || limits.swap_max.is_some();
+        self.groups().any(|(_, limits)| is_bounded(limits)) || self.env.values().any(EnvLimits::is_bounded)
+    }
+
+    /// Whether any bounds memory over all GPUs.
+    pub fn bound_swap(&self) -> bool {
+        self.groups().any(|(_, limits)| limits.swap_max.is_some())
+            || self.env.values().any(|limits| limits.swap_max.is_some())
+    }
+
+    /// Whether a rule or its environment bounds the memory of a client.
+    pub fn is_bounded(&self, client: ClientId) -> bool {
+        let by_rule = self
+            .limits_of(client)
+            .is_some_and(|limits| limits.memory_max != Amount::Infinity || limits.swap_max.is_some());
+        by_rule || self.env(client).is_some_and(EnvLimits::is_bounded)
+    }
+
+    /// Bytes that a client's group may have on a GPU of that size.
+    pub fn memory_max(&self, client: ClientId, total: u64) -> Option<u64> {
+        self.limits_of(client)?.memory_max.on(total)
+    }
+
+    /// Bytes that it may have over all GPUs, since all of them may have to leave.
+    pub fn swap_max(&self, client: ClientId) -> Option<u64> {
+        self.limits_of(client)?.swap_max
+    }
+
+    /// Bytes that the client's environment allows it on a GPU of that size, its context included.
+    pub fn env_memory_max(&self, client: ClientId, total: u64) -> Option<u64> {
+        self.env(client)?.memory_max.on(total)
+    }
+
+    /// The same over all GPUs.
+    pub fn env_swap_max(&self, client: ClientId) -> Option<u64> {
+        self.env(client)?.swap_max
+    }
+
+    /// The lowest of all bounds on the client's memory on a GPU of that size.
+    pub fn lowest_max(&self, client: ClientId, total: u64) -> Option<u64> {
+        let rule = [self.memory_max(client, total), self.swap_max(client)];
+        let env = [self.env_memory_max(client, total), self.env_swap_max(client)];
+        rule.into_iter().chain(env).flatten().min()
+    }
+
+    /// What happens to an allocation of the client that exceeds what is there now: as its environment says, or else its rule.
+    pub fn on_memory_full(&self, client: ClientId) -> OnMemoryFull {
+        let rule = self.limits_of(client).map_or(OnMemoryFull::Fail, |limits| limits.on_memory_full);
+        match self.env(client).and_then(|limits| limits.waits) {
+            Some(false) => OnMemoryFull::Fail,
+            Some(true) if rule == OnMemoryFull::Fail => OnMemoryFull::Wait(WaitOrder::default()),
+            Some(true) | None => rule,
+        }
+    }
+
+    /// Whether allocations of the client wait for memory instead of failing.
+    pub fn waits_for_memory(&self, client: ClientId) -> bool {
+        self.on_memory_full(client) != OnMemoryFull::Fail
+    }
+}
