@@ -1,6 +1,6 @@
 //! Wake-ups, one for each reason. A wake-up that finds nothing to do is harmless, so none has to be cancelled exactly.
 
-use crate::{api::*, lock::queue::Entity};
+use crate::{api::*, lock::Entity};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]

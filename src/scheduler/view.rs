@@ -2,7 +2,7 @@
 
 use crate::{
     api::*,
-    lock::queue::Blocked,
+    lock::Blocked,
     machine::{Gpu, Machine},
 };
 use std::time::Duration;
@@ -149,14 +149,15 @@ impl Machine {
 
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
         let gpu = self.gpus.get(&id)?;
-        let holders = gpu.holders.values().filter_map(|client| {
-            let hold = self.attachment(*client, id)?.hold.as_ref()?;
-            Some(HolderView { client: *client, since: hold.since, state: self.state(*client, id) })
+        let holders = self.lock.holds_on(id).map(|(client, hold)| HolderView {
+            client,
+            since: hold.since,
+            state: self.state(client, id),
         });
-        let blocked = self.requests.iter().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| *entity);
-        let entities = gpu.queue.iter().map(|(_, entity)| *entity).chain(blocked);
+        let blocked = self.lock.requests().filter(|(_, r)| r.blocked.is_some()).map(|(entity, _)| entity);
+        let entities = self.lock.queue(id).map(|(_, entity)| entity).chain(blocked);
         let mut waiters = Vec::new();
-        for request in entities.filter_map(|entity| self.requests.get(&entity)) {
+        for request in entities.filter_map(|entity| self.lock.request(entity)) {
             let blocked = request.blocked.map(|why| match why {
                 Blocked::Pinned(_) => WaitReason::Pinned,
                 Blocked::Undrained => WaitReason::HolderStuck,
@@ -186,14 +187,15 @@ impl Machine {
 
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
-        let waiting = client.waiting.and_then(|entity| self.requests.get(&entity));
+        let waiting = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));
         let attachments = client.attachments.iter().filter_map(|(gpu, attachment)| {
-            let (account, limit) = (self.account(id, *gpu)?, self.quota.limit(id, *gpu)?);
+            let (account, limit, lock) =
+                (self.account(id, *gpu)?, self.quota.limit(id, *gpu)?, self.lock.of(id, *gpu)?);
             let present = account.frees.present();
             let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
             let waits = if wants { self.now.saturating_sub(since) } else { Duration::ZERO };
-            let holds = attachment.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
+            let holds = lock.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
             Some(AttachmentView {
                 gpu: *gpu,
                 engine: attachment.engine,
@@ -212,16 +214,16 @@ impl Machine {
                 unverified: account.unverified(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
                 failures: attachment.failures.in_a_row,
-                eviction_blocked: client.eviction_block(*gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
+                eviction_blocked: self.eviction_block(id, *gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
                 utilization: attachment.utilization.permille(),
-                grants: attachment.grants,
-                lock_time: attachment.lock_time + holds,
-                wait_time: attachment.wait_time + waits,
+                grants: lock.grants,
+                lock_time: lock.lock_time + holds,
+                wait_time: lock.wait_time + waits,
             })
         });
         Some(ClientView {
             client: id,
-            gang_peers: self.gang_peers(id).collect(),
+            gang_peers: self.lock.gang_peers(id).collect(),
             placed: self.places.of(id),
             stopped: client.stopped,
             attachments: attachments.collect(),
@@ -241,39 +243,33 @@ impl Machine {
 
     /// At a time that is not before the newest event's.
     pub fn turns(&self, id: ClientId, gpu: GpuId, now: Time) -> Option<Turns> {
-        let client = self.clients.get(&id)?;
-        let attachment = client.attachments.get(&gpu)?;
-        let request = client.waiting.and_then(|entity| self.requests.get(&entity));
+        let lock = self.lock.of(id, gpu)?;
+        let request = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));
         let request = request.filter(|r| r.wants.get(&id).is_some_and(|gpus| gpus.contains(&gpu)));
         let since = request.and_then(|r| r.since.get(&id));
         let until_now = |since: Time| now.saturating_sub(since);
         Some(Turns {
-            grants: attachment.grants,
-            lock_time: attachment.lock_time
-                + attachment.hold.as_ref().map_or(Duration::ZERO, |hold| until_now(hold.since)),
-            wait_time: attachment.wait_time,
+            grants: lock.grants,
+            lock_time: lock.lock_time + lock.hold.as_ref().map_or(Duration::ZERO, |hold| until_now(hold.since)),
+            wait_time: lock.wait_time,
             waits: since.map_or(Duration::ZERO, |since| until_now(*since)),
         })
     }
 
     /// Whether anybody has the lock of a GPU.
     pub fn is_held(&self, gpu: GpuId) -> bool {
-        self.gpus.get(&gpu).is_some_and(|gpu| !gpu.holders.is_empty())
+        self.lock.is_held(gpu)
     }
 
     fn state(&self, client: ClientId, id: GpuId) -> LockState {
-        let Some(attachment) = self.attachment(client, id) else { return LockState::Idle };
-        match &attachment.hold {
+        match self.lock.hold(client, id) {
             Some(hold) if hold.suspended => LockState::Suspended,
             Some(hold) if hold.revoked.is_none() => LockState::Holding,
             Some(hold) if hold.undrainable => LockState::Undrainable,
             Some(hold) if hold.stuck => LockState::Stuck,
             Some(_) => LockState::Revoking,
-            None => {
-                let entity = self.clients.get(&client).and_then(|c| c.waiting);
-                let wants = entity.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
-                if wants.is_some_and(|gpus| gpus.contains(&id)) { LockState::Waiting } else { LockState::Idle }
-            }
+            None if self.lock.waits_for(client, id) => LockState::Waiting,
+            None => LockState::Idle,
         }
     }
 }

@@ -12,8 +12,8 @@
 use crate::{
     api::*,
     fairness::share::ShareOwner,
-    lock::queue::{Entity, Hold, Request},
-    machine::{Machine, QueueKey},
+    lock::{Entity, Hold, QueueKey, Request},
+    machine::Machine,
     policy::{Runner, Waiter},
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -57,7 +57,7 @@ impl Machine {
             ..a
         });
         let Some(waiter) = waiter else { return (arrival, None) };
-        let several = wants.len() > 1 || self.entity(client).gang().is_some();
+        let several = wants.len() > 1 || self.lock.entity(client).gang().is_some();
         let waiter = Waiter { several, ..waiter };
         let patience = self.policy().patience(&self.settings, &waiter);
         let at = self.policy().place(&self.settings, arrival, &waiter);
@@ -70,7 +70,7 @@ impl Machine {
             return Time::ZERO;
         }
         let owner = self.owner(client);
-        let lines = wants.iter().filter_map(|id| self.gpus.get(id)).flat_map(|gpu| &gpu.queue);
+        let lines = wants.iter().flat_map(|id| self.lock.queue(*id));
         let peers = lines.filter(|(_, entity)| self.owner_of(*entity) == owner);
         peers.map(|(key, _)| key.joined).min().unwrap_or(self.now)
     }
@@ -78,15 +78,15 @@ impl Machine {
     /// Those who wait of whom all stand where their party does, and among themselves by their ranks: that key is kept.
     fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
         let policy_knows = !self.policy().users_take_turns() && self.has_classes();
-        let queue = self.gpus.get(&id).filter(|_| policy_knows).into_iter().flat_map(|gpu| &gpu.queue);
-        queue.filter_map(|(_, entity)| self.owner_of(*entity)).collect()
+        let queue = policy_knows.then(|| self.lock.queue(id)).into_iter().flatten();
+        queue.filter_map(|(_, entity)| self.owner_of(entity)).collect()
     }
 
     /// The policy is another: what it says of places holds for all who wait, and nobody owes anything by what it was.
     pub(crate) fn rerank_all(&mut self) {
         self.gpus.values_mut().for_each(|gpu| gpu.finish_tags.clear());
-        for entity in self.requests.keys().copied().collect::<Vec<_>>() {
-            let Some(request) = self.requests.get(&entity) else { continue };
+        for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
+            let Some(request) = self.lock.request(entity) else { continue };
             let Some((client, wants)) = request.wants.first_key_value() else { continue };
             let arrival = request.since.values().min().copied().unwrap_or(self.now);
             let (rank, ages) = self.rank(*client, wants, arrival);
@@ -94,7 +94,7 @@ impl Machine {
             if is_in_line {
                 self.dequeue(entity);
             }
-            if let Some(request) = self.requests.get_mut(&entity) {
+            if let Some(request) = self.lock.request_mut(entity) {
                 (request.key.rank, request.ages, request.aged) = (rank, ages, false);
             }
             if is_in_line {
@@ -106,11 +106,11 @@ impl Machine {
     /// Who has waited for long enough goes before all others of its party.
     pub(crate) fn age(&mut self, entity: Entity) {
         let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
-        if !self.requests.get(&entity).is_some_and(is_due) {
+        if !self.lock.request(entity).is_some_and(is_due) {
             return;
         }
         self.dequeue(entity);
-        if let Some(request) = self.requests.get_mut(&entity) {
+        if let Some(request) = self.lock.request_mut(entity) {
             request.key.rank = Time::ZERO;
             request.aged = true;
         }
@@ -122,14 +122,15 @@ impl Machine {
         };
         let lacking =
             self.need(client, id).saturating_sub(gpu.ledger.account(client).map_or(0, |account| account.allowance));
-        let held = attachment.hold.as_ref().map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
+        let hold = self.lock.hold(client, id);
+        let held = hold.map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
         let (had, entered) = attachment.progress.after(self.now, held);
         Waiter {
             burst: attachment.bursts.expected(),
             moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
-            unmeasured: attachment.hold.is_none() && attachment.utilization.is_open(),
-            waiters: gpu.queue.len() as u32 + 1,
+            unmeasured: hold.is_none() && attachment.utilization.is_open(),
+            waiters: self.lock.queue_length(id) + 1,
             had,
             entered,
             ..Waiter::default()
@@ -157,10 +158,10 @@ impl Machine {
         }
         let owner = self.owner(client)?;
         let is_other = |entity: Entity| {
-            let other = self.first_of(entity).filter(|other| self.owner(*other) != Some(owner));
+            let other = self.lock.first_client(entity).filter(|other| self.owner(*other) != Some(owner));
             other.is_some_and(|other| self.are_peers(other, client))
         };
-        let (key, _) = self.gpus.get(&id)?.queue.iter().find(|(_, entity)| is_other(*entity))?;
+        let (key, _) = self.lock.queue(id).find(|(_, entity)| is_other(*entity))?;
         let (until, debt) = self.finish_tag(client, owner, id, hold, hold.waited(self.now))?;
         Some(debt.until_as_much(key.at.saturating_sub(until)))
     }
@@ -189,8 +190,7 @@ impl Machine {
             let before = gpu.finish_tags.entry(as_whom).or_default();
             *before = until.max(*before);
         }
-        let in_line: Vec<Entity> = gpu.queue.iter().map(|(_, entity)| *entity).collect();
-        for entity in in_line {
+        for entity in self.lock.queued(id) {
             if self.owner_of(entity) == Some(owner) {
                 self.requeue(entity);
             }
@@ -223,8 +223,7 @@ impl Machine {
     fn weights_of_others(&self, client: ClientId, as_whom: ShareOwner, id: GpuId) -> u32 {
         let own = self.owner(client);
         let mut others: BTreeMap<ShareOwner, u32> = BTreeMap::new();
-        let queue = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.queue);
-        for waiting in queue.filter_map(|(_, entity)| self.first_of(*entity)) {
+        for waiting in self.lock.waiting_on(id) {
             let Some(owner) = self.owner(waiting) else { continue };
             let is_self = if own == Some(as_whom) { own == Some(owner) } else { waiting == client };
             if !is_self && self.are_peers(waiting, client) {
@@ -241,7 +240,7 @@ impl Machine {
         let Some(owner) = self.owner(client) else { return Default::default() };
         self.advance_virtual_time(id, client);
         let Some(gpu) = self.gpus.get(&id) else { return Default::default() };
-        let waiting = || gpu.queue.iter().filter_map(|(_, entity)| self.first_of(*entity)).chain(gpu.preempted);
+        let waiting = || self.lock.waiting_on(id).chain(self.lock.preempted(id));
         let served = |as_whom: ShareOwner, is_wanted: bool| {
             gpu.finish_tags.get(&as_whom).copied().filter(|_| is_wanted).unwrap_or_default()
         };
@@ -254,14 +253,12 @@ impl Machine {
     /// passed over. A time quantum of it is left, since turns do not end to the moment.
     fn advance_virtual_time(&mut self, id: GpuId, granted: ClientId) {
         let until = self.now.saturating_add(self.settings.time_quantum);
-        let Some(gpu) = self.gpus.get(&id) else { return };
-        let waiting = gpu.queue.iter().filter_map(|(_, entity)| self.first_of(*entity));
-        let served = waiting.chain([granted]).map(|client| self.latest_finish_tag(client, id));
+        let served = self.lock.waiting_on(id).chain([granted]).map(|client| self.latest_finish_tag(client, id));
         let least = served.min().unwrap_or_default();
         let ahead = least.saturating_sub(until);
         let Some(gpu) = self.gpus.get_mut(&id).filter(|_| !ahead.is_zero()) else { return };
         gpu.finish_tags.values_mut().for_each(|until| *until = until.saturating_sub(ahead));
-        for entity in gpu.queue.iter().map(|(_, entity)| *entity).collect::<Vec<_>>() {
+        for entity in self.lock.queued(id) {
             self.requeue(entity);
         }
     }
@@ -269,8 +266,8 @@ impl Machine {
     /// Until when a holder would stand before that request if it gave the lock back: to take it away sooner would cost a
     /// drain, and it would be granted at once again. None where the other goes first.
     pub(crate) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
-        let hold = self.attachment(holder, id)?.hold.as_ref().filter(|h| matches!(h.entity, Entity::Solo(_)))?;
-        let (owner, key) = (self.owner(holder)?, self.requests.get(&other)?.key);
+        let hold = self.lock.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
+        let (owner, key) = (self.owner(holder)?, self.lock.request(other)?.key);
         let waited = hold.waited(self.now);
         let waiter =
             Waiter { burst: self.attachment(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
@@ -285,7 +282,8 @@ impl Machine {
             false => self.policy().key_among_owners(Time::ZERO, arrives, Time::ZERO),
         };
         // Those of a party have been served alike, but for one that claims less.
-        let own = || self.first_of(other).and_then(|client| served(ShareOwner::Client(client))).unwrap_or_default();
+        let own =
+            || self.lock.first_client(other).and_then(|client| served(ShareOwner::Client(client))).unwrap_or_default();
         let stands = if is_same_owner { key.rank.max(own()) } else { key.at };
         // As long as it goes on, its arrival comes as fast as time does.
         let mut ahead = stands.checked_sub(arrival);
@@ -333,18 +331,13 @@ impl Machine {
         self.owners(client).filter_map(|owner| gpu.finish_tags.get(&owner).copied()).max().unwrap_or_default()
     }
 
-    /// A gang is taken for its first member.
-    fn first_of(&self, entity: Entity) -> Option<ClientId> {
-        self.requests.get(&entity)?.wants.keys().next().copied()
-    }
-
     fn owner_of(&self, entity: Entity) -> Option<ShareOwner> {
-        self.owner(self.first_of(entity)?)
+        self.owner(self.lock.first_client(entity)?)
     }
 
     /// Where a request belongs now.
     pub(crate) fn current_key(&self, entity: Entity) -> Option<QueueKey> {
-        let request = self.requests.get(&entity)?;
+        let request = self.lock.request(entity)?;
         let places = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
         // A gang is of the last class that one of it is of, and as late as the one that has had most.
         let key = places.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
@@ -354,10 +347,10 @@ impl Machine {
 
     /// Moves a request that stands in line to where it belongs now.
     pub(crate) fn requeue(&mut self, entity: Entity) {
-        let Some(request) = self.requests.get(&entity).filter(|request| request.blocked.is_none()) else { return };
+        let Some(request) = self.lock.request(entity).filter(|request| request.blocked.is_none()) else { return };
         let Some(key) = self.current_key(entity).filter(|key| *key != request.key) else { return };
         self.dequeue(entity);
-        if let Some(request) = self.requests.get_mut(&entity) {
+        if let Some(request) = self.lock.request_mut(entity) {
             request.key = key;
         }
         self.enqueue(entity);

@@ -9,8 +9,7 @@
 use crate::{
     api::*,
     fairness::usage::Window,
-    lock::gang::Gang,
-    lock::queue::{Blocked, Entity, Hold},
+    lock::{Blocked, Entity, Gang, Hold},
     machine::Machine,
 };
 use std::cmp::{Ordering, Reverse};
@@ -117,9 +116,8 @@ impl Machine {
     /// The same where it wants that GPU: the others count for as many users as they are.
     pub(crate) fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let users = || {
-            let gpu = self.gpus.get(&id).into_iter();
-            let waiting = gpu.clone().flat_map(|gpu| &gpu.queue).flat_map(|(_, entity)| self.clients_of(*entity));
-            let clients = waiting.chain(gpu.flat_map(|gpu| gpu.holders.values().copied()));
+            let waiting = self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity));
+            let clients = waiting.chain(self.lock.holders(id));
             let others = clients.filter(|client| self.owner(*client) == Some(ShareOwner::Others));
             let users: BTreeSet<UserId> = others.filter_map(|client| Some(self.clients.get(&client)?.user)).collect();
             u32::try_from(users.len()).unwrap_or(u32::MAX).max(1)
@@ -129,14 +127,15 @@ impl Machine {
 
     /// What a party has had of a GPU.
     fn window(&self, owner: ShareOwner, id: GpuId) -> Window<'_> {
-        let gpu = self.gpus.get(&id);
-        let holders = gpu.into_iter().flat_map(|gpu| gpu.holders.values());
-        let own = holders.filter(|client| self.owner(**client) == Some(owner) || owner == ShareOwner::Client(**client));
-        // Who is counted as no holder keeps its fellows from nothing.
-        let holds =
-            own.filter_map(|client| self.attachment(*client, id)?.hold.as_ref()).filter(|hold| !hold.is_bypassed());
-        let since = holds.map(|hold| hold.since).min();
-        Window { usage: gpu.and_then(|gpu| gpu.used.get(&owner)), since, period: self.settings.time_period }
+        let is_own = |client| self.owner(client) == Some(owner) || owner == ShareOwner::Client(client);
+        // A client that is counted as no holder takes nothing from others of its owner.
+        let holds = self.lock.holds_on(id).filter(|(client, hold)| is_own(*client) && !hold.is_bypassed());
+        let since = holds.map(|(_, hold)| hold.since).min();
+        Window {
+            usage: self.gpus.get(&id).and_then(|gpu| gpu.used.get(&owner)),
+            since,
+            period: self.settings.time_period,
+        }
     }
 
     /// The client no longer has the lock, which it had since then.
@@ -160,11 +159,11 @@ impl Machine {
     /// anything by joining one.
     pub(crate) fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
         // All of a gang that a rule makes have the same share, where none of them claims less.
-        let gang = self.clients.get(&client).and_then(|state| state.gang);
+        let gang = self.lock.gang(client);
         if let (Some(Gang::Group(_)), true) = (gang, self.rules.with_env().next().is_none()) {
             return self.own_class(client, gpus);
         }
-        let all = self.gang_peers(client).chain([client]).map(|member| self.own_class(member, gpus));
+        let all = self.lock.gang_peers(client).chain([client]).map(|member| self.own_class(member, gpus));
         all.max().unwrap_or_default()
     }
 
@@ -186,14 +185,12 @@ impl Machine {
 
     /// The class of a holder, by all that it has.
     fn class_of_holder(&self, holder: ClientId) -> Class {
-        let attachments = self.clients.get(&holder).into_iter().flat_map(|client| &client.attachments);
-        let held = attachments.filter(|(_, attachment)| attachment.hold.is_some()).map(|(id, _)| *id).collect();
-        self.class(holder, &held)
+        self.class(holder, &self.lock.holds_of(holder).map(|(id, _)| id).collect())
     }
 
     /// What the first in line is to a holder.
     pub(crate) fn precedence(&self, waiter: Entity, holder: ClientId) -> Precedence {
-        let Some(request) = self.requests.get(&waiter) else { return Precedence::Equal };
+        let Some(request) = self.lock.request(waiter) else { return Precedence::Equal };
         if !self.has_classes() {
             return Precedence::Equal;
         }
@@ -226,16 +223,14 @@ impl Machine {
     /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
     /// the others from everybody meanwhile.
     pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
-        let Some(request) = self.requests.get(&entity).filter(|_| self.has_classes()) else { return false };
-        let (Some(gpu), tier) = (self.gpus.get(&id), request.key.class.tier) else { return false };
+        let Some(request) = self.lock.request(entity).filter(|_| self.has_classes()) else { return false };
+        let tier = request.key.class.tier;
         let several = request.wants.values().flatten().any(|other| *other != id);
-        let waits = || gpu.queue.first().is_some_and(|(key, _)| key.class.tier < tier);
-        let is_counted = |hold: &Hold| !hold.is_bypassed() && hold.entity != entity;
-        let holds = |holder: &ClientId| {
-            self.attachment(*holder, id).and_then(|attachment| attachment.hold.as_ref()).is_some_and(is_counted)
-                && self.class_of_holder(*holder).tier < tier
+        let waits = || self.lock.queue(id).next().is_some_and(|(key, _)| key.class.tier < tier);
+        let is_better = |(holder, hold): (ClientId, &Hold)| {
+            !hold.is_bypassed() && hold.entity != entity && self.class_of_holder(holder).tier < tier
         };
-        several && (waits() || (gpu.holders.values().any(holds) && !self.is_admissible(entity, id)))
+        several && (waits() || (self.lock.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
     /// Takes those out of that line who only keep other GPUs from others, as one of a better tier waits there.
@@ -243,20 +238,9 @@ impl Machine {
         if !self.has_classes() {
             return;
         }
-        let queue = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.queue).map(|(_, entity)| *entity);
+        let queue = self.lock.queue(id).map(|(_, entity)| entity);
         let behind: Vec<Entity> = queue.skip(1).filter(|entity| self.waits_behind(*entity, id)).collect();
         behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
-    }
-
-    /// Whether that one is to have a GPU as soon as its memory is there, and nobody else has it now.
-    pub(crate) fn note_idle_for(&mut self, id: GpuId, entity: Entity, arrives: bool) {
-        let now = self.now;
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.idle_for = match gpu.idle_for {
-            _ if !arrives || !gpu.holders.is_empty() => None,
-            Some((whose, since)) if whose == entity => Some((whose, since)),
-            _ => Some((entity, now)),
-        };
     }
 
     /// When the holder or its group will have had all that it may; None: there is no such bound. A time that is not to come:
@@ -305,12 +289,8 @@ impl Machine {
 
     /// The same for all who are to be granted together.
     pub(crate) fn is_capped(&self, entity: Entity) -> Option<Time> {
-        let wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
+        let wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
-    }
-
-    fn clients_of(&self, entity: Entity) -> impl Iterator<Item = ClientId> {
-        self.requests.get(&entity).into_iter().flat_map(|request| request.wants.keys().copied())
     }
 
     /// Whether nobody may run at the same moment: what it has of the time is counted, or it is not to be slowed down.
@@ -321,9 +301,9 @@ impl Machine {
 
     /// Rules are others: everybody who waits stands where it belongs by them.
     pub(crate) fn requeue_all(&mut self) {
-        for entity in self.requests.keys().copied().collect::<Vec<_>>() {
+        for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
             self.requeue(entity);
-            let blocked = self.requests.get(&entity).and_then(|request| request.blocked);
+            let blocked = self.lock.request(entity).and_then(|request| request.blocked);
             let is_capped = matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity);
             if is_capped || matches!(blocked, Some(Blocked::Behind(_))) {
                 self.enqueue(entity);
@@ -344,17 +324,17 @@ impl Machine {
         {
             return None;
         }
-        let watched = |entity: &Entity| self.clients_of(*entity).any(|client| self.share_of(client).is_watched());
-        let queue: Vec<Entity> = self.gpus.get(&id)?.queue.iter().map(|(_, entity)| *entity).filter(watched).collect();
+        let watched = |entity: &Entity| self.lock.clients_of(*entity).any(|client| self.share_of(client).is_watched());
+        let queue: Vec<Entity> = self.lock.queue(id).map(|(_, entity)| entity).filter(watched).collect();
         for entity in &queue {
             match self.is_capped(*entity) {
                 Some(until) => self.block(*entity, Blocked::Until(until)),
                 None => self.requeue(*entity),
             }
         }
-        let gpu = self.gpus.get(&id).filter(|gpu| !gpu.queue.is_empty())?;
+        let gpu = self.gpus.get(&id).filter(|_| self.lock.first(id).is_some())?;
         let waiting =
-            gpu.queue.iter().flat_map(|(_, entity)| self.clients_of(*entity)).chain(gpu.holders.values().copied());
+            self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity)).chain(self.lock.holders(id));
         let watched: BTreeSet<ShareOwner> = waiting.filter_map(|client| self.owner(client)).collect();
         let changes = watched.into_iter().filter(|owner| self.share(*owner).is_watched()).filter_map(|owner| {
             let share = self.share(owner);

@@ -1,15 +1,407 @@
-//! The GPU lock: which entity (a client, or the members of a gang) holds it, and which wait for it in what state.
+//! The GPU lock: which entity (a client, or the members of a gang) holds it, and which wait for it in what order.
 //!
-//! - `queue`: requests, the queue of each GPU, grants, revokes, releases.
+//! An [`Entity`] is queued and granted as one. It is granted all GPUs that it wants or none, and has the same [`QueueKey`] in the queue of
+//! each of them, so two entities never each precede the other: the first of all always makes progress, and no entity holds one GPU
+//! while it waits for another (no hold and wait, hence no deadlock).
+//!
+//! [`Lock`] is the data: it keeps queues, holders and gangs consistent and says which GPUs a change concerns. Who is granted what, when a
+//! turn ends and who has to wait for whom is decided in `turns`, from memory and shares as well.
+//!
+//! - `queue`: requests and the queue of each GPU.
+//! - `hold`: a client's lock of a GPU, and what is remembered of earlier ones.
 //! - `gang`: clients that are granted and revoked together.
-//! - `gang_conflict`: gangs that need the same GPUs, of which one has to wait for the other.
-//! - `corun`: clients that hold a lock at the same moment because together they do not fill the GPU.
 //! - `drain_time`: how long a client takes to finish its work and release the lock.
-//! - `unresponsive`: clients that do not answer: stuck, stopped, slow to evict.
 
-pub(crate) mod corun;
 pub(crate) mod drain_time;
 pub(crate) mod gang;
-pub(crate) mod gang_conflict;
+pub(crate) mod hold;
 pub(crate) mod queue;
-pub(crate) mod unresponsive;
+
+pub(crate) use gang::Gang;
+pub(crate) use hold::{ClientLock, Hold, Revoked};
+pub(crate) use queue::{Blocked, Entity, QueueKey, Request};
+
+use crate::{api::*, effects::Effects};
+use gang::Gangs;
+use queue::Line;
+use std::collections::BTreeMap;
+
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Lock {
+    /// Requests that wait, in line or blocked.
+    #[serde(with = "crate::encoding::pairs")]
+    requests: BTreeMap<Entity, Request>,
+    gangs: Gangs,
+    clients: BTreeMap<ClientId, Client>,
+    gpus: BTreeMap<GpuId, Line>,
+}
+
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+struct Client {
+    /// The request that it is part of.
+    waiting: Option<Entity>,
+    gpus: BTreeMap<GpuId, ClientLock>,
+}
+
+impl Lock {
+    pub fn gpu_found(&mut self, id: GpuId) {
+        self.gpus.entry(id).or_default();
+    }
+
+    pub fn attach(&mut self, now: Time, client: ClientId, id: GpuId) {
+        self.clients.entry(client).or_default().gpus.insert(id, ClientLock::new(now));
+    }
+
+    /// The client holds nothing there any more, and waits for nothing.
+    pub fn detach(&mut self, client: ClientId, id: GpuId) {
+        if let Some(state) = self.clients.get_mut(&client) {
+            state.gpus.remove(&id);
+        }
+    }
+
+    pub fn disconnected(&mut self, client: ClientId) {
+        self.clients.remove(&client);
+    }
+
+    /// What is known of a client on a GPU that it has attached.
+    pub fn of(&self, client: ClientId, id: GpuId) -> Option<&ClientLock> {
+        self.clients.get(&client)?.gpus.get(&id)
+    }
+
+    pub fn of_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientLock> {
+        self.clients.get_mut(&client)?.gpus.get_mut(&id)
+    }
+
+    /// The same for all GPUs that a client has attached.
+    pub fn all_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &ClientLock)> {
+        self.clients.get(&client).into_iter().flat_map(|state| &state.gpus).map(|(id, lock)| (*id, lock))
+    }
+
+    pub fn hold(&self, client: ClientId, id: GpuId) -> Option<&Hold> {
+        self.of(client, id)?.hold.as_ref()
+    }
+
+    pub fn hold_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut Hold> {
+        self.of_mut(client, id)?.hold.as_mut()
+    }
+
+    /// What a client holds.
+    pub fn holds_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &Hold)> {
+        self.all_of(client).filter_map(|(id, lock)| Some((id, lock.hold.as_ref()?)))
+    }
+
+    pub fn holds_any(&self, client: ClientId) -> bool {
+        self.holds_of(client).next().is_some()
+    }
+
+    /// Clients that have the lock of a GPU, in the order of their grants.
+    pub fn holders(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
+        self.gpus.get(&id).into_iter().flat_map(|line| line.holders.values().copied())
+    }
+
+    /// The same with their holds.
+    pub fn holds_on(&self, id: GpuId) -> impl Iterator<Item = (ClientId, &Hold)> {
+        self.holders(id).filter_map(move |client| Some((client, self.hold(client, id)?)))
+    }
+
+    /// Clients that hold a GPU and are counted as holders: others are not admitted beside them.
+    pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
+        self.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()).map(|(client, _)| client)
+    }
+
+    pub fn is_held(&self, id: GpuId) -> bool {
+        self.holders(id).next().is_some()
+    }
+
+    /// Gives a client the lock of a GPU.
+    pub fn begin_hold(&mut self, client: ClientId, id: GpuId, hold: Hold) {
+        let (Some(line), Some(lock)) =
+            (self.gpus.get_mut(&id), self.clients.get_mut(&client).and_then(|state| state.gpus.get_mut(&id)))
+        else {
+            return;
+        };
+        line.holders.insert(hold.number, client);
+        lock.hold = Some(hold);
+    }
+
+    /// What a client holds already, and is not asked for, is part of what it is granted now: it is revoked with that.
+    pub fn join_hold_group(&mut self, client: ClientId, group: u64) {
+        let locks = self.clients.get_mut(&client).into_iter().flat_map(|state| state.gpus.values_mut());
+        for hold in locks.filter_map(|lock| lock.hold.as_mut()).filter(|hold| hold.revoked.is_none()) {
+            hold.group = group;
+        }
+    }
+
+    /// What a client holds it holds as that entity from now on. Returns since when.
+    pub fn set_entity_of_holds(&mut self, client: ClientId, entity: Entity) -> Option<Time> {
+        let locks = self.clients.get_mut(&client).into_iter().flat_map(|state| state.gpus.values_mut());
+        locks.filter_map(|lock| lock.hold.as_mut()).for_each(|hold| hold.entity = entity);
+        self.holds_of(client).map(|(_, hold)| hold.since).min()
+    }
+
+    /// Takes it away. `preempted`: the client wants it still.
+    pub fn end_hold(&mut self, client: ClientId, id: GpuId, preempted: bool) -> Option<Hold> {
+        let hold = self.of_mut(client, id)?.hold.take()?;
+        if let Some(line) = self.gpus.get_mut(&id) {
+            line.holders.remove(&hold.number);
+            line.preempted = preempted.then_some(client);
+        }
+        Some(hold)
+    }
+
+    /// The client that had a GPU last, if it was asked for it and wants it still.
+    pub fn preempted(&self, id: GpuId) -> Option<ClientId> {
+        self.gpus.get(&id)?.preempted
+    }
+
+    /// Notes whether a GPU is idle because memory of the entity that is to have it is still on its way.
+    pub fn note_idle_for(&mut self, now: Time, id: GpuId, entity: Entity, arrives: bool) {
+        let Some(line) = self.gpus.get_mut(&id) else { return };
+        line.idle_for = match line.idle_for {
+            _ if !arrives || !line.holders.is_empty() => None,
+            Some((whose, since)) if whose == entity => Some((whose, since)),
+            _ => Some((entity, now)),
+        };
+    }
+
+    /// Ends that; since when it was so, if it was for this entity.
+    pub fn take_idle_since(&mut self, id: GpuId, entity: Entity) -> Option<Time> {
+        let (whose, since) = self.gpus.get_mut(&id)?.idle_for.take()?;
+        (whose == entity).then_some(since)
+    }
+
+    // Gangs.
+
+    pub fn gang(&self, client: ClientId) -> Option<Gang> {
+        self.gangs.of(client)
+    }
+
+    pub fn gangs(&self) -> &Gangs {
+        &self.gangs
+    }
+
+    pub fn join_gang(&mut self, client: ClientId, gang: Gang) {
+        self.gangs.join(client, gang);
+    }
+
+    pub fn leave_gang(&mut self, client: ClientId) {
+        self.gangs.leave(client);
+    }
+
+    /// As what a client waits, and is granted. A gang of one is nothing else than that client.
+    pub fn entity(&self, client: ClientId) -> Entity {
+        let gang = self.gangs.of(client).filter(|gang| self.gangs.size(*gang) > 1);
+        gang.map_or(Entity::Solo(client), Entity::Gang)
+    }
+
+    /// The clients of an entity, whether they hold or want anything or not.
+    pub fn clients_of_entity(&self, entity: Entity) -> Vec<ClientId> {
+        match entity {
+            Entity::Solo(client) => vec![client],
+            Entity::Gang(gang) => self.gangs.members(gang).collect(),
+        }
+    }
+
+    /// The other members of a client's gang.
+    pub fn gang_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
+        let gang = self.gangs.of(client);
+        gang.into_iter().flat_map(|gang| self.gangs.members(gang)).filter(move |peer| *peer != client)
+    }
+
+    /// What members of a gang hold as such.
+    pub fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
+        let holds = self.gangs.members(gang).flat_map(|client| self.holds_of(client));
+        holds.filter(move |(_, hold)| hold.entity == Entity::Gang(gang))
+    }
+
+    /// GPUs that members of a gang have attached.
+    pub fn gpus_of_gang(&self, gang: Gang) -> GpuSet {
+        self.gangs.members(gang).flat_map(|client| self.all_of(client)).map(|(id, _)| id).collect()
+    }
+
+    /// A gang was granted something at that time, or earlier than was known.
+    pub fn begin_gang_turn(&mut self, entity: Entity, since: Time) {
+        if let Some(gang) = entity.gang() {
+            self.gangs.begin_turn(gang, since);
+        }
+    }
+
+    /// A gang has lost something, or one of it is counted as no holder any more: its turn may be over.
+    pub fn end_gang_turn(&mut self, entity: Entity) {
+        let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
+        if let Some(gang) = entity.gang().filter(is_over) {
+            self.gangs.end_turn(gang);
+        }
+    }
+
+    // Requests.
+
+    pub fn requests(&self) -> impl Iterator<Item = (Entity, &Request)> {
+        self.requests.iter().map(|(entity, request)| (*entity, request))
+    }
+
+    pub fn request(&self, entity: Entity) -> Option<&Request> {
+        self.requests.get(&entity)
+    }
+
+    /// Everything of a request but its place in line.
+    pub fn request_mut(&mut self, entity: Entity) -> Option<&mut Request> {
+        self.requests.get_mut(&entity)
+    }
+
+    /// The request that a client is part of.
+    pub fn waiting(&self, client: ClientId) -> Option<Entity> {
+        self.clients.get(&client)?.waiting
+    }
+
+    /// The GPUs that a client waits for.
+    pub fn wants(&self, client: ClientId) -> Option<&GpuSet> {
+        self.request(self.waiting(client)?)?.wants.get(&client)
+    }
+
+    /// Whether a client waits for that GPU.
+    pub fn waits_for(&self, client: ClientId, id: GpuId) -> bool {
+        self.wants(client).is_some_and(|gpus| gpus.contains(&id))
+    }
+
+    /// The clients of a request.
+    pub fn clients_of(&self, entity: Entity) -> impl Iterator<Item = ClientId> {
+        self.requests.get(&entity).into_iter().flat_map(|request| request.wants.keys().copied())
+    }
+
+    /// A gang is taken for its first member.
+    pub fn first_client(&self, entity: Entity) -> Option<ClientId> {
+        self.clients_of(entity).next()
+    }
+
+    /// The clients of a request that want that GPU.
+    pub fn members(&self, entity: Entity, id: GpuId) -> Vec<ClientId> {
+        let wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
+        wants.filter(|(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client).collect()
+    }
+
+    /// Entities in the queue of a GPU, in the order in which they are served.
+    pub fn queue(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
+        self.gpus.get(&id).into_iter().flat_map(|line| &line.queue).map(|(key, entity)| (key, *entity))
+    }
+
+    pub fn queued(&self, id: GpuId) -> Vec<Entity> {
+        self.queue(id).map(|(_, entity)| entity).collect()
+    }
+
+    pub fn first(&self, id: GpuId) -> Option<Entity> {
+        self.queue(id).next().map(|(_, entity)| entity)
+    }
+
+    pub fn queue_length(&self, id: GpuId) -> u32 {
+        self.gpus.get(&id).map_or(0, |line| line.queue.len() as u32)
+    }
+
+    /// The first client of each entity in the queue.
+    pub fn waiting_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
+        self.queue(id).filter_map(|(_, entity)| self.first_client(entity))
+    }
+
+    /// Requests that wait there for one of a better class, and would keep other GPUs from others meanwhile.
+    pub fn behind(&self, id: GpuId) -> impl Iterator<Item = Entity> {
+        self.gpus.get(&id).into_iter().flat_map(|line| line.behind.iter().copied())
+    }
+
+    /// Whether pinned memory there blocks any request.
+    pub fn blocks_any(&self, id: GpuId) -> bool {
+        self.gpus.get(&id).is_some_and(|line| !line.blocked_by_pinned.is_empty())
+    }
+
+    /// Requests that pinned memory there blocked: they are to be looked at again.
+    pub fn take_blocked_by_pinned(&mut self, id: GpuId) -> impl IntoIterator<Item = Entity> + use<> {
+        self.gpus.get_mut(&id).map(|line| std::mem::take(&mut line.blocked_by_pinned)).unwrap_or_default()
+    }
+
+    /// Puts a request into the queues of the GPUs that it wants.
+    pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity) {
+        let Some(request) = self.requests.get(&entity) else { return };
+        for id in request.wants.values().flatten() {
+            if let Some(line) = self.gpus.get_mut(id) {
+                line.queue.insert((request.key, entity));
+                line.blocked_by_pinned.remove(&entity);
+                line.behind.remove(&entity);
+                fx.touch(*id);
+            }
+        }
+    }
+
+    /// Takes it out of them.
+    pub fn leave_queues(&mut self, fx: &mut Effects, entity: Entity) {
+        let Some(request) = self.requests.get(&entity) else { return };
+        for id in request.wants.values().flatten() {
+            if let Some(line) = self.gpus.get_mut(id) {
+                line.blocked_by_pinned.remove(&entity);
+                line.behind.remove(&entity);
+                if line.queue.remove(&(request.key, entity)) {
+                    fx.touch(*id);
+                }
+            }
+        }
+        fx.wake(crate::timers::Wake::Entity(entity), None);
+    }
+
+    /// Says why a request, which is in no queue, is not.
+    pub fn set_blocked(&mut self, fx: &mut Effects, entity: Entity, why: Blocked) {
+        let Some(request) = self.requests.get_mut(&entity) else { return };
+        request.blocked = Some(why);
+        match why {
+            Blocked::Pinned(id) => {
+                if let Some(line) = self.gpus.get_mut(&id) {
+                    line.blocked_by_pinned.insert(entity);
+                }
+            }
+            Blocked::Behind(id) => {
+                // Its holder is told that a client waits.
+                if let Some(line) = self.gpus.get_mut(&id) {
+                    line.behind.insert(entity);
+                    fx.touch(id);
+                }
+            }
+            Blocked::Until(_) | Blocked::Stopped | Blocked::Undrained => {}
+        }
+    }
+
+    /// Adds what a client wants to a request, which is in no queue: to `new`, or to the one that is there.
+    pub fn add_to_request(
+        &mut self,
+        entity: Entity,
+        client: ClientId,
+        since: Time,
+        wants: GpuSet,
+        new: Option<Request>,
+    ) {
+        self.requests.extend(new.map(|request| (entity, request)));
+        let Some(request) = self.requests.get_mut(&entity) else { return };
+        request.since.insert(client, since);
+        request.wants.insert(client, wants);
+        self.clients.entry(client).or_default().waiting = Some(entity);
+    }
+
+    /// Takes a client out of its request, which is in no queue. A request of no client ends. Returns what the client wanted,
+    /// and since when.
+    pub fn take_from_request(&mut self, client: ClientId) -> Option<(Time, GpuSet)> {
+        let entity = self.clients.get_mut(&client)?.waiting.take()?;
+        let request = self.requests.get_mut(&entity)?;
+        let taken = request.since.remove(&client).zip(request.wants.remove(&client));
+        if request.wants.is_empty() {
+            self.requests.remove(&entity);
+        }
+        taken
+    }
+
+    /// Ends a request, which is in no queue: it is granted.
+    pub fn take_request(&mut self, entity: Entity) -> Option<Request> {
+        let request = self.requests.remove(&entity)?;
+        for client in request.wants.keys() {
+            if let Some(state) = self.clients.get_mut(client) {
+                state.waiting = None;
+            }
+        }
+        Some(request)
+    }
+}

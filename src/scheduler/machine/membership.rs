@@ -5,7 +5,7 @@ use crate::{
     api::*,
     effects::Effects,
     fairness::share::ShareOwner,
-    lock::gang::Gang,
+    lock::Gang,
     memory::capacity::GpuCapacities,
     quota::{self, Quota},
     timers::Wake,
@@ -17,15 +17,7 @@ impl Machine {
         if self.clients.contains_key(&id) {
             return;
         }
-        let client = Client {
-            gang: None,
-            named: gang,
-            user,
-            stopped: false,
-            waiting: None,
-            attachments: BTreeMap::new(),
-            probed: None,
-        };
+        let client = Client { named: gang, user, stopped: false, attachments: BTreeMap::new(), probed: None };
         self.clients.insert(id, client);
         self.enter_gang(id, Gang::named(gang));
     }
@@ -47,6 +39,7 @@ impl Machine {
         self.leave_group(id);
         self.quota.disconnected(id);
         self.leave_gang(id);
+        self.lock.disconnected(id);
         self.leave_place(id);
         self.clients.remove(&id);
         self.effects.wake(Wake::Client(id), None);
@@ -79,10 +72,15 @@ impl Machine {
             }
         }
         bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));
-        let has_position = |client: &ClientId| self.clients.get(client).is_some_and(Client::has_position);
+        let has_position = |client: &ClientId| self.has_position(*client);
         if shares_changed || groups.keys().any(has_position) {
             self.requeue_all();
         }
+    }
+
+    /// Whether a client has a lock or waits for one.
+    fn has_position(&self, client: ClientId) -> bool {
+        self.lock.waiting(client).is_some() || self.lock.holds_any(client)
     }
 
     fn leave_group(&mut self, client: ClientId) {
@@ -94,8 +92,10 @@ impl Machine {
 
     /// What a client's environment says from now on.
     pub(super) fn set_env_limits(&mut self, client: ClientId, limits: EnvLimits) {
-        let Some(state) = self.clients.get(&client) else { return };
-        let has_position = state.has_position();
+        let has_position = self.has_position(client);
+        if !self.clients.contains_key(&client) {
+            return;
+        }
         let before = self.rules.set_env(client, limits);
         if before == limits {
             return;

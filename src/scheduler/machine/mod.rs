@@ -6,20 +6,17 @@ mod membership;
 use crate::{
     api::*,
     effects::Effects,
-    fairness::share::{Class, ShareOwner},
+    fairness::share::ShareOwner,
     fairness::usage::Usage,
-    lock::corun::Utilization,
-    lock::drain_time::DrainTime,
-    lock::gang::Gang,
-    lock::queue::{Entity, Hold, Request},
+    lock::{Hold, Lock},
     memory::ledger::{Account, Ledger, State},
     memory::reservation::Reservation,
     memory::shortfall::{Failures, Trial},
-    memory::unevictable::Unevictable,
     placement::Placements,
     policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
     quota::Quota,
     rules::Rules,
+    settle::corun::Utilization,
     thrash::Detector,
     timers::Wake,
 };
@@ -43,15 +40,7 @@ pub struct Machine {
     pub(crate) settings: Settings,
     pub(crate) gpus: BTreeMap<GpuId, Gpu>,
     pub(crate) clients: BTreeMap<ClientId, Client>,
-    /// Requests that wait, in line or parked.
-    #[serde(with = "crate::encoding::pairs")]
-    pub(crate) requests: BTreeMap<Entity, Request>,
-    /// Gangs with their members; a client without a gang is in none.
-    #[serde(with = "crate::encoding::pairs")]
-    pub(crate) gangs: BTreeMap<Gang, BTreeSet<ClientId>>,
-    /// Since when a gang has held something without pause.
-    #[serde(with = "crate::encoding::pairs")]
-    pub(crate) gang_turns: BTreeMap<Gang, Time>,
+    pub(crate) lock: Lock,
     pub(crate) rules: Rules,
     pub(crate) quota: Quota,
     pub(crate) places: Placements,
@@ -75,22 +64,12 @@ pub(crate) struct Gpu {
     pub ledger: Ledger,
     /// It is being measured what is there.
     pub asked: bool,
-    /// Requests that want this GPU, in the order in which they are served.
-    pub queue: BTreeSet<(QueueKey, Entity)>,
     /// Until when each party has had its share of this GPU, where that is not past.
     #[serde(with = "crate::encoding::pairs")]
     pub finish_tags: BTreeMap<ShareOwner, Time>,
     /// What those have had of this GPU of whom that is of interest.
     #[serde(with = "crate::encoding::pairs")]
     pub used: BTreeMap<ShareOwner, Usage>,
-    /// Nobody has it, since the memory of that one, which is to have it, is coming: since then.
-    pub idle_for: Option<(Entity, Time)>,
-    /// Who had it last, if it was asked for it and wants it still.
-    pub preempted: Option<ClientId>,
-    /// Requests that wait here for one of a better class, and would keep other GPUs from others meanwhile.
-    pub behind: BTreeSet<Entity>,
-    /// In the order of their grants.
-    pub holders: BTreeMap<u64, ClientId>,
     /// Waiting for room for a context, and how many of them, from the back, are not to have any: others could never run then.
     pub attaching: VecDeque<PendingContext>,
     pub deferred: usize,
@@ -102,8 +81,6 @@ pub(crate) struct Gpu {
     /// Bytes per second of evictions, smoothed: of what had to be copied. And at which memory comes back.
     pub rate: u64,
     pub rate_back: u64,
-    /// Requests that cannot be served while what is pinned here stays.
-    pub blocked_by_pinned: BTreeSet<Entity>,
     pub thrash: Detector,
 }
 
@@ -117,26 +94,12 @@ pub(crate) struct PendingContext {
     pub refused: bool,
 }
 
-/// Where a request stands in line: among those of its class by its time, and among those of one party by their rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(crate) struct QueueKey {
-    pub class: Class,
-    pub at: Time,
-    pub rank: Time,
-    pub number: u64,
-    /// Since when its party has waited there, if nobody of it was served meanwhile.
-    pub joined: Time,
-}
-
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Client {
-    pub gang: Option<Gang>,
     /// As it calls its gang; 0: it is in none, unless a rule says so.
     pub named: u64,
     pub user: UserId,
     pub stopped: bool,
-    /// The waiting request that it is part of.
-    pub waiting: Option<Entity>,
     pub attachments: BTreeMap<GpuId, Attachment>,
     /// When it was last asked about, and how long not to ask again.
     pub probed: Option<(Time, Duration)>,
@@ -151,37 +114,17 @@ pub(crate) struct Attachment {
     /// When what it needs last grew, and whether it had grown shortly before that, too.
     pub grew: Option<Time>,
     pub keeps_growing: bool,
-    /// Its memory cannot leave, and for how long it is then not asked for it.
-    pub unevictable_since: Option<Unevictable>,
+    /// Why its memory cannot leave, and for how long it is then not asked for it.
+    pub eviction_block: Option<EvictionBlock>,
     pub eviction_backoff: Duration,
     /// Bytes per second at which its memory leaves, whether copied or not, smoothed.
     pub rate: Option<u64>,
-    pub hold: Option<Hold>,
-    /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
-    /// scheduled around clears this.
-    pub slow_to_drain: bool,
-    pub drains: DrainTime,
     /// When it was told to create its context, and when it first did something for which it must have one.
     pub attached: Option<Time>,
     pub used: Option<Time>,
-    pub last_run: Time,
     pub bursts: Bursts,
     pub progress: Progress,
     pub utilization: Utilization,
-    pub grants: u64,
-    pub lock_time: Duration,
-    pub wait_time: Duration,
-}
-
-impl Client {
-    /// Whether it has a lock or waits for one.
-    fn has_position(&self) -> bool {
-        self.waiting.is_some() || self.holds()
-    }
-
-    pub(crate) fn holds(&self) -> bool {
-        self.attachments.values().any(|attachment| attachment.hold.is_some())
-    }
 }
 
 impl Machine {
@@ -192,9 +135,7 @@ impl Machine {
             settings,
             gpus: BTreeMap::new(),
             clients: BTreeMap::new(),
-            requests: BTreeMap::new(),
-            gangs: BTreeMap::new(),
-            gang_turns: BTreeMap::new(),
+            lock: Lock::default(),
             rules: Rules::default(),
             quota: Quota::default(),
             places: Placements::default(),
@@ -341,13 +282,8 @@ impl Machine {
                 clients: BTreeSet::new(),
                 ledger: Ledger::default(),
                 asked: false,
-                queue: BTreeSet::new(),
                 finish_tags: BTreeMap::new(),
                 used: BTreeMap::new(),
-                idle_for: None,
-                preempted: None,
-                behind: BTreeSet::new(),
-                holders: BTreeMap::new(),
                 attaching: VecDeque::new(),
                 deferred: 0,
                 reservations: Vec::new(),
@@ -355,11 +291,11 @@ impl Machine {
                 lacking: false,
                 rate: FIRST_RATE,
                 rate_back: RATE_BACK,
-                blocked_by_pinned: BTreeSet::new(),
                 thrash: Detector::default(),
             })
             .total = total;
         self.quota.gpu_found(id);
+        self.lock.gpu_found(id);
         self.touch(id);
     }
 
@@ -396,27 +332,23 @@ impl Machine {
         result
     }
 
-    /// Changes how a client is to do with a GPU, which is settled anew. Whether its memory can leave follows from that.
-    pub(crate) fn change_attachment<R>(
-        &mut self,
-        client: ClientId,
-        id: GpuId,
-        change: impl FnOnce(&mut Attachment) -> R,
-    ) -> Option<R> {
-        let result = change(self.attachment_mut(client, id)?);
-        self.tell_ledger(client, id);
-        self.touch(id);
-        Some(result)
+    /// Changes a client's hold of a GPU.
+    pub(crate) fn change_hold(&mut self, client: ClientId, id: GpuId, change: impl FnOnce(&mut Hold)) {
+        if let Some(hold) = self.lock.hold_mut(client, id) {
+            change(hold);
+            self.lock_changed(client, id);
+        }
     }
 
-    /// Whether the client's memory can leave, for the ledger.
-    fn tell_ledger(&mut self, client: ClientId, id: GpuId) {
-        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.gpus.get_mut(&id)) else { return };
-        let Some(attachment) = state.attachments.get(&id) else { return };
-        let now = match state.eviction_block(id) {
+    /// A client's hold of a GPU, or why its memory stays there, is another: the ledger follows, and the GPU is settled.
+    pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
+        self.touch(id);
+        let block = self.eviction_block(client, id);
+        let (Some(lock), Some(gpu)) = (self.lock.of(client, id), self.gpus.get_mut(&id)) else { return };
+        let now = match block {
             Some(_) => State::Unevictable,
-            None if attachment.hold.is_some() => State::Running,
-            None => State::Idle(attachment.last_run),
+            None if lock.hold.is_some() => State::Running,
+            None => State::Idle(lock.last_run),
         };
         gpu.ledger.set_state(client, now);
         if gpu.ledger.is_loosened() {

@@ -3,7 +3,7 @@
 
 use crate::{
     api::*,
-    lock::gang::Gang,
+    lock::Gang,
     machine::{Machine, PendingContext},
     quota::FIRST_LIMIT_TIMEOUT,
 };
@@ -40,22 +40,19 @@ impl Machine {
         }
         // One that did not wait (an older library does not) has its context already.
         let waits = |pending: &PendingContext| {
-            let state = self.clients.get(&pending.client);
             let needs_nothing = gpu.ledger.account(pending.client).is_some_and(|account| account.report.demand == 0);
-            needs_nothing && state.is_some_and(|client| client.waiting.is_none())
+            needs_nothing && self.lock.waiting(pending.client).is_none()
         };
         let waiting = gpu.attaching.iter().rev().take_while(|pending| waits(pending)).count();
-        let pending_contexts = gpu.attaching.iter().filter_map(|pending| self.clients.get(&pending.client));
-        let gangs: BTreeSet<Gang> = pending_contexts.filter_map(|client| client.gang).collect();
+        let gangs: BTreeSet<Gang> = gpu.attaching.iter().filter_map(|pending| self.lock.gang(pending.client)).collect();
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.attaching.len());
         let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.contexts(&self.settings, unmeasured));
         let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
         let needs = gpu.clients.iter().filter_map(|client| {
-            let state =
-                self.clients.get(client).filter(|state| state.gang.is_none_or(|gang| !gangs.contains(&gang)))?;
-            state
-                .attachments
-                .get(&id)
+            if self.lock.gang(*client).is_some_and(|gang| gangs.contains(&gang)) {
+                return None;
+            }
+            self.attachment(*client, id)
                 .filter(|attachment| attachment.attached.is_some() && attachment.engine != Engine::Managed)?;
             Some(gpu.ledger.account(*client)?.seen_to_need())
         });

@@ -2,14 +2,13 @@
 
 use crate::{
     api::*,
-    lock::corun::Utilization,
-    lock::drain_time::DrainTime,
-    lock::queue::{Blocked, Entity},
+    lock::{Blocked, Entity},
     machine::{Attachment, Gpu, Machine, PendingContext},
     memory::ledger::{Account, Evicted},
     memory::shortfall::Failures,
     policy::{self, Bursts, Progress},
     quota::Limit,
+    settle::corun::Utilization,
     timers::Wake,
 };
 use std::cmp::Reverse;
@@ -95,25 +94,19 @@ impl Machine {
                 failures: Failures::default(),
                 grew: None,
                 keeps_growing: false,
-                unevictable_since: None,
+                eviction_block: None,
                 eviction_backoff: Duration::ZERO,
                 rate: None,
-                hold: None,
-                slow_to_drain: false,
-                drains: DrainTime::default(),
                 attached: None,
                 used: None,
-                last_run: now,
                 bursts: Bursts::default(),
                 progress: Progress::new(now),
                 utilization: Utilization::default(),
-                grants: 0,
-                lock_time: Duration::ZERO,
-                wait_time: Duration::ZERO,
             },
         );
         gpu.clients.insert(client);
         self.quota.attach(client, id);
+        self.lock.attach(now, client, id);
         gpu.unmeasured.insert(client);
         gpu.attaching.push_back(PendingContext { client, since: now, told: false, refused: false });
         self.touch(id);
@@ -124,12 +117,13 @@ impl Machine {
         if self.attachment(client, id).is_none() {
             return;
         }
-        self.touch_rivals(self.entity(client));
+        self.touch_rivals(self.lock.entity(client));
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         let Some(state) = self.clients.get_mut(&client) else { return };
         state.attachments.remove(&id);
         self.quota.detach(client, id, &self.rules);
+        self.lock.detach(client, id);
         if let Some(gpu) = self.gpus.get_mut(&id) {
             self.effects.wake(Wake::Eviction(client, id), None);
             gpu.ledger.close(client);
@@ -177,9 +171,8 @@ impl Machine {
         self.evicted_at_last(client, id);
         self.check(client); // its answer may have been due
         // What it needs may have changed, and with it whether it can be served at all.
-        let waiting = self.clients.get(&client).and_then(|c| c.waiting);
-        if let Some(entity) = waiting
-            && self.requests.get(&entity).is_some_and(|r| r.blocked == Some(Blocked::Pinned(id)))
+        if let Some(entity) = self.lock.waiting(client)
+            && self.lock.request(entity).is_some_and(|r| r.blocked == Some(Blocked::Pinned(id)))
         {
             self.enqueue(entity);
         }
@@ -231,7 +224,7 @@ impl Machine {
         let Some(gpu) = self.gpus.get(&id) else { return Duration::ZERO };
         let idle = gpu.ledger.eviction_order().map(|(_, client)| client);
         let (mut rest, mut time) = (bytes, Duration::ZERO);
-        for client in idle.chain(gpu.holders.values().copied()).filter(|client| !spare.contains(client)) {
+        for client in idle.chain(self.lock.holders(id)).filter(|client| !spare.contains(client)) {
             if rest == 0 {
                 break;
             }
@@ -284,10 +277,11 @@ impl Machine {
     /// Lets holders that keep growing map more than they need, as far as bytes are free: so their allocations wait for no
     /// message. It is taken back when other clients lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
     pub(crate) fn credit_ahead(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| gpu.attaching.is_empty() && gpu.reservations.is_empty()) else {
+        let is_idle = |gpu: &Gpu| gpu.attaching.is_empty() && gpu.reservations.is_empty();
+        if !self.gpus.get(&id).is_some_and(is_idle) {
             return;
-        };
-        for client in gpu.holders.values().copied().collect::<Vec<_>>() {
+        }
+        for client in self.lock.holders(id).collect::<Vec<_>>() {
             let Some(attachment) = self
                 .attachment(client, id)
                 .filter(|attachment| attachment.keeps_growing && attachment.engine == Engine::Swap)
@@ -295,7 +289,7 @@ impl Machine {
                 continue;
             };
             let grows_now = attachment.grew.is_some_and(|at| self.now < at + GROWING);
-            let is_running = attachment.hold.as_ref().is_some_and(|hold| hold.revoked.is_none());
+            let is_running = self.lock.hold(client, id).is_some_and(|hold| hold.revoked.is_none());
             let allowance = self.account(client, id).map_or(0, |account| account.allowance);
             let limit = self.quota.limit(client, id).map_or(0, |limit| limit.limit);
             let ahead = self.ahead(client, id);
@@ -323,7 +317,7 @@ impl Machine {
         let attachments = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.clients.iter().copied());
         let ahead: Vec<(ClientId, u64)> = attachments
             .filter(|client| !spare.contains(client))
-            .filter(|client| self.clients.get(client).is_some_and(|state| state.eviction_block(id).is_none()))
+            .filter(|client| self.eviction_block(*client, id).is_none())
             .map(|client| (client, self.ahead(client, id)))
             .filter(|(_, ahead)| *ahead > 0)
             .collect();
@@ -351,10 +345,9 @@ impl Machine {
         if !self.policy().keeps_for_the_next() {
             return idle.map(|(_, client)| client).collect();
         }
-        let queue = gpu.queue.iter().zip(0u32..).map(|((_, entity), at)| (*entity, at));
-        let before: BTreeMap<Entity, u32> = queue.collect();
+        let before: BTreeMap<Entity, u32> = self.lock.queue(id).map(|(_, entity)| entity).zip(0..).collect();
         let rests = |(last_run, client): (Time, ClientId)| {
-            let entity = self.clients.get(&client).and_then(|state| state.waiting);
+            let entity = self.lock.waiting(client);
             let before = entity.and_then(|entity| before.get(&entity).copied());
             (self.policy().rests(&self.settings, self.now.saturating_sub(last_run), before), client)
         };

@@ -21,10 +21,7 @@ impl Machine {
 
     /// Whether a client gets nothing on a GPU that is free: it does not run there, and it or its group has too much.
     pub(crate) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
-        let Some(state) = self.clients.get(&client) else { return false };
-        let wants = state.waiting.and_then(|entity| self.requests.get(&entity)?.wants.get(&client));
-        let holds = state.attachments.get(&id).is_some_and(|attachment| attachment.hold.is_some());
-        let uses = holds || wants.is_some_and(|wants| wants.contains(&id));
+        let uses = self.lock.hold(client, id).is_some() || self.lock.waits_for(client, id);
         !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))
     }
 

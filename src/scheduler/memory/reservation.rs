@@ -1,7 +1,7 @@
 //! Reservations for what the driver allocates itself inside a call of a client: code, stacks, streams, graphs. The driver found no
 //! room, so clients that do not hold the lock evict as much, and it is kept free for a moment in which the client tries again.
 
-use crate::{api::*, lock::queue::Hold, machine::Machine};
+use crate::{api::*, machine::Machine};
 use std::time::Duration;
 
 /// How long room is waited for; the client waits longer.
@@ -100,13 +100,8 @@ impl Machine {
 
     /// Bytes that holders other than that client could give if they gave the lock back.
     fn held_by_others(&self, id: GpuId, client: ClientId) -> u64 {
-        let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
-        let gives = |holder: &&ClientId| {
-            let attachment = self.attachment(**holder, id);
-            **holder != client
-                && attachment.is_some_and(|attachment| !attachment.hold.as_ref().is_some_and(Hold::is_bypassed))
-        };
-        let evictable = holders.filter(gives).filter_map(|holder| Some(self.account(*holder, id)?.evictable()));
+        let gives = self.lock.running_on(id).filter(|holder| *holder != client);
+        let evictable = gives.filter_map(|holder| Some(self.account(holder, id)?.evictable()));
         evictable.fold(0, u64::saturating_add)
     }
 }

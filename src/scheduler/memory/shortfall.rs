@@ -20,7 +20,7 @@
 
 use crate::{
     api::*,
-    lock::queue::{Blocked, Entity},
+    lock::{Blocked, Entity, Request},
     machine::{Client, Machine},
     timers::Wake,
 };
@@ -153,8 +153,8 @@ impl Machine {
         let Some(attachment) = self.attachment_mut(client, id) else { return };
         attachment.failures.not_before = now + delay;
         let Some(state) = self.clients.get(&client) else { return };
-        let Some((entity, request)) = state.waiting.and_then(|entity| Some((entity, self.requests.get(&entity)?)))
-        else {
+        let waiting = self.lock.waiting(client);
+        let Some((entity, request)) = waiting.and_then(|entity| Some((entity, self.lock.request(entity)?))) else {
             return;
         };
         let until = request.wants.get(&client).map_or(now, |gpus| state.delayed_until(gpus));
@@ -249,8 +249,8 @@ impl Machine {
             return 0;
         }
         // The room that remains is shared with those that run together with it.
-        let entity = self.entity(client);
-        let together = gpu.clients.iter().filter(|other| self.entity(**other) == entity);
+        let entity = self.lock.entity(client);
+        let together = gpu.clients.iter().filter(|other| self.lock.entity(**other) == entity);
         let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
         for member in together {
             let Some(account) = gpu.ledger.account(*member) else { continue };
@@ -272,16 +272,15 @@ impl Machine {
 
     /// Whether a client has memory there that can leave, by what is believed of its reports.
     fn can_give(&self, client: ClientId, id: GpuId) -> bool {
-        let Some((state, account)) = self.clients.get(&client).zip(self.account(client, id)) else { return false };
-        state.eviction_block(id).is_none() && account.in_use() > account.report.pinned
+        let Some(account) = self.account(client, id) else { return false };
+        self.eviction_block(client, id).is_none() && account.in_use() > account.report.pinned
     }
 
     /// Before a request is granted: lets a client that has all of a GPU, and needs more than there seems to be, try to map
     /// the rest.
     pub(crate) fn begin_trials(&mut self, entity: Entity) {
-        let wants = self.requests.get(&entity).into_iter().flat_map(|request| request.wants.values());
-        for id in wants.flatten().copied().collect::<GpuSet>() {
-            if let [client] = *self.members(entity, id) {
+        for id in self.lock.request(entity).map(Request::gpus).unwrap_or_default() {
+            if let [client] = *self.lock.members(entity, id) {
                 self.begin_trial(client, id);
             }
         }

@@ -1,12 +1,7 @@
 //! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the client does
 //! not answer. It counts as unevictable, other clients are asked for theirs, and it counts as before when it can leave again.
 
-use crate::{
-    api::*,
-    lock::queue::Hold,
-    machine::{Client, Machine},
-    timers::Wake,
-};
+use crate::{api::*, lock::Hold, machine::Machine, timers::Wake};
 use std::time::Duration;
 
 /// A client that could not evict is asked again after the first, then twice that, at most the second.
@@ -15,24 +10,18 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 
-#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Unevictable {
-    pub why: EvictionBlock,
-}
-
-impl Client {
-    /// Why nothing of it can leave that GPU now.
-    pub fn eviction_block(&self, id: GpuId) -> Option<EvictionBlock> {
-        let attachment = self.attachments.get(&id)?;
-        match attachment.unevictable_since {
-            _ if self.stopped => Some(EvictionBlock::Stopped),
-            _ if attachment.hold.as_ref().is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
-            unevictable_since => unevictable_since.map(|unevictable_since| unevictable_since.why),
+impl Machine {
+    /// Why no memory of a client can leave a GPU now.
+    pub(crate) fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
+        let state = self.clients.get(&client)?;
+        let attachment = state.attachments.get(&id)?;
+        match attachment.eviction_block {
+            _ if state.stopped => Some(EvictionBlock::Stopped),
+            _ if self.lock.hold(client, id).is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
+            block => block,
         }
     }
-}
 
-impl Machine {
     /// A client could not carry out an eviction, and has given it up.
     pub(crate) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: EvictionBlock) {
         for id in gpus {
@@ -51,17 +40,18 @@ impl Machine {
     }
 
     fn block_eviction(&mut self, client: ClientId, id: GpuId, why: EvictionBlock) {
-        let before =
-            self.change_attachment(client, id, |attachment| attachment.unevictable_since.replace(Unevictable { why }));
-        if before.is_some_and(|before| before.is_none_or(|old| old.why != why)) {
+        let Some(attachment) = self.attachment_mut(client, id) else { return };
+        let before = attachment.eviction_block.replace(why);
+        self.lock_changed(client, id);
+        if before != Some(why) {
             self.effects.command(Command::EvictionBlocked { client, gpu: id, why });
         }
     }
 
     /// It is worth asking it again.
     pub(crate) fn unblock_eviction(&mut self, client: ClientId, id: GpuId) {
-        if self.attachment(client, id).is_some_and(|attachment| attachment.unevictable_since.is_some()) {
-            self.change_attachment(client, id, |attachment| attachment.unevictable_since = None);
+        if self.attachment_mut(client, id).is_some_and(|attachment| attachment.eviction_block.take().is_some()) {
+            self.lock_changed(client, id);
         }
     }
 
@@ -72,9 +62,8 @@ impl Machine {
         let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
         let progresses = account.eviction.as_ref().is_some_and(|eviction| eviction.progress == now);
         let Some(attachment) = self.attachment_mut(client, id) else { return };
-        let late =
-            attachment.unevictable_since.is_some_and(|unevictable_since| unevictable_since.why == EvictionBlock::Late);
-        if done && fits && attachment.unevictable_since.is_none() {
+        let late = attachment.eviction_block == Some(EvictionBlock::Late);
+        if done && fits && attachment.eviction_block.is_none() {
             attachment.eviction_backoff = Duration::ZERO;
         }
         if late && (done || progresses) {
@@ -86,7 +75,7 @@ impl Machine {
     pub(crate) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
         let account = gpu.ledger.account(client)?;
-        let eviction = account.eviction.as_ref().filter(|_| attachment.unevictable_since.is_none())?;
+        let eviction = account.eviction.as_ref().filter(|_| attachment.eviction_block.is_none())?;
         let rest = account.report.mapped.saturating_sub(account.allowance);
         Some(eviction.progress.saturating_add(LATE.max(gpu.moving(rest).saturating_mul(LATE_TIMES))))
     }
@@ -100,9 +89,9 @@ impl Machine {
     /// from others.
     pub(crate) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
-        let Some((attachment, account)) = self.attachment(client, id).zip(self.account(client, id)) else { return };
+        let Some(account) = self.account(client, id) else { return };
         // One that cannot drain may be mapping.
-        let cannot_drain = attachment.hold.as_ref().is_some_and(Hold::is_undrainable);
+        let cannot_drain = self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
         let Some(has) = account.unanswered(now).filter(|_| !cannot_drain) else { return };
         if has < account.allowance {
             self.allow(client, id, has);

@@ -19,7 +19,7 @@ use super::{Policy, Runner, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{
     api::{AntiThrash, Settings, Time},
     fairness::share::Precedence,
-    lock::corun::MEASURED,
+    settle::corun::MEASURED,
 };
 use std::time::Duration;
 

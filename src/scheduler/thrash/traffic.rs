@@ -67,12 +67,8 @@ impl Machine {
     /// Bytes that those need together who run at the same moment; 0 where nobody runs beside another, or nobody's pages can
     /// fault.
     fn demand_together(&self, id: GpuId) -> u64 {
-        let holders = self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.holders.values());
-        let running = holders.filter_map(|client| {
-            let attachment = self
-                .attachment(*client, id)
-                .filter(|attachment| attachment.hold.as_ref().is_some_and(|hold| !hold.suspended))?;
-            Some((attachment.engine, self.account(*client, id)?.report.demand))
+        let running = self.lock.holds_on(id).filter(|(_, hold)| !hold.suspended).filter_map(|(client, _)| {
+            Some((self.attachment(client, id)?.engine, self.account(client, id)?.report.demand))
         });
         let running: Vec<(Engine, u64)> = running.collect();
         let can_fault = running.iter().any(|(engine, _)| *engine == Engine::Managed);
@@ -86,12 +82,10 @@ impl Machine {
     fn has_memory_moved(&self, id: GpuId) -> bool {
         let Some(gpu) = self.gpus.get(&id) else { return false };
         let comes = |client: &ClientId| {
-            let Some((state, account)) = self.clients.get(client).zip(gpu.ledger.account(*client)) else {
-                return false;
-            };
+            let Some(account) = gpu.ledger.account(*client) else { return false };
             let MemoryReport { demand, mapped, .. } = account.report;
             let lacking = account.allowance.min(demand).saturating_sub(mapped);
-            lacking >= CHUNK && state.eviction_block(id).is_none()
+            lacking >= CHUNK && self.eviction_block(*client, id).is_none()
         };
         gpu.ledger.coming() > 0 || gpu.clients.iter().any(comes)
     }

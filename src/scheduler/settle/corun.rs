@@ -4,7 +4,7 @@
 
 use crate::{
     api::*,
-    lock::queue::Entity,
+    lock::Entity,
     machine::{Attachment, Machine},
 };
 use std::time::Duration;
@@ -70,8 +70,8 @@ impl Utilization {
 impl Machine {
     /// It says how full it keeps that GPU; or, by more than there is, that it wants it alone.
     pub(crate) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
-        let alone = self.gpus.get(&id).is_some_and(|g| g.holders.len() == 1);
-        let measured = |s: &&mut Attachment| permille > FULL || (alone && s.hold.is_some());
+        let alone = self.lock.holders(id).count() == 1 && self.lock.hold(client, id).is_some();
+        let measured = |_: &&mut Attachment| permille > FULL || alone;
         let Some(attachment) = self.attachment_mut(client, id).filter(measured) else { return };
         attachment.utilization =
             Utilization { said: Some(permille), before: attachment.utilization.before, ..Utilization::default() };
@@ -80,38 +80,37 @@ impl Machine {
 
     /// Whether that unit may hold the lock beside those who do.
     pub(crate) fn may_join(&self, entity: Entity, id: GpuId) -> bool {
-        self.run_together(id, self.running(id).chain(self.members(entity, id)))
+        self.run_together(id, self.lock.running_on(id).chain(self.lock.members(entity, id)))
     }
 
     /// Whether the holders of a GPU may go on together.
     pub(crate) fn may_stay(&self, id: GpuId) -> bool {
         let expired = self.believed_until(id).is_some_and(|until| self.now >= until);
-        !expired && self.run_together(id, self.running(id))
+        !expired && self.run_together(id, self.lock.running_on(id))
     }
 
     /// Whether all holders of a GPU could be counted as such, those included that are not now.
     pub(crate) fn may_all_stay(&self, id: GpuId) -> bool {
-        let holders = self.gpus.get(&id).into_iter().flat_map(|g| g.holders.values().copied());
-        self.run_together(id, holders)
+        self.run_together(id, self.lock.holders(id))
     }
 
     /// When they will have to take turns again, if nothing else happens.
     pub(crate) fn together_until(&self, id: GpuId) -> Option<Time> {
-        let several = self.running(id).count() > 1;
+        let several = self.lock.running_on(id).count() > 1;
         self.believed_until(id).filter(|_| several && self.settings.anti_thrash == AntiThrash::Auto)
     }
 
     /// Until when what the holders said is believed.
     fn believed_until(&self, id: GpuId) -> Option<Time> {
-        let attachments = || self.running(id).filter_map(|client| self.attachment(client, id));
-        let last = attachments().filter_map(|attachment| Some(attachment.hold.as_ref()?.since)).max()?;
+        let attachments = || self.lock.running_on(id).filter_map(|client| self.attachment(client, id));
+        let last = self.lock.running_on(id).filter_map(|client| Some(self.lock.hold(client, id)?.since)).max()?;
         let believed = attachments().map(|attachment| attachment.utilization.believed()).min()?;
         Some(last.saturating_add(believed))
     }
 
     /// What holders said before they ran together is no longer believed.
     pub(crate) fn forget_utilization(&mut self, id: GpuId) {
-        for client in self.running(id).collect::<Vec<_>>() {
+        for client in self.lock.running_on(id).collect::<Vec<_>>() {
             if let Some(attachment) = self.attachment_mut(client, id) {
                 attachment.utilization.forget();
             }
@@ -120,13 +119,10 @@ impl Machine {
 
     /// Whether it is known how full those keep a GPU who have it now.
     pub(crate) fn are_measured(&self, id: GpuId) -> bool {
-        self.running(id).filter_map(|c| self.attachment(c, id)).all(|attachment| !attachment.utilization.is_open())
-    }
-
-    /// Holders that are counted as such.
-    fn running(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
-        let holders = self.gpus.get(&id).into_iter().flat_map(|g| g.holders.values().copied());
-        holders.filter(move |c| self.attachment(*c, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| !h.is_bypassed()))
+        self.lock
+            .running_on(id)
+            .filter_map(|c| self.attachment(c, id))
+            .all(|attachment| !attachment.utilization.is_open())
     }
 
     /// Whether these, together, leave the GPU idle at times, and all of their bytes fit.

@@ -1,11 +1,17 @@
 //! The steps that bring one GPU to rest after an event: memory first, then the lock, then what holders are told. Settling a GPU on
 //! which nothing changed does nothing.
 
+pub(crate) mod corun;
+mod gang_conflict;
+mod gangs;
+mod requests;
+mod unresponsive;
+
 use crate::{
     api::*,
     fairness::share::Precedence,
-    lock::queue::{Blocked, Entity, Hold, Request},
-    machine::{Machine, QueueKey},
+    lock::{Blocked, Entity},
+    machine::Machine,
     memory::reservation::ReservationNeeds,
     policy::{SHORTEST_GRACE, Waiter},
     timers::Wake,
@@ -92,7 +98,7 @@ impl Machine {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
         if gpu.ledger.take_loosened() || capacity > gpu.capacity {
-            for entity in std::mem::take(&mut gpu.blocked_by_pinned) {
+            for entity in self.lock.take_blocked_by_pinned(id) {
                 self.enqueue(entity);
             }
         }
@@ -103,8 +109,7 @@ impl Machine {
 
     /// Requests that waited for one of a better class, which has gone.
     fn enqueue_unblocked(&mut self, id: GpuId) {
-        let behind = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.behind).copied();
-        let free: Vec<Entity> = behind.filter(|entity| !self.waits_behind(*entity, id)).collect();
+        let free: Vec<Entity> = self.lock.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));
     }
 
@@ -127,12 +132,8 @@ impl Machine {
         if owed > 0 {
             pressure.short = self.collect(id, owed, &[], &next);
         }
-        let holders: Vec<ClientId> =
-            self.gpus.get(&id).map(|g| g.holders.values().copied().collect()).unwrap_or_default();
-        for holder in holders {
-            let running =
-                self.attachment(holder, id).and_then(|s| s.hold.as_ref()).is_some_and(|h| h.revoked.is_none());
-            if !running {
+        for holder in self.lock.holders(id).collect::<Vec<_>>() {
+            if self.lock.hold(holder, id).is_none_or(|hold| hold.revoked.is_some()) {
                 continue;
             }
             let lacking = self.credit(holder, id, owed);
@@ -161,23 +162,15 @@ impl Machine {
     }
 
     fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
-        let first = self.gpus.get(&id).and_then(|g| g.queue.first());
-        first.map(|(_, entity)| self.members(*entity, id)).unwrap_or_default()
-    }
-
-    /// The clients of a request that want that GPU.
-    pub(crate) fn members(&self, entity: Entity, id: GpuId) -> Vec<ClientId> {
-        let request = self.requests.get(&entity);
-        let wants = request.into_iter().flat_map(|r| &r.wants);
-        wants.filter(|(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client).collect()
+        self.lock.first(id).map(|entity| self.lock.members(entity, id)).unwrap_or_default()
     }
 
     /// Prepares the first in line, grants what can be granted, and goes on with the next, until one has to wait.
     /// Returns the bytes that this one lacks.
     fn serve_queue(&mut self, id: GpuId, owed: u64, pressure: &mut Pressure) -> u64 {
         loop {
-            let Some((_, entity)) = self.gpus.get(&id).and_then(|g| g.queue.first()).copied() else { return 0 };
-            let members = self.members(entity, id);
+            let Some(entity) = self.lock.first(id) else { return 0 };
+            let members = self.lock.members(entity, id);
             if !self.fits(entity, id, &members) {
                 continue; // it left the line
             }
@@ -204,7 +197,7 @@ impl Machine {
                 continue;
             }
             let locked = !self.is_admissible(entity, id);
-            self.note_idle_for(id, entity, lacking > 0 && !locked);
+            self.lock.note_idle_for(self.now, id, entity, lacking > 0 && !locked);
             if lacking > 0 && !locked {
                 self.report_wait(entity, WaitReason::Eviction);
             }
@@ -222,9 +215,9 @@ impl Machine {
                 evicts: lacking > 0,
                 unmeasured: members.iter().any(|m| self.attachment(*m, id).is_some_and(|s| s.utilization.is_open())),
                 holders_measured: self.are_measured(id),
-                waiters: self.gpus.get(&id).map_or(0, |g| g.queue.len() as u32),
-                rank: self.requests.get(&entity).map_or(Time::ZERO, |request| request.key.rank),
-                aged: self.requests.get(&entity).is_some_and(|request| request.aged),
+                waiters: self.lock.queue_length(id),
+                rank: self.lock.request(entity).map_or(Time::ZERO, |request| request.key.rank),
+                aged: self.lock.request(entity).is_some_and(|request| request.aged),
                 ..Waiter::default()
             });
             self.defer_behind(id);
@@ -235,11 +228,9 @@ impl Machine {
     /// A holder that cannot drain may need more bytes in order to get there. It comes after all who wait, and no holder
     /// gives anything for it. Returns the bytes that it lacks.
     fn serve_undrainable(&mut self, id: GpuId) -> u64 {
-        let Some(gpu) = self.gpus.get(&id) else { return 0 };
-        let cannot = |c: &ClientId| self.attachment(*c, id)?.hold.as_ref().map(Hold::is_undrainable);
-        let holders: Vec<ClientId> = gpu.holders.values().copied().filter(|c| cannot(c) == Some(true)).collect();
+        let holders = self.lock.holds_on(id).filter(|(_, hold)| hold.is_undrainable());
         let mut lacking = 0u64;
-        for holder in holders {
+        for holder in holders.map(|(client, _)| client).collect::<Vec<_>>() {
             lacking = lacking.saturating_add(self.credit(holder, id, lacking));
             if lacking > 0 {
                 let mut spare = self.members_of_first(id);
@@ -257,8 +248,7 @@ impl Machine {
             return true;
         }
         if members.len() > 1 {
-            let all: Vec<ClientId> =
-                self.requests.get(&entity).into_iter().flat_map(|r| r.wants.keys()).copied().collect();
+            let all: Vec<ClientId> = self.lock.clients_of(entity).collect();
             self.split(entity, &all);
         } else {
             self.block(entity, Blocked::Pinned(id));
@@ -268,7 +258,7 @@ impl Machine {
 
     /// Whether a request could be served there if everybody who can give bytes did.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
-        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.requests.get(&entity)) else { return true };
+        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.lock.request(entity)) else { return true };
         let mut own = 0u64;
         let mut need = 0u64;
         for member in members {
@@ -279,51 +269,20 @@ impl Machine {
         need <= room || self.has_memory(entity, id)
     }
 
-    /// Lets these members of a gang's request wait each for itself. What is left of it is out of the line.
-    pub(crate) fn split(&mut self, entity: Entity, members: &[ClientId]) {
-        self.dequeue(entity);
-        for client in members {
-            let (solo, number) = (Entity::Solo(*client), self.effects.number());
-            let Some(request) = self.requests.get_mut(&entity) else { return };
-            let Some(gpus) = request.wants.remove(client) else { continue };
-            let since = request.since.remove(client).unwrap_or(self.now);
-            let alone = Request {
-                key: QueueKey { number, ..request.key },
-                since: [(*client, since)].into(),
-                wants: [(*client, gpus)].into(),
-                gathers: None,
-                ages: request.ages,
-                aged: request.aged,
-                blocked: self.clients.get(client).filter(|state| state.stopped).map(|_| Blocked::Stopped),
-                told: None,
-            };
-            if request.wants.is_empty() {
-                self.requests.remove(&entity);
-            }
-            self.requests.insert(solo, alone);
-            if let Some(state) = self.clients.get_mut(client) {
-                state.waiting = Some(solo);
-            }
-            self.enqueue(solo);
-        }
-    }
-
     /// Runs the clocks of those holders that are in somebody's way, tells them, and revokes those whose turn is over.
     /// Returns when the next turn will be.
     fn press(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
-        let gpu = self.gpus.get(&id)?;
-        let waiters = (gpu.queue.len() as u32).max(1);
+        let waiters = self.lock.queue_length(id).max(1);
         let grace = self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |w| w.moving));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
         let together = self.may_stay(id);
-        let first =
-            gpu.holders.values().filter_map(|c| self.attachment(*c, id)?.hold.as_ref()).find(|h| h.revoked.is_none());
-        let first = first.map(|h| h.entity);
-        let awaited = !gpu.behind.is_empty();
+        let first = self.lock.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
+        let first = first.map(|hold| hold.entity);
+        let awaited = self.lock.behind(id).next().is_some();
         let mut short = pressure.short;
         let mut next: Option<Time> = self.together_until(id);
-        let holders: Vec<ClientId> = gpu.holders.values().copied().collect();
+        let holders: Vec<ClientId> = self.lock.holders(id).collect();
         if next.is_some_and(|until| until <= now) {
             self.forget_utilization(id);
         }
@@ -332,7 +291,7 @@ impl Machine {
             let Some((attachment, account)) = self.attachment(client, id).zip(self.account(client, id)) else {
                 continue;
             };
-            let Some(hold) = attachment.hold.as_ref() else { continue };
+            let Some(hold) = self.lock.hold(client, id) else { continue };
             let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
             let own = pressure.locked_out && pressure.first == Some(hold.entity);
             let gives = short > 0 && evictable > 0 && pressure.grower != Some(client);
@@ -366,7 +325,7 @@ impl Machine {
             };
             let equal = precedence == Precedence::Equal;
             // The others of it spin meanwhile.
-            let least = hold.entity.gang().filter(|gang| equal && self.is_job(*gang));
+            let least = hold.entity.gang().filter(|gang| equal && self.lock.gangs().is_job(*gang));
             let least = least.map_or(Duration::ZERO, |gang| self.gang_drains_in(gang) * DRAINS_PER_TURN);
             let turn = turn.max(least.min(self.settings.time_quantum));
             let helps = self.helps_to_drain(hold);
@@ -383,7 +342,7 @@ impl Machine {
                 _ => (true, 1, SHORTEST_GRACE),
             };
             let gpus = GpuSet::from([id]);
-            let Some(hold) = self.attachment_mut(client, id).and_then(|s| s.hold.as_mut()) else { continue };
+            let Some(hold) = self.lock.hold_mut(client, id) else { continue };
             if wanted {
                 hold.waited_since.get_or_insert(now);
             } else if let Some(since) = hold.waited_since.take() {

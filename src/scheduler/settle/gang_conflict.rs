@@ -1,91 +1,91 @@
 //! Two gangs that share a GPU and use others besides: one waits until the other holds nothing, and the one that holds a lock
 //! already goes first. Otherwise each could hold a GPU that the other waits for, its kernels spinning for the missing members.
 
-use crate::{api::*, lock::gang::Gang, lock::queue::Entity, machine::Machine};
+use crate::{
+    api::*,
+    lock::{Entity, Gang},
+    machine::Machine,
+};
 use std::collections::BTreeSet;
 
 impl Machine {
     /// Whether two gangs are in each other's way, on one GPU of several.
     fn are_rivals(&self, one: Gang, other: Gang) -> bool {
-        if !(self.is_job(one) && self.is_job(other)) {
+        if !(self.lock.gangs().is_job(one) && self.lock.gangs().is_job(other)) {
             return false;
         }
-        let (ones, others) = (self.gpus_of_gang(one), self.gpus_of_gang(other));
+        let (ones, others) = (self.lock.gpus_of_gang(one), self.lock.gpus_of_gang(other));
         let several = ones.len() > 1 || others.len() > 1;
         let mut shared = ones.intersection(&others);
-        let both = || self.gang_members(one).chain(self.gang_members(other));
+        let both = || self.lock.gangs().members(one).chain(self.lock.gangs().members(other));
         several
-            && shared.any(|id| !self.run_together(*id, both().filter(|client| self.attachment(*client, *id).is_some())))
+            && shared.any(|id| !self.run_together(*id, both().filter(|client| self.lock.of(*client, *id).is_some())))
     }
 
     /// Whether that unit has to wait for another gang, whatever GPU that has.
     pub(crate) fn waits_for_gang(&self, entity: Entity) -> bool {
         let Entity::Gang(gang) = entity else { return false };
-        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
+        if !self.lock.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
             return false;
         }
-        let mut others = self.gangs.keys().filter(|other| **other != gang);
-        others.any(|other| {
-            self.are_rivals(gang, *other) && self.holds_of_gang(*other).any(|(_, hold)| !hold.is_bypassed())
+        self.lock.gangs().others(gang).any(|other| {
+            self.are_rivals(gang, other) && self.lock.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed())
         })
     }
 
     /// A gang in line for other GPUs that waits for the holders of this one.
     pub(crate) fn rival_of_holders(&self, id: GpuId) -> Option<Entity> {
-        if self.gangs.len() < 2 || self.settings.anti_thrash == AntiThrash::Off {
+        if !self.lock.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
             return None;
         }
-        let holders = self.gpus.get(&id)?.holders.values();
-        let holds = holders.filter_map(|client| self.attachment(*client, id)?.hold.as_ref());
-        let here: BTreeSet<Gang> =
-            holds.filter(|hold| !hold.is_bypassed()).filter_map(|hold| hold.entity.gang()).collect();
-        let waiting = self.requests.iter().filter(|(_, request)| request.blocked.is_none());
+        let holds = self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
+        let here: BTreeSet<Gang> = holds.filter_map(|(_, hold)| hold.entity.gang()).collect();
+        let waiting = self.lock.requests().filter(|(_, request)| request.blocked.is_none());
         let rivals = waiting.filter(|(entity, _)| {
             let gang = entity.gang().filter(|gang| !here.contains(gang));
             gang.is_some_and(|gang| here.iter().any(|other| self.are_rivals(gang, *other)))
         });
-        rivals.min_by_key(|(_, request)| request.key).map(|(entity, _)| *entity)
+        rivals.min_by_key(|(_, request)| request.key).map(|(entity, _)| entity)
     }
 
     /// Whether another gang, on whatever GPU, waits for that one to have nothing, or runs while it is counted as if it had.
     pub(crate) fn is_in_the_way(&self, entity: Entity) -> bool {
-        let Some(gang) = entity.gang().filter(|_| self.gangs.len() > 1) else { return false };
+        let Some(gang) = entity.gang().filter(|_| self.lock.gangs().are_several()) else { return false };
         let waits =
-            |other: Gang| self.requests.get(&Entity::Gang(other)).is_some_and(|request| request.blocked.is_none());
-        let runs = |other: Gang| self.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed());
-        let mut others = self.gangs.keys().filter(|other| **other != gang);
+            |other: Gang| self.lock.request(Entity::Gang(other)).is_some_and(|request| request.blocked.is_none());
+        let runs = |other: Gang| self.lock.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed());
+        let mut others = self.lock.gangs().others(gang);
         self.settings.anti_thrash != AntiThrash::Off
-            && others.any(|other| (waits(*other) || runs(*other)) && self.are_rivals(gang, *other))
+            && others.any(|other| (waits(other) || runs(other)) && self.are_rivals(gang, other))
     }
 
     /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
     pub(crate) fn yields(&self, entity: Entity) -> bool {
-        let Some(gang) = entity.gang().filter(|_| self.gangs.len() > 1) else { return false };
+        let Some(gang) = entity.gang().filter(|_| self.lock.gangs().are_several()) else { return false };
         if self.settings.anti_thrash == AntiThrash::Off {
             return false;
         }
         let first = |gang: Gang| {
-            let holds = self.holds_of_gang(gang).filter(|(_, hold)| !hold.is_bypassed());
+            let holds = self.lock.holds_of_gang(gang).filter(|(_, hold)| !hold.is_bypassed());
             holds.map(|(_, hold)| (hold.since, hold.number)).min()
         };
         let Some(own) = first(gang) else { return false };
-        let mut others = self.gangs.keys().filter(|other| **other != gang);
-        others.any(|other| first(*other).is_some_and(|other| other < own) && self.are_rivals(gang, *other))
+        let mut others = self.lock.gangs().others(gang);
+        others.any(|other| first(other).is_some_and(|other| other < own) && self.are_rivals(gang, other))
     }
 
     /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
     pub(crate) fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
         let (gang, other) = (holder.gang()?, waiter.gang()?);
-        let since = self.gang_turns.get(&gang).copied()?;
+        let since = self.lock.gangs().turn_since(gang)?;
         (gang != other && self.are_rivals(gang, other)).then_some(since)
     }
 
     /// What a gang waits for or no longer has, its rivals have or wait for.
     pub(crate) fn touch_rivals(&mut self, entity: Entity) {
         let Some(gang) = entity.gang() else { return };
-        self.effects.touch_all(self.gpus_of_gang(gang));
-        let rivals = self.gangs.keys().filter(|other| **other != gang && self.are_rivals(gang, **other));
-        let gpus: GpuSet = rivals.flat_map(|other| self.gpus_of_gang(*other)).collect();
+        let rivals = self.lock.gangs().others(gang).filter(|other| self.are_rivals(gang, *other));
+        let gpus: GpuSet = rivals.chain([gang]).flat_map(|gang| self.lock.gpus_of_gang(gang)).collect();
         self.effects.touch_all(gpus);
     }
 }

@@ -7,8 +7,7 @@
 
 use crate::{
     api::*,
-    lock::gang::Gang,
-    lock::queue::{Blocked, Entity, Hold},
+    lock::{Blocked, Entity, Gang, Hold},
     machine::Machine,
     timers::Wake,
 };
@@ -38,14 +37,13 @@ impl Machine {
         }
         let now = self.now;
         for id in gpus {
-            let Some(hold) = self.attachment_mut(client, *id).and_then(|s| s.hold.as_mut()) else { continue };
+            let Some(hold) = self.lock.hold_mut(client, *id) else { continue };
             let Some(revoked) = hold.revoked.as_mut() else { continue };
             hold.stuck = true;
             revoked.again = Some(now + revoked.backoff);
             revoked.backoff = (revoked.backoff * 2).min(STUCK.1);
             self.touch(*id);
-            let queue = self.gpus.get(id).map(|g| g.queue.iter().map(|(_, entity)| *entity).collect::<Vec<_>>());
-            for entity in queue.unwrap_or_default() {
+            for entity in self.lock.queued(*id) {
                 self.report_wait(entity, WaitReason::HolderStuck);
             }
         }
@@ -58,12 +56,12 @@ impl Machine {
         let changed = state.stopped != stopped;
         state.stopped = stopped;
         self.quota.set_stopped(client, stopped);
-        let waiting = state.waiting;
-        let now = self.now;
-        for id in state.attachments.keys().copied().collect::<Vec<_>>() {
-            self.change_attachment(client, id, |attachment| {
-                let Some(hold) = attachment.hold.as_mut() else { return };
-                let Some(revoked) = hold.revoked.as_mut() else { return };
+        let gpus: Vec<GpuId> = state.attachments.keys().copied().collect();
+        let (now, waiting) = (self.now, self.lock.waiting(client));
+        for id in gpus {
+            if let Some(hold) = self.lock.hold_mut(client, id)
+                && let Some(revoked) = hold.revoked.as_mut()
+            {
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
                 } else if changed {
@@ -72,16 +70,15 @@ impl Machine {
                     revoked.first = now;
                     revoked.since = now;
                 }
-            });
+            }
+            self.lock_changed(client, id);
         }
-        self.end_gang_turn(self.entity(client));
+        self.lock.end_gang_turn(self.lock.entity(client));
         if changed && let Some(entity) = waiting {
             if stopped {
                 self.wait_until_it_runs(entity, client);
             } else if !self.any_stopped(entity) {
-                if let Some(request) = self.requests.get_mut(&entity) {
-                    request.blocked = None;
-                }
+                self.unblock(entity);
                 self.enqueue(entity);
                 self.unite(client);
             }
@@ -118,33 +115,33 @@ impl Machine {
         let mut late = GpuSet::new();
         let mut lagging = GpuSet::new();
         let sooner = |at: &mut Option<Time>, new: Time| *at = Some(at.map_or(new, |old| old.min(new)));
-        for (id, attachment) in &state.attachments {
-            if let Some(eviction) = self.account(client, *id).and_then(|account| account.eviction.as_ref()) {
+        for (id, lock) in self.lock.all_of(client) {
+            if let Some(eviction) = self.account(client, id).and_then(|account| account.eviction.as_ref()) {
                 sooner(&mut overdue, eviction.since + EVICTION_ANSWER);
-                match self.late_at(client, *id) {
-                    Some(due) if due <= now => drop(late.insert(*id)),
+                match self.late_at(client, id) {
+                    Some(due) if due <= now => drop(late.insert(id)),
                     Some(due) => sooner(&mut next, due),
                     None => {}
                 }
             }
-            let Some(hold) = &attachment.hold else { continue };
+            let Some(hold) = &lock.hold else { continue };
             let Some(revoked) = hold.revoked else { continue };
-            match self.lags_at(client, *id) {
-                Some(due) if due <= now => drop(lagging.insert(*id)),
+            match self.lags_at(client, id) {
+                Some(due) if due <= now => drop(lagging.insert(id)),
                 Some(due) => sooner(&mut next, due),
                 None => {}
             }
             // Time decides, not how often it says so: one whose work makes no call says it once.
-            if (hold.stuck || attachment.slow_to_drain) && !hold.undrainable && !state.stopped {
-                let patience = if attachment.slow_to_drain { DRAIN.1 } else { DRAIN.0 };
+            if (hold.stuck || lock.slow_to_drain) && !hold.undrainable && !state.stopped {
+                let patience = if lock.slow_to_drain { DRAIN.1 } else { DRAIN.0 };
                 match revoked.first + patience {
-                    due if due <= now => drop(undrainable.insert(*id)),
+                    due if due <= now => drop(undrainable.insert(id)),
                     due => sooner(&mut next, due),
                 }
             }
             match revoked.again {
                 Some(at) if at <= now => {
-                    again.0.insert(*id);
+                    again.0.insert(id);
                     again.1 = again.1.max(revoked.backoff);
                 }
                 Some(at) => sooner(&mut next, at),
@@ -163,12 +160,10 @@ impl Machine {
         let calm = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
         for id in &calm {
             // Nobody waits any more: it is a holder like before.
-            self.change_attachment(client, *id, |attachment| {
-                attachment.hold.iter_mut().for_each(|hold| hold.revoked = None)
-            });
+            self.change_hold(client, *id, |hold| hold.revoked = None);
         }
         if !calm.is_empty() {
-            self.touch_rivals(self.entity(client)); // no GPU is kept for it to drain
+            self.touch_rivals(self.lock.entity(client)); // no GPU is kept for it to drain
             self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -201,16 +196,14 @@ impl Machine {
             return;
         }
         for id in &gpus {
-            self.change_attachment(client, *id, |attachment| {
-                attachment.hold.iter_mut().for_each(|hold| hold.undrainable = true)
-            });
+            self.change_hold(client, *id, |hold| hold.undrainable = true);
         }
         self.effects.command(Command::Undrainable { client, gpus });
-        let entity = self.entity(client);
-        self.end_gang_turn(entity);
+        let entity = self.lock.entity(client);
+        self.lock.end_gang_turn(entity);
         self.touch_rivals(entity);
-        if let Some(entity) = self.clients.get(&client).and_then(|c| c.waiting)
-            && self.requests.get(&entity).is_some_and(|r| r.blocked.is_none())
+        if let Some(entity) = self.lock.waiting(client)
+            && self.lock.request(entity).is_some_and(|r| r.blocked.is_none())
         {
             self.enqueue(entity); // its request would stand before others and wait for itself
         }
@@ -219,19 +212,16 @@ impl Machine {
     /// Whether there is a reason to ask that holder for the lock.
     fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
         // Others may be kept out of the line by bytes that it cannot give back, or have been admitted beside it.
-        let hold = self.attachment(client, id).and_then(|s| s.hold.as_ref());
+        let hold = self.lock.hold(client, id);
         let undrainable = hold.is_some_and(Hold::is_undrainable);
         let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
         let exclusive = self.settings.anti_thrash != AntiThrash::Off;
-        let others = self.gpus.get(&id).is_some_and(|g| {
-            !g.queue.is_empty()
-                || (undrainable && !g.blocked_by_pinned.is_empty())
-                || g.ledger.charged() > g.capacity(&self.settings)
-                || (exclusive && g.holders.len() > 1 && !self.may_all_stay(id))
-        });
-        // It may also want it again itself, and has to release it first.
-        let entity = self.clients.get(&client).and_then(|c| c.waiting);
+        let others = self.lock.first(id).is_some()
+            || (undrainable && self.lock.blocks_any(id))
+            || self.overdrawn(id) > 0
+            || (exclusive && self.lock.holders(id).count() > 1 && !self.may_all_stay(id));
         let is_spent = self.capped_at(client, id).is_some_and(|at| at <= self.now);
-        others || is_in_the_way() || is_spent || entity.is_some_and(|entity| self.members(entity, id).contains(&client))
+        // It may also want it again itself, and has to release it first.
+        others || is_in_the_way() || is_spent || self.lock.waits_for(client, id)
     }
 }

@@ -1,0 +1,181 @@
+//! Gang scheduling: members of a gang are granted and revoked together as far as their memory fits; members that do not fit together
+//! take turns. Gangs that need the same GPUs are in `gang_conflict`.
+
+use crate::{
+    api::*,
+    lock::{Blocked, ClientLock, Entity, Gang, Hold},
+    machine::Machine,
+};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// How long a gang's request waits for the members that have not asked yet, so that they run together.
+const GATHERS: Duration = Duration::from_millis(5);
+/// A member that had a GPU so lately, or attached one so lately, is likely to ask for one. No request waits for other members.
+const LATELY: Duration = Duration::from_secs(1);
+
+impl Machine {
+    /// Until when a request that has just come waits in line for other members, which had a GPU with those lately.
+    pub(crate) fn gathers_until(&self, entity: Entity) -> Option<Time> {
+        let gang = entity.gang()?;
+        let is_missing = |client: &ClientId| {
+            let is_stopped = self.clients.get(client).is_none_or(|state| state.stopped);
+            self.lock.waiting(*client).is_none() && !self.lock.holds_any(*client) && !is_stopped
+        };
+        let had_lately = |client: ClientId| {
+            let last = self.lock.all_of(client).map(|(_, lock)| lock.last_run).max();
+            last.is_some_and(|last| self.now.saturating_sub(last) < LATELY)
+        };
+        let mut missing = self.lock.gangs().members(gang).filter(is_missing);
+        missing.any(had_lately).then(|| self.now + GATHERS)
+    }
+
+    /// Whether that GPU is kept for a gang that others ask to go: a member does not drain yet, and may need another member for it
+    /// that has just left this GPU.
+    pub(crate) fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
+        let gangs = self.lock.gangs();
+        let mut turns = gangs.turns().filter(|(gang, _)| entity != Entity::Gang(*gang) && gangs.is_job(*gang));
+        turns.any(|(gang, since)| {
+            let left = |lock: &ClientLock| lock.hold.is_none() && lock.grants > 0 && lock.last_run > since;
+            let has_left = |member| self.lock.of(member, id).is_some_and(left);
+            self.lock.holds_of_gang(gang).any(|(_, hold)| hold.drains()) && gangs.members(gang).any(has_left)
+        })
+    }
+
+    /// Whether a member was granted a GPU for another one to drain, which has not yet.
+    pub(crate) fn helps_to_drain(&self, hold: &Hold) -> bool {
+        let gang = hold.entity.gang().filter(|_| hold.revoked.is_none());
+        gang.is_some_and(|gang| self.lock.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
+    }
+
+    /// How long a hand-over by that gang takes, on one GPU and then on the other.
+    pub(crate) fn gang_drains_in(&self, gang: Gang) -> Duration {
+        let locks = self.lock.gangs().members(gang).flat_map(|client| self.lock.all_of(client));
+        locks.map(|(_, lock)| lock.drains.expected()).max().unwrap_or_default()
+    }
+
+    /// A member asks for a GPU: another one may be about to need it for draining.
+    pub(crate) fn check_gang_peers(&mut self, entity: Entity) {
+        let Some(gang) = entity.gang().filter(|gang| self.lock.gangs().is_job(*gang)) else { return };
+        self.lock.gangs().members(gang).collect::<Vec<_>>().into_iter().for_each(|member| self.check(member));
+    }
+
+    /// When a holder will take longer to drain than is usual, while other members wait that could help.
+    pub(crate) fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
+        let lock = self.lock.of(client, id)?;
+        let hold = lock.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
+        let gang = hold.entity.gang().filter(|gang| self.lock.gangs().is_job(*gang))?;
+        let begun = hold.revoked?.first;
+        let mut peers = self.lock.gangs().members(gang);
+        peers.any(|peer| self.lock.waiting(peer).is_some()).then(|| begun + lock.drains.lags_after())
+    }
+
+    /// From now on other members go first.
+    pub(crate) fn lags(&mut self, client: ClientId, id: GpuId) {
+        if let Some(hold) = self.lock.hold_mut(client, id) {
+            hold.lags = true;
+        }
+        self.touch(id);
+        self.touch_gang_peers(client);
+    }
+
+    /// Whether other members go first has to be decided again.
+    pub(crate) fn touch_gang_peers(&mut self, client: ClientId) {
+        let waiting: BTreeSet<Entity> =
+            self.lock.gang_peers(client).filter_map(|peer| self.lock.waiting(peer)).collect();
+        for entity in waiting {
+            self.requeue(entity);
+            let gpus = self.lock.request(entity).map(|request| request.gpus());
+            self.effects.touch_all(gpus.into_iter().flatten());
+        }
+    }
+
+    /// A member has drained that was asked to: so do all that have run for it to do so.
+    pub(crate) fn revoke_gang(&mut self, gang: Gang) {
+        let is_left = |hold: &Hold| hold.entity == Entity::Gang(gang) && hold.revoked.is_none();
+        let first = self.lock.gangs().members(gang).find_map(|client| {
+            let (id, _) = self.lock.holds_of(client).find(|(_, hold)| is_left(hold))?;
+            Some((client, id))
+        });
+        if let Some((client, id)) = first {
+            self.revoke(client, id);
+        }
+    }
+
+    /// Since when a gang has had its turn, if its other members go before all requests that came later: as long as that lasts no
+    /// longer than a turn, and for as long again where a member cannot drain, which may need them for it.
+    pub(crate) fn goes_on_since(&self, entity: Entity) -> Option<Time> {
+        let gang = entity.gang()?;
+        let since = self.lock.gangs().turn_since(gang)?;
+        let had = self.now.saturating_sub(since);
+        let drains = || self.lock.holds_of_gang(gang).filter(|(_, hold)| hold.drains());
+        let may = match drains().next().is_some() {
+            true => had < self.settings.time_quantum * 2 && drains().any(|(_, hold)| hold.may_need_others()),
+            false => had < self.settings.time_quantum,
+        };
+        may.then_some(since)
+    }
+
+    /// Whether a member is about to drain: until it has, no member is granted anything.
+    pub(crate) fn is_about_to_drain(&self, entity: Entity) -> bool {
+        let holds = entity.gang().into_iter().flat_map(|gang| self.lock.holds_of_gang(gang));
+        holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
+    }
+
+    pub(crate) fn enter_gang(&mut self, client: ClientId, gang: Option<Gang>) {
+        let Some(gang) = gang else { return };
+        self.lock.join_gang(client, gang);
+        self.members_changed(gang);
+        self.touch_rivals(Entity::Gang(gang));
+    }
+
+    pub(crate) fn leave_gang(&mut self, client: ClientId) {
+        let Some(gang) = self.lock.gang(client) else { return };
+        self.touch_rivals(Entity::Gang(gang));
+        self.lock.leave_gang(client);
+        self.members_changed(gang);
+    }
+
+    /// A member came or went. The others are of another class then, and perhaps a gang, or no longer.
+    fn members_changed(&mut self, gang: Gang) {
+        for member in self.lock.gangs().members(gang).collect::<Vec<_>>() {
+            self.unite(member);
+            self.effects.touch_all(self.lock.holds_of(member).map(|(id, _)| id));
+            if let Some(entity) = self.lock.waiting(member) {
+                self.requeue(entity);
+                let blocked = self.lock.request(entity).and_then(|request| request.blocked);
+                if matches!(blocked, Some(Blocked::Behind(_))) {
+                    self.enqueue(entity);
+                }
+            }
+        }
+    }
+
+    /// Has a client hold and want what it does as what it is now: a member of a gang, or by itself.
+    pub(crate) fn unite(&mut self, client: ClientId) {
+        let entity = self.lock.entity(client);
+        // It is revoked with those it is with now.
+        if let Some(since) = self.lock.set_entity_of_holds(client, entity) {
+            self.lock.begin_gang_turn(entity, since);
+        }
+        if self.lock.waiting(client).is_some_and(|waiting| waiting != entity)
+            && let Some(wants) = self.lock.wants(client).cloned()
+        {
+            self.request(client, wants);
+        }
+    }
+
+    /// The client's rule is another: so may its gang be. What it wants it then wants with others.
+    pub(crate) fn gang_anew(&mut self, client: ClientId) {
+        let Some(state) = self.clients.get(&client) else { return };
+        let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);
+        let group = self.rules.group(client).filter(is_gang);
+        let gang = group.map(Gang::Group).or(Gang::named(state.named));
+        if gang == self.lock.gang(client) {
+            return;
+        }
+        self.leave_gang(client);
+        self.enter_gang(client, gang);
+        self.unite(client);
+    }
+}

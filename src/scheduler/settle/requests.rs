@@ -1,0 +1,408 @@
+//! Requests for the lock: where they stand, what they are granted, and how holders give the lock back.
+
+use crate::{
+    api::*,
+    fairness::share::Class,
+    lock::{Blocked, Entity, Hold, QueueKey, Request, Revoked},
+    machine::Machine,
+    settle::unresponsive::STUCK,
+    timers::Wake,
+};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+impl Machine {
+    pub(crate) fn request(&mut self, client: ClientId, gpus: GpuSet) {
+        let Some(state) = self.clients.get(&client) else { return };
+        // What it holds it need not wait for; a lock that was asked back has to be released first.
+        let is_wanted = |gpu: &GpuId| {
+            self.lock.of(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
+        };
+        let wants: GpuSet = gpus.into_iter().filter(is_wanted).collect();
+        let (entity, stopped) = (self.lock.entity(client), state.stopped);
+        let not_before = state.delayed_until(&wants);
+        // A request that replaces another keeps its key.
+        let before = self.lock.waiting(client).and_then(|entity| self.lock.request(entity));
+        let old = before.and_then(|request| request.since.get(&client).copied());
+        let key = before.map(|request| (request.key, request.ages, request.aged));
+        let since = old.unwrap_or(self.now);
+        self.withdraw(client);
+        let now = self.now;
+        for id in &wants {
+            let is_new = old.is_none() && self.lock.hold(client, *id).is_none();
+            if let Some(attachment) = self.attachment_mut(client, *id) {
+                attachment.used.get_or_insert(now);
+                if is_new {
+                    attachment.progress.asks(now);
+                }
+            }
+        }
+        if wants.is_empty() {
+            return;
+        }
+        self.dequeue(entity);
+        let mut request = None;
+        if self.lock.request(entity).is_none() {
+            let (key, ages, aged) = key.unwrap_or_else(|| {
+                let (rank, ages) = self.rank(client, &wants, now);
+                let (number, joined) = (self.effects.number(), self.joined(client, &wants));
+                (QueueKey { class: Class::default(), at: rank, rank, number, joined }, ages, false)
+            });
+            request = Some(Request::new(key, ages, aged));
+        }
+        self.lock.add_to_request(entity, client, since, wants, request);
+        let (key, gathers) = (self.current_key(entity), self.gathers_until(entity));
+        if let Some(request) = self.lock.request_mut(entity) {
+            request.key = key.unwrap_or(request.key);
+            // A member that asks late has the others wait no longer.
+            request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
+        }
+        if stopped {
+            self.wait_until_it_runs(entity, client);
+        } else if not_before > self.now {
+            self.block(entity, Blocked::Until(not_before));
+        } else {
+            self.enqueue(entity);
+        }
+        self.check_gang_peers(entity);
+    }
+
+    /// Puts a request into the queues of its GPUs, unless it would only hold up others there.
+    pub(crate) fn enqueue(&mut self, entity: Entity) {
+        let Some(request) = self.lock.request(entity) else { return };
+        if request.blocked == Some(Blocked::Stopped) {
+            return; // it is put back when all of its members run
+        }
+        self.age(entity);
+        let Some(request) = self.lock.request(entity) else { return };
+        // A client that waits for itself holds up no other. The others of its gang go on without it: it may need them in order
+        // to drain.
+        let undrained = self.undrained(entity);
+        if !undrained.is_empty() {
+            if undrained.len() == request.wants.len() {
+                return self.block(entity, Blocked::Undrained);
+            }
+            self.split(entity, &undrained);
+        }
+        if let Some(until) = self.is_capped(entity) {
+            return self.block(entity, Blocked::Until(until));
+        }
+        let Some(request) = self.lock.request(entity) else { return };
+        // One that would only take bytes elsewhere, and could not use them, stays out.
+        let ids = request.gpus();
+        let full = ids.iter().find(|id| {
+            let members = self.lock.members(entity, **id);
+            members.len() == 1 && !self.has_room(entity, **id, &members)
+        });
+        if let Some(full) = full {
+            return self.block(entity, Blocked::Pinned(*full));
+        }
+        let key = self.current_key(entity);
+        let Some(request) = self.lock.request_mut(entity) else { return };
+        if request.blocked.take().is_some() {
+            request.key = key.unwrap_or(request.key);
+        }
+        // No holder elsewhere gives anything back for a request that has to wait here.
+        if let Some(behind) = ids.iter().find(|id| self.waits_behind(entity, **id)) {
+            return self.block(entity, Blocked::Behind(*behind));
+        }
+        let Some(request) = self.lock.request(entity) else { return };
+        let next = request.gathers.into_iter().chain(request.ages).filter(|at| *at > self.now).min();
+        self.lock.join_queues(&mut self.effects, entity);
+        self.touch_rivals(entity);
+        self.effects.wake(Wake::Entity(entity), next);
+        self.admit_if_needless(entity);
+    }
+
+    pub(crate) fn dequeue(&mut self, entity: Entity) {
+        self.lock.leave_queues(&mut self.effects, entity);
+    }
+
+    /// Takes a request out of the queues until something changes. It then reserves nothing, and holds up no other.
+    pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
+        self.dequeue(entity);
+        self.lock.set_blocked(&mut self.effects, entity, why);
+        match why {
+            Blocked::Until(at) if self.lock.request(entity).is_some() => {
+                self.effects.wake(Wake::Entity(entity), Some(at))
+            }
+            Blocked::Pinned(_) => self.report_wait(entity, WaitReason::Pinned),
+            Blocked::Undrained => self.report_wait(entity, WaitReason::HolderStuck),
+            Blocked::Until(_) | Blocked::Behind(_) | Blocked::Stopped => {}
+        }
+    }
+
+    /// Those members of a request that want a lock which they hold still and cannot give back.
+    fn undrained(&self, entity: Entity) -> Vec<ClientId> {
+        let wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
+        let is_undrainable = |client: ClientId, id: GpuId| self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
+        let undrained = wants.filter(|(client, gpus)| gpus.iter().any(|id| is_undrainable(**client, *id)));
+        undrained.map(|(client, _)| *client).collect()
+    }
+
+    /// Takes a client out of the request that it is part of.
+    pub(crate) fn withdraw(&mut self, client: ClientId) {
+        let Some(entity) = self.lock.waiting(client) else { return };
+        self.dequeue(entity);
+        self.lock.take_from_request(client);
+        let Some(blocked) = self.lock.request(entity).map(|request| request.blocked) else { return };
+        match blocked {
+            Some(Blocked::Until(at)) if self.is_delayed(entity) => self.block(entity, Blocked::Until(at)),
+            Some(Blocked::Stopped) if self.any_stopped(entity) => {}
+            _ => {
+                self.unblock(entity);
+                self.enqueue(entity);
+            }
+        }
+    }
+
+    /// Nothing keeps a request out of the queues any more.
+    pub(crate) fn unblock(&mut self, entity: Entity) {
+        if let Some(request) = self.lock.request_mut(entity) {
+            request.blocked = None;
+        }
+    }
+
+    /// Whether a member of a request is not granted a GPU yet, since mapping failed there.
+    pub(crate) fn is_delayed(&self, entity: Entity) -> bool {
+        let mut wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
+        wants.any(|(client, gpus)| self.clients.get(client).is_some_and(|state| state.delayed_until(gpus) > self.now))
+    }
+
+    pub(crate) fn any_stopped(&self, entity: Entity) -> bool {
+        self.lock.clients_of(entity).filter_map(|client| self.clients.get(&client)).any(|state| state.stopped)
+    }
+
+    pub(crate) fn cancel(&mut self, client: ClientId, gpus: &GpuSet) {
+        let Some(wants) = self.lock.wants(client).filter(|wants| !wants.is_disjoint(gpus)) else { return };
+        let rest: GpuSet = wants.difference(gpus).copied().collect();
+        if rest.is_empty() {
+            self.withdraw(client);
+        } else {
+            self.request(client, rest);
+        }
+    }
+
+    /// Tells the clients of a request why it waits, when that changes.
+    pub(crate) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
+        let Some(request) = self.lock.request_mut(entity).filter(|request| request.told != Some(why)) else { return };
+        request.told = Some(why);
+        for (client, gpus) in &request.wants {
+            self.effects.command(Command::Waiting { client: *client, gpus: gpus.clone(), why });
+        }
+    }
+
+    /// With anti-thrash off, a client that needs neither bytes nor turns need not wait in line.
+    fn admit_if_needless(&mut self, entity: Entity) {
+        if self.settings.anti_thrash != AntiThrash::Off {
+            return;
+        }
+        let Some(request) = self.lock.request(entity) else { return };
+        let is_managed = |client, id| self.attachment(client, id).is_some_and(|s| s.engine == Engine::Managed);
+        let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
+        if wants.all(|(client, id)| is_managed(client, id) && self.lock.hold(client, id).is_none()) {
+            self.grant(entity);
+        }
+    }
+
+    pub(crate) fn admit_needless(&mut self) {
+        for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
+            if self.lock.request(entity).is_some_and(|request| request.blocked.is_none()) {
+                self.admit_if_needless(entity);
+            }
+        }
+    }
+
+    /// Whether, as far as the lock of this GPU goes, an entity can be admitted now.
+    pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
+        let (true, Some(request)) = (self.gpus.contains_key(&id), self.lock.request(entity)) else { return false };
+        if self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id) {
+            return false;
+        }
+        let together = self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
+        self.lock.holds_on(id).all(|(holder, hold)| {
+            let own = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
+            let beside =
+                together || hold.is_bypassed() || hold.entity == entity || self.makes_way(holder, hold, entity);
+            beside && !own
+        })
+    }
+
+    /// Whether all that a request needs on this GPU is allowed to it.
+    pub(crate) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
+        let has = |client: &ClientId| {
+            self.account(*client, id).is_some_and(|account| account.allowance >= self.need(*client, id))
+        };
+        self.lock.request(entity).is_some() && self.lock.members(entity, id).iter().all(has)
+    }
+
+    /// Whether it is first in line for all that it wants, and can have it.
+    pub(crate) fn is_grantable(&self, entity: Entity) -> bool {
+        let Some(request) = self.lock.request(entity) else { return false };
+        if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(entity) {
+            return false;
+        }
+        let is_served = |id: &GpuId| {
+            self.lock.first(*id) == Some(entity) && self.is_admissible(entity, *id) && self.has_memory(entity, *id)
+        };
+        request.gpus().iter().all(is_served)
+    }
+
+    pub(crate) fn grant(&mut self, entity: Entity) {
+        self.dequeue(entity);
+        let Some(request) = self.lock.take_request(entity) else { return };
+        self.lock.begin_gang_turn(entity, self.now);
+        let (now, group) = (self.now, self.effects.number());
+        for (client, gpus) in request.wants {
+            let waited = now.saturating_sub(request.since.get(&client).copied().unwrap_or(now));
+            self.lock.join_hold_group(client, group);
+            for id in &gpus {
+                let number = self.effects.number();
+                if self.lock.of(client, *id).is_none() {
+                    continue;
+                }
+                // Time in which no client could run, while its memory came, counts as its own.
+                let idle_since = self.lock.take_idle_since(*id, entity);
+                let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
+                let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
+                let hold = Hold::new(entity, number, group, now);
+                self.begin_hold(client, *id, Hold { moved, aged: request.aged, finish_tag, own_finish_tag, ..hold });
+                if let Some(lock) = self.lock.of_mut(client, *id) {
+                    lock.grants += 1;
+                    lock.wait_time += waited;
+                }
+            }
+            self.effects.command(Command::Grant { client, gpus });
+        }
+    }
+
+    fn begin_hold(&mut self, client: ClientId, id: GpuId, hold: Hold) {
+        self.lock.begin_hold(client, id, hold);
+        self.lock_changed(client, id);
+    }
+
+    /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
+    pub(crate) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
+        let (entity, now, group) = (self.lock.entity(client), self.now, self.effects.number());
+        self.lock.begin_gang_turn(entity, now);
+        for id in gpus {
+            let number = self.effects.number();
+            if self.lock.of(client, *id).is_some_and(|lock| lock.hold.is_none()) {
+                self.begin_hold(client, *id, Hold::new(entity, number, group, now));
+            }
+        }
+    }
+
+    /// Asks for the lock back, and for all that was granted with it: a program that is to run on several GPUs together
+    /// gains nothing from some of them.
+    pub(crate) fn revoke(&mut self, client: ClientId, id: GpuId) {
+        let Some(hold) = self.lock.hold(client, id) else { return };
+        let (entity, group) = (hold.entity, hold.group);
+        for member in self.lock.clients_of_entity(entity) {
+            let is_part =
+                |hold: &Hold| hold.entity == entity && (hold.group == group || entity != Entity::Solo(member));
+            let holds = self.lock.holds_of(member).filter(|(_, hold)| hold.revoked.is_none() && is_part(hold));
+            let gpus = holds.map(|(id, _)| id).collect();
+            self.revoke_now(member, gpus, None);
+        }
+    }
+
+    /// Sends a revoke, the first or again.
+    pub(crate) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
+        let now = self.now;
+        for id in &gpus {
+            self.change_hold(client, *id, |hold| {
+                hold.revoked = Some(Revoked {
+                    first: hold.revoked.map_or(now, |revoked| revoked.first),
+                    since: now,
+                    again: None,
+                    backoff: again.unwrap_or(STUCK.0),
+                });
+            });
+        }
+        if !gpus.is_empty() {
+            self.effects.command(Command::Revoke { client, gpus });
+            self.check(client);
+            // It may need them to drain.
+            let waiting: BTreeSet<Entity> =
+                self.lock.gang_peers(client).filter_map(|peer| self.lock.waiting(peer)).collect();
+            waiting.into_iter().for_each(|entity| self.requeue(entity));
+        }
+    }
+
+    pub(crate) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
+        let held: Vec<GpuId> = gpus.iter().filter(|id| self.lock.hold(client, **id).is_some()).copied().collect();
+        let revoked = held.iter().find_map(|id| {
+            let hold = self.lock.hold(client, *id)?;
+            hold.revoked.and(hold.entity.gang())
+        });
+        for id in &held {
+            self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
+            if reason == ReleaseReason::NoMemory {
+                self.mapping_failed(client, *id);
+            } else if let Some(attachment) = self.attachment_mut(client, *id) {
+                attachment.failures.has_run();
+            }
+            self.swap_surplus(client, *id);
+        }
+        if let Some(gang) = revoked {
+            self.revoke_gang(gang);
+        }
+        self.check(client);
+    }
+
+    /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
+    pub(crate) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
+        let now = self.now;
+        let Some(hold) = self.lock.end_hold(client, id, !idle) else { return };
+        let held = now.saturating_sub(hold.since);
+        let waited = hold.waited(now).min(held);
+        let uncontended = held - waited;
+        if let Some(lock) = self.lock.of_mut(client, id) {
+            lock.ended(now, &hold);
+        }
+        if let Some(attachment) = self.attachment_mut(client, id) {
+            // As for bursts: a client without work has had less than all of what it had while no other waited.
+            let ran = if idle { waited + uncontended.min(attachment.bursts.expected()) } else { held };
+            attachment.progress.ran(now, ran, idle);
+            attachment.bursts.ran(waited, uncontended, busy, idle);
+            attachment.utilization.turn_ended(waited, idle);
+        }
+        self.lock_changed(client, id);
+        self.end_trial(client, id);
+        if !hold.is_bypassed() {
+            self.count_usage(client, id, hold.since);
+        }
+        self.charge_service(client, id, &hold, waited);
+        self.touch_rivals(hold.entity);
+        self.lock.end_gang_turn(hold.entity);
+        let is_undrained = |entity: &Entity| {
+            self.lock.request(*entity).is_some_and(|request| request.blocked == Some(Blocked::Undrained))
+        };
+        if let Some(entity) = self.lock.waiting(client).filter(is_undrained) {
+            self.enqueue(entity);
+        }
+    }
+
+    /// Lets these members of a gang's request wait each for itself. What is left of it is out of the line.
+    pub(crate) fn split(&mut self, entity: Entity, members: &[ClientId]) {
+        self.dequeue(entity);
+        for client in members {
+            let number = self.effects.number();
+            let Some(request) = self.lock.request(entity) else { return };
+            if !request.wants.contains_key(client) {
+                continue;
+            }
+            let key = QueueKey { number, ..request.key };
+            let is_stopped = self.clients.get(client).is_some_and(|state| state.stopped);
+            let alone = Request {
+                blocked: is_stopped.then_some(Blocked::Stopped),
+                ..Request::new(key, request.ages, request.aged)
+            };
+            let Some((since, gpus)) = self.lock.take_from_request(*client) else { continue };
+            let solo = Entity::Solo(*client);
+            self.lock.add_to_request(solo, *client, since, gpus, Some(alone));
+            self.enqueue(solo);
+        }
+    }
+}
