@@ -1,9 +1,191 @@
-//! How the time of a GPU is divided.
+//! Fairness: in what order clients are served, and how much of a GPU's time each gets.
 //!
-//! - `fair_queue`: the order of the queue: weighted fair queueing by virtual finish times.
-//! - `share`: weights, priorities, minimum and maximum parts of the time, by rule.
-//! - `usage`: how much of the last period a GPU was in use by whom.
+//! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by user, with equal weights.
+//!
+//! - **Weight**: scales the finish tag (`finish_tag`).
+//! - **Priority**, and weight 0 (idle): classes (`class`). A higher class goes first and does not wait for the turn of a lower one to end.
+//! - **Minimum** (`bound`): the group goes first while it has used less than that part of the last period.
+//! - **Maximum** (`bound`): ends the group's turns once it has used that part of the last period, whether or not others wait.
+//! - **Interactive**: the group goes first while it has used no more than its share.
+//!
+//! [`Fairness`] keeps what owners have used: finish tags (virtual time) and usage (in a sliding window of real time). [`Shares`] answers
+//! questions from that, the rules, and who waits and holds at the moment.
 
-pub(crate) mod fair_queue;
-pub(crate) mod share;
-pub(crate) mod usage;
+mod bound;
+mod class;
+mod finish_tag;
+mod usage;
+
+pub(crate) use class::{Class, Precedence};
+
+use crate::{api::*, lock::Lock, policy, rules::Rules};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use usage::Usage;
+
+/// Who takes turns as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub(crate) enum ShareOwner {
+    User(UserId),
+    Group(GroupId),
+    /// A client of one of those, by the limits of its environment.
+    Client(ClientId),
+    /// All clients to which no rule gives a share, where the policy does not have users take turns.
+    Others,
+}
+
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Fairness {
+    users: BTreeMap<ClientId, UserId>,
+    gpus: BTreeMap<GpuId, GpuTime>,
+}
+
+/// What owners have had of one GPU.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+struct GpuTime {
+    /// The virtual time until which each owner has been served, where that is not past.
+    #[serde(with = "crate::encoding::pairs")]
+    finish_tags: BTreeMap<ShareOwner, Time>,
+    /// Of owners with a minimum or a maximum.
+    #[serde(with = "crate::encoding::pairs")]
+    used: BTreeMap<ShareOwner, Usage>,
+}
+
+/// Fairness at one moment.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shares<'a> {
+    pub now: Time,
+    pub settings: &'a Settings,
+    pub rules: &'a Rules,
+    pub lock: &'a Lock,
+    pub state: &'a Fairness,
+}
+
+impl Fairness {
+    pub fn gpu_found(&mut self, id: GpuId) {
+        self.gpus.entry(id).or_default();
+    }
+
+    pub fn connected(&mut self, client: ClientId, user: UserId) {
+        self.users.insert(client, user);
+    }
+
+    pub fn disconnected(&mut self, client: ClientId) {
+        self.users.remove(&client);
+        for gpu in self.gpus.values_mut() {
+            gpu.finish_tags.remove(&ShareOwner::Client(client));
+            gpu.used.remove(&ShareOwner::Client(client));
+        }
+    }
+
+    /// Owners had that GPU from then until now.
+    pub fn record_usage(&mut self, owners: Vec<ShareOwner>, id: GpuId, since: Time, now: Time, period: Duration) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        for owner in owners {
+            gpu.used.entry(owner).or_default().record(since, now, period);
+        }
+    }
+
+    /// Forgets usage of more than a period ago.
+    pub fn forget_usage(&mut self, now: Time, period: Duration) {
+        for gpu in self.gpus.values_mut() {
+            gpu.used.retain(|_, usage| !usage.is_past(now, period));
+        }
+    }
+
+    /// Sets finish tags of a GPU, none of which falls. Those that are past are forgotten, but for the owners to keep.
+    pub fn set_finish_tags(
+        &mut self,
+        now: Time,
+        id: GpuId,
+        keep: &BTreeSet<ShareOwner>,
+        tags: Vec<(ShareOwner, Time)>,
+    ) {
+        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        gpu.finish_tags.retain(|owner, until| *until > now || keep.contains(owner));
+        for (owner, until) in tags {
+            let before = gpu.finish_tags.entry(owner).or_default();
+            *before = until.max(*before);
+        }
+    }
+
+    /// Brings all finish tags of a GPU forward by that time.
+    pub fn advance(&mut self, id: GpuId, by: Duration) {
+        let tags = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| gpu.finish_tags.values_mut());
+        tags.for_each(|until| *until = until.saturating_sub(by));
+    }
+
+    pub fn clear_finish_tags(&mut self) {
+        self.gpus.values_mut().for_each(|gpu| gpu.finish_tags.clear());
+    }
+
+    fn finish_tag(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {
+        self.gpus.get(&id)?.finish_tags.get(&owner).copied()
+    }
+}
+
+impl<'a> Shares<'a> {
+    /// The owner as part of which a client takes turns.
+    pub fn owner(&self, client: ClientId) -> Option<ShareOwner> {
+        let user = *self.state.users.get(&client)?;
+        let has_share = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.share.is_some());
+        let group = self.rules.group(client).filter(has_share);
+        let others = if self.users_take_turns() { ShareOwner::User(user) } else { ShareOwner::Others };
+        Some(group.map_or(others, ShareOwner::Group))
+    }
+
+    pub fn users_take_turns(&self) -> bool {
+        policy::named(self.settings.policy).users_take_turns()
+    }
+
+    pub fn share(&self, owner: ShareOwner) -> Share {
+        match owner {
+            ShareOwner::User(_) | ShareOwner::Others => Share::default(),
+            ShareOwner::Group(group) => self.rules.limits(group).and_then(|limits| limits.share).unwrap_or_default(),
+            ShareOwner::Client(client) => {
+                let default = Share::default();
+                self.rules.env(client).map_or(default, |limits| Share {
+                    weight: limits.weight.unwrap_or(default.weight),
+                    max: limits.time_max,
+                    ..default
+                })
+            }
+        }
+    }
+
+    /// The share of a client's owner, as far as its environment leaves it that.
+    pub fn share_of(&self, client: ClientId) -> Share {
+        let share = self.owner(client).map_or_else(Share::default, |owner| self.share(owner));
+        self.rules.env(client).map_or(share, |limits| limits.tighten(share))
+    }
+
+    /// The owners as which a client takes turns: that of its group or user, and itself where its environment sets a lower weight.
+    /// It is queued by the later of their finish tags.
+    pub fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> + use<> {
+        let owner = self.owner(client);
+        let own = self.rules.env(client).and_then(|limits| limits.weight);
+        let is_lower = |own: &u16| owner.is_some_and(|owner| *own < self.share(owner).weight);
+        owner.into_iter().chain(own.filter(is_lower).map(|_| ShareOwner::Client(client)))
+    }
+
+    fn weight(&self, owner: ShareOwner) -> u32 {
+        u32::from(self.share(owner).weight.max(1))
+    }
+
+    /// The weight of an owner that wants a GPU: [`ShareOwner::Others`] counts once for each user that waits there or holds it.
+    fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
+        let users = || {
+            let waiting = self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity));
+            let clients = waiting.chain(self.lock.holders(id));
+            let others = clients.filter(|client| self.owner(*client) == Some(ShareOwner::Others));
+            let users: BTreeSet<UserId> = others.filter_map(|client| self.state.users.get(&client).copied()).collect();
+            u32::try_from(users.len()).unwrap_or(u32::MAX).max(1)
+        };
+        self.weight(owner).saturating_mul(if owner == ShareOwner::Others { users() } else { 1 })
+    }
+
+    /// The weight of a client when time is divided, of its owner's.
+    fn weight_of(&self, client: ClientId) -> u32 {
+        self.owners(client).map(|owner| self.weight(owner)).min().unwrap_or(0)
+    }
+}

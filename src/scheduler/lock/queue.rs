@@ -1,7 +1,7 @@
 //! Requests, and the queue of each GPU.
 
 use super::Gang;
-use crate::{api::*, fairness::share::Class};
+use crate::{api::*, fairness::Class};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What is granted together.

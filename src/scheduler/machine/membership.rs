@@ -4,7 +4,6 @@ use super::{Client, Machine};
 use crate::{
     api::*,
     effects::Effects,
-    fairness::share::ShareOwner,
     lock::Gang,
     memory::capacity::GpuCapacities,
     quota::{self, Quota},
@@ -19,6 +18,7 @@ impl Machine {
         }
         let client = Client { named: gang, user, stopped: false, attachments: BTreeMap::new(), probed: None };
         self.clients.insert(id, client);
+        self.fairness.connected(id, user);
         self.enter_gang(id, Gang::named(gang));
     }
 
@@ -29,17 +29,12 @@ impl Machine {
         for gpu in gpus {
             self.detach(id, gpu);
         }
-        if self.rules.set_env(id, EnvLimits::default()) != EnvLimits::default() {
-            let owner = ShareOwner::Client(id);
-            for gpu in self.gpus.values_mut() {
-                gpu.finish_tags.remove(&owner);
-                gpu.used.remove(&owner);
-            }
-        }
+        self.rules.set_env(id, EnvLimits::default());
         self.leave_group(id);
         self.quota.disconnected(id);
         self.leave_gang(id);
         self.lock.disconnected(id);
+        self.fairness.disconnected(id);
         self.leave_place(id);
         self.clients.remove(&id);
         self.effects.wake(Wake::Client(id), None);

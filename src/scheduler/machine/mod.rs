@@ -6,8 +6,7 @@ mod membership;
 use crate::{
     api::*,
     effects::Effects,
-    fairness::share::ShareOwner,
-    fairness::usage::Usage,
+    fairness::Fairness,
     lock::{Hold, Lock},
     memory::ledger::{Account, Ledger, State},
     memory::reservation::Reservation,
@@ -41,6 +40,7 @@ pub struct Machine {
     pub(crate) gpus: BTreeMap<GpuId, Gpu>,
     pub(crate) clients: BTreeMap<ClientId, Client>,
     pub(crate) lock: Lock,
+    pub(crate) fairness: Fairness,
     pub(crate) rules: Rules,
     pub(crate) quota: Quota,
     pub(crate) places: Placements,
@@ -64,12 +64,6 @@ pub(crate) struct Gpu {
     pub ledger: Ledger,
     /// It is being measured what is there.
     pub asked: bool,
-    /// Until when each party has had its share of this GPU, where that is not past.
-    #[serde(with = "crate::encoding::pairs")]
-    pub finish_tags: BTreeMap<ShareOwner, Time>,
-    /// What those have had of this GPU of whom that is of interest.
-    #[serde(with = "crate::encoding::pairs")]
-    pub used: BTreeMap<ShareOwner, Usage>,
     /// Waiting for room for a context, and how many of them, from the back, are not to have any: others could never run then.
     pub attaching: VecDeque<PendingContext>,
     pub deferred: usize,
@@ -136,6 +130,7 @@ impl Machine {
             gpus: BTreeMap::new(),
             clients: BTreeMap::new(),
             lock: Lock::default(),
+            fairness: Fairness::default(),
             rules: Rules::default(),
             quota: Quota::default(),
             places: Placements::default(),
@@ -282,8 +277,6 @@ impl Machine {
                 clients: BTreeSet::new(),
                 ledger: Ledger::default(),
                 asked: false,
-                finish_tags: BTreeMap::new(),
-                used: BTreeMap::new(),
                 attaching: VecDeque::new(),
                 deferred: 0,
                 reservations: Vec::new(),
@@ -296,6 +289,7 @@ impl Machine {
             .total = total;
         self.quota.gpu_found(id);
         self.lock.gpu_found(id);
+        self.fairness.gpu_found(id);
         self.touch(id);
     }
 

@@ -18,7 +18,7 @@
 use super::{Policy, Runner, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    fairness::share::Precedence,
+    fairness::Precedence,
     settle::corun::MEASURED,
 };
 use std::time::Duration;

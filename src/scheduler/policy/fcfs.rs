@@ -19,7 +19,7 @@
 use super::{Policy, Runner, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    fairness::share::Precedence,
+    fairness::Precedence,
     settle::corun::MEASURED,
 };
 use std::time::Duration;

@@ -12,7 +12,7 @@ mod progress;
 pub(crate) use progress::Progress;
 
 use crate::api::{PolicyName, Settings, Time};
-use crate::fairness::share::Precedence;
+use crate::fairness::Precedence;
 use std::fmt::Debug;
 use std::time::Duration;
 

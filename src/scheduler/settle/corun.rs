@@ -136,7 +136,7 @@ impl Machine {
         let (mut full, mut need, mut own) = (0u32, 0u64, 0u64);
         for client in clients {
             let Some(attachment) = self.attachment(client, id) else { return false };
-            if self.runs_alone(client) {
+            if self.shares().runs_alone(client) {
                 return false;
             }
             let Some(permille) = attachment.utilization.permille() else { return false };

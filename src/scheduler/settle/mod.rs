@@ -4,12 +4,13 @@
 pub(crate) mod corun;
 mod gang_conflict;
 mod gangs;
+mod order;
 mod requests;
 mod unresponsive;
 
 use crate::{
     api::*,
-    fairness::share::Precedence,
+    fairness::Precedence,
     lock::{Blocked, Entity},
     machine::Machine,
     memory::reservation::ReservationNeeds,
@@ -308,7 +309,7 @@ impl Machine {
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
             let for_itself = attachment.utilization.is_for_itself();
             let precedence = match pressure.first {
-                Some(first) => self.precedence(first, client),
+                Some(first) => self.shares().precedence(first, client),
                 None => Precedence::Equal,
             };
             // Others than who waits need the bytes.
@@ -333,7 +334,7 @@ impl Machine {
             let gang_ends = gang_ends.map(|since| since.saturating_add(turn));
             let rival = pressure.first.filter(|_| !pressure.overdue && equal && wanted && hold.waited(now) >= turn);
             let stays = rival.and_then(|rival| self.precedes_until(client, id, rival));
-            let capped = self.capped_at(client, id);
+            let capped = self.shares().capped_at(client, id);
             // One whose time is counted, or for whom others wait outside of the line, gives the GPU back whenever it has no
             // use for it.
             let (tells, waiters, grace) = match capped {

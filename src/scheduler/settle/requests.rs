@@ -2,7 +2,7 @@
 
 use crate::{
     api::*,
-    fairness::share::Class,
+    fairness::Class,
     lock::{Blocked, Entity, Hold, QueueKey, Request, Revoked},
     machine::Machine,
     settle::unresponsive::STUCK,
@@ -84,7 +84,7 @@ impl Machine {
             }
             self.split(entity, &undrained);
         }
-        if let Some(until) = self.is_capped(entity) {
+        if let Some(until) = self.shares().is_capped(entity) {
             return self.block(entity, Blocked::Until(until));
         }
         let Some(request) = self.lock.request(entity) else { return };
@@ -371,7 +371,8 @@ impl Machine {
         self.lock_changed(client, id);
         self.end_trial(client, id);
         if !hold.is_bypassed() {
-            self.count_usage(client, id, hold.since);
+            let owners = self.shares().bounded_owners(client);
+            self.fairness.record_usage(owners, id, hold.since, now, self.settings.time_period);
         }
         self.charge_service(client, id, &hold, waited);
         self.touch_rivals(hold.entity);

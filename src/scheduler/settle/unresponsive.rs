@@ -220,7 +220,7 @@ impl Machine {
             || (undrainable && self.lock.blocks_any(id))
             || self.overdrawn(id) > 0
             || (exclusive && self.lock.holders(id).count() > 1 && !self.may_all_stay(id));
-        let is_spent = self.capped_at(client, id).is_some_and(|at| at <= self.now);
+        let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
         // It may also want it again itself, and has to release it first.
         others || is_in_the_way() || is_spent || self.lock.waits_for(client, id)
     }

@@ -1,49 +1,21 @@
-//! The order of a GPU's queue: weighted fair queueing with virtual finish times (Demers, Keshav and Shenker, "Analysis and
-//! Simulation of a Fair Queueing Algorithm", SIGCOMM 1989), between owners of turns ([`ShareOwner`]: users, or groups whose rule gives
-//! them a share). Among the clients of one owner the policy decides.
-//!
-//! An owner that held the lock while others waited has used some of their time. Its *finish tag* is the time at which it will
-//! have waited that off: the time it used, scaled by the weights of the waiting owners over its own weight. Its next request is
-//! queued by that tag. Time in which no client could run because the owner's memory was being moved in counts as used. So a user
-//! with ten clients gets no more turns than a user with one, and a newcomer does not wait for others to catch up with it.
-//!
-//! Tags are times on the machine's clock. A request has the same [`QueueKey`] in the queue of each GPU that it wants.
+//! The order of queues, and what holders are to waiting clients: what policy, shares and memory say together.
 
 use crate::{
     api::*,
-    fairness::share::ShareOwner,
-    lock::{Entity, Hold, QueueKey, Request},
+    fairness::{Precedence, ShareOwner, Shares},
+    lock::{Blocked, Entity, Hold, QueueKey, Request},
     machine::Machine,
     policy::{Runner, Waiter},
 };
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// By what somebody who is served owes others something.
-#[derive(Debug, Clone, Copy, Default)]
-struct Debt {
-    own: u32,
-    others: u32,
-}
-
-impl Debt {
-    /// What is owed for that time.
-    fn of(self, time: Duration) -> Duration {
-        scaled(time, self.others.into(), self.own.into())
-    }
-
-    /// After how long as much is owed as that, with the time itself.
-    fn until_as_much(self, time: Duration) -> Duration {
-        scaled(time, self.own.into(), u128::from(self.own) + u128::from(self.others))
-    }
-}
-
-fn scaled(time: Duration, by: u128, of: u128) -> Duration {
-    let nanos = time.as_nanos().saturating_mul(by) / of.max(1);
-    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
-}
-
 impl Machine {
+    pub(crate) fn shares(&self) -> Shares<'_> {
+        let Self { now, settings, rules, lock, fairness, .. } = self;
+        Shares { now: *now, settings, rules, lock, state: fairness }
+    }
+
     /// Where a request that came then stands among those of its party, and when it goes before all of them.
     pub(crate) fn rank(&self, client: ClientId, wants: &GpuSet, arrival: Time) -> (Time, Option<Time>) {
         let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
@@ -66,10 +38,10 @@ impl Machine {
 
     /// Since when the party of one that asks now has waited there. Where no rule divides the time there is but one that counts.
     pub(crate) fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
-        if self.policy().users_take_turns() || !self.has_classes() {
+        if self.policy().users_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
         }
-        let owner = self.owner(client);
+        let owner = self.shares().owner(client);
         let lines = wants.iter().flat_map(|id| self.lock.queue(*id));
         let peers = lines.filter(|(_, entity)| self.owner_of(*entity) == owner);
         peers.map(|(key, _)| key.joined).min().unwrap_or(self.now)
@@ -77,14 +49,14 @@ impl Machine {
 
     /// Those who wait of whom all stand where their party does, and among themselves by their ranks: that key is kept.
     fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
-        let policy_knows = !self.policy().users_take_turns() && self.has_classes();
+        let policy_knows = !self.policy().users_take_turns() && self.shares().have_classes();
         let queue = policy_knows.then(|| self.lock.queue(id)).into_iter().flatten();
         queue.filter_map(|(_, entity)| self.owner_of(entity)).collect()
     }
 
     /// The policy is another: what it says of places holds for all who wait, and nobody owes anything by what it was.
     pub(crate) fn rerank_all(&mut self) {
-        self.gpus.values_mut().for_each(|gpu| gpu.finish_tags.clear());
+        self.fairness.clear_finish_tags();
         for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
             let Some(request) = self.lock.request(entity) else { continue };
             let Some((client, wants)) = request.wants.first_key_value() else { continue };
@@ -145,7 +117,7 @@ impl Machine {
             had: waiter.had,
             waited: hold.waited(self.now),
             aged: hold.aged,
-            peer: first.is_none_or(|first| self.owner_of(first) == self.owner(client)),
+            peer: first.is_none_or(|first| self.owner_of(first) == self.shares().owner(client)),
             others_after: self.others_after(client, id, hold),
         }
     }
@@ -153,121 +125,56 @@ impl Machine {
     /// How much longer a holder can run until its party will have had more than another one that waits. None where the policy
     /// has parties take turns by ending each of theirs, or nobody else waits.
     fn others_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
-        if self.policy().users_take_turns() || !self.has_classes() {
+        if self.policy().users_take_turns() || !self.shares().have_classes() {
             return None;
         }
-        let owner = self.owner(client)?;
+        let owner = self.shares().owner(client)?;
         let is_other = |entity: Entity| {
-            let other = self.lock.first_client(entity).filter(|other| self.owner(*other) != Some(owner));
-            other.is_some_and(|other| self.are_peers(other, client))
+            let other = self.lock.first_client(entity).filter(|other| self.shares().owner(*other) != Some(owner));
+            other.is_some_and(|other| self.shares().are_peers(other, client))
         };
         let (key, _) = self.lock.queue(id).find(|(_, entity)| is_other(*entity))?;
-        let (until, debt) = self.finish_tag(client, owner, id, hold, hold.waited(self.now))?;
+        let (until, debt) = self.shares().finish_tag(client, owner, id, hold, hold.waited(self.now))?;
         Some(debt.until_as_much(key.at.saturating_sub(until)))
     }
 
     /// Where a request stands in line now.
     fn queue_key(&self, client: ClientId, wants: &GpuSet, before: QueueKey) -> QueueKey {
-        let class = self.class(client, wants);
-        let served = wants.iter().map(|id| self.latest_finish_tag(client, *id)).max().unwrap_or_default();
+        let class = self.shares().class(client, wants);
+        let served = wants.iter().map(|id| self.shares().latest_finish_tag(client, *id)).max().unwrap_or_default();
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
 
-    /// That client had the lock, and others waited for so much of the time.
+    /// A client had the lock, and others waited for so much of the time: its owners' finish tags rise, and their requests move back.
     pub(crate) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
-        let Some(owner) = self.owner(client) else { return };
-        let served: Vec<(ShareOwner, Time)> = self
-            .owners(client)
-            .filter_map(|as_whom| Some((as_whom, self.finish_tag(client, as_whom, id, hold, waited)?.0)))
-            .collect();
-        let (now, waiting) = (self.now, self.owners_with_one_key(id));
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.finish_tags.retain(|owner, until| *until > now || waiting.contains(owner));
-        if served.is_empty() {
-            return;
-        }
-        for (as_whom, until) in served {
-            let before = gpu.finish_tags.entry(as_whom).or_default();
-            *before = until.max(*before);
-        }
-        for entity in self.lock.queued(id) {
+        let shares = self.shares();
+        let Some(owner) = shares.owner(client) else { return };
+        let tag = |as_whom| Some((as_whom, shares.finish_tag(client, as_whom, id, hold, waited)?.0));
+        let tags: Vec<(ShareOwner, Time)> = shares.owners(client).filter_map(tag).collect();
+        let (is_charged, keep) = (!tags.is_empty(), self.owners_with_one_key(id));
+        self.fairness.set_finish_tags(self.now, id, &keep, tags);
+        for entity in self.lock.queued(id).into_iter().filter(|_| is_charged) {
             if self.owner_of(entity) == Some(owner) {
                 self.requeue(entity);
             }
         }
     }
 
-    /// Until when a client has been served as its party, or as itself, if it had the lock and others waited for so much of the
-    /// time; and what it owes the others then. None where nobody's time was taken.
-    fn finish_tag(
-        &self,
-        client: ClientId,
-        as_whom: ShareOwner,
-        id: GpuId,
-        hold: &Hold,
-        waited: Duration,
-    ) -> Option<(Time, Debt)> {
-        let weights = self.weights_of_others(client, as_whom, id);
-        if weights == 0 {
-            return None;
-        }
-        let debt = Debt { own: self.weight_on(as_whom, id), others: weights };
-        let waited = waited + hold.moved;
-        let before = if as_whom == ShareOwner::Client(client) { hold.own_finish_tag } else { hold.finish_tag };
-        let begun = hold.since.saturating_sub(hold.moved).max(before);
-        Some((begun.saturating_add(waited).saturating_add(debt.of(waited)), debt))
-    }
-
-    /// What those who wait there, and share it with that client, count for together: other parties, each for no more than
-    /// those of it who wait. For the client as itself its fellows are others, too.
-    fn weights_of_others(&self, client: ClientId, as_whom: ShareOwner, id: GpuId) -> u32 {
-        let own = self.owner(client);
-        let mut others: BTreeMap<ShareOwner, u32> = BTreeMap::new();
-        for waiting in self.lock.waiting_on(id) {
-            let Some(owner) = self.owner(waiting) else { continue };
-            let is_self = if own == Some(as_whom) { own == Some(owner) } else { waiting == client };
-            if !is_self && self.are_peers(waiting, client) {
-                let weight = others.entry(owner).or_default();
-                *weight = weight.saturating_add(self.weight_of(waiting)).min(self.weight_on(owner, id));
-            }
-        }
-        others.into_values().fold(0, u32::saturating_add)
-    }
-
-    /// Until when the client's party, and the client itself, had been served when it was granted that GPU: what they had while
-    /// the others had no use for theirs is not owed to them.
+    /// The finish tags with which a client is granted a GPU: its owner's, and its own.
     pub(crate) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
-        let Some(owner) = self.owner(client) else { return Default::default() };
-        self.advance_virtual_time(id, client);
-        let Some(gpu) = self.gpus.get(&id) else { return Default::default() };
-        let waiting = || self.lock.waiting_on(id).chain(self.lock.preempted(id));
-        let served = |as_whom: ShareOwner, is_wanted: bool| {
-            gpu.finish_tags.get(&as_whom).copied().filter(|_| is_wanted).unwrap_or_default()
-        };
-        let by_others = waiting().any(|other| self.owner(other).is_some_and(|other| other != owner));
-        let by_anybody = waiting().any(|other| other != client);
-        (served(owner, by_others), served(ShareOwner::Client(client), by_anybody))
-    }
-
-    /// Where all who want a GPU have been served for long to come, since those are gone to whom they owed it, that time is
-    /// passed over. A time quantum of it is left, since turns do not end to the moment.
-    fn advance_virtual_time(&mut self, id: GpuId, granted: ClientId) {
-        let until = self.now.saturating_add(self.settings.time_quantum);
-        let served = self.lock.waiting_on(id).chain([granted]).map(|client| self.latest_finish_tag(client, id));
-        let least = served.min().unwrap_or_default();
-        let ahead = least.saturating_sub(until);
-        let Some(gpu) = self.gpus.get_mut(&id).filter(|_| !ahead.is_zero()) else { return };
-        gpu.finish_tags.values_mut().for_each(|until| *until = until.saturating_sub(ahead));
-        for entity in self.lock.queued(id) {
-            self.requeue(entity);
+        let ahead = self.shares().ahead_of_time(id, client);
+        if !ahead.is_zero() {
+            self.fairness.advance(id, ahead);
+            self.lock.queued(id).into_iter().for_each(|entity| self.requeue(entity));
         }
+        self.shares().finish_tags_before(client, id)
     }
 
     /// Until when a holder would stand before that request if it gave the lock back: to take it away sooner would cost a
     /// drain, and it would be granted at once again. None where the other goes first.
     pub(crate) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
         let hold = self.lock.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
-        let (owner, key) = (self.owner(holder)?, self.lock.request(other)?.key);
+        let (owner, key) = (self.shares().owner(holder)?, self.lock.request(other)?.key);
         let waited = hold.waited(self.now);
         let waiter =
             Waiter { burst: self.attachment(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
@@ -275,7 +182,7 @@ impl Machine {
         if is_same_owner && self.others_after(holder, id, hold) == Some(Duration::ZERO) {
             return None;
         }
-        let served = |as_whom: ShareOwner| self.gpus.get(&id)?.finish_tags.get(&as_whom).copied();
+        let served = |as_whom: ShareOwner| self.shares().tag_of(as_whom, id);
         let arrives = self.policy().place(&self.settings, self.now, &waiter);
         let arrival = match is_same_owner {
             true => arrives,
@@ -287,8 +194,8 @@ impl Machine {
         let stands = if is_same_owner { key.rank.max(own()) } else { key.at };
         // As long as it goes on, its arrival comes as fast as time does.
         let mut ahead = stands.checked_sub(arrival);
-        for as_whom in self.owners(holder) {
-            let before = match self.finish_tag(holder, as_whom, id, hold, waited) {
+        for as_whom in self.shares().owners(holder) {
+            let before = match self.shares().finish_tag(holder, as_whom, id, hold, waited) {
                 // Of every moment of it, it owes something to each of the others.
                 Some((until, debt)) => stands.checked_sub(until).map(|left| debt.until_as_much(left)),
                 None if is_same_owner => (stands > served(as_whom).unwrap_or_default()).then_some(Duration::MAX),
@@ -296,43 +203,14 @@ impl Machine {
             };
             ahead = ahead.min(before);
         }
-        let is_lighter = self.owners(holder).any(|as_whom| as_whom != owner);
+        let is_lighter = self.shares().owners(holder).any(|as_whom| as_whom != owner);
         let by_rank = key.rank.checked_sub(arrives).filter(|_| is_same_owner && !is_lighter);
         let ahead = ahead.max(by_rank)?;
         (!ahead.is_zero()).then(|| self.now.saturating_add(ahead))
     }
 
-    /// The share of an owner that is a client by itself.
-    pub(crate) fn client_share(&self, client: ClientId) -> Share {
-        let default = Share::default();
-        self.rules.env(client).map_or(default, |limits| Share {
-            weight: limits.weight.unwrap_or(default.weight),
-            max: limits.time_max,
-            ..default
-        })
-    }
-
-    /// The owners as which a client takes turns: that of its group or user, and itself where its environment sets a lower weight.
-    pub(crate) fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> {
-        let owner = self.owner(client);
-        let own = self.rules.env(client).and_then(|limits| limits.weight);
-        let is_lower = |own: &u16| owner.is_some_and(|owner| *own < self.share(owner).weight);
-        owner.into_iter().chain(own.filter(is_lower).map(|_| ShareOwner::Client(client)))
-    }
-
-    /// The weight of a client when time is divided, of its owner's.
-    pub(crate) fn weight_of(&self, client: ClientId) -> u32 {
-        self.owners(client).map(|owner| self.weight(owner)).min().unwrap_or(0)
-    }
-
-    /// The virtual time until which a client has been served there.
-    pub(crate) fn latest_finish_tag(&self, client: ClientId, id: GpuId) -> Time {
-        let Some(gpu) = self.gpus.get(&id) else { return Time::ZERO };
-        self.owners(client).filter_map(|owner| gpu.finish_tags.get(&owner).copied()).max().unwrap_or_default()
-    }
-
     fn owner_of(&self, entity: Entity) -> Option<ShareOwner> {
-        self.owner(self.lock.first_client(entity)?)
+        self.shares().owner(self.lock.first_client(entity)?)
     }
 
     /// Where a request belongs now.
@@ -354,5 +232,66 @@ impl Machine {
             request.key = key;
         }
         self.enqueue(entity);
+    }
+
+    /// Whether a holder that drains keeps that waiter from nothing: in `auto`, one who waits for no turn to end does not wait
+    /// for the work that is queued either, if its memory has room beside. The GPU shares itself out for that long.
+    pub(crate) fn makes_way(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
+        let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
+        is_auto && hold.revoked.is_some() && self.shares().precedence(waiter, holder) == Precedence::Before
+    }
+
+    /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
+    /// the others from everybody meanwhile.
+    pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
+        let Some(request) = self.lock.request(entity).filter(|_| self.shares().have_classes()) else { return false };
+        let tier = request.key.class.tier;
+        let several = request.wants.values().flatten().any(|other| *other != id);
+        let waits = || self.lock.queue(id).next().is_some_and(|(key, _)| key.class.tier < tier);
+        let is_better = |(holder, hold): (ClientId, &Hold)| {
+            !hold.is_bypassed() && hold.entity != entity && self.shares().class_of_holder(holder).tier < tier
+        };
+        several && (waits() || (self.lock.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
+    }
+
+    /// Takes those out of that line who only keep other GPUs from others, as one of a better tier waits there.
+    pub(crate) fn defer_behind(&mut self, id: GpuId) {
+        if !self.shares().have_classes() {
+            return;
+        }
+        let queue = self.lock.queue(id).map(|(_, entity)| entity);
+        let behind: Vec<Entity> = queue.skip(1).filter(|entity| self.waits_behind(*entity, id)).collect();
+        behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
+    }
+
+    /// Rules are others: everybody who waits stands where it belongs by them.
+    pub(crate) fn requeue_all(&mut self) {
+        for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
+            self.requeue(entity);
+            let blocked = self.lock.request(entity).and_then(|request| request.blocked);
+            let is_capped = matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity);
+            if is_capped || matches!(blocked, Some(Blocked::Behind(_))) {
+                self.enqueue(entity);
+            }
+        }
+        self.fairness.forget_usage(self.now, self.settings.time_period);
+        self.effects.touch_all(self.gpus.keys().copied());
+    }
+
+    /// Puts requests whose class depends on what they have had where they belong now. Returns when to look again.
+    pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
+        if !self.shares().are_watched() {
+            return None;
+        }
+        let is_watched = |entity: &Entity| self.lock.clients_of(*entity).any(|client| self.shares().is_watched(client));
+        let queue: Vec<Entity> = self.lock.queued(id).into_iter().filter(is_watched).collect();
+        for entity in queue {
+            match self.shares().is_capped(entity) {
+                Some(until) => self.block(entity, Blocked::Until(until)),
+                None => self.requeue(entity),
+            }
+        }
+        self.lock.first(id)?;
+        self.shares().class_changes_at(id)
     }
 }
