@@ -1,10 +1,7 @@
 //! Which GPU a program gets that does not choose one. Choices are remembered for a moment, so that programs started together do not
 //! all land on the GPU that was free then. Which GPUs a program may use is decided elsewhere.
 
-use crate::{
-    api::*,
-    machine::{Gpu, Machine},
-};
+use crate::{api::*, machine::Machine, memory::GpuMemory};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -181,7 +178,7 @@ impl Machine {
 
     fn decide(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
         let count = request.count.max(1) as usize;
-        let known = request.candidates.iter().filter(|id| self.gpus.contains_key(id));
+        let known = request.candidates.iter().filter(|id| self.memory.contains_key(id));
         let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(*id))).collect();
         if left.len() < count {
             return Err(PlacementError::TooFew { wanted: request.count.max(1), there: left.len() as u32 });
@@ -214,7 +211,7 @@ impl Machine {
 
     /// The lower, the better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (u64, u64) {
-        let Some(gpu) = self.gpus.get(&id) else { return (u64::MAX, u64::MAX) };
+        let Some(gpu) = self.memory.get(&id) else { return (u64::MAX, u64::MAX) };
         if self.settings.placement != Placement::Pack {
             return (there.labels.len() as u64, there.bytes);
         }
@@ -230,31 +227,31 @@ impl Machine {
 
     /// Bytes that a client is expected to need there, its context left out.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.memory.get(&id)?;
         let max = || self.memory_max(client, id).into_iter().chain(self.env_memory_max(client, id)).min();
         let allowed = || Some(max()?.saturating_sub(self.place_for_context(gpu)));
         Some(bytes.or_else(allowed)?.min(gpu.total))
     }
 
-    fn place_for_context(&self, gpu: &Gpu) -> u64 {
-        gpu.contexts(&self.settings, 1)
+    fn place_for_context(&self, gpu: &GpuMemory) -> u64 {
+        gpu.context_bytes(&self.settings, 1)
     }
 
     /// Who is on a GPU, or is to be: those who have attached it, and those who were given it.
     fn neighbours(&self, id: GpuId) -> Neighbours {
         let mut all = Neighbours { labels: Vec::new(), bytes: 0 };
-        let Some(gpu) = self.gpus.get(&id) else { return all };
+        let Some(gpu) = self.memory.get(&id) else { return all };
         let expected = |client: &ClientId| {
             let place = self.places.places.get(client).filter(|place| place.is_expected(self.now))?;
             place.gpus.get(&id).copied()
         };
-        for client in &gpu.clients {
+        for client in gpu.clients.keys() {
             let demand = self.account(*client, id).map_or(0, |account| account.report.demand);
             all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
             all.labels.push(self.places.labels(*client));
         }
         let to_come = self.places.places.iter().filter(|(_, place)| place.gpus.contains_key(&id));
-        for (client, _) in to_come.filter(|(client, _)| !gpu.clients.contains(client)) {
+        for (client, _) in to_come.filter(|(client, _)| !gpu.clients.contains_key(client)) {
             let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(self.place_for_context(gpu)));
             all.bytes = all.bytes.saturating_add(bytes);
             all.labels.push(self.places.labels(*client));
@@ -265,6 +262,6 @@ impl Machine {
     /// Where those of an affinity are.
     fn gpus_with(&self, affinity: &Option<String>) -> GpuSet {
         let has = |id: &&GpuId| self.neighbours(**id).labels.iter().any(|labels| labels.affinity == *affinity);
-        self.gpus.keys().filter(has).copied().collect()
+        self.memory.keys().filter(has).copied().collect()
     }
 }

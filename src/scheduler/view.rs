@@ -1,10 +1,6 @@
 //! A copy of the state for status and metrics. No decision reads it.
 
-use crate::{
-    api::*,
-    lock::Blocked,
-    machine::{Gpu, Machine},
-};
+use crate::{api::*, lock::Blocked, machine::Machine, memory::GpuMemory};
 use std::time::Duration;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -140,7 +136,7 @@ impl Machine {
     }
 
     pub fn gpus(&self) -> Vec<GpuView> {
-        self.gpus.keys().filter_map(|id| self.gpu(*id)).collect()
+        self.memory.keys().filter_map(|id| self.gpu(*id)).collect()
     }
 
     pub fn clients(&self) -> Vec<ClientView> {
@@ -148,7 +144,7 @@ impl Machine {
     }
 
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.memory.get(&id)?;
         let holders = self.lock.holds_on(id).map(|(client, hold)| HolderView {
             client,
             since: hold.since,
@@ -174,33 +170,33 @@ impl Machine {
             capacity: gpu.capacity(&self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),
-            shortfall: gpu.clients.iter().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
+            shortfall: gpu.clients.keys().map(|client| self.shortfall(*client, id)).max().unwrap_or(0),
             charged: gpu.ledger.charged(),
             committed: self.quota.committed(id),
             holders: holders.collect(),
             waiters,
             next: self.effects.wakes_at(crate::timers::Wake::Gpu(id)),
-            thrashes: gpu.thrash.thrashes(),
-            serialized: self.settings.anti_thrash == AntiThrash::Auto && gpu.thrash.keeps_apart(self.now),
+            thrashes: self.thrashes(id),
+            serialized: self.settings.anti_thrash == AntiThrash::Auto && self.keeps_apart(id),
         })
     }
 
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
         let waiting = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));
-        let attachments = client.attachments.iter().filter_map(|(gpu, attachment)| {
-            let (account, limit, lock) =
-                (self.account(id, *gpu)?, self.quota.limit(id, *gpu)?, self.lock.of(id, *gpu)?);
+        let attachments = self.lock.all_of(id).filter_map(|(gpu, lock)| {
+            let (memory, account) = (self.memory_of(id, gpu)?, self.account(id, gpu)?);
+            let (limit, history) = (self.quota.limit(id, gpu)?, self.histories.of(id, gpu)?);
             let present = account.frees.present();
-            let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(gpu));
+            let wants = waiting.and_then(|r| r.wants.get(&id)).is_some_and(|gpus| gpus.contains(&gpu));
             let since = waiting.and_then(|r| r.since.get(&id)).copied().unwrap_or(self.now);
             let waits = if wants { self.now.saturating_sub(since) } else { Duration::ZERO };
             let holds = lock.hold.as_ref().map_or(Duration::ZERO, |h| self.now.saturating_sub(h.since));
             Some(AttachmentView {
-                gpu: *gpu,
-                engine: attachment.engine,
-                attached: attachment.attached.is_some(),
-                state: self.state(id, *gpu),
+                gpu,
+                engine: memory.engine,
+                attached: memory.attached.is_some(),
+                state: self.state(id, gpu),
                 demand: account.report.demand,
                 limit: limit.limit,
                 pending_limit: limit.wanted.filter(|request| request.held.is_some()).map(|request| request.bytes),
@@ -213,9 +209,9 @@ impl Machine {
                 unfreed: present,
                 unverified: account.unverified(),
                 disbelieved: account.is_disbelieved().then(|| account.claimed()),
-                failures: attachment.failures.in_a_row,
-                eviction_blocked: self.eviction_block(id, *gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
-                utilization: attachment.utilization.permille(),
+                failures: memory.failures.in_a_row,
+                eviction_blocked: self.eviction_block(id, gpu).or((present > 0).then_some(EvictionBlock::Unfreed)),
+                utilization: history.utilization.permille(),
                 grants: lock.grants,
                 lock_time: lock.lock_time + holds,
                 wait_time: lock.wait_time + waits,
@@ -232,12 +228,12 @@ impl Machine {
 
     /// How a client's memory can leave a GPU that it has attached.
     pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
-        Some(self.attachment(id, gpu)?.engine)
+        Some(self.memory_of(id, gpu)?.engine)
     }
 
     /// The fewest and the most bytes that a client can have mapped on a GPU at this moment.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
-        let ignored = self.gpus.get(&gpu).map_or(0, Gpu::ignored_unverified);
+        let ignored = self.memory.get(&gpu).map_or(0, GpuMemory::ignored_unverified);
         Some(self.account(id, gpu)?.extent(ignored))
     }
 

@@ -16,15 +16,17 @@ impl Machine {
         if self.clients.contains_key(&id) {
             return;
         }
-        let client = Client { named: gang, user, stopped: false, attachments: BTreeMap::new(), probed: None };
+        let client = Client { named: gang, user, stopped: false, probed: None };
         self.clients.insert(id, client);
         self.fairness.connected(id, user);
         self.enter_gang(id, Gang::named(gang));
     }
 
     pub(super) fn disconnected(&mut self, id: ClientId) {
-        let Some(client) = self.clients.get(&id) else { return };
-        let gpus: Vec<GpuId> = client.attachments.keys().copied().collect();
+        if !self.clients.contains_key(&id) {
+            return;
+        }
+        let gpus: Vec<GpuId> = self.lock.all_of(id).map(|(gpu, _)| gpu).collect();
         self.withdraw(id);
         for gpu in gpus {
             self.detach(id, gpu);
@@ -119,7 +121,7 @@ impl Machine {
 
     /// A measurement that limit requests wait for is late.
     pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.memory.get_mut(&id) {
             gpu.asked = false; // perhaps it will never be answered
         }
         if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
@@ -128,13 +130,13 @@ impl Machine {
     }
 
     pub(crate) fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
-        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
+        let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
         let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
         act(&mut self.quota, context, &mut self.effects)
     }
 
     pub(crate) fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
-        let gpus = GpuCapacities { gpus: &self.gpus, settings: &self.settings };
+        let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
         ask(&self.quota, quota::Context { now: self.now, rules: &self.rules, gpus: &gpus })
     }
 }

@@ -1,6 +1,7 @@
 //! The state, and the dispatch of events. An event changes what it is about and marks the GPUs that it touches; then each marked GPU is
 //! settled.
 
+mod attachment;
 mod membership;
 
 use crate::{
@@ -8,18 +9,15 @@ use crate::{
     effects::Effects,
     fairness::Fairness,
     lock::{Hold, Lock},
-    memory::ledger::{Account, Ledger, State},
-    memory::reservation::Reservation,
-    memory::shortfall::{Failures, Trial},
+    memory::{Account, ClientMemory, GpuMemory, ledger::State},
     placement::Placements,
-    policy::{self, Bursts, FIRST_RATE, Policy, Progress, RATE_BACK},
+    policy::{self, Histories, Policy},
     quota::Quota,
     rules::Rules,
-    settle::corun::Utilization,
     thrash::Detector,
     timers::Wake,
 };
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Later times are taken for this one (34 years), so that no sum of times overflows.
@@ -37,55 +35,16 @@ impl Settings {
 pub struct Machine {
     pub(crate) now: Time,
     pub(crate) settings: Settings,
-    pub(crate) gpus: BTreeMap<GpuId, Gpu>,
+    pub(crate) memory: BTreeMap<GpuId, GpuMemory>,
     pub(crate) clients: BTreeMap<ClientId, Client>,
     pub(crate) lock: Lock,
     pub(crate) fairness: Fairness,
     pub(crate) rules: Rules,
     pub(crate) quota: Quota,
     pub(crate) places: Placements,
+    pub(crate) histories: Histories,
+    pub(crate) thrash: BTreeMap<GpuId, Detector>,
     pub(crate) effects: Effects,
-}
-
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Gpu {
-    pub total: u64,
-    /// The newest measured overhead.
-    pub measured: Option<u64>,
-    /// Processes were left out of that which may be clients on their way back.
-    pub incomplete: bool,
-    /// A client that may try to map more than there seems to be.
-    pub trial: Option<Trial>,
-    /// Clients are measured there: what they report is believed only as far as that goes.
-    pub verifies: bool,
-    /// Clients whose context the newest measurement cannot have seen.
-    pub unmeasured: BTreeSet<ClientId>,
-    pub clients: BTreeSet<ClientId>,
-    pub ledger: Ledger,
-    /// It is being measured what is there.
-    pub asked: bool,
-    /// Waiting for room for a context, and how many of them, from the back, are not to have any: others could never run then.
-    pub attaching: VecDeque<PendingContext>,
-    pub deferred: usize,
-    pub reservations: Vec<Reservation>,
-    /// The capacity when it was last settled.
-    pub capacity: u64,
-    /// Whether a holder or the first in line lacks bytes: what becomes free is theirs.
-    pub lacking: bool,
-    /// Bytes per second of evictions, smoothed: of what had to be copied. And at which memory comes back.
-    pub rate: u64,
-    pub rate_back: u64,
-    pub thrash: Detector,
-}
-
-/// A client that is about to create a context.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct PendingContext {
-    pub client: ClientId,
-    pub since: Time,
-    /// It was told that it waits for others to need less; and that it waits in vain, which it may accept.
-    pub told: bool,
-    pub refused: bool,
 }
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
@@ -94,31 +53,8 @@ pub(crate) struct Client {
     pub named: u64,
     pub user: UserId,
     pub stopped: bool,
-    pub attachments: BTreeMap<GpuId, Attachment>,
     /// When it was last asked about, and how long not to ask again.
     pub probed: Option<(Time, Duration)>,
-}
-
-/// A client on a GPU that it attached.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Attachment {
-    #[serde(with = "crate::encoding::Engine")]
-    pub engine: Engine,
-    pub failures: Failures,
-    /// When what it needs last grew, and whether it had grown shortly before that, too.
-    pub grew: Option<Time>,
-    pub keeps_growing: bool,
-    /// Why its memory cannot leave, and for how long it is then not asked for it.
-    pub eviction_block: Option<EvictionBlock>,
-    pub eviction_backoff: Duration,
-    /// Bytes per second at which its memory leaves, whether copied or not, smoothed.
-    pub rate: Option<u64>,
-    /// When it was told to create its context, and when it first did something for which it must have one.
-    pub attached: Option<Time>,
-    pub used: Option<Time>,
-    pub bursts: Bursts,
-    pub progress: Progress,
-    pub utilization: Utilization,
 }
 
 impl Machine {
@@ -127,13 +63,15 @@ impl Machine {
         Self {
             now: Time::ZERO,
             settings,
-            gpus: BTreeMap::new(),
+            memory: BTreeMap::new(),
             clients: BTreeMap::new(),
             lock: Lock::default(),
             fairness: Fairness::default(),
             rules: Rules::default(),
             quota: Quota::default(),
             places: Placements::default(),
+            histories: Histories::default(),
+            thrash: BTreeMap::new(),
             effects: Effects::default(),
         }
     }
@@ -211,7 +149,7 @@ impl Machine {
             }
             Event::Memory { client, gpu, report } => {
                 self.alive(client);
-                self.memory(client, gpu, report);
+                self.report(client, gpu, report);
             }
             Event::LimitRequested { client, gpu, bytes } => {
                 self.alive(client);
@@ -260,33 +198,12 @@ impl Machine {
         if !(is_same && is_same_policy) {
             self.requeue_all();
         }
-        self.effects.touch_all(self.gpus.keys().copied());
+        self.effects.touch_all(self.memory.keys().copied());
         self.admit_needless();
     }
 
     fn gpu_found(&mut self, id: GpuId, total: u64) {
-        self.gpus
-            .entry(id)
-            .or_insert_with(|| Gpu {
-                total,
-                measured: None,
-                incomplete: false,
-                trial: None,
-                verifies: false,
-                unmeasured: BTreeSet::new(),
-                clients: BTreeSet::new(),
-                ledger: Ledger::default(),
-                asked: false,
-                attaching: VecDeque::new(),
-                deferred: 0,
-                reservations: Vec::new(),
-                capacity: 0,
-                lacking: false,
-                rate: FIRST_RATE,
-                rate_back: RATE_BACK,
-                thrash: Detector::default(),
-            })
-            .total = total;
+        self.memory.entry(id).or_insert_with(|| GpuMemory::new(total)).total = total;
         self.quota.gpu_found(id);
         self.lock.gpu_found(id);
         self.fairness.gpu_found(id);
@@ -295,21 +212,22 @@ impl Machine {
 
     /// That GPU is to be settled.
     pub(crate) fn touch(&mut self, gpu: GpuId) {
-        if self.gpus.contains_key(&gpu) {
+        if self.memory.contains_key(&gpu) {
             self.effects.touch(gpu);
         }
     }
 
-    pub(crate) fn attachment(&self, client: ClientId, gpu: GpuId) -> Option<&Attachment> {
-        self.clients.get(&client)?.attachments.get(&gpu)
+    /// A client's memory on a GPU that it has attached.
+    pub(crate) fn memory_of(&self, client: ClientId, id: GpuId) -> Option<&ClientMemory> {
+        self.memory.get(&id)?.clients.get(&client)
     }
 
-    pub(crate) fn attachment_mut(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut Attachment> {
-        self.clients.get_mut(&client)?.attachments.get_mut(&gpu)
+    pub(crate) fn memory_of_mut(&mut self, client: ClientId, id: GpuId) -> Option<&mut ClientMemory> {
+        self.memory.get_mut(&id)?.clients.get_mut(&client)
     }
 
     pub(crate) fn account(&self, client: ClientId, gpu: GpuId) -> Option<&Account> {
-        self.gpus.get(&gpu)?.ledger.account(client)
+        self.memory.get(&gpu)?.ledger.account(client)
     }
 
     pub(crate) fn change_account<R>(
@@ -318,7 +236,7 @@ impl Machine {
         id: GpuId,
         change: impl FnOnce(&mut Account) -> R,
     ) -> Option<R> {
-        let gpu = self.gpus.get_mut(&id)?;
+        let gpu = self.memory.get_mut(&id)?;
         let result = gpu.ledger.change(client, change);
         if gpu.ledger.is_loosened() {
             self.effects.touch(id);
@@ -338,7 +256,7 @@ impl Machine {
     pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
         self.touch(id);
         let block = self.eviction_block(client, id);
-        let (Some(lock), Some(gpu)) = (self.lock.of(client, id), self.gpus.get_mut(&id)) else { return };
+        let (Some(lock), Some(gpu)) = (self.lock.of(client, id), self.memory.get_mut(&id)) else { return };
         let now = match block {
             Some(_) => State::Unevictable,
             None if lock.hold.is_some() => State::Running,

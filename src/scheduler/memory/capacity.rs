@@ -1,6 +1,6 @@
 //! How many bytes of a GPU can be charged to clients: what is left beside the reserve, contexts and other programs.
 
-use crate::{api::*, machine::Gpu, quota::Capacities};
+use crate::{api::*, memory::GpuMemory, quota::Capacities};
 use std::collections::BTreeMap;
 
 /// Of a small GPU, reserve and contexts take no larger part than one in so many: contexts are smaller there, too.
@@ -15,7 +15,7 @@ impl Settings {
     }
 }
 
-impl Gpu {
+impl GpuMemory {
     /// Bytes that no client gets.
     pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
         settings.reserve.min(self.total / SMALLEST_PART)
@@ -27,7 +27,7 @@ impl Gpu {
     }
 
     /// Bytes for so many contexts that were not measured.
-    pub(crate) fn contexts(&self, settings: &Settings, count: usize) -> u64 {
+    pub(crate) fn context_bytes(&self, settings: &Settings, count: usize) -> u64 {
         settings.context_on(self.total).saturating_mul(count as u64)
     }
 
@@ -47,7 +47,7 @@ impl Gpu {
 
     /// Overhead as it would be if the GPU were large enough: the capacity cannot fall below 0 and hides the rest.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
-        let contexts = self.contexts(settings, self.unmeasured.len().saturating_sub(self.deferred));
+        let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
         self.measured.unwrap_or(0).saturating_add(contexts)
     }
 
@@ -60,7 +60,7 @@ impl Gpu {
 
 /// The GPUs, as the quota sees them.
 pub(crate) struct GpuCapacities<'a> {
-    pub gpus: &'a BTreeMap<GpuId, Gpu>,
+    pub gpus: &'a BTreeMap<GpuId, GpuMemory>,
     pub settings: &'a Settings,
 }
 
@@ -79,10 +79,10 @@ impl Capacities for GpuCapacities<'_> {
     }
 
     fn context(&self, gpu: GpuId) -> u64 {
-        self.gpus.get(&gpu).map_or(0, |gpu| gpu.contexts(self.settings, 1))
+        self.gpus.get(&gpu).map_or(0, |gpu| gpu.context_bytes(self.settings, 1))
     }
 
     fn is_attaching(&self, gpu: GpuId) -> bool {
-        self.gpus.get(&gpu).is_some_and(|gpu| !gpu.attaching.is_empty())
+        self.gpus.get(&gpu).is_some_and(|gpu| !gpu.contexts.is_empty())
     }
 }

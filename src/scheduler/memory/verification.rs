@@ -6,8 +6,8 @@
 //! measurement has contradicted by then count as freed. Bytes that are still measured then are *present* and count as pinned, and
 //! such a client is asked for all of its memory at once, or it could repeat this bit by bit.
 
-use crate::{api::*, machine::Machine, memory::ledger::Account, timers::Wake};
-use std::collections::{BTreeMap, VecDeque};
+use crate::api::*;
+use std::collections::VecDeque;
 use std::time::Duration;
 
 /// How long bytes can be in doubt.
@@ -55,7 +55,7 @@ impl UnverifiedFrees {
     }
 
     /// Whether a measurement could tell more than the newest has.
-    fn is_unmeasured(&self) -> bool {
+    pub fn is_unmeasured(&self) -> bool {
         !self.highs.is_empty()
     }
 
@@ -72,7 +72,7 @@ impl UnverifiedFrees {
     }
 
     /// Ends what has been in doubt for long. Says whether more is known to be there than before.
-    fn expire(&mut self, now: Time) -> bool {
+    pub fn expire(&mut self, now: Time) -> bool {
         while self.highs.front().is_some_and(|(until, _)| *until + VERIFY_TIMEOUT <= now) {
             self.highs.pop_front();
         }
@@ -90,102 +90,6 @@ impl UnverifiedFrees {
         let high = self.highs.front().map(|(until, _)| *until);
         let found = self.found.filter(|(_, bytes)| *bytes > self.present).map(|(since, _)| since);
         [high, found].into_iter().flatten().min().map(|since| since + VERIFY_TIMEOUT)
-    }
-}
-
-impl Account {
-    pub fn unverified(&self) -> u64 {
-        self.frees.unverified(self.charge)
-    }
-
-    /// When there is something about it that no measurement is waited for any longer.
-    pub(crate) fn expires(&self) -> Option<Time> {
-        self.frees.expires().into_iter().chain(self.measurement_is_late_at()).min()
-    }
-}
-
-impl Machine {
-    pub(crate) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
-        let user = self.clients.get(&client).map(|c| c.user);
-        user.zip(self.gpus.get(&id)).map_or(0, |(user, gpu)| gpu.ledger.unverified_for(user))
-    }
-
-    /// Bytes that are free for that client.
-    pub(crate) fn free_for(&self, client: ClientId, id: GpuId) -> u64 {
-        let free = self.gpus.get(&id).map_or(0, |gpu| gpu.free(&self.settings));
-        free.saturating_sub(self.unverified_for(client, id))
-    }
-
-    /// Bytes that those clients, or nobody, will have without any more being asked for: those on their way out, and what is
-    /// free, be it that it has to be measured, which is asked for, or that it is too little to be given by itself.
-    pub(crate) fn arriving(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
-        for client in to {
-            self.request_verification(*client, id);
-        }
-        self.gpus.get(&id).map_or(0, |gpu| gpu.ledger.coming().saturating_add(gpu.free(&self.settings)))
-    }
-
-    /// How much is in doubt for that client, which waits for it.
-    pub(crate) fn request_verification(&mut self, client: ClientId, id: GpuId) -> u64 {
-        let unverified = self.unverified_for(client, id);
-        let Some(gpu) = self.gpus.get(&id).filter(|gpu| unverified > 0 && !gpu.asked) else { return unverified };
-        // What was found is looked at again now and then, whoever waits.
-        let mut accounts = gpu.clients.iter().filter_map(|client| gpu.ledger.account(*client));
-        if accounts.any(|account| account.frees.is_unmeasured()) {
-            self.measure(id);
-        }
-        unverified
-    }
-
-    /// Asks for a measurement, unless one is awaited.
-    pub(crate) fn measure(&mut self, id: GpuId) {
-        if let Some(gpu) = self.gpus.get_mut(&id).filter(|gpu| !gpu.asked) {
-            gpu.asked = true;
-            self.effects.command(Command::Measure { gpu: id });
-        }
-    }
-
-    pub(crate) fn present(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.asked = false;
-        gpu.verifies |= !found.is_empty();
-        for client in gpu.clients.clone() {
-            let found = found.get(&client).copied();
-            self.change_account(client, id, |account| account.measured(begun, found));
-            self.allow_what_stays(client, id);
-            self.charge_as_known(client, id);
-        }
-        self.schedule_verification(id);
-        if self.with_quota(|quota, cx, fx| quota.answer_held(cx, fx, id, begun)) {
-            self.measure(id);
-        }
-        self.explain_failures(id, begun, free, found);
-        self.touch(id);
-    }
-
-    /// Sees to it that doubts end.
-    pub(crate) fn schedule_verification(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get(&id) else { return };
-        let accounts = gpu.clients.iter().filter_map(|client| gpu.ledger.account(*client));
-        let next = accounts.filter_map(Account::expires).min();
-        self.effects.wake(Wake::Verification(id), next);
-    }
-
-    pub(crate) fn expire_unverified(&mut self, id: GpuId) {
-        let now = self.now;
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.asked = false;
-        for client in gpu.clients.clone() {
-            let is_present = self.change_account(client, id, |account| {
-                account.measurement_is_late(now);
-                account.frees.expire(now)
-            });
-            if is_present == Some(true) {
-                self.effects.command(Command::EvictionBlocked { client, gpu: id, why: EvictionBlock::Unfreed });
-            }
-        }
-        self.schedule_verification(id);
-        self.touch(id);
     }
 }
 

@@ -19,7 +19,7 @@ use super::{Policy, Runner, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{
     api::{AntiThrash, Settings, Time},
     fairness::Precedence,
-    settle::corun::MEASURED,
+    policy::utilization::MEASURED,
 };
 use std::time::Duration;
 

@@ -20,7 +20,7 @@ use super::{Policy, Runner, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
     fairness::Precedence,
-    settle::corun::MEASURED,
+    policy::utilization::MEASURED,
 };
 use std::time::Duration;
 

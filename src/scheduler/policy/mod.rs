@@ -7,9 +7,11 @@
 
 mod adaptive;
 mod fcfs;
+mod history;
 mod progress;
+pub(crate) mod utilization;
 
-pub(crate) use progress::Progress;
+pub(crate) use history::Histories;
 
 use crate::api::{PolicyName, Settings, Time};
 use crate::fairness::Precedence;
@@ -20,21 +22,8 @@ use std::time::Duration;
 pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 /// Grace where a hand-over is free: longer than the gaps between launches of a busy program.
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
-/// What a client's burst is taken to be before one was seen.
-const FIRST_BURST: Duration = Duration::from_millis(50);
-/// Bytes per second before an eviction was measured, where nothing is known of the link: half of what copies to registered
-/// memory reach (H200).
-pub(crate) const FIRST_RATE: u64 = 24 << 30;
-/// Bytes per second at which memory comes back then: what copies from registered memory reach [H200, PCIe 5].
-pub(crate) const RATE_BACK: u64 = 48 << 30;
 /// A turn is no shorter than so many times what moving for the next one takes.
 const MOVES_PER_TURN: u32 = 5;
-
-/// The rate of evictions after another one was measured. What makes one slow (host memory that is made first, a busy
-/// processor) says little of the next.
-pub(crate) fn smoothed(rate: u64, measured: u64) -> u64 {
-    if measured > rate { rate / 2 + measured / 2 } else { rate / 4 * 3 + measured / 4 }
-}
 
 /// What a policy decides from.
 #[derive(Debug, Clone, Copy, Default)]
@@ -113,39 +102,5 @@ pub(crate) fn named(name: PolicyName) -> &'static dyn Policy {
     match name {
         PolicyName::Fcfs => &fcfs::Fcfs,
         PolicyName::Adaptive => &adaptive::Adaptive,
-    }
-}
-
-/// What is known of how long a client runs on a GPU between two times without work.
-#[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Bursts {
-    estimate: Option<Duration>,
-    /// Run since it last had no work, over the turns that were cut short.
-    attained: Duration,
-    busy: Duration,
-}
-
-impl Bursts {
-    pub fn expected(&self) -> Duration {
-        self.expected_after(Duration::ZERO)
-    }
-
-    /// What would be expected if a turn of that length were cut short now.
-    pub fn expected_after(&self, contended: Duration) -> Duration {
-        self.attained.saturating_add(contended).max(self.estimate.unwrap_or(FIRST_BURST))
-    }
-
-    /// A turn ended. A holder that nobody waits for keeps the lock through idle times too, so of its uncontended time
-    /// no more is counted than one burst.
-    pub fn ran(&mut self, contended: Duration, uncontended: Duration, busy: Duration, idle: bool) {
-        let usual = self.estimate.unwrap_or(FIRST_BURST);
-        self.attained = self.attained.saturating_add(contended).saturating_add(uncontended.min(usual));
-        self.busy = self.busy.saturating_add(busy);
-        if idle {
-            let sample = if self.busy.is_zero() { self.attained } else { self.attained.min(self.busy) };
-            self.estimate = Some(self.estimate.map_or(sample, |e| e / 2 + sample / 2));
-            self.attained = Duration::ZERO;
-            self.busy = Duration::ZERO;
-        }
     }
 }

@@ -1,11 +1,20 @@
 //! The steps that bring one GPU to rest after an event: memory first, then the lock, then what holders are told. Settling a GPU on
 //! which nothing changed does nothing.
 
-pub(crate) mod corun;
+mod contexts;
+mod corun;
+mod credit;
+mod eviction;
+mod eviction_blocks;
+mod failures;
 mod gang_conflict;
 mod gangs;
+mod measurements;
 mod order;
+mod protection;
 mod requests;
+mod reservations;
+mod traffic;
 mod unresponsive;
 
 use crate::{
@@ -13,10 +22,10 @@ use crate::{
     fairness::Precedence,
     lock::{Blocked, Entity},
     machine::Machine,
-    memory::reservation::ReservationNeeds,
     policy::{SHORTEST_GRACE, Waiter},
     timers::Wake,
 };
+use reservations::ReservationNeeds;
 use std::time::Duration;
 
 /// A holder is told of bytes that it is likely to lose when they are so many more than it was told.
@@ -79,7 +88,7 @@ impl Machine {
             lacking = self.serve_undrainable(id);
         }
         let is_enough = reserved_ahead == 0 && lacking == 0;
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.memory.get_mut(&id) {
             gpu.lacking = !is_enough;
         }
         let attaching = self.answer_attaching(id);
@@ -96,14 +105,14 @@ impl Machine {
 
     /// Requests that pinned memory kept out may fit once there is more room.
     fn note_capacity(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
         if gpu.ledger.take_loosened() || capacity > gpu.capacity {
             for entity in self.lock.take_blocked_by_pinned(id) {
                 self.enqueue(entity);
             }
         }
-        if let Some(gpu) = self.gpus.get_mut(&id) {
+        if let Some(gpu) = self.memory.get_mut(&id) {
             gpu.capacity = capacity;
         }
     }
@@ -202,7 +211,8 @@ impl Machine {
             if lacking > 0 && !locked {
                 self.report_wait(entity, WaitReason::Eviction);
             }
-            let burst = members.iter().filter_map(|m| self.attachment(*m, id)).map(|s| s.bursts.expected()).max();
+            let burst =
+                members.iter().filter_map(|m| self.histories.of(*m, id)).map(|history| history.bursts.expected()).max();
             let both_ways = |bytes| self.moving_both_ways(id, bytes, &members);
             let (moving, arrives) = (both_ways(short), both_ways(lacking));
             pressure.short = pressure.short.max(short);
@@ -214,7 +224,9 @@ impl Machine {
                 moving,
                 arrives,
                 evicts: lacking > 0,
-                unmeasured: members.iter().any(|m| self.attachment(*m, id).is_some_and(|s| s.utilization.is_open())),
+                unmeasured: members
+                    .iter()
+                    .any(|m| self.histories.of(*m, id).is_some_and(|history| history.utilization.is_open())),
                 holders_measured: self.are_measured(id),
                 waiters: self.lock.queue_length(id),
                 rank: self.lock.request(entity).map_or(Time::ZERO, |request| request.key.rank),
@@ -259,7 +271,7 @@ impl Machine {
 
     /// Whether a request could be served there if everybody who can give bytes did.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
-        let (Some(gpu), Some(_)) = (self.gpus.get(&id), self.lock.request(entity)) else { return true };
+        let (Some(gpu), Some(_)) = (self.memory.get(&id), self.lock.request(entity)) else { return true };
         let mut own = 0u64;
         let mut need = 0u64;
         for member in members {
@@ -289,7 +301,7 @@ impl Machine {
         }
         next = next.filter(|_| together);
         for client in holders {
-            let Some((attachment, account)) = self.attachment(client, id).zip(self.account(client, id)) else {
+            let Some((history, account)) = self.histories.of(client, id).zip(self.account(client, id)) else {
                 continue;
             };
             let Some(hold) = self.lock.hold(client, id) else { continue };
@@ -307,7 +319,7 @@ impl Machine {
             let surplus = exclusive && !together && first.is_some_and(|entity| hold.entity != entity);
             let surplus = surplus || self.yields(hold.entity);
             // Nobody knows what one needs that wants the GPU for itself, so it has what the administrator set.
-            let for_itself = attachment.utilization.is_for_itself();
+            let for_itself = history.utilization.is_for_itself();
             let precedence = match pressure.first {
                 Some(first) => self.shares().precedence(first, client),
                 None => Precedence::Equal,

@@ -89,19 +89,19 @@ impl Machine {
     }
 
     fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
-        let (Some(attachment), Some(gpu)) = (self.attachment(client, id), self.gpus.get(&id)) else {
+        let (Some(history), Some(gpu)) = (self.histories.of(client, id), self.memory.get(&id)) else {
             return Waiter::default();
         };
         let lacking =
             self.need(client, id).saturating_sub(gpu.ledger.account(client).map_or(0, |account| account.allowance));
         let hold = self.lock.hold(client, id);
         let held = hold.map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
-        let (had, entered) = attachment.progress.after(self.now, held);
+        let (had, entered) = history.progress.after(self.now, held);
         Waiter {
-            burst: attachment.bursts.expected(),
+            burst: history.bursts.expected(),
             moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
-            unmeasured: hold.is_none() && attachment.utilization.is_open(),
+            unmeasured: hold.is_none() && history.utilization.is_open(),
             waiters: self.lock.queue_length(id) + 1,
             had,
             entered,
@@ -177,7 +177,7 @@ impl Machine {
         let (owner, key) = (self.shares().owner(holder)?, self.lock.request(other)?.key);
         let waited = hold.waited(self.now);
         let waiter =
-            Waiter { burst: self.attachment(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
+            Waiter { burst: self.histories.of(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
         let is_same_owner = self.owner_of(other) == Some(owner);
         if is_same_owner && self.others_after(holder, id, hold) == Some(Duration::ZERO) {
             return None;
@@ -275,7 +275,7 @@ impl Machine {
             }
         }
         self.fairness.forget_usage(self.now, self.settings.time_period);
-        self.effects.touch_all(self.gpus.keys().copied());
+        self.effects.touch_all(self.memory.keys().copied());
     }
 
     /// Puts requests whose class depends on what they have had where they belong now. Returns when to look again.

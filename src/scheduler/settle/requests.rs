@@ -20,7 +20,7 @@ impl Machine {
         };
         let wants: GpuSet = gpus.into_iter().filter(is_wanted).collect();
         let (entity, stopped) = (self.lock.entity(client), state.stopped);
-        let not_before = state.delayed_until(&wants);
+        let not_before = self.delayed_until(client, &wants);
         // A request that replaces another keeps its key.
         let before = self.lock.waiting(client).and_then(|entity| self.lock.request(entity));
         let old = before.and_then(|request| request.since.get(&client).copied());
@@ -30,11 +30,11 @@ impl Machine {
         let now = self.now;
         for id in &wants {
             let is_new = old.is_none() && self.lock.hold(client, *id).is_none();
-            if let Some(attachment) = self.attachment_mut(client, *id) {
-                attachment.used.get_or_insert(now);
-                if is_new {
-                    attachment.progress.asks(now);
-                }
+            if let Some(memory) = self.memory_of_mut(client, *id) {
+                memory.used.get_or_insert(now);
+            }
+            if let Some(history) = self.histories.of_mut(client, *id).filter(|_| is_new) {
+                history.progress.asks(now);
             }
         }
         if wants.is_empty() {
@@ -166,7 +166,7 @@ impl Machine {
     /// Whether a member of a request is not granted a GPU yet, since mapping failed there.
     pub(crate) fn is_delayed(&self, entity: Entity) -> bool {
         let mut wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
-        wants.any(|(client, gpus)| self.clients.get(client).is_some_and(|state| state.delayed_until(gpus) > self.now))
+        wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
     }
 
     pub(crate) fn any_stopped(&self, entity: Entity) -> bool {
@@ -198,7 +198,7 @@ impl Machine {
             return;
         }
         let Some(request) = self.lock.request(entity) else { return };
-        let is_managed = |client, id| self.attachment(client, id).is_some_and(|s| s.engine == Engine::Managed);
+        let is_managed = |client, id| self.memory_of(client, id).is_some_and(|s| s.engine == Engine::Managed);
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
         if wants.all(|(client, id)| is_managed(client, id) && self.lock.hold(client, id).is_none()) {
             self.grant(entity);
@@ -215,7 +215,7 @@ impl Machine {
 
     /// Whether, as far as the lock of this GPU goes, an entity can be admitted now.
     pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
-        let (true, Some(request)) = (self.gpus.contains_key(&id), self.lock.request(entity)) else { return false };
+        let (true, Some(request)) = (self.memory.contains_key(&id), self.lock.request(entity)) else { return false };
         if self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id) {
             return false;
         }
@@ -340,8 +340,8 @@ impl Machine {
             self.end_hold(client, *id, busy, reason == ReleaseReason::Idle);
             if reason == ReleaseReason::NoMemory {
                 self.mapping_failed(client, *id);
-            } else if let Some(attachment) = self.attachment_mut(client, *id) {
-                attachment.failures.has_run();
+            } else if let Some(memory) = self.memory_of_mut(client, *id) {
+                memory.failures.has_run();
             }
             self.swap_surplus(client, *id);
         }
@@ -361,12 +361,12 @@ impl Machine {
         if let Some(lock) = self.lock.of_mut(client, id) {
             lock.ended(now, &hold);
         }
-        if let Some(attachment) = self.attachment_mut(client, id) {
+        if let Some(history) = self.histories.of_mut(client, id) {
             // As for bursts: a client without work has had less than all of what it had while no other waited.
-            let ran = if idle { waited + uncontended.min(attachment.bursts.expected()) } else { held };
-            attachment.progress.ran(now, ran, idle);
-            attachment.bursts.ran(waited, uncontended, busy, idle);
-            attachment.utilization.turn_ended(waited, idle);
+            let ran = if idle { waited + uncontended.min(history.bursts.expected()) } else { held };
+            history.progress.ran(now, ran, idle);
+            history.bursts.ran(waited, uncontended, busy, idle);
+            history.utilization.turn_ended(waited, idle);
         }
         self.lock_changed(client, id);
         self.end_trial(client, id);

@@ -56,7 +56,7 @@ impl Machine {
         let changed = state.stopped != stopped;
         state.stopped = stopped;
         self.quota.set_stopped(client, stopped);
-        let gpus: Vec<GpuId> = state.attachments.keys().copied().collect();
+        let gpus: Vec<GpuId> = self.lock.all_of(client).map(|(id, _)| id).collect();
         let (now, waiting) = (self.now, self.lock.waiting(client));
         for id in gpus {
             if let Some(hold) = self.lock.hold_mut(client, id)

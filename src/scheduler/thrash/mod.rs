@@ -6,8 +6,6 @@
 //! own. Where the driver counts page faults, those decide, and what moves both ways only has to agree; where it does not,
 //! more has to move. Where neither is known, nothing is claimed.
 
-mod traffic;
-
 use crate::api::{Time, Traffic};
 use std::time::Duration;
 

@@ -6,17 +6,17 @@ use std::collections::BTreeMap;
 impl Machine {
     /// Bytes that the client's group may have on a GPU; `None`: it is in none, or there is no bound.
     pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        self.rules.memory_max(client, self.gpus.get(&id)?.total)
+        self.rules.memory_max(client, self.memory.get(&id)?.total)
     }
 
     /// The lowest of all bounds on the client's memory on a GPU, whether it uses that GPU or not.
     pub fn lowest_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        self.rules.lowest_max(client, self.gpus.get(&id)?.total)
+        self.rules.lowest_max(client, self.memory.get(&id)?.total)
     }
 
     /// What the client's environment allows it on a GPU, its context included.
     pub fn env_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
-        self.rules.env_memory_max(client, self.gpus.get(&id)?.total)
+        self.rules.env_memory_max(client, self.memory.get(&id)?.total)
     }
 
     /// Whether a client gets nothing on a GPU that is free: it does not run there, and it or its group has too much.
@@ -43,7 +43,7 @@ impl Machine {
 
     /// For each group that a rule protects there: what it has beyond that.
     pub(crate) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
-        let Some(gpu) = self.gpus.get(&id) else { return BTreeMap::new() };
+        let Some(gpu) = self.memory.get(&id) else { return BTreeMap::new() };
         let protected = self.rules.groups().filter_map(|(group, limits)| {
             let low = limits.memory_low?;
             let accounts = self.rules.members(group).filter_map(|client| gpu.ledger.account(client));
@@ -55,7 +55,7 @@ impl Machine {
 
     /// Bytes of a client for which its environment waives the protection of its group.
     pub(crate) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
-        let low = self.rules.env(client).and_then(|limits| limits.memory_low?.on(self.gpus.get(&id)?.total));
+        let low = self.rules.env(client).and_then(|limits| limits.memory_low?.on(self.memory.get(&id)?.total));
         let has = self.account(client, id).map_or(0, |account| account.allowance);
         low.map_or(0, |low| has.saturating_sub(low))
     }

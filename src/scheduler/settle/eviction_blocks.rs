@@ -14,8 +14,8 @@ impl Machine {
     /// Why no memory of a client can leave a GPU now.
     pub(crate) fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
         let state = self.clients.get(&client)?;
-        let attachment = state.attachments.get(&id)?;
-        match attachment.eviction_block {
+        let memory = self.memory_of(client, id)?;
+        match memory.eviction_block {
             _ if state.stopped => Some(EvictionBlock::Stopped),
             _ if self.lock.hold(client, id).is_some_and(Hold::is_undrainable) => Some(EvictionBlock::Undrainable),
             block => block,
@@ -27,9 +27,9 @@ impl Machine {
         for id in gpus {
             let Some(account) = self.account(client, *id) else { continue };
             let (mapped, lower) = (account.report.mapped, account.allowance < account.report.mapped);
-            let Some(attachment) = self.attachment_mut(client, *id) else { continue };
-            attachment.eviction_backoff = (attachment.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
-            let until = attachment.eviction_backoff;
+            let Some(memory) = self.memory_of_mut(client, *id) else { continue };
+            memory.eviction_backoff = (memory.eviction_backoff * 2).clamp(AGAIN.0, AGAIN.1);
+            let until = memory.eviction_backoff;
             self.block_eviction(client, *id, why);
             self.effects.wake(Wake::Eviction(client, *id), Some(self.now + until));
             if lower {
@@ -40,8 +40,8 @@ impl Machine {
     }
 
     fn block_eviction(&mut self, client: ClientId, id: GpuId, why: EvictionBlock) {
-        let Some(attachment) = self.attachment_mut(client, id) else { return };
-        let before = attachment.eviction_block.replace(why);
+        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        let before = memory.eviction_block.replace(why);
         self.lock_changed(client, id);
         if before != Some(why) {
             self.effects.command(Command::EvictionBlocked { client, gpu: id, why });
@@ -50,7 +50,7 @@ impl Machine {
 
     /// It is worth asking it again.
     pub(crate) fn unblock_eviction(&mut self, client: ClientId, id: GpuId) {
-        if self.attachment_mut(client, id).is_some_and(|attachment| attachment.eviction_block.take().is_some()) {
+        if self.memory_of_mut(client, id).is_some_and(|memory| memory.eviction_block.take().is_some()) {
             self.lock_changed(client, id);
         }
     }
@@ -61,10 +61,10 @@ impl Machine {
         let Some(account) = self.account(client, id) else { return };
         let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
         let progresses = account.eviction.as_ref().is_some_and(|eviction| eviction.progress == now);
-        let Some(attachment) = self.attachment_mut(client, id) else { return };
-        let late = attachment.eviction_block == Some(EvictionBlock::Late);
-        if done && fits && attachment.eviction_block.is_none() {
-            attachment.eviction_backoff = Duration::ZERO;
+        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        let late = memory.eviction_block == Some(EvictionBlock::Late);
+        if done && fits && memory.eviction_block.is_none() {
+            memory.eviction_backoff = Duration::ZERO;
         }
         if late && (done || progresses) {
             self.unblock_eviction(client, id);
@@ -73,11 +73,11 @@ impl Machine {
 
     /// When the eviction that a client was asked for will be late.
     pub(crate) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
-        let (attachment, gpu) = (self.attachment(client, id)?, self.gpus.get(&id)?);
+        let (memory, gpu) = (self.memory_of(client, id)?, self.memory.get(&id)?);
         let account = gpu.ledger.account(client)?;
-        let eviction = account.eviction.as_ref().filter(|_| attachment.eviction_block.is_none())?;
+        let eviction = account.eviction.as_ref().filter(|_| memory.eviction_block.is_none())?;
         let rest = account.report.mapped.saturating_sub(account.allowance);
-        Some(eviction.progress.saturating_add(LATE.max(gpu.moving(rest).saturating_mul(LATE_TIMES))))
+        Some(eviction.progress.saturating_add(LATE.max(gpu.rates.moving(rest).saturating_mul(LATE_TIMES))))
     }
 
     pub(crate) fn is_late(&mut self, client: ClientId, id: GpuId) {

@@ -1,12 +1,7 @@
 //! Admission of CUDA contexts: a client that is about to create one waits until there is room for it. It is deferred for as long as
 //! its context would leave an attached client too little to ever run.
 
-use crate::{
-    api::*,
-    lock::Gang,
-    machine::{Machine, PendingContext},
-    quota::FIRST_LIMIT_TIMEOUT,
-};
+use crate::{api::*, lock::Gang, machine::Machine, memory::context_queue::PendingContext, quota::FIRST_LIMIT_TIMEOUT};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -23,10 +18,10 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 impl Machine {
     /// Whether a client's context was there, all of it, at a moment not before `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
-        let Some(attachment) = self.attachment(client, id) else { return false };
-        let there = attachment.attached.map(|allowed| {
+        let Some(memory) = self.memory_of(client, id) else { return false };
+        let there = memory.attached.map(|allowed| {
             let at_last = allowed.saturating_add(CONTEXT_APPEARS);
-            attachment.used.map_or(at_last, |used| used.max(allowed).min(at_last))
+            memory.used.map_or(at_last, |used| used.max(allowed).min(at_last))
         });
         there.is_some_and(|there| there <= begun)
     }
@@ -34,8 +29,8 @@ impl Machine {
     /// Counts those who would leave a client that is there too little, by their context: it could never have all that it
     /// needs on the GPU again, and so never run. They wait until it needs less, or has gone.
     pub(crate) fn count_deferred(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get(&id) else { return };
-        if gpu.attaching.is_empty() && gpu.deferred == 0 {
+        let Some(gpu) = self.memory.get(&id) else { return };
+        if gpu.contexts.is_empty() && gpu.contexts.deferred() == 0 {
             return;
         }
         // One that did not wait (an older library does not) has its context already.
@@ -43,34 +38,33 @@ impl Machine {
             let needs_nothing = gpu.ledger.account(pending.client).is_some_and(|account| account.report.demand == 0);
             needs_nothing && self.lock.waiting(pending.client).is_none()
         };
-        let waiting = gpu.attaching.iter().rev().take_while(|pending| waits(pending)).count();
-        let gangs: BTreeSet<Gang> = gpu.attaching.iter().filter_map(|pending| self.lock.gang(pending.client)).collect();
-        let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.attaching.len());
-        let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.contexts(&self.settings, unmeasured));
+        let waiting = gpu.contexts.iter().rev().take_while(|pending| waits(pending)).count();
+        let gangs: BTreeSet<Gang> = gpu.contexts.iter().filter_map(|pending| self.lock.gang(pending.client)).collect();
+        let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
+        let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.context_bytes(&self.settings, unmeasured));
         let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
-        let needs = gpu.clients.iter().filter_map(|client| {
+        let needs = gpu.clients.keys().filter_map(|client| {
             if self.lock.gang(*client).is_some_and(|gang| gangs.contains(&gang)) {
                 return None;
             }
-            self.attachment(*client, id)
-                .filter(|attachment| attachment.attached.is_some() && attachment.engine != Engine::Managed)?;
+            self.memory_of(*client, id)
+                .filter(|memory| memory.attached.is_some() && memory.engine != Engine::Managed)?;
             Some(gpu.ledger.account(*client)?.seen_to_need())
         });
         // What is not possible as it is does not depend on them.
         let most = needs.filter(|need| (1..=capacity).contains(need)).max();
-        let room = most.and_then(|most| (capacity - most).checked_div(gpu.contexts(&self.settings, 1)));
+        let room = most.and_then(|most| (capacity - most).checked_div(gpu.context_bytes(&self.settings, 1)));
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
-        let deferred = gpu.attaching.len().saturating_sub(room).min(waiting);
-        if let Some(gpu) = self.gpus.get_mut(&id) {
-            gpu.deferred = deferred;
+        let deferred = gpu.contexts.len().saturating_sub(room).min(waiting);
+        if let Some(gpu) = self.memory.get_mut(&id) {
+            gpu.contexts.defer(deferred);
         }
     }
 
     /// Says to those who are kept out that this may take long.
     fn notify_deferred(&mut self, id: GpuId) {
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let from = gpu.attaching.len() - gpu.deferred;
-        for pending in gpu.attaching.iter_mut().skip(from).filter(|pending| !pending.told) {
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        for pending in gpu.contexts.deferred_mut().filter(|pending| !pending.told) {
             pending.told = true;
             let (client, why) = (pending.client, WaitReason::Context);
             self.effects.command(Command::Waiting { client, gpus: GpuSet::from([id]), why });
@@ -81,18 +75,16 @@ impl Machine {
     pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
             self.count_deferred(id);
-            let gpu = self.gpus.get_mut(&id)?;
-            let behind = gpu.attaching.len().checked_sub(1 + gpu.deferred);
-            let &PendingContext { client, since, .. } = gpu.attaching.front()?;
-            let Some(behind) = behind else {
+            let gpu = self.memory.get(&id).filter(|gpu| !gpu.contexts.is_empty())?;
+            let Some((client, since, behind)) = gpu.contexts.first() else {
                 self.notify_deferred(id);
                 return self.refuse_contexts(id);
             };
             let patience = since + ATTACH_TIMEOUT;
             // Capacity leaves out the contexts of all who wait; those behind this one may still be without.
-            let behind = gpu.contexts(&self.settings, behind);
+            let behind = gpu.context_bytes(&self.settings, behind);
             let unverified = self.request_verification(client, id);
-            let gpu = self.gpus.get(&id)?;
+            let gpu = self.memory.get(&id)?;
             let room =
                 gpu.capacity(&self.settings).saturating_add(behind) >= gpu.ledger.charged().saturating_add(unverified);
             let reserved = gpu.total.saturating_sub(gpu.reserve(&self.settings))
@@ -110,10 +102,9 @@ impl Machine {
                 }
             }
             let now = self.now;
-            self.gpus.get_mut(&id)?.attaching.pop_front();
-            if let Some(attachment) = self.attachment_mut(client, id) {
-                attachment.attached = Some(now);
-            }
+            let gpu = self.memory.get_mut(&id)?;
+            gpu.contexts.pop();
+            gpu.clients.get_mut(&client)?.attached = Some(now);
             self.effects.command(Command::Attached { client, gpu: id });
             self.with_quota(|quota, cx, fx| quota.admit(cx, fx, client, id));
         }
@@ -122,7 +113,7 @@ impl Machine {
     /// Tells those that have waited for long, while there is no room for anybody, that there is none for their contexts. One
     /// that gives up detaches; an older library waits on. Returns when the next is told.
     fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
-        let waiting = self.gpus.get(&id).into_iter().flat_map(|gpu| &gpu.attaching);
+        let waiting = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.contexts.iter());
         let waiting: Vec<(ClientId, Time)> =
             waiting.filter(|pending| !pending.refused).map(|pending| (pending.client, pending.since)).collect();
         let mut next: Option<Time> = None;
@@ -135,7 +126,7 @@ impl Machine {
                 next = Some(next.map_or(due, |next| next.min(due)));
                 continue;
             }
-            let attaching = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| &mut gpu.attaching);
+            let attaching = self.memory.get_mut(&id).into_iter().flat_map(|gpu| gpu.contexts.iter_mut());
             attaching.filter(|pending| pending.client == client).for_each(|pending| pending.refused = true);
             self.effects.command(Command::Denied { client, gpu: id, bytes: 0, why: Denial::NoContext });
         }

@@ -6,7 +6,7 @@
 use crate::{
     api::*,
     machine::Machine,
-    thrash::{Change, Sample},
+    thrash::{Change, Detector, Sample},
     timers::Wake,
 };
 
@@ -16,20 +16,19 @@ const CHUNK: u64 = 64 << 20;
 impl Machine {
     /// The GPUs of which `Event::Traffic` is wanted, every second or so.
     pub fn watched(&self) -> GpuSet {
-        let is_watched =
-            |id: &GpuId| self.gpus.get(id).is_some_and(|gpu| gpu.thrash.thrashes() || self.is_crowded(*id));
-        self.gpus.keys().copied().filter(is_watched).collect()
+        let is_watched = |id: &GpuId| self.thrashes(*id) || self.is_crowded(*id);
+        self.memory.keys().copied().filter(is_watched).collect()
     }
 
     /// What a sample of a GPU would be taken to mean now.
     pub fn sample(&self, id: GpuId, traffic: Traffic) -> Option<Sample> {
-        let gpu = self.gpus.get(&id)?;
+        let gpu = self.memory.get(&id)?;
         Some(Sample {
             at: self.now,
             traffic,
             demand: self.demand_together(id),
             capacity: gpu.capacity(&self.settings),
-            link: gpu.rate_back,
+            link: gpu.rates.link(),
             is_ordered: self.has_memory_moved(id),
             can_be_ended: self.settings.anti_thrash == AntiThrash::Auto,
         })
@@ -37,21 +36,29 @@ impl Machine {
 
     pub(crate) fn traffic(&mut self, id: GpuId, traffic: Traffic) {
         let Some(sample) = self.sample(id, traffic) else { return };
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let change = gpu.thrash.sample(&sample);
+        let change = self.thrash.entry(id).or_default().sample(&sample);
         self.thrashing(id, change);
+    }
+
+    pub(crate) fn thrashes(&self, id: GpuId) -> bool {
+        self.thrash.get(&id).is_some_and(Detector::thrashes)
+    }
+
+    /// Whether no client is to run beside another there, because they thrashed.
+    pub(crate) fn keeps_apart(&self, id: GpuId) -> bool {
+        self.thrash.get(&id).is_some_and(|detector| detector.keeps_apart(self.now))
     }
 
     pub(crate) fn look_at_traffic(&mut self, id: GpuId) {
         let now = self.now;
-        let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        let change = gpu.thrash.look(now);
+        let Some(detector) = self.thrash.get_mut(&id) else { return };
+        let change = detector.look(now);
         self.thrashing(id, change);
         self.touch(id); // perhaps they may run together again
     }
 
     fn thrashing(&mut self, id: GpuId, change: Option<Change>) {
-        let deadline = self.gpus.get(&id).and_then(|gpu| gpu.thrash.deadline(self.now));
+        let deadline = self.thrash.get(&id).and_then(|detector| detector.deadline(self.now));
         self.effects.wake(Wake::Thrash(id), deadline);
         if let Some(change) = change {
             let demand = self.demand_together(id);
@@ -61,14 +68,14 @@ impl Machine {
     }
 
     fn is_crowded(&self, id: GpuId) -> bool {
-        self.gpus.get(&id).is_some_and(|gpu| self.demand_together(id) > gpu.capacity(&self.settings))
+        self.memory.get(&id).is_some_and(|gpu| self.demand_together(id) > gpu.capacity(&self.settings))
     }
 
     /// Bytes that those need together who run at the same moment; 0 where nobody runs beside another, or nobody's pages can
     /// fault.
     fn demand_together(&self, id: GpuId) -> u64 {
         let running = self.lock.holds_on(id).filter(|(_, hold)| !hold.suspended).filter_map(|(client, _)| {
-            Some((self.attachment(client, id)?.engine, self.account(client, id)?.report.demand))
+            Some((self.memory_of(client, id)?.engine, self.account(client, id)?.report.demand))
         });
         let running: Vec<(Engine, u64)> = running.collect();
         let can_fault = running.iter().any(|(engine, _)| *engine == Engine::Managed);
@@ -80,13 +87,13 @@ impl Machine {
 
     /// Whether memory is on its way there, out or in, because clients were told so.
     fn has_memory_moved(&self, id: GpuId) -> bool {
-        let Some(gpu) = self.gpus.get(&id) else { return false };
+        let Some(gpu) = self.memory.get(&id) else { return false };
         let comes = |client: &ClientId| {
             let Some(account) = gpu.ledger.account(*client) else { return false };
             let MemoryReport { demand, mapped, .. } = account.report;
             let lacking = account.allowance.min(demand).saturating_sub(mapped);
             lacking >= CHUNK && self.eviction_block(*client, id).is_none()
         };
-        gpu.ledger.coming() > 0 || gpu.clients.iter().any(comes)
+        gpu.ledger.coming() > 0 || gpu.clients.keys().any(comes)
     }
 }

@@ -1,0 +1,99 @@
+//! Clients that attach and detach GPUs, and what they report of their memory.
+
+use super::Machine;
+use crate::{
+    api::*,
+    lock::Blocked,
+    memory::{Account, account::Evicted},
+    quota::Limit,
+    timers::Wake,
+};
+use std::time::Duration;
+
+impl Machine {
+    pub(super) fn attach(&mut self, client: ClientId, id: GpuId, engine: Engine) {
+        let now = self.now;
+        let (Some(state), Some(gpu)) = (self.clients.get(&client), self.memory.get_mut(&id)) else { return };
+        if let Some(memory) = gpu.clients.get_mut(&client) {
+            memory.engine = engine; // asked again: answered again, unless the answer is still to come
+            if memory.attached.is_some() {
+                self.effects.command(Command::Attached { client, gpu: id });
+                self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
+            }
+            return;
+        }
+        gpu.attach(now, client, state.user, engine);
+        self.quota.attach(client, id);
+        self.lock.attach(now, client, id);
+        self.histories.begin(now, client, id);
+        self.touch(id);
+    }
+
+    /// Everything of that client is gone from that GPU: its bytes, its lock and its place in line.
+    pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
+        if self.memory_of(client, id).is_none() {
+            return;
+        }
+        self.touch_rivals(self.lock.entity(client));
+        self.cancel(client, &GpuSet::from([id]));
+        self.end_hold(client, id, Duration::ZERO, false);
+        self.quota.detach(client, id, &self.rules);
+        self.lock.detach(client, id);
+        self.histories.end(client, id);
+        if let Some(gpu) = self.memory.get_mut(&id) {
+            gpu.detach(client);
+        }
+        self.effects.wake(Wake::Eviction(client, id), None);
+        self.touch(id);
+    }
+
+    /// A client reports its memory on a GPU.
+    pub(super) fn report(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
+        let now = self.now;
+        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        if report.demand > 0 {
+            memory.used.get_or_insert(now);
+        }
+        let Some((evicted, report)) = self.change_account(client, id, |account| {
+            let evicted = account.reported(now, report);
+            (evicted, account.report)
+        }) else {
+            return;
+        };
+        let needed = self.quota.limit(client, id).map_or(0, Limit::demand);
+        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        if report.mapped >= report.demand {
+            memory.failures.succeeded();
+        }
+        if report.demand > needed {
+            memory.grows(now);
+        }
+        self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
+        self.allow_what_stays(client, id);
+        self.adjust_trial(id);
+        if self.account(client, id).is_some_and(Account::is_worth_measuring) {
+            self.measure(id);
+        }
+        let unverified_until = self.account(client, id).and_then(Account::expires);
+        if unverified_until.is_some() && self.effects.wakes_at(Wake::Verification(id)).is_none() {
+            self.effects.wake(Wake::Verification(id), unverified_until);
+        }
+        if let (Some(Evicted { bytes, contents, time }), Some(gpu)) = (evicted, self.memory.get_mut(&id)) {
+            gpu.learn_rate(client, bytes, contents, time);
+        }
+        self.evicted_at_last(client, id);
+        self.check(client); // its answer may have been due
+        // What it needs may have changed, and with it whether it can be served at all.
+        if let Some(entity) = self.lock.waiting(client)
+            && self.lock.request(entity).is_some_and(|request| request.blocked == Some(Blocked::Pinned(id)))
+        {
+            self.enqueue(entity);
+        }
+        // Holders and the first in line go first; what is free after that may be given to a client that waits for nothing.
+        self.effects.untouch(id);
+        self.settle(id);
+        if self.memory.get(&id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {
+            self.credit(client, id, self.overdrawn(id));
+        }
+    }
+}

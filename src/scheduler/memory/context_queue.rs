@@ -1,0 +1,71 @@
+//! Clients that are about to create a context, in the order in which they came. Those at the back may be *deferred*: their contexts
+//! would leave an attached client too little to ever run.
+
+use crate::api::*;
+use std::collections::VecDeque;
+
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct ContextQueue {
+    queue: VecDeque<PendingContext>,
+    /// How many of them, from the back, are deferred.
+    deferred: usize,
+}
+
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct PendingContext {
+    pub client: ClientId,
+    pub since: Time,
+    /// The client was told that it waits for others to need less; and that it waits in vain.
+    pub told: bool,
+    pub refused: bool,
+}
+
+impl ContextQueue {
+    pub fn push(&mut self, since: Time, client: ClientId) {
+        self.queue.push_back(PendingContext { client, since, told: false, refused: false });
+    }
+
+    pub fn remove(&mut self, client: ClientId) {
+        self.queue.retain(|pending| pending.client != client);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    pub fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &PendingContext> {
+        self.queue.iter()
+    }
+
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut PendingContext> {
+        self.queue.iter_mut()
+    }
+
+    pub fn deferred(&self) -> usize {
+        self.deferred
+    }
+
+    pub fn defer(&mut self, count: usize) {
+        self.deferred = count;
+    }
+
+    pub fn deferred_mut(&mut self) -> impl Iterator<Item = &mut PendingContext> {
+        let from = self.queue.len() - self.deferred;
+        self.queue.iter_mut().skip(from)
+    }
+
+    /// The first that is not deferred, since when it waits, and how many behind it are not deferred either.
+    pub fn first(&self) -> Option<(ClientId, Time, usize)> {
+        let behind = self.queue.len().checked_sub(1 + self.deferred)?;
+        self.queue.front().map(|pending| (pending.client, pending.since, behind))
+    }
+
+    /// The first may create its context.
+    pub fn pop(&mut self) {
+        self.queue.pop_front();
+    }
+}

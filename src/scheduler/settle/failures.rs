@@ -1,0 +1,240 @@
+//! What is done about mappings that fail (see `memory::shortfall`), and trials of clients that need more than there seems to be.
+
+use crate::{
+    api::*,
+    lock::{Blocked, Entity, Request},
+    machine::Machine,
+    memory::{
+        GpuMemory,
+        shortfall::{Failure, Trial},
+    },
+    timers::Wake,
+};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How long a measurement that is to explain a failure is waited for.
+const TIMEOUT: Duration = Duration::from_millis(500);
+/// A failure asks for at least so much room: a chunk.
+const STEP: u64 = 64 << 20;
+/// More failures in a row than these evict nothing that is not evicted already.
+const MOST_STEPS: u32 = 12;
+/// How long a client waits after a failure that no other client can help with: the first time, and at most. Each attempt of
+/// one that needs all of the GPU has others evicted, so it waits longer where there are others.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+const BACKOFF_BESIDE_OTHERS: Duration = Duration::from_secs(30);
+/// A mapping that failed so often in a row with no other client's memory there cannot be done: with the pauses between
+/// attempts that takes 5 s at least.
+const PROOF: u32 = 12;
+
+impl Machine {
+    /// Until when a client is not granted these GPUs, since mapping failed there.
+    pub(crate) fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
+        let memories = gpus.iter().filter_map(|id| self.memory_of(client, *id));
+        memories.map(|memory| memory.failures.not_before).max().unwrap_or_default()
+    }
+
+    /// A client gave a GPU back because mapping failed there.
+    pub(crate) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
+        let now = self.now;
+        let clients = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.clients.keys().copied());
+        let others = clients.filter(|other| *other != client && self.can_give(*other, id)).collect();
+        let Some(report) = self.account(client, id).map(|account| account.report) else { return };
+        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        let bytes = report.demand.saturating_sub(report.mapped);
+        if bytes == 0 {
+            return;
+        }
+        memory.failures.in_a_row = memory.failures.in_a_row.saturating_add(1);
+        memory.failures.unexplained = Some(Failure { at: now, others });
+        let failures = memory.failures.in_a_row;
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        // A measurement that is under way may have begun before.
+        gpu.asked = false;
+        self.effects.command(Command::MappingFailed { client, gpu: id, bytes, failures });
+        self.effects.wake(Wake::Failures(id), Some(now + TIMEOUT));
+        self.put_off(client, id, TIMEOUT);
+        self.measure(id);
+    }
+
+    /// The client's request waits for so long for that GPU.
+    fn put_off(&mut self, client: ClientId, id: GpuId, delay: Duration) {
+        let now = self.now;
+        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        memory.failures.not_before = now + delay;
+        let waiting = self.lock.waiting(client);
+        let Some((entity, request)) = waiting.and_then(|entity| Some((entity, self.lock.request(entity)?))) else {
+            return;
+        };
+        let until = request.wants.get(&client).map_or(now, |gpus| self.delayed_until(client, gpus));
+        let blocked = request.blocked;
+        if until > now {
+            if !matches!(blocked, Some(Blocked::Stopped)) {
+                self.block(entity, Blocked::Until(until));
+            }
+        } else if matches!(blocked, Some(Blocked::Until(_))) && !self.is_delayed(entity) {
+            self.enqueue(entity);
+        }
+    }
+
+    /// A measurement that was begun then is there, by which so much is free in all, and clients have that.
+    pub(crate) fn explain_failures(
+        &mut self,
+        id: GpuId,
+        begun: Time,
+        free: Option<u64>,
+        found: &BTreeMap<ClientId, Found>,
+    ) {
+        let in_use = self.memory.get(&id).map_or(0, GpuMemory::in_use);
+        let clients: Vec<ClientId> =
+            self.memory.get(&id).into_iter().flat_map(|gpu| gpu.clients.keys().copied()).collect();
+        let mut is_over = true;
+        for client in clients {
+            let Some(memory) = self.memory_of_mut(client, id) else { continue };
+            memory.failures.measured(free, in_use);
+            match memory.failures.unexplained.take_if(|failure| failure.at <= begun) {
+                Some(Failure { others, .. }) => {
+                    let has_others = others.iter().any(|other| match self.account(*other, id) {
+                        None => true, // it has made room by leaving
+                        Some(account) => {
+                            let pinned = account.report.pinned;
+                            self.can_give(*other, id) && found.get(other).is_none_or(|found| found.most > pinned)
+                        }
+                    });
+                    self.explain_failure(client, id, has_others, found.contains_key(&client));
+                }
+                None => is_over &= memory.failures.unexplained.is_none(),
+            }
+        }
+        if is_over {
+            self.effects.wake(Wake::Failures(id), None);
+        }
+    }
+
+    /// No measurement has come in time.
+    pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
+        if let Some(gpu) = self.memory.get_mut(&id) {
+            gpu.asked = false; // perhaps it will never be answered
+        }
+        self.explain_failures(id, self.now.saturating_sub(TIMEOUT), None, &BTreeMap::new());
+    }
+
+    fn explain_failure(&mut self, client: ClientId, id: GpuId, has_others: bool, is_measured: bool) {
+        let now = self.now;
+        let Some(gpu) = self.memory.get(&id) else { return };
+        let (usable, charged, is_alone) = (gpu.usable(&self.settings), gpu.ledger.charged(), gpu.clients.len() == 1);
+        let Some(account) = gpu.ledger.account(client) else { return };
+        let MemoryReport { demand, mapped, .. } = account.report;
+        let is_overstated = account.is_overstated();
+        let Some(memory) = self.memory_of_mut(client, id) else { return };
+        let steps = memory.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
+        // One that was measured to have less than it reports has not tried.
+        let lies = is_measured && is_overstated;
+        memory.failures.alone = if has_others || lies { 0 } else { memory.failures.alone.saturating_add(1) };
+        let is_proof = memory.failures.alone >= PROOF;
+        // Alone, what is shown as free may be had in a moment; and where more is charged than there is, that explains it.
+        if has_others && !lies && (steps > 0 || charged <= usable) {
+            let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
+            memory.failures.learn(now, usable.saturating_sub(charged), more);
+        }
+        let delay = if has_others && steps < MOST_STEPS {
+            Duration::ZERO
+        } else {
+            let most = if is_alone { BACKOFF.1 } else { BACKOFF_BESIDE_OTHERS };
+            memory.failures.backoff = (memory.failures.backoff * 2).clamp(BACKOFF.0, most);
+            memory.failures.backoff
+        };
+        if is_proof {
+            self.effects.command(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
+        }
+        self.put_off(client, id, delay);
+        self.touch(id);
+    }
+
+    /// What a client needs beyond its demand, since it could not be had: no more than all others there can give.
+    pub(crate) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
+        let Some((memory, gpu)) = self.memory_of(client, id).zip(self.memory.get(&id)) else { return 0 };
+        let bytes = memory.failures.shortfall(self.now);
+        if bytes == 0 {
+            return 0;
+        }
+        // The room that remains is shared with those that run together with it.
+        let entity = self.lock.entity(client);
+        let together = gpu.clients.keys().filter(|other| self.lock.entity(**other) == entity);
+        let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
+        for member in together {
+            let Some(account) = gpu.ledger.account(*member) else { continue };
+            demand = demand.saturating_add(account.report.demand);
+            unevictable = unevictable.saturating_add(gpu.ledger.unevictable_of(*member));
+            count += 1;
+        }
+        let others = gpu.ledger.unevictable().saturating_sub(unevictable);
+        let room = gpu.usable(&self.settings).saturating_sub(others).saturating_sub(demand);
+        bytes.min(room / count.max(1))
+    }
+
+    /// Whether a client has memory there that can leave, by what is believed of its reports.
+    fn can_give(&self, client: ClientId, id: GpuId) -> bool {
+        let Some(account) = self.account(client, id) else { return false };
+        self.eviction_block(client, id).is_none() && account.in_use() > account.report.pinned
+    }
+
+    /// Before a request is granted: lets a client that has all of a GPU, and needs more than there seems to be, try to map
+    /// the rest.
+    pub(crate) fn begin_trials(&mut self, entity: Entity) {
+        for id in self.lock.request(entity).map(Request::gpus).unwrap_or_default() {
+            if let [client] = *self.lock.members(entity, id) {
+                self.begin_trial(client, id);
+            }
+        }
+    }
+
+    fn begin_trial(&mut self, client: ClientId, id: GpuId) {
+        let Some(demand) = self.demand_of_trial(client, id) else { return };
+        let Some(account) = self.account(client, id) else { return };
+        // All or nothing: what of it is on its way out, and what it cannot be given back, is in the way.
+        let own = account.charge;
+        if own > account.allowance {
+            return;
+        }
+        let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.reservations.is_empty()) else {
+            return;
+        };
+        let beyond = demand.saturating_sub(gpu.usable(&self.settings));
+        // What others have there, or may have there still, leaves no room for that.
+        let fits = gpu.ledger.charged() <= own.min(gpu.usable(&self.settings));
+        if beyond == 0 || !fits || self.unverified_for(client, id) > 0 {
+            return;
+        }
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        gpu.trial = Some(Trial { client, demand, beyond });
+        if self.credit(client, id, 0) > 0 {
+            self.end_trial(client, id);
+        }
+    }
+
+    /// What a client needs on the GPU that can do without none of it, where the GPU is large enough for that.
+    fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
+        let (memory, gpu) = (self.memory_of(client, id)?, self.memory.get(&id)?);
+        let demand = gpu.ledger.account(client)?.report.demand;
+        (memory.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
+    }
+
+    /// The client needs another amount, or something else is measured to be there.
+    pub(crate) fn adjust_trial(&mut self, id: GpuId) {
+        let Some(trial) = self.memory.get(&id).and_then(|gpu| gpu.trial) else { return };
+        let demand = self.demand_of_trial(trial.client, id).unwrap_or(0);
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        // Where there is less than before, others need it: that is not tried.
+        let most = trial.beyond.saturating_add(demand.saturating_sub(trial.demand));
+        let beyond = demand.saturating_sub(gpu.usable(&self.settings)).min(most);
+        gpu.trial = (beyond > 0).then_some(Trial { demand, beyond, ..trial });
+    }
+
+    pub(crate) fn end_trial(&mut self, client: ClientId, id: GpuId) {
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        if gpu.trial.take_if(|trial| trial.client == client).is_some() {
+            self.touch(id);
+        }
+    }
+}

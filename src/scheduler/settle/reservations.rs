@@ -1,0 +1,90 @@
+//! Serves reservations (see `memory::reservation`): clients that do not hold the lock evict as much as is asked for.
+
+use crate::{api::*, machine::Machine, memory::reservation::Reservation};
+use std::time::Duration;
+
+/// How long room is waited for; the client waits longer.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// How long room is kept once the client knows of it. What it took of it is measured by then, or soon is.
+const KEPT: Duration = Duration::from_millis(500);
+/// Nobody is made room for beyond this part of a GPU: that is no driver's need.
+const LARGEST_PART: u64 = 4;
+
+/// What squeezed clients wait for.
+#[derive(Debug, Default)]
+pub(crate) struct ReservationNeeds {
+    /// Bytes that are on their way out, for them.
+    pub lacking: u64,
+    /// Bytes that only holders can give, and a client that is not to give them.
+    pub short: u64,
+    pub caller: Option<ClientId>,
+    /// When to look again.
+    pub next: Option<Time>,
+}
+
+impl Machine {
+    pub(crate) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
+        let since = self.now;
+        if self.memory_of(client, id).is_none() {
+            return;
+        }
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        gpu.reservations.retain(|reservation| reservation.client != client);
+        let bytes = bytes.min(gpu.total / LARGEST_PART);
+        gpu.reservations.push(Reservation { client, bytes, since, secured: 0, answered: None });
+        self.touch(id);
+    }
+
+    /// Secures what is free, and sees to it that the rest is freed; `owed` bytes of what is on its way out are spoken for.
+    pub(crate) fn serve_reservations(&mut self, id: GpuId, owed: u64) -> ReservationNeeds {
+        let now = self.now;
+        let mut all = ReservationNeeds::default();
+        let Some(gpu) = self.memory.get_mut(&id) else { return all };
+        gpu.reservations.retain(|reservation| reservation.answered.is_none_or(|at| now < at + KEPT));
+        for i in 0..gpu.reservations.len() {
+            let Some(mut reservation) = self.memory.get(&id).and_then(|gpu| gpu.reservations.get(i).copied()) else {
+                break;
+            };
+            let free = if owed == 0 { self.free_for(reservation.client, id) } else { 0 };
+            if reservation.answered.is_none() {
+                reservation.secured += free.min(reservation.bytes - reservation.secured);
+                if let Some(place) = self.memory.get_mut(&id).and_then(|gpu| gpu.reservations.get_mut(i)) {
+                    place.secured = reservation.secured; // and so free no longer
+                }
+                let short = reservation.bytes - reservation.secured;
+                let before = owed.saturating_add(all.lacking);
+                let rest = match short {
+                    0 => 0,
+                    _ => self.collect(id, before.saturating_add(short), &[reservation.client], &[]).min(short),
+                };
+                let held = self.held_by_others(id, reservation.client);
+                if short == 0 || rest > held && rest == short || reservation.since + TIMEOUT <= now {
+                    reservation.answered = Some(now);
+                    self.effects.command(Command::Reserved {
+                        client: reservation.client,
+                        gpu: id,
+                        bytes: reservation.secured,
+                    });
+                } else {
+                    all.lacking += short - rest;
+                    if rest > 0 && held > 0 {
+                        (all.short, all.caller) = (all.short.max(rest), Some(reservation.client));
+                    }
+                }
+            }
+            let at = reservation.answered.map_or(reservation.since + TIMEOUT, |at| at + KEPT);
+            all.next = Some(all.next.map_or(at, |next| next.min(at)));
+            if let Some(place) = self.memory.get_mut(&id).and_then(|gpu| gpu.reservations.get_mut(i)) {
+                *place = reservation;
+            }
+        }
+        all
+    }
+
+    /// Bytes that holders other than that client could give if they gave the lock back.
+    fn held_by_others(&self, id: GpuId, client: ClientId) -> u64 {
+        let gives = self.lock.running_on(id).filter(|holder| *holder != client);
+        let evictable = gives.filter_map(|holder| Some(self.account(holder, id)?.evictable()));
+        evictable.fold(0, u64::saturating_add)
+    }
+}
