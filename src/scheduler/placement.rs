@@ -1,7 +1,7 @@
 //! Which GPU a program gets that does not choose one. Choices are remembered for a moment, so that programs started together do not
 //! all land on the GPU that was free then. Which GPUs a program may use is decided elsewhere.
 
-use crate::{api::*, machine::Machine, memory::GpuMemory};
+use crate::{api::*, memory::GpuMemory, rules::Rules};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -114,66 +114,85 @@ impl Placements {
     }
 }
 
-/// What is on a GPU, as far as a newcomer minds.
+/// What is on a GPU, as far as a program that comes minds.
 struct Neighbours {
     labels: Vec<Labels>,
     /// Bytes that they need or are expected to need.
     bytes: u64,
 }
 
-impl Machine {
-    pub(crate) fn give_place(&mut self, client: ClientId, request: &PlacementRequest) {
-        let Some(user) = self.clients.get(&client).map(|state| state.user) else { return };
-        self.end_places();
-        // Who asks again is asked where it is to be from now on.
-        self.places.places.remove(&client);
-        let gpus = match self.decide(client, request) {
-            Ok(gpus) => gpus,
-            Err(why) => return self.effects.command(Command::Unplaced { client, why }),
-        };
-        let needs = gpus.iter().map(|id| (*id, self.expected_need(client, *id, request.bytes).unwrap_or(0)));
+impl Placements {
+    /// Remembers where a client was placed. A client that asks again is placed anew.
+    pub fn set(
+        &mut self,
+        client: ClientId,
+        user: UserId,
+        request: &PlacementRequest,
+        now: Time,
+        needs: Vec<(GpuId, u64)>,
+    ) {
         let place = Place {
-            gpus: needs.collect(),
+            gpus: needs.into_iter().collect(),
             is_declared: request.bytes.is_some(),
             ahead: request.ahead,
-            since: self.now,
+            since: now,
             user,
-            labels: self.places.labels(client),
+            labels: self.labels(client),
         };
-        self.places.places.insert(client, place);
-        self.effects.command(Command::Placed { client, gpus });
+        self.places.insert(client, place);
     }
 
-    /// A client is the program for which another had asked.
-    pub(crate) fn take_place(&mut self, client: ClientId, from: ClientId) {
-        self.end_places();
-        if !self.clients.contains_key(&client) || self.clients.contains_key(&from) {
-            return;
-        }
-        if let Some(place) = self.places.places.remove(&from) {
-            self.places.places.insert(client, Place { ahead: false, ..place });
+    pub fn forget(&mut self, client: ClientId) {
+        self.places.remove(&client);
+    }
+
+    /// A client is the program for which another one, which is gone, had asked.
+    pub fn take_over(&mut self, client: ClientId, from: ClientId) {
+        if let Some(place) = self.places.remove(&from) {
+            self.places.insert(client, Place { ahead: false, ..place });
         }
     }
 
-    pub(crate) fn leave_place(&mut self, client: ClientId) {
-        self.places.labels.remove(&client);
-        let Some(place) = self.places.places.get(&client) else { return };
+    /// A client is gone. What it asked for a program that is still to come is kept, as long as there are few of those.
+    pub fn leave(&mut self, client: ClientId, is_here: impl Fn(&ClientId) -> bool) {
+        self.labels.remove(&client);
+        let Some(place) = self.places.get(&client) else { return };
         let user = place.user;
         if !place.ahead {
-            self.places.places.remove(&client);
+            self.places.remove(&client);
             return;
         }
-        let is_waiting = |(id, place): &(&ClientId, &Place)| place.user == user && !self.clients.contains_key(id);
-        let waiting: Vec<ClientId> = self.places.places.iter().filter(is_waiting).map(|(id, _)| *id).collect();
+        let waiting: Vec<ClientId> =
+            self.places.iter().filter(|(id, place)| place.user == user && !is_here(id)).map(|(id, _)| *id).collect();
         if let Some(oldest) = waiting.first().filter(|_| waiting.len() >= MOST_WAITING) {
-            self.places.places.remove(oldest);
+            self.places.remove(oldest);
         }
     }
 
     /// Forgets what was kept for programs that have not come.
-    fn end_places(&mut self) {
-        let (now, clients) = (self.now, &self.clients);
-        self.places.places.retain(|id, place| clients.contains_key(id) || now < place.since + EXPECTED);
+    pub fn end_expected(&mut self, now: Time, is_here: impl Fn(&ClientId) -> bool) {
+        self.places.retain(|id, place| is_here(id) || now < place.since + EXPECTED);
+    }
+}
+
+/// The GPUs as they are now, for a decision.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sites<'a> {
+    pub now: Time,
+    pub settings: &'a Settings,
+    pub rules: &'a Rules,
+    pub memory: &'a BTreeMap<GpuId, GpuMemory>,
+    pub places: &'a Placements,
+}
+
+impl Sites<'_> {
+    /// The GPUs for a request, and the bytes that the client is expected to need on each.
+    ///
+    /// # Errors
+    /// There are too few candidates, or labels keep the client from them.
+    pub fn place(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<(GpuId, u64)>, PlacementError> {
+        let gpus = self.decide(client, request)?;
+        Ok(gpus.into_iter().map(|id| (id, self.expected_need(client, id, request.bytes).unwrap_or(0))).collect())
     }
 
     fn decide(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
@@ -215,7 +234,7 @@ impl Machine {
         if self.settings.placement != Placement::Pack {
             return (there.labels.len() as u64, there.bytes);
         }
-        let capacity = gpu.capacity(&self.settings);
+        let capacity = gpu.capacity(self.settings);
         let (free, excess) = (capacity.saturating_sub(there.bytes), there.bytes.saturating_sub(capacity));
         // Of whom nothing is known, any room is enough.
         let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.place_for_context(gpu));
@@ -228,13 +247,14 @@ impl Machine {
     /// Bytes that a client is expected to need there, its context left out.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
         let gpu = self.memory.get(&id)?;
-        let max = || self.memory_max(client, id).into_iter().chain(self.env_memory_max(client, id)).min();
+        let of_rules = [self.rules.memory_max(client, gpu.total), self.rules.env_memory_max(client, gpu.total)];
+        let max = || of_rules.into_iter().flatten().min();
         let allowed = || Some(max()?.saturating_sub(self.place_for_context(gpu)));
         Some(bytes.or_else(allowed)?.min(gpu.total))
     }
 
     fn place_for_context(&self, gpu: &GpuMemory) -> u64 {
-        gpu.context_bytes(&self.settings, 1)
+        gpu.context_bytes(self.settings, 1)
     }
 
     /// Who is on a GPU, or is to be: those who have attached it, and those who were given it.
@@ -246,7 +266,7 @@ impl Machine {
             place.gpus.get(&id).copied()
         };
         for client in gpu.clients.keys() {
-            let demand = self.account(*client, id).map_or(0, |account| account.report.demand);
+            let demand = gpu.ledger.account(*client).map_or(0, |account| account.report.demand);
             all.bytes = all.bytes.saturating_add(demand.max(expected(client).unwrap_or(0)));
             all.labels.push(self.places.labels(*client));
         }

@@ -117,6 +117,15 @@ impl Hold {
         self.waited + self.waited_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
     }
 
+    /// The clock of the turn runs from now on, or stands still.
+    pub fn run_clock(&mut self, now: Time, runs: bool) {
+        if runs {
+            self.waited_since.get_or_insert(now);
+        } else if let Some(since) = self.waited_since.take() {
+            self.waited += now.saturating_sub(since);
+        }
+    }
+
     /// Whether it is asked for the lock and known to be unable to drain.
     pub fn is_undrainable(&self) -> bool {
         self.undrainable && self.revoked.is_some()

@@ -6,6 +6,7 @@ use crate::{
     effects::Effects,
     lock::Gang,
     memory::capacity::GpuCapacities,
+    placement::Sites,
     quota::{self, Quota},
     timers::Wake,
 };
@@ -37,7 +38,7 @@ impl Machine {
         self.leave_gang(id);
         self.lock.disconnected(id);
         self.fairness.disconnected(id);
-        self.leave_place(id);
+        self.places.leave(id, |client| self.clients.contains_key(client));
         self.clients.remove(&id);
         self.effects.wake(Wake::Client(id), None);
     }
@@ -110,6 +111,32 @@ impl Machine {
             self.swap_surplus(client, id);
             self.with_quota(|quota, cx, fx| quota.tell_again(cx, fx, client, id));
         }
+    }
+
+    pub(super) fn request_placement(&mut self, client: ClientId, request: &PlacementRequest) {
+        let Some(user) = self.clients.get(&client).map(|state| state.user) else { return };
+        self.end_expected_placements();
+        self.places.forget(client);
+        let Self { now, settings, rules, memory, places, .. } = &*self;
+        match (Sites { now: *now, settings, rules, memory, places }).place(client, request) {
+            Err(why) => self.effects.command(Command::Unplaced { client, why }),
+            Ok(needs) => {
+                let gpus = needs.iter().map(|(id, _)| *id).collect();
+                self.places.set(client, user, request, self.now, needs);
+                self.effects.command(Command::Placed { client, gpus });
+            }
+        }
+    }
+
+    pub(super) fn take_placement(&mut self, client: ClientId, from: ClientId) {
+        self.end_expected_placements();
+        if self.clients.contains_key(&client) && !self.clients.contains_key(&from) {
+            self.places.take_over(client, from);
+        }
+    }
+
+    fn end_expected_placements(&mut self) {
+        self.places.end_expected(self.now, |client| self.clients.contains_key(client));
     }
 
     /// A client needs a higher limit.

@@ -136,8 +136,8 @@ impl Machine {
             Event::Groups { groups } => self.grouped(&groups),
             Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
             Event::Labels { labels } => self.places.label(&labels),
-            Event::PlacementRequested { client, request } => self.give_place(client, &request),
-            Event::PlacementTaken { client, from } => self.take_place(client, from),
+            Event::PlacementRequested { client, request } => self.request_placement(client, &request),
+            Event::PlacementTaken { client, from } => self.take_placement(client, from),
             Event::Disconnected { client } => self.disconnected(client),
             Event::Attached { client, gpu, engine } => {
                 self.alive(client);

@@ -1,0 +1,191 @@
+//! When holders have to give the lock back: the clock of a turn runs only while another client is kept waiting by the holder.
+
+use super::Pressure;
+use crate::{
+    api::*,
+    fairness::Precedence,
+    lock::{Entity, Hold},
+    machine::Machine,
+    policy::{SHORTEST_GRACE, Waiter},
+};
+use std::time::Duration;
+
+/// A holder is told of bytes that it is likely to lose when they are so many more than it was told.
+const PREPARE_STEP: u64 = 256 << 20;
+
+/// A gang's turn is no shorter than so many times what its drain takes: its other members spin meanwhile.
+const DRAINS_PER_TURN: u32 = 5;
+
+/// What holds for all holders of a GPU at the moment.
+struct Holders {
+    /// Holders exclude each other.
+    exclusive: bool,
+    /// They may go on together. `first`: the one that stays where they may not.
+    together: bool,
+    first: Option<Entity>,
+    /// Requests wait outside of the queue for one of a better class.
+    awaited: bool,
+    waiters: u32,
+    grace: Duration,
+}
+
+/// What one holder is to do.
+struct Demand {
+    /// It keeps a waiting client from running.
+    wanted: bool,
+    /// Bytes that it will have to evict.
+    leaves: u64,
+}
+
+impl Machine {
+    /// Runs the clocks of holders that keep others waiting, tells holders what they need to know, and revokes those whose turn is
+    /// over. Returns when the next turn will be.
+    pub(super) fn press(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
+        let now = self.now;
+        self.memory.get(&id)?;
+        let until = self.together_until(id);
+        let all = self.holders_of(id, pressure);
+        if until.is_some_and(|until| until <= now) {
+            self.forget_utilization(id);
+        }
+        let mut next = until.filter(|_| all.together);
+        let mut short = pressure.short;
+        for client in self.lock.holders(id).collect::<Vec<_>>() {
+            let Some(demand) = self.demand_on(client, id, pressure, &all, &mut short) else { continue };
+            let again = self.press_holder(client, id, pressure, &all, &demand);
+            next = next.into_iter().chain(again).min();
+        }
+        next
+    }
+
+    fn holders_of(&self, id: GpuId, pressure: &Pressure) -> Holders {
+        let first = self.lock.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
+        Holders {
+            exclusive: self.settings.anti_thrash != AntiThrash::Off,
+            together: self.may_stay(id),
+            first: first.map(|hold| hold.entity),
+            awaited: self.lock.behind(id).next().is_some(),
+            waiters: self.lock.queue_length(id).max(1),
+            grace: self.policy().grace(&self.settings, pressure.waiter.map_or(Duration::ZERO, |waiter| waiter.moving)),
+        }
+    }
+
+    /// What is wanted of a holder, and of the `short` bytes that holders have to give, its part. `None`: it was asked for the lock
+    /// already.
+    fn demand_on(
+        &self,
+        client: ClientId,
+        id: GpuId,
+        pressure: &Pressure,
+        all: &Holders,
+        short: &mut u64,
+    ) -> Option<Demand> {
+        let (hold, account) = (self.lock.hold(client, id)?, self.account(client, id)?);
+        let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
+        let own = pressure.locked_out && pressure.first == Some(hold.entity);
+        let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
+        let wanted = !own && (gives || (all.exclusive && pressure.locked_out));
+        let leaves = if gives { evictable.min(*short) } else { 0 };
+        *short -= leaves;
+        // It may be allowed more than it has.
+        let leaves = leaves.min(account.report.mapped);
+        hold.revoked.is_none().then_some(Demand { wanted, leaves })
+    }
+
+    /// Tells one holder what it needs to know, or revokes it. Returns when to look at it again.
+    fn press_holder(
+        &mut self,
+        client: ClientId,
+        id: GpuId,
+        pressure: &Pressure,
+        all: &Holders,
+        demand: &Demand,
+    ) -> Option<Time> {
+        let (now, wanted) = (self.now, demand.wanted);
+        let hold = self.lock.hold(client, id)?;
+        let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
+        let capped = self.shares().capped_at(client, id);
+        let helps = self.helps_to_drain(hold);
+        // Holders that may not go on together: all but the first have to go; and a gang that is in the way of an earlier one.
+        let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
+        let surplus = surplus || self.yields(hold.entity);
+        // A holder whose time is counted, or for which others wait outside of the queue, gives the GPU back whenever it has no use
+        // for it.
+        let (tells, waiters, grace) = match capped {
+            _ if wanted => (true, all.waiters, all.grace),
+            None if !all.awaited => (false, all.waiters, all.grace),
+            _ => (true, 1, SHORTEST_GRACE),
+        };
+        let hold = self.lock.hold_mut(client, id)?;
+        hold.run_clock(now, wanted);
+        let told = hold.told.unwrap_or((0, grace));
+        let tell = match (told.0 > 0, tells) {
+            (false, true) => Some((waiters, grace)),
+            (true, false) => Some((0, grace)),
+            (true, true) if grace > told.1 * 2 || told.1 > grace * 2 => Some((waiters, grace)),
+            _ => None,
+        };
+        let over = ends <= now;
+        let spent = capped.is_some_and(|at| at <= now);
+        let goes = !helps && (surplus || spent || (wanted && over));
+        // Host memory takes longer to make than to fill, and now there is time.
+        let prepare = demand.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
+        hold.prepared = if prepare { demand.leaves } else { hold.prepared };
+        // A holder that has to go is told that, and nothing else.
+        let tell = tell.filter(|_| !goes);
+        hold.told = tell.or(hold.told);
+        if prepare {
+            self.effects.command(Command::Prepare { client, gpu: id, bytes: demand.leaves });
+        }
+        if let Some((waiters, grace)) = tell {
+            self.effects.command(Command::Contended { client, gpus: GpuSet::from([id]), waiters, grace });
+        }
+        if goes {
+            self.revoke(client, id);
+            return None;
+        }
+        let ends = capped.into_iter().chain(wanted.then_some(ends));
+        ends.filter(|at| *at < Time::MAX && !helps).min()
+    }
+
+    /// When the turn of a holder ends, if it is wanted until then.
+    fn turn_ends(
+        &self,
+        client: ClientId,
+        id: GpuId,
+        hold: &Hold,
+        pressure: &Pressure,
+        all: &Holders,
+        wanted: bool,
+    ) -> Option<Time> {
+        let waited = hold.waited(self.now);
+        let precedence = match pressure.first {
+            Some(first) => self.shares().precedence(first, client),
+            None => Precedence::Equal,
+        };
+        // Others than the first in line need the bytes.
+        let is_overruled = pressure.overdue && precedence == Precedence::After;
+        let precedence = if is_overruled { Precedence::Equal } else { precedence };
+        let equal = precedence == Precedence::Equal;
+        // A client that wants the GPU for itself says nothing of what it needs, so it has what the administrator set.
+        let for_itself = self.histories.of(client, id)?.utilization.is_for_itself();
+        let turn = match pressure.waiter {
+            Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
+                let holder = self.runner(client, id, hold, pressure.first);
+                self.policy().turn(&self.settings, &holder, &Waiter { precedence, ..waiter })
+            }
+            _ => self.settings.time_quantum,
+        };
+        let gang = hold.entity.gang().filter(|gang| equal && self.lock.gangs().is_job(*gang));
+        let least = gang.map_or(Duration::ZERO, |gang| self.gang_drains_in(gang) * DRAINS_PER_TURN);
+        let turn = turn.max(least.min(self.settings.time_quantum));
+        // To revoke a holder that would be granted at once again would only cost a drain.
+        let rival = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
+        let stays = rival.and_then(|rival| self.precedes_until(client, id, rival)).unwrap_or_default();
+        let ends = self.now.saturating_add(turn.saturating_sub(waited)).max(stays);
+        // Members of its gang had turns before it that are the same turn.
+        let gang_since = pressure.first.and_then(|first| self.awaited_since(hold.entity, first));
+        let gang_ends = gang_since.map(|since| since.saturating_add(turn));
+        Some(gang_ends.map_or(ends, |at| at.min(ends)))
+    }
+}
