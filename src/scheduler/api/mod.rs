@@ -1,0 +1,38 @@
+//! The vocabulary of the machine: identities and time here, what happens ([`Event`]), what is to be done ([`Command`]), what an
+//! administrator sets ([`Settings`]), and what rules say ([`RuleLimits`], [`EnvLimits`]).
+
+mod command;
+mod event;
+mod rules;
+mod settings;
+
+pub use command::{Command, Denial, EvictionBlock};
+pub use event::{Event, Found, MemoryReport, Traffic};
+pub use rules::{Amount, EnvLimits, Group, GroupId, OnMemoryFull, RuleLimits, Share, WaitOrder};
+pub use settings::{AntiThrash, PolicyName, Settings};
+
+pub use crate::placement::{Labels, Placement, PlacementError, PlacementRequest};
+pub use nvshare_wire::Uuid;
+pub use nvshare_wire::client::{Engine, ReleaseReason, StuckReason};
+pub use nvshare_wire::scheduler::WaitReason;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// Time since an arbitrary start; the daemon passes `CLOCK_MONOTONIC`.
+pub type Time = Duration;
+
+/// A GPU or a MIG slice, by its UUID. Never by an index: indexes differ between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GpuId(pub Uuid);
+
+/// A client, for as long as its process lives. Never used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+pub struct ClientId(pub u64);
+
+/// The user that a client belongs to. Users take turns, whatever the number of their clients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+pub struct UserId(pub u32);
+
+/// A set of GPUs. Ordered, so that the machine is deterministic.
+pub type GpuSet = BTreeSet<GpuId>;
