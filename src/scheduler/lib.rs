@@ -1,20 +1,23 @@
-//! Who may run, and whose memory is on the GPU: a pure state machine.
+//! Decides which clients run on which GPU, and whose memory is there: a pure state machine.
 //!
-//! `Machine::handle(now, Event) -> Vec<Command>`; `Machine::deadline()` says when it wants the next [`Event::Tick`].
+//! `Machine::handle(now, Event) -> Vec<Command>`; `Machine::deadline()` returns the time of the next [`Event::Tick`].
 //! No I/O, no clock, no async: the daemon feeds it real events, tests and simulations feed it made-up ones in virtual
 //! time. The same events give the same commands.
 //!
 //! - [`api`]: the vocabulary: ids, [`Event`], [`Command`], [`Settings`].
-//! - `machine`: the state, and which part of it an event goes to.
-//! - `settle`: the steps that bring one GPU to rest after something changed there: memory first, then the lock.
-//! - `memory`: how many bytes each client may have mapped on a GPU, and who gives bytes up.
-//! - `lock`: who holds a GPU's lock, and who waits for it.
+//! - `machine`: the state, and the dispatch of events to components.
+//! - `settle`: the ordered steps that bring one GPU to rest after a change: memory first, then the lock.
+//! - `memory`: the ledger of each GPU: how many bytes each client may have mapped.
+//! - `lock`: the holders of each GPU's lock, and the queue of requests for it.
 //! - `quota`: how much each client may allocate.
-//! - `fairness`: in what order clients are served, and how much of the time each gets.
-//! - `policy`: how long a turn lasts and how requests of one owner are ranked: first come first served, or by attained service.
-//! - `placement`: which GPU a program gets that does not choose one.
+//! - `fairness`: the order in which clients are served, and the part of the GPU's time that each gets.
+//! - `policy`: the length of turns, and the order of requests of one owner: first come, first served, or least attained
+//!   service.
+//! - `placement`: the choice of a GPU for programs that do not choose one.
 //! - [`thrash`]: detects programs that push each other's memory off a GPU.
-//! - `timers`: when to look at what again.
+//! - `rules`: what rules and environments say about each client.
+//! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
+//! - `timers`: wake-ups, one per reason.
 //! - [`view`]: a copy of the state for status and metrics.
 //! - `encoding`: serde for types of `nvshare-wire` and for maps whose keys are not strings.
 

@@ -1,12 +1,12 @@
-//! What is to be done, and told.
+//! Commands: what the daemon is to send, to measure or to log.
 
 use super::*;
 
-/// Why a request is denied.
+/// Why a request for memory is denied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Denial {
-    /// There is no memory for it, on the GPU or in the host.
+    /// Neither the GPU nor host memory has room for it.
     NoRoom,
     /// The group's `memory-max` would be exceeded.
     MemoryMax,
@@ -14,141 +14,93 @@ pub enum Denial {
     SwapMax,
     /// A limit from the client's own environment would be exceeded.
     EnvLimit,
-    /// Its context and the memory that another client needs do not fit on the GPU together.
+    /// The client's context and the memory of another client do not fit on the GPU together.
     NoContext,
-    /// It needs more than the driver can map, although no other client has memory on the GPU.
+    /// The driver cannot map what the client needs, although no other client has memory on the GPU.
     Unmappable,
 }
 
-/// Why none of a client's memory can leave a GPU now.
+/// Why a client's memory cannot leave a GPU at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EvictionBlock {
-    /// The host has no room for it.
+    /// Host memory has no room for it: the client reported [`StuckReason::HostFull`].
     HostFull,
-    /// Its contexts do not work any more.
+    /// The client's contexts no longer work: it reported [`StuckReason::Broken`].
     Broken,
-    /// It has not answered an eviction for a long time.
+    /// The client has made no progress with an eviction for several seconds.
     Late,
-    /// Its process is stopped.
+    /// The client's process is stopped.
     Stopped,
-    /// It was revoked and cannot drain.
+    /// The client was revoked and cannot drain.
     Undrainable,
-    /// Measurements show memory that the client says it has freed. Its other memory can leave.
+    /// Measurements still show memory that the client reported as freed. The client's other memory can leave.
     Unfreed,
 }
 
-/// What the daemon is to send to a client, to measure, or to log.
+/// A command to the daemon. The daemon sends most of them to `client` as messages of the wire protocol; `Probe` and
+/// `Measure` ask the daemon itself for a look; the last four only record a change for the log.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Command {
-    /// The client is to run on these GPUs, and to see them in this order.
-    Placed {
-        client: ClientId,
-        gpus: Vec<GpuId>,
-    },
-    /// There is no GPU that the client may run on.
-    Unplaced {
-        client: ClientId,
-        why: PlacementError,
-    },
-    /// Room for the client's context is made.
-    Attached {
-        client: ClientId,
-        gpu: GpuId,
-    },
-    /// The most this client's demand can be. `seq` counts up from 1 for each client and GPU; `most` is what the limit can be
-    /// at most, `spare` what it may keep of host memory that holds nothing, `max` what its group may have, or itself.
-    Limit {
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-        seq: u32,
-        most: u64,
-        spare: u64,
-        max: Option<u64>,
-    },
-    /// The limit that it requested is denied; with 0 bytes: a context is.
-    Denied {
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-        why: Denial,
-    },
-    /// This many bytes are free, and reserved for the client for a moment.
-    Reserved {
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-    },
-    /// How many bytes the client may have mapped. Fewer than before: it has to evict. `seq` counts up from 1 for each client and GPU.
-    Allowance {
-        client: ClientId,
-        gpu: GpuId,
-        seq: u32,
-        bytes: u64,
-    },
-    Grant {
-        client: ClientId,
-        gpus: GpuSet,
-    },
-    Revoke {
-        client: ClientId,
-        gpus: GpuSet,
-    },
-    /// To a holder: this many of its bytes will probably have to leave when its turn is over.
-    Prepare {
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-    },
-    /// To a holder: so many clients wait; release the lock when idle for `grace`. With 0 waiters: no client waits any more.
-    Contended {
-        client: ClientId,
-        gpus: GpuSet,
-        waiters: u32,
-        grace: Duration,
-    },
+    /// Answers [`Event::PlacementRequested`]: the client is to run on these GPUs, and to see them in this order.
+    Placed { client: ClientId, gpus: Vec<GpuId> },
+    /// Answers [`Event::PlacementRequested`]: the client may run on no GPU.
+    Unplaced { client: ClientId, why: PlacementError },
+    /// Answers [`Event::Attached`]: there is room for the client's context, and it may be created now. A `Limit`
+    /// follows.
+    Attached { client: ClientId, gpu: GpuId },
+    /// The highest demand that the client may reach on this GPU, `bytes`: sent after `Attached`, whenever the limit
+    /// changes, and in answer to [`Event::LimitRequested`]. The client acknowledges it by `limit_ack` of a later
+    /// report; until then a lowered limit counts as before. `seq` counts up from 1 for each client and GPU. `most` is
+    /// the highest value that the limit can take, `spare` the bytes of empty host memory that the client may keep, and
+    /// `max` the lowest limit that rules and the client's environment set.
+    Limit { client: ClientId, gpu: GpuId, bytes: u64, seq: u32, most: u64, spare: u64, max: Option<u64> },
+    /// Denies the limit of [`Event::LimitRequested`]; with 0 bytes, the context of [`Event::Attached`]; with
+    /// [`Denial::Unmappable`], the demand that the driver repeatedly failed to map. Whatever waits for it in the client
+    /// fails.
+    Denied { client: ClientId, gpu: GpuId, bytes: u64, why: Denial },
+    /// Answers [`Event::ReservationRequested`]: `bytes` are free and kept for the client for 500 ms. They may be fewer
+    /// than it asked for.
+    Reserved { client: ClientId, gpu: GpuId, bytes: u64 },
+    /// The bytes that the client may have mapped on this GPU from now on. Sent whenever that changes. If it has more
+    /// mapped it evicts the excess, then acknowledges `seq` by `ack` of a report. `seq` counts up from 1 for each
+    /// client and GPU.
+    Allowance { client: ClientId, gpu: GpuId, seq: u32, bytes: u64 },
+    /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all of them are free for it and
+    /// its memory is allowed there.
+    Grant { client: ClientId, gpus: GpuSet },
+    /// The holder is to drain and release these GPUs. It answers with [`Event::Released`], or with [`Event::Stuck`] and is then
+    /// asked again later.
+    Revoke { client: ClientId, gpus: GpuSet },
+    /// To a holder: about `bytes` of its memory will have to leave when its turn is over. It may allocate host memory
+    /// for them now.
+    Prepare { client: ClientId, gpu: GpuId, bytes: u64 },
+    /// To a holder: `waiters` requests wait for these GPUs, so it is to release the lock once it has been idle for
+    /// `grace`. 0 waiters: no request waits any more, and the holder may stay idle.
+    Contended { client: ClientId, gpus: GpuSet, waiters: u32, grace: Duration },
+    /// The reason why the client still waits for these GPUs, for its debug log. Sent when the reason changes.
     Waiting {
         client: ClientId,
         gpus: GpuSet,
         #[serde(with = "crate::encoding::WaitReason")]
         why: WaitReason,
     },
-    /// A client has not answered a revoke or an eviction in time: find out whether its process is stopped (the answer is
-    /// [`Event::Stopped`]).
-    Probe {
-        client: ClientId,
-    },
-    /// For the log: what is in use on that GPU is to be measured (answer with `Event::GpuOverhead`, then `Event::Measured`),
-    /// because a decision depends on bytes that a client reports to have freed or to have, or because a mapping failed.
-    Measure {
-        gpu: GpuId,
-    },
-    /// To nobody, for people: from now on memory of it cannot leave that GPU, and others are asked for theirs.
-    EvictionBlocked {
-        client: ClientId,
-        gpu: GpuId,
-        why: EvictionBlock,
-    },
-    /// To nobody, for people: from now on those who run on that GPU at the same moment push each other's memory off it
-    /// (`begins`), or do so no longer. They need `demand` bytes together.
-    Thrashing {
-        gpu: GpuId,
-        begins: bool,
-        demand: u64,
-    },
-    /// To no client, for people: a client that was granted the GPU gave it back because the driver had no room for
-    /// `bytes` that it was allowed; for the `failures`-th time in a row.
-    MappingFailed {
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-        failures: u32,
-    },
-    /// To nobody, for people: from now on these GPUs are scheduled around this holder, which cannot drain.
-    Undrainable {
-        client: ClientId,
-        gpus: GpuSet,
-    },
+    /// The client has not answered a revoke or an eviction in time: the daemon is to find out whether its process is
+    /// stopped, and to answer with [`Event::Stopped`].
+    Probe { client: ClientId },
+    /// The daemon is to measure memory in use on the GPU and to answer with [`Event::GpuOverhead`], then
+    /// [`Event::Measured`]. Sent when a decision depends on memory that a client reports to have or to have freed, or
+    /// when a mapping failed.
+    Measure { gpu: GpuId },
+    /// For the log: the client's memory cannot leave the GPU from now on, so other clients are asked for theirs.
+    EvictionBlocked { client: ClientId, gpu: GpuId, why: EvictionBlock },
+    /// For the log: clients that run on the GPU at the same time begin to push each other's memory off it (`begins`),
+    /// or no longer do so. Together they need `demand` bytes.
+    Thrashing { gpu: GpuId, begins: bool, demand: u64 },
+    /// For the log: a client released the GPU because the driver had no room for `bytes` that it was allowed to map,
+    /// for the `failures`-th time in a row.
+    MappingFailed { client: ClientId, gpu: GpuId, bytes: u64, failures: u32 },
+    /// For the log: this holder cannot drain. From now on other clients are admitted beside it.
+    Undrainable { client: ClientId, gpus: GpuSet },
 }

@@ -1,21 +1,27 @@
-//! What happens: what clients say, what is measured, what administrators change.
+//! Events: what clients report, what the daemon measures, and what administrators change.
 
 use super::*;
 use std::collections::BTreeMap;
 
-/// A client's report of its memory on one GPU, in bytes; see `nvshare_wire::ClientMessage::Memory`.
+/// A client's report of its memory on one GPU, in bytes. See `nvshare_wire::ClientMessage::Memory`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemoryReport {
+    /// The `seq` of the newest [`Command::Allowance`] that was carried out; 0 before the first.
     pub ack: u32,
+    /// Bytes that the client needs on the GPU in order to run, pinned bytes included.
     pub demand: u64,
+    /// Bytes on the GPU, pinned bytes included.
     pub mapped: u64,
+    /// Bytes whose contents are in host memory.
     pub swapped: u64,
+    /// Bytes of `mapped` that no engine can move.
     pub pinned: u64,
+    /// The `seq` of the newest [`Command::Limit`] that was in effect; 0 before the first.
     pub limit_ack: u32,
 }
 
-/// What a client was measured to have mapped on a GPU: between these.
+/// The measured bytes that a client has mapped on a GPU: between `least` and `most`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Found {
@@ -23,148 +29,105 @@ pub struct Found {
     pub most: u64,
 }
 
-/// What was seen to move between a GPU and the host; `None` where it could not be seen.
+/// Measured traffic between a GPU and the host. `None`: it could not be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Traffic {
-    /// Bytes a second.
+    /// Bytes per second copied to the GPU, and from it.
     pub to_gpu: Option<u64>,
     pub from_gpu: Option<u64>,
-    /// Page faults a second that the driver serviced for that GPU.
+    /// Page faults per second that the driver serviced for the GPU.
     pub faults: Option<u64>,
 }
 
+/// An input of the machine: from the daemon itself, from a measurement, or from a client's message. Bytes and times are
+/// those of the moment at which the event is handled, unless a variant says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Event {
-    /// Time has passed; see `Machine::deadline`.
+    /// From the daemon: the time of `Machine::deadline` has come. Wake-ups that are due are handled, as after every
+    /// event.
     Tick,
+    /// From the daemon, when an administrator changes a setting: replaces all settings. Queues are ordered anew if the
+    /// policy or the period changed.
     Configure(Settings),
 
-    /// A GPU exists (from NVML, or from the first client that attaches to it). Repeating it changes `total` only.
-    GpuFound {
-        gpu: GpuId,
-        total: u64,
-    },
-    /// Bytes per second that copies between a GPU and the host can reach.
-    GpuLink {
-        gpu: GpuId,
-        rate: u64,
-    },
-    /// Bytes in use on a GPU by anything that is not a client's mapped memory, as measured at a moment that was not before
-    /// `begun`: strangers, and the contexts of those clients that had theirs then (`Machine::has_context`). For each of the
-    /// others, `Settings::context` is put aside. Not `complete`: processes were left out that may be clients of the scheduler
-    /// before this one, on their way back; until that is known nobody else is told that there is room for it.
-    GpuOverhead {
-        gpu: GpuId,
-        begun: Time,
-        bytes: u64,
-        complete: bool,
-    },
-    /// What clients were found to have on a GPU, their contexts left out, and how many bytes were free there in all, at a
-    /// moment that was not before `begun`. A client that is not named could not be measured. The answer to
-    /// `Command::Measure`, after `GpuOverhead` of the same measurement; and unasked.
-    Measured {
-        gpu: GpuId,
-        begun: Time,
-        free: Option<u64>,
-        found: BTreeMap<ClientId, Found>,
-    },
-    /// How large contexts of clients on a GPU were measured to be. It counts for their groups' limits; until it is known
-    /// of one, `Settings::context` does.
-    ContextSizes {
-        gpu: GpuId,
-        bytes: BTreeMap<ClientId, u64>,
-    },
-    /// What moves between a GPU and the host at this moment; see `Machine::watched`.
-    Traffic {
-        gpu: GpuId,
-        traffic: Traffic,
-    },
-    /// Bytes of host memory that promises to clients may count on, over all GPUs. Until the first such event there is no
-    /// bound.
-    HostMemory {
-        bytes: u64,
-    },
+    /// From the daemon: a GPU of `total` bytes exists, as NVML or the first client that attaches to it says. Repeating
+    /// it changes `total` only.
+    GpuFound { gpu: GpuId, total: u64 },
+    /// From the daemon, once NVML tells it: `rate`, in bytes per second, is what copies between the GPU and the host
+    /// can reach in each direction.
+    GpuLink { gpu: GpuId, rate: u64 },
+    /// From the daemon, periodically and after `Command::Measure`: `bytes` of the GPU are in use by anything but
+    /// clients' mapped memory, measured no earlier than `begun`. That is other programs, and the contexts of those
+    /// clients that had one by then (`Machine::has_context`). `Settings::context` is set aside for each other context.
+    /// Not `complete`: processes were left out that may be clients of the previous scheduler, about to reconnect; until
+    /// that is settled, no client is told that there is room for its context.
+    GpuOverhead { gpu: GpuId, begun: Time, bytes: u64, complete: bool },
+    /// From the daemon, after `GpuOverhead` of the same measurement: the memory of each client on the GPU without its
+    /// context, and the bytes that were free in all (`None`: unknown), measured no earlier than `begun`. Clients that
+    /// are missing in `found` could not be measured. Confirms or refutes what clients reported, and answers requests
+    /// that were held for a measurement.
+    Measured { gpu: GpuId, begun: Time, free: Option<u64>, found: BTreeMap<ClientId, Found> },
+    /// From the daemon: the measured size of clients' contexts on a GPU. It counts towards limits; until the size of a
+    /// context is known, `Settings::context` does.
+    ContextSizes { gpu: GpuId, bytes: BTreeMap<ClientId, u64> },
+    /// From the daemon, about every second for the GPUs of `Machine::watched`: the present traffic between a GPU and
+    /// the host. May lead to `Command::Thrashing`.
+    Traffic { gpu: GpuId, traffic: Traffic },
+    /// From the daemon: `bytes` of host memory, over all GPUs, that limits may count on. Without such an event there is
+    /// no bound.
+    HostMemory { bytes: u64 },
 
-    /// `gang`: clients with the same key that is not 0 are granted and revoked together.
-    Connected {
-        client: ClientId,
-        gang: u64,
-        user: UserId,
-    },
-    /// From now on these clients are each in that group, or in none. What it says of a group holds for all of its members.
-    Groups {
-        groups: BTreeMap<ClientId, Option<Group>>,
-    },
-    /// What the client says itself that it may have, from now on.
-    EnvLimits {
-        client: ClientId,
-        limits: EnvLimits,
-    },
-    /// What rules say of the neighbours of these clients, from now on.
-    Labels {
-        labels: BTreeMap<ClientId, Labels>,
-    },
-    /// Asks on which GPUs it is to run, before it sees any. Answered by `Command::Placed` or `Command::Unplaced`.
-    PlacementRequested {
-        client: ClientId,
-        request: PlacementRequest,
-    },
-    /// The client is the program for which another one, which is gone, had asked for a place.
-    PlacementTaken {
-        client: ClientId,
-        from: ClientId,
-    },
-    /// The client is gone (its connection closed or its process died): nothing of it is left on any GPU.
-    Disconnected {
-        client: ClientId,
-    },
-    /// The client wants to create a context on a GPU. The GPU is known: `GpuFound` came before.
+    /// A client connected and was identified. Clients with the same nonzero `gang` are granted and revoked together.
+    Connected { client: ClientId, gang: u64, user: UserId },
+    /// From the daemon, when a client connects or rules change: these clients are now in that group, or in none. The
+    /// limits of a group apply to all of its members.
+    Groups { groups: BTreeMap<ClientId, Option<Group>> },
+    /// From the client, before it attaches: the limits that its environment sets. Replaces those before.
+    EnvLimits { client: ClientId, limits: EnvLimits },
+    /// From the daemon: what rules say about the neighbours that these clients may have on a GPU.
+    Labels { labels: BTreeMap<ClientId, Labels> },
+    /// From the client, before it initialises CUDA: asks on which GPUs it is to run. Answered by `Command::Placed` or
+    /// `Command::Unplaced`.
+    PlacementRequested { client: ClientId, request: PlacementRequest },
+    /// From the daemon: the client is the program for which `from`, which has disconnected, requested a placement
+    /// (`PlacementRequest::ahead`). It takes that placement over.
+    PlacementTaken { client: ClientId, from: ClientId },
+    /// The client's connection closed or its process died. Its lock, its memory and its requests are gone on all GPUs.
+    Disconnected { client: ClientId },
+    /// From the client: it is about to create its first context on a GPU, which a `GpuFound` has announced, and waits
+    /// until it may. Answered by `Command::Attached`, or by `Command::Denied` with 0 bytes. A repetition is answered
+    /// again.
     Attached {
         client: ClientId,
         gpu: GpuId,
         #[serde(with = "crate::encoding::Engine")]
         engine: Engine,
     },
-    Detached {
-        client: ClientId,
-        gpu: GpuId,
-    },
+    /// From the client: its last context on the GPU is gone, and with it its memory, its lock and its requests there.
+    Detached { client: ClientId, gpu: GpuId },
 
-    Memory {
-        client: ClientId,
-        gpu: GpuId,
-        report: MemoryReport,
-    },
-    /// Needs a limit of so many bytes. Answered by a limit that is as high, or by `Command::Denied`.
-    LimitRequested {
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-    },
-    /// The driver found no memory for something of its own. Answered by `Command::Reserved`.
-    ReservationRequested {
-        client: ClientId,
-        gpu: GpuId,
-        bytes: u64,
-    },
-    /// How full it keeps a GPU that it holds, in thousandths: the share of the time in which submitted work waits there.
-    /// More than 1100: it wants nobody beside it.
-    Utilization {
-        client: ClientId,
-        gpu: GpuId,
-        permille: u32,
-    },
-    /// Wants the lock of all of `gpus`, which it has attached, at once.
-    Requested {
-        client: ClientId,
-        gpus: GpuSet,
-    },
-    Cancelled {
-        client: ClientId,
-        gpus: GpuSet,
-    },
+    /// From the client, whenever its memory changes or it has carried out an allowance: replaces the report before it.
+    Memory { client: ClientId, gpu: GpuId, report: MemoryReport },
+    /// From the client: an allocation needs a limit of `bytes`. Answered by a `Command::Limit` that is at least as high
+    /// or by `Command::Denied`, possibly after a measurement or, where a rule says so, after other clients have freed
+    /// memory.
+    LimitRequested { client: ClientId, gpu: GpuId, bytes: u64 },
+    /// From the client: the driver found no room for `bytes` of its own data, such as code or stacks. Answered by
+    /// `Command::Reserved` within 2 s.
+    ReservationRequested { client: ClientId, gpu: GpuId, bytes: u64 },
+    /// From a holder: the part of the time, in thousandths, in which submitted work waited on the GPU. More than 1100:
+    /// the client wants no other client beside it.
+    Utilization { client: ClientId, gpu: GpuId, permille: u32 },
+    /// From the client: it wants the lock of all of `gpus`, which it has attached, at once. Replaces a request that
+    /// still waits. Answered by `Command::Grant`; until then by `Command::Waiting`.
+    Requested { client: ClientId, gpus: GpuSet },
+    /// From the client: it no longer wants the lock of these GPUs, for which it waits.
+    Cancelled { client: ClientId, gpus: GpuSet },
+    /// From a holder: it gives the lock of these GPUs back, and none of its work runs there any more. `busy` is how long they
+    /// had work of this client during the turn. Sent in answer to `Command::Revoke`, or because the client is idle or the
+    /// driver had no room for its memory.
     Released {
         client: ClientId,
         gpus: GpuSet,
@@ -172,21 +135,18 @@ pub enum Event {
         reason: ReleaseReason,
         busy: Duration,
     },
-    /// Has had the lock of those GPUs since before this machine was there: granted by the one before it.
-    Held {
-        client: ClientId,
-        gpus: GpuSet,
-    },
-    /// Was asked to release and cannot now.
+    /// From the client, after the scheduler restarted: it holds the lock of these GPUs, granted by the previous
+    /// scheduler. Its turn begins anew.
+    Held { client: ClientId, gpus: GpuSet },
+    /// From a holder that was revoked and cannot drain now. It keeps the lock and is asked again later. `HostFull` and
+    /// `Broken` mean that it cannot evict; `UntrackedWork` only explains pinned memory.
     Stuck {
         client: ClientId,
         gpus: GpuSet,
         #[serde(with = "crate::encoding::StuckReason")]
         reason: StuckReason,
     },
-    /// The client's process was stopped (SIGSTOP, a debugger) or runs again, as the kernel says.
-    Stopped {
-        client: ClientId,
-        stopped: bool,
-    },
+    /// From the daemon: the kernel says that the client's process is stopped (SIGSTOP, a debugger), or runs again.
+    /// Answers `Command::Probe`.
+    Stopped { client: ClientId, stopped: bool },
 }

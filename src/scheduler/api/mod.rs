@@ -1,5 +1,6 @@
-//! The vocabulary of the machine: identities and time here, what happens ([`Event`]), what is to be done ([`Command`]), what an
-//! administrator sets ([`Settings`]), and what rules say ([`RuleLimits`], [`EnvLimits`]).
+//! The vocabulary of the machine: identities and time (here), what happens ([`Event`]), what is to be done
+//! ([`Command`]), what an administrator sets ([`Settings`]), and what rules and environments say ([`RuleLimits`],
+//! [`EnvLimits`]).
 
 mod command;
 mod event;
@@ -19,18 +20,18 @@ pub use nvshare_wire::scheduler::WaitReason;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Time since an arbitrary start; the daemon passes `CLOCK_MONOTONIC`.
+/// Time since an arbitrary start. The daemon passes `CLOCK_MONOTONIC`.
 pub type Time = Duration;
 
-/// A GPU or a MIG slice, by its UUID. Never by an index: indexes differ between processes.
+/// A GPU or a MIG slice, identified by its UUID and never by an index: indexes differ between processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId(pub Uuid);
 
-/// A client, for as long as its process lives. Never used twice.
+/// A client, for as long as its process lives. Ids are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct ClientId(pub u64);
 
-/// The user that a client belongs to. Users take turns, whatever the number of their clients.
+/// The user that a client runs as. Users take turns, whatever the number of their clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct UserId(pub u32);
 

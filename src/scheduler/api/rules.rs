@@ -1,10 +1,10 @@
-//! What rules say of groups of clients, and what a client's own environment says of it.
+//! What rules say about groups of clients, and what a client's own environment says about that client.
 
-/// Clients that a rule counts together: all programs of a unit, a container or a user.
+/// A group: the clients that a rule counts together, such as all programs of a unit, a container or a user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct GroupId(pub u64);
 
-/// A group, with what it may have.
+/// A group and the limits that its rule sets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Group {
@@ -12,39 +12,44 @@ pub struct Group {
     pub limits: RuleLimits,
 }
 
-/// What a rule says of a group.
+/// The limits that a rule sets for a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RuleLimits {
+    /// The most that the group may allocate on each GPU, contexts included.
     pub memory_max: Amount,
-    /// This much of its memory stays on each GPU as long as other clients have memory to give.
+    /// This much of the group's memory on each GPU is evicted only when no other client has memory to give.
     pub memory_low: Option<Amount>,
-    /// Bytes that it may have in all, over all GPUs, since all of them may have to leave.
+    /// Bytes that the group may allocate over all GPUs: all of them may have to leave for host memory. `None`: no
+    /// limit.
     pub swap_max: Option<u64>,
     pub on_memory_full: OnMemoryFull,
-    /// `None`: its clients take turns with all others of their user.
+    /// The group's share of GPU time. `None`: its clients take turns with all other clients of their user.
     pub share: Option<Share>,
-    /// Its clients are one gang, whatever their own gang is.
+    /// Makes the group's clients one gang, whatever gang they name themselves.
     pub gang: bool,
 }
 
-/// Limits that a program sets for itself by its environment. They hold for this client alone, beside those of its group's rule, and
-/// only where they are tighter.
+/// Limits that a program sets for itself by its environment. They apply to this client alone, beside the limits of its
+/// group's rule, and only where they are tighter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct EnvLimits {
+    /// The most that the client may allocate on each GPU, its context included.
     pub memory_max: Amount,
-    /// The most of its memory that its group's `memory_low` protects.
+    /// The most of the client's memory that its group's `memory_low` protects.
     pub memory_low: Option<Amount>,
+    /// Bytes that the client may allocate over all GPUs. `None`: no limit.
     pub swap_max: Option<u64>,
-    /// Whether its allocations wait for memory instead of failing; `None`: as the rule says.
+    /// Whether the client's allocations wait for memory instead of failing. `None`: the rule decides.
     pub waits: Option<bool>,
-    /// 0: only time that no other client wants.
+    /// The client's weight, if that is lower than its owner's. 0: it runs only while no other client wants the GPU.
     pub weight: Option<u16>,
-    /// The most of the time that it gets: percent of [`Settings::time_period`](super::Settings::time_period).
+    /// The most GPU time that the client gets, in percent of [`Settings::time_period`](super::Settings::time_period).
     pub time_max: u8,
+    /// The client's priority, if that is lower than its rule's.
     pub priority: Option<i8>,
-    /// It is not interactive, whatever its rule says.
+    /// The client is not interactive, whatever its rule says.
     pub batch: bool,
 }
 
@@ -63,19 +68,20 @@ impl Default for EnvLimits {
     }
 }
 
-/// How much of each GPU's time a group gets, and how soon.
+/// A group's share of the time of each GPU, and its precedence over others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Share {
-    /// Its part of the time that is divided among groups and users who want it, relative to their weights (a user has 100).
-    /// 0: only time that no other client wants.
+    /// The group's part of the time that is divided among the groups and users that want the GPU, relative to their
+    /// weights. A user has weight 100. 0: the group runs only while no other client wants the GPU.
     pub weight: u16,
-    /// Percent of [`Settings::time_period`](super::Settings::time_period) that it gets at least, if it wants so much, and at most.
+    /// The least GPU time that the group gets if it wants that much, and the most, in percent of
+    /// [`Settings::time_period`](super::Settings::time_period).
     pub min: u8,
     pub max: u8,
-    /// Clients with a higher priority never wait for clients with a lower one.
+    /// Clients with a higher priority never wait for the turn of a client with a lower one to end.
     pub priority: i8,
-    /// As long as it has used no more than its share, it does not wait for turns to end.
+    /// While the group has used no more than its share, it does not wait for turns to end.
     pub interactive: bool,
 }
 
@@ -85,28 +91,28 @@ impl Default for Share {
     }
 }
 
-/// What happens to an allocation for which there is no room now, under a group's limit or in host memory.
+/// What happens to an allocation for which there is no room, under a group's limit or in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnMemoryFull {
     #[default]
     Fail,
-    /// It waits until others have freed enough.
+    /// It waits until other clients have freed enough.
     Wait(WaitOrder),
 }
 
-/// In which order waiting allocations of a group get memory that becomes free.
+/// The order in which waiting allocations of a group get memory that becomes free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WaitOrder {
-    /// The first; the others wait until it has been served.
+    /// The oldest first. Later ones wait until it has been served.
     #[default]
     Fifo,
     /// The largest that fits.
     BestFit,
-    /// The last to come that fits.
+    /// The newest that fits.
     MostRecent,
-    /// Any that fits.
+    /// A random one of those that fit.
     Random,
 }
 
@@ -117,12 +123,12 @@ pub enum Amount {
     #[default]
     Infinity,
     Bytes(u64),
-    /// Of the whole GPU.
+    /// Percent of the GPU's total memory.
     Percent(u8),
 }
 
 impl Amount {
-    /// On a GPU of that size; `None`: there is no bound.
+    /// The amount in bytes on a GPU of `total` bytes. `None`: no limit.
     pub fn on(self, total: u64) -> Option<u64> {
         match self {
             Self::Infinity => None,

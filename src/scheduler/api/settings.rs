@@ -1,22 +1,23 @@
-//! What an administrator can change while everything runs.
+//! Settings that an administrator can change at run time.
 
 use crate::placement::Placement;
 use std::time::Duration;
 
-/// Whether holders of one GPU exclude each other.
+/// The anti-thrash mode: whether holders of one GPU exclude each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AntiThrash {
-    /// One holder at a time, each for the full time quantum.
+    /// One holder at a time, each for the whole time quantum.
     On,
-    /// Turns are short while nothing must move, and last the time quantum when memory must.
+    /// Turns are short while no memory must move, and last the time quantum when memory must. Holders that fit together
+    /// may run at the same time.
     #[default]
     Auto,
     /// Holders exclude each other only where their bytes do not fit together.
     Off,
 }
 
-/// In what order clients run, and for how long.
+/// The scheduling policy: in which order clients run, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicyName {
@@ -27,28 +28,29 @@ pub enum PolicyName {
     Adaptive,
 }
 
-/// What an administrator can change while everything runs.
+/// Settings that an administrator can change at run time.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Settings {
     /// How long a holder keeps the GPU lock while a client waits that cannot be admitted beside it.
     pub time_quantum: Duration,
-    /// In [`AntiThrash::Auto`], quanta are shortened so that no client waits longer than this for its turn; 0: they never are.
+    /// In [`AntiThrash::Auto`], quanta are shortened so that no client waits longer than this for its turn. 0: they are
+    /// never shortened.
     pub max_wait: Duration,
     pub anti_thrash: AntiThrash,
     pub policy: PolicyName,
-    /// Bytes of each GPU that no client gets.
+    /// Bytes of each GPU that are given to no client.
     pub reserve: u64,
-    /// Bytes that a context counts for until its size has been measured.
+    /// Bytes that a CUDA context counts for until its size has been measured.
     pub context: u64,
-    /// The period of which a group has its minimum and its maximum of the time.
+    /// The period to which the minimum and the maximum of a group's GPU time refer.
     pub time_period: Duration,
-    /// Where a program runs that chooses no GPU.
+    /// How a GPU is chosen for programs that choose none.
     pub placement: Placement,
 }
 
 impl Settings {
-    /// How long a group runs at a time when it is below its minimum.
+    /// The length of a turn of a group that is below its minimum.
     pub(crate) fn slice(&self) -> Duration {
         self.time_period / 40
     }
