@@ -1,5 +1,5 @@
-//! What decisions lead to. Components do not call each other: each writes here what is to be sent, which GPUs have to be settled
-//! again, and when to look again, and the machine carries on from that.
+//! The effects of decisions. Components do not call each other: each records here the commands to send, the GPUs to
+//! settle and the times to look again, and the machine acts on that.
 
 use crate::{
     api::*,
@@ -24,7 +24,7 @@ impl Effects {
         std::mem::take(&mut self.commands)
     }
 
-    /// Something changed on that GPU: it is settled before the event is over.
+    /// Marks a GPU on which something changed: it is settled before the event has been handled.
     pub fn touch(&mut self, gpu: GpuId) {
         self.touched.insert(gpu);
     }
@@ -33,17 +33,17 @@ impl Effects {
         self.touched.extend(gpus);
     }
 
-    /// That GPU is being settled.
+    /// Unmarks a GPU that is about to be settled.
     pub fn untouch(&mut self, gpu: GpuId) {
         self.touched.remove(&gpu);
     }
 
-    /// The next GPU to settle.
+    /// Takes the next GPU to settle.
     pub fn take_touched(&mut self) -> Option<GpuId> {
         self.touched.pop_first()
     }
 
-    /// Looks again at that time, for that reason. One time for each reason: the newest replaces those before.
+    /// Sets the time of a wake-up, replacing the one before; `None` cancels it.
     pub fn wake(&mut self, wake: Wake, at: Option<Time>) {
         self.timers.set(wake, at);
     }
@@ -52,17 +52,17 @@ impl Effects {
         self.timers.get(wake)
     }
 
-    /// When the machine has to look again.
+    /// The time of the next wake-up.
     pub fn deadline(&self) -> Option<Time> {
         self.timers.next()
     }
 
-    /// A reason to look again that is due.
+    /// Takes a wake-up that is due.
     pub fn take_due(&mut self, now: Time) -> Option<Wake> {
         self.timers.pop(now)
     }
 
-    /// Numbers arrivals and grants, so that they have an order.
+    /// The next number. Numbers order arrivals and grants.
     pub fn number(&mut self) -> u64 {
         self.counter += 1;
         self.counter

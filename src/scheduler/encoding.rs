@@ -1,5 +1,5 @@
-//! How the state, events and commands are serialised with serde: types of `nvshare-wire`, which has no dependencies, and
-//! maps whose keys are not strings, which JSON cannot have.
+//! Serde for the state, events and commands: types of `nvshare-wire`, which has no dependencies, and maps whose keys
+//! are not strings, which JSON does not allow.
 
 use nvshare_wire::Uuid;
 use nvshare_wire::{client, scheduler};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::api::GpuId;
 
-/// The UUID in the form of `nvidia-smi` where people read it, its bytes elsewhere.
+/// The UUID in the form of `nvidia-smi` in human-readable formats, its bytes in others.
 impl Serialize for GpuId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match serializer.is_human_readable() {

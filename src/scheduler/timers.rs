@@ -1,27 +1,29 @@
-//! Wake-ups, one for each reason. A wake-up that finds nothing to do is harmless, so none has to be cancelled exactly.
+//! Wake-ups, one for each reason. A wake-up that finds nothing to do is harmless, so none has to be cancelled
+//! precisely.
 
 use crate::{api::*, lock::Entity};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// The reason for a wake-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Wake {
     /// A turn may be over, or an attaching client has waited long enough.
     Gpu(GpuId),
-    /// An answer of that client is due.
+    /// The client's answer to a revoke or an eviction is due.
     Client(ClientId),
-    /// That request may join the line.
+    /// The entity's request may join the queues, or ages.
     Entity(Entity),
-    /// Bytes have been in doubt there for long.
+    /// Unverified bytes expire.
     Verification(GpuId),
-    /// A measurement that is to explain failed mappings is late.
+    /// A measurement that should explain failed mappings is late.
     Failures(GpuId),
-    /// A measurement that wishes wait for is late.
+    /// A measurement for held limit requests is due, or late.
     HeldRequests(GpuId),
-    /// A wish has waited long enough, or an acknowledgement of a lower limit is due.
+    /// A limit request has waited long enough, or the acknowledgement of a lower limit is late.
     Limits,
-    /// That client may be asked for its memory again.
+    /// The client may be asked again for memory that it could not evict.
     Eviction(ClientId, GpuId),
-    /// Clients may be tried together there again, or nothing was seen of that GPU for long.
+    /// Clients that thrashed may run together again, or no traffic has been measured for too long.
     Thrash(GpuId),
 }
 
@@ -33,7 +35,7 @@ pub(crate) struct Timers {
 }
 
 impl Timers {
-    /// One time for each; setting replaces.
+    /// Sets the time of a wake-up, replacing the one before; `None` cancels it.
     pub fn set(&mut self, wake: Wake, at: Option<Time>) {
         let old = match at {
             Some(at) => self.at.insert(wake, at),
@@ -58,6 +60,7 @@ impl Timers {
         self.order.first().map(|(at, _)| *at)
     }
 
+    /// Takes a wake-up that is due.
     pub fn pop(&mut self, now: Time) -> Option<Wake> {
         let (_, wake) = *self.order.first().filter(|(at, _)| *at <= now)?;
         self.set(wake, None);

@@ -1,4 +1,4 @@
-//! A copy of the state for status and metrics. No decision reads it.
+//! A copy of the state for status and metrics. No decision depends on it.
 
 use crate::{api::*, lock::Blocked, machine::Machine, memory::GpuMemory};
 use std::time::Duration;
@@ -6,28 +6,30 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
     pub gpu: GpuId,
+    /// Size of the GPU in bytes.
     pub total: u64,
-    /// Bytes that can be promised to clients.
+    /// Bytes that can be charged to clients.
     pub capacity: u64,
-    /// Those of them that do not seem to be there: one client tries to map them.
+    /// Bytes of the capacity that do not seem to be there: one client tries to map them.
     pub trial: u64,
-    /// Bytes that are put aside: contexts and strangers; without the reserve.
+    /// Bytes set aside for contexts and other programs, without the reserve.
     pub overhead: u64,
-    /// The most that a client needs beyond its demand, since it could not map what measurements show as free.
+    /// The largest shortfall of a client: bytes that it needs beyond its demand, since it could not map memory that
+    /// measurements show as free.
     pub shortfall: u64,
-    /// Bytes that are promised to clients.
+    /// Bytes that are charged to clients.
     pub charged: u64,
-    /// Bytes that the demands of its clients can come to.
+    /// The highest sum that the demands of its clients can reach.
     pub committed: u64,
     /// In the order of their grants.
     pub holders: Vec<HolderView>,
-    /// In the order in which they will be served; those that are put off come last.
+    /// In the order in which they will be served. Blocked requests come last.
     pub waiters: Vec<WaiterView>,
-    /// When the turn of a holder ends, if somebody waits for it.
+    /// When the next turn ends, or the GPU is looked at again for another reason. `None`: nothing is due.
     pub next: Option<Time>,
-    /// Those who run at the same moment push each other's memory off it.
+    /// Clients that run at the same time push each other's memory off the GPU.
     pub thrashes: bool,
-    /// They did, and take turns for a while, whoever they are.
+    /// Clients take turns for a while, because clients on this GPU thrashed.
     pub serialized: bool,
 }
 
@@ -42,16 +44,16 @@ pub struct HolderView {
 pub struct WaiterView {
     pub client: ClientId,
     pub since: Time,
-    /// Why it is not in line, where that is so.
+    /// Why the request is in no queue. `None`: it is queued.
     pub blocked: Option<WaitReason>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
     pub client: ClientId,
-    /// The others of its gang.
+    /// The other members of its gang.
     pub gang_peers: Vec<ClientId>,
-    /// GPUs that it was given, where it did not choose.
+    /// GPUs on which the client was placed, if it did not choose any.
     pub placed: Vec<GpuId>,
     pub stopped: bool,
     pub attachments: Vec<AttachmentView>,
@@ -62,75 +64,77 @@ pub struct ClientView {
 pub struct AttachmentView {
     pub gpu: GpuId,
     pub engine: Engine,
-    /// Whether it was told that it may create its context.
+    /// Whether the client was told that it may create its context.
     pub attached: bool,
     pub state: LockState,
+    /// Bytes that the client needs on the GPU in order to run.
     pub demand: u64,
-    /// The newest limit of its demand.
+    /// The newest limit on its demand.
     pub limit: u64,
-    /// The limit that an allocation of it waits for, until others have freed enough.
+    /// The limit that one of its allocations waits for, until other clients have freed enough.
     pub pending_limit: Option<u64>,
-    /// The most that its demand can be now, messages under way included.
+    /// The highest demand possible now, messages in flight included.
     pub committed: u64,
     /// Bytes that it may have mapped.
     pub allowance: u64,
-    /// The most that it can have mapped now, messages under way included.
+    /// The most that it can have mapped now, messages in flight included.
     pub charge: u64,
     pub mapped: u64,
     pub swapped: u64,
     pub pinned: u64,
-    /// Bytes of those that it says have left, and that were measured to be there.
+    /// Bytes of those that it reported as freed and that measurements still show.
     pub unfreed: u64,
-    /// Bytes besides that it says have left, and that may be there.
+    /// Further bytes that it reported as freed and that no measurement has confirmed.
     pub unverified: u64,
-    /// What it reports to have mapped, or pinned, if that is more than is believed.
+    /// The mapped bytes that it reports, if they are more than is believed, or if its pinned bytes are.
     pub disbelieved: Option<u64>,
-    /// Grants in a row that ended because the driver had no room for what it was allowed.
+    /// Grants in a row that ended because the driver had no room for memory that it was allowed.
     pub failures: u32,
-    /// Why nothing of it can leave; `EvictionBlock::Unfreed`: not all of it.
+    /// Why its memory cannot leave; with `EvictionBlock::Unfreed`, a part of it.
     pub eviction_blocked: Option<EvictionBlock>,
-    /// How full it keeps the GPU, in thousandths, if that is known.
+    /// The part of the time, in thousandths, in which it keeps the GPU busy. `None`: unknown.
     pub utilization: Option<u32>,
-    /// How often it was granted the lock, how long it held it and waited for it in all, the present included.
+    /// How often it was granted the lock, and how long it has held it and waited for it in all, now included.
     pub grants: u64,
     pub lock_time: Duration,
     pub wait_time: Duration,
 }
 
-/// How a client has fared with the lock of one GPU, for as long as it has been attached.
+/// A client's turns on one GPU since it attached it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Turns {
     pub grants: u64,
-    /// The present turn included.
+    /// Time with the lock, the present turn included.
     pub lock_time: Duration,
-    /// Of waits that ended with a grant.
+    /// Time spent in waits that ended with a grant.
     pub wait_time: Duration,
-    /// For how long it has been waiting, if it is.
+    /// The length of the present wait; 0: it does not wait.
     pub waits: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockState {
+    /// Neither holds the lock nor waits for it.
     Idle,
     Waiting,
     Holding,
-    /// Was asked for the lock and has not released it yet.
+    /// Was revoked and has not released the lock yet.
     Revoking,
-    /// The same, and it said that it cannot.
+    /// Was revoked and reported that it cannot drain.
     Stuck,
-    /// The same for so long that others are admitted beside it.
+    /// Has not drained for so long that other clients are admitted beside it.
     Undrainable,
-    /// Was asked for the lock, and its process is stopped: it is counted as no holder.
+    /// Was revoked, and its process is stopped: it does not count as a holder.
     Suspended,
 }
 
 impl Machine {
-    /// Bytes of host memory that promises may count on, if that is bounded; and what they count on.
+    /// Bytes of host memory that limits may count on (`None`: there is no bound), and that they do count on.
     pub fn host(&self) -> (Option<u64>, u64) {
         self.quota.host()
     }
 
-    /// Whether there is too little of it to promise everybody a whole GPU.
+    /// Whether host memory is too small for every client to have a whole GPU.
     pub fn is_host_scarce(&self) -> bool {
         self.quota.is_host_scarce()
     }
@@ -226,18 +230,19 @@ impl Machine {
         })
     }
 
-    /// How a client's memory can leave a GPU that it has attached.
+    /// How a client's memory can leave a GPU. `None`: it has not attached the GPU.
     pub fn engine(&self, id: ClientId, gpu: GpuId) -> Option<Engine> {
         Some(self.memory_of(id, gpu)?.engine)
     }
 
-    /// The fewest and the most bytes that a client can have mapped on a GPU at this moment.
+    /// The fewest and the most bytes that a client can have mapped on a GPU at this moment. `None`: it has not attached
+    /// the GPU.
     pub fn extent(&self, id: ClientId, gpu: GpuId) -> Option<(u64, u64)> {
         let ignored = self.memory.get(&gpu).map_or(0, GpuMemory::ignored_unverified);
         Some(self.account(id, gpu)?.extent(ignored))
     }
 
-    /// At a time that is not before the newest event's.
+    /// A client's turns up to `now`, which must not be before the newest event.
     pub fn turns(&self, id: ClientId, gpu: GpuId, now: Time) -> Option<Turns> {
         let lock = self.lock.of(id, gpu)?;
         let request = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));
@@ -252,7 +257,7 @@ impl Machine {
         })
     }
 
-    /// Whether anybody has the lock of a GPU.
+    /// Whether any client holds the lock of a GPU.
     pub fn is_held(&self, gpu: GpuId) -> bool {
         self.lock.is_held(gpu)
     }

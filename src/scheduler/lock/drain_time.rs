@@ -1,20 +1,20 @@
-//! How long a client takes to finish submitted work and release the lock after a revoke: its usual time, and the time that a
-//! gang needs when its members wait for each other.
+//! The time that a client takes to finish submitted work and release the lock after a revoke: its usual time, and its
+//! time including drains that may have waited for other members of its gang.
 
 use std::time::Duration;
 
-/// Before it was seen.
+/// Assumed until a drain was measured.
 const FIRST: Duration = Duration::from_millis(10);
-/// Whoever takes so many times longer than usual may be waiting for somebody.
+/// A drain that takes so many times longer than usual lags: the client may be waiting for another member of its gang.
 const LONGER: u32 = 2;
-/// That is never said of one sooner, since a drain depends on the moment, nor later.
+/// A drain does not lag before the first, whatever is usual, and always does after the second.
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct DrainTime {
-    /// Of those that did not last longer than that, smoothed.
+    /// Of drains that did not lag, smoothed.
     usual: Option<Duration>,
-    /// Of all, smoothed.
+    /// Of all drains, smoothed.
     all: Option<Duration>,
 }
 
@@ -27,7 +27,7 @@ impl DrainTime {
         }
     }
 
-    /// After how long a holder lags.
+    /// The time after which a drain lags.
     pub fn lags_after(&self) -> Duration {
         (self.usual.unwrap_or(FIRST) * LONGER).clamp(LAGS.0, LAGS.1)
     }
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_others_does_not_change_what_is_usual() {
+    fn drains_that_lag_do_not_change_the_usual_time() {
         let mut drains = DrainTime::default();
         let ms = Duration::from_millis;
         assert_eq!(drains.lags_after(), ms(20));

@@ -1,40 +1,40 @@
-//! Gangs: clients whose kernels wait for each other and so have to run at the same time.
-//!
-//! A client names its gang itself, or a rule makes one gang of all clients that it counts together.
+//! Gangs: clients whose kernels wait for each other and which therefore have to run at the same time. A client names
+//! its gang, or a rule makes all clients that it counts together a gang.
 
 use crate::api::{ClientId, GroupId, Time};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A job has no more processes on one host: some for each of its GPUs.
+/// A job has no more processes than this on one host: a few for each of its GPUs.
 const MOST_OF_A_JOB: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Gang {
-    /// As its members call it.
+    /// The name that its members gave.
     Named(u64),
+    /// The clients of a group, by its rule.
     Group(GroupId),
 }
 
 impl Gang {
-    /// 0 is no gang.
+    /// The gang of a client that gave this name; 0: none.
     pub fn named(name: u64) -> Option<Self> {
         (name != 0).then_some(Self::Named(name))
     }
 }
 
-/// The members of each gang, and since when gangs have had their turns.
+/// The members of each gang, and the beginning of each gang's turn.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Gangs {
     #[serde(with = "crate::encoding::pairs")]
     members: BTreeMap<Gang, BTreeSet<ClientId>>,
     of: BTreeMap<ClientId, Gang>,
-    /// Since when a gang has held something without pause.
+    /// Since when a gang has held a GPU without a break.
     #[serde(with = "crate::encoding::pairs")]
     turns: BTreeMap<Gang, Time>,
 }
 
 impl Gangs {
-    /// Puts a client, which is in none, into a gang.
+    /// Puts a client that is in no gang into one.
     pub fn join(&mut self, client: ClientId, gang: Gang) {
         self.of.insert(client, gang);
         self.members.entry(gang).or_default().insert(client);
@@ -61,7 +61,8 @@ impl Gangs {
         self.members.get(&gang).map_or(0, BTreeSet::len)
     }
 
-    /// Whether the members can be the processes of one job on one host. A larger gang is merely counted together.
+    /// Whether the members may be the processes of one job on one host. Members of a larger gang are not assumed to
+    /// wait for each other.
     pub fn is_job(&self, gang: Gang) -> bool {
         (2..=MOST_OF_A_JOB).contains(&self.size(gang))
     }
@@ -74,7 +75,7 @@ impl Gangs {
         self.members.len() > 1
     }
 
-    /// Its turn began at that time, or before.
+    /// Begins a gang's turn at `since`, or moves its beginning back to that.
     pub fn begin_turn(&mut self, gang: Gang, since: Time) {
         let turn = self.turns.entry(gang).or_insert(since);
         *turn = since.min(*turn);

@@ -1,18 +1,18 @@
-//! A client's lock of a GPU, and what is remembered of earlier ones.
+//! A client's lock of a GPU, and statistics of earlier ones.
 
 use super::{Entity, drain_time::DrainTime};
 use crate::api::*;
 use std::time::Duration;
 
-/// A client on a GPU, as far as the lock goes.
+/// The lock state of a client on one GPU.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientLock {
     pub hold: Option<Hold>,
-    /// It did not drain in its last hold, and is not waited for as long in the next. A hold that ends without it being
-    /// scheduled around clears this.
+    /// The client did not drain in its last hold, so it is given less time in the next. A hold that ends normally
+    /// clears this.
     pub slow_to_drain: bool,
     pub drains: DrainTime,
-    /// When it last had the lock, or attached.
+    /// When the client last held the lock, or attached the GPU.
     pub last_run: Time,
     pub grants: u64,
     pub lock_time: Duration,
@@ -32,7 +32,7 @@ impl ClientLock {
         }
     }
 
-    /// The client gave the lock back.
+    /// Records the end of a hold.
     pub fn ended(&mut self, now: Time, hold: &Hold) {
         self.lock_time += now.saturating_sub(hold.since);
         self.last_run = now;
@@ -43,50 +43,51 @@ impl ClientLock {
     }
 }
 
-/// A client's lock of one GPU.
+/// A client's present hold of the lock of one GPU.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Hold {
     pub entity: Entity,
     /// Orders the holders of a GPU.
     pub number: u64,
-    /// What was granted with it is revoked with it.
+    /// Locks with the same group were granted together, and are revoked together.
     pub group: u64,
     pub since: Time,
-    /// How long nobody had the GPU before that, because its memory was to come first.
+    /// How long the GPU was idle before the grant because this client's memory was moved in first.
     pub moved: Duration,
-    /// It was granted because it had waited for so long.
+    /// The request had aged.
     pub aged: bool,
-    /// Until when it had been served before: its party, and itself where it has a weight of its own.
+    /// The finish tags at the grant: of the client's owner, and of the client where it has a weight of its own.
     pub finish_tag: Time,
     pub own_finish_tag: Time,
-    /// How long somebody has been waiting for it: the turn's clock, which runs only then.
+    /// The clock of the turn: how long other clients have waited for this holder. It runs since `waited_since`.
     pub waited: Duration,
     pub waited_since: Option<Time>,
     /// The waiters and the grace that the holder was last told.
     pub told: Option<(u32, Duration)>,
-    /// The bytes that it was told to be ready to lose.
+    /// The bytes that the holder was told to prepare to evict.
     pub prepared: u64,
+    /// The revoke that it has not answered with a release. `None`: it was not revoked.
     pub revoked: Option<Revoked>,
-    /// Its process is stopped, so it is counted as no holder until it runs again.
+    /// Its process is stopped, so it does not count as a holder until it runs again.
     pub suspended: bool,
-    /// It said that it cannot drain.
+    /// The client reported that it cannot drain.
     pub stuck: bool,
-    /// It takes longer to drain than it used to, and may need others of its gang for it.
+    /// It takes longer to drain than usual, and may need other members of its gang in order to drain.
     pub lags: bool,
-    /// It had its time to drain. Whenever it is asked for the lock from now on, it is counted as no holder.
+    /// Its time to drain has passed. Whenever it is revoked, it does not count as a holder.
     pub undrainable: bool,
 }
 
 /// A revoke that was not answered by a release yet.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Revoked {
-    /// When it was first asked.
+    /// When the first revoke was sent.
     pub first: Time,
-    /// When it was last asked.
+    /// When the last revoke was sent.
     pub since: Time,
-    /// It said that it is stuck, and is asked again then.
+    /// When the client, which reported itself stuck, is revoked again.
     pub again: Option<Time>,
-    /// How long after the next time it says so.
+    /// The delay after its next such report.
     pub backoff: Duration,
 }
 
@@ -113,11 +114,12 @@ impl Hold {
         }
     }
 
+    /// How long other clients have waited for this holder.
     pub fn waited(&self, now: Time) -> Duration {
         self.waited + self.waited_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
     }
 
-    /// The clock of the turn runs from now on, or stands still.
+    /// Starts or stops the clock of the turn.
     pub fn run_clock(&mut self, now: Time, runs: bool) {
         if runs {
             self.waited_since.get_or_insert(now);
@@ -126,22 +128,22 @@ impl Hold {
         }
     }
 
-    /// Whether it is asked for the lock and known to be unable to drain.
+    /// Whether the holder was revoked and has failed to drain in time.
     pub fn is_undrainable(&self) -> bool {
         self.undrainable && self.revoked.is_some()
     }
 
-    /// Whether it may be unable to drain without others of its gang.
+    /// Whether the holder may need other members of its gang in order to drain.
     pub fn may_need_others(&self) -> bool {
         self.stuck || self.lags
     }
 
-    /// Whether it is asked for the lock, and waited for.
+    /// Whether the holder was revoked and is expected to drain.
     pub fn drains(&self) -> bool {
         self.revoked.is_some() && !self.is_bypassed()
     }
 
-    /// Whether it is counted as no holder: others are admitted beside it, and its bytes stay where they are.
+    /// Whether it does not count as a holder: other clients are admitted beside it, and its bytes stay where they are.
     pub fn is_bypassed(&self) -> bool {
         self.suspended || self.is_undrainable()
     }

@@ -1,16 +1,16 @@
-//! The GPU lock: which entity (a client, or the members of a gang) holds it, and which wait for it in what order.
+//! The GPU lock: which entities (a client, or the members of a gang) hold it, and which wait for it in what order.
 //!
-//! An [`Entity`] is queued and granted as one. It is granted all GPUs that it wants or none, and has the same [`QueueKey`] in the queue of
-//! each of them, so two entities never each precede the other: the first of all always makes progress, and no entity holds one GPU
-//! while it waits for another (no hold and wait, hence no deadlock).
+//! An [`Entity`] is queued and granted as one. It is granted all GPUs that it wants or none, and has the same
+//! [`QueueKey`] in the queue of each of them, so two entities never precede each other: the first of all always makes
+//! progress, and no entity holds one GPU while it waits for another (no hold and wait, hence no deadlock).
 //!
-//! [`Lock`] is the data: it keeps queues, holders and gangs consistent and says which GPUs a change concerns. Who is granted what, when a
-//! turn ends and who has to wait for whom is decided in `turns`, from memory and shares as well.
+//! [`Lock`] is the data: it keeps queues, holders and gangs consistent and marks the GPUs that a change concerns.
+//! `settle` decides which requests are granted and when turns end, from memory and shares as well.
 //!
 //! - `queue`: requests and the queue of each GPU.
-//! - `hold`: a client's lock of a GPU, and what is remembered of earlier ones.
+//! - `hold`: a client's lock of a GPU, and statistics of earlier ones.
 //! - `gang`: clients that are granted and revoked together.
-//! - `drain_time`: how long a client takes to finish its work and release the lock.
+//! - `drain_time`: the time that a client takes to finish its work and release the lock.
 
 pub(crate) mod drain_time;
 pub(crate) mod gang;
@@ -26,9 +26,10 @@ use gang::Gangs;
 use queue::Line;
 use std::collections::BTreeMap;
 
+/// The locks of all GPUs.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Lock {
-    /// Requests that wait, in line or blocked.
+    /// Requests that wait, queued or blocked.
     #[serde(with = "crate::encoding::pairs")]
     requests: BTreeMap<Entity, Request>,
     gangs: Gangs,
@@ -38,7 +39,7 @@ pub(crate) struct Lock {
 
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 struct Client {
-    /// The request that it is part of.
+    /// The request that the client is part of.
     waiting: Option<Entity>,
     gpus: BTreeMap<GpuId, ClientLock>,
 }
@@ -52,7 +53,7 @@ impl Lock {
         self.clients.entry(client).or_default().gpus.insert(id, ClientLock::new(now));
     }
 
-    /// The client holds nothing there any more, and waits for nothing.
+    /// Removes a client, which neither holds the GPU nor waits for it, from a GPU.
     pub fn detach(&mut self, client: ClientId, id: GpuId) {
         if let Some(state) = self.clients.get_mut(&client) {
             state.gpus.remove(&id);
@@ -63,7 +64,7 @@ impl Lock {
         self.clients.remove(&client);
     }
 
-    /// What is known of a client on a GPU that it has attached.
+    /// A client's lock state on a GPU; `None`: it has not attached the GPU.
     pub fn of(&self, client: ClientId, id: GpuId) -> Option<&ClientLock> {
         self.clients.get(&client)?.gpus.get(&id)
     }
@@ -72,7 +73,7 @@ impl Lock {
         self.clients.get_mut(&client)?.gpus.get_mut(&id)
     }
 
-    /// The same for all GPUs that a client has attached.
+    /// A client's lock state on each GPU that it has attached.
     pub fn all_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &ClientLock)> {
         self.clients.get(&client).into_iter().flat_map(|state| &state.gpus).map(|(id, lock)| (*id, lock))
     }
@@ -85,7 +86,7 @@ impl Lock {
         self.of_mut(client, id)?.hold.as_mut()
     }
 
-    /// What a client holds.
+    /// The holds of a client.
     pub fn holds_of(&self, client: ClientId) -> impl Iterator<Item = (GpuId, &Hold)> {
         self.all_of(client).filter_map(|(id, lock)| Some((id, lock.hold.as_ref()?)))
     }
@@ -94,17 +95,17 @@ impl Lock {
         self.holds_of(client).next().is_some()
     }
 
-    /// Clients that have the lock of a GPU, in the order of their grants.
+    /// The holders of a GPU, in the order of their grants.
     pub fn holders(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         self.gpus.get(&id).into_iter().flat_map(|line| line.holders.values().copied())
     }
 
-    /// The same with their holds.
+    /// The holders of a GPU and their holds.
     pub fn holds_on(&self, id: GpuId) -> impl Iterator<Item = (ClientId, &Hold)> {
         self.holders(id).filter_map(move |client| Some((client, self.hold(client, id)?)))
     }
 
-    /// Clients that hold a GPU and are counted as holders: others are not admitted beside them.
+    /// Holders that count as such: no other client is admitted beside them unless they may run together.
     pub fn running_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         self.holds_on(id).filter(|(_, hold)| !hold.is_bypassed()).map(|(client, _)| client)
     }
@@ -124,7 +125,7 @@ impl Lock {
         lock.hold = Some(hold);
     }
 
-    /// What a client holds already, and is not asked for, is part of what it is granted now: it is revoked with that.
+    /// Makes what a client holds already, and is not asked to release, part of a new grant: both are revoked together.
     pub fn join_hold_group(&mut self, client: ClientId, group: u64) {
         let locks = self.clients.get_mut(&client).into_iter().flat_map(|state| state.gpus.values_mut());
         for hold in locks.filter_map(|lock| lock.hold.as_mut()).filter(|hold| hold.revoked.is_none()) {
@@ -132,14 +133,14 @@ impl Lock {
         }
     }
 
-    /// What a client holds it holds as that entity from now on. Returns since when.
+    /// Changes the entity of a client's holds. Returns since when it has held the first of them.
     pub fn set_entity_of_holds(&mut self, client: ClientId, entity: Entity) -> Option<Time> {
         let locks = self.clients.get_mut(&client).into_iter().flat_map(|state| state.gpus.values_mut());
         locks.filter_map(|lock| lock.hold.as_mut()).for_each(|hold| hold.entity = entity);
         self.holds_of(client).map(|(_, hold)| hold.since).min()
     }
 
-    /// Takes it away. `preempted`: the client wants it still.
+    /// Takes the lock of a GPU from a client. `preempted`: the client still wants it.
     pub fn end_hold(&mut self, client: ClientId, id: GpuId, preempted: bool) -> Option<Hold> {
         let hold = self.of_mut(client, id)?.hold.take()?;
         if let Some(line) = self.gpus.get_mut(&id) {
@@ -149,12 +150,12 @@ impl Lock {
         Some(hold)
     }
 
-    /// The client that had a GPU last, if it was asked for it and wants it still.
+    /// The last holder of a GPU, if it was preempted.
     pub fn preempted(&self, id: GpuId) -> Option<ClientId> {
         self.gpus.get(&id)?.preempted
     }
 
-    /// Notes whether a GPU is idle because memory of the entity that is to have it is still on its way.
+    /// Records whether a GPU is idle because memory of the next entity is still being moved in.
     pub fn note_idle_for(&mut self, now: Time, id: GpuId, entity: Entity, arrives: bool) {
         let Some(line) = self.gpus.get_mut(&id) else { return };
         line.idle_for = match line.idle_for {
@@ -164,7 +165,7 @@ impl Lock {
         };
     }
 
-    /// Ends that; since when it was so, if it was for this entity.
+    /// Ends that record. Returns since when the GPU was idle for this entity.
     pub fn take_idle_since(&mut self, id: GpuId, entity: Entity) -> Option<Time> {
         let (whose, since) = self.gpus.get_mut(&id)?.idle_for.take()?;
         (whose == entity).then_some(since)
@@ -188,13 +189,13 @@ impl Lock {
         self.gangs.leave(client);
     }
 
-    /// As what a client waits, and is granted. A gang of one is nothing else than that client.
+    /// The entity as which a client waits and is granted. A gang of one member is a solo client.
     pub fn entity(&self, client: ClientId) -> Entity {
         let gang = self.gangs.of(client).filter(|gang| self.gangs.size(*gang) > 1);
         gang.map_or(Entity::Solo(client), Entity::Gang)
     }
 
-    /// The clients of an entity, whether they hold or want anything or not.
+    /// All clients of an entity, whether or not they hold or want anything.
     pub fn clients_of_entity(&self, entity: Entity) -> Vec<ClientId> {
         match entity {
             Entity::Solo(client) => vec![client],
@@ -208,7 +209,7 @@ impl Lock {
         gang.into_iter().flat_map(|gang| self.gangs.members(gang)).filter(move |peer| *peer != client)
     }
 
-    /// What members of a gang hold as such.
+    /// The holds that a gang's members have as members of the gang.
     pub fn holds_of_gang(&self, gang: Gang) -> impl Iterator<Item = (GpuId, &Hold)> {
         let holds = self.gangs.members(gang).flat_map(|client| self.holds_of(client));
         holds.filter(move |(_, hold)| hold.entity == Entity::Gang(gang))
@@ -219,14 +220,14 @@ impl Lock {
         self.gangs.members(gang).flat_map(|client| self.all_of(client)).map(|(id, _)| id).collect()
     }
 
-    /// A gang was granted something at that time, or earlier than was known.
+    /// Begins the turn of a gang that was granted a GPU at `since`, or moves its beginning back.
     pub fn begin_gang_turn(&mut self, entity: Entity, since: Time) {
         if let Some(gang) = entity.gang() {
             self.gangs.begin_turn(gang, since);
         }
     }
 
-    /// A gang has lost something, or one of it is counted as no holder any more: its turn may be over.
+    /// Ends the turn of a gang that no longer holds anything. Holds that are bypassed do not count.
     pub fn end_gang_turn(&mut self, entity: Entity) {
         let is_over = |gang: &Gang| self.holds_of_gang(*gang).all(|(_, hold)| hold.is_bypassed());
         if let Some(gang) = entity.gang().filter(is_over) {
@@ -244,7 +245,7 @@ impl Lock {
         self.requests.get(&entity)
     }
 
-    /// Everything of a request but its place in line.
+    /// A request, to change anything but its position in queues.
     pub fn request_mut(&mut self, entity: Entity) -> Option<&mut Request> {
         self.requests.get_mut(&entity)
     }
@@ -269,7 +270,7 @@ impl Lock {
         self.requests.get(&entity).into_iter().flat_map(|request| request.wants.keys().copied())
     }
 
-    /// A gang is taken for its first member.
+    /// The first client of a request: it stands for a gang.
     pub fn first_client(&self, entity: Entity) -> Option<ClientId> {
         self.clients_of(entity).next()
     }
@@ -280,7 +281,7 @@ impl Lock {
         wants.filter(|(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client).collect()
     }
 
-    /// Entities in the queue of a GPU, in the order in which they are served.
+    /// The queue of a GPU, in the order in which requests are served.
     pub fn queue(&self, id: GpuId) -> impl Iterator<Item = (&QueueKey, Entity)> {
         self.gpus.get(&id).into_iter().flat_map(|line| &line.queue).map(|(key, entity)| (key, *entity))
     }
@@ -297,22 +298,22 @@ impl Lock {
         self.gpus.get(&id).map_or(0, |line| line.queue.len() as u32)
     }
 
-    /// The first client of each entity in the queue.
+    /// The first client of each request in the queue.
     pub fn waiting_on(&self, id: GpuId) -> impl Iterator<Item = ClientId> {
         self.queue(id).filter_map(|(_, entity)| self.first_client(entity))
     }
 
-    /// Requests that wait there for one of a better class, and would keep other GPUs from others meanwhile.
+    /// Requests kept out of the queue by one of a better class, since they would keep other GPUs idle meanwhile.
     pub fn behind(&self, id: GpuId) -> impl Iterator<Item = Entity> {
         self.gpus.get(&id).into_iter().flat_map(|line| line.behind.iter().copied())
     }
 
-    /// Whether pinned memory there blocks any request.
+    /// Whether pinned memory on a GPU blocks any request.
     pub fn blocks_any(&self, id: GpuId) -> bool {
         self.gpus.get(&id).is_some_and(|line| !line.blocked_by_pinned.is_empty())
     }
 
-    /// Requests that pinned memory there blocked: they are to be looked at again.
+    /// Takes the requests that pinned memory on a GPU has blocked, to be tried again.
     pub fn take_blocked_by_pinned(&mut self, id: GpuId) -> impl IntoIterator<Item = Entity> + use<> {
         self.gpus.get_mut(&id).map(|line| std::mem::take(&mut line.blocked_by_pinned)).unwrap_or_default()
     }
@@ -330,7 +331,7 @@ impl Lock {
         }
     }
 
-    /// Takes it out of them.
+    /// Takes a request out of the queues.
     pub fn leave_queues(&mut self, fx: &mut Effects, entity: Entity) {
         let Some(request) = self.requests.get(&entity) else { return };
         for id in request.wants.values().flatten() {
@@ -345,7 +346,7 @@ impl Lock {
         fx.wake(crate::timers::Wake::Entity(entity), None);
     }
 
-    /// Says why a request, which is in no queue, is not.
+    /// Sets why a request, which is in no queue, is blocked.
     pub fn set_blocked(&mut self, fx: &mut Effects, entity: Entity, why: Blocked) {
         let Some(request) = self.requests.get_mut(&entity) else { return };
         request.blocked = Some(why);
@@ -356,7 +357,7 @@ impl Lock {
                 }
             }
             Blocked::Behind(id) => {
-                // Its holder is told that a client waits.
+                // So that the holder is told that a request waits.
                 if let Some(line) = self.gpus.get_mut(&id) {
                     line.behind.insert(entity);
                     fx.touch(id);
@@ -366,7 +367,7 @@ impl Lock {
         }
     }
 
-    /// Adds what a client wants to a request, which is in no queue: to `new`, or to the one that is there.
+    /// Adds what a client wants to a request that is in no queue: to `new`, or to the existing one.
     pub fn add_to_request(
         &mut self,
         entity: Entity,
@@ -382,8 +383,8 @@ impl Lock {
         self.clients.entry(client).or_default().waiting = Some(entity);
     }
 
-    /// Takes a client out of its request, which is in no queue. A request of no client ends. Returns what the client wanted,
-    /// and since when.
+    /// Takes a client out of its request, which is in no queue. A request without clients ends. Returns since when the
+    /// client has waited, and for which GPUs.
     pub fn take_from_request(&mut self, client: ClientId) -> Option<(Time, GpuSet)> {
         let entity = self.clients.get_mut(&client)?.waiting.take()?;
         let request = self.requests.get_mut(&entity)?;
@@ -394,7 +395,7 @@ impl Lock {
         taken
     }
 
-    /// Ends a request, which is in no queue: it is granted.
+    /// Ends a request that is granted, and is in no queue.
     pub fn take_request(&mut self, entity: Entity) -> Option<Request> {
         let request = self.requests.remove(&entity)?;
         for client in request.wants.keys() {

@@ -4,7 +4,7 @@ use super::Gang;
 use crate::{api::*, fairness::Class};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What is granted together.
+/// The unit of granting: a client, or the members of a gang together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Entity {
     Solo(ClientId),
@@ -20,21 +20,22 @@ impl Entity {
     }
 }
 
-/// An entity that waits.
+/// A request of an entity for the locks of one or several GPUs.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Request {
     pub key: QueueKey,
+    /// Since when each client has waited, and for which GPUs.
     pub since: BTreeMap<ClientId, Time>,
     pub wants: BTreeMap<ClientId, GpuSet>,
-    /// Others of the gang are likely to ask within a moment: it is not granted before them.
+    /// Other members of the gang are likely to ask within a moment: the request is not granted before this.
     pub gathers: Option<Time>,
-    /// When it will have waited for so long that it goes before all others of its party.
+    /// When the request goes before all others of its owner because of its age. `None`: never.
     pub ages: Option<Time>,
-    /// It has.
+    /// It has aged: it goes before all others of its owner.
     pub aged: bool,
-    /// Whether it stands in line, and if not, why.
+    /// Why the request is in no queue. `None`: it is queued.
     pub blocked: Option<Blocked>,
-    /// What it was last told about why it waits.
+    /// The reason for waiting that its clients were last told.
     #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
 }
@@ -51,27 +52,30 @@ impl Request {
     }
 }
 
-/// Why a request is not in line. It then reserves nothing, and holds up nobody.
+/// Why a request is in no queue. It then reserves no memory and delays no other request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Blocked {
+    /// It must wait until then: its mapping failed, or its owner has used its maximum.
     Until(Time),
+    /// The process of a member is stopped.
     Stopped,
-    /// It wants a lock that it has to release first, and cannot drain.
+    /// It wants a lock that the client still holds, was asked to release, and cannot drain.
     Undrained,
-    /// What is pinned on that GPU leaves too little.
+    /// Unevictable memory on that GPU leaves too little room.
     Pinned(GpuId),
-    /// That GPU is somebody's of a better class, and it wants others as well.
+    /// That GPU is wanted or held by a client of a better class, and the request wants other GPUs as well.
     Behind(GpuId),
 }
 
-/// Where a request stands in line: among those of its class by its time, and among those of one party by their rank.
+/// The position of a request in queues: by class, then by finish tag or arrival (`at`), then, among the requests of one
+/// owner, by `rank`. The smallest is served first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct QueueKey {
     pub class: Class,
     pub at: Time,
     pub rank: Time,
     pub number: u64,
-    /// Since when its party has waited there, if nobody of it was served meanwhile.
+    /// Since when the request's owner has waited there, if none of its clients was served meanwhile.
     pub joined: Time,
 }
 
@@ -82,11 +86,12 @@ pub(super) struct Line {
     pub queue: BTreeSet<(QueueKey, Entity)>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
-    /// Requests that wait for one of a better class, and would keep other GPUs from others meanwhile.
+    /// Requests kept out of the queue by one of a better class, since they would keep other GPUs idle meanwhile.
     pub behind: BTreeSet<Entity>,
-    /// Requests that cannot be served while what is pinned here stays.
+    /// Requests that cannot be served while unevictable memory stays on this GPU.
     pub blocked_by_pinned: BTreeSet<Entity>,
-    /// No client holds it, since memory of this entity, which is to have it, is on its way.
+    /// The GPU is idle, since then, because memory of this entity, which is next, is still being moved in.
     pub idle_for: Option<(Entity, Time)>,
+    /// The last holder, if it was preempted.
     pub preempted: Option<ClientId>,
 }

@@ -1,4 +1,4 @@
-//! Clients that attach and detach GPUs, and what they report of their memory.
+//! Clients that attach and detach GPUs, and the reports of their memory.
 
 use super::Machine;
 use crate::{
@@ -15,7 +15,7 @@ impl Machine {
         let now = self.now;
         let (Some(state), Some(gpu)) = (self.clients.get(&client), self.memory.get_mut(&id)) else { return };
         if let Some(memory) = gpu.clients.get_mut(&client) {
-            memory.engine = engine; // asked again: answered again, unless the answer is still to come
+            memory.engine = engine; // a repeated request is answered again, unless the answer is still to come
             if memory.attached.is_some() {
                 self.effects.command(Command::Attached { client, gpu: id });
                 self.with_quota(|quota, cx, fx| quota.tell(cx, fx, client, id));
@@ -29,7 +29,7 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Everything of that client is gone from that GPU: its bytes, its lock and its place in line.
+    /// Removes a client from a GPU: its memory, its hold and its requests.
     pub(super) fn detach(&mut self, client: ClientId, id: GpuId) {
         if self.memory_of(client, id).is_none() {
             return;
@@ -47,7 +47,7 @@ impl Machine {
         self.touch(id);
     }
 
-    /// A client reports its memory on a GPU.
+    /// Handles a client's report of its memory on a GPU.
     pub(super) fn report(&mut self, client: ClientId, id: GpuId, report: MemoryReport) {
         let now = self.now;
         let Some(memory) = self.memory_of_mut(client, id) else { return };
@@ -82,14 +82,15 @@ impl Machine {
             gpu.learn_rate(client, bytes, contents, time);
         }
         self.evicted_at_last(client, id);
-        self.check(client); // its answer may have been due
-        // What it needs may have changed, and with it whether it can be served at all.
+        self.check(client); // the report may be a late answer
+        // The client's need may have changed, and with it whether its request can be served at all.
         if let Some(entity) = self.lock.waiting(client)
             && self.lock.request(entity).is_some_and(|request| request.blocked == Some(Blocked::Pinned(id)))
         {
             self.enqueue(entity);
         }
-        // Holders and the first in line go first; what is free after that may be given to a client that waits for nothing.
+        // Holders and the first request in the queue come first. Bytes that are free after that may go to a client that
+        // waits for nothing.
         self.effects.untouch(id);
         self.settle(id);
         if self.memory.get(&id).is_some_and(|gpu| !gpu.lacking) && !self.is_over_limit(client, id) {

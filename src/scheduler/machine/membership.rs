@@ -1,4 +1,5 @@
-//! Clients that come and go, and what rules and environments say of them: the events that every component has to hear of.
+//! Events that concern every component: clients that connect and disconnect, and what rules and environments say about
+//! them.
 
 use super::{Client, Machine};
 use crate::{
@@ -43,11 +44,12 @@ impl Machine {
         self.effects.wake(Wake::Client(id), None);
     }
 
-    /// What rules say of these clients from now on.
+    /// Applies new rules to these clients.
     pub(super) fn grouped(&mut self, groups: &BTreeMap<ClientId, Option<Group>>) {
         let mut bounds_changed: BTreeSet<ClientId> = groups.keys().copied().collect();
         let mut shares_changed = false;
-        // All clients change groups before any limit is computed: a member that came too early would be promised what others have.
+        // All clients change groups before any limit is computed: a member that was counted too early would get what
+        // others have.
         for (client, group) in groups {
             self.leave_group(*client);
             if !self.clients.contains_key(client) {
@@ -76,7 +78,7 @@ impl Machine {
         }
     }
 
-    /// Whether a client has a lock or waits for one.
+    /// Whether a client holds a lock or waits for one.
     fn has_position(&self, client: ClientId) -> bool {
         self.lock.waiting(client).is_some() || self.lock.holds_any(client)
     }
@@ -88,7 +90,7 @@ impl Machine {
         }
     }
 
-    /// What a client's environment says from now on.
+    /// Applies the limits of a client's environment.
     pub(super) fn set_env_limits(&mut self, client: ClientId, limits: EnvLimits) {
         let has_position = self.has_position(client);
         if !self.clients.contains_key(&client) {
@@ -104,7 +106,8 @@ impl Machine {
         }
     }
 
-    /// What a client may have of memory has changed: memory beyond that leaves, and the client is told. New limits follow.
+    /// Applies a change of the bounds on a client's memory: memory beyond them leaves, and the client is told. New
+    /// limits follow.
     fn bounds_changed(&mut self, client: ClientId) {
         for id in self.quota.gpus_of(client) {
             self.quota.mark_changed(id);
@@ -139,29 +142,31 @@ impl Machine {
         self.places.end_expected(self.now, |client| self.clients.contains_key(client));
     }
 
-    /// A client needs a higher limit.
+    /// Handles a client's request for a higher limit.
     pub(super) fn request_limit(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         if self.with_quota(|quota, cx, fx| quota.request(cx, fx, client, id, bytes)) {
             self.measure(id);
         }
     }
 
-    /// A measurement that limit requests wait for is late.
+    /// Handles the timeout of a measurement that limit requests wait for.
     pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
         if let Some(gpu) = self.memory.get_mut(&id) {
-            gpu.asked = false; // perhaps it will never be answered
+            gpu.asked = false; // the answer may never come
         }
         if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
             self.measure(id);
         }
     }
 
+    /// Lets the quota act on its state.
     pub(crate) fn with_quota<R>(&mut self, act: impl FnOnce(&mut Quota, quota::Context, &mut Effects) -> R) -> R {
         let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
         let context = quota::Context { now: self.now, rules: &self.rules, gpus: &gpus };
         act(&mut self.quota, context, &mut self.effects)
     }
 
+    /// Asks the quota a question.
     pub(crate) fn ask_quota<R>(&self, ask: impl FnOnce(&Quota, quota::Context) -> R) -> R {
         let gpus = GpuCapacities { gpus: &self.memory, settings: &self.settings };
         ask(&self.quota, quota::Context { now: self.now, rules: &self.rules, gpus: &gpus })

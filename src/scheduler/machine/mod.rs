@@ -1,5 +1,5 @@
-//! The state, and the dispatch of events. An event changes what it is about and marks the GPUs that it touches; then each marked GPU is
-//! settled.
+//! The state, and the dispatch of events. An event changes the state of a component and marks the GPUs that it
+//! concerns; then each marked GPU is settled.
 
 mod attachment;
 mod membership;
@@ -20,17 +20,19 @@ use crate::{
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Later times are taken for this one (34 years), so that no sum of times overflows.
+/// Later times are clamped to this one (34 years), so that no sum of times overflows.
 const MAX_TIME: Time = Duration::from_secs(1 << 30);
 
 impl Settings {
-    fn bound(&mut self) {
+    /// Clamps durations, so that no sum of times overflows.
+    fn clamp(&mut self) {
         self.time_quantum = self.time_quantum.min(MAX_TIME);
         self.time_period = self.time_period.min(MAX_TIME / 100);
     }
 }
 
-/// Decides who may run on which GPU, and whose memory is there. See the [module](super).
+/// The scheduler's state machine: decides which clients run on which GPU, and whose memory is there. See the
+/// [crate](crate).
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub struct Machine {
     pub(crate) now: Time,
@@ -49,17 +51,17 @@ pub struct Machine {
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Client {
-    /// As it calls its gang; 0: it is in none, unless a rule says so.
+    /// The gang that the client named; 0: none. A rule may put it into another one.
     pub named: u64,
     pub user: UserId,
     pub stopped: bool,
-    /// When it was last asked about, and how long not to ask again.
+    /// When the daemon was last asked to probe the process, and the least time until the next probe.
     pub probed: Option<(Time, Duration)>,
 }
 
 impl Machine {
     pub fn new(mut settings: Settings) -> Self {
-        settings.bound();
+        settings.clamp();
         Self {
             now: Time::ZERO,
             settings,
@@ -80,7 +82,7 @@ impl Machine {
         policy::named(self.settings.policy)
     }
 
-    /// When it wants the next [`Event::Tick`], unless another event comes first.
+    /// The time at which the next [`Event::Tick`] is due, unless another event comes first. `None`: nothing is due.
     pub fn deadline(&self) -> Option<Time> {
         self.effects.deadline()
     }
@@ -89,10 +91,12 @@ impl Machine {
         &self.settings
     }
 
-    /// Takes in what happened, and says what is to be done, in this order. Events that make no sense change nothing.
+    /// Handles an event and returns the commands to carry out, in this order. Events that make no sense, such as those
+    /// of unknown clients, change nothing. `now` must not decrease; an earlier time counts as the last one.
     pub fn handle(&mut self, now: Time, event: Event) -> Vec<Command> {
         self.now = self.now.max(now.min(MAX_TIME));
-        // What happened goes before what is due: an answer that came just in time is an answer, and the dead are not asked.
+        // The event goes before wake-ups that are due: an answer that comes in time counts, and clients that have just
+        // gone are not asked.
         self.dispatch(event);
         while let Some(wake) = self.effects.take_due(self.now) {
             match wake {
@@ -188,7 +192,7 @@ impl Machine {
     }
 
     fn configure(&mut self, mut settings: Settings) {
-        settings.bound();
+        settings.clamp();
         let is_same = settings.time_period == self.settings.time_period;
         let is_same_policy = settings.policy == self.settings.policy;
         self.settings = settings;
@@ -210,14 +214,14 @@ impl Machine {
         self.touch(id);
     }
 
-    /// That GPU is to be settled.
+    /// Marks a GPU to be settled.
     pub(crate) fn touch(&mut self, gpu: GpuId) {
         if self.memory.contains_key(&gpu) {
             self.effects.touch(gpu);
         }
     }
 
-    /// A client's memory on a GPU that it has attached.
+    /// A client's memory on a GPU; `None`: it has not attached the GPU.
     pub(crate) fn memory_of(&self, client: ClientId, id: GpuId) -> Option<&ClientMemory> {
         self.memory.get(&id)?.clients.get(&client)
     }
@@ -238,13 +242,13 @@ impl Machine {
     ) -> Option<R> {
         let gpu = self.memory.get_mut(&id)?;
         let result = gpu.ledger.change(client, change);
-        if gpu.ledger.is_loosened() {
+        if gpu.ledger.unevictable_fell() {
             self.effects.touch(id);
         }
         result
     }
 
-    /// Changes a client's hold of a GPU.
+    /// Changes a client's hold of a GPU, and the ledger with it.
     pub(crate) fn change_hold(&mut self, client: ClientId, id: GpuId, change: impl FnOnce(&mut Hold)) {
         if let Some(hold) = self.lock.hold_mut(client, id) {
             change(hold);
@@ -252,7 +256,8 @@ impl Machine {
         }
     }
 
-    /// A client's hold of a GPU, or why its memory stays there, is another: the ledger follows, and the GPU is settled.
+    /// Brings the ledger up to date after a client's hold of a GPU, or the reason why its memory cannot leave, has
+    /// changed; and marks the GPU.
     pub(crate) fn lock_changed(&mut self, client: ClientId, id: GpuId) {
         self.touch(id);
         let block = self.eviction_block(client, id);
@@ -263,7 +268,7 @@ impl Machine {
             None => State::Idle(lock.last_run),
         };
         gpu.ledger.set_state(client, now);
-        if gpu.ledger.is_loosened() {
+        if gpu.ledger.unevictable_fell() {
             self.effects.touch(id);
         }
     }

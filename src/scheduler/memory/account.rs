@@ -9,72 +9,75 @@ use std::time::Duration;
 
 /// No report counts for more bytes than this (16 TiB), so that sums of absurd reports cannot overflow.
 const MOST: u64 = 1 << 44;
-/// An eviction is asked for in steps, so that what is freed can be passed on while the rest is still being copied.
-/// Chunks from 64 MiB on reach full speed; a step is some of them.
+/// The size of an eviction's steps: memory freed by one step is passed on while the next is still being copied. Copies
+/// of chunks of 64 MiB and more run at full speed; a step is several of them.
 const STEP: u64 = 256 << 20;
-/// A report of more than was measured is believed up to this part of it, and up to so many bytes: a chunk that has just been
-/// mapped. Where nothing was measured, nothing is added: many clients that have nothing would add up.
+/// A report above the measured value is believed up to this part of it, and up to so many bytes: a chunk may just have
+/// been mapped. Where nothing was measured nothing is added, or many clients that have no memory would add up.
 const SLACK_PART: u64 = 16;
 const SLACK: u64 = 64 << 20;
-/// Bytes that may be missing from a measurement: the granularity of GPU memory.
+/// The granularity of GPU memory: measurements may be lower than reports by this much.
 const ROUNDING: u64 = 2 << 20;
-/// A client that comes back with memory is measured within this time, or has to make do with what is free.
+/// How long a client that reconnects with memory waits for a measurement. After that it is allowed only what is free.
 const UNMEASURED: Duration = Duration::from_secs(3);
-/// An eviction that has made no progress for so long is not answered.
+/// An eviction without progress for this long counts as unanswered.
 const SILENT: Duration = Duration::from_secs(1);
+/// An eviction has no more steps than this.
 const MOST_STEPS: u64 = 32;
 
-/// An eviction that was asked for and not yet confirmed.
+/// An eviction that was requested and not yet confirmed.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Eviction {
+    /// The allowance that completes it.
     pub seq: u32,
     pub since: Time,
-    /// When it was asked for, or bytes last left.
+    /// When it was requested, or bytes last left.
     pub progress: Time,
+    /// Reported bytes when it was requested.
     mapped: u64,
     swapped: u64,
 }
 
-/// What left in an eviction that was confirmed.
+/// The bytes that left in a confirmed eviction, and how long it took.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Evicted {
     pub bytes: u64,
-    /// Those of them whose contents are in the host now: what holds one value throughout need not be.
+    /// Those of `bytes` whose contents were stored in host memory. Constant and unchanged chunks are not.
     pub contents: u64,
     pub time: Duration,
 }
 
-/// What one client may have on one GPU, and says it has.
+/// What one client may have on one GPU, and what it reports to have, in bytes.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Account {
     pub allowance: u64,
     pub charge: u64,
-    /// What is believed of its newest report.
+    /// The newest report, as far as it is believed.
     pub report: MemoryReport,
-    /// What it reported to have mapped, and pinned of that.
+    /// The mapped and the pinned bytes that the client reported, believed or not.
     claimed: (u64, u64),
-    /// The most that it was last measured to have mapped; `None`: it was never measured, and is believed.
+    /// The most that the client was last measured to have mapped. `None`: it was never measured, and is believed.
     found: Option<u64>,
-    /// The most that it was ever measured to have mapped.
+    /// The most that the client was ever measured to have mapped.
     seen: u64,
-    /// When it first reported to have memory.
+    /// When the client first reported memory.
     reported: Option<Time>,
-    /// It was measured since then, or that took too long.
+    /// It has been measured since then, or the measurement timed out.
     is_checked: bool,
-    /// What the last measurement refuted, of that kind: it is not worth another.
+    /// Mapped and pinned bytes that the last measurement refuted: they are not worth another one.
     refuted: (u64, u64),
     pub eviction: Option<Eviction>,
     pub frees: UnverifiedFrees,
     seq: u32,
-    /// Allowances that the client may still be acting on, newest last: every one is smaller than the one before it,
-    /// because an earlier and smaller one never decides what can be mapped.
+    /// Allowances that the client may still be acting on, newest last. Each is smaller than the one before it, because
+    /// an earlier and smaller one never decides how much can be mapped.
     steps: VecDeque<(u32, u64)>,
 }
 
 impl Account {
-    /// The allowances to send so that it ends at `bytes`: one, or several on the way down.
+    /// Sets the allowance to `bytes`. Returns the messages to send: one, or several steps on the way down.
     pub fn set(&mut self, now: Time, bytes: u64) -> Vec<(u32, u64)> {
-        // What it was allowed last it may have mapped without having said so.
+        // It may have mapped its last allowance without having reported that.
         let start = if self.report.ack == self.seq { self.allowance.min(self.report.mapped) } else { self.allowance };
         let mut send = Vec::new();
         if bytes < self.allowance {
@@ -101,12 +104,12 @@ impl Account {
         self.steps.push_back((self.seq, bytes));
         self.charge = self.charge.max(bytes);
         if self.allowance >= self.charge {
-            self.eviction = None; // asked for and called off
+            self.eviction = None; // requested and cancelled
         }
         self.seq
     }
 
-    /// Takes a report. If it confirms an eviction: what left.
+    /// Takes a report. Returns what left if it completes an eviction.
     pub fn reported(&mut self, now: Time, mut report: MemoryReport) -> Option<Evicted> {
         report.demand = report.demand.min(MOST);
         report.pinned = report.pinned.min(MOST);
@@ -121,8 +124,8 @@ impl Account {
             eviction.progress = now;
         }
         self.report = report;
-        // From the state that it reports, it can go to any allowance from the acknowledged one on. Steps grow smaller,
-        // so the first that remains is the largest.
+        // From the reported state the client can go on to any allowance from the acknowledged one on. Steps grow
+        // smaller, so the first that remains is the largest.
         while self.steps.front().is_some_and(|(seq, _)| *seq < report.ack) {
             self.steps.pop_front();
         }
@@ -142,62 +145,62 @@ impl Account {
         self.steps.front().map_or(0, |(_, b)| *b).max(self.allowance)
     }
 
-    /// What is believed of what it reports to have mapped, and pinned. What it was allowed it may have mapped since it was
-    /// last measured; more counts only once it was measured, and so does all that is to stay.
+    /// The mapped and the pinned bytes that are believed. The client may have mapped its allowance since it was last
+    /// measured; more counts only once it was measured, and so does pinned memory.
     fn believed(&self) -> (u64, u64) {
         let (mapped, pinned) = self.claimed;
         let verified = self.verified().unwrap_or(MOST);
         (mapped.min(verified.max(self.frees.high(self.allowed()))), pinned.min(verified))
     }
 
-    /// The most that it is believed to have mapped beyond what it was allowed since: what was found, and a sixteenth, at
-    /// most 64 MiB, for what has been mapped since or is rounded up.
+    /// The most that is believed on the strength of the last measurement: the measured bytes, plus a sixteenth (at most
+    /// 64 MiB) for chunks mapped since and for rounding. `None`: never measured.
     fn verified(&self) -> Option<u64> {
         self.found.map(|bytes| bytes.saturating_add((bytes / SLACK_PART).min(SLACK)))
     }
 
-    /// Whether it reports more than is believed.
+    /// Whether the client reports more than is believed.
     pub fn is_disbelieved(&self) -> bool {
         self.claimed.0 > self.report.mapped.saturating_add(ROUNDING)
             || self.claimed.1 > self.report.pinned.saturating_add(ROUNDING)
     }
 
-    /// Whether another measurement may confirm what it reports.
+    /// Whether another measurement could confirm what the client reports.
     pub fn is_worth_measuring(&self) -> bool {
         self.is_disbelieved() && (self.claimed.0 > self.refuted.0 || self.claimed.1 > self.refuted.1)
     }
 
-    /// A client that comes back with memory: what it has is not known before it is measured.
+    /// Whether the client reconnected with memory that has not been measured yet.
     pub fn awaits_measurement(&self) -> bool {
         self.is_new() && self.is_disbelieved() && !self.is_checked
     }
 
-    /// When it is waited for no longer.
+    /// When waiting for that measurement ends; `None`: it is not waited for.
     pub fn measurement_is_late_at(&self) -> Option<Time> {
         self.reported.filter(|_| self.awaits_measurement()).map(|at| at + UNMEASURED)
     }
 
-    /// No measurement has come in time: what it reports is believed as far as that can be known without.
+    /// Ends waiting for a measurement that is late: the report is believed as far as the allowance goes.
     pub fn measurement_is_late(&mut self, now: Time) {
         self.is_checked |= self.measurement_is_late_at().is_some_and(|at| at <= now);
     }
 
-    /// Whether it reports more than it was measured to have, though that was allowed.
+    /// Whether the client reports more than it was measured to have, within what it was allowed.
     pub fn is_overstated(&self) -> bool {
         self.verified().is_some_and(|most| self.report.mapped > most)
     }
 
-    /// What it reports to have mapped, believed or not.
+    /// The mapped bytes that the client reported, believed or not.
     pub fn claimed(&self) -> u64 {
         self.claimed.0
     }
 
-    /// From now on nothing is believed that was not allowed or measured.
+    /// From now on, believes only what was allowed or measured.
     pub fn distrust(&mut self) {
         self.found.get_or_insert(0);
     }
 
-    /// It was found to have so much at a moment that was not before `begun`; `None`: the measurement does not tell.
+    /// Takes a measurement that began no earlier than `begun`. `None`: it says nothing about this client.
     pub fn measured(&mut self, begun: Time, found: Option<Found>) {
         self.frees.measured(begun, found.map(|found| found.least), self.charge);
         if let Some(found) = found {
@@ -210,14 +213,15 @@ impl Account {
         self.charge = self.allowed().max(self.report.mapped);
     }
 
-    /// What a client that does not answer an eviction has, as far as is known, if that is less than it is charged.
+    /// The bytes that a client which does not answer an eviction has, as far as is known; `None`: it makes progress, or
+    /// has all that it is charged.
     pub fn unanswered(&self, now: Time) -> Option<u64> {
         let is_silent = self.eviction.as_ref().is_some_and(|eviction| eviction.progress + SILENT <= now);
         let has = self.verified().unwrap_or(self.report.mapped);
         (is_silent && has < self.charge).then_some(has)
     }
 
-    /// Charges no more than its allowance and what it has. Should it map more after all, that fails or is evicted.
+    /// Lowers the charge to the allowance and what the client has. If it maps more after all, that fails or is evicted.
     pub fn charge_as_known(&mut self, now: Time) {
         self.steps.clear();
         self.steps.push_back((self.seq, self.allowance));
@@ -227,16 +231,17 @@ impl Account {
         }
     }
 
-    /// The fewest and the most bytes that it can have mapped at this moment.
+    /// The fewest and the most bytes that the client can have mapped at this moment.
     ///
-    /// Fewer bytes in doubt than `ignored` are not counted: the context is larger than was measured rather than that.
+    /// Fewer unverified bytes than `ignored` are not counted: they are more likely a context that is larger than was
+    /// measured.
     pub fn extent(&self, ignored: u64) -> (u64, u64) {
         let present = self.frees.present();
         let least = match self.eviction {
             Some(_) => self.report.mapped.min(self.allowance.max(self.report.pinned)),
             None => self.report.mapped,
         };
-        // One that has all it needs maps nothing, whatever it may.
+        // A client that has all that it needs maps nothing, whatever its allowance.
         let grows = self.report.demand > self.report.mapped || self.eviction.is_some();
         let most = if grows { self.charge } else { self.report.mapped };
         let unverified = Some(self.unverified()).filter(|bytes| *bytes > ignored).unwrap_or(0);
@@ -244,28 +249,28 @@ impl Account {
         (least.saturating_add(present), most.saturating_add(present))
     }
 
-    /// What it needs on the GPU, as far as it was ever seen to have it there; all that it reports, where nothing is measured.
+    /// The client's demand as far as it was ever measured on the GPU; all of it where nothing is measured.
     pub fn seen_to_need(&self) -> u64 {
         self.found.map_or(self.report.demand, |_| self.report.demand.min(self.seen))
     }
 
-    /// Bytes that it has on the GPU, as far as is known: what is on its way out is there still.
+    /// Bytes that the client has on the GPU, as far as is known, including those being evicted.
     pub fn in_use(&self) -> u64 {
         let bytes = if self.eviction.is_some() { self.charge } else { self.report.mapped };
         bytes.saturating_add(self.frees.present())
     }
 
-    /// Bytes that it may map and has no need for.
+    /// Bytes that the client may map beyond its demand.
     pub fn ahead(&self) -> u64 {
         self.allowance.saturating_sub(self.report.demand.max(self.report.mapped))
     }
 
-    /// Whether an allowance was ever sent.
+    /// Whether no allowance was ever sent.
     pub fn is_new(&self) -> bool {
         self.seq == 0
     }
 
-    /// Bytes that an eviction could take beyond those that are on their way.
+    /// Bytes that a further eviction could take.
     pub fn evictable(&self) -> u64 {
         self.allowance.saturating_sub(self.report.pinned)
     }
@@ -274,7 +279,7 @@ impl Account {
         self.frees.unverified(self.charge)
     }
 
-    /// When there is something about it that no measurement is waited for any longer.
+    /// When an unverified free, or waiting for a measurement, expires. `None`: there is neither.
     pub(crate) fn expires(&self) -> Option<Time> {
         self.frees.expires().into_iter().chain(self.measurement_is_late_at()).min()
     }

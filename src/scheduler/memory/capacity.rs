@@ -1,32 +1,32 @@
-//! How many bytes of a GPU can be charged to clients: what is left beside the reserve, contexts and other programs.
+//! The bytes of a GPU that can be charged to clients: all but the reserve, contexts and other programs.
 
 use crate::{api::*, memory::GpuMemory, quota::Capacities};
 use std::collections::BTreeMap;
 
-/// Of a small GPU, reserve and contexts take no larger part than one in so many: contexts are smaller there, too.
+/// The reserve, and a context, take no more than this part of a GPU: on small GPUs contexts are smaller, too.
 const SMALLEST_PART: u64 = 16;
-/// No limit is higher (16 TiB), so that sums cannot overflow.
+/// No limit is higher than this (16 TiB), so that sums cannot overflow.
 const MOST: u64 = 1 << 44;
 
 impl Settings {
-    /// What a context counts for on a GPU of that size, until it has been measured.
+    /// Bytes that a context counts for on a GPU of `total` bytes until it has been measured.
     pub fn context_on(&self, total: u64) -> u64 {
         self.context.min(total / SMALLEST_PART)
     }
 }
 
 impl GpuMemory {
-    /// Bytes that no client gets.
+    /// Bytes that are given to no client.
     pub(crate) fn reserve(&self, settings: &Settings) -> u64 {
         settings.reserve.min(self.total / SMALLEST_PART)
     }
 
-    /// Fewer unverified bytes of a client than these are taken to be its context.
+    /// Fewer unverified bytes of a client than this are taken for its context.
     pub(crate) fn ignored_unverified(&self) -> u64 {
         self.total / SMALLEST_PART
     }
 
-    /// Bytes for so many contexts that were not measured.
+    /// Bytes that `count` unmeasured contexts count for.
     pub(crate) fn context_bytes(&self, settings: &Settings, count: usize) -> u64 {
         settings.context_on(self.total).saturating_mul(count as u64)
     }
@@ -36,16 +36,17 @@ impl GpuMemory {
         self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond))
     }
 
-    /// The same without what one client may try to map besides.
+    /// The capacity without a trial: what seems to be there.
     pub(crate) fn usable(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.overhead_wanted(settings))
     }
 
+    /// Bytes set aside for contexts and other programs.
     pub(crate) fn overhead(&self, settings: &Settings) -> u64 {
         self.total.saturating_sub(self.reserve(settings)).saturating_sub(self.usable(settings))
     }
 
-    /// Overhead as it would be if the GPU were large enough: the capacity cannot fall below 0 and hides the rest.
+    /// The overhead if the GPU were large enough for it: capacity cannot fall below 0 and would hide the rest.
     pub(crate) fn overhead_wanted(&self, settings: &Settings) -> u64 {
         let contexts = self.context_bytes(settings, self.unmeasured.len().saturating_sub(self.contexts.deferred()));
         self.measured.unwrap_or(0).saturating_add(contexts)
@@ -58,7 +59,7 @@ impl GpuMemory {
     }
 }
 
-/// The GPUs, as the quota sees them.
+/// What the quota sees of the GPUs.
 pub(crate) struct GpuCapacities<'a> {
     pub gpus: &'a BTreeMap<GpuId, GpuMemory>,
     pub settings: &'a Settings,

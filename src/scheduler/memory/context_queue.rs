@@ -1,5 +1,5 @@
-//! Clients that are about to create a context, in the order in which they came. Those at the back may be *deferred*: their contexts
-//! would leave an attached client too little to ever run.
+//! Clients that wait to create a context, in the order of arrival. Those at the back may be *deferred*: their contexts
+//! would leave an attached client too little memory to ever run.
 
 use crate::api::*;
 use std::collections::VecDeque;
@@ -15,7 +15,7 @@ pub(crate) struct ContextQueue {
 pub(crate) struct PendingContext {
     pub client: ClientId,
     pub since: Time,
-    /// The client was told that it waits for others to need less; and that it waits in vain.
+    /// The client was told that it waits for other clients to need less, and that it waits in vain.
     pub told: bool,
     pub refused: bool,
 }
@@ -58,13 +58,14 @@ impl ContextQueue {
         self.queue.iter_mut().skip(from)
     }
 
-    /// The first that is not deferred, since when it waits, and how many behind it are not deferred either.
+    /// The first client that is not deferred, since when it has waited, and how many behind it are not deferred either.
+    /// `None`: all are deferred.
     pub fn first(&self) -> Option<(ClientId, Time, usize)> {
         let behind = self.queue.len().checked_sub(1 + self.deferred)?;
         self.queue.front().map(|pending| (pending.client, pending.since, behind))
     }
 
-    /// The first may create its context.
+    /// Removes the first, which may create its context.
     pub fn pop(&mut self) {
         self.queue.pop_front();
     }

@@ -1,29 +1,31 @@
-//! The ledger of one GPU's memory: an [`Account`] for each client, and the sums over all accounts, which follow every change of an
-//! account. Other modules decide which client gains or loses bytes.
+//! The ledger of one GPU's memory: an [`Account`] for each client, and the sums over all accounts, which follow every
+//! change of an account. `settle` decides which client gains or loses bytes.
 //!
-//! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped.
+//! Invariant: Σ charge ≤ capacity, so that an allowance can always be mapped. A measurement that lowers the capacity
+//! can break it; then the excess is evicted first.
 
 use super::Account;
 use crate::api::{ClientId, Time, UserId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How an account's charge divides.
+/// An account's contribution to the sums, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Sums {
     charge: u64,
-    /// Cannot leave: pinned, or the process is stopped, or it holds the lock and cannot drain.
+    /// Bytes of the charge that cannot leave: pinned bytes, and everything where [`State::Unevictable`].
     unevictable: u64,
-    /// On its way out.
-    coming: u64,
+    /// Bytes that an eviction under way will free.
+    evicting: u64,
     unverified: u64,
+    /// When the client last ran, if it is idle and has evictable bytes.
     last_run: Option<Time>,
 }
 
 impl Account {
-    /// What of it cannot leave now.
+    /// The account's contribution to the sums.
     fn divide(&self, state: State) -> Sums {
         let evictable = if state == State::Unevictable { 0 } else { self.evictable() };
-        let coming = if state == State::Unevictable || self.eviction.is_none() {
+        let evicting = if state == State::Unevictable || self.eviction.is_none() {
             0
         } else {
             self.charge.saturating_sub(self.allowance.max(self.report.pinned))
@@ -35,22 +37,22 @@ impl Account {
         };
         Sums {
             charge: self.charge.saturating_add(present),
-            unevictable: self.charge.saturating_sub(evictable).saturating_sub(coming).saturating_add(present),
-            coming,
+            unevictable: self.charge.saturating_sub(evictable).saturating_sub(evicting).saturating_add(present),
+            evicting,
             unverified: self.unverified(),
             last_run: idle_since.filter(|_| evictable > 0),
         }
     }
 }
 
-/// Whether a client's memory can leave.
+/// Whether a client's memory can leave the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum State {
-    /// It holds the lock: its memory can leave once it has given that back.
+    /// The client holds the lock. Its memory can leave after it has released it.
     Running,
-    /// It does not, since then.
+    /// The client does not hold the lock, since then.
     Idle(Time),
-    /// Nothing of it can leave now.
+    /// None of the client's memory can leave at present; see [`EvictionBlock`](crate::api::EvictionBlock).
     Unevictable,
 }
 
@@ -59,28 +61,28 @@ struct Entry {
     user: UserId,
     state: State,
     account: Account,
-    /// Its part of the sums.
+    /// The entry's contribution to the ledger's sums.
     sums: Sums,
 }
 
-/// The accounts of one GPU, and their sums.
+/// The accounts of one GPU, and their sums in bytes.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Ledger {
     accounts: BTreeMap<ClientId, Entry>,
-    /// Σ charge, with what is there though its client says that it is gone.
+    /// Σ charge, including memory that measurements still show although its client reported it as freed.
     charged: u64,
     unevictable: u64,
-    coming: u64,
-    /// In doubt, by the users whose clients say that it is gone.
+    evicting: u64,
+    /// Unverified frees, by the user of the client that reported them.
     unverified: BTreeMap<UserId, u64>,
-    /// Those with evictable bytes, least recently run first.
+    /// Idle clients with evictable bytes, least recently run first.
     lru: BTreeSet<(Time, ClientId)>,
-    /// `fixed` fell since this was last cleared: who could not be served may be served now.
-    loosened: bool,
+    /// `unevictable` fell since this was last cleared, so requests that it blocked may be served now.
+    unevictable_fell: bool,
 }
 
 impl Ledger {
-    /// Opens an account for a client of that user, which is idle.
+    /// Opens an account for an idle client.
     pub fn open(&mut self, now: Time, client: ClientId, user: UserId, account: Account) {
         let entry = Entry { user, state: State::Idle(now), account, sums: Sums::default() };
         self.accounts.insert(client, entry);
@@ -96,14 +98,14 @@ impl Ledger {
         Some(&self.accounts.get(&client)?.account)
     }
 
-    /// Changes an account. The sums follow.
+    /// Changes an account, and the sums with it. Returns the result of `change`; `None`: there is no such account.
     pub fn change<R>(&mut self, client: ClientId, change: impl FnOnce(&mut Account) -> R) -> Option<R> {
         let result = change(&mut self.accounts.get_mut(&client)?.account);
         self.sum_up(client);
         Some(result)
     }
 
-    /// Whether its memory can leave. The sums follow.
+    /// Sets whether a client's memory can leave, and changes the sums with it.
     pub fn set_state(&mut self, client: ClientId, state: State) {
         if let Some(entry) = self.accounts.get_mut(&client) {
             entry.state = state;
@@ -118,7 +120,7 @@ impl Ledger {
         self.replace((client, user), old, new);
     }
 
-    /// What of it cannot leave, of that client.
+    /// Bytes of a client's charge that cannot leave.
     pub fn unevictable_of(&self, client: ClientId) -> u64 {
         self.accounts.get(&client).map_or(0, |entry| entry.sums.unevictable)
     }
@@ -131,28 +133,29 @@ impl Ledger {
         self.unevictable
     }
 
-    pub fn coming(&self) -> u64 {
-        self.coming
+    pub fn evicting(&self) -> u64 {
+        self.evicting
     }
 
-    /// In doubt, of clients of others than that user.
+    /// Unverified frees of clients of other users than `user`.
     pub fn unverified_for(&self, user: UserId) -> u64 {
         let others = self.unverified.iter().filter(|(other, _)| **other != user);
         others.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
-    /// Those with evictable bytes and when they last ran, the least recent first.
+    /// Idle clients with evictable bytes, and when they last ran, the least recent first.
     pub fn eviction_order(&self) -> impl Iterator<Item = (Time, ClientId)> {
         self.lru.iter().copied()
     }
 
-    pub fn is_loosened(&self) -> bool {
-        self.loosened
+    /// Whether `unevictable` fell since [`Self::take_unevictable_fell`] was last called.
+    pub fn unevictable_fell(&self) -> bool {
+        self.unevictable_fell
     }
 
-    /// Whether `fixed` fell since this was last called.
-    pub fn take_loosened(&mut self) -> bool {
-        std::mem::take(&mut self.loosened)
+    /// Whether `unevictable` fell since this was last called.
+    pub fn take_unevictable_fell(&mut self) -> bool {
+        std::mem::take(&mut self.unevictable_fell)
     }
 
     fn replace(&mut self, (client, user): (ClientId, UserId), old: Sums, new: Sums) {
@@ -161,13 +164,13 @@ impl Ledger {
         }
         self.charged = self.charged + new.charge - old.charge;
         self.unevictable = self.unevictable + new.unevictable - old.unevictable;
-        self.coming = self.coming + new.coming - old.coming;
+        self.evicting = self.evicting + new.evicting - old.evicting;
         if old.unverified != new.unverified {
             let unverified = self.unverified.entry(user).or_default();
             *unverified = *unverified + new.unverified - old.unverified;
             self.unverified.retain(|_, bytes| *bytes > 0);
         }
-        self.loosened |= new.unevictable < old.unevictable;
+        self.unevictable_fell |= new.unevictable < old.unevictable;
         if let Some(at) = old.last_run {
             self.lru.remove(&(at, client));
         }
@@ -190,7 +193,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Two clients of two users that have so much, none of it pinned.
+    /// Two clients of two users with so many bytes, none of them pinned.
     fn ledger(a: u64, b: u64) -> Ledger {
         let mut ledger = Ledger::default();
         for (client, user, bytes) in [(A, UserId(1), a), (B, UserId(2), b)] {
@@ -201,7 +204,7 @@ mod tests {
         ledger
     }
 
-    /// All that was sent has been carried out.
+    /// A report that acknowledges all allowances.
     fn report(ledger: &mut Ledger, client: ClientId, mapped: u64, pinned: u64) {
         let report = MemoryReport { ack: u32::MAX, demand: mapped, mapped, pinned, ..MemoryReport::default() };
         ledger.change(client, |account| account.reported(at(11), report));
@@ -210,14 +213,14 @@ mod tests {
     #[test]
     fn the_sums_follow_the_accounts() {
         let mut ledger = ledger(5, 3);
-        assert_eq!((ledger.charged(), ledger.unevictable(), ledger.coming()), (8, 0, 0));
+        assert_eq!((ledger.charged(), ledger.unevictable(), ledger.evicting()), (8, 0, 0));
         report(&mut ledger, B, 3, 2);
         assert_eq!((ledger.unevictable(), ledger.unevictable_of(A), ledger.unevictable_of(B)), (2, 0, 2));
         ledger.change(A, |account| account.set(at(12), 1));
-        assert_eq!((ledger.charged(), ledger.coming()), (8, 4), "it may have all of it mapped still");
+        assert_eq!((ledger.charged(), ledger.evicting()), (8, 4), "all of it may still be mapped");
         report(&mut ledger, A, 1, 0);
-        assert_eq!((ledger.charged(), ledger.coming()), (4, 0));
-        assert_eq!(ledger.unverified_for(UserId(2)), 4, "that it has left is its word");
+        assert_eq!((ledger.charged(), ledger.evicting()), (4, 0));
+        assert_eq!(ledger.unverified_for(UserId(2)), 4, "no measurement has confirmed it");
         assert_eq!(ledger.unverified_for(UserId(1)), 0);
         ledger.close(A);
         ledger.close(B);
@@ -225,22 +228,25 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_leave_is_fixed_until_it_can() {
+    fn unevictable_memory_counts_until_it_can_leave() {
         let mut ledger = ledger(5, 3);
         ledger.set_state(A, State::Unevictable);
-        assert_eq!((ledger.unevictable(), ledger.take_loosened()), (5, false));
+        assert_eq!((ledger.unevictable(), ledger.take_unevictable_fell()), (5, false));
         ledger.set_state(A, State::Running);
-        assert_eq!((ledger.unevictable(), ledger.take_loosened(), ledger.take_loosened()), (0, true, false));
+        assert_eq!(
+            (ledger.unevictable(), ledger.take_unevictable_fell(), ledger.take_unevictable_fell()),
+            (0, true, false)
+        );
     }
 
     #[test]
-    fn those_that_ran_least_recently_are_evicted_first() {
+    fn least_recently_run_clients_are_evicted_first() {
         let mut ledger = ledger(5, 3);
         let order = |ledger: &Ledger| ledger.eviction_order().map(|(_, client)| client).collect::<Vec<_>>();
         assert_eq!(order(&ledger), [A, B]);
         ledger.set_state(A, State::Idle(at(20)));
         assert_eq!(order(&ledger), [B, A]);
         ledger.set_state(B, State::Running);
-        assert_eq!(order(&ledger), [A], "one that runs is not idle");
+        assert_eq!(order(&ledger), [A], "a running client is not idle");
     }
 }

@@ -1,16 +1,16 @@
-//! The memory of a GPU: how many bytes each client may have mapped there, and what is known of the room for them.
+//! The memory of a GPU: the bytes that each client may have mapped there, and what is known of the rest.
 //!
-//! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped while messages are under way.
+//! Σ charges ≤ capacity, where a client's *charge* is the most that it can have mapped while messages are in flight.
 //!
 //! - `ledger`: the account of each client, and the sums over all accounts. `account`: one of them.
-//! - `capacity`: how many bytes can be charged to clients.
-//! - `verification`: frees that clients report and no measurement has confirmed yet.
+//! - `capacity`: the bytes that can be charged to clients.
+//! - `verification`: frees that clients report and that no measurement has confirmed yet.
 //! - `shortfall`: mappings that failed although the ledger had room for them.
 //! - `context_queue`: clients that wait to create a context.
-//! - `reservation`: room for what the driver allocates for itself.
-//! - `rate`: how fast memory moves.
+//! - `reservation`: room for the driver's own allocations.
+//! - `rate`: the speed at which memory moves.
 //!
-//! These are data; which client gains or loses bytes is decided in `settle`.
+//! These are data. `settle` decides which client gains or loses bytes.
 
 pub(crate) mod account;
 pub(crate) mod capacity;
@@ -32,52 +32,53 @@ use shortfall::{Failures, Trial};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How long ago a client that keeps growing may have grown last.
+/// A client keeps growing if its demand grew twice within this time, and last no longer ago than this.
 const GROWING: Duration = Duration::from_secs(1);
 
-/// One GPU.
+/// The memory of one GPU.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct GpuMemory {
+    /// Size of the GPU in bytes.
     pub total: u64,
-    /// The newest measured overhead.
+    /// The newest measured overhead in bytes: contexts and other programs. `None`: never measured.
     pub measured: Option<u64>,
-    /// Processes were left out of that which may be clients on their way back.
+    /// The measured overhead leaves out processes that may be clients about to reconnect.
     pub incomplete: bool,
-    /// A client that may try to map more than there seems to be.
+    /// The client that may try to map more than capacity says.
     pub trial: Option<Trial>,
-    /// Clients are measured there: what they report is believed only as far as that goes.
+    /// Clients' memory is measured on this GPU, so their reports are believed only as far as measurements confirm them.
     pub verifies: bool,
-    /// Clients whose context the newest measurement cannot have seen.
+    /// Clients whose context may be missing in the newest measurement.
     pub unmeasured: BTreeSet<ClientId>,
-    /// Clients that have attached it.
+    /// Clients that have attached the GPU.
     pub clients: BTreeMap<ClientId, ClientMemory>,
     pub ledger: Ledger,
-    /// A measurement was asked for and has not come.
+    /// A measurement has been requested and not received.
     pub asked: bool,
     pub contexts: ContextQueue,
     pub reservations: Vec<Reservation>,
-    /// The capacity when it was last settled.
+    /// The capacity when the GPU was last settled.
     pub capacity: u64,
-    /// Whether a holder or the first in line lacks bytes: what becomes free is theirs.
+    /// Whether a holder or the first request in the queue lacks bytes. Bytes that become free are theirs.
     pub lacking: bool,
     pub rates: Rates,
 }
 
-/// A client on one GPU, beside its account.
+/// A client's state on one GPU, apart from its account.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ClientMemory {
     #[serde(with = "crate::encoding::Engine")]
     pub engine: Engine,
-    /// When it was told to create its context, and when it first did something for which it must have one.
+    /// When the client was told that it may create its context, and when it first did something that needs one.
     pub attached: Option<Time>,
     pub used: Option<Time>,
     pub failures: Failures,
-    /// Why its memory cannot leave, and for how long it is then not asked for it.
+    /// Why the client cannot evict, and after how long it is then asked again.
     pub eviction_block: Option<EvictionBlock>,
     pub eviction_backoff: Duration,
-    /// Bytes per second at which its memory leaves, whether copied or not, smoothed.
+    /// Bytes per second at which the client's memory leaves, copied or not, smoothed. `None`: never measured.
     pub rate: Option<u64>,
-    /// When its demand last grew, and whether it had grown shortly before that, too.
+    /// When the client's demand last grew, and whether it had grown shortly before that.
     grew: Option<Time>,
     keeps_growing: bool,
 }
@@ -114,7 +115,7 @@ impl GpuMemory {
         self.contexts.push(now, client);
     }
 
-    /// Nothing of that client is there any more.
+    /// Removes a client that no longer has a context on the GPU.
     pub fn detach(&mut self, client: ClientId) {
         self.ledger.close(client);
         self.clients.remove(&client);
@@ -123,7 +124,7 @@ impl GpuMemory {
         self.contexts.remove(client);
     }
 
-    /// Bytes that clients have there, as far as is known.
+    /// Bytes that clients have on the GPU, as far as is known.
     pub fn in_use(&self) -> u64 {
         let accounts = self.clients.keys().filter_map(|client| self.ledger.account(*client));
         accounts.fold(0, |sum, account| sum.saturating_add(account.in_use()))
@@ -145,12 +146,12 @@ impl ClientMemory {
         }
     }
 
-    /// Its demand is higher than before.
+    /// Records that the client's demand grew.
     pub fn grows(&mut self, now: Time) {
         self.keeps_growing = self.grew.replace(now).is_some_and(|before| now < before + GROWING);
     }
 
-    /// Whether its demand grows time and again.
+    /// Whether the client's demand has been growing repeatedly.
     pub fn keeps_growing(&self, now: Time) -> bool {
         self.keeps_growing && self.grew.is_some_and(|at| now < at + GROWING)
     }

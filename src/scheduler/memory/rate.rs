@@ -1,25 +1,25 @@
-//! How fast memory leaves a GPU and comes back.
+//! The speed at which memory leaves a GPU and comes back.
 
 use super::GpuMemory;
 use crate::api::*;
 use std::time::Duration;
 
-/// Bytes per second before an eviction was measured, where nothing is known of the link: half of what copies to registered
-/// memory reach (H200).
+/// Bytes per second of evictions until one was measured, where the link's rate is unknown: half of what copies to
+/// registered memory reach [H200].
 const FIRST_RATE: u64 = 24 << 30;
-/// Bytes per second at which memory comes back then: what copies from registered memory reach [H200, PCIe 5].
+/// Bytes per second at which memory comes back, likewise: what copies from registered memory reach [H200, PCIe 5].
 const RATE_BACK: u64 = 48 << 30;
-/// An eviction of less says little about the rate of evictions.
+/// A smaller eviction says little about the rate.
 const MEASURABLE: u64 = 64 << 20;
-/// Rates stay between these, whatever was measured: 64 MiB/s and 1 TiB/s.
+/// Measured rates are clamped to these: 64 MiB/s and 1 TiB/s.
 const RATES: (u64, u64) = (64 << 20, 1 << 40);
 
 /// Bytes per second.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Rates {
-    /// Of evictions, smoothed: of what had to be copied.
+    /// Of copies during evictions, smoothed.
     out: u64,
-    /// At which memory comes back.
+    /// Of copies of memory that comes back.
     back: u64,
 }
 
@@ -30,7 +30,7 @@ impl Default for Rates {
 }
 
 impl Rates {
-    /// What the link can carry.
+    /// Takes the rate of the link, in bytes per second in each direction.
     pub fn link_found(&mut self, rate: u64) {
         self.back = rate.clamp(RATES.0, RATES.1);
         self.out = self.back;
@@ -40,13 +40,13 @@ impl Rates {
         self.back
     }
 
-    /// How long evicting that much takes, where all of it must be copied.
+    /// The time to evict `bytes` if all of them must be copied.
     pub fn moving(&self, bytes: u64) -> Duration {
         at_rate(bytes, self.out)
     }
 
-    /// How long it takes for that much to leave at a client's rate, and to come back. What did not change since it came in leaves
-    /// without being copied, but is copied when it comes again.
+    /// The time for `bytes` to leave at a client's rate (`None`: unknown) and to come back. Chunks that did not change
+    /// since they came in leave without being copied, but are copied when they come back.
     pub fn both_ways(&self, bytes: u64, rate: Option<u64>) -> Duration {
         let rate = rate.unwrap_or(self.out);
         at_rate(bytes, rate) + at_rate(bytes, rate.min(self.back))
@@ -54,11 +54,11 @@ impl Rates {
 }
 
 impl GpuMemory {
-    /// What an eviction tells of the next: of that client's, and of those of clients of which nothing is known yet.
+    /// Learns from an eviction: the client's own rate, and the rate of clients that have not evicted yet.
     pub fn learn_rate(&mut self, client: ClientId, bytes: u64, contents: u64, time: Duration) {
         let before = self.rates.out;
         if contents >= MEASURABLE {
-            // Some of it may have been in the host already.
+            // Some of it may have been in host memory already.
             self.rates.out = measured(before, contents, time).min(self.rates.back);
         }
         if let Some(client) = self.clients.get_mut(&client).filter(|_| bytes >= MEASURABLE) {
@@ -67,14 +67,14 @@ impl GpuMemory {
     }
 }
 
-/// The rate of evictions after another one was measured.
+/// The smoothed rate after `bytes` took `time`.
 fn measured(rate: u64, bytes: u64, time: Duration) -> u64 {
     let now = u128::from(bytes) * 1_000_000_000 / time.as_nanos().max(1);
     smoothed(rate, now.clamp(RATES.0.into(), RATES.1.into()) as u64)
 }
 
-/// A rate rises faster than it falls: what makes an eviction slow (host memory that is made first, a busy processor) says little of
-/// the next.
+/// A rate rises faster than it falls: what makes an eviction slow (host memory that must be allocated first, a busy
+/// CPU) says little about the next one.
 fn smoothed(rate: u64, measured: u64) -> u64 {
     if measured > rate { rate / 2 + measured / 2 } else { rate / 4 * 3 + measured / 4 }
 }

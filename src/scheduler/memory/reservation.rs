@@ -1,5 +1,6 @@
-//! Reservations for what the driver allocates itself inside a call of a client: code, stacks, streams, graphs. The driver found no
-//! room, so clients that do not hold the lock evict as much, and it is kept free for a moment in which the client tries again.
+//! Reservations: room for what the driver itself allocates inside a client's call, such as code, stacks, streams and
+//! graphs. The driver found no room, so clients that do not hold the lock evict as much, and the room is kept free for
+//! a moment in which the client tries again.
 
 use crate::api::*;
 
@@ -8,8 +9,9 @@ pub(crate) struct Reservation {
     pub client: ClientId,
     pub bytes: u64,
     pub since: Time,
-    /// Free, and kept from everybody.
+    /// Bytes that are free and kept for this client.
     pub secured: u64,
+    /// When the client was told. `None`: it waits.
     pub answered: Option<Time>,
 }
 

@@ -1,32 +1,34 @@
-//! Frees that clients report, until a measurement confirms them. Other clients of the same user get such bytes at once; clients of
-//! other users get them after a measurement that began later than the report.
+//! Frees that clients report and no measurement has confirmed. Other clients of the same user get such bytes at once;
+//! clients of other users get them after a measurement that began later than the report.
 //!
-//! An account's charge is what its client can have mapped if its reports are true. If they are not, it can have as much as the
-//! highest charge since the last measurement; the difference is *unverified*. It ends after [`VERIFY_TIMEOUT`]: bytes that no
-//! measurement has contradicted by then count as freed. Bytes that are still measured then are *present* and count as pinned, and
-//! such a client is asked for all of its memory at once, or it could repeat this bit by bit.
+//! An account's charge is the most that its client can have mapped if its reports are true. If they are not, it can
+//! have as much as the highest charge since the last measurement; the difference is *unverified*. It expires after
+//! [`VERIFY_TIMEOUT`]: bytes that no measurement has contradicted by then count as freed. Bytes that are still measured
+//! then are *present* and count as pinned. Such a client is asked to evict all of its memory at once, or it could
+//! repeat this bit by bit.
 
 use crate::api::*;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// How long bytes can be in doubt.
+/// How long bytes stay unverified.
 const VERIFY_TIMEOUT: Duration = Duration::from_secs(3);
-/// More highs than these are taken together.
+/// From this many highs on, a new one is merged into the newest.
 const MANY_HIGHS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct UnverifiedFrees {
-    /// Until then the charge was so high, for charges that were not measured since: each lower than the one before it.
+    /// The highest charges that were not measured since, and until when they applied. Each is lower than the one before
+    /// it.
     highs: VecDeque<(Time, u64)>,
-    /// Bytes beyond the charge that the newest measurement found, and since when it has been that many.
+    /// Bytes beyond the charge that the newest measurement found, and since when it has been at least that many.
     found: Option<(Time, u64)>,
-    /// Those that are there whatever the client says.
+    /// Bytes of those that are certain to be there, whatever the client reports.
     present: u64,
 }
 
 impl UnverifiedFrees {
-    /// The charge falls from that height.
+    /// Records that the charge fell from `from` bytes.
     pub fn record_drop(&mut self, now: Time, from: u64) {
         while self.highs.back().is_some_and(|(_, bytes)| *bytes <= from) {
             self.highs.pop_back();
@@ -38,28 +40,29 @@ impl UnverifiedFrees {
         }
     }
 
-    /// The highest charge that was not measured.
+    /// The highest charge since the last measurement, given the present one.
     pub fn high(&self, charge: u64) -> u64 {
         self.highs.front().map_or(charge, |(_, high)| charge.max(*high))
     }
 
-    /// Bytes beyond the charge that are known to be there.
+    /// Bytes beyond the charge that are certain to be there.
     pub fn present(&self) -> u64 {
         self.present
     }
 
-    /// Bytes beyond that charge, and beyond those, that may be there.
+    /// Bytes beyond the charge and the present ones that may be there.
     pub fn unverified(&self, charge: u64) -> u64 {
         let found = self.found.map_or(0, |(_, bytes)| bytes.saturating_sub(self.present));
         (self.high(charge) - charge).saturating_add(found)
     }
 
-    /// Whether a measurement could tell more than the newest has.
+    /// Whether another measurement could say more than the newest one.
     pub fn is_unmeasured(&self) -> bool {
         !self.highs.is_empty()
     }
 
-    /// So much is there, measured at a moment that was not before `begun`; `None`: the client is to be believed.
+    /// Takes a measurement of the client's bytes that began no earlier than `begun`. `None`: the client is to be
+    /// believed.
     pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64) {
         let most = charge.saturating_add(self.present).saturating_add(self.unverified(charge));
         while self.highs.front().is_some_and(|(until, _)| *until <= begun) {
@@ -71,7 +74,8 @@ impl UnverifiedFrees {
         self.present = self.present.min(beyond);
     }
 
-    /// Ends what has been in doubt for long. Says whether more is known to be there than before.
+    /// Ends doubts that are older than [`VERIFY_TIMEOUT`]. Returns whether more bytes are certain to be there than
+    /// before.
     pub fn expire(&mut self, now: Time) -> bool {
         while self.highs.front().is_some_and(|(until, _)| *until + VERIFY_TIMEOUT <= now) {
             self.highs.pop_front();
@@ -85,7 +89,7 @@ impl UnverifiedFrees {
         self.present > before
     }
 
-    /// When there is something to expire.
+    /// When the next unverified bytes expire. `None`: there are none.
     pub fn expires(&self) -> Option<Time> {
         let high = self.highs.front().map(|(until, _)| *until);
         let found = self.found.filter(|(_, bytes)| *bytes > self.present).map(|(since, _)| since);
@@ -102,12 +106,12 @@ mod tests {
     }
 
     #[test]
-    fn what_a_later_measurement_does_not_find_is_gone() {
+    fn bytes_missing_from_a_later_measurement_are_gone() {
         let mut frees = UnverifiedFrees::default();
         frees.record_drop(at(10), 8);
         assert_eq!((frees.unverified(2), frees.unverified(9)), (6, 0), "it may have grown again");
         frees.measured(at(9), Some(8), 2);
-        assert_eq!(frees.unverified(2), 6, "that was before");
+        assert_eq!(frees.unverified(2), 6, "it began before the drop");
         frees.measured(at(10), Some(2), 2);
         assert_eq!((frees.unverified(2), frees.expires()), (0, None));
     }
@@ -125,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_found_over_and_over_is_there() {
+    fn bytes_found_repeatedly_are_present() {
         let mut frees = UnverifiedFrees::default();
         frees.record_drop(at(10), 8);
         frees.measured(at(20), Some(7), 2);
@@ -141,13 +145,13 @@ mod tests {
     }
 
     #[test]
-    fn more_is_never_found_than_was_in_doubt() {
+    fn no_more_is_found_than_was_unverified() {
         let mut frees = UnverifiedFrees::default();
         frees.measured(at(10), Some(9), 2);
         assert_eq!(
             (frees.unverified(2), frees.expires()),
             (0, None),
-            "it has freed nothing; contexts are not counted here"
+            "it reported no free; contexts are not counted here"
         );
         frees.record_drop(at(20), 4);
         frees.measured(at(20), Some(9), 2);
@@ -155,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_never_measured_is_believed_in_the_end() {
+    fn unmeasured_frees_are_believed_after_the_timeout() {
         let mut frees = UnverifiedFrees::default();
         frees.record_drop(at(10), 8);
         assert_eq!(frees.expires(), Some(at(10) + VERIFY_TIMEOUT));

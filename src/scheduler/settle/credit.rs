@@ -62,7 +62,7 @@ impl Machine {
         let free = self.free_for(client, id).saturating_sub(spoken);
         // Bytes that were asked back and have not left yet are still charged: they can be left where they are, unless
         // somebody else counts on them.
-        let uncounted = gpu.ledger.coming().saturating_sub(owed - spoken);
+        let uncounted = gpu.ledger.evicting().saturating_sub(owed - spoken);
         let leaving = account.charge.saturating_sub(account.allowance).min(uncounted);
         let reach = account.allowance.saturating_add(leaving).saturating_add(free).min(need);
         if reach > account.allowance && (reach == need || reach - account.allowance >= CREDIT_STEP) {

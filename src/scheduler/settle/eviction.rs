@@ -59,9 +59,9 @@ impl Machine {
     /// Asks for that many bytes back from clients that do not hold the lock, in the order that the policy says; from those of
     /// `last` only if nobody else has any, and then what rules protect.
     pub(crate) fn evict(&mut self, id: GpuId, bytes: u64, spare: &[ClientId], last: &[ClientId]) {
-        let before = self.memory.get(&id).map_or(0, |gpu| gpu.ledger.coming());
+        let before = self.memory.get(&id).map_or(0, |gpu| gpu.ledger.evicting());
         self.take_back_ahead(id, bytes, spare);
-        let after = self.memory.get(&id).map_or(0, |gpu| gpu.ledger.coming());
+        let after = self.memory.get(&id).map_or(0, |gpu| gpu.ledger.evicting());
         let mut lacking = bytes.saturating_sub(after.saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(id);

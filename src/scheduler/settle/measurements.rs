@@ -39,7 +39,7 @@ impl Machine {
         for client in to {
             self.request_verification(*client, id);
         }
-        self.memory.get(&id).map_or(0, |gpu| gpu.ledger.coming().saturating_add(gpu.free(&self.settings)))
+        self.memory.get(&id).map_or(0, |gpu| gpu.ledger.evicting().saturating_add(gpu.free(&self.settings)))
     }
 
     /// How much is in doubt for that client, which waits for it.

@@ -110,7 +110,7 @@ impl Machine {
     fn note_capacity(&mut self, id: GpuId) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
-        if gpu.ledger.take_loosened() || capacity > gpu.capacity {
+        if gpu.ledger.take_unevictable_fell() || capacity > gpu.capacity {
             for entity in self.lock.take_blocked_by_pinned(id) {
                 self.enqueue(entity);
             }

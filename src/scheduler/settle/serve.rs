@@ -40,9 +40,9 @@ impl Machine {
 
     /// Sees to it that `owed` bytes are on their way out, from clients without the lock. Says how many are not.
     pub(crate) fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
-        let coming = self.arriving(id, spare);
-        if owed > coming {
-            self.evict(id, owed - coming, spare, last);
+        let arriving = self.arriving(id, spare);
+        if owed > arriving {
+            self.evict(id, owed - arriving, spare, last);
         }
         owed.saturating_sub(self.arriving(id, spare))
     }

@@ -94,6 +94,6 @@ impl Machine {
             let lacking = account.allowance.min(demand).saturating_sub(mapped);
             lacking >= CHUNK && self.eviction_block(*client, id).is_none()
         };
-        gpu.ledger.coming() > 0 || gpu.clients.keys().any(comes)
+        gpu.ledger.evicting() > 0 || gpu.clients.keys().any(comes)
     }
 }

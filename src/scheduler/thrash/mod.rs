@@ -1,74 +1,77 @@
-//! Tells when programs that run at the same moment push each other's memory off a GPU: one [`Detector`] a GPU, fed with
-//! samples, in whatever time its caller has. What follows from it is in `traffic`.
+//! Detects thrashing: programs that run at the same time and push each other's memory off a GPU. One [`Detector`] per
+//! GPU is fed with samples, in the time of its caller. `settle::traffic` acts on the result.
 //!
-//! Thrashing is more demand than there is room for, and memory that moves both ways at the same time, for seconds. Each
-//! alone is nothing wrong: memory that is never touched need not move, and programs copy both ways for reasons of their
-//! own. Where the driver counts page faults, those decide, and what moves both ways only has to agree; where it does not,
-//! more has to move. Where neither is known, nothing is claimed.
+//! Thrashing is more demand than there is room for, together with memory that moves both ways at the same time, for
+//! seconds. Neither alone is a problem: memory that is never touched need not move, and programs copy both ways for
+//! reasons of their own. Where the driver counts page faults, they decide, and traffic both ways only has to agree;
+//! where it does not, more traffic is needed. Where neither is known, nothing is detected.
 
 use crate::api::{Time, Traffic};
 use std::time::Duration;
 
-/// For how much longer there must have been signs of it than none before it is said, and none than signs before it is over.
-/// Longer than the scheduler's own largest moves: an H200's memory is exchanged in three seconds.
+/// By how much the time with signs must exceed the time without them before thrashing is reported, and the reverse
+/// before it is reported as over. Longer than the scheduler's own largest moves: an H200's memory is exchanged in three
+/// seconds.
 const SUSTAINED: Duration = Duration::from_secs(4);
-/// A sample stands for the time since the one before, if that is no longer ago: else nobody looked, since there was nothing
-/// to see.
+/// A sample stands for the time since the one before, if that is no longer ago than this. Otherwise the GPU was not
+/// sampled, since there was nothing to see.
 const STANDS_FOR: Duration = Duration::from_secs(3);
-/// Who hears nothing that tells for so long claims nothing.
+/// Without a conclusive sample for this long, thrashing is no longer reported.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// In the direction that carries less: the part of what the link can carry from which it counts where faults are unknown,
-/// and below which nothing does. Random faults move whole blocks, 64 KiB to 2 MiB, so that even slow thrashing keeps the link
-/// busy: an H200's brings in 14 of 44 GiB/s at best, and its first limit is 1.4 GiB/s.
+/// The traffic in the direction that carries less, as a part of what the link can carry: at least one in `BEGINS_AT` is
+/// a sign where faults are unknown, and less than one in `ENDS_AT` never is. Random faults move whole blocks, 64 KiB to
+/// 2 MiB, so even slow thrashing keeps the link busy: an H200's brings in 14 of 44 GiB/s at best, and its first limit
+/// is 1.4 GiB/s.
 const BEGINS_AT: u64 = 32;
 const ENDS_AT: u64 = 100;
-/// What comes in pushes as much out, so one direction has no less than this part of the other. Copies one way show up in
-/// the other as well, by the link's own packets: about a twentieth.
+/// Memory that comes in pushes as much out, so each direction has at least this part of the other (a quarter). Copies
+/// one way show up in the other direction as well, by the link's own packets: about a twentieth.
 const BALANCE: u64 = 4;
-/// Faults a second from which they count, and below which they do not. One brings in 4 KiB to 2 MiB.
+/// Faults per second from which on they are a sign, and below which they are none. One brings in 4 KiB to 2 MiB.
 const FAULTS: (u64, u64) = (1000, 250);
 
-/// How long programs are then kept apart before they are tried together again: the first time, twice as long whenever it
-/// began again soon, and at most. At first each of two has a turn of the default length.
+/// How long programs that thrashed take turns before they may run together again: the first time, and at most; it
+/// doubles whenever thrashing begins again soon. The first gives each of two a turn of the default length.
 const APART: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
-/// It began again soon if they had been together for less than this, or than they had been kept apart.
+/// It began again soon if they had run together for less than this, or than they had taken turns before.
 const SOON: Duration = Duration::from_secs(600);
-/// While the scheduler has memory moved itself, what moves says nothing, for as long as it takes to move so many times what
-/// the GPU holds: out and in, at half of the speed. At least for [`SUSTAINED`].
+/// Traffic while the scheduler itself moves memory is no sign, for as long as it takes to move so many times the memory
+/// of the GPU: out and in, at half speed. At least for [`SUSTAINED`].
 const EXCUSED: u64 = 4;
 
-/// What was seen of a GPU.
+/// A sample of one GPU.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sample {
     pub at: Time,
     pub traffic: Traffic,
-    /// Bytes that those need together who run there at the same moment; 0 where nobody runs beside another.
+    /// Bytes that the clients need together that run at the same time; 0 where none runs beside another.
     pub demand: u64,
-    /// Bytes that there are for them.
+    /// Bytes that are there for them.
     pub capacity: u64,
-    /// Bytes a second that the link can carry each way.
+    /// Bytes per second that the link can carry in each direction.
     pub link: u64,
-    /// The scheduler has memory moved there now.
+    /// The scheduler is moving memory there itself.
     pub is_ordered: bool,
-    /// Who is kept apart there takes turns; else nobody is, and it goes on.
+    /// Clients that are kept apart take turns (mode `auto`). Otherwise they go on as before.
     pub can_be_ended: bool,
 }
 
-/// What there is to say.
+/// A change of the detector's verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     Begins,
     Ends,
 }
 
-/// How much a sample looks like it.
+/// How much a sample looks like thrashing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Sign {
-    /// It is none.
+    /// Not at all.
     None,
-    /// It goes on, if it had begun.
+    /// Thrashing goes on, if it had begun.
     Weak,
+    /// Thrashing.
     Strong,
 }
 
@@ -83,7 +86,7 @@ impl Sign {
 }
 
 impl Sample {
-    /// `None`: nothing is known.
+    /// The sign that the sample is; `None`: nothing is known.
     fn sign(&self) -> Option<Sign> {
         if self.demand <= self.capacity {
             return Some(Sign::None);
@@ -98,14 +101,14 @@ impl Sample {
         }
     }
 
-    /// Bytes a second that move each way at the same time, if that is known.
+    /// Bytes per second that move in both directions at the same time; `None`: unknown.
     fn both_ways(&self) -> Option<u64> {
         let (to_gpu, from_gpu) = (self.traffic.to_gpu?, self.traffic.from_gpu?);
         let (less, more) = (to_gpu.min(from_gpu), to_gpu.max(from_gpu));
         Some(if less >= more / BALANCE { less } else { 0 })
     }
 
-    /// How long it takes at most for the scheduler to move what it wants moved.
+    /// The longest time that moves of the scheduler itself take.
     fn longest_move(&self) -> Duration {
         let bytes = u128::from(self.capacity) * u128::from(EXCUSED);
         let millis = bytes * 1000 / u128::from(self.link.max(1));
@@ -113,23 +116,24 @@ impl Sample {
     }
 }
 
+/// The detector of one GPU.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub struct Detector {
     thrashes: bool,
-    /// Signs less none, between 0 and [`SUSTAINED`].
+    /// Time with signs less time without, between 0 and [`SUSTAINED`].
     score: Duration,
     last: Option<Time>,
-    /// When something was last known.
+    /// The time of the last conclusive sample.
     known: Time,
-    /// Since when the scheduler has had memory moved.
+    /// Since when the scheduler has been moving memory.
     ordered: Option<Time>,
-    /// For how long they were last to be kept apart, and until when.
+    /// For how long clients are to take turns, and until when.
     apart: Duration,
     until: Time,
 }
 
 impl Detector {
-    /// Takes a sample. Those from before the last one say nothing.
+    /// Takes a sample. A sample that is older than the last one changes nothing.
     pub fn sample(&mut self, sample: &Sample) -> Option<Change> {
         let passed = self.last.map_or(Duration::ZERO, |last| sample.at.saturating_sub(last));
         let stands_for = if passed <= STANDS_FOR { passed } else { Duration::ZERO };
@@ -154,7 +158,7 @@ impl Detector {
         }
     }
 
-    /// Time has passed; see [`Self::deadline`].
+    /// Looks again at the time of [`Self::deadline`].
     pub fn look(&mut self, now: Time) -> Option<Change> {
         let is_silent = self.thrashes && self.known.saturating_add(SILENCE) <= now;
         is_silent.then(|| self.ends())
@@ -180,12 +184,12 @@ impl Detector {
         self.thrashes
     }
 
-    /// Whether nobody is to run beside another there, where turns can be taken.
+    /// Whether clients are to take turns on the GPU, in mode `auto`.
     pub fn keeps_apart(&self, now: Time) -> bool {
         self.thrashes || now < self.until
     }
 
-    /// When to look again, if no sample comes.
+    /// When to look again if no sample comes.
     pub fn deadline(&self, now: Time) -> Option<Time> {
         if self.thrashes {
             return Some(self.known.saturating_add(SILENCE));
