@@ -1,77 +1,77 @@
-//! Which GPU a program gets that does not choose one. Choices are remembered for a moment, so that programs started together do not
-//! all land on the GPU that was free then. Which GPUs a program may use is decided elsewhere.
+//! Placement: the choice of a GPU for programs that do not choose one. Choices are remembered for a while, so that
+//! programs started together do not all land on the GPU that was free then. Which GPUs a program may use is decided
+//! elsewhere.
 
 use crate::{api::*, memory::GpuMemory, rules::Rules};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// For how long a place is kept for a program that is about to start, and how long one that says nothing of its memory is
-/// expected to take what its rule allows: about what an interpreter takes to load its libraries on a cold disk.
+/// How long a placement is kept for a program that is about to start, and how long a program that does not state its
+/// need is expected to take what its rule allows: about what an interpreter takes to load its libraries from a cold
+/// disk.
 const EXPECTED: Duration = Duration::from_secs(30);
-/// Placements of one user that wait for their programs; of more, the oldest goes.
+/// The most placements of one user that wait for their programs. Beyond that, the oldest is dropped.
 const MOST_WAITING: usize = 64;
 
-/// Where programs go that choose no GPU.
+/// How a GPU is chosen for programs that choose none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// They see all GPUs. Who asks for a place all the same gets one as with [`Self::Spread`].
+    /// Programs see all GPUs. A program that asks for a placement nevertheless gets one as with [`Self::Spread`].
     #[default]
     None,
-    /// Where the least room is left that suffices: others stay free for what needs a whole GPU.
+    /// The GPU with the least room that suffices, so that others stay free for programs that need a whole GPU.
     Pack,
-    /// Where the fewest programs are.
+    /// The GPU with the fewest programs.
     Spread,
 }
 
-/// What a rule says of a program's neighbours.
+/// Labels that rules give to a program, and that restrict its neighbours on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Labels {
-    /// All that have it are on one GPU.
+    /// All programs with the same label run on one GPU.
     pub affinity: Option<String>,
-    /// Each that has it is on another GPU.
+    /// Programs with the same label run on different GPUs.
     pub anti_affinity: Option<String>,
-    /// Only those that have it, or only those that have none, are on one GPU.
+    /// Only programs with the same label, or only programs without one, share a GPU.
     pub exclusion: Option<String>,
 }
 
-/// What somebody wants who asks for a place.
+/// A request for placement.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PlacementRequest {
-    /// GPUs that it may have; of several that are as good, the first is taken.
+    /// GPUs that the program may use. Of equally good ones, the first is taken.
     pub candidates: Vec<GpuId>,
-    /// How many of them; one, where nothing is said.
+    /// The number of GPUs; 0 counts as 1.
     pub count: u32,
-    /// Bytes that it needs on each, its context left out, where that is known.
+    /// Bytes that the program needs on each GPU, its context left out. `None`: unknown.
     pub bytes: Option<u64>,
-    /// It is for the program that this process is about to become, or to start.
+    /// The placement is for the program that this process is about to become or to start.
     pub ahead: bool,
 }
 
-/// Why there is no place.
+/// Why a program cannot be placed.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlacementError {
-    TooFew {
-        wanted: u32,
-        there: u32,
-    },
-    /// Those of this affinity are elsewhere.
+    /// There are fewer candidates than GPUs wanted.
+    TooFew { wanted: u32, there: u32 },
+    /// Programs with this affinity are on other GPUs.
     Affinity(String),
-    /// Those of this anti-affinity are everywhere.
+    /// Programs with this anti-affinity are on all candidates.
     AntiAffinity(String),
-    /// Everywhere is somebody whom this exclusion keeps out, or who keeps others out by it.
+    /// On each candidate is a program that this exclusion keeps apart from the client.
     Exclusion(String),
 }
 
-/// What somebody was given.
+/// A placement that was given.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 struct Place {
-    /// With the bytes that are expected there, its context left out.
+    /// The GPUs, and the bytes that the program is expected to need on each, its context left out.
     gpus: BTreeMap<GpuId, u64>,
-    /// It said so itself: that counts as long as it lives.
+    /// The program stated its need, which counts as long as it lives.
     is_declared: bool,
     ahead: bool,
     since: Time,
@@ -79,7 +79,7 @@ struct Place {
     labels: Labels,
 }
 
-/// Placements that were given, also to programs that are still to come, and the labels of all.
+/// Placements that were given, including those of programs that have not started yet, and the labels of all clients.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Placements {
     labels: BTreeMap<ClientId, Labels>,
@@ -93,7 +93,7 @@ impl Place {
 }
 
 impl Placements {
-    /// GPUs that were given to a client, as far as it is here.
+    /// The GPUs on which a client was placed.
     pub fn of(&self, client: ClientId) -> Vec<GpuId> {
         self.places.get(&client).into_iter().flat_map(|place| place.gpus.keys().copied()).collect()
     }
@@ -114,10 +114,10 @@ impl Placements {
     }
 }
 
-/// What is on a GPU, as far as a program that comes minds.
+/// The programs on a GPU, as far as placement depends on them.
 struct Neighbours {
     labels: Vec<Labels>,
-    /// Bytes that they need or are expected to need.
+    /// Bytes that they need, or are expected to need.
     bytes: u64,
 }
 
@@ -146,14 +146,14 @@ impl Placements {
         self.places.remove(&client);
     }
 
-    /// A client is the program for which another one, which is gone, had asked.
+    /// Gives `client` the placement that `from`, which has gone, requested for it.
     pub fn take_over(&mut self, client: ClientId, from: ClientId) {
         if let Some(place) = self.places.remove(&from) {
             self.places.insert(client, Place { ahead: false, ..place });
         }
     }
 
-    /// A client is gone. What it asked for a program that is still to come is kept, as long as there are few of those.
+    /// Removes a client. A placement for a program that has not started yet is kept, within [`MOST_WAITING`].
     pub fn leave(&mut self, client: ClientId, is_here: impl Fn(&ClientId) -> bool) {
         self.labels.remove(&client);
         let Some(place) = self.places.get(&client) else { return };
@@ -169,13 +169,13 @@ impl Placements {
         }
     }
 
-    /// Forgets what was kept for programs that have not come.
+    /// Forgets placements of programs that have not started in time.
     pub fn end_expected(&mut self, now: Time, is_here: impl Fn(&ClientId) -> bool) {
         self.places.retain(|id, place| is_here(id) || now < place.since + EXPECTED);
     }
 }
 
-/// The GPUs as they are now, for a decision.
+/// The GPUs at the moment of a decision.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sites<'a> {
     pub now: Time,
@@ -211,10 +211,10 @@ impl Sites<'_> {
             }
         }
         let differs = |other: &Labels| other.exclusion != exclusion;
-        let stranger = left.iter().flat_map(|(_, there)| &there.labels).find(|other| differs(other)).cloned();
+        let excluded = left.iter().flat_map(|(_, there)| &there.labels).find(|other| differs(other)).cloned();
         left.retain(|(_, there)| !there.labels.iter().any(differs));
-        if let Some(stranger) = stranger.filter(|_| left.len() < count) {
-            return Err(PlacementError::Exclusion(exclusion.or(stranger.exclusion).unwrap_or_default()));
+        if let Some(excluded) = excluded.filter(|_| left.len() < count) {
+            return Err(PlacementError::Exclusion(exclusion.or(excluded.exclusion).unwrap_or_default()));
         }
         if let Some(label) = anti_affinity {
             let is_same = |other: &Labels| other.anti_affinity.as_ref() == Some(&label);
@@ -223,12 +223,12 @@ impl Sites<'_> {
                 return Err(PlacementError::AntiAffinity(label));
             }
         }
-        // Stable: of those that are as good, the first is taken.
+        // The sort is stable: of equally good GPUs, the first is taken.
         left.sort_by_cached_key(|(id, there)| self.preference(client, *id, there, request.bytes));
         Ok(left.into_iter().take(count).map(|(id, _)| id).collect())
     }
 
-    /// The lower, the better.
+    /// How well a GPU suits a client: the lower, the better.
     fn preference(&self, client: ClientId, id: GpuId, there: &Neighbours, bytes: Option<u64>) -> (u64, u64) {
         let Some(gpu) = self.memory.get(&id) else { return (u64::MAX, u64::MAX) };
         if self.settings.placement != Placement::Pack {
@@ -236,28 +236,28 @@ impl Sites<'_> {
         }
         let capacity = gpu.capacity(self.settings);
         let (free, excess) = (capacity.saturating_sub(there.bytes), there.bytes.saturating_sub(capacity));
-        // Of whom nothing is known, any room is enough.
-        let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.place_for_context(gpu));
+        // For a client of unknown need, any room is enough.
+        let need = self.expected_need(client, id, bytes).unwrap_or(1).saturating_add(self.context_bytes(gpu));
         match need.checked_sub(free) {
             None | Some(0) => (0, free),
             Some(lack) => (1, lack.saturating_add(excess)),
         }
     }
 
-    /// Bytes that a client is expected to need there, its context left out.
+    /// Bytes that a client is expected to need on a GPU, its context left out. `None`: unknown.
     fn expected_need(&self, client: ClientId, id: GpuId, bytes: Option<u64>) -> Option<u64> {
         let gpu = self.memory.get(&id)?;
         let of_rules = [self.rules.memory_max(client, gpu.total), self.rules.env_memory_max(client, gpu.total)];
         let max = || of_rules.into_iter().flatten().min();
-        let allowed = || Some(max()?.saturating_sub(self.place_for_context(gpu)));
+        let allowed = || Some(max()?.saturating_sub(self.context_bytes(gpu)));
         Some(bytes.or_else(allowed)?.min(gpu.total))
     }
 
-    fn place_for_context(&self, gpu: &GpuMemory) -> u64 {
+    fn context_bytes(&self, gpu: &GpuMemory) -> u64 {
         gpu.context_bytes(self.settings, 1)
     }
 
-    /// Who is on a GPU, or is to be: those who have attached it, and those who were given it.
+    /// The programs that have attached a GPU or were placed on it.
     fn neighbours(&self, id: GpuId) -> Neighbours {
         let mut all = Neighbours { labels: Vec::new(), bytes: 0 };
         let Some(gpu) = self.memory.get(&id) else { return all };
@@ -272,14 +272,14 @@ impl Sites<'_> {
         }
         let to_come = self.places.places.iter().filter(|(_, place)| place.gpus.contains_key(&id));
         for (client, _) in to_come.filter(|(client, _)| !gpu.clients.contains_key(client)) {
-            let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(self.place_for_context(gpu)));
+            let bytes = expected(client).map_or(0, |bytes| bytes.saturating_add(self.context_bytes(gpu)));
             all.bytes = all.bytes.saturating_add(bytes);
             all.labels.push(self.places.labels(*client));
         }
         all
     }
 
-    /// Where those of an affinity are.
+    /// The GPUs of programs with this affinity.
     fn gpus_with(&self, affinity: &Option<String>) -> GpuSet {
         let has = |id: &&GpuId| self.neighbours(**id).labels.iter().any(|labels| labels.affinity == *affinity);
         self.memory.keys().filter(has).copied().collect()

@@ -1,8 +1,8 @@
-//! What rules and environments say: which group a client is in, what the group's rule allows it, and what the client's own environment
-//! asks for. Plain data: quota, fairness and gangs read it, and each keeps what follows for it.
+//! What rules and environments say: the group of each client, the limits of the group's rule, and the limits that the
+//! client's own environment sets. Plain data: quota, fairness and gangs read it.
 //!
-//! Limits from a client's environment apply beside those of its group's rule and only tighten them: no client gains by them, and
-//! no other client loses.
+//! Limits from a client's environment apply beside those of its group's rule and only tighten them: no client gains by
+//! them, and no other client loses.
 
 use crate::api::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,16 +14,17 @@ struct GroupRule {
     members: BTreeSet<ClientId>,
 }
 
+/// The groups, their rules, and the limits of environments.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Rules {
     groups: BTreeMap<GroupId, GroupRule>,
     group_of: BTreeMap<ClientId, GroupId>,
-    /// Of clients whose environment sets any.
+    /// The limits of clients whose environment sets any.
     env: BTreeMap<ClientId, EnvLimits>,
 }
 
 impl EnvLimits {
-    /// What is left of a group's share.
+    /// A group's share as tightened for this client.
     pub(crate) fn tighten(&self, share: Share) -> Share {
         let weight = self.weight.map_or(share.weight, |weight| weight.min(share.weight));
         Share {
@@ -45,7 +46,7 @@ impl EnvLimits {
         self.memory_max != Amount::Infinity || self.swap_max.is_some()
     }
 
-    /// The part that decides on a client's position in queues.
+    /// The limits that affect a client's position in queues.
     pub(crate) fn time(&self) -> (Option<u16>, u8, Option<i8>, bool) {
         (self.weight, self.time_max, self.priority, self.batch)
     }
@@ -63,7 +64,7 @@ impl Rules {
         }
     }
 
-    /// Puts a client, which is in no group, into one. What the group says holds for all members from now on. Returns what held
+    /// Puts a client that is in no group into one. The limits apply to all members from now on. Returns the limits
     /// before.
     pub fn join(&mut self, client: ClientId, Group { id, limits }: Group) -> RuleLimits {
         self.group_of.insert(client, id);
@@ -72,7 +73,7 @@ impl Rules {
         std::mem::replace(&mut rule.limits, limits)
     }
 
-    /// Sets what a client's environment says. Returns what it said before.
+    /// Sets the limits of a client's environment. Returns those before.
     pub fn set_env(&mut self, client: ClientId, limits: EnvLimits) -> EnvLimits {
         let before = self.env.remove(&client).unwrap_or_default();
         if limits != EnvLimits::default() {
@@ -89,7 +90,7 @@ impl Rules {
         Some(&self.groups.get(&group)?.limits)
     }
 
-    /// What the rule of a client's group says.
+    /// The limits of a client's group.
     pub fn limits_of(&self, client: ClientId) -> Option<&RuleLimits> {
         self.limits(self.group(client)?)
     }
@@ -102,7 +103,7 @@ impl Rules {
         self.groups.get(&group).into_iter().flat_map(|rule| rule.members.iter().copied())
     }
 
-    /// The members of a client's group, itself included; none where it is in no group.
+    /// The members of a client's group, itself included; none if it is in no group.
     pub fn group_peers(&self, client: ClientId) -> impl Iterator<Item = ClientId> {
         self.group(client).into_iter().flat_map(|group| self.members(group))
     }
@@ -125,19 +126,19 @@ impl Rules {
         self.groups.values().any(|rule| rule.limits.share.is_some()) || self.env.values().any(EnvLimits::makes_classes)
     }
 
-    /// Whether any rule or environment bounds memory: on a GPU, or over all.
+    /// Whether any rule or environment limits memory, on one GPU or over all.
     pub fn bound_memory(&self) -> bool {
         let is_bounded = |limits: &RuleLimits| limits.memory_max != Amount::Infinity || limits.swap_max.is_some();
         self.groups().any(|(_, limits)| is_bounded(limits)) || self.env.values().any(EnvLimits::is_bounded)
     }
 
-    /// Whether any bounds memory over all GPUs.
+    /// Whether any rule or environment limits memory over all GPUs.
     pub fn bound_swap(&self) -> bool {
         self.groups().any(|(_, limits)| limits.swap_max.is_some())
             || self.env.values().any(|limits| limits.swap_max.is_some())
     }
 
-    /// Whether a rule or its environment bounds the memory of a client.
+    /// Whether a rule or its environment limits the memory of a client.
     pub fn is_bounded(&self, client: ClientId) -> bool {
         let by_rule = self
             .limits_of(client)
@@ -145,17 +146,18 @@ impl Rules {
         by_rule || self.env(client).is_some_and(EnvLimits::is_bounded)
     }
 
-    /// Bytes that a client's group may have on a GPU of that size.
+    /// Bytes that a client's group may allocate on a GPU of `total` bytes. `None`: no limit.
     pub fn memory_max(&self, client: ClientId, total: u64) -> Option<u64> {
         self.limits_of(client)?.memory_max.on(total)
     }
 
-    /// Bytes that it may have over all GPUs, since all of them may have to leave.
+    /// Bytes that a client's group may allocate over all GPUs, since all of them may have to leave. `None`: no limit.
     pub fn swap_max(&self, client: ClientId) -> Option<u64> {
         self.limits_of(client)?.swap_max
     }
 
-    /// Bytes that the client's environment allows it on a GPU of that size, its context included.
+    /// Bytes that a client's environment lets it allocate on a GPU of `total` bytes, its context included. `None`: no
+    /// limit.
     pub fn env_memory_max(&self, client: ClientId, total: u64) -> Option<u64> {
         self.env(client)?.memory_max.on(total)
     }
@@ -165,14 +167,15 @@ impl Rules {
         self.env(client)?.swap_max
     }
 
-    /// The lowest of all bounds on the client's memory on a GPU of that size.
+    /// The lowest of all limits on the client's memory on a GPU of `total` bytes. `None`: there is none.
     pub fn lowest_max(&self, client: ClientId, total: u64) -> Option<u64> {
         let rule = [self.memory_max(client, total), self.swap_max(client)];
         let env = [self.env_memory_max(client, total), self.env_swap_max(client)];
         rule.into_iter().chain(env).flatten().min()
     }
 
-    /// What happens to an allocation of the client that exceeds what is there now: as its environment says, or else its rule.
+    /// What happens to an allocation of the client for which there is no room: as its environment says, or else its
+    /// rule.
     pub fn on_memory_full(&self, client: ClientId) -> OnMemoryFull {
         let rule = self.limits_of(client).map_or(OnMemoryFull::Fail, |limits| limits.on_memory_full);
         match self.env(client).and_then(|limits| limits.waits) {

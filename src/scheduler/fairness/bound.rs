@@ -1,14 +1,14 @@
-//! The least and the most of a GPU's time that an owner has within a period.
+//! The least and the most GPU time that an owner gets within a period.
 
 use super::{ShareOwner, Shares, usage::Window};
 use crate::{api::*, lock::Entity};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// An owner that has had its maximum is not looked at again sooner.
+/// An owner that has used its maximum is blocked for at least this long.
 const LEAST_PAUSE: Duration = Duration::from_millis(1);
 
-/// That part of the period.
+/// `percent` of the period.
 fn part(percent: u8, settings: &Settings) -> Duration {
     settings.time_period * u32::from(percent.min(100)) / 100
 }
@@ -17,16 +17,16 @@ fn is_bounded(share: Share) -> bool {
     share.min > 0 || share.max < 100
 }
 
-/// Whether the class of a client with that share depends on what it has had.
+/// Whether the class of a client with this share depends on what its owner has used.
 pub(super) fn is_watched(share: Share) -> bool {
     is_bounded(share) || share.interactive
 }
 
 impl<'a> Shares<'a> {
-    /// What an owner has had of a GPU.
+    /// An owner's usage of a GPU within the last period.
     fn window(&self, owner: ShareOwner, id: GpuId) -> Window<'a> {
         let is_own = |client| self.owner(client) == Some(owner) || owner == ShareOwner::Client(client);
-        // A client that is counted as no holder takes nothing from others of its owner.
+        // A bypassed holder takes nothing from others of its owner.
         let holds = self.lock.holds_on(id).filter(|(client, hold)| is_own(*client) && !hold.is_bypassed());
         let since = holds.map(|(_, hold)| hold.since).min();
         Window {
@@ -36,20 +36,20 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// The owners of a client whose usage matters.
+    /// The owners of a client that have a minimum or a maximum.
     pub fn bounded_owners(&self, client: ClientId) -> Vec<ShareOwner> {
         let owners = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
         owners.filter(|owner| is_bounded(self.share(*owner))).collect()
     }
 
-    /// Whether it has had less of that GPU than it is to have.
+    /// Whether an owner has used less of a GPU than its minimum.
     pub(super) fn is_below_minimum(&self, owner: ShareOwner, id: GpuId) -> bool {
         let min = self.share(owner).min;
         min > 0 && self.window(owner, id).used(self.now) < part(min, self.settings)
     }
 
-    /// When the holder or its group will have had all that it may; None: there is no such bound. A time that is not to come:
-    /// it has had it.
+    /// When a holder, or its group, will have used its maximum; a time that is not in the future if it has. `None`: it
+    /// has no maximum.
     pub fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
         let owners = [self.owner(holder), Some(ShareOwner::Client(holder))].into_iter().flatten();
         owners.filter_map(|owner| self.owner_capped_at(owner, id)).min()
@@ -67,8 +67,8 @@ impl<'a> Shares<'a> {
         Some(window.reaches(most, self.now).unwrap_or(Time::MAX))
     }
 
-    /// Until when a client may have none of these GPUs, because it or its group has had all that it may. It may again once
-    /// enough for a turn is a period ago.
+    /// Until when a client may hold none of these GPUs, because it or its group has used its maximum. By then enough of
+    /// the usage for a turn is more than a period ago. `None`: it may hold them.
     fn capped_until(&self, client: ClientId, gpus: &GpuSet) -> Option<Time> {
         let owners = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
         owners.filter_map(|owner| self.owner_capped_until(owner, gpus)).max()
@@ -84,7 +84,7 @@ impl<'a> Shares<'a> {
         let until = gpus.iter().filter_map(|id| {
             let window = self.window(owner, *id);
             let is_spent = window.used(self.now) >= most;
-            // A fellow may have it for as long as it takes to end its work.
+            // Another client of the owner may hold the GPU for as long as it takes to drain.
             let again =
                 || window.falls_below(most.saturating_sub(turn), self.now).unwrap_or(self.now + self.settings.slice());
             is_spent.then(again)
@@ -92,13 +92,13 @@ impl<'a> Shares<'a> {
         until.max().map(|until| until.max(self.now + LEAST_PAUSE))
     }
 
-    /// The same for all who are to be granted together.
-    pub fn is_capped(&self, entity: Entity) -> Option<Time> {
+    /// The same for all clients of a request.
+    pub fn request_capped_until(&self, entity: Entity) -> Option<Time> {
         let wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
     }
 
-    /// Whether any owner's class depends on what it has had.
+    /// Whether the class of any owner depends on what it has used.
     pub fn are_watched(&self) -> bool {
         self.rules.groups().any(|(_, limits)| limits.share.is_some_and(is_watched))
             || self.rules.with_env().any(|(_, limits)| limits.time_max < 100)
@@ -108,7 +108,8 @@ impl<'a> Shares<'a> {
         is_watched(self.share_of(client))
     }
 
-    /// When the class of an owner that waits for a GPU or holds it will change, if nothing else happens.
+    /// When the class of an owner that waits for a GPU or holds it will change, if nothing else happens. `None`: not
+    /// within a period.
     pub fn class_changes_at(&self, id: GpuId) -> Option<Time> {
         let waiting = self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity));
         let owners: BTreeSet<ShareOwner> =

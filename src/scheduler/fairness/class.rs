@@ -1,4 +1,4 @@
-//! Classes: which clients go before which, whenever they came.
+//! Classes: the precedence of clients regardless of arrival.
 
 use super::{Shares, bound};
 use crate::{
@@ -7,7 +7,7 @@ use crate::{
 };
 use std::cmp::{Ordering, Reverse};
 
-/// Who goes before whom, whenever they came: the smaller first.
+/// A client's class. The smallest is served first, regardless of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Class {
     pub tier: Tier,
@@ -15,11 +15,12 @@ pub(crate) struct Class {
     below_minimum: Reverse<bool>,
 }
 
+/// The part of a class that the rule alone decides. A better tier is smaller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Tier {
-    /// Of that priority; the higher goes first.
+    /// The priority of the rule; the highest is served first.
     Ordinary(Reverse<i8>),
-    /// Has what nobody else wants.
+    /// Weight 0: served only while no other client wants the GPU.
     Idle,
 }
 
@@ -29,16 +30,17 @@ impl Default for Tier {
     }
 }
 
-/// What somebody who waits is to somebody who holds.
+/// The precedence of a waiting request over a holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Precedence {
-    /// Waits for no turn to end; in `auto` for no drain either.
+    /// The request does not wait for the turn to end, nor, in `auto`, for the holder to drain.
     Before,
-    /// Has had less than it is to have, which the other has not.
+    /// The request goes first within one short turn: its owner is below its minimum and the holder's is not, or both
+    /// are interactive and only the holder has used its share.
     BelowMinimum,
     #[default]
     Equal,
-    /// Has to wait until the other has no work, or has had what it is to have.
+    /// The request waits until the holder has no work, or is no longer below its minimum.
     After,
 }
 
@@ -49,15 +51,15 @@ impl Share {
 }
 
 impl Shares<'_> {
-    /// Whether any client can be of another class than another one.
+    /// Whether clients can be of different classes.
     pub fn have_classes(&self) -> bool {
         self.rules.have_classes()
     }
 
-    /// The class of a client that wants these GPUs, or has them: the last of its gang's, which goes together. Nobody gains
-    /// anything by joining one.
+    /// The class of a client that wants or holds these GPUs: the last of the classes of its gang's members, which run
+    /// together. So no client gains by joining a gang.
     pub fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
-        // All of a gang that a rule makes have the same share, where none of them claims less.
+        // All members of a gang made by a rule have the same share, unless the environment of one sets limits.
         let gang = self.lock.gang(client);
         if let (Some(Gang::Group(_)), true) = (gang, self.rules.with_env().next().is_none()) {
             return self.own_class(client, gpus);
@@ -77,24 +79,24 @@ impl Shares<'_> {
         }
     }
 
-    /// Whether they share what is left by those of better tiers.
+    /// Whether two clients are of the same tier, and so divide the time that better tiers leave.
     pub fn are_peers(&self, one: ClientId, other: ClientId) -> bool {
         self.share_of(one).tier() == self.share_of(other).tier()
     }
 
-    /// The class of a holder, by all that it has.
+    /// The class of a holder on all GPUs that it holds.
     pub fn class_of_holder(&self, holder: ClientId) -> Class {
         self.class(holder, &self.lock.holds_of(holder).map(|(id, _)| id).collect())
     }
 
-    /// What the first in line is to a holder.
+    /// The precedence of a waiting request over a holder.
     pub fn precedence(&self, waiter: Entity, holder: ClientId) -> Precedence {
         let Some(request) = self.lock.request(waiter) else { return Precedence::Equal };
         if !self.have_classes() {
             return Precedence::Equal;
         }
         let (first, has) = (request.key.class, self.class_of_holder(holder));
-        // Even if it has had more than its share.
+        // Even if it has used more than its share.
         let is_interactive = has.interactive_first.0 || self.share_of(holder).interactive;
         match (first.tier.cmp(&has.tier), first.interactive_first.0, (first.below_minimum.0, has.below_minimum.0)) {
             (Ordering::Less, ..) => Precedence::Before,
@@ -107,7 +109,7 @@ impl Shares<'_> {
         }
     }
 
-    /// Whether a client holds a GPU alone, since its time is counted or it is not to be slowed down.
+    /// Whether a client must be the only holder: its time is counted, or it is of a better or worse tier than others.
     pub fn runs_alone(&self, client: ClientId) -> bool {
         let share = self.share_of(client);
         bound::is_watched(share) || share.tier() != Tier::default()

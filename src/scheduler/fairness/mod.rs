@@ -1,15 +1,17 @@
-//! Fairness: in what order clients are served, and how much of a GPU's time each gets.
+//! Fairness: the order in which clients are served, and the part of a GPU's time that each gets.
 //!
 //! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by user, with equal weights.
 //!
 //! - **Weight**: scales the finish tag (`finish_tag`).
-//! - **Priority**, and weight 0 (idle): classes (`class`). A higher class goes first and does not wait for the turn of a lower one to end.
+//! - **Priority**, and weight 0 (idle): tiers of a class (`class`). A higher tier goes first and does not wait for the
+//!   turn of a lower one to end.
 //! - **Minimum** (`bound`): the group goes first while it has used less than that part of the last period.
-//! - **Maximum** (`bound`): ends the group's turns once it has used that part of the last period, whether or not others wait.
+//! - **Maximum** (`bound`): ends the group's turns once it has used that part of the last period, whether or not others
+//!   wait.
 //! - **Interactive**: the group goes first while it has used no more than its share.
 //!
-//! [`Fairness`] keeps what owners have used: finish tags (virtual time) and usage (in a sliding window of real time). [`Shares`] answers
-//! questions from that, the rules, and who waits and holds at the moment.
+//! [`Fairness`] keeps what owners have used: finish tags (virtual time) and usage (in a sliding window of real time).
+//! [`Shares`] answers questions from that, the rules, and the present queues and holders.
 
 mod bound;
 mod class;
@@ -23,35 +25,36 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use usage::Usage;
 
-/// Who takes turns as one.
+/// The owner of turns: clients with the same owner take turns as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum ShareOwner {
     User(UserId),
     Group(GroupId),
-    /// A client of one of those, by the limits of its environment.
+    /// A client with limits from its environment, beside its user or group.
     Client(ClientId),
-    /// All clients to which no rule gives a share, where the policy does not have users take turns.
+    /// All clients without a share, where the policy does not make users take turns.
     Others,
 }
 
+/// What owners have used of each GPU.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Fairness {
     users: BTreeMap<ClientId, UserId>,
     gpus: BTreeMap<GpuId, GpuTime>,
 }
 
-/// What owners have had of one GPU.
+/// What owners have used of one GPU.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 struct GpuTime {
-    /// The virtual time until which each owner has been served, where that is not past.
+    /// The finish tag of each owner that has one in the future.
     #[serde(with = "crate::encoding::pairs")]
     finish_tags: BTreeMap<ShareOwner, Time>,
-    /// Of owners with a minimum or a maximum.
+    /// The usage of owners with a minimum or a maximum.
     #[serde(with = "crate::encoding::pairs")]
     used: BTreeMap<ShareOwner, Usage>,
 }
 
-/// Fairness at one moment.
+/// A view of fairness at one moment.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shares<'a> {
     pub now: Time,
@@ -78,7 +81,7 @@ impl Fairness {
         }
     }
 
-    /// Owners had that GPU from then until now.
+    /// Records that owners held a GPU from `since` until now.
     pub fn record_usage(&mut self, owners: Vec<ShareOwner>, id: GpuId, since: Time, now: Time, period: Duration) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         for owner in owners {
@@ -86,14 +89,14 @@ impl Fairness {
         }
     }
 
-    /// Forgets usage of more than a period ago.
+    /// Forgets usage that is older than a period.
     pub fn forget_usage(&mut self, now: Time, period: Duration) {
         for gpu in self.gpus.values_mut() {
             gpu.used.retain(|_, usage| !usage.is_past(now, period));
         }
     }
 
-    /// Sets finish tags of a GPU, none of which falls. Those that are past are forgotten, but for the owners to keep.
+    /// Sets finish tags on a GPU; none falls. Tags in the past are forgotten, except those of the owners in `keep`.
     pub fn set_finish_tags(
         &mut self,
         now: Time,
@@ -109,8 +112,8 @@ impl Fairness {
         }
     }
 
-    /// Brings all finish tags of a GPU forward by that time.
-    pub fn advance(&mut self, id: GpuId, by: Duration) {
+    /// Advances virtual time on a GPU: lowers all finish tags by `by`.
+    pub fn advance_virtual_time(&mut self, id: GpuId, by: Duration) {
         let tags = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| gpu.finish_tags.values_mut());
         tags.for_each(|until| *until = until.saturating_sub(by));
     }
@@ -125,7 +128,8 @@ impl Fairness {
 }
 
 impl<'a> Shares<'a> {
-    /// The owner as part of which a client takes turns.
+    /// The owner of a client's turns: its group if that has a share, otherwise its user or [`ShareOwner::Others`].
+    /// `None`: the client is unknown.
     pub fn owner(&self, client: ClientId) -> Option<ShareOwner> {
         let user = *self.state.users.get(&client)?;
         let has_share = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.share.is_some());
@@ -138,6 +142,7 @@ impl<'a> Shares<'a> {
         policy::named(self.settings.policy).users_take_turns()
     }
 
+    /// The share of an owner.
     pub fn share(&self, owner: ShareOwner) -> Share {
         match owner {
             ShareOwner::User(_) | ShareOwner::Others => Share::default(),
@@ -153,14 +158,14 @@ impl<'a> Shares<'a> {
         }
     }
 
-    /// The share of a client's owner, as far as its environment leaves it that.
+    /// The share of a client's owner, tightened by the client's environment.
     pub fn share_of(&self, client: ClientId) -> Share {
         let share = self.owner(client).map_or_else(Share::default, |owner| self.share(owner));
         self.rules.env(client).map_or(share, |limits| limits.tighten(share))
     }
 
-    /// The owners as which a client takes turns: that of its group or user, and itself where its environment sets a lower weight.
-    /// It is queued by the later of their finish tags.
+    /// The owners that are charged for a client's turns: its group or user, and the client itself where its environment
+    /// sets a lower weight. It is queued by the later of their finish tags.
     pub fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> + use<> {
         let owner = self.owner(client);
         let own = self.rules.env(client).and_then(|limits| limits.weight);
@@ -172,7 +177,7 @@ impl<'a> Shares<'a> {
         u32::from(self.share(owner).weight.max(1))
     }
 
-    /// The weight of an owner that wants a GPU: [`ShareOwner::Others`] counts once for each user that waits there or holds it.
+    /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each user that waits there or holds it.
     fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
         let users = || {
             let waiting = self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity));
@@ -184,7 +189,7 @@ impl<'a> Shares<'a> {
         self.weight(owner).saturating_mul(if owner == ShareOwner::Others { users() } else { 1 })
     }
 
-    /// The weight of a client when time is divided, of its owner's.
+    /// The weight of a client within the weight of its owner.
     fn weight_of(&self, client: ClientId) -> u32 {
         self.owners(client).map(|owner| self.weight(owner)).min().unwrap_or(0)
     }

@@ -1,19 +1,19 @@
-//! The time that an owner had a GPU within a sliding window of one period.
+//! The time that an owner held a GPU within a sliding window of one period.
 
 use crate::api::Time;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Times that are to come are found to this.
+/// The precision of predicted times.
 const EXACT: Duration = Duration::from_micros(10);
 
-/// When somebody had a GPU, as far back as it matters: one after the other, without overlaps.
+/// When an owner held a GPU, as far back as it matters: spans in order, without overlaps.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Usage {
     spans: VecDeque<Span>,
 }
 
-/// A time in which it was somebody's for so long: all the time, or several times that were short.
+/// A span of time in which the GPU was held for `used`: all the time, or in several short holds.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 struct Span {
     from: Time,
@@ -21,11 +21,11 @@ struct Span {
     used: Duration,
 }
 
-/// Times that together are no longer than this part of a period are taken together.
+/// Holds that together span no more than this part of a period are merged.
 const FINEST: u32 = 200;
 
 impl Span {
-    /// Of that time, as if it had been evenly spread.
+    /// The usage between two times, as if it had been spread evenly over the span.
     fn between(&self, from: Time, to: Time) -> Duration {
         let part = to.min(self.to).saturating_sub(from.max(self.from));
         let whole = self.to - self.from;
@@ -33,17 +33,17 @@ impl Span {
     }
 }
 
-/// What is looked at: the spans, perhaps one that has not ended, and how far back.
+/// An owner's usage in the last period, including a hold that has not ended.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window<'a> {
     pub usage: Option<&'a Usage>,
-    /// It has had the GPU since then.
+    /// The owner has held the GPU since then. `None`: it does not hold it.
     pub since: Option<Time>,
     pub period: Duration,
 }
 
 impl Usage {
-    /// A hold that ended; they come in the order in which they end.
+    /// Records a hold that ended. Holds are recorded in the order in which they end.
     pub fn record(&mut self, from: Time, to: Time, period: Duration) {
         let mut span = Span { from, to, used: to.saturating_sub(from) };
         while let Some(before) = self.spans.back().copied() {
@@ -64,14 +64,14 @@ impl Usage {
         }
     }
 
-    /// Whether it says nothing of the last period.
+    /// Whether all of it is older than a period.
     pub fn is_past(&self, now: Time, period: Duration) -> bool {
         self.spans.back().is_none_or(|span| span.to + period <= now)
     }
 }
 
 impl Window<'_> {
-    /// Of the period before that time, with nothing new happening until then.
+    /// The usage in the period before `at`, if the owner goes on holding the GPU, or not, as it does now.
     pub fn used(&self, at: Time) -> Duration {
         let begin = at.saturating_sub(self.period);
         let before = self.since.unwrap_or(at);
@@ -80,18 +80,18 @@ impl Window<'_> {
         ended + self.since.map_or(Duration::ZERO, |since| at.saturating_sub(since.max(begin)))
     }
 
-    /// When so much will have been used, at the soonest after now. None if not within a period.
+    /// When the usage will reach `bound`. `None`: not within a period.
     pub fn reaches(&self, bound: Duration, now: Time) -> Option<Time> {
         self.first(now, |at| self.used(at) >= bound)
     }
 
-    /// When less will have been used.
+    /// When the usage will have fallen below `bound`. `None`: not within a period.
     pub fn falls_below(&self, bound: Duration, now: Time) -> Option<Time> {
         self.first(now, |at| self.used(at) < bound)
     }
 
-    /// When something begins to hold that will then hold for the rest of a period: what is used grows while the GPU is had,
-    /// and else falls.
+    /// When a condition begins to hold that will then hold for the rest of a period: usage grows while the GPU is held
+    /// and falls otherwise.
     fn first(&self, now: Time, holds: impl Fn(Time) -> bool) -> Option<Time> {
         let end = now.saturating_add(self.period);
         if !holds(end) {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_leaves_the_window_as_it_came() {
+    fn usage_leaves_the_window_as_it_entered() {
         let mut usage = Usage::default();
         usage.record(s(100), s(102), s(10));
         usage.record(s(105), s(106), s(10));
@@ -129,7 +129,7 @@ mod tests {
         let window = Window { since: Some(s(107)), ..window };
         assert_eq!((window.used(s(107)), window.used(s(110))), (s(3), s(6)));
         let at = window.reaches(s(7), s(107)).expect("a time");
-        assert!(at >= s(113) && at <= s(113) + EXACT, "{at:?}: between 110 and 112 as much goes as comes");
+        assert!(at >= s(113) && at <= s(113) + EXACT, "{at:?}: between 110 and 112 s as much expires as is added");
         assert_eq!(window.reaches(s(11), s(107)), None);
     }
 
@@ -142,7 +142,7 @@ mod tests {
         let window = Window { usage: Some(&usage), since: Some(s(5)), period: s(10) };
         assert_eq!(window.used(s(6)), s(4));
         usage.record(s(20), s(21), s(10));
-        assert_eq!(usage.spans.len(), 1, "what is past is forgotten");
+        assert_eq!(usage.spans.len(), 1, "old spans are forgotten");
     }
 
     #[test]

@@ -1,22 +1,23 @@
 //! First come, first served, modified by the anti-thrash mode.
 //!
-//! **Turns.** In `on` every turn is the full time quantum, as in the original nvshare. In `auto` it depends on what a change of holder
-//! costs. Where memory must move, that is seconds, so the turn is the time quantum and at least a multiple of the move. Where
-//! nothing must move, it is a drain, and fairness decides: a holder keeps the GPU for twice what the waiter is expected to need.
-//! Equals thus finish their bursts (two half-busy jobs overlap perfectly), and a short burst soon ends a long turn. This is least
-//! attained service: what a client has used since it last ran out of work predicts what it still needs, because burst lengths are
-//! heavy-tailed. A higher class (`share`) does not wait for the turn to end, a lower one waits until the holder has no work. With many
-//! waiting clients, `auto` shortens turns so that the last one waits no longer than `max-wait`.
+//! **Turns.** In `on` every turn is the full time quantum, as in the original nvshare. In `auto` it depends on the cost
+//! of changing the holder. Where memory must move, that is seconds, so the turn is the time quantum and at least a
+//! multiple of the move. Where nothing must move it is a drain, and fairness decides: a holder keeps the GPU for twice
+//! what the waiter is expected to need. Equals thus finish their bursts (two half-busy jobs overlap perfectly), and a
+//! short burst soon ends a long turn. This is least attained service: what a client has used since it last ran out of
+//! work predicts what it still needs, because burst lengths are heavy-tailed. A higher class (`fairness::Class`) does
+//! not wait for the turn to end, a lower one waits until the holder has no work. With many waiting clients, `auto`
+//! shortens turns so that the last one waits no longer than `max-wait`.
 //!
-//! **Queue**, among the clients of one user: order of arrival. In `auto` the key is the arrival plus the *class* of the expected time (the
-//! burst, and moving memory both ways), a class being a power of four. Short bursts pass long ones, equals keep their order, and
-//! ageing is built in: a client is never passed by one that arrived more than a time quantum later. Moving counts, so a client whose
-//! memory is on the GPU goes first.
+//! **Queue**, among the clients of one user: order of arrival. In `auto` the rank is the arrival plus the expected time
+//! (the burst, and moving memory both ways), rounded down to a power of four. Short bursts pass long ones, equals keep
+//! their order, and ageing is built in: a client is never passed by one that arrived more than a time quantum later.
+//! Moving counts, so a client whose memory is on the GPU goes first.
 //!
-//! **Grace**, the longest time that a holder may keep the lock while idle, is what a move would cost (ski rental). A client that knows
-//! its own pauses waits less.
+//! **Grace**, the longest time that a holder may keep the lock while idle, is the cost of a move (ski rental). A client
+//! that can predict its own pauses waits less.
 
-use super::{Policy, Runner, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
+use super::{Holder, Policy, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
     fairness::Precedence,
@@ -28,18 +29,18 @@ use std::time::Duration;
 pub(super) struct Fcfs;
 
 impl Policy for Fcfs {
-    fn turn(&self, settings: &Settings, _: &Runner, first: &Waiter) -> Duration {
+    fn turn(&self, settings: &Settings, _: &Holder, first: &Waiter) -> Duration {
         match first.precedence {
             Precedence::Before => return Duration::ZERO,
             Precedence::After => return Duration::MAX,
-            Precedence::BelowMinimum => return settings.slice().min(settings.time_quantum).max(first.least()),
+            Precedence::BelowMinimum => return settings.slice().min(settings.time_quantum).max(first.shortest_turn()),
             Precedence::Equal if settings.anti_thrash != AntiThrash::Auto => return settings.time_quantum,
             Precedence::Equal => {}
         }
         let quantum = if first.evicts {
             settings.time_quantum
         } else if first.unmeasured && first.holders_measured {
-            SHORTEST_TURN // nothing more is to be learned of them, and perhaps both can run
+            SHORTEST_TURN // the holders need not be measured, and perhaps both can run
         } else if first.unmeasured {
             MEASURED.min(settings.time_quantum)
         } else {
@@ -49,13 +50,13 @@ impl Policy for Fcfs {
             Duration::ZERO => Duration::MAX,
             most => most / first.waiters.max(1),
         };
-        quantum.min(share).max(first.least())
+        quantum.min(share).max(first.shortest_turn())
     }
 
-    fn place(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time {
+    fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time {
         match settings.anti_thrash {
             AntiThrash::Auto => {
-                arrival.saturating_add(class(waiter.burst.saturating_add(waiter.moving)).min(settings.time_quantum))
+                arrival.saturating_add(rounded(waiter.burst.saturating_add(waiter.moving)).min(settings.time_quantum))
             }
             AntiThrash::On | AntiThrash::Off => arrival,
         }
@@ -65,7 +66,7 @@ impl Policy for Fcfs {
         served.max(rank)
     }
 
-    fn patience(&self, _: &Settings, _: &Waiter) -> Option<Duration> {
+    fn ages_after(&self, _: &Settings, _: &Waiter) -> Option<Duration> {
         None
     }
 
@@ -77,20 +78,20 @@ impl Policy for Fcfs {
         moving.min(settings.time_quantum).max(SHORTEST_GRACE)
     }
 
-    fn rests(&self, _: &Settings, idle: Duration, _: Option<u32>) -> Duration {
+    fn expected_idle(&self, _: &Settings, idle: Duration, _: Option<u32>) -> Duration {
         idle
     }
 
-    fn keeps_for_the_next(&self) -> bool {
+    fn evicts_by_queue(&self) -> bool {
         false
     }
 }
 
-/// The largest power of four milliseconds that is not longer.
-fn class(length: Duration) -> Duration {
-    let mut class = 1u64;
-    while class < 1 << 30 && u128::from(class) * 4 <= length.as_millis() {
-        class *= 4;
+/// The largest power of four milliseconds that is not longer than `length`, at least 1 ms.
+fn rounded(length: Duration) -> Duration {
+    let mut rounded = 1u64;
+    while rounded < 1 << 30 && u128::from(rounded) * 4 <= length.as_millis() {
+        rounded *= 4;
     }
-    Duration::from_millis(class)
+    Duration::from_millis(rounded)
 }

@@ -1,13 +1,14 @@
-//! What is known of a client's past on a GPU, from which policies expect its future.
+//! A client's past on a GPU, from which policies predict its future.
 
 use super::{progress::Progress, utilization::Utilization};
 use crate::api::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What a client's burst is taken to be before one was seen.
+/// The expected length of a client's first burst.
 const FIRST_BURST: Duration = Duration::from_millis(50);
 
+/// The history of one client on one GPU.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct History {
     pub bursts: Bursts,
@@ -41,27 +42,30 @@ impl Histories {
     }
 }
 
-/// What is known of how long a client runs on a GPU between two times without work.
+/// The lengths of a client's bursts on a GPU: how long it runs from one time without work to the next.
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Bursts {
+    /// Smoothed. `None`: no burst has ended yet.
     estimate: Option<Duration>,
-    /// Run since it last had no work, over the turns that were cut short.
+    /// GPU time since it last had no work, over turns that were cut short, and the part in which the GPU was busy with
+    /// it.
     attained: Duration,
     busy: Duration,
 }
 
 impl Bursts {
+    /// The expected length of the present burst, or of the next.
     pub fn expected(&self) -> Duration {
         self.expected_after(Duration::ZERO)
     }
 
-    /// What would be expected if a turn of that length were cut short now.
+    /// The expected length if a turn of `contended` were cut short now.
     pub fn expected_after(&self, contended: Duration) -> Duration {
         self.attained.saturating_add(contended).max(self.estimate.unwrap_or(FIRST_BURST))
     }
 
-    /// A turn ended. A holder that nobody waits for keeps the lock through idle times too, so of its uncontended time
-    /// no more is counted than one burst.
+    /// Records the end of a turn. An uncontended holder keeps the lock through idle times too, so no more of its
+    /// uncontended time is counted than one burst.
     pub fn ran(&mut self, contended: Duration, uncontended: Duration, busy: Duration, idle: bool) {
         let usual = self.estimate.unwrap_or(FIRST_BURST);
         self.attained = self.attained.saturating_add(contended).saturating_add(uncontended.min(usual));

@@ -1,9 +1,10 @@
-//! How long a turn lasts, how long a contended holder may be idle, which of a party's clients stands before which, and whose
-//! memory leaves first: all judgement is here. One trait ([`Policy`]), with a file for each answer to it; what they decide from
-//! is here, and what is known of a client's past: its bursts here, its GPU time in `progress`.
+//! Policies: the length of a turn, the time that a contended holder may stay idle, the order of requests of one owner,
+//! and the order of eviction. [`Policy`] is the trait; [`Waiter`] and [`Holder`] are what its decisions depend on.
 //!
-//! - `fcfs`: first come, first served, as the anti-thrash mode modifies it.
-//! - `adaptive`: who has had least goes first.
+//! - `fcfs`: first come, first served, as modified by the anti-thrash mode.
+//! - `adaptive`: least attained service: clients that have used the least GPU time run first.
+//! - `history`: the lengths of a client's bursts. `progress`: the GPU time that it has attained. `utilization`: how
+//!   much of the time it keeps the GPU busy.
 
 mod adaptive;
 mod fcfs;
@@ -20,82 +21,86 @@ use std::time::Duration;
 
 /// The shortest turn in `auto`: strict turns of 20 ms cost about 5 % of throughput on an H200, of 50 ms about 1 %.
 pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
-/// Grace where a hand-over is free: longer than the gaps between launches of a busy program.
+/// The grace where a hand-over is free: longer than the gaps between launches of a busy program.
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
-/// A turn is no shorter than so many times what moving for the next one takes.
+/// A turn is at least so many times as long as moving memory for the next one takes.
 const MOVES_PER_TURN: u32 = 5;
 
-/// What a policy decides from.
+/// A waiting request, as far as a policy's decisions depend on it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Waiter {
-    /// What it is to the holder, by the rules that both have.
+    /// Its precedence over the holder by the rules of both.
     pub precedence: Precedence,
     /// How long it is expected to run until it has no work.
     pub burst: Duration,
-    /// How long moving the bytes it lacks takes, both ways.
+    /// The time to move the bytes that it lacks out and back in; for the first in the queue, of those bytes that only
+    /// holders can give.
     pub moving: Duration,
-    /// The same for all that it lacks, whoever gives it: a turn that ends sooner is for nothing.
+    /// The same for all bytes that it lacks. A turn that ends before they have arrived is wasted.
     pub arrives: Duration,
     /// Whether bytes must leave the GPU before it can run.
     pub evicts: bool,
-    /// How full it keeps the GPU was never seen: a short turn tells. And whether that is known of those who have it now.
+    /// Its utilization is unknown, and a short turn would tell; and whether the utilization of all holders is known.
     pub unmeasured: bool,
     pub holders_measured: bool,
-    /// How many wait, itself included.
+    /// The number of requests in the queue, itself included.
     pub waiters: u32,
-    /// GPU time that it has had, beyond what it left to others; and since when it is at the level of that.
-    pub had: Duration,
-    pub entered: Time,
-    /// Where it stands, and whether because it has waited for so long.
+    /// The GPU time that it has attained, less what it left to others, and since when it has been on the level of that.
+    pub attained: Duration,
+    pub level_since: Time,
+    /// Its rank, and whether it goes first because it has aged.
     pub rank: Time,
     pub aged: bool,
-    /// It waits for several GPUs, or with others of a gang.
+    /// It waits for several GPUs, or with other members of a gang.
     pub several: bool,
 }
 
 impl Waiter {
-    /// No turn is shorter: a hand-over costs too much.
-    fn least(&self) -> Duration {
+    /// The shortest turn before it that is worth the hand-over.
+    fn shortest_turn(&self) -> Duration {
         let moves = if self.evicts { self.arrives.saturating_mul(MOVES_PER_TURN) } else { Duration::ZERO };
         moves.max(SHORTEST_TURN)
     }
 }
 
-/// What a policy decides from, of who has the GPU.
+/// A holder, as far as a policy's decisions depend on it.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Runner {
-    /// Where it would stand if it asked now.
+pub(crate) struct Holder {
+    /// The rank that it would have if it requested the GPU now.
     pub rank: Time,
-    /// GPU time that it has had, this turn included, and for how much of this turn somebody has waited.
-    pub had: Duration,
+    /// The GPU time that it has attained, this turn included, and the part of this turn in which other clients waited.
+    pub attained: Duration,
     pub waited: Duration,
-    /// It has the GPU because it had waited for so long.
+    /// It was granted the GPU because it had aged.
     pub aged: bool,
-    /// It takes turns with who waits as two of one party.
-    pub peer: bool,
-    /// After how much more of it another party is to have the GPU, if one waits that shares it.
-    pub others_after: Option<Duration>,
+    /// The first waiting request has the same owner.
+    pub same_owner: bool,
+    /// How much longer it can run until another owner that waits is to have the GPU. `None`: no other owner waits, or
+    /// turns alone decide.
+    pub other_owner_after: Option<Duration>,
 }
 
-/// The decisions that one policy takes differently from another.
+/// The decisions in which policies differ.
 pub(crate) trait Policy: Debug + Sync {
-    /// How long a holder keeps the lock once that waiter waits.
-    fn turn(&self, settings: &Settings, holder: &Runner, first: &Waiter) -> Duration;
-    /// The waiter's place in line among those of its party: the smaller, the earlier.
-    fn place(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
-    /// And among all parties, if its own has had its share until then, and has waited since.
+    /// How long a holder keeps the lock while `first` waits.
+    fn turn(&self, settings: &Settings, holder: &Holder, first: &Waiter) -> Duration;
+    /// The rank of a request that arrives at `arrival` among those of its owner: the smallest is served first.
+    fn rank(&self, settings: &Settings, arrival: Time, waiter: &Waiter) -> Time;
+    /// The key of a request among the requests of all owners, from its owner's finish tag, its own rank, and the time
+    /// since which its owner has waited.
     fn key_among_owners(&self, served: Time, rank: Time, joined: Time) -> Time;
-    /// After how long it goes before all others of its party. None: its place sees to it.
-    fn patience(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
-    /// Whether users take turns as wholes, however many clients they have.
+    /// The time after which a waiting request goes before all others of its owner. `None`: never, its rank rises by
+    /// itself.
+    fn ages_after(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
+    /// Whether users take turns, however many clients they have. Otherwise all clients without a share are one owner.
     fn users_take_turns(&self) -> bool;
-    /// How long a contended holder may be idle before it gives the lock back, if that moves for so long.
+    /// How long a contended holder may be idle before it releases the lock, if the hand-over moves memory for `moving`.
     fn grace(&self, settings: &Settings, moving: Duration) -> Duration;
-    /// For how long somebody who has not run for that long is taken not to run, where so many go before it; None: it does
-    /// not wait. The longer, the sooner its memory leaves.
-    fn rests(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration;
-    /// Whether that depends on who goes before it.
-    fn keeps_for_the_next(&self) -> bool;
+    /// How long a client is expected to stay idle that has been idle for `idle` and has `before` requests ahead of its
+    /// own (`None`: it does not wait). The longer, the sooner its memory is evicted.
+    fn expected_idle(&self, settings: &Settings, idle: Duration, before: Option<u32>) -> Duration;
+    /// Whether [`Self::expected_idle`] depends on the position in the queue.
+    fn evicts_by_queue(&self) -> bool;
 }
 
 pub(crate) fn named(name: PolicyName) -> &'static dyn Policy {

@@ -1,67 +1,73 @@
-//! How much of the time a client keeps a GPU busy, as the client reports it. A client can measure that only while it is the only
-//! holder. A report is believed for a while.
+//! Utilization: the part of the time in which a client keeps a GPU busy, as the client reports it. A client can measure
+//! that only while it is the only holder. A report is believed for a while.
 
 use std::time::Duration;
 
-/// Of a GPU, in thousandths, what clients that run together may fill: one of them may fill it, beside others that hardly do.
+/// The most utilization, in thousandths of a GPU, of clients that run together: one of them may fill it beside others
+/// that hardly use it.
 pub(crate) const FULL: u32 = 1100;
-/// What a client that says nothing is taken to fill.
+/// Assumed of a client that reports nothing.
 const UNKNOWN: u32 = 1000;
-/// How long clients run together before they are asked again: the first time, twice as long after each time that they said
-/// the same, and at most.
+/// How long clients run together before they are measured again: the first time, and at most. It doubles whenever they
+/// report the same again.
 const TOGETHER: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(80));
-/// What is said differs by no more, in thousandths, if it is the same.
+/// Reports that differ by no more than this, in thousandths, are the same.
 const SAME: u32 = 150;
-/// A turn that is long enough for a client to say how full it keeps the GPU.
+/// A turn of this length is long enough for a client to report its utilization.
 pub(crate) const MEASURED: Duration = Duration::from_millis(150);
 
-/// How full a client keeps a GPU, in thousandths.
+/// The utilization of a GPU by one client, in thousandths.
 #[derive(Debug, Clone, Copy, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Utilization {
-    said: Option<u32>,
-    /// What it had said before, and for how long that was believed.
+    /// The newest report, while it is believed.
+    report: Option<u32>,
+    /// The report before, and for how long it was believed.
     before: Option<(u32, Duration)>,
-    /// It was alone, and waited for, for long enough, and said nothing.
+    /// The client was the only holder, contended, for long enough, and reported nothing.
     silent: bool,
-    /// It had no more work before it could say anything.
+    /// The client ran out of work before it could report anything.
     brief: bool,
 }
 
 impl Utilization {
+    /// In thousandths; `None`: unknown.
     pub fn permille(self) -> Option<u32> {
-        self.said.or(self.silent.then_some(UNKNOWN))
+        self.report.or(self.silent.then_some(UNKNOWN))
     }
 
-    /// Whether it wants nobody beside it, and not for what it does there: it is no program whose work can be told.
+    /// Whether the client wants no other client beside it, by reporting more than there is: its work cannot be
+    /// measured.
     pub fn is_for_itself(self) -> bool {
-        self.said.is_some_and(|said| said > FULL)
+        self.report.is_some_and(|report| report > FULL)
     }
 
-    /// How long it is believed.
+    /// How long the report is believed.
     pub fn believed(self) -> Duration {
-        let same = self.before.filter(|(before, _)| self.permille().is_some_and(|said| said.abs_diff(*before) <= SAME));
+        let same =
+            self.before.filter(|(before, _)| self.permille().is_some_and(|report| report.abs_diff(*before) <= SAME));
         same.map_or(TOGETHER.0, |(_, believed)| (believed * 2).min(TOGETHER.1))
     }
 
-    /// What was said is believed no longer.
+    /// Stops believing the report.
     pub fn forget(&mut self) {
-        let before = self.said.map(|said| (said, self.believed())).or(self.before);
+        let before = self.report.map(|report| (report, self.believed())).or(self.before);
         *self = Self { before, ..Self::default() };
     }
 
-    /// Whether a turn that is long enough would tell.
+    /// Whether a turn that is long enough would tell the utilization.
     pub fn is_open(self) -> bool {
         self.permille().is_none() && !self.brief
     }
 
-    /// A turn ended, after somebody had waited so long for it. `idle`: because it had no more work.
+    /// Records the end of a turn, `waited` of which was contended. `idle`: it ended because the client had no more
+    /// work.
     pub fn turn_ended(&mut self, waited: Duration, idle: bool) {
         self.silent |= waited >= MEASURED;
         self.brief = idle;
     }
 
-    /// The client reports it.
+    /// Takes a report of the client.
     pub fn reported(&mut self, permille: u32) {
-        *self = Self { said: Some(permille), before: self.before, ..Self::default() };
+        *self = Self { report: Some(permille), before: self.before, ..Self::default() };
     }
 }

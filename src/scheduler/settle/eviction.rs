@@ -42,14 +42,14 @@ impl Machine {
     fn victims(&self, id: GpuId) -> Vec<ClientId> {
         let Some(gpu) = self.memory.get(&id) else { return Vec::new() };
         let idle = gpu.ledger.eviction_order();
-        if !self.policy().keeps_for_the_next() {
+        if !self.policy().evicts_by_queue() {
             return idle.map(|(_, client)| client).collect();
         }
         let before: BTreeMap<Entity, u32> = self.lock.queue(id).map(|(_, entity)| entity).zip(0..).collect();
         let rests = |(last_run, client): (Time, ClientId)| {
             let entity = self.lock.waiting(client);
             let before = entity.and_then(|entity| before.get(&entity).copied());
-            (self.policy().rests(&self.settings, self.now.saturating_sub(last_run), before), client)
+            (self.policy().expected_idle(&self.settings, self.now.saturating_sub(last_run), before), client)
         };
         let mut victims: Vec<_> = idle.map(rests).collect();
         victims.sort_by_key(|(rests, _)| Reverse(*rests)); // who ran least recently first, where they are equal

@@ -5,7 +5,7 @@ use crate::{
     fairness::{Precedence, ShareOwner, Shares},
     lock::{Blocked, Entity, Hold, QueueKey, Request},
     machine::Machine,
-    policy::{Runner, Waiter},
+    policy::{self, Waiter},
 };
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -24,16 +24,16 @@ impl Machine {
             moving: a.moving.max(b.moving),
             evicts: a.evicts || b.evicts,
             waiters: a.waiters.max(b.waiters),
-            had: a.had.max(b.had),
-            entered: a.entered.max(b.entered),
+            attained: a.attained.max(b.attained),
+            level_since: a.level_since.max(b.level_since),
             ..a
         });
         let Some(waiter) = waiter else { return (arrival, None) };
         let several = wants.len() > 1 || self.lock.entity(client).gang().is_some();
         let waiter = Waiter { several, ..waiter };
-        let patience = self.policy().patience(&self.settings, &waiter);
-        let at = self.policy().place(&self.settings, arrival, &waiter);
-        (at, patience.map(|patience| arrival.saturating_add(patience)))
+        let ages_after = self.policy().ages_after(&self.settings, &waiter);
+        let at = self.policy().rank(&self.settings, arrival, &waiter);
+        (at, ages_after.map(|after| arrival.saturating_add(after)))
     }
 
     /// Since when the party of one that asks now has waited there. Where no rule divides the time there is but one that counts.
@@ -96,35 +96,41 @@ impl Machine {
             self.need(client, id).saturating_sub(gpu.ledger.account(client).map_or(0, |account| account.allowance));
         let hold = self.lock.hold(client, id);
         let held = hold.map_or(Duration::ZERO, |hold| self.now.saturating_sub(hold.since));
-        let (had, entered) = history.progress.after(self.now, held);
+        let (attained, level_since) = history.progress.after(self.now, held);
         Waiter {
             burst: history.bursts.expected(),
             moving: self.moving_both_ways(id, lacking, &[client]),
             evicts: lacking > gpu.free(&self.settings),
             unmeasured: hold.is_none() && history.utilization.is_open(),
             waiters: self.lock.queue_length(id) + 1,
-            had,
-            entered,
+            attained,
+            level_since,
             ..Waiter::default()
         }
     }
 
     /// What a holder is to who waits.
-    pub(crate) fn runner(&self, client: ClientId, id: GpuId, hold: &Hold, first: Option<Entity>) -> Runner {
+    pub(crate) fn policy_holder(
+        &self,
+        client: ClientId,
+        id: GpuId,
+        hold: &Hold,
+        first: Option<Entity>,
+    ) -> policy::Holder {
         let waiter = self.waiter(client, id);
-        Runner {
-            rank: self.policy().place(&self.settings, self.now, &waiter),
-            had: waiter.had,
+        policy::Holder {
+            rank: self.policy().rank(&self.settings, self.now, &waiter),
+            attained: waiter.attained,
             waited: hold.waited(self.now),
             aged: hold.aged,
-            peer: first.is_none_or(|first| self.owner_of(first) == self.shares().owner(client)),
-            others_after: self.others_after(client, id, hold),
+            same_owner: first.is_none_or(|first| self.owner_of(first) == self.shares().owner(client)),
+            other_owner_after: self.other_owner_after(client, id, hold),
         }
     }
 
     /// How much longer a holder can run until its party will have had more than another one that waits. None where the policy
     /// has parties take turns by ending each of theirs, or nobody else waits.
-    fn others_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
+    fn other_owner_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
         if self.policy().users_take_turns() || !self.shares().have_classes() {
             return None;
         }
@@ -135,7 +141,7 @@ impl Machine {
         };
         let (key, _) = self.lock.queue(id).find(|(_, entity)| is_other(*entity))?;
         let (until, debt) = self.shares().finish_tag(client, owner, id, hold, hold.waited(self.now))?;
-        Some(debt.until_as_much(key.at.saturating_sub(until)))
+        Some(debt.service_until(key.at.saturating_sub(until)))
     }
 
     /// Where a request stands in line now.
@@ -162,9 +168,9 @@ impl Machine {
 
     /// The finish tags with which a client is granted a GPU: its owner's, and its own.
     pub(crate) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
-        let ahead = self.shares().ahead_of_time(id, client);
+        let ahead = self.shares().virtual_time_lead(id, client);
         if !ahead.is_zero() {
-            self.fairness.advance(id, ahead);
+            self.fairness.advance_virtual_time(id, ahead);
             self.lock.queued(id).into_iter().for_each(|entity| self.requeue(entity));
         }
         self.shares().finish_tags_before(client, id)
@@ -179,11 +185,11 @@ impl Machine {
         let waiter =
             Waiter { burst: self.histories.of(holder, id)?.bursts.expected_after(waited), ..self.waiter(holder, id) };
         let is_same_owner = self.owner_of(other) == Some(owner);
-        if is_same_owner && self.others_after(holder, id, hold) == Some(Duration::ZERO) {
+        if is_same_owner && self.other_owner_after(holder, id, hold) == Some(Duration::ZERO) {
             return None;
         }
         let served = |as_whom: ShareOwner| self.shares().tag_of(as_whom, id);
-        let arrives = self.policy().place(&self.settings, self.now, &waiter);
+        let arrives = self.policy().rank(&self.settings, self.now, &waiter);
         let arrival = match is_same_owner {
             true => arrives,
             false => self.policy().key_among_owners(Time::ZERO, arrives, Time::ZERO),
@@ -197,7 +203,7 @@ impl Machine {
         for as_whom in self.shares().owners(holder) {
             let before = match self.shares().finish_tag(holder, as_whom, id, hold, waited) {
                 // Of every moment of it, it owes something to each of the others.
-                Some((until, debt)) => stands.checked_sub(until).map(|left| debt.until_as_much(left)),
+                Some((until, debt)) => stands.checked_sub(until).map(|left| debt.service_until(left)),
                 None if is_same_owner => (stands > served(as_whom).unwrap_or_default()).then_some(Duration::MAX),
                 None => None,
             };
@@ -286,7 +292,7 @@ impl Machine {
         let is_watched = |entity: &Entity| self.lock.clients_of(*entity).any(|client| self.shares().is_watched(client));
         let queue: Vec<Entity> = self.lock.queued(id).into_iter().filter(is_watched).collect();
         for entity in queue {
-            match self.shares().is_capped(entity) {
+            match self.shares().request_capped_until(entity) {
                 Some(until) => self.block(entity, Blocked::Until(until)),
                 None => self.requeue(entity),
             }

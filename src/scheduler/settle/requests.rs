@@ -84,7 +84,7 @@ impl Machine {
             }
             self.split(entity, &undrained);
         }
-        if let Some(until) = self.shares().is_capped(entity) {
+        if let Some(until) = self.shares().request_capped_until(entity) {
             return self.block(entity, Blocked::Until(until));
         }
         let Some(request) = self.lock.request(entity) else { return };

@@ -171,7 +171,7 @@ impl Machine {
         let for_itself = self.histories.of(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
-                let holder = self.runner(client, id, hold, pressure.first);
+                let holder = self.policy_holder(client, id, hold, pressure.first);
                 self.policy().turn(&self.settings, &holder, &Waiter { precedence, ..waiter })
             }
             _ => self.settings.time_quantum,
