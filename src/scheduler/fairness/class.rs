@@ -35,8 +35,8 @@ impl Default for Tier {
 pub(crate) enum Precedence {
     /// The request does not wait for the turn to end, nor, in `auto`, for the holder to drain.
     Before,
-    /// The request goes first within one short turn: its owner is below its minimum and the holder's is not, or both
-    /// are interactive and only the holder has used its share.
+    /// The request waits only for a short turn to end: its owner is below its minimum and the holder's is not, or both
+    /// are interactive and the request's owner has used no more than its share.
     BelowMinimum,
     #[default]
     Equal,
@@ -109,7 +109,7 @@ impl Shares<'_> {
         }
     }
 
-    /// Whether a client must be the only holder: its time is counted, or it is of a better or worse tier than others.
+    /// Whether a client must be the only holder: its time is counted, or its tier is not the default one.
     pub fn runs_alone(&self, client: ClientId) -> bool {
         let share = self.share_of(client);
         bound::is_watched(share) || share.tier() != Tier::default()

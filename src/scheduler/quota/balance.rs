@@ -1,17 +1,17 @@
-//! Brings each client's limit to what the solver found: limits that are too high are lowered first, and others rise as clients
-//! acknowledge the lower ones.
+//! Brings each client's limit to what the solver found: limits that are too high are lowered first, and others rise as
+//! clients acknowledge the lower ones.
 
 use super::{Context, LIMIT_STEP, Quota, limit::Limit, solver::Target};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
-/// How long a client that attaches waits for others to acknowledge lower limits, before it is told a lower limit itself.
+/// How long a client that attaches waits for others to acknowledge lower limits before it gets a lower limit itself.
 pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
-/// A client that has not acknowledged a limit for so long keeps what it had.
+/// A client that has not acknowledged a lower limit for this long counts as unresponsive: its committed bytes stay.
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Quota {
-    /// Takes notice of what a GPU offers, and of how many clients it has.
+    /// Takes note of a GPU's offer and of the number of its clients.
     pub fn note_offer(&mut self, cx: Context, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         let offer = cx.gpus.offer(id);
@@ -39,7 +39,7 @@ impl Quota {
         gpu.in_host = excess;
     }
 
-    /// Computes limits again: lowers those that are above a client's part, and raises others as far as there is room.
+    /// Computes limits again: lowers those above their target, and raises others as far as there is room.
     pub fn balance(&mut self, cx: Context, fx: &mut Effects) {
         let (changed, was_scarce) = self.host.take_changed();
         let budget = self.host.budget();
@@ -68,7 +68,7 @@ impl Quota {
         fx.touch_all(targets.iter().map(|target| target.gpu).filter(|id| cx.gpus.is_attaching(*id)));
     }
 
-    /// With enough host memory, clients without bounds can have all that their GPU offers.
+    /// The targets of clients without limits, where host memory suffices: all that their GPU offers.
     fn unbounded_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
         let mut all = Vec::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
@@ -79,7 +79,7 @@ impl Quota {
         all
     }
 
-    /// Takes one limit towards its target, down or up.
+    /// Moves one limit towards its target, down or up.
     fn approach(&mut self, cx: Context, fx: &mut Effects, target: &Target, lower: bool) {
         let Target { client, gpu: id, bytes: target, exact, bound } = *target;
         let scarce = self.host.is_scarce();
@@ -92,7 +92,7 @@ impl Quota {
         let room = in_group.map(|left| left.min(room));
         let bytes = match limit.wanted {
             _ if lower => {
-                if target > limit.limit || near || !limit.listens() {
+                if target > limit.limit || near || !limit.is_responsive() {
                     return;
                 }
                 target
@@ -126,14 +126,14 @@ impl Quota {
         }
     }
 
-    /// Bytes by which limits on that GPU can rise in all.
+    /// Bytes by which the limits on a GPU can rise in all.
     fn committable(&self, cx: Context, id: GpuId) -> u64 {
         let Some(budget) = self.host.budget() else { return u64::MAX };
         let here = self.gpus.get(&id).map_or(0, |gpu| cx.gpus.offer(id).saturating_sub(gpu.committed));
         here.saturating_add(budget.saturating_sub(self.host.committed))
     }
 
-    /// Limits are computed again at that time at the latest.
+    /// Has limits computed again at that time at the latest.
     pub(super) fn balance_at(&self, cx: Context, fx: &mut Effects, at: Time) {
         let set = fx.wakes_at(Wake::Limits).filter(|set| *set > cx.now);
         fx.wake(Wake::Limits, Some(set.map_or(at, |set| set.min(at))));
@@ -153,7 +153,7 @@ impl Quota {
         fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
     }
 
-    /// The same for a client that has been told of a limit before: its bounds changed.
+    /// Sends a client its limit again, after its bounds changed, unless it has never been sent one.
     pub fn tell_again(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
         if self.entry(client, id).is_some_and(|entry| entry.is_told) {
             self.tell(cx, fx, client, id);

@@ -1,18 +1,19 @@
-//! What rules and environments leave a client.
+//! The limits that rules and environments set on a client's memory.
 //!
-//! On each GPU, all members of a group together may have no more than their rule's `memory-max`. What is limited is Σ committed of the
-//! members, their contexts included, so it holds whatever messages are in flight and whatever clients report: demand beyond a
-//! client's limit counts against its group and earns nothing. The group's memory is divided like host memory: each member has what
-//! it needs and an equal part of the rest, and more on request.
+//! On each GPU, all members of a group together may have no more than their rule's `memory-max`. What is limited is Σ
+//! committed of the members, their contexts included, so it holds whatever messages are in flight and whatever clients
+//! report: demand beyond a client's limit counts against its group and gains nothing. The group's memory is divided
+//! like host memory: each member's limit is its demand and an equal part of the rest, and more on request.
 //!
-//! Lowering a limit below current usage fails no existing allocation. Members' limits fall below what some of them need, so that
-//! freed memory stays free until the rest fits; meanwhile the excess is swapped out whenever its client does not run.
+//! Lowering a limit below current usage fails no existing allocation. Members' limits fall below the demand of some of
+//! them, so that freed memory stays free until the rest fits; meanwhile the excess is swapped out whenever its client
+//! does not run.
 
 use super::{ClientLimit, Context, GpuLimits, Quota};
 use crate::api::*;
 
 impl ClientLimit {
-    /// What its context counts for.
+    /// Bytes that the client's context counts for.
     fn context(&self, cx: Context, id: GpuId) -> u64 {
         self.context.unwrap_or_else(|| cx.gpus.context(id))
     }
@@ -23,19 +24,19 @@ impl Quota {
         self.entry(client, id).map_or(0, |entry| entry.context(cx, id))
     }
 
-    /// Whether the context of a client that has attached has not been measured, and counts for something.
-    pub(super) fn is_context_open(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
+    /// Whether a client's context counts for something, and has not been measured.
+    pub(super) fn is_context_unmeasured(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         self.entry(client, id).is_some_and(|entry| entry.context.is_none()) && cx.gpus.context(id) > 0
     }
 
-    /// The most that the demands of a client's group can come to on a GPU.
+    /// The highest sum of the demands of a client's group on a GPU: its `memory-max` less contexts. `None`: no limit.
     fn group_bound(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         let max = cx.rules.memory_max(client, cx.gpus.total(id))?;
         let contexts = self.sum_of_group(cx, client, id, |entry| entry.context(cx, id));
         Some(max.saturating_sub(contexts))
     }
 
-    /// The most that a client's demand can come to there by its environment.
+    /// The highest demand of a client on a GPU by its environment. `None`: no limit.
     pub(super) fn env_bound(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         Some(cx.rules.env_memory_max(client, cx.gpus.total(id))?.saturating_sub(self.context(cx, client, id)))
     }
@@ -45,7 +46,7 @@ impl Quota {
         entries.fold(0, |sum, entry| sum.saturating_add(of(entry)))
     }
 
-    /// Whether a client, or its group, needs more on a GPU than it may have, since its limit fell.
+    /// Whether the demand of a client, or of its group, exceeds its limit on a GPU, since that was lowered.
     pub fn is_over(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         let demand = |entry: &ClientLimit| entry.limit.demand();
         let group = || self.group_bound(cx, client, id);
@@ -55,7 +56,7 @@ impl Quota {
         cx.rules.is_bounded(client) && (is_over() || is_over_env())
     }
 
-    /// Bytes by which allowances exceed what is left to a client and its group. `allowance` is what a client may have mapped.
+    /// Bytes by which allowances exceed the limits of a client and its group. `allowance` returns that of a client.
     pub fn surplus(&self, cx: Context, client: ClientId, id: GpuId, allowance: impl Fn(ClientId) -> u64) -> u64 {
         let has = cx.rules.group_peers(client).fold(0u64, |sum, member| sum.saturating_add(allowance(member)));
         let of_group = has.saturating_sub(self.group_bound(cx, client, id).unwrap_or(u64::MAX));
@@ -63,12 +64,12 @@ impl Quota {
         of_group.max(own)
     }
 
-    /// By how much limits of a client's group can rise; `None`: they are above what they may be.
+    /// By how much the limits of a client's group can rise on a GPU. `None`: they exceed what the group may have.
     pub(super) fn group_room(&self, cx: Context, client: ClientId, id: GpuId) -> Option<u64> {
         self.room_within(cx, client, id, self.group_bound(cx, client, id))
     }
 
-    /// The same where the group's bound on that GPU is known.
+    /// The same, given the group's bound on that GPU.
     pub(super) fn room_within(&self, cx: Context, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
         let own = self.env_room(cx, client)?;
         let Some(group) = cx.rules.group(client) else { return Some(own) };
@@ -84,7 +85,7 @@ impl Quota {
         Some(here.min(everywhere).min(own))
     }
 
-    /// The same for what the client's environment allows it over all GPUs.
+    /// The same for the limit over all GPUs of a client's environment.
     fn env_room(&self, cx: Context, client: ClientId) -> Option<u64> {
         let Some(max) = cx.rules.env_swap_max(client) else { return Some(u64::MAX) };
         max.checked_sub(self.limits_of(client).fold(0, |sum: u64, (_, limit)| sum.saturating_add(limit.counted)))

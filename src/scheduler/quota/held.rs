@@ -1,16 +1,17 @@
-//! Limit requests that are held until a fresh measurement: those beyond what the last one left room for, or beyond what a rule
-//! leaves beside a context of unknown size. Memory of other programs may have gone, and the context may be small.
+//! Limit requests that are held until a fresh measurement: those beyond the room that the last one showed, or beyond
+//! what a rule allows beside a context of unknown size. Other programs may have freed memory, and the context may be
+//! small.
 
 use super::{Context, Quota};
 use crate::{api::*, effects::Effects, timers::Wake};
 use std::time::Duration;
 
-/// How long a measurement is waited for.
+/// How long a request is held for a measurement.
 const SAMPLE_TIMEOUT: Duration = Duration::from_millis(500);
-/// A context can be told from what is beside it once no memory has moved for so long.
+/// A context can be measured once no memory has moved for this long.
 const AT_REST: Duration = Duration::from_millis(100);
 
-/// A request that waits for a measurement.
+/// A request that is held for a measurement.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct HeldRequest {
     bytes: u64,
@@ -19,7 +20,8 @@ pub(super) struct HeldRequest {
 }
 
 impl Quota {
-    /// Holds a request that exceeds what the GPU offers now; `false`: it exceeds what the GPU can offer at best.
+    /// Holds a request that exceeds what the GPU offers now. Returns `false` if it exceeds what the GPU can offer at
+    /// best.
     pub(super) fn hold_for_room(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let may_fit = cx.gpus.offer_at_best(id).is_some_and(|best| bytes <= best);
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| may_fit) {
@@ -28,20 +30,22 @@ impl Quota {
         may_fit
     }
 
-    /// Holds a request of a client whose context counts for what it may have, and has not been measured.
+    /// Holds a request of a client with a memory limit whose context counts towards that and has not been measured.
+    /// Returns whether it did.
     pub(super) fn hold_for_context(&mut self, cx: Context, client: ClientId, id: GpuId, bytes: u64) -> bool {
         let total = cx.gpus.total(id);
         let is_bounded = cx.rules.memory_max(client, total).or(cx.rules.env_memory_max(client, total)).is_some();
-        let is_open = is_bounded && self.is_context_open(cx, client, id) && cx.gpus.offer_at_best(id).is_some();
+        let is_open = is_bounded && self.is_context_unmeasured(cx, client, id) && cx.gpus.offer_at_best(id).is_some();
         let Some(gpu) = self.gpus.get_mut(&id).filter(|_| is_open) else { return false };
-        // A request that replaces another one waits no longer than that.
+        // A request that replaces another waits no longer than that one.
         let since = cx.now + AT_REST;
         let since = gpu.held_requests.get(&client).map_or(since, |before| before.since.min(since));
         gpu.held_requests.insert(client, HeldRequest { bytes, since });
         true
     }
 
-    /// Decides on requests that waited for a measurement which began then. Returns whether another one is needed.
+    /// Decides on requests that were held for a measurement, which began at `begun`. Returns whether another one is
+    /// needed.
     #[must_use]
     pub fn answer_held(&mut self, cx: Context, fx: &mut Effects, id: GpuId, begun: Time) -> bool {
         let Some(gpu) = self.gpus.get_mut(&id) else { return false };
@@ -52,13 +56,14 @@ impl Quota {
         self.schedule_samples(cx, fx, id)
     }
 
-    /// No measurement has come in time.
+    /// Decides on requests for which no measurement has come in time. Returns whether another one is needed.
     #[must_use]
     pub fn held_requests_timed_out(&mut self, cx: Context, fx: &mut Effects, id: GpuId) -> bool {
         self.answer_held(cx, fx, id, cx.now.saturating_sub(SAMPLE_TIMEOUT))
     }
 
-    /// Sets the time to look again. Returns whether a measurement is to begin now: one that began before tells nothing.
+    /// Sets the time to look again. Returns whether a measurement has to begin now; one that began earlier would not
+    /// count.
     pub(super) fn schedule_samples(&self, cx: Context, fx: &mut Effects, id: GpuId) -> bool {
         let held = || self.gpus.get(&id).into_iter().flat_map(|gpu| gpu.held_requests.values());
         let due = |held: &HeldRequest| if held.since > cx.now { held.since } else { held.since + SAMPLE_TIMEOUT };

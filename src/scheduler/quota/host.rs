@@ -3,24 +3,26 @@
 use crate::api::GpuId;
 use std::collections::BTreeSet;
 
+/// Host memory, and the limits that are out of date.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Host {
-    /// `None`: there is no bound.
+    /// Bytes that limits may count on. `None`: there is no bound.
     bytes: Option<u64>,
     /// Bytes in host memory if every client used a whole GPU, over all GPUs.
     pub most: u64,
     /// Bytes in host memory if every client used its limit.
     pub committed: u64,
-    /// There is less than `most`.
+    /// `bytes` is less than `most`, as of the last computation.
     scarce: bool,
-    /// An allocation waits for what others need now.
+    /// An allocation waits for memory that other clients need now.
     pub awaited: bool,
-    /// GPUs on which something changed that limits depend on; while host memory is scarce that concerns all GPUs.
+    /// GPUs whose limits have to be computed again. While host memory is scarce, a change on one concerns all.
     changed: BTreeSet<GpuId>,
     all_changed: bool,
 }
 
 impl Host {
+    /// Sets the bytes that limits may count on.
     pub fn found(&mut self, bytes: u64) {
         if self.bytes.replace(bytes) != Some(bytes) {
             self.all_changed = true;
@@ -31,7 +33,7 @@ impl Host {
         self.bytes
     }
 
-    /// What limits have to share, where there is too little for all.
+    /// The host memory that limits have to share. `None`: there is enough for all.
     pub fn budget(&self) -> Option<u64> {
         self.bytes.filter(|_| self.scarce)
     }
@@ -44,12 +46,12 @@ impl Host {
         self.bytes.is_some_and(|bytes| bytes < self.most)
     }
 
-    /// `most` may have changed.
+    /// Looks whether memory has become scarce, or no longer is, after `most` may have changed.
     pub fn check_scarcity(&mut self) {
         self.all_changed |= self.would_be_scarce() != self.scarce;
     }
 
-    /// What changed since this was last called: `None` for all GPUs. Returns that, and whether memory was scarce before.
+    /// Takes the GPUs whose limits have to be computed again (`None`: all), and whether memory was scarce before.
     pub fn take_changed(&mut self) -> (Option<BTreeSet<GpuId>>, bool) {
         let changed = std::mem::take(&mut self.changed);
         let all = std::mem::take(&mut self.all_changed);
@@ -70,13 +72,13 @@ impl Host {
         self.all_changed = true;
     }
 
-    /// A client needs less than before.
-    pub fn is_needed_less(&mut self) {
+    /// Marks all limits, if one waits for memory, after a demand fell.
+    pub fn demand_fell(&mut self) {
         self.all_changed |= self.scarce && self.awaited;
     }
 
-    /// Fewer bytes are committed, or more needed, than was known.
-    pub fn loosened(&mut self) {
+    /// Marks all limits, while memory is scarce, after committed bytes fell or a demand exceeded them.
+    pub fn committed_fell(&mut self) {
         self.all_changed |= self.scarce;
     }
 }

@@ -1,44 +1,47 @@
-//! The limit on one client's demand on one GPU, and the limits before it that are not acknowledged yet.
+//! The limit on one client's demand on one GPU, and earlier limits that are not acknowledged yet.
 //!
-//! *Committed* is the highest demand that the client can have at this moment, whatever messages are in flight: a lowered limit counts
-//! as it was until the client has acknowledged the new one.
+//! *Committed* is the highest demand that the client can have at this moment, whatever messages are in flight: a limit
+//! that was lowered counts until the client has acknowledged the new one.
 
 use crate::api::{Denial, Time};
 use std::collections::VecDeque;
 
-/// A client that acknowledges nothing is sent no more limits that are lower.
+/// A client with this many unacknowledged limits is sent no lower ones.
 const MANY_STEPS: usize = 64;
 
 #[derive(Debug, Clone, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Limit {
-    /// The newest limit.
+    /// The newest limit, in bytes.
     pub limit: u64,
     pub seq: u32,
-    /// What the limit is to be once there is room for it.
+    /// The limit that the solver found. It is reached once there is room for it.
     pub target: u64,
-    /// A higher limit that the client waits for.
+    /// The higher limit that the client has requested.
     pub wanted: Option<Wanted>,
-    /// Since when it has had a lower limit to acknowledge.
+    /// Since when the client has not acknowledged a lower limit.
     pub lowered: Option<Time>,
-    /// Its part of the GPU's sum.
+    /// The bytes that it contributes to the GPU's sum of committed bytes.
     pub counted: u64,
     acked: u32,
     demand: u64,
-    /// Limits that the client may still be acting on: every one is smaller than the one before it.
+    /// Limits that the client may still be acting on. Each is smaller than the one before it.
     steps: VecDeque<(u32, u64)>,
 }
 
+/// A requested limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Wanted {
     pub bytes: u64,
     pub since: Time,
-    /// Orders wishes.
+    /// Orders limit requests.
     pub number: u64,
-    /// It waits until others have freed something, and why; its client knows.
+    /// The limit that makes it wait until other clients have freed memory; the client was told so. `None`: it does not
+    /// wait for that.
     pub held: Option<Denial>,
 }
 
 impl Limit {
+    /// The highest demand possible, in bytes, unacknowledged limits included.
     pub fn committed(&self) -> u64 {
         self.steps.front().map_or(0, |(_, bytes)| *bytes).max(self.limit).max(self.demand)
     }
@@ -47,12 +50,12 @@ impl Limit {
         self.demand
     }
 
-    /// Whether it can be lowered, as far as its client goes.
-    pub fn listens(&self) -> bool {
+    /// Whether the client acknowledges limits, so that a lower one can be sent.
+    pub fn is_responsive(&self) -> bool {
         self.steps.len() < MANY_STEPS
     }
 
-    /// A new limit. `told`: the client knows of those before it.
+    /// Sets a new limit. `told`: the client knows of earlier ones.
     pub fn set(&mut self, now: Time, bytes: u64, told: bool) {
         if !told {
             self.steps.clear();
@@ -69,12 +72,12 @@ impl Limit {
         self.limit = bytes;
     }
 
-    /// A report of the client's. Returns whether the charge fell.
+    /// Takes a client's report. Returns whether the committed bytes fell.
     pub fn reported(&mut self, ack: u32, demand: u64) -> bool {
         let before = self.committed();
         self.demand = demand;
         self.acked = ack.min(self.seq).max(self.acked);
-        // With the acknowledged limit in effect it can take up any later one.
+        // From the acknowledged limit the client can go on to any later one.
         while self.steps.front().is_some_and(|(seq, _)| *seq < self.acked) {
             self.steps.pop_front();
         }
@@ -99,15 +102,15 @@ mod tests {
         assert!(!limit.reported(1, 4));
         limit.set(NOW, 6, true);
         assert_eq!((limit.limit, limit.committed(), limit.lowered), (6, 10, Some(NOW)));
-        assert!(!limit.reported(1, 8), "it grew before it knew");
+        assert!(!limit.reported(1, 8), "it grew before the lower limit arrived");
         assert!(limit.reported(2, 8));
-        assert_eq!((limit.committed(), limit.lowered), (8, None), "a limit takes nothing back");
+        assert_eq!((limit.committed(), limit.lowered), (8, None), "a limit does not reclaim memory");
         assert!(limit.reported(2, 3));
         assert_eq!(limit.committed(), 6);
     }
 
     #[test]
-    fn an_acknowledgement_of_what_was_never_sent_is_none() {
+    fn acknowledging_a_limit_that_was_never_sent_has_no_effect() {
         let mut limit = Limit::default();
         limit.set(NOW, 10, true);
         limit.reported(u32::MAX, 0);

@@ -1,19 +1,21 @@
-//! Limits on what clients may allocate: Σ committed ≤ Σ capacity + host memory, and less where rules or environments set limits.
+//! Limits on what clients may allocate: Σ committed ≤ Σ capacity + host memory, and less where rules or environments
+//! set limits.
 //!
-//! What does not fit on a GPU lives in host memory, which all GPUs share. Where host memory allows it, every client may allocate a
-//! whole GPU. Otherwise each client has what it needs and an equal part of the rest (its *slack*), and more on request, out of the
-//! slack of others. A request that can be met is granted and any other fails at once: no client waits for what another one holds,
-//! unless a rule says so.
+//! Memory that does not fit on a GPU lives in host memory, which all GPUs share. Where host memory allows it, every
+//! client may allocate a whole GPU. Otherwise each client's limit is its demand and an equal part of the rest (its
+//! *slack*), and more on request, out of the slack of others. A request that can be met is granted and any other fails
+//! at once: no client waits for memory that another one holds, unless a rule says so.
 //!
 //! - `limit`: one client's limit on one GPU, with the changes that it has not acknowledged.
 //! - `host`: the host memory that limits count on.
 //! - `solver`: divides memory among clients: max-min fairness by water-filling.
 //! - `balance`: brings each client's limit to what the solver found.
-//! - `bounds`: what rules and environments leave a client.
+//! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
 //!
-//! The quota knows demands, limits and requests. What a GPU has room for it asks [`Capacities`], and what rules say [`Rules`].
+//! The quota knows demands, limits and requests. It asks [`Capacities`] for the capacity of GPUs, and [`Rules`] for
+//! what rules say.
 
 mod balance;
 mod bounds;
@@ -31,20 +33,20 @@ use held::HeldRequest;
 use host::Host;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A new limit is sent when it differs by more: the driver's own granularity.
+/// A new limit is sent when it differs by more than this, the driver's own granularity.
 const LIMIT_STEP: u64 = 2 << 20;
 
-/// What the quota has to know of a GPU. It is asked at each decision, since contexts and other programs come and go.
+/// What the quota needs to know of GPUs. It asks at each decision, since contexts and other programs come and go.
 pub(crate) trait Capacities {
-    /// The size of the GPU.
+    /// The size of the GPU in bytes.
     fn total(&self, gpu: GpuId) -> u64;
-    /// Bytes that limits can count on there.
+    /// Bytes of the GPU that limits can count on.
     fn offer(&self, gpu: GpuId) -> u64;
-    /// Bytes that limits could count on if no other program used the GPU; `None` where measurements say nothing.
+    /// Bytes that limits could count on if no other program used the GPU. `None`: nothing is measured.
     fn offer_at_best(&self, gpu: GpuId) -> Option<u64>;
-    /// What a context counts for until it has been measured.
+    /// Bytes that a context counts for until it has been measured.
     fn context(&self, gpu: GpuId) -> u64;
-    /// Whether clients wait there to create a context, and so for their first limit.
+    /// Whether clients wait to create a context on the GPU, and so for their first limit.
     fn is_attaching(&self, gpu: GpuId) -> bool;
 }
 
@@ -56,6 +58,7 @@ pub(crate) struct Context<'a> {
     pub gpus: &'a dyn Capacities,
 }
 
+/// The limits of all clients on all GPUs.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Quota {
     gpus: BTreeMap<GpuId, GpuLimits>,
@@ -69,13 +72,13 @@ pub(crate) struct Quota {
 struct GpuLimits {
     clients: BTreeMap<ClientId, ClientLimit>,
     held_requests: BTreeMap<ClientId, HeldRequest>,
-    /// Σ committed, and its part for each group.
+    /// Σ committed, and the part of each group.
     committed: u64,
     by_group: BTreeMap<GroupId, u64>,
-    /// The part of `committed` that exceeds what the GPU offers; and of Σ max(demand, offer).
+    /// The bytes of `committed` beyond the GPU's offer, and those of Σ max(demand, offer).
     in_host: u64,
     most_in_host: u64,
-    /// The offer for which `most_in_host` was computed; `None`: a client or a demand has changed since.
+    /// The offer for which `most_in_host` was computed. `None`: a client or a demand has changed since.
     summed_for: Option<u64>,
     /// The offer and the number of clients when limits were last solved.
     solved_for: Option<(u64, usize)>,
@@ -86,7 +89,7 @@ struct ClientLimit {
     limit: Limit,
     /// The size of its context, once that was measured.
     context: Option<u64>,
-    /// It has been sent a limit: its context may exist.
+    /// The client has been sent a limit, so its context may exist.
     is_told: bool,
 }
 
@@ -112,7 +115,7 @@ impl Quota {
         self.gpus.entry(id).or_default();
     }
 
-    /// A client is about to use a GPU.
+    /// Adds a client that is about to use a GPU.
     pub fn attach(&mut self, client: ClientId, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.clients.entry(client).or_default();
@@ -139,8 +142,7 @@ impl Quota {
         }
     }
 
-    /// A client that has been in no group is a member of one now (`Some`), or is about to leave the one it is in (`None`):
-    /// the sums follow.
+    /// Updates the sums of a group for a client that has joined it, or is about to leave it.
     pub fn count_member(&mut self, client: ClientId, group: GroupId, joins: bool) {
         for gpu in self.gpus.values_mut() {
             let counted = gpu.clients.get(&client).map_or(0, |entry| entry.limit.counted);
@@ -151,7 +153,7 @@ impl Quota {
         }
     }
 
-    /// A client may create its context: it is told its limit.
+    /// Sends a client that may create its context its first limit.
     pub fn admit(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
         if let Some(entry) = self.entry_mut(client, id) {
             entry.is_told = true;
@@ -159,7 +161,7 @@ impl Quota {
         self.tell(cx, fx, client, id);
     }
 
-    /// A client reports its demand, and the newest limit that is in effect.
+    /// Takes a client's report of its demand, and of the newest limit in effect.
     pub fn reported(&mut self, cx: Context, client: ClientId, id: GpuId, ack: u32, demand: u64) {
         let Some(limit) = self.entry_mut(client, id).map(|entry| &mut entry.limit) else { return };
         let (committed, needed) = (limit.committed(), limit.demand());
@@ -170,17 +172,17 @@ impl Quota {
         }
         if fell || rose {
             self.recommit(cx, client, id);
-            self.host.loosened();
+            self.host.committed_fell();
             self.mark_bounded_changed(cx, client, id);
         } else if needs_another {
-            self.host.is_needed_less();
+            self.host.demand_fell();
             if self.is_awaited(cx, client, id) {
                 self.mark_bounded_changed(cx, client, id);
             }
         }
     }
 
-    /// Contexts were measured.
+    /// Takes the measured sizes of contexts.
     pub fn contexts_measured(&mut self, cx: Context, id: GpuId, sizes: &BTreeMap<ClientId, u64>) {
         for (client, bytes) in sizes {
             let Some(entry) = self.entry_mut(*client, id) else { continue };
@@ -195,7 +197,7 @@ impl Quota {
         self.host.found(bytes);
     }
 
-    /// Limits on that GPU are computed again.
+    /// Marks the limits on a GPU to be computed again.
     pub fn mark_changed(&mut self, id: GpuId) {
         self.host.mark_changed(id);
     }
@@ -209,14 +211,14 @@ impl Quota {
         self.host.has_changed()
     }
 
-    /// A client's demand has changed, and with it what other members of its group can have.
+    /// Marks the limits on a GPU if they depend on this client's demand: if its memory is limited.
     fn mark_bounded_changed(&mut self, cx: Context, client: ClientId, id: GpuId) {
         if cx.rules.is_bounded(client) {
             self.host.mark_changed(id);
         }
     }
 
-    /// Whether a member of the client's group waits for a higher limit that the client's demand stands in the way of.
+    /// Whether a member of the client's group waits for a limit that the client's demand may delay.
     fn is_awaited(&self, cx: Context, client: ClientId, id: GpuId) -> bool {
         let everywhere = cx.rules.swap_max(client).is_some();
         cx.rules.group_peers(client).any(|member| {
@@ -257,12 +259,12 @@ impl Quota {
         self.gpus.get(&id).map_or(0, |gpu| gpu.committed)
     }
 
-    /// Bytes of host memory that limits may count on, if that is bounded; and that they count on.
+    /// Bytes of host memory that limits may count on (`None`: there is no bound), and that they do count on.
     pub fn host(&self) -> (Option<u64>, u64) {
         (self.host.bytes(), self.host.committed)
     }
 
-    /// Whether there is too little host memory for every client to have a whole GPU.
+    /// Whether host memory is too small for every client to have a whole GPU.
     pub fn is_host_scarce(&self) -> bool {
         self.host.is_scarce()
     }

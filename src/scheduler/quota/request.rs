@@ -1,7 +1,8 @@
-//! Requests for a higher limit, each of which an allocation waits for. A request that can be met is granted, any other is denied or,
-//! where a rule says so, waits until other members of the group have freed enough, in the order that the rule sets.
+//! Requests for a higher limit, each of which an allocation waits for. A request that can be met is granted; any other
+//! is denied or, where a rule says so, waits until other clients have freed enough, in the order that the rule sets.
 //!
-//! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for ever.
+//! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for
+//! ever.
 
 use super::{
     Context, Quota,
@@ -13,11 +14,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How long a request waits for others to acknowledge lower limits, before it is denied. A driver that creates contexts for several
-/// programs at once may keep a process from answering for seconds.
+/// How long a request waits for other clients to acknowledge lower limits before it is denied. A driver that creates
+/// contexts for several programs at once may keep a process from answering for seconds.
 const LIMIT_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A request while all limits are computed.
+/// A limit request while all limits are computed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LimitRequest {
     pub client: ClientId,
@@ -28,20 +29,20 @@ pub(super) struct LimitRequest {
 }
 
 impl WaitOrder {
-    /// The smaller, the sooner. `lacks`: the bytes that it waits for.
+    /// The rank of a request: the smallest is served first. `lacks`: the bytes that it waits for.
     fn rank(self, number: u64, lacks: u64) -> (u64, u64) {
         match self {
             Self::Fifo => (0, number),
-            // Of those that can be had, the one that leaves least.
+            // Of those that fit, the one that leaves the least room.
             Self::BestFit => (u64::MAX - lacks, number),
             Self::MostRecent => (0, u64::MAX - number),
-            // The same for a request each time, so that asking again improves no chances.
+            // The same for a request each time, so that repeating it does not improve its chances.
             Self::Random => (scattered(number), number),
         }
     }
 }
 
-/// The finalizer of SplitMix64: neighbours are far from each other.
+/// The finalizer of SplitMix64: maps successive numbers far apart.
 fn scattered(number: u64) -> u64 {
     let z = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -49,13 +50,14 @@ fn scattered(number: u64) -> u64 {
 }
 
 impl Quota {
-    /// A client needs a higher limit. Returns whether that depends on a measurement that is to begin now.
+    /// Takes a client's request for a limit of `bytes`. Returns whether a measurement has to begin now for it.
     #[must_use]
     pub fn request(&mut self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId, bytes: u64) -> bool {
         self.decide_request(cx, fx, client, id, bytes, true)
     }
 
-    /// `may_hold`: what there is no room for is denied only after another measurement.
+    /// Decides on a request. `may_hold`: one that exceeds the present room is denied only after another measurement.
+    /// Returns whether a measurement has to begin now.
     pub(super) fn decide_request(
         &mut self,
         cx: Context,
@@ -67,7 +69,7 @@ impl Quota {
     ) -> bool {
         let number = fx.number();
         let Some(limit) = self.limit(client, id) else { return false };
-        // Memory of other members may become free, but not the client's own context.
+        // Other members may free memory, but the client's own context stays.
         let own = self.context(cx, client, id);
         let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(own));
         let is_beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
@@ -96,7 +98,7 @@ impl Quota {
             limit.wanted = None;
             fx.command(Command::Denied { client, gpu: id, bytes, why });
         } else {
-            // A client that asks again keeps its place.
+            // A client that repeats a request keeps its position.
             let fresh = Wanted { bytes, since: cx.now, number, held: None };
             limit.wanted = Some(limit.wanted.map_or(fresh, |before| Wanted { bytes, ..before }));
             self.host.mark_all_changed();
@@ -104,7 +106,7 @@ impl Quota {
         false
     }
 
-    /// Grants what can be had, in order, and denies what cannot, unless that waits.
+    /// Grants the requests that can be met, in order, and denies the others, unless they wait. Returns those granted.
     pub(super) fn serve_requests(
         &mut self,
         cx: Context,
@@ -114,7 +116,7 @@ impl Quota {
         budget: Option<u64>,
     ) -> Vec<At> {
         let mut granted = Vec::new();
-        // Groups of which a request waits that is served before all later ones.
+        // Groups with a waiting request that is served before all later ones.
         let mut held: BTreeMap<(GroupId, GpuId), Denial> = BTreeMap::new();
         self.host.awaited = false;
         for request in in_order(cx, problem, requests) {
@@ -141,7 +143,7 @@ impl Quota {
         granted
     }
 
-    /// A request waits for what others have, and its client is told so.
+    /// Has a request wait for other clients to free memory, and tells its client.
     fn hold_back(&mut self, fx: &mut Effects, client: ClientId, gpu: GpuId, why: Denial) {
         self.host.awaited = true;
         let wanted = self.entry_mut(client, gpu).and_then(|entry| entry.limit.wanted.as_mut());
@@ -164,7 +166,7 @@ impl Quota {
                     entry.limit.wanted = None;
                 }
             } else if waits && (wanted.bytes <= target || !self.is_last_of_all(cx, client, wanted.held)) {
-                continue; // clients that can free something will, or have, and only have to acknowledge it
+                continue; // other clients can still free memory, or only have to acknowledge a lower limit
             } else if until <= cx.now {
                 let is_full = self.group_room(cx, client, id).is_none_or(|room| room < wanted.bytes - limit);
                 self.deny(fx, client, id, if is_full { Denial::MemoryMax } else { Denial::NoRoom });
@@ -174,8 +176,8 @@ impl Quota {
         }
     }
 
-    /// Whether all clients that have memory which this request could be given wait themselves, and it is the newest request of
-    /// theirs.
+    /// Whether all clients whose memory this request could be given wait themselves, and it is the newest of their
+    /// requests.
     fn is_last_of_all(&self, cx: Context, client: ClientId, held: Option<Denial>) -> bool {
         let newest = |client: ClientId| {
             let requests = self.limits_of(client).filter_map(|(_, limit)| limit.wanted);
@@ -189,7 +191,7 @@ impl Quota {
         for other in clients.into_iter().filter(|other| *other != client && has_some(other)) {
             let newest = newest(other).filter(|wanted| Some(wanted.number) < number);
             of_all &= newest.is_some();
-            // What another member waits for may come from outside the group.
+            // Memory that another member waits for may come from outside the group.
             let is_member = group.is_some() && cx.rules.group(other) == group;
             of_group &= !is_member || newest.is_some_and(|wanted| wanted.held != Some(Denial::NoRoom));
             if !(of_group || of_all) {
@@ -205,7 +207,7 @@ impl Quota {
     }
 }
 
-/// By their numbers; but those of one group take each other's places, as its rule orders them.
+/// Sorts requests by number, except that those of one group exchange positions as its rule orders them.
 fn in_order(cx: Context, problem: &QuotaProblem, mut requests: Vec<LimitRequest>) -> Vec<LimitRequest> {
     requests.sort_unstable_by_key(|waiting| waiting.wanted.number);
     let mut groups: BTreeMap<GroupId, Vec<LimitRequest>> = BTreeMap::new();

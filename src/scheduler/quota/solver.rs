@@ -1,79 +1,80 @@
-//! Computes every client's limit at one moment, from demands, requests, capacities, host memory and the limits of groups: max-min
-//! fairness by water-filling. The level of the water is the *slack* that every client has beyond its demand, found by bisection,
-//! since the use of host memory grows with it. How limits get there is in `limit`.
+//! Computes every client's limit at one moment, from demands, requests, capacities, host memory and the limits of
+//! groups: max-min fairness by water-filling. The water level is the *slack* that every client has beyond its demand;
+//! bisection finds it, since the use of host memory grows with it. `balance` brings limits there.
 
 use super::{Context, Quota, balance::ACK_TIMEOUT, request::LimitRequest};
 use crate::{api::*, effects::Effects};
 use std::collections::BTreeMap;
 
-/// What a client is to be promised on a GPU.
+/// The limit that a client is to have on a GPU.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Target {
     pub client: ClientId,
     pub gpu: GpuId,
     pub bytes: u64,
-    /// Small differences are told.
+    /// Even small differences are sent.
     pub exact: bool,
-    /// What its group may have on that GPU.
+    /// The highest sum of its group's demands on the GPU. `None`: no limit.
     pub bound: Option<u64>,
 }
 
-/// Where a promise is among those that are weighed.
+/// The index of a client's quota in the problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct At {
     gpu: usize,
     quota: usize,
 }
 
-/// A client's promise on a GPU.
+/// A client's variables on a GPU, in bytes.
 #[derive(Debug)]
 struct ClientQuota {
     client: ClientId,
-    /// What it has whatever others have.
+    /// The least that it gets, whatever others have.
     floor: u64,
-    /// Where its slack begins.
+    /// The demand, to which slack is added.
     base: u64,
-    /// It can be promised no more than this, and no less than its floor.
+    /// The most that it can get, unless the floor is higher.
     most: u64,
     /// The most slack that its group leaves it.
     slack: u64,
-    /// Its limit, where its group has more than it may.
+    /// Its limit where its group has more than it may.
     cap: u64,
-    /// It does not answer.
-    deaf: bool,
+    /// The client does not acknowledge limits.
+    unresponsive: bool,
     exact: bool,
     bound: Option<u64>,
 }
 
 impl ClientQuota {
+    /// The limit with this slack.
     fn at(&self, slack: u64) -> u64 {
         self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
     }
 
-    /// What it has where its group has too much.
+    /// The limit under `cap`, where its group has more than it may.
     fn capped(&self, cap: u64) -> u64 {
-        if self.deaf { self.floor } else { self.at(0).min(cap) }
+        if self.unresponsive { self.floor } else { self.at(0).min(cap) }
     }
 }
 
-/// A GPU.
+/// The variables of one GPU.
 #[derive(Debug)]
 struct GpuQuota {
     id: GpuId,
     capacity: u64,
     quotas: Vec<ClientQuota>,
-    /// Somebody waits to be told a limit.
+    /// A client waits for its first limit.
     attaching: bool,
 }
 
-/// Who has a bound.
+/// The subject of a bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Whose {
+enum BoundOf {
     Group(GroupId),
     Client(ClientId),
 }
 
-/// What the members of a group may have together, or a client over all GPUs.
+/// A bound on the members of a group together, or on a client over all GPUs.
 #[derive(Debug)]
 struct Bound {
     max: u64,
@@ -96,7 +97,7 @@ impl QuotaProblem {
         self.gpus.get_mut(at.gpu)?.quotas.get_mut(at.quota)
     }
 
-    /// Bytes in the host if everybody makes use of so much slack.
+    /// Bytes in host memory if every client has this slack and uses its limit.
     fn in_host(&self, slack: u64) -> u64 {
         let excess = |gpu: &GpuQuota| {
             let sum = gpu.quotas.iter().fold(0u64, |sum, quota| sum.saturating_add(quota.at(slack)));
@@ -105,28 +106,31 @@ impl QuotaProblem {
         self.gpus.iter().fold(0, |sum, gpu| sum.saturating_add(excess(gpu)))
     }
 
-    /// Bytes that a bound's members have.
+    /// The sum of `of` over a bound's members.
     fn used(&self, bound: &Bound, of: impl Fn(&ClientQuota) -> u64) -> u64 {
         bound.quotas.iter().filter_map(|at| self.quota(*at)).fold(0, |sum, quota| sum.saturating_add(of(quota)))
     }
 
-    /// By how much a promise would have to rise.
+    /// By how much a client's floor would have to rise to `bytes`.
     pub fn lacks(&self, at: At, bytes: u64) -> u64 {
         self.quota(at).map_or(0, |quota| bytes.saturating_sub(quota.floor))
     }
 
-    /// Lets a promise be no less than that, where all bounds allow it.
+    /// Raises a client's floor to `bytes`.
+    ///
+    /// # Errors
+    /// A bound, the client's own most, or the budget does not allow it. Nothing has changed then.
     pub fn grant(&mut self, at: At, bytes: u64, budget: Option<u64>) -> Result<(), Denial> {
         let host = self.in_host(0);
-        let own = |bound: &&Bound| bound.quotas.contains(&at);
+        let applies = |bound: &&Bound| bound.quotas.contains(&at);
         let before: Vec<u64> =
-            self.bounds.iter().filter(own).map(|bound| self.used(bound, |quota| quota.at(0))).collect();
+            self.bounds.iter().filter(applies).map(|bound| self.used(bound, |quota| quota.at(0))).collect();
         let Some(quota) = self.quota_mut(at) else { return Err(Denial::NoRoom) };
         let (floor, most) = (quota.floor, quota.most);
         quota.floor = floor.max(bytes);
         let host_after = self.in_host(0);
         let no_room = bytes > most.max(floor) || budget.is_some_and(|most| host_after > most && host_after > host);
-        let mut bounds = self.bounds.iter().filter(own).zip(before);
+        let mut bounds = self.bounds.iter().filter(applies).zip(before);
         let broken = bounds.find_map(|(bound, before)| {
             let after = self.used(bound, |quota| quota.at(0));
             (after > bound.max && after > before).then_some(bound.why)
@@ -142,10 +146,10 @@ impl QuotaProblem {
         }
     }
 
-    /// Divides what each group may have among its members. Those of `granted` wait for their parts.
+    /// Divides what each group may have among its members. The clients of `granted` wait for their limits.
     fn divide(&mut self, granted: &[At]) {
         for bound in std::mem::take(&mut self.bounds) {
-            // The most that all of them can have each.
+            // The highest value, up to `most`, for which the members together stay within the bound.
             let highest = |most: u64, used: &dyn Fn(u64) -> u64| {
                 let (mut low, mut high) = (0, most);
                 while low < high {
@@ -164,18 +168,18 @@ impl QuotaProblem {
                 .quotas
                 .iter()
                 .any(|at| granted.contains(at) || self.gpus.get(at.gpu).is_some_and(|gpu| gpu.attaching));
-            // To the byte, but where that is worth no messages.
+            // To the byte, unless that is not worth the messages.
             let exact = over || awaited || bound.quotas.len() == 1;
             for at in bound.quotas {
                 if let Some(quota) = self.quota_mut(at) {
                     (quota.slack, quota.exact) = (slack.min(quota.slack), exact || quota.exact);
-                    quota.cap = if quota.deaf { u64::MAX } else { cap.min(quota.cap) };
+                    quota.cap = if quota.unresponsive { u64::MAX } else { cap.min(quota.cap) };
                 }
             }
         }
     }
 
-    /// The highest slack that everybody can have: what is in the host grows with it.
+    /// The highest slack that every client can have within the budget: the use of host memory grows with it.
     fn slack(&self, budget: Option<u64>) -> u64 {
         let (mut low, mut high) = (0, self.gpus.iter().map(|gpu| gpu.capacity).max().unwrap_or(0));
         while low < high {
@@ -187,8 +191,8 @@ impl QuotaProblem {
 }
 
 impl Quota {
-    /// The target of each client, first of those that requested more, in the order of their requests. Denies requests that cannot be
-    /// met. Without a budget, only for clients with bounds.
+    /// Returns the target of each client, first of those whose requests are granted, in the order of their requests.
+    /// Denies requests that cannot be met. Without a budget, only for clients with limits.
     pub(super) fn solve(&mut self, cx: Context, fx: &mut Effects, budget: Option<u64>, ids: &GpuSet) -> Vec<Target> {
         let (mut problem, requests) = self.load(cx, budget, ids);
         let granted = self.serve_requests(cx, fx, &mut problem, requests, budget);
@@ -210,8 +214,8 @@ impl Quota {
     fn load(&self, cx: Context, budget: Option<u64>, ids: &GpuSet) -> (QuotaProblem, Vec<LimitRequest>) {
         let mut problem = QuotaProblem::default();
         let mut requests = Vec::new();
-        // On each GPU, and over all of them.
-        let mut bounds: BTreeMap<(Whose, Option<usize>), Bound> = BTreeMap::new();
+        // Bounds on each GPU (`Some`: its index), and over all GPUs.
+        let mut bounds: BTreeMap<(BoundOf, Option<usize>), Bound> = BTreeMap::new();
         for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
             let mut quotas = Vec::new();
             let (capacity, total) = (cx.gpus.offer(id), cx.gpus.total(id));
@@ -221,10 +225,10 @@ impl Quota {
                 }
                 let at = At { gpu: problem.gpus.len(), quota: quotas.len() };
                 // A client that does not answer gives nothing back.
-                let deaf = self.stopped.contains(&client)
-                    || !limit.listens()
+                let unresponsive = self.stopped.contains(&client)
+                    || !limit.is_responsive()
                     || limit.lowered.is_some_and(|at| cx.now.saturating_sub(at) >= ACK_TIMEOUT);
-                let floor = if deaf { limit.committed() } else { limit.demand() };
+                let floor = if unresponsive { limit.committed() } else { limit.demand() };
                 let group = cx.rules.group(client);
                 if let Some(wanted) = limit.wanted {
                     requests.push(LimitRequest { client, gpu: id, group, wanted, at });
@@ -236,13 +240,13 @@ impl Quota {
                     let (Some(group), Some(max)) = (group, max) else { continue };
                     let gpu = (why == Denial::MemoryMax).then_some(at.gpu);
                     let bound =
-                        bounds.entry((Whose::Group(group), gpu)).or_insert(Bound { max, why, quotas: Vec::new() });
+                        bounds.entry((BoundOf::Group(group), gpu)).or_insert(Bound { max, why, quotas: Vec::new() });
                     bound.max = bound.max.saturating_sub(own);
                     bound.quotas.push(at);
                 }
                 if let Some(max) = cx.rules.env_swap_max(client) {
                     let fresh = Bound { max, why: Denial::EnvLimit, quotas: Vec::new() };
-                    bounds.entry((Whose::Client(client), None)).or_insert(fresh).quotas.push(at);
+                    bounds.entry((BoundOf::Client(client), None)).or_insert(fresh).quotas.push(at);
                 }
                 let env_bound = self.env_bound(cx, client, id);
                 quotas.push(ClientQuota {
@@ -252,7 +256,7 @@ impl Quota {
                     most: env_bound.map_or(capacity, |max| max.min(capacity)),
                     slack: u64::MAX,
                     cap: u64::MAX,
-                    deaf,
+                    unresponsive,
                     exact: env_bound.is_some(),
                     bound: None,
                 });
