@@ -69,7 +69,7 @@ impl Machine {
             memory.grows(now);
         }
         self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
-        self.allow_what_stays(client, id);
+        self.allow_resident(client, id);
         self.adjust_trial(id);
         if self.account(client, id).is_some_and(Account::is_worth_measuring) {
             self.measure(id);
@@ -81,7 +81,7 @@ impl Machine {
         if let (Some(Evicted { bytes, contents, time }), Some(gpu)) = (evicted, self.memory.get_mut(&id)) {
             gpu.learn_rate(client, bytes, contents, time);
         }
-        self.evicted_at_last(client, id);
+        self.update_eviction_block(client, id);
         self.check(client); // the report may be a late answer
         // The client's need may have changed, and with it whether its request can be served at all.
         if let Some(entity) = self.lock.waiting(client)

@@ -56,7 +56,7 @@ impl Machine {
                 continue;
             }
             let Some(group) = *group else {
-                self.gang_anew(*client);
+                self.update_gang(*client);
                 continue;
             };
             let (before, now) = (self.rules.join(*client, group), group.limits);
@@ -66,9 +66,9 @@ impl Machine {
                 bounds_changed.extend(self.rules.members(group.id));
             }
             shares_changed |= before.share != now.share;
-            self.gang_anew(*client);
+            self.update_gang(*client);
             if before.gang != now.gang {
-                self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|other| self.gang_anew(other));
+                self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|other| self.update_gang(other));
             }
         }
         bounds_changed.into_iter().for_each(|client| self.bounds_changed(client));

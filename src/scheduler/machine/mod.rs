@@ -129,8 +129,8 @@ impl Machine {
             Event::Configure(settings) => self.configure(settings),
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
-            Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead(gpu, begun, bytes, complete),
-            Event::Measured { gpu, begun, free, found } => self.present(gpu, begun, free, &found),
+            Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead_measured(gpu, begun, bytes, complete),
+            Event::Measured { gpu, begun, free, found } => self.clients_measured(gpu, begun, free, &found),
             Event::ContextSizes { gpu, bytes } => {
                 self.with_quota(|quota, cx, _| quota.contexts_measured(cx, gpu, &bytes))
             }

@@ -1,39 +1,42 @@
-//! Admission of CUDA contexts: a client that is about to create one waits until there is room for it. It is deferred for as long as
-//! its context would leave an attached client too little to ever run.
+//! Admission of CUDA contexts: a client that is about to create one waits until there is room for it. It is deferred
+//! for as long as its context would leave an attached client too little memory to ever run.
 
 use crate::{api::*, lock::Gang, machine::Machine, memory::context_queue::PendingContext, quota::FIRST_LIMIT_TIMEOUT};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long a client that has had room made for its context, and has not used it yet, may still be about to create it: the
-/// driver creates one after the other, and some take more than a second.
+/// How long a client that was admitted, and has not used its context yet, may still be creating it: the driver creates
+/// one after the other, and some take more than a second.
 const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
 
-/// How long a client waits for a context beside which another one could not run, unless its rule has allocations wait.
+/// How long a client is deferred before it is told that there is no room for its context, unless its rule has
+/// allocations wait.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A program that attaches is not kept longer than this: where strangers leave no room, it gets the driver's own answer.
+/// How long a client that attaches waits for room. Where other programs leave none, it gets the driver's own answer
+/// then.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Machine {
-    /// Whether a client's context was there, all of it, at a moment not before `begun`.
+    /// Whether a client's context existed, all of it, by `begun`.
     pub fn has_context(&self, client: ClientId, id: GpuId, begun: Time) -> bool {
         let Some(memory) = self.memory_of(client, id) else { return false };
-        let there = memory.attached.map(|allowed| {
+        let since = memory.attached.map(|allowed| {
             let at_last = allowed.saturating_add(CONTEXT_APPEARS);
             memory.used.map_or(at_last, |used| used.max(allowed).min(at_last))
         });
-        there.is_some_and(|there| there <= begun)
+        since.is_some_and(|since| since <= begun)
     }
 
-    /// Counts those who would leave a client that is there too little, by their context: it could never have all that it
-    /// needs on the GPU again, and so never run. They wait until it needs less, or has gone.
+    /// Counts the clients to defer: those whose contexts would leave an attached client too little memory, so that it
+    /// could never have all that it needs on the GPU again, and so never run. They wait until that client needs less or
+    /// has gone.
     pub(crate) fn count_deferred(&mut self, id: GpuId) {
         let Some(gpu) = self.memory.get(&id) else { return };
         if gpu.contexts.is_empty() && gpu.contexts.deferred() == 0 {
             return;
         }
-        // One that did not wait (an older library does not) has its context already.
+        // A client that did not wait (older libraries do not) has its context already.
         let waits = |pending: &PendingContext| {
             let needs_nothing = gpu.ledger.account(pending.client).is_some_and(|account| account.report.demand == 0);
             needs_nothing && self.lock.waiting(pending.client).is_none()
@@ -51,7 +54,7 @@ impl Machine {
                 .filter(|memory| memory.attached.is_some() && memory.engine != Engine::Managed)?;
             Some(gpu.ledger.account(*client)?.seen_to_need())
         });
-        // What is not possible as it is does not depend on them.
+        // Demands that do not fit anyway are not made worse by contexts.
         let most = needs.filter(|need| (1..=capacity).contains(need)).max();
         let room = most.and_then(|most| (capacity - most).checked_div(gpu.context_bytes(&self.settings, 1)));
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
@@ -61,7 +64,7 @@ impl Machine {
         }
     }
 
-    /// Says to those who are kept out that this may take long.
+    /// Tells deferred clients that they may wait for long.
     fn notify_deferred(&mut self, id: GpuId) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         for pending in gpu.contexts.deferred_mut().filter(|pending| !pending.told) {
@@ -71,7 +74,7 @@ impl Machine {
         }
     }
 
-    /// Answers those who attach and for whom room is made, or who waited long enough.
+    /// Admits clients that attach, once there is room or they have waited long enough. Returns when to look again.
     pub(crate) fn answer_attaching(&mut self, id: GpuId) -> Option<Time> {
         loop {
             self.count_deferred(id);
@@ -80,8 +83,8 @@ impl Machine {
                 self.notify_deferred(id);
                 return self.refuse_contexts(id);
             };
-            let patience = since + ATTACH_TIMEOUT;
-            // Capacity leaves out the contexts of all who wait; those behind this one may still be without.
+            let deadline = since + ATTACH_TIMEOUT;
+            // Capacity leaves out the contexts of all clients that wait; those behind this one may wait on.
             let behind = gpu.context_bytes(&self.settings, behind);
             let unverified = self.request_verification(client, id);
             let gpu = self.memory.get(&id)?;
@@ -89,8 +92,8 @@ impl Machine {
                 gpu.capacity(&self.settings).saturating_add(behind) >= gpu.ledger.charged().saturating_add(unverified);
             let reserved = gpu.total.saturating_sub(gpu.reserve(&self.settings))
                 < gpu.overhead_wanted(&self.settings).saturating_sub(behind);
-            if (!room || reserved || gpu.incomplete) && self.now < patience {
-                return Some(patience);
+            if (!room || reserved || gpu.incomplete) && self.now < deadline {
+                return Some(deadline);
             }
             if !self.quota.has_first_limit(client, id) {
                 let committed = since + FIRST_LIMIT_TIMEOUT;
@@ -110,8 +113,8 @@ impl Machine {
         }
     }
 
-    /// Tells those that have waited for long, while there is no room for anybody, that there is none for their contexts. One
-    /// that gives up detaches; an older library waits on. Returns when the next is told.
+    /// Tells clients that have been deferred for long that there is no room for their contexts. A client that gives up
+    /// detaches; an older library waits on. Returns when to tell the next.
     fn refuse_contexts(&mut self, id: GpuId) -> Option<Time> {
         let waiting = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.contexts.iter());
         let waiting: Vec<(ClientId, Time)> =

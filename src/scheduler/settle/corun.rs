@@ -1,11 +1,12 @@
-//! Holding the lock together, in mode `auto`. Programs that leave the GPU idle between launches lose half of it by taking turns;
-//! programs that keep it busy lose some of it by running at once. A client reports its utilization, which it can measure only while
-//! it is the only holder. A report is believed for a while; then the clients take short turns again, long enough to measure anew.
+//! Co-running: holding the lock together, in mode `auto`. Programs that leave the GPU idle between launches lose half
+//! of it by taking turns; programs that keep it busy lose some of it by running at once. A client reports its
+//! utilization, which it can measure only while it is the only holder. A report is believed for a while; then the
+//! clients take short turns again, long enough to measure anew.
 
 use crate::{api::*, lock::Entity, machine::Machine, policy::utilization::FULL};
 
 impl Machine {
-    /// It says how full it keeps that GPU; or, by more than there is, that it wants it alone.
+    /// Takes a client's report of its utilization. More than there is means that it wants the GPU alone.
     pub(crate) fn utilization(&mut self, client: ClientId, id: GpuId, permille: u32) {
         let alone = self.lock.holders(id).count() == 1 && self.lock.hold(client, id).is_some();
         let is_measured = permille > FULL || alone;
@@ -14,7 +15,7 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Whether that unit may hold the lock beside those who do.
+    /// Whether an entity may hold the lock beside the present holders.
     pub(crate) fn may_join(&self, entity: Entity, id: GpuId) -> bool {
         self.run_together(id, self.lock.running_on(id).chain(self.lock.members(entity, id)))
     }
@@ -25,18 +26,19 @@ impl Machine {
         !expired && self.run_together(id, self.lock.running_on(id))
     }
 
-    /// Whether all holders of a GPU could be counted as such, those included that are not now.
+    /// Whether all holders could go on together, including those that are bypassed.
     pub(crate) fn may_all_stay(&self, id: GpuId) -> bool {
         self.run_together(id, self.lock.holders(id))
     }
 
-    /// When they will have to take turns again, if nothing else happens.
+    /// When the holders of a GPU have to take turns again, if nothing else happens. `None`: they run alone, or not in
+    /// `auto`.
     pub(crate) fn together_until(&self, id: GpuId) -> Option<Time> {
         let several = self.lock.running_on(id).count() > 1;
         self.believed_until(id).filter(|_| several && self.settings.anti_thrash == AntiThrash::Auto)
     }
 
-    /// Until when what the holders said is believed.
+    /// Until when the holders' reports are believed.
     fn believed_until(&self, id: GpuId) -> Option<Time> {
         let histories = || self.lock.running_on(id).filter_map(|client| self.histories.of(client, id));
         let last = self.lock.running_on(id).filter_map(|client| Some(self.lock.hold(client, id)?.since)).max()?;
@@ -44,7 +46,7 @@ impl Machine {
         Some(last.saturating_add(believed))
     }
 
-    /// What holders said before they ran together is no longer believed.
+    /// Stops believing what holders reported before they ran together.
     pub(crate) fn forget_utilization(&mut self, id: GpuId) {
         for client in self.lock.running_on(id).collect::<Vec<_>>() {
             if let Some(history) = self.histories.of_mut(client, id) {
@@ -53,12 +55,12 @@ impl Machine {
         }
     }
 
-    /// Whether it is known how full those keep a GPU who have it now.
+    /// Whether the utilization of all holders is known, or a turn would not tell it.
     pub(crate) fn are_measured(&self, id: GpuId) -> bool {
         self.lock.running_on(id).filter_map(|c| self.histories.of(c, id)).all(|history| !history.utilization.is_open())
     }
 
-    /// Whether these, together, leave the GPU idle at times, and all of their bytes fit.
+    /// Whether these clients may run together: they leave the GPU idle at times, and all of their memory fits.
     pub(crate) fn run_together(&self, id: GpuId, clients: impl Iterator<Item = ClientId>) -> bool {
         let Some(gpu) = self.memory.get(&id).filter(|_| self.settings.anti_thrash == AntiThrash::Auto) else {
             return false;
@@ -66,7 +68,7 @@ impl Machine {
         if self.keeps_apart(id) {
             return false;
         }
-        let (mut full, mut need, mut own) = (0u32, 0u64, 0u64);
+        let (mut full, mut need, mut own_unevictable) = (0u32, 0u64, 0u64);
         for client in clients {
             let Some(history) = self.histories.of(client, id) else { return false };
             if self.shares().runs_alone(client) {
@@ -75,9 +77,10 @@ impl Machine {
             let Some(permille) = history.utilization.permille() else { return false };
             full = full.saturating_add(permille);
             need = need.saturating_add(self.need(client, id));
-            own = own.saturating_add(gpu.ledger.unevictable_of(client));
+            own_unevictable = own_unevictable.saturating_add(gpu.ledger.unevictable_of(client));
         }
-        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own));
+        let room =
+            gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
         full <= FULL && need <= room
     }
 }

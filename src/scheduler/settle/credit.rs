@@ -1,4 +1,4 @@
-//! Raises allowances: towards what clients need, and beyond it for holders that keep growing.
+//! Raises allowances: towards the clients' needs, and beyond them for holders that keep growing.
 
 use crate::{
     api::*,
@@ -6,15 +6,15 @@ use crate::{
     memory::{Account, ClientMemory, GpuMemory},
 };
 
-/// A credit that completes nothing and is smaller is not worth a message.
+/// A smaller credit that does not meet a client's need is not worth a message.
 const CREDIT_STEP: u64 = 2 << 20;
-/// What a holder that keeps growing may map beyond what it needs: what it allocates in some milliseconds, but no larger part
-/// of what is free than one in so many.
+/// What a holder that keeps growing may map beyond its need: what it allocates in some milliseconds, but no more than
+/// this part of what is free.
 const AHEAD: u64 = 1 << 30;
 const AHEAD_PART: u64 = 4;
 
 impl Machine {
-    /// Sets an allowance and tells its client.
+    /// Sets an allowance and sends it to the client.
     pub(crate) fn allow(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let now = self.now;
         for (seq, bytes) in self.change_account(client, id, |account| account.set(now, bytes)).unwrap_or_default() {
@@ -22,9 +22,9 @@ impl Machine {
         }
     }
 
-    /// A client that comes back to a new scheduler has memory there already; and what is pinned stays, so it is allowed.
-    /// Neither raises the charge.
-    pub(crate) fn allow_what_stays(&mut self, client: ClientId, id: GpuId) {
+    /// Allows memory that stays on the GPU anyway: pinned memory, and all memory of a client that reconnected to a new
+    /// scheduler. Neither raises the charge.
+    pub(crate) fn allow_resident(&mut self, client: ClientId, id: GpuId) {
         let Some(account) = self.account(client, id) else { return };
         if account.awaits_measurement() {
             return;
@@ -35,11 +35,12 @@ impl Machine {
         }
     }
 
-    /// The bytes without which this client cannot run there.
+    /// The bytes that a client must be allowed in order to run on a GPU: its demand and its shortfall, up to the
+    /// capacity.
     pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
         let (Some(memory), Some(gpu)) = (self.memory_of(client, id), self.memory.get(&id)) else { return 0 };
         if memory.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
-            return 0; // pages fault in and out as they may
+            return 0; // its pages fault in and out
         }
         gpu.ledger
             .account(client)
@@ -48,22 +49,24 @@ impl Machine {
             .min(gpu.capacity(&self.settings))
     }
 
-    /// Raises an allowance towards the need as far as bytes are free, evicting nobody. Says what is still lacking. `owed`:
-    /// bytes that are spoken for, of those that are free and then of those on their way out.
-    pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, owed: u64) -> u64 {
+    /// Raises an allowance towards the need as far as bytes are free, without evicting. Returns the bytes still
+    /// lacking. `reserved_ahead` bytes, of those that are free and then of those being freed, are reserved for other
+    /// clients.
+    pub(crate) fn credit(&mut self, client: ClientId, id: GpuId, reserved_ahead: u64) -> u64 {
         let need = self.need(client, id);
         let Some(gpu) = self.memory.get(&id) else { return 0 };
         let Some(account) = gpu.ledger.account(client) else { return 0 };
         if account.awaits_measurement() {
-            return need; // an allowance of less than it has would have it evict
+            return need; // an allowance below what it has would make it evict
         }
-        // What is free still and not given to those before it is in doubt for them, or too little by itself: theirs all the same.
-        let spoken = owed.min(gpu.free(&self.settings));
-        let free = self.free_for(client, id).saturating_sub(spoken);
-        // Bytes that were asked back and have not left yet are still charged: they can be left where they are, unless
-        // somebody else counts on them.
-        let uncounted = gpu.ledger.evicting().saturating_sub(owed - spoken);
-        let leaving = account.charge.saturating_sub(account.allowance).min(uncounted);
+        // Free bytes that were not given to the clients before it are unverified for them, or too few: they stay
+        // reserved for them.
+        let reserved = reserved_ahead.min(gpu.free(&self.settings));
+        let free = self.free_for(client, id).saturating_sub(reserved);
+        // Bytes of the client that are being evicted are still charged to it: they may stay, unless they are reserved
+        // for others.
+        let unreserved = gpu.ledger.evicting().saturating_sub(reserved_ahead - reserved);
+        let leaving = account.charge.saturating_sub(account.allowance).min(unreserved);
         let reach = account.allowance.saturating_add(leaving).saturating_add(free).min(need);
         if reach > account.allowance && (reach == need || reach - account.allowance >= CREDIT_STEP) {
             self.allow(client, id, reach);
@@ -71,8 +74,8 @@ impl Machine {
         need.saturating_sub(self.account(client, id).map_or(0, |account| account.allowance))
     }
 
-    /// Lets holders that keep growing map more than they need, as far as bytes are free: so their allocations wait for no
-    /// message. It is taken back when other clients lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
+    /// Lets holders that keep growing map more than they need, as far as bytes are free, so that their allocations wait
+    /// for no message. It is taken back when other clients lack bytes ([`take_back_ahead`](Self::take_back_ahead)).
     pub(crate) fn credit_ahead(&mut self, id: GpuId) {
         let is_idle = |gpu: &GpuMemory| gpu.contexts.is_empty() && gpu.reservations.is_empty();
         if !self.memory.get(&id).is_some_and(is_idle) {
@@ -85,7 +88,7 @@ impl Machine {
             let allowance = self.account(client, id).map_or(0, |account| account.allowance);
             let limit = self.quota.limit(client, id).map_or(0, |limit| limit.limit);
             let ahead = self.ahead(client, id);
-            // Most of what is free is left to others that grow, or create a context.
+            // Most of the free bytes are left to others that grow, or create a context.
             let free = self.free_for(client, id);
             let most = AHEAD.min(free.saturating_add(ahead) / AHEAD_PART);
             if !(grows_now && is_running) || ahead > most / 2 {
@@ -98,7 +101,7 @@ impl Machine {
         }
     }
 
-    /// Bytes that a client may map and does not need.
+    /// Bytes that a client may map beyond its need.
     pub(crate) fn ahead(&self, client: ClientId, id: GpuId) -> u64 {
         let ahead = self.account(client, id).map_or(0, Account::ahead);
         if ahead == 0 { 0 } else { ahead.saturating_sub(self.shortfall(client, id)) }

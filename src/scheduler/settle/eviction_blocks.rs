@@ -1,17 +1,17 @@
-//! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the client does
-//! not answer. It counts as unevictable, other clients are asked for theirs, and it counts as before when it can leave again.
+//! Memory that cannot leave its GPU although its client does not run: the host is full, a context is broken, or the
+//! client does not answer. It counts as unevictable, so other clients are asked for theirs, until it can leave again.
 
 use crate::{api::*, lock::Hold, machine::Machine, timers::Wake};
 use std::time::Duration;
 
-/// A client that could not evict is asked again after the first, then twice that, at most the second.
+/// The backoff after which a client that could not evict is asked again: the first doubles up to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
-/// An eviction without progress is late after this, or after so many times what it should take.
+/// An eviction without progress is late after this, or after so many times the time that it should take.
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 
 impl Machine {
-    /// Why no memory of a client can leave a GPU now.
+    /// Why no memory of a client can leave a GPU now. `None`: it can.
     pub(crate) fn eviction_block(&self, client: ClientId, id: GpuId) -> Option<EvictionBlock> {
         let state = self.clients.get(&client)?;
         let memory = self.memory_of(client, id)?;
@@ -22,7 +22,7 @@ impl Machine {
         }
     }
 
-    /// A client could not carry out an eviction, and has given it up.
+    /// Handles a client's report that it could not carry out an eviction and has given it up.
     pub(crate) fn cannot_evict(&mut self, client: ClientId, gpus: &GpuSet, why: EvictionBlock) {
         for id in gpus {
             let Some(account) = self.account(client, *id) else { continue };
@@ -33,7 +33,7 @@ impl Machine {
             self.block_eviction(client, *id, why);
             self.effects.wake(Wake::Eviction(client, *id), Some(self.now + until));
             if lower {
-                self.allow(client, *id, mapped); // which it has still; it raises no charge
+                self.allow(client, *id, mapped); // it still has that, so the charge does not rise
             }
             self.touch(*id);
         }
@@ -48,15 +48,15 @@ impl Machine {
         }
     }
 
-    /// It is worth asking it again.
+    /// Lets a client be asked for its memory again.
     pub(crate) fn unblock_eviction(&mut self, client: ClientId, id: GpuId) {
         if self.memory_of_mut(client, id).is_some_and(|memory| memory.eviction_block.take().is_some()) {
             self.lock_changed(client, id);
         }
     }
 
-    /// After a report: an eviction that was late, or failed before, may be done.
-    pub(crate) fn evicted_at_last(&mut self, client: ClientId, id: GpuId) {
+    /// Updates the block after a report: an eviction that was late, or failed before, may be complete.
+    pub(crate) fn update_eviction_block(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some(account) = self.account(client, id) else { return };
         let (done, fits) = (account.eviction.is_none(), account.report.mapped <= account.allowance);
@@ -71,7 +71,8 @@ impl Machine {
         }
     }
 
-    /// When the eviction that a client was asked for will be late.
+    /// When the eviction that a client was asked for will be late. `None`: it was not asked for one, or is blocked
+    /// already.
     pub(crate) fn late_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let (memory, gpu) = (self.memory_of(client, id)?, self.memory.get(&id)?);
         let account = gpu.ledger.account(client)?;
@@ -80,17 +81,18 @@ impl Machine {
         Some(eviction.progress.saturating_add(LATE.max(gpu.rates.moving(rest).saturating_mul(LATE_TIMES))))
     }
 
-    pub(crate) fn is_late(&mut self, client: ClientId, id: GpuId) {
+    /// Blocks an eviction that is late.
+    pub(crate) fn eviction_is_late(&mut self, client: ClientId, id: GpuId) {
         self.charge_as_known(client, id);
         self.block_eviction(client, id, EvictionBlock::Late);
     }
 
-    /// Takes from a client that does not answer an eviction what it may still map and does not have: it cannot keep that
-    /// from others.
+    /// Lowers the charge of a client that does not answer an eviction to what it has: it cannot keep allowances that it
+    /// has not mapped from other clients.
     pub(crate) fn charge_as_known(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let Some(account) = self.account(client, id) else { return };
-        // One that cannot drain may be mapping.
+        // A holder that cannot drain may be mapping.
         let cannot_drain = self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
         let Some(has) = account.unanswered(now).filter(|_| !cannot_drain) else { return };
         if has < account.allowance {

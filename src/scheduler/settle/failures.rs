@@ -1,4 +1,5 @@
-//! What is done about mappings that fail (see `memory::shortfall`), and trials of clients that need more than there seems to be.
+//! Acts on mappings that fail (see `memory::shortfall`), and on trials of clients that need more than there seems to
+//! be.
 
 use crate::{
     api::*,
@@ -13,28 +14,28 @@ use crate::{
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long a measurement that is to explain a failure is waited for.
+/// How long a failure waits for a measurement that explains it.
 const TIMEOUT: Duration = Duration::from_millis(500);
-/// A failure asks for at least so much room: a chunk.
+/// A failure asks for at least this much room: a chunk.
 const STEP: u64 = 64 << 20;
-/// More failures in a row than these evict nothing that is not evicted already.
+/// After this many failures in a row, further ones evict nothing more.
 const MOST_STEPS: u32 = 12;
-/// How long a client waits after a failure that no other client can help with: the first time, and at most. Each attempt of
-/// one that needs all of the GPU has others evicted, so it waits longer where there are others.
+/// How long a client waits after a failure that no other client can help with: the first time, and at most. Each
+/// attempt of a client that needs all of the GPU evicts other clients, so it waits longer where there are any.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 const BACKOFF_BESIDE_OTHERS: Duration = Duration::from_secs(30);
-/// A mapping that failed so often in a row with no other client's memory there cannot be done: with the pauses between
-/// attempts that takes 5 s at least.
+/// After this many failures in a row with no other client's memory on the GPU, the mapping counts as impossible: with
+/// the pauses between attempts, after at least 5 s.
 const PROOF: u32 = 12;
 
 impl Machine {
-    /// Until when a client is not granted these GPUs, since mapping failed there.
+    /// Until when a client is not granted these GPUs because mapping failed there; 0: it may be.
     pub(crate) fn delayed_until(&self, client: ClientId, gpus: &GpuSet) -> Time {
         let memories = gpus.iter().filter_map(|id| self.memory_of(client, *id));
         memories.map(|memory| memory.failures.not_before).max().unwrap_or_default()
     }
 
-    /// A client gave a GPU back because mapping failed there.
+    /// Handles a release because mapping failed.
     pub(crate) fn mapping_failed(&mut self, client: ClientId, id: GpuId) {
         let now = self.now;
         let clients = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.clients.keys().copied());
@@ -49,16 +50,16 @@ impl Machine {
         memory.failures.unexplained = Some(Failure { at: now, others });
         let failures = memory.failures.in_a_row;
         let Some(gpu) = self.memory.get_mut(&id) else { return };
-        // A measurement that is under way may have begun before.
+        // A measurement under way may have begun before the failure.
         gpu.asked = false;
         self.effects.command(Command::MappingFailed { client, gpu: id, bytes, failures });
         self.effects.wake(Wake::Failures(id), Some(now + TIMEOUT));
-        self.put_off(client, id, TIMEOUT);
+        self.delay_request(client, id, TIMEOUT);
         self.measure(id);
     }
 
-    /// The client's request waits for so long for that GPU.
-    fn put_off(&mut self, client: ClientId, id: GpuId, delay: Duration) {
+    /// Delays a client's request for a GPU.
+    fn delay_request(&mut self, client: ClientId, id: GpuId, delay: Duration) {
         let now = self.now;
         let Some(memory) = self.memory_of_mut(client, id) else { return };
         memory.failures.not_before = now + delay;
@@ -77,7 +78,7 @@ impl Machine {
         }
     }
 
-    /// A measurement that was begun then is there, by which so much is free in all, and clients have that.
+    /// Explains failures by a measurement that began at `begun`: `free` bytes in all, and what clients have.
     pub(crate) fn explain_failures(
         &mut self,
         id: GpuId,
@@ -95,7 +96,7 @@ impl Machine {
             match memory.failures.unexplained.take_if(|failure| failure.at <= begun) {
                 Some(Failure { others, .. }) => {
                     let has_others = others.iter().any(|other| match self.account(*other, id) {
-                        None => true, // it has made room by leaving
+                        None => true, // it has gone, which made room
                         Some(account) => {
                             let pinned = account.report.pinned;
                             self.can_give(*other, id) && found.get(other).is_none_or(|found| found.most > pinned)
@@ -111,10 +112,10 @@ impl Machine {
         }
     }
 
-    /// No measurement has come in time.
+    /// Decides on failures for which no measurement has come in time.
     pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
         if let Some(gpu) = self.memory.get_mut(&id) {
-            gpu.asked = false; // perhaps it will never be answered
+            gpu.asked = false; // the answer may never come
         }
         self.explain_failures(id, self.now.saturating_sub(TIMEOUT), None, &BTreeMap::new());
     }
@@ -128,12 +129,13 @@ impl Machine {
         let is_overstated = account.is_overstated();
         let Some(memory) = self.memory_of_mut(client, id) else { return };
         let steps = memory.failures.in_a_row.saturating_sub(1).min(MOST_STEPS);
-        // One that was measured to have less than it reports has not tried.
-        let lies = is_measured && is_overstated;
-        memory.failures.alone = if has_others || lies { 0 } else { memory.failures.alone.saturating_add(1) };
+        // A client that was measured to have less than it reports has not tried to map its memory.
+        let overstates = is_measured && is_overstated;
+        memory.failures.alone = if has_others || overstates { 0 } else { memory.failures.alone.saturating_add(1) };
         let is_proof = memory.failures.alone >= PROOF;
-        // Alone, what is shown as free may be had in a moment; and where more is charged than there is, that explains it.
-        if has_others && !lies && (steps > 0 || charged <= usable) {
+        // Without other clients, what is measured as free may be usable in a moment; and where the ledger is overdrawn,
+        // that explains the failure.
+        if has_others && !overstates && (steps > 0 || charged <= usable) {
             let more = demand.saturating_sub(mapped).max(STEP).saturating_mul(1 << steps);
             memory.failures.learn(now, usable.saturating_sub(charged), more);
         }
@@ -147,18 +149,19 @@ impl Machine {
         if is_proof {
             self.effects.command(Command::Denied { client, gpu: id, bytes: demand, why: Denial::Unmappable });
         }
-        self.put_off(client, id, delay);
+        self.delay_request(client, id, delay);
         self.touch(id);
     }
 
-    /// What a client needs beyond its demand, since it could not be had: no more than all others there can give.
+    /// The bytes that a client needs beyond its demand, since it could not map what seemed free: no more than all other
+    /// clients can give.
     pub(crate) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
         let Some((memory, gpu)) = self.memory_of(client, id).zip(self.memory.get(&id)) else { return 0 };
         let bytes = memory.failures.shortfall(self.now);
         if bytes == 0 {
             return 0;
         }
-        // The room that remains is shared with those that run together with it.
+        // The remaining room is shared with the clients that run together with it.
         let entity = self.lock.entity(client);
         let together = gpu.clients.keys().filter(|other| self.lock.entity(**other) == entity);
         let (mut demand, mut unevictable, mut count) = (0u64, 0u64, 0u64);
@@ -173,14 +176,14 @@ impl Machine {
         bytes.min(room / count.max(1))
     }
 
-    /// Whether a client has memory there that can leave, by what is believed of its reports.
+    /// Whether a client has memory on a GPU that can leave, as far as its reports are believed.
     fn can_give(&self, client: ClientId, id: GpuId) -> bool {
         let Some(account) = self.account(client, id) else { return false };
         self.eviction_block(client, id).is_none() && account.in_use() > account.report.pinned
     }
 
-    /// Before a request is granted: lets a client that has all of a GPU, and needs more than there seems to be, try to map
-    /// the rest.
+    /// Begins trials before a request is granted: a client that has all of a GPU, and needs more than there seems to
+    /// be, may try to map the rest.
     pub(crate) fn begin_trials(&mut self, entity: Entity) {
         for id in self.lock.request(entity).map(Request::gpus).unwrap_or_default() {
             if let [client] = *self.lock.members(entity, id) {
@@ -192,17 +195,17 @@ impl Machine {
     fn begin_trial(&mut self, client: ClientId, id: GpuId) {
         let Some(demand) = self.demand_of_trial(client, id) else { return };
         let Some(account) = self.account(client, id) else { return };
-        // All or nothing: what of it is on its way out, and what it cannot be given back, is in the way.
-        let own = account.charge;
-        if own > account.allowance {
+        // All or nothing: its own memory that is being evicted, and bytes that it cannot get back, are in the way.
+        let charge = account.charge;
+        if charge > account.allowance {
             return;
         }
         let Some(gpu) = self.memory.get(&id).filter(|gpu| gpu.trial.is_none() && gpu.reservations.is_empty()) else {
             return;
         };
         let beyond = demand.saturating_sub(gpu.usable(&self.settings));
-        // What others have there, or may have there still, leaves no room for that.
-        let fits = gpu.ledger.charged() <= own.min(gpu.usable(&self.settings));
+        // Memory that other clients have, or may still have, leaves no room for a trial.
+        let fits = gpu.ledger.charged() <= charge.min(gpu.usable(&self.settings));
         if beyond == 0 || !fits || self.unverified_for(client, id) > 0 {
             return;
         }
@@ -213,24 +216,26 @@ impl Machine {
         }
     }
 
-    /// What a client needs on the GPU that can do without none of it, where the GPU is large enough for that.
+    /// The demand of a client that must have all of it mapped (engine `swap`), if the GPU is large enough. `None`: it
+    /// is not, or the client can do with less.
     fn demand_of_trial(&self, client: ClientId, id: GpuId) -> Option<u64> {
         let (memory, gpu) = (self.memory_of(client, id)?, self.memory.get(&id)?);
         let demand = gpu.ledger.account(client)?.report.demand;
         (memory.engine == Engine::Swap && demand <= gpu.total).then_some(demand)
     }
 
-    /// The client needs another amount, or something else is measured to be there.
+    /// Adjusts the trial after the client's demand or the overhead has changed.
     pub(crate) fn adjust_trial(&mut self, id: GpuId) {
         let Some(trial) = self.memory.get(&id).and_then(|gpu| gpu.trial) else { return };
         let demand = self.demand_of_trial(trial.client, id).unwrap_or(0);
         let Some(gpu) = self.memory.get_mut(&id) else { return };
-        // Where there is less than before, others need it: that is not tried.
+        // If there is less than before, others need it: that part is not tried.
         let most = trial.beyond.saturating_add(demand.saturating_sub(trial.demand));
         let beyond = demand.saturating_sub(gpu.usable(&self.settings)).min(most);
         gpu.trial = (beyond > 0).then_some(Trial { demand, beyond, ..trial });
     }
 
+    /// Ends a client's trial, if it has one.
     pub(crate) fn end_trial(&mut self, client: ClientId, id: GpuId) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         if gpu.trial.take_if(|trial| trial.client == client).is_some() {

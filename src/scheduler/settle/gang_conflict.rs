@@ -1,5 +1,6 @@
-//! Two gangs that share a GPU and use others besides: one waits until the other holds nothing, and the one that holds a lock
-//! already goes first. Otherwise each could hold a GPU that the other waits for, its kernels spinning for the missing members.
+//! Conflicts between gangs that share a GPU and use others besides: one waits until the other holds nothing, and the
+//! gang that holds a lock already goes first. Otherwise each could hold a GPU that the other waits for, its kernels
+//! spinning for the missing members.
 
 use crate::{
     api::*,
@@ -9,7 +10,7 @@ use crate::{
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Whether two gangs are in each other's way, on one GPU of several.
+    /// Whether two gangs conflict: they share a GPU on which they cannot run together, and one of them uses several.
     fn are_rivals(&self, one: Gang, other: Gang) -> bool {
         if !(self.lock.gangs().is_job(one) && self.lock.gangs().is_job(other)) {
             return false;
@@ -22,7 +23,7 @@ impl Machine {
             && shared.any(|id| !self.run_together(*id, both().filter(|client| self.lock.of(*client, *id).is_some())))
     }
 
-    /// Whether that unit has to wait for another gang, whatever GPU that has.
+    /// Whether an entity is a gang that has to wait for a conflicting gang, whichever GPU that holds.
     pub(crate) fn waits_for_gang(&self, entity: Entity) -> bool {
         let Entity::Gang(gang) = entity else { return false };
         if !self.lock.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
@@ -33,7 +34,7 @@ impl Machine {
         })
     }
 
-    /// A gang in line for other GPUs that waits for the holders of this one.
+    /// The first gang in the queues of other GPUs that waits for the holders of this one. `None`: there is none.
     pub(crate) fn rival_of_holders(&self, id: GpuId) -> Option<Entity> {
         if !self.lock.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
             return None;
@@ -48,7 +49,8 @@ impl Machine {
         rivals.min_by_key(|(_, request)| request.key).map(|(entity, _)| entity)
     }
 
-    /// Whether another gang, on whatever GPU, waits for that one to have nothing, or runs while it is counted as if it had.
+    /// Whether a conflicting gang, on any GPU, waits for this one to release all that it holds, or runs while this one
+    /// is bypassed.
     pub(crate) fn is_in_the_way(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.lock.gangs().are_several()) else { return false };
         let waits =
@@ -59,7 +61,8 @@ impl Machine {
             && others.any(|other| (waits(other) || runs(other)) && self.are_rivals(gang, other))
     }
 
-    /// Whether a gang has to give up what it has, since another one had something first: each would wait for the other.
+    /// Whether a gang has to release what it holds because a conflicting one held something first: each would wait for
+    /// the other.
     pub(crate) fn yields(&self, entity: Entity) -> bool {
         let Some(gang) = entity.gang().filter(|_| self.lock.gangs().are_several()) else { return false };
         if self.settings.anti_thrash == AntiThrash::Off {
@@ -69,19 +72,19 @@ impl Machine {
             let holds = self.lock.holds_of_gang(gang).filter(|(_, hold)| !hold.is_bypassed());
             holds.map(|(_, hold)| (hold.since, hold.number)).min()
         };
-        let Some(own) = first(gang) else { return false };
+        let Some(since) = first(gang) else { return false };
         let mut others = self.lock.gangs().others(gang);
-        others.any(|other| first(other).is_some_and(|other| other < own) && self.are_rivals(gang, other))
+        others.any(|other| first(other).is_some_and(|other| other < since) && self.are_rivals(gang, other))
     }
 
-    /// Since when a holder's gang has had its turn, if that one is a gang that waits for it.
+    /// Since when the holder's gang has had its turn, if the waiter is a gang that conflicts with it.
     pub(crate) fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
         let (gang, other) = (holder.gang()?, waiter.gang()?);
         let since = self.lock.gangs().turn_since(gang)?;
         (gang != other && self.are_rivals(gang, other)).then_some(since)
     }
 
-    /// What a gang waits for or no longer has, its rivals have or wait for.
+    /// Marks the GPUs of a gang whose holds or requests changed, and of the gangs that conflict with it.
     pub(crate) fn touch_rivals(&mut self, entity: Entity) {
         let Some(gang) = entity.gang() else { return };
         let rivals = self.lock.gangs().others(gang).filter(|other| self.are_rivals(gang, *other));

@@ -1,5 +1,5 @@
-//! Gang scheduling: members of a gang are granted and revoked together as far as their memory fits; members that do not fit together
-//! take turns. Gangs that need the same GPUs are in `gang_conflict`.
+//! Gang scheduling: members of a gang are granted and revoked together as far as their memory fits; members that do not
+//! fit together take turns. `gang_conflict` handles gangs that need the same GPUs.
 
 use crate::{
     api::*,
@@ -9,13 +9,14 @@ use crate::{
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long a gang's request waits for the members that have not asked yet, so that they run together.
+/// How long a gang's request waits for members that have not requested yet, so that they run together.
 const GATHERS: Duration = Duration::from_millis(5);
-/// A member that had a GPU so lately, or attached one so lately, is likely to ask for one. No request waits for other members.
+/// A member that released or attached a GPU within this time is likely to request one. A gang's request waits for no
+/// others.
 const LATELY: Duration = Duration::from_secs(1);
 
 impl Machine {
-    /// Until when a request that has just come waits in line for other members, which had a GPU with those lately.
+    /// Until when a new request waits for other members of its gang that ran lately. `None`: it waits for none.
     pub(crate) fn gathers_until(&self, entity: Entity) -> Option<Time> {
         let gang = entity.gang()?;
         let is_missing = |client: &ClientId| {
@@ -30,8 +31,8 @@ impl Machine {
         missing.any(had_lately).then(|| self.now + GATHERS)
     }
 
-    /// Whether that GPU is kept for a gang that others ask to go: a member does not drain yet, and may need another member for it
-    /// that has just left this GPU.
+    /// Whether a GPU is kept for another gang, which was revoked: one of its members does not drain yet, and may need
+    /// another member in order to drain that has just left this GPU.
     pub(crate) fn is_kept_for_gang(&self, entity: Entity, id: GpuId) -> bool {
         let gangs = self.lock.gangs();
         let mut turns = gangs.turns().filter(|(gang, _)| entity != Entity::Gang(*gang) && gangs.is_job(*gang));
@@ -42,25 +43,25 @@ impl Machine {
         })
     }
 
-    /// Whether a member was granted a GPU for another one to drain, which has not yet.
+    /// Whether a hold helps another member of its gang to drain, which was revoked and has not drained yet.
     pub(crate) fn helps_to_drain(&self, hold: &Hold) -> bool {
         let gang = hold.entity.gang().filter(|_| hold.revoked.is_none());
         gang.is_some_and(|gang| self.lock.holds_of_gang(gang).any(|(_, hold)| hold.drains()))
     }
 
-    /// How long a hand-over by that gang takes, on one GPU and then on the other.
+    /// The longest drain expected of a gang's members: how long a hand-over by the gang takes.
     pub(crate) fn gang_drains_in(&self, gang: Gang) -> Duration {
         let locks = self.lock.gangs().members(gang).flat_map(|client| self.lock.all_of(client));
         locks.map(|(_, lock)| lock.drains.expected()).max().unwrap_or_default()
     }
 
-    /// A member asks for a GPU: another one may be about to need it for draining.
+    /// Checks all members after one requested a GPU: another may need it in order to drain.
     pub(crate) fn check_gang_peers(&mut self, entity: Entity) {
         let Some(gang) = entity.gang().filter(|gang| self.lock.gangs().is_job(*gang)) else { return };
         self.lock.gangs().members(gang).collect::<Vec<_>>().into_iter().for_each(|member| self.check(member));
     }
 
-    /// When a holder will take longer to drain than is usual, while other members wait that could help.
+    /// When a holder's drain will lag, while other members of its gang wait that could help it. `None`: it will not.
     pub(crate) fn lags_at(&self, client: ClientId, id: GpuId) -> Option<Time> {
         let lock = self.lock.of(client, id)?;
         let hold = lock.hold.as_ref().filter(|hold| hold.drains() && !hold.may_need_others())?;
@@ -70,7 +71,7 @@ impl Machine {
         peers.any(|peer| self.lock.waiting(peer).is_some()).then(|| begun + lock.drains.lags_after())
     }
 
-    /// From now on other members go first.
+    /// Records that a holder's drain lags, so that other members of its gang go first.
     pub(crate) fn lags(&mut self, client: ClientId, id: GpuId) {
         if let Some(hold) = self.lock.hold_mut(client, id) {
             hold.lags = true;
@@ -79,7 +80,7 @@ impl Machine {
         self.touch_gang_peers(client);
     }
 
-    /// Whether other members go first has to be decided again.
+    /// Requeues the requests of a client's gang members, after the reason changed for which they may go first.
     pub(crate) fn touch_gang_peers(&mut self, client: ClientId) {
         let waiting: BTreeSet<Entity> =
             self.lock.gang_peers(client).filter_map(|peer| self.lock.waiting(peer)).collect();
@@ -90,7 +91,7 @@ impl Machine {
         }
     }
 
-    /// A member has drained that was asked to: so do all that have run for it to do so.
+    /// Revokes the rest of a gang after a member that was revoked has drained: they ran only to let it drain.
     pub(crate) fn revoke_gang(&mut self, gang: Gang) {
         let is_left = |hold: &Hold| hold.entity == Entity::Gang(gang) && hold.revoked.is_none();
         let first = self.lock.gangs().members(gang).find_map(|client| {
@@ -102,9 +103,9 @@ impl Machine {
         }
     }
 
-    /// Since when a gang has had its turn, if its other members go before all requests that came later: as long as that lasts no
-    /// longer than a turn, and for as long again where a member cannot drain, which may need them for it.
-    pub(crate) fn goes_on_since(&self, entity: Entity) -> Option<Time> {
+    /// Since when a gang has had its turn, if its other members precede all requests that came later: for the time
+    /// quantum, and for as long again if a revoked member cannot drain, which may need them. `None`: they do not.
+    pub(crate) fn precedes_since(&self, entity: Entity) -> Option<Time> {
         let gang = entity.gang()?;
         let since = self.lock.gangs().turn_since(gang)?;
         let had = self.now.saturating_sub(since);
@@ -116,7 +117,7 @@ impl Machine {
         may.then_some(since)
     }
 
-    /// Whether a member is about to drain: until it has, no member is granted anything.
+    /// Whether a member was revoked and is about to drain. Until it has, no member is granted anything.
     pub(crate) fn is_about_to_drain(&self, entity: Entity) -> bool {
         let holds = entity.gang().into_iter().flat_map(|gang| self.lock.holds_of_gang(gang));
         holds.into_iter().any(|(_, hold)| hold.drains() && !hold.may_need_others())
@@ -136,10 +137,11 @@ impl Machine {
         self.members_changed(gang);
     }
 
-    /// A member came or went. The others are of another class then, and perhaps a gang, or no longer.
+    /// Updates the members of a gang after one came or went: their class changes, and they may be a gang now, or none
+    /// any more.
     fn members_changed(&mut self, gang: Gang) {
         for member in self.lock.gangs().members(gang).collect::<Vec<_>>() {
-            self.unite(member);
+            self.update_entity(member);
             self.effects.touch_all(self.lock.holds_of(member).map(|(id, _)| id));
             if let Some(entity) = self.lock.waiting(member) {
                 self.requeue(entity);
@@ -151,10 +153,10 @@ impl Machine {
         }
     }
 
-    /// Has a client hold and want what it does as what it is now: a member of a gang, or by itself.
-    pub(crate) fn unite(&mut self, client: ClientId) {
+    /// Makes a client's holds and requests those of its present entity: its gang, or itself.
+    pub(crate) fn update_entity(&mut self, client: ClientId) {
         let entity = self.lock.entity(client);
-        // It is revoked with those it is with now.
+        // So that it is revoked with the members of that entity.
         if let Some(since) = self.lock.set_entity_of_holds(client, entity) {
             self.lock.begin_gang_turn(entity, since);
         }
@@ -165,8 +167,8 @@ impl Machine {
         }
     }
 
-    /// The client's rule is another: so may its gang be. What it wants it then wants with others.
-    pub(crate) fn gang_anew(&mut self, client: ClientId) {
+    /// Updates a client's gang after its rule changed. Its requests become those of the new gang.
+    pub(crate) fn update_gang(&mut self, client: ClientId) {
         let Some(state) = self.clients.get(&client) else { return };
         let is_gang = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.gang);
         let group = self.rules.group(client).filter(is_gang);
@@ -176,6 +178,6 @@ impl Machine {
         }
         self.leave_gang(client);
         self.enter_gang(client, gang);
-        self.unite(client);
+        self.update_entity(client);
     }
 }

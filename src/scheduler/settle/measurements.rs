@@ -1,11 +1,11 @@
-//! What measurements say: how much other programs use, and what of clients' reports is true.
+//! Takes measurements: how much other programs use, and which of the clients' reports are true.
 
 use crate::{api::*, machine::Machine, memory::Account, timers::Wake};
 use std::collections::BTreeMap;
 
 impl Machine {
-    /// A measurement of what is not clients' mapped memory, which was begun then.
-    pub(crate) fn overhead(&mut self, id: GpuId, begun: Time, bytes: u64, complete: bool) {
+    /// Takes a measurement of the overhead that began no earlier than `begun`.
+    pub(crate) fn overhead_measured(&mut self, id: GpuId, begun: Time, bytes: u64, complete: bool) {
         let Some(gpu) = self.memory.get(&id) else { return };
         let missed = gpu.unmeasured.iter().copied().filter(|client| !self.has_context(*client, id, begun)).collect();
         let Some(gpu) = self.memory.get_mut(&id) else { return };
@@ -22,31 +22,32 @@ impl Machine {
         self.touch(id);
     }
 
+    /// Bytes of other users' clients that are unverified for this client.
     pub(crate) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
         let user = self.clients.get(&client).map(|c| c.user);
         user.zip(self.memory.get(&id)).map_or(0, |(user, gpu)| gpu.ledger.unverified_for(user))
     }
 
-    /// Bytes that are free for that client.
+    /// Bytes that are free for a client: not charged, reserved or unverified.
     pub(crate) fn free_for(&self, client: ClientId, id: GpuId) -> u64 {
         let free = self.memory.get(&id).map_or(0, |gpu| gpu.free(&self.settings));
         free.saturating_sub(self.unverified_for(client, id))
     }
 
-    /// Bytes that those clients, or nobody, will have without any more being asked for: those on their way out, and what is
-    /// free, be it that it has to be measured, which is asked for, or that it is too little to be given by itself.
-    pub(crate) fn arriving(&mut self, id: GpuId, to: &[ClientId]) -> u64 {
-        for client in to {
+    /// Bytes that will be available to these clients without evicting more: those being freed, and those that are free
+    /// but still have to be measured, which is requested, or are too few to be credited by themselves.
+    pub(crate) fn arriving(&mut self, id: GpuId, clients: &[ClientId]) -> u64 {
+        for client in clients {
             self.request_verification(*client, id);
         }
         self.memory.get(&id).map_or(0, |gpu| gpu.ledger.evicting().saturating_add(gpu.free(&self.settings)))
     }
 
-    /// How much is in doubt for that client, which waits for it.
+    /// Requests a measurement of the bytes that are unverified for a waiting client. Returns those bytes.
     pub(crate) fn request_verification(&mut self, client: ClientId, id: GpuId) -> u64 {
         let unverified = self.unverified_for(client, id);
         let Some(gpu) = self.memory.get(&id).filter(|gpu| unverified > 0 && !gpu.asked) else { return unverified };
-        // What was found is looked at again now and then, whoever waits.
+        // Bytes that a measurement did find are measured again from time to time anyway.
         let mut accounts = gpu.clients.keys().filter_map(|client| gpu.ledger.account(*client));
         if accounts.any(|account| account.frees.is_unmeasured()) {
             self.measure(id);
@@ -54,7 +55,7 @@ impl Machine {
         unverified
     }
 
-    /// Asks for a measurement, unless one is awaited.
+    /// Requests a measurement, unless one is awaited.
     pub(crate) fn measure(&mut self, id: GpuId) {
         if let Some(gpu) = self.memory.get_mut(&id).filter(|gpu| !gpu.asked) {
             gpu.asked = true;
@@ -62,14 +63,21 @@ impl Machine {
         }
     }
 
-    pub(crate) fn present(&mut self, id: GpuId, begun: Time, free: Option<u64>, found: &BTreeMap<ClientId, Found>) {
+    /// Takes a measurement of clients' memory.
+    pub(crate) fn clients_measured(
+        &mut self,
+        id: GpuId,
+        begun: Time,
+        free: Option<u64>,
+        found: &BTreeMap<ClientId, Found>,
+    ) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         gpu.asked = false;
         gpu.verifies |= !found.is_empty();
         for client in gpu.clients.keys().copied().collect::<Vec<_>>() {
             let found = found.get(&client).copied();
             self.change_account(client, id, |account| account.measured(begun, found));
-            self.allow_what_stays(client, id);
+            self.allow_resident(client, id);
             self.charge_as_known(client, id);
         }
         self.schedule_verification(id);
@@ -80,7 +88,7 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Sees to it that doubts end.
+    /// Sets the time at which the next unverified bytes expire.
     pub(crate) fn schedule_verification(&mut self, id: GpuId) {
         let Some(gpu) = self.memory.get(&id) else { return };
         let accounts = gpu.clients.keys().filter_map(|client| gpu.ledger.account(*client));
@@ -88,6 +96,7 @@ impl Machine {
         self.effects.wake(Wake::Verification(id), next);
     }
 
+    /// Ends unverified frees whose time has come.
     pub(crate) fn expire_unverified(&mut self, id: GpuId) {
         let now = self.now;
         let Some(gpu) = self.memory.get_mut(&id) else { return };

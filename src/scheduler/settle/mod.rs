@@ -1,17 +1,18 @@
-//! The steps that bring one GPU to rest after an event: memory first, then the lock, then what holders are told. Settling a GPU on
-//! which nothing changed does nothing.
+//! The steps that bring one GPU to rest after an event: memory first, then the lock, then messages to holders. Settling
+//! a GPU on which nothing changed does nothing.
 //!
-//! The components keep their state and decide nothing about each other; everything that needs more than one of them is here.
+//! Components keep their state and do not decide about each other; every decision that needs more than one of them is
+//! here.
 //!
 //! Memory:
-//! - `serve`: bytes for holders and for the queue, in that order, and grants.
+//! - `serve`: bytes for holders, then for the queue, and grants.
 //! - `credit`, `eviction`: raise and lower allowances. `protection`: memory that rules keep on the GPU, or off it.
-//! - `reservations`: room for the driver's own allocations. `contexts`: clients that create a context.
+//! - `reservations`: room for the driver's own allocations. `contexts`: admission of CUDA contexts.
 //! - `measurements`: what NVML shows. `failures`: mappings that fail. `eviction_blocks`: memory that cannot leave.
 //!
 //! The lock:
-//! - `requests`: from request to release. `order`: where requests stand in queues.
-//! - `turns`: when holders have to give the lock back. `corun`: which clients may hold it together.
+//! - `requests`: from request to release. `order`: the order of queues.
+//! - `turns`: when holders have to release the lock. `corun`: which clients may hold it together.
 //! - `gangs`, `gang_conflict`: clients that run together or not at all.
 //! - `unresponsive`: clients that do not answer. `traffic`: clients that thrash.
 
@@ -37,29 +38,30 @@ use crate::{api::*, lock::Entity, machine::Machine, policy::Waiter, timers::Wake
 use reservations::ReservationNeeds;
 use std::time::Duration;
 
-/// A gang that waits for another is looked at again after this: whether the two can run together depends on what is said of
-/// other GPUs.
+/// How often a gang that waits for another gang is looked at again: whether the two can run together depends on reports
+/// about other GPUs, too.
 const CONFLICT_LOOK: Duration = Duration::from_millis(100);
 
-/// Why holders of a GPU are to give its lock back.
+/// The reasons for which holders of a GPU are to release it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pressure {
-    /// Bytes that only holders can give.
+    /// Bytes that are lacking and that only holders can give.
     short: u64,
-    /// A holder that is not to give them, since it is the one that lacks them.
+    /// The holder that lacks them itself, and so is not asked for them.
     grower: Option<ClientId>,
-    /// Bytes are lacked by more than those who wait for the lock.
+    /// More than the queue lacks bytes: holders or reservations do, too.
     overdue: bool,
-    /// The first in line.
+    /// The first request in the queue, or a gang that waits for these holders from other queues.
     first: Option<Entity>,
-    /// Whether the lock itself is in its way.
+    /// Whether holders of the lock keep it from being granted.
     locked_out: bool,
-    /// What the turn depends on.
+    /// That request, as the policy sees it.
     waiter: Option<Waiter>,
 }
 
 impl Pressure {
-    /// What clients with reservations lack that only holders can give; from here on more than the queue waits for bytes.
+    /// Adds the bytes that reservations lack and that only holders can give. From here on, more than the queue lacks
+    /// bytes.
     fn add_reservations(&mut self, needs: &ReservationNeeds) {
         if needs.short > self.short {
             self.short = needs.short;
@@ -70,8 +72,9 @@ impl Pressure {
 }
 
 impl Machine {
+    /// Brings a GPU to rest. Called for each GPU that an event marked.
     pub(crate) fn settle(&mut self, id: GpuId) {
-        // Which clients are there, how much memory, and in what order requests wait.
+        // The number of contexts, the capacity, and the order of the queue.
         self.count_deferred(id);
         self.note_capacity(id);
         self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
@@ -79,7 +82,7 @@ impl Machine {
         let reclassified = self.reclassify(id);
 
         // Memory, in the order in which clients get it: overdrawn bytes and holders, then reservations, then the queue.
-        // `reserved_ahead` is on its way out and spoken for.
+        // `reserved_ahead` bytes of those being freed are reserved for clients that come before the queue.
         let mut pressure = Pressure::default();
         let holders_lack = self.serve_holders(id, &mut pressure);
         let reserved = self.serve_reservations(id, holders_lack);
@@ -99,14 +102,14 @@ impl Machine {
             self.credit_ahead(id);
         }
 
-        // The lock: turns that end, and what holders are told.
+        // The lock: turns that end, and messages to holders.
         let turn = self.press(id, &pressure);
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
         let next = [attaching, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
         self.effects.wake(Wake::Gpu(id), next);
     }
 
-    /// Requests that pinned memory kept out may fit once there is more room.
+    /// Requeues requests that unevictable memory blocked, once there is more room.
     fn note_capacity(&mut self, id: GpuId) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         let capacity = gpu.capacity(&self.settings);
@@ -120,13 +123,13 @@ impl Machine {
         }
     }
 
-    /// Requests that waited for one of a better class, which has gone.
+    /// Requeues requests that waited for one of a better class, which has gone.
     fn enqueue_unblocked(&mut self, id: GpuId) {
         let free: Vec<Entity> = self.lock.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));
     }
 
-    /// A gang that waits in other queues for the holders of this GPU counts as the first in line here.
+    /// Counts a gang that waits in other queues for the holders of this GPU as the first request here.
     fn note_conflict(&mut self, id: GpuId, pressure: &mut Pressure) {
         if !pressure.locked_out
             && let Some(rival) = self.rival_of_holders(id)

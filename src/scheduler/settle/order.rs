@@ -1,4 +1,4 @@
-//! The order of queues, and what holders are to waiting clients: what policy, shares and memory say together.
+//! The order of queues, and the precedence of waiting clients over holders, from policy, shares and memory together.
 
 use crate::{
     api::*,
@@ -11,12 +11,14 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 impl Machine {
+    /// Fairness at this moment.
     pub(crate) fn shares(&self) -> Shares<'_> {
         let Self { now, settings, rules, lock, fairness, .. } = self;
         Shares { now: *now, settings, rules, lock, state: fairness }
     }
 
-    /// Where a request that came then stands among those of its party, and when it goes before all of them.
+    /// The rank of a request that arrived at `arrival` among those of its owner, and when it goes before all of them
+    /// because of its age. `None`: never.
     pub(crate) fn rank(&self, client: ClientId, wants: &GpuSet, arrival: Time) -> (Time, Option<Time>) {
         let waiters = wants.iter().map(|gpu| self.waiter(client, *gpu));
         let waiter = waiters.reduce(|a, b| Waiter {
@@ -36,7 +38,8 @@ impl Machine {
         (at, ages_after.map(|after| arrival.saturating_add(after)))
     }
 
-    /// Since when the party of one that asks now has waited there. Where no rule divides the time there is but one that counts.
+    /// Since when the owner of a request that arrives now has waited for these GPUs; 0 where no rule divides the time,
+    /// so that there is only one owner.
     pub(crate) fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
         if self.policy().users_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
@@ -47,14 +50,15 @@ impl Machine {
         peers.map(|(key, _)| key.joined).min().unwrap_or(self.now)
     }
 
-    /// Those who wait of whom all stand where their party does, and among themselves by their ranks: that key is kept.
+    /// Owners with queued requests, where the policy orders the requests of one owner by rank alone: their finish tags
+    /// are kept even in the past, as the key that those requests share.
     fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
-        let policy_knows = !self.policy().users_take_turns() && self.shares().have_classes();
-        let queue = policy_knows.then(|| self.lock.queue(id)).into_iter().flatten();
+        let is_by_rank = !self.policy().users_take_turns() && self.shares().have_classes();
+        let queue = is_by_rank.then(|| self.lock.queue(id)).into_iter().flatten();
         queue.filter_map(|(_, entity)| self.owner_of(entity)).collect()
     }
 
-    /// The policy is another: what it says of places holds for all who wait, and nobody owes anything by what it was.
+    /// Ranks all requests anew after a change of the policy. Finish tags of the former policy are forgotten.
     pub(crate) fn rerank_all(&mut self) {
         self.fairness.clear_finish_tags();
         for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
@@ -62,20 +66,20 @@ impl Machine {
             let Some((client, wants)) = request.wants.first_key_value() else { continue };
             let arrival = request.since.values().min().copied().unwrap_or(self.now);
             let (rank, ages) = self.rank(*client, wants, arrival);
-            let is_in_line = request.blocked.is_none();
-            if is_in_line {
+            let is_queued = request.blocked.is_none();
+            if is_queued {
                 self.dequeue(entity);
             }
             if let Some(request) = self.lock.request_mut(entity) {
                 (request.key.rank, request.ages, request.aged) = (rank, ages, false);
             }
-            if is_in_line {
+            if is_queued {
                 self.enqueue(entity);
             }
         }
     }
 
-    /// Who has waited for long enough goes before all others of its party.
+    /// Lets a request that has waited for long enough go before all others of its owner.
     pub(crate) fn age(&mut self, entity: Entity) {
         let is_due = |request: &Request| !request.aged && request.ages.is_some_and(|at| at <= self.now);
         if !self.lock.request(entity).is_some_and(is_due) {
@@ -88,6 +92,7 @@ impl Machine {
         }
     }
 
+    /// A client that waits for a GPU or holds it, as the policy sees it.
     fn waiter(&self, client: ClientId, id: GpuId) -> Waiter {
         let (Some(history), Some(gpu)) = (self.histories.of(client, id), self.memory.get(&id)) else {
             return Waiter::default();
@@ -109,7 +114,7 @@ impl Machine {
         }
     }
 
-    /// What a holder is to who waits.
+    /// A holder as the policy sees it while `first` waits.
     pub(crate) fn policy_holder(
         &self,
         client: ClientId,
@@ -128,8 +133,8 @@ impl Machine {
         }
     }
 
-    /// How much longer a holder can run until its party will have had more than another one that waits. None where the policy
-    /// has parties take turns by ending each of theirs, or nobody else waits.
+    /// How much longer a holder can run until its owner has used more than another owner that waits. `None`: no other
+    /// owner waits, or the policy leaves that to the length of turns.
     fn other_owner_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
         if self.policy().users_take_turns() || !self.shares().have_classes() {
             return None;
@@ -140,22 +145,23 @@ impl Machine {
             other.is_some_and(|other| self.shares().are_peers(other, client))
         };
         let (key, _) = self.lock.queue(id).find(|(_, entity)| is_other(*entity))?;
-        let (until, debt) = self.shares().finish_tag(client, owner, id, hold, hold.waited(self.now))?;
-        Some(debt.service_until(key.at.saturating_sub(until)))
+        let (until, weights) = self.shares().finish_tag(client, owner, id, hold, hold.waited(self.now))?;
+        Some(weights.service_until(key.at.saturating_sub(until)))
     }
 
-    /// Where a request stands in line now.
+    /// The key that one client's part of a request has now.
     fn queue_key(&self, client: ClientId, wants: &GpuSet, before: QueueKey) -> QueueKey {
         let class = self.shares().class(client, wants);
         let served = wants.iter().map(|id| self.shares().latest_finish_tag(client, *id)).max().unwrap_or_default();
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
 
-    /// A client had the lock, and others waited for so much of the time: its owners' finish tags rise, and their requests move back.
+    /// Charges the end of a hold, `waited` of which was contended: the finish tags of the client's owners rise, and
+    /// their requests move back.
     pub(crate) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
         let shares = self.shares();
         let Some(owner) = shares.owner(client) else { return };
-        let tag = |as_whom| Some((as_whom, shares.finish_tag(client, as_whom, id, hold, waited)?.0));
+        let tag = |owner| Some((owner, shares.finish_tag(client, owner, id, hold, waited)?.0));
         let tags: Vec<(ShareOwner, Time)> = shares.owners(client).filter_map(tag).collect();
         let (is_charged, keep) = (!tags.is_empty(), self.owners_with_one_key(id));
         self.fairness.set_finish_tags(self.now, id, &keep, tags);
@@ -166,7 +172,7 @@ impl Machine {
         }
     }
 
-    /// The finish tags with which a client is granted a GPU: its owner's, and its own.
+    /// The finish tags of a client that is granted a GPU: its owner's, and its own. Advances virtual time first.
     pub(crate) fn finish_tags_before(&mut self, client: ClientId, id: GpuId) -> (Time, Time) {
         let ahead = self.shares().virtual_time_lead(id, client);
         if !ahead.is_zero() {
@@ -176,8 +182,8 @@ impl Machine {
         self.shares().finish_tags_before(client, id)
     }
 
-    /// Until when a holder would stand before that request if it gave the lock back: to take it away sooner would cost a
-    /// drain, and it would be granted at once again. None where the other goes first.
+    /// Until when a holder would precede a waiting request if it released the lock and requested it again. To revoke it
+    /// sooner would only cost a drain, since it would be granted again at once. `None`: the request goes first.
     pub(crate) fn precedes_until(&self, holder: ClientId, id: GpuId, other: Entity) -> Option<Time> {
         let hold = self.lock.hold(holder, id).filter(|hold| matches!(hold.entity, Entity::Solo(_)))?;
         let (owner, key) = (self.shares().owner(holder)?, self.lock.request(other)?.key);
@@ -188,28 +194,28 @@ impl Machine {
         if is_same_owner && self.other_owner_after(holder, id, hold) == Some(Duration::ZERO) {
             return None;
         }
-        let served = |as_whom: ShareOwner| self.shares().tag_of(as_whom, id);
+        let tag = |owner: ShareOwner| self.shares().tag_of(owner, id);
         let arrives = self.policy().rank(&self.settings, self.now, &waiter);
         let arrival = match is_same_owner {
             true => arrives,
             false => self.policy().key_among_owners(Time::ZERO, arrives, Time::ZERO),
         };
-        // Those of a party have been served alike, but for one that claims less.
-        let own =
-            || self.lock.first_client(other).and_then(|client| served(ShareOwner::Client(client))).unwrap_or_default();
-        let stands = if is_same_owner { key.rank.max(own()) } else { key.at };
-        // As long as it goes on, its arrival comes as fast as time does.
-        let mut ahead = stands.checked_sub(arrival);
-        for as_whom in self.shares().owners(holder) {
-            let before = match self.shares().finish_tag(holder, as_whom, id, hold, waited) {
-                // Of every moment of it, it owes something to each of the others.
-                Some((until, debt)) => stands.checked_sub(until).map(|left| debt.service_until(left)),
-                None if is_same_owner => (stands > served(as_whom).unwrap_or_default()).then_some(Duration::MAX),
+        // Clients of one owner have the same finish tag, unless one has a lower weight of its own.
+        let own_tag =
+            || self.lock.first_client(other).and_then(|client| tag(ShareOwner::Client(client))).unwrap_or_default();
+        let other_at = if is_same_owner { key.rank.max(own_tag()) } else { key.at };
+        // While the holder goes on, its arrival would advance as fast as time does.
+        let mut ahead = other_at.checked_sub(arrival);
+        for charged in self.shares().owners(holder) {
+            let before = match self.shares().finish_tag(holder, charged, id, hold, waited) {
+                // Its tag advances faster than time, by what the waiting owners weigh.
+                Some((until, weights)) => other_at.checked_sub(until).map(|left| weights.service_until(left)),
+                None if is_same_owner => (other_at > tag(charged).unwrap_or_default()).then_some(Duration::MAX),
                 None => None,
             };
             ahead = ahead.min(before);
         }
-        let is_lighter = self.shares().owners(holder).any(|as_whom| as_whom != owner);
+        let is_lighter = self.shares().owners(holder).any(|charged| charged != owner);
         let by_rank = key.rank.checked_sub(arrives).filter(|_| is_same_owner && !is_lighter);
         let ahead = ahead.max(by_rank)?;
         (!ahead.is_zero()).then(|| self.now.saturating_add(ahead))
@@ -219,17 +225,17 @@ impl Machine {
         self.shares().owner(self.lock.first_client(entity)?)
     }
 
-    /// Where a request belongs now.
+    /// The key of a request as of now.
     pub(crate) fn current_key(&self, entity: Entity) -> Option<QueueKey> {
         let request = self.lock.request(entity)?;
-        let places = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
-        // A gang is of the last class that one of it is of, and as late as the one that has had most.
-        let key = places.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
-        let at = self.goes_on_since(entity).map_or(key.at, |since| since.min(key.at));
+        let keys = request.wants.iter().map(|(client, gpus)| self.queue_key(*client, gpus, request.key));
+        // A gang has the last of its members' classes and the latest of their times.
+        let key = keys.reduce(|a, b| QueueKey { class: a.class.max(b.class), at: a.at.max(b.at), ..a })?;
+        let at = self.precedes_since(entity).map_or(key.at, |since| since.min(key.at));
         Some(QueueKey { at, ..key })
     }
 
-    /// Moves a request that stands in line to where it belongs now.
+    /// Moves a queued request to its present position.
     pub(crate) fn requeue(&mut self, entity: Entity) {
         let Some(request) = self.lock.request(entity).filter(|request| request.blocked.is_none()) else { return };
         let Some(key) = self.current_key(entity).filter(|key| *key != request.key) else { return };
@@ -240,15 +246,16 @@ impl Machine {
         self.enqueue(entity);
     }
 
-    /// Whether a holder that drains keeps that waiter from nothing: in `auto`, one who waits for no turn to end does not wait
-    /// for the work that is queued either, if its memory has room beside. The GPU shares itself out for that long.
-    pub(crate) fn makes_way(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
+    /// Whether a request is admitted beside a holder that drains: in `auto`, a request that does not wait for turns to
+    /// end does not wait for queued work either, if its memory fits beside the holder's. The GPU time-slices the two
+    /// for that long.
+    pub(crate) fn admits_while_draining(&self, holder: ClientId, hold: &Hold, waiter: Entity) -> bool {
         let is_auto = self.settings.anti_thrash == AntiThrash::Auto;
         is_auto && hold.revoked.is_some() && self.shares().precedence(waiter, holder) == Precedence::Before
     }
 
-    /// Whether a request that wants other GPUs as well waits here for one of a better tier, which may be long: it would keep
-    /// the others from everybody meanwhile.
+    /// Whether a request that wants other GPUs as well has to wait here for one of a better tier. That may take long,
+    /// and the request would keep the other GPUs idle meanwhile.
     pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.lock.request(entity).filter(|_| self.shares().have_classes()) else { return false };
         let tier = request.key.class.tier;
@@ -260,7 +267,7 @@ impl Machine {
         several && (waits() || (self.lock.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
-    /// Takes those out of that line who only keep other GPUs from others, as one of a better tier waits there.
+    /// Takes requests out of a queue that would only keep other GPUs idle, since one of a better tier waits here.
     pub(crate) fn defer_behind(&mut self, id: GpuId) {
         if !self.shares().have_classes() {
             return;
@@ -270,7 +277,7 @@ impl Machine {
         behind.into_iter().for_each(|entity| self.block(entity, Blocked::Behind(id)));
     }
 
-    /// Rules are others: everybody who waits stands where it belongs by them.
+    /// Moves all requests to their present positions after a change of rules.
     pub(crate) fn requeue_all(&mut self) {
         for entity in self.lock.requests().map(|(entity, _)| entity).collect::<Vec<_>>() {
             self.requeue(entity);
@@ -284,7 +291,7 @@ impl Machine {
         self.effects.touch_all(self.memory.keys().copied());
     }
 
-    /// Puts requests whose class depends on what they have had where they belong now. Returns when to look again.
+    /// Moves requests whose class depends on usage to their present positions. Returns when to look again.
     pub(crate) fn reclassify(&mut self, id: GpuId) -> Option<Time> {
         if !self.shares().are_watched() {
             return None;

@@ -1,32 +1,33 @@
-//! Memory that rules keep on the GPU (`memory-low`), and memory beyond what rules allow, which leaves it.
+//! Memory that rules keep on the GPU (`memory-low`), and memory beyond the limits of rules, which leaves it.
 
 use crate::{api::*, machine::Machine};
 use std::collections::BTreeMap;
 
 impl Machine {
-    /// Bytes that the client's group may have on a GPU; `None`: it is in none, or there is no bound.
+    /// Bytes that a client's group may allocate on a GPU. `None`: it is in no group, or there is no limit.
     pub fn memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.rules.memory_max(client, self.memory.get(&id)?.total)
     }
 
-    /// The lowest of all bounds on the client's memory on a GPU, whether it uses that GPU or not.
+    /// The lowest of all limits on a client's memory on a GPU, whether or not it uses that GPU. `None`: there is none.
     pub fn lowest_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.rules.lowest_max(client, self.memory.get(&id)?.total)
     }
 
-    /// What the client's environment allows it on a GPU, its context included.
+    /// Bytes that a client's environment lets it allocate on a GPU, its context included. `None`: no limit.
     pub fn env_memory_max(&self, client: ClientId, id: GpuId) -> Option<u64> {
         self.rules.env_memory_max(client, self.memory.get(&id)?.total)
     }
 
-    /// Whether a client gets nothing on a GPU that is free: it does not run there, and it or its group has too much.
+    /// Whether a client gets no free bytes on a GPU: it neither runs nor waits there, and it or its group exceeds its
+    /// limit.
     pub(crate) fn is_over_limit(&self, client: ClientId, id: GpuId) -> bool {
         let uses = self.lock.hold(client, id).is_some() || self.lock.waits_for(client, id);
         !uses && self.ask_quota(|quota, cx| quota.is_over(cx, client, id))
     }
 
-    /// Has memory beyond the limit of a client or its group leave the GPU, from a client that does not run there now. Clients
-    /// that run have what they need.
+    /// Evicts memory beyond the limit of a client or its group, if the client does not run there. Clients that run keep
+    /// what they need.
     pub(crate) fn swap_surplus(&mut self, client: ClientId, id: GpuId) {
         if !self.is_over_limit(client, id) {
             return;
@@ -41,7 +42,7 @@ impl Machine {
         }
     }
 
-    /// For each group that a rule protects there: what it has beyond that.
+    /// For each group with `memory-low`: its bytes on the GPU beyond that.
     pub(crate) fn unprotected(&self, id: GpuId) -> BTreeMap<GroupId, u64> {
         let Some(gpu) = self.memory.get(&id) else { return BTreeMap::new() };
         let protected = self.rules.groups().filter_map(|(group, limits)| {
@@ -53,8 +54,8 @@ impl Machine {
         protected.collect()
     }
 
-    /// Bytes of a client for which its environment waives the protection of its group.
-    pub(crate) fn unclaimed(&self, client: ClientId, id: GpuId) -> u64 {
+    /// Bytes of a client for which its environment waives its group's protection.
+    pub(crate) fn unprotected_by_env(&self, client: ClientId, id: GpuId) -> u64 {
         let low = self.rules.env(client).and_then(|limits| limits.memory_low?.on(self.memory.get(&id)?.total));
         let has = self.account(client, id).map_or(0, |account| account.allowance);
         low.map_or(0, |low| has.saturating_sub(low))

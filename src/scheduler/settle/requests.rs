@@ -1,4 +1,4 @@
-//! Requests for the lock: where they stand, what they are granted, and how holders give the lock back.
+//! Requests for the lock, from arrival to release: queueing, granting, revoking.
 
 use crate::{
     api::*,
@@ -12,9 +12,10 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 impl Machine {
+    /// Handles a client's request, which replaces its earlier one.
     pub(crate) fn request(&mut self, client: ClientId, gpus: GpuSet) {
         let Some(state) = self.clients.get(&client) else { return };
-        // What it holds it need not wait for; a lock that was asked back has to be released first.
+        // It need not wait for locks that it holds; a lock that was revoked has to be released first.
         let is_wanted = |gpu: &GpuId| {
             self.lock.of(client, *gpu).is_some_and(|lock| lock.hold.as_ref().is_none_or(|h| h.revoked.is_some()))
         };
@@ -54,7 +55,7 @@ impl Machine {
         let (key, gathers) = (self.current_key(entity), self.gathers_until(entity));
         if let Some(request) = self.lock.request_mut(entity) {
             request.key = key.unwrap_or(request.key);
-            // A member that asks late has the others wait no longer.
+            // A member that asks late does not make the others wait longer.
             request.gathers = gathers.map(|until| request.gathers.map_or(until, |before| before.min(until)));
         }
         if stopped {
@@ -67,16 +68,16 @@ impl Machine {
         self.check_gang_peers(entity);
     }
 
-    /// Puts a request into the queues of its GPUs, unless it would only hold up others there.
+    /// Puts a request into the queues of its GPUs, unless it would only delay others there.
     pub(crate) fn enqueue(&mut self, entity: Entity) {
         let Some(request) = self.lock.request(entity) else { return };
         if request.blocked == Some(Blocked::Stopped) {
-            return; // it is put back when all of its members run
+            return; // it is queued again when all of its members run
         }
         self.age(entity);
         let Some(request) = self.lock.request(entity) else { return };
-        // A client that waits for itself holds up no other. The others of its gang go on without it: it may need them in order
-        // to drain.
+        // A client that waits for itself must not delay others. The other members of its gang go on without it: it may
+        // need them in order to drain.
         let undrained = self.undrained(entity);
         if !undrained.is_empty() {
             if undrained.len() == request.wants.len() {
@@ -88,7 +89,7 @@ impl Machine {
             return self.block(entity, Blocked::Until(until));
         }
         let Some(request) = self.lock.request(entity) else { return };
-        // One that would only take bytes elsewhere, and could not use them, stays out.
+        // A request that would take bytes on other GPUs, and could not use them, stays out.
         let ids = request.gpus();
         let full = ids.iter().find(|id| {
             let members = self.lock.members(entity, **id);
@@ -102,7 +103,7 @@ impl Machine {
         if request.blocked.take().is_some() {
             request.key = key.unwrap_or(request.key);
         }
-        // No holder elsewhere gives anything back for a request that has to wait here.
+        // Holders of other GPUs are not revoked for a request that has to wait here.
         if let Some(behind) = ids.iter().find(|id| self.waits_behind(entity, **id)) {
             return self.block(entity, Blocked::Behind(*behind));
         }
@@ -118,7 +119,8 @@ impl Machine {
         self.lock.leave_queues(&mut self.effects, entity);
     }
 
-    /// Takes a request out of the queues until something changes. It then reserves nothing, and holds up no other.
+    /// Takes a request out of the queues until something changes. It then reserves no bytes and delays no other
+    /// request.
     pub(crate) fn block(&mut self, entity: Entity, why: Blocked) {
         self.dequeue(entity);
         self.lock.set_blocked(&mut self.effects, entity, why);
@@ -132,7 +134,7 @@ impl Machine {
         }
     }
 
-    /// Those members of a request that want a lock which they hold still and cannot give back.
+    /// The clients of a request that want a lock which they still hold and cannot release.
     fn undrained(&self, entity: Entity) -> Vec<ClientId> {
         let wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
         let is_undrainable = |client: ClientId, id: GpuId| self.lock.hold(client, id).is_some_and(Hold::is_undrainable);
@@ -140,7 +142,7 @@ impl Machine {
         undrained.map(|(client, _)| *client).collect()
     }
 
-    /// Takes a client out of the request that it is part of.
+    /// Takes a client out of its request.
     pub(crate) fn withdraw(&mut self, client: ClientId) {
         let Some(entity) = self.lock.waiting(client) else { return };
         self.dequeue(entity);
@@ -156,14 +158,14 @@ impl Machine {
         }
     }
 
-    /// Nothing keeps a request out of the queues any more.
+    /// Clears the reason why a request is blocked.
     pub(crate) fn unblock(&mut self, entity: Entity) {
         if let Some(request) = self.lock.request_mut(entity) {
             request.blocked = None;
         }
     }
 
-    /// Whether a member of a request is not granted a GPU yet, since mapping failed there.
+    /// Whether a client of a request may not be granted a GPU yet because mapping failed there.
     pub(crate) fn is_delayed(&self, entity: Entity) -> bool {
         let mut wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
         wants.any(|(client, gpus)| self.delayed_until(*client, gpus) > self.now)
@@ -183,7 +185,7 @@ impl Machine {
         }
     }
 
-    /// Tells the clients of a request why it waits, when that changes.
+    /// Tells the clients of a request why it waits, if the reason changed.
     pub(crate) fn report_wait(&mut self, entity: Entity, why: WaitReason) {
         let Some(request) = self.lock.request_mut(entity).filter(|request| request.told != Some(why)) else { return };
         request.told = Some(why);
@@ -192,7 +194,7 @@ impl Machine {
         }
     }
 
-    /// With anti-thrash off, a client that needs neither bytes nor turns need not wait in line.
+    /// Grants a request at once if it needs neither bytes nor turns: managed memory with anti-thrash off.
     fn admit_if_needless(&mut self, entity: Entity) {
         if self.settings.anti_thrash != AntiThrash::Off {
             return;
@@ -213,7 +215,7 @@ impl Machine {
         }
     }
 
-    /// Whether, as far as the lock of this GPU goes, an entity can be admitted now.
+    /// Whether the holders of a GPU let an entity be admitted now.
     pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
         let (true, Some(request)) = (self.memory.contains_key(&id), self.lock.request(entity)) else { return false };
         if self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id) {
@@ -221,14 +223,16 @@ impl Machine {
         }
         let together = self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
         self.lock.holds_on(id).all(|(holder, hold)| {
-            let own = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
-            let beside =
-                together || hold.is_bypassed() || hold.entity == entity || self.makes_way(holder, hold, entity);
-            beside && !own
+            let is_holding = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
+            let beside = together
+                || hold.is_bypassed()
+                || hold.entity == entity
+                || self.admits_while_draining(holder, hold, entity);
+            beside && !is_holding
         })
     }
 
-    /// Whether all that a request needs on this GPU is allowed to it.
+    /// Whether a request is allowed all bytes that it needs on a GPU.
     pub(crate) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
         let has = |client: &ClientId| {
             self.account(*client, id).is_some_and(|account| account.allowance >= self.need(*client, id))
@@ -236,7 +240,7 @@ impl Machine {
         self.lock.request(entity).is_some() && self.lock.members(entity, id).iter().all(has)
     }
 
-    /// Whether it is first in line for all that it wants, and can have it.
+    /// Whether a request is the first in all of its queues and can be granted.
     pub(crate) fn is_grantable(&self, entity: Entity) -> bool {
         let Some(request) = self.lock.request(entity) else { return false };
         if request.gathers.is_some_and(|until| until > self.now) || self.is_about_to_drain(entity) {
@@ -248,6 +252,7 @@ impl Machine {
         request.gpus().iter().all(is_served)
     }
 
+    /// Grants a request: its clients hold the locks that they want.
     pub(crate) fn grant(&mut self, entity: Entity) {
         self.dequeue(entity);
         let Some(request) = self.lock.take_request(entity) else { return };
@@ -261,7 +266,8 @@ impl Machine {
                 if self.lock.of(client, *id).is_none() {
                     continue;
                 }
-                // Time in which no client could run, while its memory came, counts as its own.
+                // Time in which no client could run, because this client's memory was being moved in, counts as its
+                // own.
                 let idle_since = self.lock.take_idle_since(*id, entity);
                 let moved = idle_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
                 let (finish_tag, own_finish_tag) = self.finish_tags_before(client, *id);
@@ -281,7 +287,7 @@ impl Machine {
         self.lock_changed(client, id);
     }
 
-    /// A lock that was granted before this machine was there goes on, as one whose turn begins now.
+    /// Takes over locks that a previous scheduler granted. Their turns begin now.
     pub(crate) fn held(&mut self, client: ClientId, gpus: &GpuSet) {
         let (entity, now, group) = (self.lock.entity(client), self.now, self.effects.number());
         self.lock.begin_gang_turn(entity, now);
@@ -293,8 +299,8 @@ impl Machine {
         }
     }
 
-    /// Asks for the lock back, and for all that was granted with it: a program that is to run on several GPUs together
-    /// gains nothing from some of them.
+    /// Revokes a lock and all that were granted with it: a program that is to run on several GPUs together gains
+    /// nothing from some of them.
     pub(crate) fn revoke(&mut self, client: ClientId, id: GpuId) {
         let Some(hold) = self.lock.hold(client, id) else { return };
         let (entity, group) = (hold.entity, hold.group);
@@ -307,7 +313,7 @@ impl Machine {
         }
     }
 
-    /// Sends a revoke, the first or again.
+    /// Sends a revoke. `again`: it repeats one, with this backoff.
     pub(crate) fn revoke_now(&mut self, client: ClientId, gpus: GpuSet, again: Option<Duration>) {
         let now = self.now;
         for id in &gpus {
@@ -323,13 +329,14 @@ impl Machine {
         if !gpus.is_empty() {
             self.effects.command(Command::Revoke { client, gpus });
             self.check(client);
-            // It may need them to drain.
+            // It may need its gang members in order to drain.
             let waiting: BTreeSet<Entity> =
                 self.lock.gang_peers(client).filter_map(|peer| self.lock.waiting(peer)).collect();
             waiting.into_iter().for_each(|entity| self.requeue(entity));
         }
     }
 
+    /// Handles a client's release.
     pub(crate) fn released(&mut self, client: ClientId, gpus: &GpuSet, reason: ReleaseReason, busy: Duration) {
         let held: Vec<GpuId> = gpus.iter().filter(|id| self.lock.hold(client, **id).is_some()).copied().collect();
         let revoked = held.iter().find_map(|id| {
@@ -351,7 +358,7 @@ impl Machine {
         self.check(client);
     }
 
-    /// The client no longer has the lock of that GPU. `idle`: because it had no more work.
+    /// Ends a client's hold of a GPU. `idle`: because it had no more work.
     pub(crate) fn end_hold(&mut self, client: ClientId, id: GpuId, busy: Duration, idle: bool) {
         let now = self.now;
         let Some(hold) = self.lock.end_hold(client, id, !idle) else { return };
@@ -362,7 +369,7 @@ impl Machine {
             lock.ended(now, &hold);
         }
         if let Some(history) = self.histories.of_mut(client, id) {
-            // As for bursts: a client without work has had less than all of what it had while no other waited.
+            // As with bursts: of its uncontended time, a client that ran out of work is charged no more than one burst.
             let ran = if idle { waited + uncontended.min(history.bursts.expected()) } else { held };
             history.progress.ran(now, ran, idle);
             history.bursts.ran(waited, uncontended, busy, idle);
@@ -385,7 +392,7 @@ impl Machine {
         }
     }
 
-    /// Lets these members of a gang's request wait each for itself. What is left of it is out of the line.
+    /// Splits members off a gang's request: each waits by itself. The rest of the request is in no queue afterwards.
     pub(crate) fn split(&mut self, entity: Entity, members: &[ClientId]) {
         self.dequeue(entity);
         for client in members {

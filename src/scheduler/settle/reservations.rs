@@ -3,19 +3,20 @@
 use crate::{api::*, machine::Machine, memory::reservation::Reservation};
 use std::time::Duration;
 
-/// How long room is waited for; the client waits longer.
+/// How long a reservation waits for room; the client waits longer.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// How long room is kept once the client knows of it. What it took of it is measured by then, or soon is.
+/// How long room is kept after the client was told. By then, or soon after, a measurement shows what the driver took of
+/// it.
 const KEPT: Duration = Duration::from_millis(500);
-/// Nobody is made room for beyond this part of a GPU: that is no driver's need.
+/// A reservation is no larger than this part of a GPU: no driver needs more.
 const LARGEST_PART: u64 = 4;
 
-/// What squeezed clients wait for.
+/// Bytes that reservations wait for.
 #[derive(Debug, Default)]
 pub(crate) struct ReservationNeeds {
-    /// Bytes that are on their way out, for them.
+    /// Bytes being freed that are reserved for them.
     pub lacking: u64,
-    /// Bytes that only holders can give, and a client that is not to give them.
+    /// Bytes that only holders can give, and the client that needs them, which is not asked for them.
     pub short: u64,
     pub caller: Option<ClientId>,
     /// When to look again.
@@ -23,6 +24,7 @@ pub(crate) struct ReservationNeeds {
 }
 
 impl Machine {
+    /// Takes a client's reservation, which replaces its earlier one.
     pub(crate) fn request_reservation(&mut self, client: ClientId, id: GpuId, bytes: u64) {
         let since = self.now;
         if self.memory_of(client, id).is_none() {
@@ -35,8 +37,9 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Secures what is free, and sees to it that the rest is freed; `owed` bytes of what is on its way out are spoken for.
-    pub(crate) fn serve_reservations(&mut self, id: GpuId, owed: u64) -> ReservationNeeds {
+    /// Reserves free bytes, and has the rest evicted. `reserved_ahead` of the bytes being freed are reserved for others
+    /// before.
+    pub(crate) fn serve_reservations(&mut self, id: GpuId, reserved_ahead: u64) -> ReservationNeeds {
         let now = self.now;
         let mut all = ReservationNeeds::default();
         let Some(gpu) = self.memory.get_mut(&id) else { return all };
@@ -45,14 +48,14 @@ impl Machine {
             let Some(mut reservation) = self.memory.get(&id).and_then(|gpu| gpu.reservations.get(i).copied()) else {
                 break;
             };
-            let free = if owed == 0 { self.free_for(reservation.client, id) } else { 0 };
+            let free = if reserved_ahead == 0 { self.free_for(reservation.client, id) } else { 0 };
             if reservation.answered.is_none() {
                 reservation.secured += free.min(reservation.bytes - reservation.secured);
                 if let Some(place) = self.memory.get_mut(&id).and_then(|gpu| gpu.reservations.get_mut(i)) {
-                    place.secured = reservation.secured; // and so free no longer
+                    place.secured = reservation.secured; // so that it is not free any more
                 }
                 let short = reservation.bytes - reservation.secured;
-                let before = owed.saturating_add(all.lacking);
+                let before = reserved_ahead.saturating_add(all.lacking);
                 let rest = match short {
                     0 => 0,
                     _ => self.collect(id, before.saturating_add(short), &[reservation.client], &[]).min(short),
@@ -81,7 +84,7 @@ impl Machine {
         all
     }
 
-    /// Bytes that holders other than that client could give if they gave the lock back.
+    /// Bytes that holders other than `client` could give if they released the lock.
     fn held_by_others(&self, id: GpuId, client: ClientId) -> u64 {
         let gives = self.lock.running_on(id).filter(|holder| *holder != client);
         let evictable = gives.filter_map(|holder| Some(self.account(holder, id)?.evictable()));

@@ -1,4 +1,4 @@
-//! Bytes for holders and for the queue, and grants to requests that have all that they need.
+//! Serves bytes to holders and to the queue, and grants requests that have all that they need.
 
 use super::Pressure;
 use crate::{
@@ -10,69 +10,71 @@ use crate::{
 };
 
 impl Machine {
-    /// Bytes that are needed before any waiting client gets some: for contexts and other programs, then for holders that grow.
-    /// Returns the bytes that are on their way out but spoken for.
+    /// Serves the needs that come before any waiting client: contexts and other programs, then holders that grow.
+    /// Returns the bytes of those being freed that are reserved for them.
     pub(super) fn serve_holders(&mut self, id: GpuId, pressure: &mut Pressure) -> u64 {
-        let mut owed = self.overdrawn(id);
+        let mut reserved_ahead = self.overdrawn(id);
         let next = self.members_of_first(id);
-        if owed > 0 {
-            pressure.short = self.collect(id, owed, &[], &next);
+        if reserved_ahead > 0 {
+            pressure.short = self.collect(id, reserved_ahead, &[], &next);
         }
         for holder in self.lock.holders(id).collect::<Vec<_>>() {
             if self.lock.hold(holder, id).is_none_or(|hold| hold.revoked.is_some()) {
                 continue;
             }
-            let lacking = self.credit(holder, id, owed);
+            let lacking = self.credit(holder, id, reserved_ahead);
             if lacking > 0 {
-                owed = owed.saturating_add(lacking);
-                let short = self.collect(id, owed, &[holder], &next);
+                reserved_ahead = reserved_ahead.saturating_add(lacking);
+                let short = self.collect(id, reserved_ahead, &[holder], &next);
                 if short > 0 {
-                    // It waits for bytes of other holders. Only the first one granted does: two that wait for each other would
-                    // wait for ever, so the others are asked to go, whatever they want themselves.
+                    // It waits for bytes of other holders. Only the first one granted does: two that wait for each
+                    // other would wait for ever, so the others are revoked even if they lack bytes themselves.
                     pressure.short = pressure.short.max(short);
                     pressure.grower = Some(holder);
                 }
                 break;
             }
         }
-        owed
+        reserved_ahead
     }
 
-    /// Sees to it that `owed` bytes are on their way out, from clients without the lock. Says how many are not.
-    pub(crate) fn collect(&mut self, id: GpuId, owed: u64, spare: &[ClientId], last: &[ClientId]) -> u64 {
-        let arriving = self.arriving(id, spare);
-        if owed > arriving {
-            self.evict(id, owed - arriving, spare, last);
+    /// Has `bytes` freed in all, by clients without the lock. Returns how many of them only holders can give. Clients
+    /// in `exempt` give none, those in `last` give theirs last.
+    pub(crate) fn collect(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId], last: &[ClientId]) -> u64 {
+        let arriving = self.arriving(id, exempt);
+        if bytes > arriving {
+            self.evict(id, bytes - arriving, exempt, last);
         }
-        owed.saturating_sub(self.arriving(id, spare))
+        bytes.saturating_sub(self.arriving(id, exempt))
     }
 
     fn members_of_first(&self, id: GpuId) -> Vec<ClientId> {
         self.lock.first(id).map(|entity| self.lock.members(entity, id)).unwrap_or_default()
     }
 
-    /// Prepares the first in line, grants what can be granted, and goes on with the next, until one has to wait.
+    /// Allows bytes to the first request, grants it if possible and goes on with the next, until one has to wait.
     /// Returns the bytes that this one lacks.
-    pub(super) fn serve_queue(&mut self, id: GpuId, owed: u64, pressure: &mut Pressure) -> u64 {
+    pub(super) fn serve_queue(&mut self, id: GpuId, reserved_ahead: u64, pressure: &mut Pressure) -> u64 {
         loop {
             let Some(entity) = self.lock.first(id) else { return 0 };
             let members = self.lock.members(entity, id);
             if !self.fits(entity, id, &members) {
-                continue; // it left the line
+                continue; // it left the queue
             }
             let mut lacking = 0u64;
             if pressure.short == 0 {
                 for member in &members {
-                    lacking = lacking.saturating_add(self.credit(*member, id, owed));
+                    lacking = lacking.saturating_add(self.credit(*member, id, reserved_ahead));
                 }
             } else {
-                // Nothing is free, and what comes is owed to others.
+                // Nothing is free, and bytes being freed are reserved for others.
                 for member in &members {
                     let allowed = self.account(*member, id).map_or(0, |account| account.allowance);
                     lacking = lacking.saturating_add(self.need(*member, id).saturating_sub(allowed));
                 }
             }
-            let short = if lacking > 0 { self.collect(id, owed.saturating_add(lacking), &members, &[]) } else { 0 };
+            let short =
+                if lacking > 0 { self.collect(id, reserved_ahead.saturating_add(lacking), &members, &[]) } else { 0 };
             if self.is_grantable(entity) {
                 self.begin_trials(entity);
                 self.grant(entity);
@@ -114,24 +116,24 @@ impl Machine {
         }
     }
 
-    /// A holder that cannot drain may need more bytes in order to get there. It comes after all who wait, and no holder
-    /// gives anything for it. Returns the bytes that it lacks.
+    /// Serves holders that cannot drain, which may need more bytes in order to drain. They come after all that wait,
+    /// and no holder gives anything for them. Returns the bytes that they lack.
     pub(super) fn serve_undrainable(&mut self, id: GpuId) -> u64 {
         let holders = self.lock.holds_on(id).filter(|(_, hold)| hold.is_undrainable());
         let mut lacking = 0u64;
         for holder in holders.map(|(client, _)| client).collect::<Vec<_>>() {
             lacking = lacking.saturating_add(self.credit(holder, id, lacking));
             if lacking > 0 {
-                let mut spare = self.members_of_first(id);
-                spare.push(holder);
-                self.collect(id, lacking, &spare, &[]);
+                let mut exempt = self.members_of_first(id);
+                exempt.push(holder);
+                self.collect(id, lacking, &exempt, &[]);
             }
         }
         lacking
     }
 
-    /// Lets a request that cannot be served leave the line, so that it does not hold up others, until something that is
-    /// pinned goes; a gang that is too large together falls apart.
+    /// Whether a request fits on the GPU. If not it leaves the queue, so that it does not delay others, until
+    /// unevictable memory leaves; a gang that is too large together is split.
     fn fits(&mut self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         if self.has_room(entity, id, members) {
             return true;
@@ -145,16 +147,17 @@ impl Machine {
         false
     }
 
-    /// Whether a request could be served there if everybody who can give bytes did.
+    /// Whether a request could be served if every client gave all bytes that it can.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         let (Some(gpu), Some(_)) = (self.memory.get(&id), self.lock.request(entity)) else { return true };
-        let mut own = 0u64;
+        let mut own_unevictable = 0u64;
         let mut need = 0u64;
         for member in members {
-            own = own.saturating_add(gpu.ledger.unevictable_of(*member));
+            own_unevictable = own_unevictable.saturating_add(gpu.ledger.unevictable_of(*member));
             need = need.saturating_add(self.need(*member, id));
         }
-        let room = gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own));
+        let room =
+            gpu.capacity(&self.settings).saturating_sub(gpu.ledger.unevictable().saturating_sub(own_unevictable));
         need <= room || self.has_memory(entity, id)
     }
 }

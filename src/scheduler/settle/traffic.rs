@@ -1,7 +1,8 @@
-//! What follows from traffic between a GPU and the host: the samples that the detector gets, and the clients that it separates.
+//! Acts on traffic between a GPU and the host: takes samples for the thrashing detector, and separates clients that
+//! thrash.
 //!
-//! Engine `swap` cannot thrash: clients that do not fit together are not granted together. Managed memory can, in mode `off` and
-//! while an undrainable holder runs beside others.
+//! Engine `swap` cannot thrash: clients that do not fit together are not granted together. Managed memory can, in mode
+//! `off` and while an undrainable holder runs beside others.
 
 use crate::{
     api::*,
@@ -10,17 +11,17 @@ use crate::{
     timers::Wake,
 };
 
-/// A client maps nothing for an allowance that is too small for its next chunk, of up to so many bytes.
+/// A client maps nothing until its allowance suffices for its next chunk, of up to this many bytes.
 const CHUNK: u64 = 64 << 20;
 
 impl Machine {
-    /// The GPUs of which `Event::Traffic` is wanted, every second or so.
+    /// The GPUs for which `Event::Traffic` is wanted, about every second.
     pub fn watched(&self) -> GpuSet {
         let is_watched = |id: &GpuId| self.thrashes(*id) || self.is_crowded(*id);
         self.memory.keys().copied().filter(is_watched).collect()
     }
 
-    /// What a sample of a GPU would be taken to mean now.
+    /// The sample that this traffic of a GPU amounts to now. `None`: the GPU is unknown.
     pub fn sample(&self, id: GpuId, traffic: Traffic) -> Option<Sample> {
         let gpu = self.memory.get(&id)?;
         Some(Sample {
@@ -44,7 +45,7 @@ impl Machine {
         self.thrash.get(&id).is_some_and(Detector::thrashes)
     }
 
-    /// Whether no client is to run beside another there, because they thrashed.
+    /// Whether clients that thrashed on a GPU are still to take turns.
     pub(crate) fn keeps_apart(&self, id: GpuId) -> bool {
         self.thrash.get(&id).is_some_and(|detector| detector.keeps_apart(self.now))
     }
@@ -54,7 +55,7 @@ impl Machine {
         let Some(detector) = self.thrash.get_mut(&id) else { return };
         let change = detector.look(now);
         self.thrashing(id, change);
-        self.touch(id); // perhaps they may run together again
+        self.touch(id); // clients may be allowed to run together again
     }
 
     fn thrashing(&mut self, id: GpuId, change: Option<Change>) {
@@ -71,8 +72,7 @@ impl Machine {
         self.memory.get(&id).is_some_and(|gpu| self.demand_together(id) > gpu.capacity(&self.settings))
     }
 
-    /// Bytes that those need together who run at the same moment; 0 where nobody runs beside another, or nobody's pages can
-    /// fault.
+    /// Bytes that the holders of a GPU need together; 0 where none runs beside another, or where none can page-fault.
     fn demand_together(&self, id: GpuId) -> u64 {
         let running = self.lock.holds_on(id).filter(|(_, hold)| !hold.suspended).filter_map(|(client, _)| {
             Some((self.memory_of(client, id)?.engine, self.account(client, id)?.report.demand))
@@ -85,15 +85,15 @@ impl Machine {
         running.iter().fold(0, |sum, (_, demand)| sum.saturating_add(*demand))
     }
 
-    /// Whether memory is on its way there, out or in, because clients were told so.
+    /// Whether memory is being moved out or in because of allowances.
     fn has_memory_moved(&self, id: GpuId) -> bool {
         let Some(gpu) = self.memory.get(&id) else { return false };
-        let comes = |client: &ClientId| {
+        let is_mapping = |client: &ClientId| {
             let Some(account) = gpu.ledger.account(*client) else { return false };
             let MemoryReport { demand, mapped, .. } = account.report;
             let lacking = account.allowance.min(demand).saturating_sub(mapped);
             lacking >= CHUNK && self.eviction_block(*client, id).is_none()
         };
-        gpu.ledger.evicting() > 0 || gpu.clients.keys().any(comes)
+        gpu.ledger.evicting() > 0 || gpu.clients.keys().any(is_mapping)
     }
 }

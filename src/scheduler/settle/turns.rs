@@ -1,4 +1,5 @@
-//! When holders have to give the lock back: the clock of a turn runs only while another client is kept waiting by the holder.
+//! Turns: when holders have to release the lock. The clock of a turn runs only while the holder keeps another client
+//! waiting.
 
 use super::Pressure;
 use crate::{
@@ -10,36 +11,37 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A holder is told of bytes that it is likely to lose when they are so many more than it was told.
+/// A holder is told again of bytes that it is likely to lose when they have grown by this much.
 const PREPARE_STEP: u64 = 256 << 20;
 
-/// A gang's turn is no shorter than so many times what its drain takes: its other members spin meanwhile.
+/// A gang's turn is at least so many times as long as its drain: its other members spin meanwhile.
 const DRAINS_PER_TURN: u32 = 5;
 
-/// What holds for all holders of a GPU at the moment.
+/// The state that is common to all holders of a GPU.
 struct Holders {
     /// Holders exclude each other.
     exclusive: bool,
-    /// They may go on together. `first`: the one that stays where they may not.
+    /// They may go on together. `first`: the entity that stays if they may not.
     together: bool,
     first: Option<Entity>,
-    /// Requests wait outside of the queue for one of a better class.
+    /// Requests outside the queue wait for one of a better class.
     awaited: bool,
+    /// The number of waiting requests, at least 1, and the grace to tell holders.
     waiters: u32,
     grace: Duration,
 }
 
-/// What one holder is to do.
+/// The demand on one holder.
 struct Demand {
     /// It keeps a waiting client from running.
     wanted: bool,
-    /// Bytes that it will have to evict.
+    /// Bytes that it will have to evict after its turn.
     leaves: u64,
 }
 
 impl Machine {
-    /// Runs the clocks of holders that keep others waiting, tells holders what they need to know, and revokes those whose turn is
-    /// over. Returns when the next turn will be.
+    /// Runs the clocks of holders that keep others waiting, informs holders, and revokes those whose turn is over.
+    /// Returns when the next turn ends.
     pub(super) fn press(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
         self.memory.get(&id)?;
@@ -70,7 +72,7 @@ impl Machine {
         }
     }
 
-    /// What is wanted of a holder, and of the `short` bytes that holders have to give, its part. `None`: it was asked for the lock
+    /// The demand on a holder. Deducts its part of the `short` bytes that holders have to give. `None`: it was revoked
     /// already.
     fn demand_on(
         &self,
@@ -82,17 +84,17 @@ impl Machine {
     ) -> Option<Demand> {
         let (hold, account) = (self.lock.hold(client, id)?, self.account(client, id)?);
         let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
-        let own = pressure.locked_out && pressure.first == Some(hold.entity);
+        let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
         let gives = *short > 0 && evictable > 0 && pressure.grower != Some(client);
-        let wanted = !own && (gives || (all.exclusive && pressure.locked_out));
+        let wanted = !is_first && (gives || (all.exclusive && pressure.locked_out));
         let leaves = if gives { evictable.min(*short) } else { 0 };
         *short -= leaves;
-        // It may be allowed more than it has.
+        // Its allowance may exceed what it has.
         let leaves = leaves.min(account.report.mapped);
         hold.revoked.is_none().then_some(Demand { wanted, leaves })
     }
 
-    /// Tells one holder what it needs to know, or revokes it. Returns when to look at it again.
+    /// Informs one holder, or revokes it. Returns when to look at it again.
     fn press_holder(
         &mut self,
         client: ClientId,
@@ -106,11 +108,12 @@ impl Machine {
         let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
         let capped = self.shares().capped_at(client, id);
         let helps = self.helps_to_drain(hold);
-        // Holders that may not go on together: all but the first have to go; and a gang that is in the way of an earlier one.
+        // Of holders that may not go on together, all but the first have to go; so does a gang that conflicts with an
+        // earlier one.
         let surplus = all.exclusive && !all.together && all.first.is_some_and(|first| hold.entity != first);
         let surplus = surplus || self.yields(hold.entity);
-        // A holder whose time is counted, or for which others wait outside of the queue, gives the GPU back whenever it has no use
-        // for it.
+        // A holder whose time is counted, or for which requests wait outside the queue, is to release the GPU whenever
+        // it is idle.
         let (tells, waiters, grace) = match capped {
             _ if wanted => (true, all.waiters, all.grace),
             None if !all.awaited => (false, all.waiters, all.grace),
@@ -128,10 +131,10 @@ impl Machine {
         let over = ends <= now;
         let spent = capped.is_some_and(|at| at <= now);
         let goes = !helps && (surplus || spent || (wanted && over));
-        // Host memory takes longer to make than to fill, and now there is time.
+        // Host memory takes longer to allocate than to fill, and now there is time.
         let prepare = demand.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
         hold.prepared = if prepare { demand.leaves } else { hold.prepared };
-        // A holder that has to go is told that, and nothing else.
+        // A holder that is revoked is told nothing else.
         let tell = tell.filter(|_| !goes);
         hold.told = tell.or(hold.told);
         if prepare {
@@ -148,7 +151,7 @@ impl Machine {
         ends.filter(|at| *at < Time::MAX && !helps).min()
     }
 
-    /// When the turn of a holder ends, if it is wanted until then.
+    /// When the turn of a holder ends, if it is wanted until then. `None`: the client has no history there.
     fn turn_ends(
         &self,
         client: ClientId,
@@ -163,11 +166,12 @@ impl Machine {
             Some(first) => self.shares().precedence(first, client),
             None => Precedence::Equal,
         };
-        // Others than the first in line need the bytes.
+        // Holders or reservations need the bytes, not only the first in the queue.
         let is_overruled = pressure.overdue && precedence == Precedence::After;
         let precedence = if is_overruled { Precedence::Equal } else { precedence };
         let equal = precedence == Precedence::Equal;
-        // A client that wants the GPU for itself says nothing of what it needs, so it has what the administrator set.
+        // A client that wants the GPU for itself reports no utilization, so it has the quantum that the administrator
+        // set.
         let for_itself = self.histories.of(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
@@ -179,11 +183,11 @@ impl Machine {
         let gang = hold.entity.gang().filter(|gang| equal && self.lock.gangs().is_job(*gang));
         let least = gang.map_or(Duration::ZERO, |gang| self.gang_drains_in(gang) * DRAINS_PER_TURN);
         let turn = turn.max(least.min(self.settings.time_quantum));
-        // To revoke a holder that would be granted at once again would only cost a drain.
+        // To revoke a holder that would be granted again at once would only cost a drain.
         let rival = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
         let stays = rival.and_then(|rival| self.precedes_until(client, id, rival)).unwrap_or_default();
         let ends = self.now.saturating_add(turn.saturating_sub(waited)).max(stays);
-        // Members of its gang had turns before it that are the same turn.
+        // Turns of other members of its gang count as the same turn.
         let gang_since = pressure.first.and_then(|first| self.awaited_since(hold.entity, first));
         let gang_ends = gang_since.map(|since| since.saturating_add(turn));
         Some(gang_ends.map_or(ends, |at| at.min(ends)))

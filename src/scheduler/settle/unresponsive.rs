@@ -1,9 +1,10 @@
-//! Clients that do not answer: a holder that cannot drain, a stopped process, a victim that is slow to evict. The scheduler waits,
-//! asks again, or schedules around them. It never punishes them, since they may be waiting for another client themselves.
+//! Clients that do not answer: a holder that cannot drain, a stopped process, a client that is slow to evict. The
+//! scheduler waits, asks again, or schedules around them. It never punishes them, since they may be waiting for another
+//! client themselves.
 //!
-//! A holder that reports itself stuck and does not drain in time is *undrainable*: it no longer counts as a holder, and others are
-//! admitted beside it where there is room beside its memory. It is still asked for the lock now and then, and counts again once it
-//! has released it.
+//! A holder that reports itself stuck and does not drain in time is *undrainable*: it no longer counts as a holder, and
+//! others are admitted beside it where there is room beside its memory. It is still revoked now and then, and counts
+//! again once it has released the lock.
 
 use crate::{
     api::*,
@@ -13,25 +14,27 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A stuck holder is asked again after the first, then twice that, at most the second.
+/// The backoff after which a stuck holder is revoked again: the first doubles up to the second.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// How long a holder that says it is stuck is waited for since it was first asked; and how long one that did not drain
-/// in its last hold either, which need not say so again: two programs that wait for each other get on by this.
+/// How long a holder may take to drain, from the first revoke on: one that reports itself stuck, and one that did not
+/// drain in its last hold either, which need not report it again. Two programs that wait for each other make progress
+/// by this.
 const DRAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_millis(500));
-/// How long the answer to a revoke may take before somebody looks at the process.
+/// How long the answer to a revoke may take before the process is probed.
 const REVOKE_ANSWER: Duration = Duration::from_secs(1);
 /// The same for an eviction, which moves bytes.
 const EVICTION_ANSWER: Duration = Duration::from_secs(2);
-/// How often somebody looks: at first, and after it went on for long.
+/// The interval of probes: at first, and at most.
 const PROBE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
 
 impl Machine {
+    /// Handles a holder's report that it cannot drain or evict.
     pub(crate) fn stuck(&mut self, client: ClientId, gpus: &GpuSet, reason: StuckReason) {
         match reason {
-            StuckReason::UntrackedWork => return, // speaks of its memory, and of no drain
+            StuckReason::UntrackedWork => return, // concerns its memory, not a drain
             StuckReason::HostFull => return self.cannot_evict(client, gpus, EvictionBlock::HostFull),
             StuckReason::Broken => return self.cannot_evict(client, gpus, EvictionBlock::Broken),
-            // Its gate is open again, so nobody waits there: it must not be asked for the lock on its own behalf.
+            // Its gate is open again and no thread waits there, so its own request must not be a reason to revoke it.
             StuckReason::NeedsHost => self.cancel(client, gpus),
             StuckReason::LongWork | StuckReason::Capturing => {}
         }
@@ -51,6 +54,7 @@ impl Machine {
         self.check(client);
     }
 
+    /// Handles a process that was stopped, or runs again.
     pub(crate) fn stopped(&mut self, client: ClientId, stopped: bool) {
         let Some(state) = self.clients.get_mut(&client) else { return };
         let changed = state.stopped != stopped;
@@ -65,7 +69,7 @@ impl Machine {
                 if stopped {
                     hold.suspended |= revoked.again.is_none();
                 } else if changed {
-                    // It has the revoke still to read, and time to answer and to drain.
+                    // It still has to read the revoke, and gets time to answer and to drain.
                     hold.suspended = false;
                     revoked.first = now;
                     revoked.since = now;
@@ -80,14 +84,15 @@ impl Machine {
             } else if !self.any_stopped(entity) {
                 self.unblock(entity);
                 self.enqueue(entity);
-                self.unite(client);
+                self.update_entity(client);
             }
         }
         self.check(client);
     }
 
-    /// A process that is stopped has nothing granted to it, and nothing to those that cannot do without it: who calls itself
-    /// one gang with it. A rule can make a gang of many, who need not wait for each other.
+    /// Keeps a request from being granted while the process of one of its clients is stopped. Members of a gang that
+    /// they named themselves wait with it, since they cannot do without it; a rule may make a gang of many clients that
+    /// need not wait for each other.
     pub(crate) fn wait_until_it_runs(&mut self, entity: Entity, client: ClientId) {
         if let Entity::Gang(Gang::Group(_)) = entity {
             self.split(entity, &[client]);
@@ -97,14 +102,14 @@ impl Machine {
         }
     }
 
-    /// Whoever says something runs.
+    /// Takes any message of a client as proof that its process runs.
     pub(crate) fn alive(&mut self, client: ClientId) {
         if self.clients.get(&client).is_some_and(|c| c.stopped) {
             self.stopped(client, false);
         }
     }
 
-    /// Looks at what a client has to answer, asks again where it is time, and sets the time to look again.
+    /// Checks the answers that a client has to give, asks again where it is time, and sets the time of the next check.
     pub(crate) fn check(&mut self, client: ClientId) {
         let now = self.now;
         let Some(state) = self.clients.get(&client) else { return };
@@ -131,10 +136,10 @@ impl Machine {
                 Some(due) => sooner(&mut next, due),
                 None => {}
             }
-            // Time decides, not how often it says so: one whose work makes no call says it once.
+            // Time decides, not the number of reports: a client whose work makes no call reports once.
             if (hold.stuck || lock.slow_to_drain) && !hold.undrainable && !state.stopped {
-                let patience = if lock.slow_to_drain { DRAIN.1 } else { DRAIN.0 };
-                match revoked.first + patience {
+                let timeout = if lock.slow_to_drain { DRAIN.1 } else { DRAIN.0 };
+                match revoked.first + timeout {
                     due if due <= now => drop(undrainable.insert(id)),
                     due => sooner(&mut next, due),
                 }
@@ -149,21 +154,21 @@ impl Machine {
             }
         }
         for id in &late {
-            self.is_late(client, *id);
+            self.eviction_is_late(client, *id);
         }
         for id in &lagging {
             self.lags(client, *id);
         }
         self.schedule_around(client, undrainable);
-        // What was asked back together is asked back again together, or not at all.
+        // Locks that were revoked together are revoked again together, or not at all.
         let wanted = again.0.iter().any(|id| self.is_wanted_from(client, *id));
-        let calm = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
-        for id in &calm {
-            // Nobody waits any more: it is a holder like before.
+        let unwanted = if wanted { GpuSet::new() } else { std::mem::take(&mut again.0) };
+        for id in &unwanted {
+            // No request waits any more: it is an ordinary holder again.
             self.change_hold(client, *id, |hold| hold.revoked = None);
         }
-        if !calm.is_empty() {
-            self.touch_rivals(self.lock.entity(client)); // no GPU is kept for it to drain
+        if !unwanted.is_empty() {
+            self.touch_rivals(self.lock.entity(client)); // no GPU is kept any more to let it drain
             self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -190,7 +195,7 @@ impl Machine {
         }
     }
 
-    /// Others are admitted beside that holder from now on.
+    /// Marks holds as undrainable: others are admitted beside them from now on.
     fn schedule_around(&mut self, client: ClientId, gpus: GpuSet) {
         if gpus.is_empty() {
             return;
@@ -205,13 +210,13 @@ impl Machine {
         if let Some(entity) = self.lock.waiting(client)
             && self.lock.request(entity).is_some_and(|r| r.blocked.is_none())
         {
-            self.enqueue(entity); // its request would stand before others and wait for itself
+            self.enqueue(entity); // its request would precede others and wait for itself
         }
     }
 
-    /// Whether there is a reason to ask that holder for the lock.
+    /// Whether there is a reason to revoke a holder.
     fn is_wanted_from(&self, client: ClientId, id: GpuId) -> bool {
-        // Others may be kept out of the line by bytes that it cannot give back, or have been admitted beside it.
+        // Others may be blocked by bytes that it cannot give, or have been admitted beside it.
         let hold = self.lock.hold(client, id);
         let undrainable = hold.is_some_and(Hold::is_undrainable);
         let is_in_the_way = || hold.is_some_and(|hold| self.is_in_the_way(hold.entity));
@@ -221,7 +226,7 @@ impl Machine {
             || self.overdrawn(id) > 0
             || (exclusive && self.lock.holders(id).count() > 1 && !self.may_all_stay(id));
         let is_spent = self.shares().capped_at(client, id).is_some_and(|at| at <= self.now);
-        // It may also want it again itself, and has to release it first.
+        // It may also want the lock again itself, and has to release it first.
         others || is_in_the_way() || is_spent || self.lock.waits_for(client, id)
     }
 }
