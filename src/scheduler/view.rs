@@ -3,6 +3,7 @@
 use crate::{api::*, lock::Blocked, machine::Machine, memory::GpuMemory};
 use std::time::Duration;
 
+/// One GPU. Amounts are bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
     pub gpu: GpuId,
@@ -33,6 +34,7 @@ pub struct GpuView {
     pub serialized: bool,
 }
 
+/// A holder of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HolderView {
     pub client: ClientId,
@@ -40,6 +42,7 @@ pub struct HolderView {
     pub state: LockState,
 }
 
+/// A client that waits for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WaiterView {
     pub client: ClientId,
@@ -48,6 +51,7 @@ pub struct WaiterView {
     pub blocked: Option<WaitReason>,
 }
 
+/// One client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
     pub client: ClientId,
@@ -59,7 +63,7 @@ pub struct ClientView {
     pub attachments: Vec<AttachmentView>,
 }
 
-/// A client on one GPU.
+/// A client on one GPU. Amounts are bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttachmentView {
     pub gpu: GpuId,
@@ -112,6 +116,7 @@ pub struct Turns {
     pub waits: Duration,
 }
 
+/// The state of a client with regard to one GPU's lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockState {
     /// Neither holds the lock nor waits for it.
@@ -139,14 +144,17 @@ impl Machine {
         self.quota.is_host_scarce()
     }
 
+    /// All known GPUs.
     pub fn gpus(&self) -> Vec<GpuView> {
         self.memory.keys().filter_map(|id| self.gpu(*id)).collect()
     }
 
+    /// All connected clients.
     pub fn clients(&self) -> Vec<ClientView> {
         self.clients.keys().filter_map(|id| self.client(*id)).collect()
     }
 
+    /// One GPU. `None`: it is unknown.
     pub fn gpu(&self, id: GpuId) -> Option<GpuView> {
         let gpu = self.memory.get(&id)?;
         let holders = self.lock.holds_on(id).map(|(client, hold)| HolderView {
@@ -185,6 +193,7 @@ impl Machine {
         })
     }
 
+    /// One client. `None`: it is not connected.
     pub fn client(&self, id: ClientId) -> Option<ClientView> {
         let client = self.clients.get(&id)?;
         let waiting = self.lock.waiting(id).and_then(|entity| self.lock.request(entity));

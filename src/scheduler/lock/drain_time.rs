@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// Assumed until a drain was measured.
 const FIRST: Duration = Duration::from_millis(10);
-/// A drain that takes so many times longer than usual lags: the client may be waiting for another member of its gang.
+/// A drain that takes this many times longer than usual lags: the client may be waiting for another member of its gang.
 const LONGER: u32 = 2;
 /// A drain does not lag before the first, whatever is usual, and always does after the second.
 const LAGS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));

@@ -270,7 +270,7 @@ impl Lock {
         self.requests.get(&entity).into_iter().flat_map(|request| request.wants.keys().copied())
     }
 
-    /// The first client of a request: it stands for a gang.
+    /// The first client of a request, which represents a gang.
     pub fn first_client(&self, entity: Entity) -> Option<ClientId> {
         self.clients_of(entity).next()
     }

@@ -152,7 +152,7 @@ impl Machine {
     /// Handles the timeout of a measurement that limit requests wait for.
     pub(super) fn held_requests_timed_out(&mut self, id: GpuId) {
         if let Some(gpu) = self.memory.get_mut(&id) {
-            gpu.asked = false; // the answer may never come
+            gpu.measurement_requested = false; // the answer may never come
         }
         if self.with_quota(|quota, cx, fx| quota.held_requests_timed_out(cx, fx, id)) {
             self.measure(id);

@@ -31,8 +31,7 @@ impl Settings {
     }
 }
 
-/// The scheduler's state machine: decides which clients run on which GPU, and whose memory is there. See the
-/// [crate](crate).
+/// The scheduler's state machine: decides which clients run on which GPU, and whose memory is there.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub struct Machine {
     pub(crate) now: Time,
@@ -60,6 +59,7 @@ pub(crate) struct Client {
 }
 
 impl Machine {
+    /// A machine without GPUs and clients, at time 0.
     pub fn new(mut settings: Settings) -> Self {
         settings.clamp();
         Self {
@@ -87,6 +87,7 @@ impl Machine {
         self.effects.deadline()
     }
 
+    /// The present settings.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }

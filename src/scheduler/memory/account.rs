@@ -12,8 +12,9 @@ const MOST: u64 = 1 << 44;
 /// The size of an eviction's steps: memory freed by one step is passed on while the next is still being copied. Copies
 /// of chunks of 64 MiB and more run at full speed; a step is several of them.
 const STEP: u64 = 256 << 20;
-/// A report above the measured value is believed up to this part of it, and up to so many bytes: a chunk may just have
-/// been mapped. Where nothing was measured nothing is added, or many clients that have no memory would add up.
+/// A report above the measured value is believed if it exceeds it by no more than one part in `SLACK_PART`, and by no
+/// more than `SLACK`: a chunk may just have been mapped. Where nothing was measured nothing is added, or many clients
+/// that have no memory would add up.
 const SLACK_PART: u64 = 16;
 const SLACK: u64 = 64 << 20;
 /// The granularity of GPU memory: measurements may be lower than reports by this much.

@@ -54,7 +54,7 @@ pub(crate) struct GpuMemory {
     pub clients: BTreeMap<ClientId, ClientMemory>,
     pub ledger: Ledger,
     /// A measurement has been requested and not received.
-    pub asked: bool,
+    pub measurement_requested: bool,
     pub contexts: ContextQueue,
     pub reservations: Vec<Reservation>,
     /// The capacity when the GPU was last settled.
@@ -94,7 +94,7 @@ impl GpuMemory {
             unmeasured: BTreeSet::new(),
             clients: BTreeMap::new(),
             ledger: Ledger::default(),
-            asked: false,
+            measurement_requested: false,
             contexts: ContextQueue::default(),
             reservations: Vec::new(),
             capacity: 0,

@@ -27,12 +27,12 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A client waits at most so many times as long as if all took turns.
+/// A client waits at most this many times as long as if all took turns.
 const AGEING_FACTOR: u32 = 8;
 /// Longer than any time on a level, so that ranks of one level come before those of the next.
 const LEVEL: Duration = Duration::from_secs(1 << 32);
-/// A client whose memory must move may be passed, within a level, by clients that entered up to so many times the time
-/// of that move later.
+/// A client whose memory must move ranks, within its level, as if it had entered that level later by this many times
+/// the time of the move.
 const MOVES: u32 = 5;
 
 #[derive(Debug)]

@@ -23,7 +23,7 @@ use std::time::Duration;
 pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 /// The grace where a hand-over is free: longer than the gaps between launches of a busy program.
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
-/// A turn is at least so many times as long as moving memory for the next one takes.
+/// A turn lasts at least this many times as long as moving memory for the next one.
 const MOVES_PER_TURN: u32 = 5;
 
 /// A waiting request, as far as a policy's decisions depend on it.

@@ -50,7 +50,7 @@ pub(crate) trait Capacities {
     fn is_attaching(&self, gpu: GpuId) -> bool;
 }
 
-/// What decisions depend on besides the quota's own state.
+/// The inputs of a decision besides the quota's own state.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub now: Time,

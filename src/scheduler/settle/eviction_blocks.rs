@@ -6,7 +6,8 @@ use std::time::Duration;
 
 /// The backoff after which a client that could not evict is asked again: the first doubles up to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
-/// An eviction without progress is late after this, or after so many times the time that it should take.
+/// An eviction without progress is late after this, or after `LATE_TIMES` times the time that it should take, whichever
+/// is longer.
 const LATE: Duration = Duration::from_secs(3);
 const LATE_TIMES: u32 = 4;
 

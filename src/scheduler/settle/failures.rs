@@ -51,7 +51,7 @@ impl Machine {
         let failures = memory.failures.in_a_row;
         let Some(gpu) = self.memory.get_mut(&id) else { return };
         // A measurement under way may have begun before the failure.
-        gpu.asked = false;
+        gpu.measurement_requested = false;
         self.effects.command(Command::MappingFailed { client, gpu: id, bytes, failures });
         self.effects.wake(Wake::Failures(id), Some(now + TIMEOUT));
         self.delay_request(client, id, TIMEOUT);
@@ -115,7 +115,7 @@ impl Machine {
     /// Decides on failures for which no measurement has come in time.
     pub(crate) fn failures_are_unexplained(&mut self, id: GpuId) {
         if let Some(gpu) = self.memory.get_mut(&id) {
-            gpu.asked = false; // the answer may never come
+            gpu.measurement_requested = false; // the answer may never come
         }
         self.explain_failures(id, self.now.saturating_sub(TIMEOUT), None, &BTreeMap::new());
     }

@@ -46,7 +46,9 @@ impl Machine {
     /// Requests a measurement of the bytes that are unverified for a waiting client. Returns those bytes.
     pub(crate) fn request_verification(&mut self, client: ClientId, id: GpuId) -> u64 {
         let unverified = self.unverified_for(client, id);
-        let Some(gpu) = self.memory.get(&id).filter(|gpu| unverified > 0 && !gpu.asked) else { return unverified };
+        let Some(gpu) = self.memory.get(&id).filter(|gpu| unverified > 0 && !gpu.measurement_requested) else {
+            return unverified;
+        };
         // Bytes that a measurement did find are measured again from time to time anyway.
         let mut accounts = gpu.clients.keys().filter_map(|client| gpu.ledger.account(*client));
         if accounts.any(|account| account.frees.is_unmeasured()) {
@@ -57,8 +59,8 @@ impl Machine {
 
     /// Requests a measurement, unless one is awaited.
     pub(crate) fn measure(&mut self, id: GpuId) {
-        if let Some(gpu) = self.memory.get_mut(&id).filter(|gpu| !gpu.asked) {
-            gpu.asked = true;
+        if let Some(gpu) = self.memory.get_mut(&id).filter(|gpu| !gpu.measurement_requested) {
+            gpu.measurement_requested = true;
             self.effects.command(Command::Measure { gpu: id });
         }
     }
@@ -72,7 +74,7 @@ impl Machine {
         found: &BTreeMap<ClientId, Found>,
     ) {
         let Some(gpu) = self.memory.get_mut(&id) else { return };
-        gpu.asked = false;
+        gpu.measurement_requested = false;
         gpu.verifies |= !found.is_empty();
         for client in gpu.clients.keys().copied().collect::<Vec<_>>() {
             let found = found.get(&client).copied();
@@ -100,7 +102,7 @@ impl Machine {
     pub(crate) fn expire_unverified(&mut self, id: GpuId) {
         let now = self.now;
         let Some(gpu) = self.memory.get_mut(&id) else { return };
-        gpu.asked = false;
+        gpu.measurement_requested = false;
         for client in gpu.clients.keys().copied().collect::<Vec<_>>() {
             let is_present = self.change_account(client, id, |account| {
                 account.measurement_is_late(now);

@@ -103,7 +103,7 @@ impl Machine {
         }
 
         // The lock: turns that end, and messages to holders.
-        let turn = self.press(id, &pressure);
+        let turn = self.update_turns(id, &pressure);
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
         let next = [attaching, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
         self.effects.wake(Wake::Gpu(id), next);

@@ -14,7 +14,7 @@ use std::time::Duration;
 /// A holder is told again of bytes that it is likely to lose when they have grown by this much.
 const PREPARE_STEP: u64 = 256 << 20;
 
-/// A gang's turn is at least so many times as long as its drain: its other members spin meanwhile.
+/// A gang's turn lasts at least this many drains of the gang: its other members spin meanwhile.
 const DRAINS_PER_TURN: u32 = 5;
 
 /// The state that is common to all holders of a GPU.
@@ -42,7 +42,7 @@ struct Demand {
 impl Machine {
     /// Runs the clocks of holders that keep others waiting, informs holders, and revokes those whose turn is over.
     /// Returns when the next turn ends.
-    pub(super) fn press(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
+    pub(super) fn update_turns(&mut self, id: GpuId, pressure: &Pressure) -> Option<Time> {
         let now = self.now;
         self.memory.get(&id)?;
         let until = self.together_until(id);
@@ -54,7 +54,7 @@ impl Machine {
         let mut short = pressure.short;
         for client in self.lock.holders(id).collect::<Vec<_>>() {
             let Some(demand) = self.demand_on(client, id, pressure, &all, &mut short) else { continue };
-            let again = self.press_holder(client, id, pressure, &all, &demand);
+            let again = self.update_holder(client, id, pressure, &all, &demand);
             next = next.into_iter().chain(again).min();
         }
         next
@@ -95,7 +95,7 @@ impl Machine {
     }
 
     /// Informs one holder, or revokes it. Returns when to look at it again.
-    fn press_holder(
+    fn update_holder(
         &mut self,
         client: ClientId,
         id: GpuId,

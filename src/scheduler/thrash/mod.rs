@@ -36,8 +36,8 @@ const FAULTS: (u64, u64) = (1000, 250);
 const APART: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
 /// It began again soon if they had run together for less than this, or than they had taken turns before.
 const SOON: Duration = Duration::from_secs(600);
-/// Traffic while the scheduler itself moves memory is no sign, for as long as it takes to move so many times the memory
-/// of the GPU: out and in, at half speed. At least for [`SUSTAINED`].
+/// Traffic while the scheduler itself moves memory is no sign, for the time that it takes to move this many times the
+/// memory of the GPU (out and in, at half speed), and at least for [`SUSTAINED`].
 const EXCUSED: u64 = 4;
 
 /// A sample of one GPU.
@@ -180,6 +180,7 @@ impl Detector {
         Change::Ends
     }
 
+    /// Whether clients thrash.
     pub fn thrashes(&self) -> bool {
         self.thrashes
     }
