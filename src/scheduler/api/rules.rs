@@ -95,6 +95,7 @@ impl Default for Share {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnMemoryFull {
+    /// It fails.
     #[default]
     Fail,
     /// It waits until other clients have freed enough.

@@ -30,7 +30,9 @@ impl Histories {
     }
 
     pub fn end(&mut self, client: ClientId, id: GpuId) {
-        self.gpus.get_mut(&id).into_iter().for_each(|clients| drop(clients.remove(&client)));
+        if let Some(clients) = self.gpus.get_mut(&id) {
+            clients.remove(&client);
+        }
     }
 
     pub fn of(&self, client: ClientId, id: GpuId) -> Option<&History> {

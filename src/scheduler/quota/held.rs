@@ -49,8 +49,10 @@ impl Quota {
     #[must_use]
     pub fn answer_held(&mut self, cx: Context, fx: &mut Effects, id: GpuId, begun: Time) -> bool {
         let Some(gpu) = self.gpus.get_mut(&id) else { return false };
-        let answered = gpu.held_requests.extract_if(.., |_, held| held.since <= begun);
-        for (client, held) in answered.collect::<Vec<_>>() {
+        let answered = gpu.held_requests.iter().filter(|(_, held)| held.since <= begun);
+        let answered: Vec<(ClientId, HeldRequest)> = answered.map(|(client, held)| (*client, *held)).collect();
+        gpu.held_requests.retain(|_, held| held.since > begun);
+        for (client, held) in answered {
             self.decide_request(cx, fx, client, id, held.bytes, false);
         }
         self.schedule_samples(cx, fx, id)

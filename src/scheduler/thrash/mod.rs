@@ -60,7 +60,9 @@ pub struct Sample {
 /// A change of the detector's verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
+    /// Clients thrash from now on.
     Begins,
+    /// Clients thrash no longer.
     Ends,
 }
 
