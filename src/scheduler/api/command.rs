@@ -67,11 +67,11 @@ pub enum Command {
     /// mapped it evicts the excess, then acknowledges `seq` by `ack` of a report. `seq` counts up from 1 for each
     /// client and GPU.
     Allowance { client: ClientId, gpu: GpuId, seq: u32, bytes: u64 },
-    /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all of them are free for it and
-    /// its memory is allowed there.
+    /// The client holds the lock of these GPUs from now on. Answers [`Event::Requested`], once all of them are free for
+    /// it and its memory is allowed there.
     Grant { client: ClientId, gpus: GpuSet },
-    /// The holder is to drain and release these GPUs. It answers with [`Event::Released`], or with [`Event::Stuck`] and is then
-    /// asked again later.
+    /// The holder is to drain and release these GPUs. It answers with [`Event::Released`], or with [`Event::Stuck`] and
+    /// is then asked again later.
     Revoke { client: ClientId, gpus: GpuSet },
     /// To a holder: about `bytes` of its memory will have to leave when its turn is over. It may allocate host memory
     /// for them now.

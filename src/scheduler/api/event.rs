@@ -40,8 +40,8 @@ pub struct Traffic {
     pub faults: Option<u64>,
 }
 
-/// An input of the machine: from the daemon itself, from a measurement, or from a client's message. Bytes and times are
-/// those of the moment at which the event is handled, unless a variant says otherwise.
+/// An input of the machine: from the daemon itself, from a measurement, or from a client's message
+/// (`nvshare_wire::ClientMessage`).
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Event {
@@ -125,9 +125,9 @@ pub enum Event {
     Requested { client: ClientId, gpus: GpuSet },
     /// From the client: it no longer wants the lock of these GPUs, for which it waits.
     Cancelled { client: ClientId, gpus: GpuSet },
-    /// From a holder: it gives the lock of these GPUs back, and none of its work runs there any more. `busy` is how long they
-    /// had work of this client during the turn. Sent in answer to `Command::Revoke`, or because the client is idle or the
-    /// driver had no room for its memory.
+    /// From a holder: it gives the lock of these GPUs back, and none of its work runs there any more. `busy` is how
+    /// long they had work of this client during the turn. Sent in answer to `Command::Revoke`, or because the client is
+    /// idle or the driver had no room for its memory.
     Released {
         client: ClientId,
         gpus: GpuSet,

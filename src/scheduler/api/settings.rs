@@ -24,7 +24,8 @@ pub enum PolicyName {
     /// First come, first served; users take turns.
     #[default]
     Fcfs,
-    /// Least attained service: clients that have used the least GPU time run first, which shortens mean completion time.
+    /// Least attained service: clients that have used the least GPU time run first, which shortens mean completion
+    /// time.
     Adaptive,
 }
 

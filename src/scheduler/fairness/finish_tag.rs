@@ -15,7 +15,7 @@ use crate::{api::*, lock::Hold};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The weight of an owner that is served, and of the owners that wait meanwhile.
+/// The weight of an owner that is served, and the sum of the weights of the owners that wait meanwhile.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ServiceWeights {
     own: u32,

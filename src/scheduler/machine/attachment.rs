@@ -34,7 +34,7 @@ impl Machine {
         if self.memory_of(client, id).is_none() {
             return;
         }
-        self.touch_rivals(self.lock.entity(client));
+        self.touch_conflicting_gangs(self.lock.entity(client));
         self.cancel(client, &GpuSet::from([id]));
         self.end_hold(client, id, Duration::ZERO, false);
         self.quota.detach(client, id, &self.rules);

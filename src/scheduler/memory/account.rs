@@ -181,7 +181,7 @@ impl Account {
         self.reported.filter(|_| self.awaits_measurement()).map(|at| at + UNMEASURED)
     }
 
-    /// Ends waiting for a measurement that is late: the report is believed as far as the allowance goes.
+    /// Ends waiting for a measurement that is late: the report is believed as far as that is possible without one.
     pub fn measurement_is_late(&mut self, now: Time) {
         self.is_checked |= self.measurement_is_late_at().is_some_and(|at| at <= now);
     }

@@ -56,7 +56,7 @@ pub(crate) struct Waiter {
 }
 
 impl Waiter {
-    /// The shortest turn before it that is worth the hand-over.
+    /// The shortest turn of a holder that is worth the hand-over to this request.
     fn shortest_turn(&self) -> Duration {
         let moves = if self.evicts { self.arrives.saturating_mul(MOVES_PER_TURN) } else { Duration::ZERO };
         moves.max(SHORTEST_TURN)
@@ -89,8 +89,8 @@ pub(crate) trait Policy: Debug + Sync {
     /// The key of a request among the requests of all owners, from its owner's finish tag, its own rank, and the time
     /// since which its owner has waited.
     fn key_among_owners(&self, served: Time, rank: Time, joined: Time) -> Time;
-    /// The time after which a waiting request goes before all others of its owner. `None`: never, its rank rises by
-    /// itself.
+    /// The time after which a waiting request goes before all others of its owner. `None`: never; its rank already
+    /// bounds its wait.
     fn ages_after(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
     /// Whether users take turns, however many clients they have. Otherwise all clients without a share are one owner.
     fn users_take_turns(&self) -> bool;

@@ -71,8 +71,8 @@ impl Quota {
 
     /// The same, given the group's bound on that GPU.
     pub(super) fn room_within(&self, cx: Context, client: ClientId, id: GpuId, bound: Option<u64>) -> Option<u64> {
-        let own = self.env_room(cx, client)?;
-        let Some(group) = cx.rules.group(client) else { return Some(own) };
+        let by_env = self.env_room(cx, client)?;
+        let Some(group) = cx.rules.group(client) else { return Some(by_env) };
         let committed = |gpu: &GpuLimits| gpu.by_group.get(&group).copied().unwrap_or(0);
         let here = match bound {
             Some(max) => max.checked_sub(self.gpus.get(&id).map_or(0, committed))?,
@@ -82,7 +82,7 @@ impl Quota {
             Some(max) => max.checked_sub(self.gpus.values().map(committed).fold(0, u64::saturating_add))?,
             None => u64::MAX,
         };
-        Some(here.min(everywhere).min(own))
+        Some(here.min(everywhere).min(by_env))
     }
 
     /// The same for the limit over all GPUs of a client's environment.

@@ -70,8 +70,8 @@ impl Quota {
         let number = fx.number();
         let Some(limit) = self.limit(client, id) else { return false };
         // Other members may free memory, but the client's own context stays.
-        let own = self.context(cx, client, id);
-        let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(own));
+        let context = self.context(cx, client, id);
+        let memory_max = cx.rules.memory_max(client, cx.gpus.total(id)).map(|max| max.saturating_sub(context));
         let is_beyond = |max: Option<u64>| max.is_some_and(|max| bytes > max);
         // A client may keep what it has.
         let never = if bytes <= limit.limit.max(limit.demand()) {

@@ -233,7 +233,7 @@ impl Quota {
                 if let Some(wanted) = limit.wanted {
                     requests.push(LimitRequest { client, gpu: id, group, wanted, at });
                 }
-                for (max, why, own) in [
+                for (max, why, context) in [
                     (cx.rules.memory_max(client, total), Denial::MemoryMax, self.context(cx, client, id)),
                     (cx.rules.swap_max(client), Denial::SwapMax, 0),
                 ] {
@@ -241,7 +241,7 @@ impl Quota {
                     let gpu = (why == Denial::MemoryMax).then_some(at.gpu);
                     let bound =
                         bounds.entry((BoundOf::Group(group), gpu)).or_insert(Bound { max, why, quotas: Vec::new() });
-                    bound.max = bound.max.saturating_sub(own);
+                    bound.max = bound.max.saturating_sub(context);
                     bound.quotas.push(at);
                 }
                 if let Some(max) = cx.rules.env_swap_max(client) {

@@ -84,7 +84,7 @@ impl Machine {
                 return self.refuse_contexts(id);
             };
             let deadline = since + ATTACH_TIMEOUT;
-            // Capacity leaves out the contexts of all clients that wait; those behind this one may wait on.
+            // Capacity sets aside the contexts of all waiting clients; those behind this one do not exist yet.
             let behind = gpu.context_bytes(&self.settings, behind);
             let unverified = self.request_verification(client, id);
             let gpu = self.memory.get(&id)?;

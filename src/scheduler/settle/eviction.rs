@@ -8,7 +8,7 @@ use std::time::Duration;
 /// The passes over the clients that can be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
-    /// Clients that are not to be spared, up to what rules protect.
+    /// Ordinary clients, up to what rules protect.
     Ordinary,
     /// Clients that are to be evicted last, likewise.
     Last,

@@ -4,7 +4,8 @@
 use crate::{api::*, lock::Hold, machine::Machine, timers::Wake};
 use std::time::Duration;
 
-/// The backoff after which a client that could not evict is asked again: the first doubles up to the second.
+/// A client that could not evict is asked again after the first of these times, then after twice as long each time, up
+/// to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 /// An eviction without progress is late after this, or after `LATE_TIMES` times the time that it should take, whichever
 /// is longer.

@@ -1,5 +1,4 @@
-//! Acts on mappings that fail (see `memory::shortfall`), and on trials of clients that need more than there seems to
-//! be.
+//! Failed mappings (see `memory::shortfall`), and trials of clients that need more than there seems to be.
 
 use crate::{
     api::*,

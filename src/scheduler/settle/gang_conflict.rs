@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 impl Machine {
     /// Whether two gangs conflict: they share a GPU on which they cannot run together, and one of them uses several.
-    fn are_rivals(&self, one: Gang, other: Gang) -> bool {
+    fn gangs_conflict(&self, one: Gang, other: Gang) -> bool {
         if !(self.lock.gangs().is_job(one) && self.lock.gangs().is_job(other)) {
             return false;
         }
@@ -30,23 +30,23 @@ impl Machine {
             return false;
         }
         self.lock.gangs().others(gang).any(|other| {
-            self.are_rivals(gang, other) && self.lock.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed())
+            self.gangs_conflict(gang, other) && self.lock.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed())
         })
     }
 
     /// The first gang in the queues of other GPUs that waits for the holders of this one. `None`: there is none.
-    pub(crate) fn rival_of_holders(&self, id: GpuId) -> Option<Entity> {
+    pub(crate) fn gang_awaiting_holders(&self, id: GpuId) -> Option<Entity> {
         if !self.lock.gangs().are_several() || self.settings.anti_thrash == AntiThrash::Off {
             return None;
         }
         let holds = self.lock.holds_on(id).filter(|(_, hold)| !hold.is_bypassed());
         let here: BTreeSet<Gang> = holds.filter_map(|(_, hold)| hold.entity.gang()).collect();
         let waiting = self.lock.requests().filter(|(_, request)| request.blocked.is_none());
-        let rivals = waiting.filter(|(entity, _)| {
+        let conflicting = waiting.filter(|(entity, _)| {
             let gang = entity.gang().filter(|gang| !here.contains(gang));
-            gang.is_some_and(|gang| here.iter().any(|other| self.are_rivals(gang, *other)))
+            gang.is_some_and(|gang| here.iter().any(|other| self.gangs_conflict(gang, *other)))
         });
-        rivals.min_by_key(|(_, request)| request.key).map(|(entity, _)| entity)
+        conflicting.min_by_key(|(_, request)| request.key).map(|(entity, _)| entity)
     }
 
     /// Whether a conflicting gang, on any GPU, waits for this one to release all that it holds, or runs while this one
@@ -58,7 +58,7 @@ impl Machine {
         let runs = |other: Gang| self.lock.holds_of_gang(other).any(|(_, hold)| !hold.is_bypassed());
         let mut others = self.lock.gangs().others(gang);
         self.settings.anti_thrash != AntiThrash::Off
-            && others.any(|other| (waits(other) || runs(other)) && self.are_rivals(gang, other))
+            && others.any(|other| (waits(other) || runs(other)) && self.gangs_conflict(gang, other))
     }
 
     /// Whether a gang has to release what it holds because a conflicting one held something first: each would wait for
@@ -74,21 +74,21 @@ impl Machine {
         };
         let Some(since) = first(gang) else { return false };
         let mut others = self.lock.gangs().others(gang);
-        others.any(|other| first(other).is_some_and(|other| other < since) && self.are_rivals(gang, other))
+        others.any(|other| first(other).is_some_and(|other| other < since) && self.gangs_conflict(gang, other))
     }
 
     /// Since when the holder's gang has had its turn, if the waiter is a gang that conflicts with it.
     pub(crate) fn awaited_since(&self, holder: Entity, waiter: Entity) -> Option<Time> {
         let (gang, other) = (holder.gang()?, waiter.gang()?);
         let since = self.lock.gangs().turn_since(gang)?;
-        (gang != other && self.are_rivals(gang, other)).then_some(since)
+        (gang != other && self.gangs_conflict(gang, other)).then_some(since)
     }
 
     /// Marks the GPUs of a gang whose holds or requests changed, and of the gangs that conflict with it.
-    pub(crate) fn touch_rivals(&mut self, entity: Entity) {
+    pub(crate) fn touch_conflicting_gangs(&mut self, entity: Entity) {
         let Some(gang) = entity.gang() else { return };
-        let rivals = self.lock.gangs().others(gang).filter(|other| self.are_rivals(gang, *other));
-        let gpus: GpuSet = rivals.chain([gang]).flat_map(|gang| self.lock.gpus_of_gang(gang)).collect();
+        let conflicting = self.lock.gangs().others(gang).filter(|other| self.gangs_conflict(gang, *other));
+        let gpus: GpuSet = conflicting.chain([gang]).flat_map(|gang| self.lock.gpus_of_gang(gang)).collect();
         self.effects.touch_all(gpus);
     }
 }

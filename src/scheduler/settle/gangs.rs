@@ -127,12 +127,12 @@ impl Machine {
         let Some(gang) = gang else { return };
         self.lock.join_gang(client, gang);
         self.members_changed(gang);
-        self.touch_rivals(Entity::Gang(gang));
+        self.touch_conflicting_gangs(Entity::Gang(gang));
     }
 
     pub(crate) fn leave_gang(&mut self, client: ClientId) {
         let Some(gang) = self.lock.gang(client) else { return };
-        self.touch_rivals(Entity::Gang(gang));
+        self.touch_conflicting_gangs(Entity::Gang(gang));
         self.lock.leave_gang(client);
         self.members_changed(gang);
     }

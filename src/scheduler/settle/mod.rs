@@ -132,9 +132,9 @@ impl Machine {
     /// Counts a gang that waits in other queues for the holders of this GPU as the first request here.
     fn note_conflict(&mut self, id: GpuId, pressure: &mut Pressure) {
         if !pressure.locked_out
-            && let Some(rival) = self.rival_of_holders(id)
+            && let Some(waiting) = self.gang_awaiting_holders(id)
         {
-            pressure.first = Some(rival);
+            pressure.first = Some(waiting);
             pressure.locked_out = true;
             pressure.waiter.get_or_insert_default();
         }

@@ -156,7 +156,7 @@ impl Machine {
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
     }
 
-    /// Charges the end of a hold, `waited` of which was contended: the finish tags of the client's owners rise, and
+    /// Charges a client's owners for a hold that ended, `waited` of which was contended: their finish tags rise, and
     /// their requests move back.
     pub(crate) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
         let shares = self.shares();

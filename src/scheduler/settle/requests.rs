@@ -110,7 +110,7 @@ impl Machine {
         let Some(request) = self.lock.request(entity) else { return };
         let next = request.gathers.into_iter().chain(request.ages).filter(|at| *at > self.now).min();
         self.lock.join_queues(&mut self.effects, entity);
-        self.touch_rivals(entity);
+        self.touch_conflicting_gangs(entity);
         self.effects.wake(Wake::Entity(entity), next);
         self.admit_if_needless(entity);
     }
@@ -369,7 +369,7 @@ impl Machine {
             lock.ended(now, &hold);
         }
         if let Some(history) = self.histories.of_mut(client, id) {
-            // As with bursts: of its uncontended time, a client that ran out of work is charged no more than one burst.
+            // As with bursts: of its uncontended time, no more than one burst counts if the client ran out of work.
             let ran = if idle { waited + uncontended.min(history.bursts.expected()) } else { held };
             history.progress.ran(now, ran, idle);
             history.bursts.ran(waited, uncontended, busy, idle);
@@ -382,7 +382,7 @@ impl Machine {
             self.fairness.record_usage(owners, id, hold.since, now, self.settings.time_period);
         }
         self.charge_service(client, id, &hold, waited);
-        self.touch_rivals(hold.entity);
+        self.touch_conflicting_gangs(hold.entity);
         self.lock.end_gang_turn(hold.entity);
         let is_undrained = |entity: &Entity| {
             self.lock.request(*entity).is_some_and(|request| request.blocked == Some(Blocked::Undrained))

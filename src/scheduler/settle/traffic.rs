@@ -1,5 +1,4 @@
-//! Acts on traffic between a GPU and the host: takes samples for the thrashing detector, and separates clients that
-//! thrash.
+//! Traffic between a GPU and the host: samples for the thrashing detector, and what follows when clients thrash.
 //!
 //! Engine `swap` cannot thrash: clients that do not fit together are not granted together. Managed memory can, in mode
 //! `off` and while an undrainable holder runs beside others.

@@ -31,8 +31,8 @@ struct Holders {
     grace: Duration,
 }
 
-/// The demand on one holder.
-struct Demand {
+/// The state of one holder's turn.
+struct TurnState {
     /// It keeps a waiting client from running.
     wanted: bool,
     /// Bytes that it will have to evict after its turn.
@@ -53,8 +53,8 @@ impl Machine {
         let mut next = until.filter(|_| all.together);
         let mut short = pressure.short;
         for client in self.lock.holders(id).collect::<Vec<_>>() {
-            let Some(demand) = self.demand_on(client, id, pressure, &all, &mut short) else { continue };
-            let again = self.update_holder(client, id, pressure, &all, &demand);
+            let Some(state) = self.turn_state(client, id, pressure, &all, &mut short) else { continue };
+            let again = self.update_holder(client, id, pressure, &all, &state);
             next = next.into_iter().chain(again).min();
         }
         next
@@ -72,16 +72,16 @@ impl Machine {
         }
     }
 
-    /// The demand on a holder. Deducts its part of the `short` bytes that holders have to give. `None`: it was revoked
-    /// already.
-    fn demand_on(
+    /// The state of a holder's turn. Deducts its part of the `short` bytes that holders have to give. `None`: it was
+    /// revoked already.
+    fn turn_state(
         &self,
         client: ClientId,
         id: GpuId,
         pressure: &Pressure,
         all: &Holders,
         short: &mut u64,
-    ) -> Option<Demand> {
+    ) -> Option<TurnState> {
         let (hold, account) = (self.lock.hold(client, id)?, self.account(client, id)?);
         let evictable = if hold.is_bypassed() { 0 } else { account.evictable() };
         let is_first = pressure.locked_out && pressure.first == Some(hold.entity);
@@ -91,7 +91,7 @@ impl Machine {
         *short -= leaves;
         // Its allowance may exceed what it has.
         let leaves = leaves.min(account.report.mapped);
-        hold.revoked.is_none().then_some(Demand { wanted, leaves })
+        hold.revoked.is_none().then_some(TurnState { wanted, leaves })
     }
 
     /// Informs one holder, or revokes it. Returns when to look at it again.
@@ -101,9 +101,9 @@ impl Machine {
         id: GpuId,
         pressure: &Pressure,
         all: &Holders,
-        demand: &Demand,
+        state: &TurnState,
     ) -> Option<Time> {
-        let (now, wanted) = (self.now, demand.wanted);
+        let (now, wanted) = (self.now, state.wanted);
         let hold = self.lock.hold(client, id)?;
         let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
         let capped = self.shares().capped_at(client, id);
@@ -132,13 +132,13 @@ impl Machine {
         let spent = capped.is_some_and(|at| at <= now);
         let goes = !helps && (surplus || spent || (wanted && over));
         // Host memory takes longer to allocate than to fill, and now there is time.
-        let prepare = demand.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
-        hold.prepared = if prepare { demand.leaves } else { hold.prepared };
+        let prepare = state.leaves >= hold.prepared.saturating_add(PREPARE_STEP) && !over;
+        hold.prepared = if prepare { state.leaves } else { hold.prepared };
         // A holder that is revoked is told nothing else.
         let tell = tell.filter(|_| !goes);
         hold.told = tell.or(hold.told);
         if prepare {
-            self.effects.command(Command::Prepare { client, gpu: id, bytes: demand.leaves });
+            self.effects.command(Command::Prepare { client, gpu: id, bytes: state.leaves });
         }
         if let Some((waiters, grace)) = tell {
             self.effects.command(Command::Contended { client, gpus: GpuSet::from([id]), waiters, grace });
@@ -170,8 +170,8 @@ impl Machine {
         let is_overruled = pressure.overdue && precedence == Precedence::After;
         let precedence = if is_overruled { Precedence::Equal } else { precedence };
         let equal = precedence == Precedence::Equal;
-        // A client that wants the GPU for itself reports no utilization, so it has the quantum that the administrator
-        // set.
+        // A client that wants the GPU for itself reports nothing about its work, so it has the quantum that the
+        // administrator set.
         let for_itself = self.histories.of(client, id)?.utilization.is_for_itself();
         let turn = match pressure.waiter {
             Some(waiter) if !equal || !for_itself && (all.exclusive || pressure.grower.is_none()) => {
@@ -184,8 +184,8 @@ impl Machine {
         let least = gang.map_or(Duration::ZERO, |gang| self.gang_drains_in(gang) * DRAINS_PER_TURN);
         let turn = turn.max(least.min(self.settings.time_quantum));
         // To revoke a holder that would be granted again at once would only cost a drain.
-        let rival = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
-        let stays = rival.and_then(|rival| self.precedes_until(client, id, rival)).unwrap_or_default();
+        let other = pressure.first.filter(|_| !pressure.overdue && equal && wanted && waited >= turn);
+        let stays = other.and_then(|other| self.precedes_until(client, id, other)).unwrap_or_default();
         let ends = self.now.saturating_add(turn.saturating_sub(waited)).max(stays);
         // Turns of other members of its gang count as the same turn.
         let gang_since = pressure.first.and_then(|first| self.awaited_since(hold.entity, first));

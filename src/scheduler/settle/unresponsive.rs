@@ -14,7 +14,8 @@ use crate::{
 };
 use std::time::Duration;
 
-/// The backoff after which a stuck holder is revoked again: the first doubles up to the second.
+/// A stuck holder is revoked again after the first of these times, then after twice as long each time, up to the
+/// second.
 pub(crate) const STUCK: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// How long a holder may take to drain, from the first revoke on: one that reports itself stuck, and one that did not
 /// drain in its last hold either, which need not report it again. Two programs that wait for each other make progress
@@ -168,7 +169,7 @@ impl Machine {
             self.change_hold(client, *id, |hold| hold.revoked = None);
         }
         if !unwanted.is_empty() {
-            self.touch_rivals(self.lock.entity(client)); // no GPU is kept any more to let it drain
+            self.touch_conflicting_gangs(self.lock.entity(client)); // no GPU is kept any more to let it drain
             self.touch_gang_peers(client);
         }
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -206,7 +207,7 @@ impl Machine {
         self.effects.command(Command::Undrainable { client, gpus });
         let entity = self.lock.entity(client);
         self.lock.end_gang_turn(entity);
-        self.touch_rivals(entity);
+        self.touch_conflicting_gangs(entity);
         if let Some(entity) = self.lock.waiting(client)
             && self.lock.request(entity).is_some_and(|r| r.blocked.is_none())
         {
