@@ -303,17 +303,17 @@ impl Lock {
         self.queue(id).filter_map(|(_, entity)| self.first_client(entity))
     }
 
-    /// Requests kept out of the queue by one of a better class, since they would keep other GPUs idle meanwhile.
+    /// Requests kept out of the queue by one of a better class, since they would block other GPUs meanwhile.
     pub fn behind(&self, id: GpuId) -> impl Iterator<Item = Entity> {
         self.gpus.get(&id).into_iter().flat_map(|line| line.behind.iter().copied())
     }
 
-    /// Whether pinned memory on a GPU blocks any request.
+    /// Whether unevictable memory on a GPU blocks any request.
     pub fn blocks_any(&self, id: GpuId) -> bool {
         self.gpus.get(&id).is_some_and(|line| !line.blocked_by_pinned.is_empty())
     }
 
-    /// Takes the requests that pinned memory on a GPU has blocked, to be tried again.
+    /// Takes the requests that unevictable memory on a GPU has blocked, to be tried again.
     pub fn take_blocked_by_pinned(&mut self, id: GpuId) -> impl IntoIterator<Item = Entity> + use<> {
         self.gpus.get_mut(&id).map(|line| std::mem::take(&mut line.blocked_by_pinned)).unwrap_or_default()
     }

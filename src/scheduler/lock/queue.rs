@@ -86,7 +86,7 @@ pub(super) struct Line {
     pub queue: BTreeSet<(QueueKey, Entity)>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
-    /// Requests kept out of the queue by one of a better class, since they would keep other GPUs idle meanwhile.
+    /// Requests kept out of the queue by one of a better class, since they would block other GPUs meanwhile.
     pub behind: BTreeSet<Entity>,
     /// Requests that cannot be served while unevictable memory stays on this GPU.
     pub blocked_by_pinned: BTreeSet<Entity>,

@@ -255,7 +255,7 @@ impl Machine {
     }
 
     /// Whether a request that wants other GPUs as well has to wait here for one of a better tier. That may take long,
-    /// and the request would keep the other GPUs idle meanwhile.
+    /// and the request would block the other GPUs for all others meanwhile.
     pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.lock.request(entity).filter(|_| self.shares().have_classes()) else { return false };
         let tier = request.key.class.tier;
@@ -267,7 +267,7 @@ impl Machine {
         several && (waits() || (self.lock.holds_on(id).any(is_better) && !self.is_admissible(entity, id)))
     }
 
-    /// Takes requests out of a queue that would only keep other GPUs idle, since one of a better tier waits here.
+    /// Takes requests out of a queue that would only block other GPUs, since one of a better tier waits here.
     pub(crate) fn defer_behind(&mut self, id: GpuId) {
         if !self.shares().have_classes() {
             return;
