@@ -11,9 +11,6 @@
 //! less than 1 ms each and test the scheduler alone. `--programs` is where release builds of nvshare-scheduler, libnvshare.so and the
 //! simulated libcuda.so are (default: where this benchmark was built).
 
-mod results;
-mod stage;
-
 use std::{
     ffi::{c_char, c_void},
     fmt, fs,
@@ -25,9 +22,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bench_support::results::{Figure, Results};
+use bench_support::stage::{Stage, option};
 use nvshare_wire::{ClientMessage, SchedulerMessage, client::ReleaseReason};
-use results::{Figure, Results};
-use stage::{Stage, option};
 use test_support::daemon::{self, Client, GIB, PATIENCE};
 
 /// Memory of the simulated GPU, of each program, and of each context, in MiB: two programs need more than there is.

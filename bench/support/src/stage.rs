@@ -1,5 +1,4 @@
 //! What benchmarks with real programs need: where the programs are, a GPU that another program makes small, a scheduler.
-#![allow(dead_code)] // each benchmark uses a part
 
 use std::{
     path::{Path, PathBuf},
@@ -9,6 +8,7 @@ use std::{
 
 use serde_json::Value;
 
+#[derive(Debug)]
 pub struct Stage {
     programs: PathBuf,
     directory: PathBuf,
