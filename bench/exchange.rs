@@ -20,7 +20,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 
 fn main() {
     let mut results = Results::from_arguments();
-    let stage = Stage::new();
+    let stage = Stage::from_arguments();
     let (memory, leave) = (bytes(&option("--mem", "14G")), bytes(&option("--leave", "17G")));
     let seconds: f64 = option("--seconds", "20").parse().expect("seconds");
 

@@ -32,7 +32,7 @@ fn numbers(name: &str, default: &str) -> Vec<f64> {
 
 fn main() {
     let mut results = Results::from_arguments();
-    let stage = Stage::new();
+    let stage = Stage::from_arguments();
     if stage.ask(&["info"]).is_none() {
         println!("no GPU here: nothing is measured");
         return;

@@ -53,7 +53,7 @@ fn main() {
     let hand_overs: f64 = option("--handovers", "100000").parse().expect("a number of hand-overs");
     let library = option("--library", "20000").parse::<f64>().expect("a number of hand-overs").min(hand_overs);
     let samples: f64 = option("--samples", "100").parse().expect("a number of samples");
-    let stage = Stage::new();
+    let stage = Stage::from_arguments();
     let simulator = stage.file("simulator");
     install_simulator(&stage, &simulator);
     let environment = simulated(&simulator, &stage.file("gpu"));

@@ -357,7 +357,6 @@ fn under_an_older_scheduler_a_program_exports_what_it_could_before() {
 }
 
 /// The rest of a `Welcome`, behind the two bytes that say which version its header is of.
-
 fn welcome_after_its_version() -> Vec<u8> {
     SchedulerMessage::Welcome { version: 1, client: 1 }.encode(0).as_bytes()[2..].to_vec()
 }

@@ -38,7 +38,8 @@ pub fn kill(mut child: Child) {
 }
 
 impl Stage {
-    pub fn new() -> Self {
+    /// `--programs DIR` names where the programs are; by default they are beside the benchmark.
+    pub fn from_arguments() -> Self {
         let exe = std::env::current_exe().expect("the path of this program");
         let built = exe.parent().and_then(Path::parent).map(Path::to_owned).unwrap_or_default();
         let programs = match option("--programs", "").as_str() {
