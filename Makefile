@@ -36,7 +36,8 @@ PACKAGES ?= $(abspath $(TARGET))/packages
 .PHONY: help build artifacts programs demo check check-system check-containers bench install deb clean
 
 help:
-	@echo 'make build     optimised programs and libnvshare.so, in $(TARGET)/release'
+	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
+	@echo '                 STATIC=                 nvsharectl linked dynamically, where there is no static C library'
 	@echo 'make demo      two programs share a GPU that is too small for both; on a simulated GPU, or:'
 	@echo '                 GPU=real                the first GPU of this machine'
 	@echo '                 GPU=real DEMO_LEAVE=16G the same, a third program holding all but 16 GiB of it'

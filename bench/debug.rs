@@ -2,16 +2,15 @@
 //! large it is, for how long it holds the scheduling loop, and what hand-overs notice. The daemon is a process, and the
 //! clients are sockets.
 //!
-//! `cargo bench --bench debug [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
+//! `cargo bench --bench debug [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
 mod crowd;
-mod results;
 
 use std::time::{Duration, Instant};
 
+use bench_support::results::{Figure, Results};
 use crowd::{at, crowd, hand_overs, loop_time};
 use nvshare::recorder::{Entry, Recorder, bundle};
-use results::{Figure, Results};
 use test_support::daemon::Daemon;
 
 const CLIENTS: usize = 1_000;

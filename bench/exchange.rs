@@ -6,24 +6,21 @@
 //! `--programs` is where `nvshare-scheduler`, `libnvshare.so` and `cuda-program` are (else: where this bench was built).
 //! On a simulated GPU (`LD_LIBRARY_PATH` says where it is) it runs as well, and its figures mean nothing.
 
-mod results;
-mod stage;
-
 use std::{
     collections::BTreeMap,
     process::{Child, Stdio},
     time::{Duration, Instant},
 };
 
-use results::{Figure, Results};
+use bench_support::results::{Figure, Results};
+use bench_support::stage::{Stage, bytes, kill, option};
 use serde_json::Value;
-use stage::{Stage, bytes, kill, option};
 
 const GIB: f64 = (1u64 << 30) as f64;
 
 fn main() {
     let mut results = Results::from_arguments();
-    let stage = Stage::new();
+    let stage = Stage::from_arguments();
     let (memory, leave) = (bytes(&option("--mem", "14G")), bytes(&option("--leave", "17G")));
     let seconds: f64 = option("--seconds", "20").parse().expect("seconds");
 

@@ -3,14 +3,12 @@
 //!
 //! `cargo bench --bench guest [-- --json FILE]`; `make bench` builds the library first.
 
-mod results;
-
 use std::{
     path::{Path, PathBuf},
     process::Command,
 };
 
-use results::{Figure, Results};
+use bench_support::results::{Figure, Results};
 
 /// Launches that are timed. (Their instructions are not counted here: stepping slows the program down so much that the
 /// library takes its work for slow.)

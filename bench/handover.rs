@@ -1,15 +1,13 @@
 //! What the scheduler costs: how long the lock is nobody's at a hand-over, and the CPU time of a daemon whose clients do
 //! nothing. Everything is real but the clients' work: the daemon as a process, sockets, threads that block in recv.
 //!
-//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
-
-mod results;
+//! `cargo bench --bench handover [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use bench_support::results::{Figure, Results};
 use nvshare_wire::{ClientMessage, SchedulerMessage};
-use results::{Figure, Results};
 use test_support::daemon::{self, Client, Daemon, GPU};
 
 const HAND_OVERS: usize = 20_000;

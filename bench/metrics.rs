@@ -1,18 +1,17 @@
 //! What a scrape costs where a thousand programs share a GPU: how long the answer takes, how large it is, for how long the
 //! scheduling loop is held by it, and what hand-overs notice. The daemon is a process, and the clients are sockets.
 //!
-//! `cargo bench --bench metrics [-- --json FILE]`; with a file, the figures are put into it (see `results.rs`).
+//! `cargo bench --bench metrics [-- --json FILE]`; with a file, the figures are put into it (see `bench_support::results`).
 
 mod crowd;
-mod results;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use bench_support::results::{Figure, Results};
 use crowd::{at, crowd, hand_overs, loop_time};
-use results::{Figure, Results};
 use test_support::daemon::Daemon;
 
 const CLIENTS: usize = 1_000;

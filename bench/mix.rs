@@ -8,16 +8,13 @@
 //! `--work`: seconds that one job takes alone, at least three periods. `--programs`: see `exchange.rs`. On a simulated GPU the
 //! figures mean nothing.
 
-mod results;
-mod stage;
-
 use std::{
     process::{Child, Command, Stdio},
     time::Instant,
 };
 
-use results::{Figure, Results};
-use stage::{Stage, bytes, kill, option};
+use bench_support::results::{Figure, Results};
+use bench_support::stage::{Stage, bytes, kill, option};
 
 /// A job: so much memory, so much of each period on the GPU, so many periods.
 struct Job {
@@ -35,7 +32,7 @@ fn numbers(name: &str, default: &str) -> Vec<f64> {
 
 fn main() {
     let mut results = Results::from_arguments();
-    let stage = Stage::new();
+    let stage = Stage::from_arguments();
     if stage.ask(&["info"]).is_none() {
         println!("no GPU here: nothing is measured");
         return;

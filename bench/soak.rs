@@ -11,9 +11,6 @@
 //! less than 1 ms each and test the scheduler alone. `--programs` is where release builds of nvshare-scheduler, libnvshare.so and the
 //! simulated libcuda.so are (default: where this benchmark was built).
 
-mod results;
-mod stage;
-
 use std::{
     ffi::{c_char, c_void},
     fmt, fs,
@@ -25,9 +22,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bench_support::results::{Figure, Results};
+use bench_support::stage::{Stage, option};
 use nvshare_wire::{ClientMessage, SchedulerMessage, client::ReleaseReason};
-use results::{Figure, Results};
-use stage::{Stage, option};
 use test_support::daemon::{self, Client, GIB, PATIENCE};
 
 /// Memory of the simulated GPU, of each program, and of each context, in MiB: two programs need more than there is.
@@ -56,7 +53,7 @@ fn main() {
     let hand_overs: f64 = option("--handovers", "100000").parse().expect("a number of hand-overs");
     let library = option("--library", "20000").parse::<f64>().expect("a number of hand-overs").min(hand_overs);
     let samples: f64 = option("--samples", "100").parse().expect("a number of samples");
-    let stage = Stage::new();
+    let stage = Stage::from_arguments();
     let simulator = stage.file("simulator");
     install_simulator(&stage, &simulator);
     let environment = simulated(&simulator, &stage.file("gpu"));

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Figures for bench/results.json, in the form that bench/results.rs gives them, and what they are made of.
+"""Figures for bench/results.json, in the form that bench/support/src/results.rs gives them, and what they are made of.
 
   figures.py FROM INTO   puts the figures of one such file into another
 """

@@ -19,16 +19,7 @@ fn status_shows_who_holds_and_who_waits() {
     );
     assert!(empty.stdout.contains("No GPU is known yet"), "{}", empty.stdout);
 
-    let [holder, waiter, idle] = [daemon.client(), daemon.client(), daemon.client()];
-    for client in [&holder, &waiter] {
-        client.attach();
-        client.report(12 * GIB, 0);
-    }
-    holder.request();
-    holder.until_granted();
-    holder.report(12 * GIB, 12 * GIB);
-    waiter.request();
-    daemon.log.wait("contended");
+    let ([holder, waiter], idle) = (daemon.holder_and_waiter(), daemon.client());
     let status = daemon.ctl(&["status"]);
     assert_eq!(status.code, Some(0));
     let lines: Vec<&str> = status.stdout.lines().collect();
@@ -238,22 +229,13 @@ fn a_command_runs_with_the_lock_held_and_ends_as_it_would_without() {
 /// A daemon with a program that holds the GPU, one that waits, and a lock whose owner says who it is.
 fn busy() -> (Daemon, [Client; 2], std::process::Child) {
     let daemon = Daemon::start();
-    let [holder, waiter] = [daemon.client(), daemon.client()];
-    for client in [&holder, &waiter] {
-        client.attach();
-        client.report(12 * GIB, 0);
-    }
-    holder.request();
-    holder.until_granted();
-    holder.report(12 * GIB, 12 * GIB);
-    waiter.request();
-    daemon.log.wait("contended");
+    let clients = daemon.holder_and_waiter();
     let mut lock = ctl();
     lock.arg("--control").arg(daemon.control());
     lock.args(["lock", "--who", "secret-who", "--why", "secret-why", "--", "true"]);
     let lock = lock.stdout(Stdio::null()).spawn().expect("nvsharectl");
     daemon.log.wait("secret-who connected");
-    (daemon, [holder, waiter], lock)
+    (daemon, clients, lock)
 }
 
 #[test]

@@ -146,16 +146,7 @@ fn the_busctl_command_of_the_manual_works() {
 fn clients_and_gpus_are_listed() {
     both_ways(async |daemon, connection| {
         let scheduler = scheduler(connection).await;
-        let [holder, waiter] = [daemon.client(), daemon.client()];
-        for client in [&holder, &waiter] {
-            client.attach();
-            client.report(12 * GIB, 0);
-        }
-        holder.request();
-        holder.until_granted();
-        holder.report(12 * GIB, 12 * GIB);
-        waiter.request();
-        daemon.log.wait("contended");
+        let [holder, waiter] = daemon.holder_and_waiter();
 
         let gpus = scheduler.list_gpus().await.expect("an answer");
         let [gpu] = gpus.as_slice() else { panic!("{gpus:?}") };

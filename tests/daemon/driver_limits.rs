@@ -6,9 +6,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use cuda_sim_gpus::{Config, limits};
-use nvshare_wire::client::{Engine, EngineReason, GpuKind};
-use nvshare_wire::counts::Counts;
-use nvshare_wire::{ClientMessage, SchedulerMessage, Text, Uuid, version};
+use nvshare_wire::{Uuid, version};
 use test_support::cgroup::*;
 use test_support::daemon::*;
 use test_support::{artifact, has_own_process};
@@ -104,33 +102,13 @@ fn reload(daemon: &Daemon) {
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
 }
 
-fn attach_to_simulated(client: &Client) {
-    client.send(ClientMessage::Attach {
-        slot: 0,
-        uuid: Uuid(Config::get().uuid(0)),
-        kind: GpuKind::Gpu,
-        engine: Engine::Swap,
-        total: TOTAL,
-        name: Text::new("simulated"),
-        reason: EngineReason::Best,
-    });
-    client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+fn attach(client: &Client) {
+    client.attach_gpu(Uuid(Config::get().uuid(0)), TOTAL);
 }
 
 /// It has so much, and knows every limit that it was told.
 fn report(client: &Client, bytes: u64) {
-    client.send(ClientMessage::Memory {
-        slot: 0,
-        ack: u32::MAX,
-        demand: bytes,
-        mapped: bytes,
-        swapped: 0,
-        pinned: 0,
-        device_free: u64::MAX,
-        limit_ack: u32::MAX,
-        host: 0,
-        counts: Counts::default(),
-    });
+    client.send(memory_after(u32::MAX, u32::MAX, bytes, bytes));
 }
 
 /// The effective capabilities of each thread, by its name.
@@ -156,7 +134,7 @@ fn the_driver_bounds_what_a_rule_bounds_for_as_long_as_it_does() {
     machine.wait([Some(256 * MIB + 2 * CONTEXT), Some(256 * MIB + CONTEXT)]);
 
     // What is there can stay, or come back.
-    attach_to_simulated(&program);
+    attach(&program);
     report(&program, 200 * MIB);
     machine.configure(true, &rule("128M"));
     reload(&daemon);
@@ -245,7 +223,7 @@ fn where_it_cannot_be_done_one_line_says_why_and_programs_go_on() {
         let programs = [0, 1, 0].map(|unit| machine.program(&daemon, unit));
         let line = daemon.log.wait("driver-limits has no effect");
         assert!(line.contains(why), "{line}");
-        programs.iter().for_each(attach_to_simulated);
+        programs.iter().for_each(attach);
         reload(&daemon);
         machine.configure(true, &rule("128M"));
         reload(&daemon);
@@ -271,7 +249,7 @@ fn where_it_cannot_be_done_one_line_says_why_and_programs_go_on() {
     says(setters(), finds_version_2, "the driver bounds no control groups here");
     machine.configure(false, &rule("256M"));
     let daemon = machine.start(setters(), finds_version_2);
-    attach_to_simulated(&machine.program(&daemon, 0));
+    attach(&machine.program(&daemon, 0));
     let log = daemon.log.clone();
     daemon.stop();
     assert_eq!(log.count("driver-limits"), 0, "who does not ask for it hears nothing");

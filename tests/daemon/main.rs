@@ -4,6 +4,7 @@
 mod bus;
 mod clients;
 mod driver_limits;
+mod fake_polkit;
 mod metrics;
 mod polkit;
 mod private_bus;

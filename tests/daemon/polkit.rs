@@ -5,9 +5,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
+use crate::fake_polkit::*;
 use crate::private_bus::*;
 use nvshare::bus::{NAME, PATH, SchedulerProxy};
 use test_support::daemon::*;
@@ -25,113 +24,6 @@ const CHANGE: &str = "org.nvshare.Scheduler1.change-settings";
 const LOCK: &str = "org.nvshare.Scheduler1.acquire-lock";
 const SEE: &str = "org.nvshare.Scheduler1.see-commands";
 const DEBUG: &str = "org.nvshare.Scheduler1.debug";
-
-// ---- a polkit ------------------------------------------------------------------------------------------------------
-
-/// What it answers.
-#[derive(Debug, Clone, Copy, Default)]
-enum Says {
-    #[default]
-    Yes,
-    No,
-    Challenge,
-    Dismissed,
-    Nothing,
-}
-
-/// What it was asked.
-#[derive(Debug, Clone, PartialEq)]
-struct Asked {
-    /// The unique name on the bus of who is asked about.
-    subject: String,
-    action: String,
-    flags: u32,
-    id: String,
-}
-
-#[derive(Debug, Default)]
-struct Book {
-    says: Says,
-    asked: Vec<Asked>,
-    cancelled: Vec<String>,
-}
-
-struct Authority(Arc<Mutex<Book>>);
-
-#[zbus::interface(name = "org.freedesktop.PolicyKit1.Authority")]
-impl Authority {
-    async fn check_authorization(
-        &self,
-        subject: (String, HashMap<String, OwnedVariant>),
-        action: String,
-        details: HashMap<String, String>,
-        flags: u32,
-        id: String,
-    ) -> ((bool, bool, HashMap<String, String>),) {
-        assert_eq!((subject.0.as_str(), subject.1.len(), details.len()), ("system-bus-name", 1, 0));
-        let subject = String::try_from(subject.1["name"].clone()).expect("a name");
-        let says = {
-            let mut book = self.0.lock().expect("the book");
-            book.asked.push(Asked { subject, action, flags, id });
-            book.says
-        };
-        let (authorized, challenge) = match says {
-            Says::Yes => (true, false),
-            Says::No | Says::Dismissed => (false, false),
-            Says::Challenge => (false, true),
-            Says::Nothing => std::future::pending().await,
-        };
-        let dismissed = matches!(says, Says::Dismissed).then(|| ("polkit.dismissed".to_owned(), "true".to_owned()));
-        ((authorized, challenge, dismissed.into_iter().collect()),)
-    }
-
-    fn cancel_check_authorization(&self, id: String) {
-        self.0.lock().expect("the book").cancelled.push(id);
-    }
-}
-
-struct Polkit {
-    book: Arc<Mutex<Book>>,
-    connection: Connection,
-}
-
-impl Polkit {
-    async fn start(bus: &Bus) -> Self {
-        let book = Arc::new(Mutex::new(Book::default()));
-        let connection = Builder::address(bus.address.as_str())
-            .serve_at("/org/freedesktop/PolicyKit1/Authority", Authority(book.clone()))
-            .name("org.freedesktop.PolicyKit1")
-            .build()
-            .await
-            .expect("the bus");
-        Self { book, connection }
-    }
-
-    fn say(&self, says: Says) {
-        self.book.lock().expect("the book").says = says;
-    }
-
-    /// What it was asked since this was called last.
-    fn asked(&self) -> Vec<Asked> {
-        std::mem::take(&mut self.book.lock().expect("the book").asked)
-    }
-
-    /// The same, once it is so much.
-    async fn asked_times(&self, times: usize) -> Vec<Asked> {
-        until(|| self.book.lock().expect("the book").asked.len() >= times).await;
-        self.asked()
-    }
-
-    async fn is_cancelled(&self, asked: &Asked) {
-        until(|| self.book.lock().expect("the book").cancelled.contains(&asked.id)).await;
-    }
-}
-
-async fn until(is_so: impl Fn() -> bool) {
-    while !is_so() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}
 
 // ---- users ---------------------------------------------------------------------------------------------------------
 
@@ -429,7 +321,7 @@ fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
         set_quantum(&on_bus(bus).await, 47).await.expect("root's");
         let [first, _, third] = crowd;
         first.close().await.expect("it leaves");
-        until(|| polkit.book.lock().expect("the book").cancelled.len() == 16).await;
+        until(|| polkit.cancelled() == 16).await;
         // The last message to polkit comes before the last place is free.
         while set_quantum(&third, 48).await.is_err() {}
         assert_eq!(quantum(&third).await, 48);

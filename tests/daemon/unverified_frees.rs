@@ -2,15 +2,12 @@
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use cuda_sim_gpus::{Account, Config};
-use nvshare_wire::client::{Engine, EngineReason, GpuKind};
-use nvshare_wire::{ClientMessage, Counts, SchedulerMessage, Text, Uuid};
+use nvshare_wire::{ClientMessage, SchedulerMessage, Uuid};
 use serde_json::Value;
 use test_support::daemon::*;
-use test_support::has_own_process;
+use test_support::{has_own_process, wait_for};
 
 const MIB: u64 = 1 << 20;
 const TOTAL: u64 = 256 * MIB;
@@ -19,32 +16,13 @@ const DEMAND: u64 = 120 * MIB;
 /// Reports below this say nothing against a client: the granularity of what is measured.
 const SLACK: u64 = 4 * MIB;
 
-fn attach() -> ClientMessage {
-    ClientMessage::Attach {
-        slot: 0,
-        uuid: Uuid(Config::get().uuid(0)),
-        kind: GpuKind::Gpu,
-        engine: Engine::Swap,
-        total: TOTAL,
-        name: Text::new("simulated"),
-        reason: EngineReason::Best,
-    }
+fn attach(client: &Client) {
+    client.attach_gpu(Uuid(Config::get().uuid(0)), TOTAL);
 }
 
 /// It needs all of its memory, has so much of it, and has carried out that allowance.
 fn report(ack: u32, mapped: u64) -> ClientMessage {
-    ClientMessage::Memory {
-        slot: 0,
-        ack,
-        demand: DEMAND,
-        mapped,
-        swapped: DEMAND - mapped,
-        pinned: 0,
-        device_free: u64::MAX,
-        limit_ack: 1,
-        host: DEMAND - mapped,
-        counts: Counts::default(),
-    }
+    memory_after(ack, 1, DEMAND, mapped)
 }
 
 /// The next allowance that is as wanted: its number, and how much it is.
@@ -60,18 +38,6 @@ fn status(daemon: &Daemon) -> Value {
     serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON")
 }
 
-#[track_caller]
-fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        if let Some(answer) = look() {
-            return answer;
-        }
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        thread::sleep(Duration::from_millis(20));
-    }
-}
-
 /// Of another user, wants memory and the lock, and ends well once it has them.
 fn other_user(daemon: &Daemon) -> Child {
     let mut other = helper("unverified_frees::helper_wants", &daemon.socket());
@@ -82,8 +48,7 @@ fn other_user(daemon: &Daemon) -> Child {
 #[ignore = "a helper: a client of another user"]
 fn helper_wants() {
     let client = Client::welcomed_as(&helper_socket(), 2);
-    client.send(attach());
-    client.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+    attach(&client);
     client.send(report(0, 0));
     client.request();
     client.until_granted();
@@ -105,8 +70,7 @@ fn nobody_is_given_what_another_user_says_it_has_freed_and_has_not() {
 
     let gpu = Account::get();
     let liar = Client::welcomed_as(&daemon.socket(), 2);
-    liar.send(attach());
-    liar.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+    attach(&liar);
     assert!(gpu.take(0, CONTEXT));
     wait_for("its context to be measured", || (status(&daemon)["gpus"][0]["overhead"] == CONTEXT).then_some(()));
     liar.send(report(0, 0));

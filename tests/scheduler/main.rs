@@ -13,3 +13,4 @@ mod shares;
 mod talk;
 mod thrash;
 mod thrash_traces;
+mod worlds;

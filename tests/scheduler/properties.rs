@@ -1,6 +1,7 @@
 //! What must hold whatever happens: random worlds of obedient and disobedient clients, and events that make no sense.
 //! The checks after every event are in `scheduler_sim`. `NVSHARE_SCHEDULER_CASES` sets the number of cases.
 
+use crate::worlds::*;
 use nvshare_sched::*;
 use proptest::prelude::*;
 use scheduler_sim::*;
@@ -10,170 +11,6 @@ use std::time::Duration;
 fn config(cases: u32) -> ProptestConfig {
     let wanted = std::env::var("NVSHARE_SCHEDULER_CASES").ok().and_then(|n| n.parse().ok());
     ProptestConfig { cases: wanted.unwrap_or(cases), failure_persistence: None, ..ProptestConfig::default() }
-}
-
-/// The mode and the policy.
-type Mode = (AntiThrash, PolicyName);
-
-fn mode() -> impl Strategy<Value = Mode> {
-    let modes = prop_oneof![Just(AntiThrash::On), Just(AntiThrash::Auto), Just(AntiThrash::Off)];
-    (modes, prop_oneof![Just(PolicyName::Fcfs), Just(PolicyName::Adaptive)])
-}
-
-fn settings((anti_thrash, policy): Mode, quantum: Duration) -> Settings {
-    Settings { policy, ..scheduler_sim::settings(anti_thrash, quantum) }
-}
-
-/// How unruly the clients of a world are.
-#[derive(Debug, Clone, Copy, Default)]
-struct Unruly {
-    stuck: bool,
-    /// Drains that take seconds, or for ever.
-    lingering: bool,
-    stopped: bool,
-    killed: bool,
-    pinned: bool,
-    gangs: bool,
-    managed: bool,
-    /// Bytes are reported as freed that are not.
-    lying: bool,
-    /// Some say of themselves that they may have less.
-    claiming: bool,
-}
-
-fn unruly() -> impl Strategy<Value = Unruly> {
-    any::<[bool; 9]>().prop_map(|[stuck, lingering, stopped, killed, pinned, gangs, managed, lying, claiming]| Unruly {
-        stuck,
-        lingering,
-        stopped,
-        killed,
-        pinned,
-        gangs,
-        managed,
-        lying,
-        claiming,
-    })
-}
-
-/// What somebody says of itself: how much memory it may have, and how it compares with others.
-fn claims(rng: &mut Dice) -> EnvLimits {
-    let most = [Amount::Infinity, Amount::Percent(1 + rng.below(100) as u8), Amount::Bytes(rng.below(24) * GIB / 2)];
-    EnvLimits {
-        memory_max: most[rng.below(3) as usize],
-        memory_low: rng.one_in(3).then(|| Amount::Bytes(rng.below(8) * GIB)),
-        swap_max: rng.one_in(3).then(|| rng.below(48) * GIB / 2),
-        weight: rng.one_in(2).then(|| [1, 10, 99, 100, 10_000][rng.below(5) as usize]),
-        ..EnvLimits::default()
-    }
-}
-
-/// And when it has any time.
-fn claims_of_time(rng: &mut Dice) -> EnvLimits {
-    EnvLimits {
-        weight: [None, Some(0), Some(1), Some(40), Some(400)][rng.below(5) as usize],
-        time_max: if rng.one_in(2) { 100 } else { 5 + rng.below(96) as u8 },
-        priority: rng.one_in(3).then(|| rng.below(3) as i8 - 1),
-        batch: rng.one_in(3),
-        ..EnvLimits::default()
-    }
-}
-
-const TOTAL: u64 = 16 * GIB;
-
-fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
-    let mut set = GpuSet::from([gpu(rng.below(gpus))]);
-    while rng.one_in(3) && set.len() < 4 {
-        set.insert(gpu(rng.below(gpus)));
-    }
-    let start = rng.between(ms(0), ms(3000));
-    let pinned = if unruly.pinned && rng.one_in(3) { rng.below(256 * MIB) } else { 0 };
-    // What is pinned by all must leave room for the largest, or it could never run.
-    let largest = match unruly {
-        Unruly { lingering: true, .. } => 8, // it has to fit beside those who never drain
-        Unruly { pinned: true, lying: true, .. } => 8,
-        Unruly { pinned: true, .. } | Unruly { lying: true, .. } => 12,
-        _ => 20,
-    };
-    let endless = unruly.lingering && rng.one_in(5);
-    let late = unruly.lingering && !endless && rng.one_in(4);
-    let stopped = (unruly.stopped && rng.one_in(5)).then(|| {
-        let from = start + rng.between(ms(0), ms(4000));
-        (from, from + rng.between(ms(1), ms(20_000)))
-    });
-    Plan {
-        gpus: set,
-        job: 0,
-        gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
-        user: UserId(rng.below(3) as u32),
-        group: None,
-        own: if unruly.claiming && rng.one_in(3) { claims(rng) } else { EnvLimits::default() },
-        fullness: [None, Some(1000), Some(900), Some(100), Some(0)][rng.below(5) as usize],
-        engine: if unruly.managed && rng.one_in(3) { Engine::Managed } else { Engine::Swap },
-        demand: if endless { 0 } else { rng.below(largest) * GIB } + pinned + rng.below(3) * 4096,
-        growth: 0,
-        pinned,
-        start,
-        phases: 1 + rng.below(5) as u32,
-        cpu: rng.between(ms(0), ms(300)),
-        gpu: if endless { ENDLESS } else { rng.between(ms(1), ms(800)) },
-        drain: rng.between(ms(0), ms(if late { 10_000 } else { 30 })),
-        endless,
-        rate: (1 + rng.below(40)) * GIB,
-        stuck: match () {
-            () if endless && rng.one_in(2) => u32::MAX,
-            () if unruly.stuck && rng.one_in(3) => rng.below(8) as u32,
-            () => 0,
-        },
-        stopped,
-        killed: (unruly.killed && rng.one_in(4)).then(|| start + rng.between(ms(0), ms(5000))),
-        lie: (unruly.lying && rng.one_in(3)).then(|| match rng.one_in(3) {
-            true => Lie { bytes: rng.below(256 * MIB), late: None },
-            false => Lie { bytes: rng.below(16) * GIB, late: Some(rng.between(ms(0), ms(8000))) },
-        }),
-        leaves: rng.one_in(2),
-    }
-}
-
-fn world(seed: u64, mode: Mode, quantum: Duration, gpus: u64, clients: u64, unruly: Unruly) -> World {
-    let mut world = World::new(settings(mode, quantum), seed);
-    for n in 0..gpus {
-        world.add_gpu(gpu(n), TOTAL, 512 * MIB);
-    }
-    if unruly.lying {
-        world.measure();
-    }
-    for _ in 0..clients {
-        let plan = plan(&mut world.rng, gpus, unruly);
-        world.add(plan);
-    }
-    world
-}
-
-/// Nobody can take longer than if all were served one after the other, each at its slowest.
-fn bound(world: &World, quantum: Duration) -> Duration {
-    let mut sum = Duration::from_secs(30);
-    for m in world.models.values() {
-        let p = &m.plan;
-        if p.endless {
-            sum += Duration::from_secs(10); // it is waited for, but once
-            continue;
-        }
-        let turns = p.phases + (p.gpu.as_nanos() * u128::from(p.phases) / ms(20).as_nanos()) as u32;
-        let swap = Duration::from_secs_f64(2.0 * p.demand as f64 / p.rate as f64);
-        sum += (p.cpu + p.gpu) * p.phases + (p.drain * 2 + swap * 4 + ms(10)) * turns.max(1) + quantum;
-        sum += Duration::from_secs(8) * turns.max(1) * u32::from(p.lie.is_some());
-        sum += Duration::from_secs(25) * u32::from(p.stopped.is_some()) + Duration::from_secs(5) * p.stuck;
-    }
-    sum
-}
-
-/// Runs for a while, and puts everybody into another group, by a number for each time.
-fn regroup_now_and_then(world: &mut World, changes: Vec<(u64, u64)>, group: impl Fn(u64, u64) -> Option<Group>) {
-    for (after, seed) in changes {
-        let at = world.now + ms(after);
-        world.run(at);
-        world.regroup(|client| group(seed, client.0));
-    }
 }
 
 proptest! {
@@ -231,7 +68,7 @@ proptest! {
         let bound = bound(&world, quantum);
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
-        world.check_replay(settings(mode, quantum));
+        world.check_replay(settings_of(mode, quantum));
     }
 
     /// Whatever ails the GPUs and however wrong they are measured, every client that waits runs, or its allocation is
@@ -345,7 +182,7 @@ proptest! {
         for (mode, quantum, after) in changes {
             let at = world.now + ms(after);
             world.run(at);
-            world.feed(Event::Configure(settings(mode, ms(quantum))));
+            world.feed(Event::Configure(settings_of(mode, ms(quantum))));
         }
         let done = world.run(bound);
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
@@ -361,7 +198,7 @@ proptest! {
         for (mode, quantum, after) in changes {
             let at = world.now + ms(after);
             world.run(at);
-            world.feed(Event::Configure(settings(mode, ms(quantum))));
+            world.feed(Event::Configure(settings_of(mode, ms(quantum))));
         }
         let done = world.run(bound);
         prop_assert!(done, "{:#?}", unserved(&world));
@@ -476,7 +313,7 @@ proptest! {
         start in prop_oneof![Just(0u64), 0u64..1 << 40],
         events in prop::collection::vec((prop_oneof![0u64..50, 0u64..20_000, Just(u64::MAX)], event()), 1..200),
     ) {
-        let first = settings((AntiThrash::Auto, PolicyName::Fcfs), ms(1000));
+        let first = settings_of((AntiThrash::Auto, PolicyName::Fcfs), ms(1000));
         let mut machines = [Machine::new(first.clone()), Machine::new(first)];
         let mut now = ms(start);
         let mut groups: BTreeMap<ClientId, Option<GroupId>> = BTreeMap::new();

@@ -180,3 +180,16 @@ pub fn allowances(commands: &[Command]) -> Vec<(u64, u64)> {
     });
     all.collect()
 }
+
+pub fn limits(commands: &[Command]) -> Vec<(u64, u64)> {
+    let all = commands.iter().filter_map(|c| match c {
+        Command::Limit { client, bytes, .. } => Some((client.0, *bytes)),
+        _ => None,
+    });
+    all.collect()
+}
+
+/// The first that a holder is told.
+pub fn grace(commands: &[Command]) -> Option<Duration> {
+    commands.iter().find_map(|c| if let Command::Contended { grace, .. } = c { Some(*grace) } else { None })
+}

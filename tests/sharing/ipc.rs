@@ -62,21 +62,6 @@ fn pinned(machine: &Machine, program: &Program) -> u64 {
     of.map_or(0, |client| client["gpus"].as_array().expect("GPUs").iter().map(|g| number(&g["pinned"])).sum())
 }
 
-/// Where NVML does not work, so that clients are believed. A real GPU shows memory for as long as an importer has it; the
-/// simulated one forgets it once its exporter has freed it or is gone, which would refute what the importer then reports.
-fn unmeasured() -> Machine {
-    let mut machine = Machine::new(Setup::default());
-    end_nvml(&machine);
-    machine.start_scheduler();
-    machine
-}
-
-/// For schedulers that are started from now on.
-fn end_nvml(machine: &Machine) {
-    std::fs::create_dir_all(machine.path("gpu")).expect("the simulator's directory");
-    std::fs::write(machine.path("gpu/no-driver"), "").expect("the simulator's directory");
-}
-
 #[track_caller]
 fn wait_for_pinned(machine: &Machine, program: &Program, bytes: u64) {
     wait_for(&format!("{bytes} pinned bytes of {}", program.name), || {
@@ -209,7 +194,7 @@ fn an_exporter_that_is_stopped_is_not_waited_for_without_end() {
 
 #[test]
 fn memory_outlives_its_exporter_and_is_counted_until_the_last_importer_closes_it() {
-    let machine = unmeasured();
+    let machine = Machine::with_scheduler(Setup::default());
     let (keep, stay) = (mark(&machine, "keep"), mark(&machine, "stay"));
     let pair = Pair::new(&machine, &format!("--mem {SHARED} --rounds 2"));
     let mut exporter = pair.exporter(&machine, &format!("--stay {stay}")).start();
@@ -244,7 +229,7 @@ fn memory_that_stays_for_two_reasons_is_counted_once() {
 
 #[test]
 fn an_exporter_that_is_killed_leaves_its_memory_to_the_importer() {
-    let machine = unmeasured();
+    let machine = Machine::with_scheduler(Setup::default());
     let (keep, end) = (mark(&machine, "keep"), mark(&machine, "end"));
     let pair = Pair::new(&machine, &format!("--mem {SHARED}"));
     let mut exporter = pair.exporter(&machine, "--rounds 1000000").start();
@@ -275,7 +260,7 @@ fn an_importer_that_is_killed_leaves_the_exporter_as_it_was() {
 
 #[test]
 fn a_new_scheduler_learns_who_has_what() {
-    learn_who_has_what(unmeasured());
+    learn_who_has_what(Machine::with_scheduler(Setup::default()));
 }
 
 #[test]
@@ -289,7 +274,6 @@ fn learn_who_has_what(mut machine: Machine) {
     let mut exporter = pair.exporter(&machine, &format!("--stay {stay}")).start();
     pair.wait_until_exported();
     machine.kill_scheduler();
-    end_nvml(&machine);
     machine.start_scheduler();
     // It is found by its name, as before; and what it has exported is pinned still.
     let mut importer = pair.importer(&machine, &format!("--keep {keep}")).start();

@@ -1,11 +1,9 @@
 //! The agent beside the real scheduler: pods that come, change and go, and what the scheduler then knows.
 
-mod support;
-
+use crate::support::api::{container, pod, uid};
+use crate::support::containers::{Inmate, stay_connected};
+use crate::support::{Node, said};
 use serde_json::{Value, json};
-use support::api::{container, pod, uid};
-use support::containers::{Inmate, stay_connected};
-use support::{Node, said};
 
 #[test]
 #[ignore = "is run by tests, as a process of its own"]

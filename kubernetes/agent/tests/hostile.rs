@@ -1,9 +1,7 @@
 //! What whoever may write annotations, or an API server that talks nonsense, can do to the agent: nothing.
 
-mod support;
-
-use support::Node;
-use support::api::{pod, uid};
+use crate::support::Node;
+use crate::support::api::{pod, uid};
 
 #[test]
 fn annotations_of_any_kind_harm_nobody_else() {

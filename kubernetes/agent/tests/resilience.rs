@@ -1,12 +1,10 @@
 //! What becomes of the agent when the scheduler or the API server is not there, or starts anew.
 
-mod support;
-
 use std::cell::RefCell;
 use std::time::Duration;
 
-use support::Node;
-use support::api::{pod, uid};
+use crate::support::Node;
+use crate::support::api::{pod, uid};
 
 #[test]
 fn a_scheduler_that_comes_late_or_again_is_told_everything() {

@@ -1,14 +1,12 @@
 //! What nobody sensible sends: the plugin refuses it, and serves the next as if nothing had been.
 
-mod support;
-
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 
+use crate::support::kubelet::Kubelet;
+use crate::support::{Node, PATIENCE};
 use nvshare_device_plugin::protocol::{AllocateRequest, ContainerAllocateRequest, Empty, RegisterRequest};
 use prost::Message;
-use support::kubelet::Kubelet;
-use support::{Node, PATIENCE};
 use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Endpoint;

@@ -1,10 +1,8 @@
 //! What makes GPUs unhealthy, and healthy again: the driver's events and answers, and the scheduler's state.
 
-mod support;
-
+use crate::support::kubelet::{Kubelet, Plugin, health};
+use crate::support::{Node, Process};
 use cuda_sim_gpus::trouble::{self, DOUBLE_BIT_ECC, Event, XID};
-use support::kubelet::{Kubelet, Plugin, health};
-use support::{Node, Process};
 
 /// The plugin on a node whose scheduler runs.
 async fn watched(node: &Node) -> (Process, Kubelet, Plugin) {

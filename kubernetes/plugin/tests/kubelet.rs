@@ -1,16 +1,14 @@
 //! The plugin with a kubelet that comes and goes: registration, the list, the answers for containers, restarts of either.
 
-mod support;
-
 use std::time::Duration;
 
+use crate::support::kubelet::{Kubelet, Plugin, health, ids};
+use crate::support::{Node, PATIENCE, Process, QUICK};
 use nvshare_device_plugin::protocol::Device;
-use support::kubelet::{Kubelet, health, ids};
-use support::{Node, PATIENCE, Process, QUICK};
 use tonic::{Code, Status};
 
 /// A node on which everything runs.
-async fn running(node: &Node) -> (Process, Process, Kubelet, support::kubelet::Plugin) {
+async fn running(node: &Node) -> (Process, Process, Kubelet, Plugin) {
     let scheduler = node.scheduler();
     let mut kubelet = Kubelet::start(&node.kubelet_directory());
     let process = node.plugin();

@@ -8,7 +8,7 @@ use crate::{
     error::{Done, Error},
     managed::Managed,
 };
-use cuda_sim_gpus::Account;
+use cuda_sim_gpus::{Account, shared::Shared};
 use std::{
     collections::BTreeMap,
     ops::Bound,
@@ -36,12 +36,25 @@ pub struct Chunk {
     alias: *mut u8,
     /// It may be exported.
     pub shareable: bool,
-    /// What other processes have it by; made when it is first exported.
-    fd: OnceLock<OwnedFd>,
+    /// The file that other processes have it by; made when it is first exported.
+    file: OnceLock<ChunkFile>,
     /// Made so that other devices may reach it.
     pub rdma: AtomicBool,
-    /// Imported chunks are on their exporter's account.
-    accounted: bool,
+    /// This process allocated it: otherwise it was imported.
+    is_own: bool,
+}
+
+#[derive(Debug)]
+struct ChunkFile {
+    fd: OwnedFd,
+    inode: u64,
+}
+
+impl ChunkFile {
+    fn new(fd: OwnedFd) -> Result<Self, Error> {
+        let meta = std::fs::metadata(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+        Ok(Self { inode: meta.map_err(|_| Error::OPERATING_SYSTEM)?.ino(), fd })
+    }
 }
 
 // SAFETY: `alias` is a mapping that this object owns; what happens inside it is the simulated program's own business,
@@ -67,37 +80,41 @@ impl Chunk {
             libc::madvise(alias.cast(), len as usize, libc::MADV_HUGEPAGE);
             libc::madvise(alias.cast(), len as usize, libc::MADV_DONTFORK);
         }
-        let (fd, rdma) = (OnceLock::new(), AtomicBool::new(false));
-        Ok(Chunk { gpu, len, alias, shareable, fd, rdma, accounted: true })
+        let (file, rdma) = (OnceLock::new(), AtomicBool::new(false));
+        Ok(Chunk { gpu, len, alias, shareable, file, rdma, is_own: true })
     }
 
     /// A descriptor for other processes. The bytes move into a file that they can map; few chunks are ever exported, and
     /// anonymous memory is faster.
     pub fn export(&self) -> Result<OwnedFd, Error> {
-        self.shared()?.try_clone().map_err(|_| Error::OPERATING_SYSTEM)
+        self.shared()?.fd.try_clone().map_err(|_| Error::OPERATING_SYSTEM)
     }
 
     /// The descriptor that this process keeps, by its number, and the file's inode.
     pub fn file_name(&self) -> Result<(u64, u64), Error> {
-        let fd = self.shared()?.as_raw_fd();
-        let meta = std::fs::metadata(format!("/proc/self/fd/{fd}")).map_err(|_| Error::OPERATING_SYSTEM)?;
-        Ok((fd as u64, meta.ino()))
+        let file = self.shared()?;
+        Ok((file.fd.as_raw_fd() as u64, file.inode))
     }
 
-    fn shared(&self) -> Result<&OwnedFd, Error> {
+    fn shared(&self) -> Result<&ChunkFile, Error> {
         // Nobody touches memory meanwhile.
         let _table = space_mut();
-        match self.fd.get() {
-            Some(fd) => Ok(fd),
-            None => {
-                let fd = self.file()?;
-                Ok(self.fd.get_or_init(|| fd))
-            }
+        if let Some(file) = self.file.get() {
+            return Ok(file);
         }
+        let file = ChunkFile::new(self.move_into_file()?)?;
+        if !Account::get().share(self.as_shared(&file)) {
+            return Err(Error::OPERATING_SYSTEM);
+        }
+        Ok(self.file.get_or_init(|| file))
+    }
+
+    fn as_shared(&self, file: &ChunkFile) -> Shared {
+        Shared { inode: file.inode, gpu: self.gpu, bytes: self.len, is_owner: self.is_own }
     }
 
     /// Moves the bytes into a file, which takes their place.
-    fn file(&self) -> Result<OwnedFd, Error> {
+    fn move_into_file(&self) -> Result<OwnedFd, Error> {
         let (gpu, len) = (self.gpu, self.len);
         let name = std::ffi::CString::new(format!("cuda-sim-gpu{gpu}")).map_err(|_| Error::UNKNOWN)?;
         // SAFETY: a valid name; the descriptor is new and ours.
@@ -120,14 +137,20 @@ impl Chunk {
 
     /// Whether it is one that others may be given, which is not said of what others gave (driver 580).
     pub fn is_exportable(&self) -> bool {
-        self.shareable && self.accounted
+        self.shareable && self.is_own
     }
 
     /// The chunk behind a descriptor that another process exported.
     pub fn import(gpu: usize, len: u64, fd: OwnedFd) -> Result<Arc<Chunk>, Error> {
         let alias = map(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd.as_raw_fd())?;
-        let (fd, rdma) = (OnceLock::from(fd), AtomicBool::new(false));
-        Ok(Arc::new(Chunk { gpu, len, alias, shareable: true, fd, rdma, accounted: false }))
+        let (file, rdma) = (OnceLock::new(), AtomicBool::new(false));
+        let chunk = Chunk { gpu, len, alias, shareable: true, file, rdma, is_own: false };
+        let file = ChunkFile::new(fd)?;
+        if !Account::get().share(chunk.as_shared(&file)) {
+            return Err(Error::OPERATING_SYSTEM);
+        }
+        chunk.file.get_or_init(|| file);
+        Ok(Arc::new(chunk))
     }
 }
 
@@ -136,8 +159,10 @@ impl Drop for Chunk {
         // SAFETY: the mapping was made with this length, and no work can reach it: work holds the table's lock and goes
         // through mappings that keep their chunk alive.
         unsafe { libc::munmap(self.alias.cast(), self.len as usize) };
-        if self.accounted {
-            Account::get().give(self.gpu, self.len);
+        match self.file.get() {
+            Some(file) => Account::get().give_shared(self.as_shared(file)),
+            None if self.is_own => Account::get().give(self.gpu, self.len),
+            None => {}
         }
     }
 }

@@ -121,6 +121,23 @@ impl Daemon {
         Client::welcomed(&self.socket())
     }
 
+    /// A client that holds the lock, and one that waits for it: both need 12 GiB of the 16 GiB of the GPU.
+    #[track_caller]
+    pub fn holder_and_waiter(&self) -> [Client; 2] {
+        let clients = [self.client(), self.client()];
+        for client in &clients {
+            client.attach();
+            client.report(12 * GIB, 0);
+        }
+        let [holder, waiter] = &clients;
+        holder.request();
+        holder.until_granted();
+        holder.report(12 * GIB, 12 * GIB);
+        waiter.request();
+        self.log.wait("contended");
+        clients
+    }
+
     pub fn signal(&self, signal: i32) {
         kill(self.child.id(), signal);
     }
@@ -340,7 +357,13 @@ impl Client {
     /// Attaches the GPU as slot 0 and waits to be let in.
     #[track_caller]
     pub fn attach(&self) {
-        self.send(attach(0, GPU));
+        self.attach_gpu(GPU, 16 * GIB);
+    }
+
+    /// The same with a GPU of so many bytes.
+    #[track_caller]
+    pub fn attach_gpu(&self, uuid: Uuid, total: u64) {
+        self.send(attach_of(0, uuid, total));
         self.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
     }
 
@@ -366,21 +389,24 @@ pub fn hello_of(min_version: u16, max_version: u16) -> ClientMessage {
 }
 
 pub fn attach(slot: u32, uuid: Uuid) -> ClientMessage {
-    let (kind, engine) = (GpuKind::Gpu, Engine::Swap);
-    ClientMessage::Attach {
-        slot,
-        uuid,
-        kind,
-        engine,
-        total: 16 * GIB,
-        name: Text::new("Test GPU"),
-        reason: EngineReason::Best,
-    }
+    attach_of(slot, uuid, 16 * GIB)
+}
+
+fn attach_of(slot: u32, uuid: Uuid, total: u64) -> ClientMessage {
+    let (kind, engine, name, reason) = (GpuKind::Gpu, Engine::Swap, Text::new("Test GPU"), EngineReason::Best);
+    ClientMessage::Attach { slot, uuid, kind, engine, total, name, reason }
 }
 
 pub fn memory(slot: u32, demand: u64, mapped: u64) -> ClientMessage {
     let (device_free, limit_ack, host, counts) = (u64::MAX, 0, 0, Counts::default());
     ClientMessage::Memory { slot, ack: 0, demand, mapped, swapped: 0, pinned: 0, device_free, limit_ack, host, counts }
+}
+
+/// What it lacks on the GPU is in the host; it has carried out that allowance, and knows that limit.
+pub fn memory_after(ack: u32, limit_ack: u32, demand: u64, mapped: u64) -> ClientMessage {
+    let (slot, swapped, pinned, device_free) = (0, demand - mapped, 0, u64::MAX);
+    let (host, counts) = (swapped, Counts::default());
+    ClientMessage::Memory { slot, ack, demand, mapped, swapped, pinned, device_free, limit_ack, host, counts }
 }
 
 pub fn release() -> ClientMessage {

@@ -1,5 +1,4 @@
 //! A node in a directory of its own: the real scheduler, the agent, and a stand-in for the API server.
-#![allow(dead_code)] // each test program uses its own part
 
 pub mod api;
 pub mod containers;

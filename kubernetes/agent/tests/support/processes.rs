@@ -58,10 +58,6 @@ impl Process {
         Self { name, child, log }
     }
 
-    pub fn id(&self) -> u32 {
-        self.child.id()
-    }
-
     pub fn signal(&self, signal: i32) {
         // SAFETY: a plain call; the process is a child of this one that was not waited for.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);

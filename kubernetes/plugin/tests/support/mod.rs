@@ -1,6 +1,5 @@
 //! A node in a directory of its own: simulated GPUs, the real scheduler on them, the plugin, and a stand-in for
 //! kubelet.
-#![allow(dead_code)] // each test program uses its own part
 
 pub mod kubelet;
 #[path = "../../../agent/tests/support/processes.rs"]

@@ -5,6 +5,7 @@ use crate::{
     fork::close_in_child,
     limits::{self, Limit},
     lock::{LockFile, flock, open_shared},
+    shared::{self, Shared},
     traffic,
     trouble::{self, Stranger},
 };
@@ -21,7 +22,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// What one process has on each GPU, as it stands in the process' file.
+/// What one process has on each GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Bytes that stay until they are freed: contexts, allocations, physical chunks.
@@ -35,11 +36,14 @@ pub struct Usage {
 pub struct Process {
     pub pid: u32,
     pub gpus: [Usage; MAX_GPUS],
+    /// What it shares with other processes.
+    pub(crate) shared: Vec<Shared>,
     path: PathBuf,
 }
 
-/// The file of a process: its pid, then `plain` and `managed` for each GPU.
-const WORDS: usize = 1 + 2 * MAX_GPUS;
+/// The file of a process: its pid, then `plain` and `managed` for each GPU, then its shared chunks.
+const WORDS: usize = SHARED + shared::WORDS;
+const SHARED: usize = 1 + 2 * MAX_GPUS;
 
 fn plain_word(gpu: usize) -> usize {
     1 + 2 * gpu
@@ -116,6 +120,22 @@ impl Account {
         debug_assert!(before >= bytes, "gave back more than was taken");
     }
 
+    /// This process has that chunk together with others from now on: it allocated it, or imports it. False if it shares too many.
+    #[must_use]
+    pub fn share(&self, chunk: Shared) -> bool {
+        let Ok(_all) = Everybody::lock() else { return false };
+        shared::insert(&self.words[SHARED..], chunk)
+    }
+
+    /// It has it no longer: an owner gives its bytes back, which then count for others that have the chunk.
+    pub fn give_shared(&self, chunk: Shared) {
+        let Ok(_all) = Everybody::lock() else { return };
+        shared::remove(&self.words[SHARED..], chunk);
+        if chunk.is_owner {
+            self.give(chunk.gpu, chunk.bytes);
+        }
+    }
+
     /// Makes `bytes` of managed memory resident, evicting other managed memory; returns false if even that does not help.
     #[must_use]
     pub fn take_managed(&self, gpu: usize, bytes: u64) -> bool {
@@ -141,11 +161,9 @@ impl Account {
 
     /// With everybody locked: frees managed memory until `bytes` fit.
     fn make_room(&self, gpu: usize, bytes: u64) -> bool {
-        let others = living(Some(&self.path));
-        let used = |u: Usage| u.plain + u.managed;
-        let own =
-            self.words[plain_word(gpu)].load(Ordering::Relaxed) + self.words[managed_word(gpu)].load(Ordering::Relaxed);
-        let total: u64 = own + others.iter().map(|p| used(p.gpus[gpu])).sum::<u64>();
+        let mut others = living();
+        let total = used_by_processes(gpu, &others);
+        others.retain(|p| p.path != self.path);
         let dir = &Config::get().dir;
         let strangers = strangers(gpu, total).iter().map(|s| s.bytes).sum();
         let fragmented = Config::get().fragmented.saturating_add(trouble::fragmented(dir, gpu));
@@ -184,7 +202,7 @@ impl Figures {
     /// Of one moment.
     pub fn of(gpu: usize) -> Figures {
         let Ok(_all) = Everybody::lock() else { return Figures::default() };
-        let processes = living(None);
+        let processes = living();
         let strangers = strangers(gpu, used_by_processes(gpu, &processes));
         Figures { processes, strangers, hidden: hidden(gpu) }
     }
@@ -231,26 +249,26 @@ fn within_limits(gpu: usize, bytes: u64) -> bool {
     if limits.is_empty() {
         return true;
     }
-    let all = living(None);
+    let all = living();
     limits.iter().all(|limit| used_within(limit, &all).saturating_add(bytes) <= limit.hard)
 }
 
 /// What the control group of a limit has of that GPU.
 pub fn used_by(limit: &Limit) -> u64 {
-    Everybody::lock().map_or(0, |_all| used_within(limit, &living(None)))
+    Everybody::lock().map_or(0, |_all| used_within(limit, &living()))
 }
 
 /// Sets a limit, or takes it away. One that is below what is there is refused.
 #[must_use]
 pub fn set_limit(limit: &Limit, is_limit: bool) -> bool {
     let Ok(_all) = Everybody::lock() else { return false };
-    (!is_limit || used_within(limit, &living(None)) <= limit.hard) && limits::put(limit, is_limit).is_ok()
+    (!is_limit || used_within(limit, &living()) <= limit.hard) && limits::put(limit, is_limit).is_ok()
 }
 
 /// Every living process that has an account.
 pub fn processes() -> Vec<Process> {
     match Everybody::lock() {
-        Ok(_all) => living(None),
+        Ok(_all) => living(),
         Err(_) => Vec::new(),
     }
 }
@@ -260,10 +278,12 @@ fn processes_dir() -> PathBuf {
 }
 
 /// With everybody locked: reads the accounts of the living, and removes the files of the dead.
-fn living(except: Option<&Path>) -> Vec<Process> {
+fn living() -> Vec<Process> {
     let Ok(entries) = fs::read_dir(processes_dir()) else { return Vec::new() };
-    let paths = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| Some(path.as_path()) != except);
-    paths.filter_map(read).collect()
+    let mut processes: Vec<Process> = entries.filter_map(|entry| read(entry.ok()?.path())).collect();
+    processes.sort_by_key(|process| process.pid);
+    shared::count_without_owner(&mut processes);
+    processes
 }
 
 fn read(path: PathBuf) -> Option<Process> {
@@ -276,7 +296,8 @@ fn read(path: PathBuf) -> Option<Process> {
     file.read_exact_at(&mut bytes, 0).ok()?;
     let word = |at: usize| bytes[at * 8..at * 8 + 8].try_into().map_or(0, u64::from_ne_bytes);
     let gpus = std::array::from_fn(|gpu| Usage { plain: word(plain_word(gpu)), managed: word(managed_word(gpu)) });
-    Some(Process { pid: word(0) as u32, gpus, path })
+    let table: Vec<u64> = (SHARED..WORDS).map(word).collect();
+    Some(Process { pid: word(0) as u32, gpus, shared: shared::read(&table), path })
 }
 
 fn set_managed(path: &Path, gpu: usize, bytes: u64) -> io::Result<()> {

@@ -1,5 +1,5 @@
 //! The simulated GPUs as all processes see them: what they are ([`config`]), who has how much of their memory
-//! ([`account`]), what control groups may have of it ([`limits`]), whose work they execute at this moment ([`engine`]), how far
+//! ([`account`], [`shared`]), what control groups may have of it ([`limits`]), whose work they execute at this moment ([`engine`]), how far
 //! it is ([`mark`]), what has moved between them and the host ([`traffic`]), and what ails them ([`trouble`]).
 //!
 //! Processes share nothing but files in one directory. Whatever a process holds is held by a `flock`, so that the
@@ -12,6 +12,7 @@ mod fork;
 pub mod limits;
 mod lock;
 pub mod mark;
+pub mod shared;
 pub mod traffic;
 pub mod trouble;
 

@@ -1,7 +1,12 @@
 //! Memory: who has it, what is in it, and what happens where there is none.
 
 use crate::support::*;
-use std::{io::BufRead, io::BufReader, thread, time::Duration};
+use cuda_sim_gpus::account;
+use std::{
+    io::{BufRead, BufReader, Write},
+    thread,
+    time::Duration,
+};
 
 const M: usize = 1 << 20;
 const OUT_OF_MEMORY: u32 = 2;
@@ -33,6 +38,71 @@ fn memory_of_a_killed_process_is_free() {
             alloc(400 * M);
         },
     );
+}
+
+/// Prints the handle of 64 MiB, frees them at the first line of its input, and ends at the second.
+fn export() {
+    let at = alloc(64 * M);
+    let mut handle = [0_u64; 8];
+    assert_eq!(cu("cuIpcGetMemHandle", &[handle.as_mut_ptr() as usize, at as usize]), 0);
+    println!("\nhandle {handle:?}");
+    let mut lines = std::io::stdin().lines();
+    lines.next();
+    assert_eq!(cu("cuMemFree_v2", &[at as usize]), 0);
+    println!("\nfreed");
+    lines.next();
+}
+
+fn imported_memory_counts_once_until_it_is_closed(test: &str, is_exporter_killed: bool) {
+    isolated(test, &[("CUDA_SIM_MEMORY", "256M"), ("CUDA_SIM_CONTEXT", "16M")], || {
+        let _gpu = Gpu::open();
+        if role().is_some() {
+            return export();
+        }
+        let mut exporter = companion(test, "exporter");
+        let mut lines = BufReader::new(exporter.stdout.take().expect("piped")).lines().map_while(Result::ok);
+        let handle = lines.find_map(|line| Some(line.strip_prefix("handle [")?.trim_end_matches(']').to_owned()));
+        let handle: Vec<u64> =
+            handle.expect("a handle").split(", ").map(|word| word.parse().expect("a number")).collect();
+        let handle: [usize; 8] = std::array::from_fn(|i| handle[i] as usize);
+        let pids = [exporter.id(), std::process::id()];
+        let have = || {
+            let of = |pid| {
+                let found = account::processes().into_iter().find(|process| process.pid == pid);
+                found.map_or(0, |process| process.gpus[0].plain as usize / M)
+            };
+            let [exporter, importer] = pids.map(of);
+            (free_memory() / M, exporter, importer)
+        };
+        assert_eq!(have(), (160, 80, 16));
+        let at = open_handle(handle);
+        assert_eq!(have(), (160, 80, 16), "it counts for its exporter");
+        if is_exporter_killed {
+            exporter.kill().expect("kill");
+            exporter.wait().expect("wait");
+            assert_eq!(have(), (176, 0, 80), "it counts for its importer");
+        } else {
+            writeln!(exporter.stdin.as_mut().expect("piped")).expect("it is running");
+            assert!(lines.any(|line| line == "freed"));
+            assert_eq!(have(), (160, 16, 80), "it counts for its importer");
+        }
+        let mut refused = 0_u64;
+        assert_eq!(cu("cuMemAlloc_v2", &[&raw mut refused as usize, 200 * M]), OUT_OF_MEMORY);
+        assert_eq!(cu("cuIpcCloseMemHandle", &[at]), 0);
+        assert_eq!((have().0, have().2), (if is_exporter_killed { 240 } else { 224 }, 16), "nobody has it");
+        exporter.kill().expect("kill");
+        exporter.wait().expect("wait");
+    });
+}
+
+#[test]
+fn imported_memory_outlives_its_exporter() {
+    imported_memory_counts_once_until_it_is_closed("memory::imported_memory_outlives_its_exporter", true);
+}
+
+#[test]
+fn imported_memory_stays_when_its_exporter_frees_it() {
+    imported_memory_counts_once_until_it_is_closed("memory::imported_memory_stays_when_its_exporter_frees_it", false);
 }
 
 #[test]

@@ -117,6 +117,21 @@ impl Gpu {
     }
 }
 
+/// Opens memory that another process exported. The handle is passed by value, in memory: nothing else here is.
+pub fn open_handle(handle: [usize; 8]) -> usize {
+    #[repr(C)]
+    struct Handle([usize; 8]);
+    // SAFETY: that is the function's signature.
+    let open = unsafe {
+        std::mem::transmute::<*mut c_void, extern "C" fn(*mut usize, Handle, u32) -> u32>(symbol(
+            "cuIpcOpenMemHandle_v2",
+        ))
+    };
+    let mut at = 0;
+    assert_eq!(open(&raw mut at, Handle(handle), 1), 0);
+    at
+}
+
 pub fn alloc(len: usize) -> u64 {
     get("cuMemAlloc_v2", &[len]) as u64
 }

@@ -2,6 +2,8 @@
 //! rights. A model says what each call must answer and what must be where, whatever else happens on the GPU. Its
 //! answers are those that driver 580 was seen to give; where that driver crashed, nothing is asked without `--strict`.
 
+mod queries;
+
 use super::{Outcome, Random, expect};
 use crate::{
     args::Args,
@@ -125,64 +127,6 @@ impl Model {
             21..=22 => self.look(),
             _ => self.free_addresses(),
         }
-    }
-
-    fn used(&self) -> u64 {
-        self.memory.iter().flatten().filter(|m| !m.imported).map(|m| m.len).sum()
-    }
-
-    /// One that exists.
-    fn any_memory(&mut self) -> Option<usize> {
-        let all: Vec<usize> = (0..self.memory.len()).filter(|i| self.memory[*i].is_some()).collect();
-        all.get(self.random.below(all.len() as u64) as usize).copied()
-    }
-
-    fn any_mapping(&mut self) -> Option<usize> {
-        let n = self.mappings.len() as u64;
-        (n > 0).then(|| self.random.below(n) as usize)
-    }
-
-    fn of(&self, mapping: &Mapping) -> &Memory {
-        self.memory[mapping.memory].as_ref().expect("a mapping keeps its memory")
-    }
-
-    fn overlapping(&self, at: u64, len: u64) -> Vec<usize> {
-        let mut all: Vec<usize> = (0..self.mappings.len())
-            .filter(|i| {
-                let m = &self.mappings[*i];
-                m.at < at + len && at < m.at + self.of(m).len
-            })
-            .collect();
-        all.sort_by_key(|i| self.mappings[*i].at);
-        all
-    }
-
-    /// Whether whole mappings make up that range, without holes.
-    fn makes_up(&self, at: u64, len: u64) -> bool {
-        let all = self.overlapping(at, len);
-        let end = all.iter().try_fold(at, |next, i| {
-            let m = &self.mappings[*i];
-            (m.at == next).then(|| m.at + self.of(m).len)
-        });
-        !all.is_empty() && end == Some(at + len)
-    }
-
-    /// Whether no mapping is cut by that range.
-    fn cuts_none(&self, at: u64, len: u64) -> bool {
-        self.overlapping(at, len).iter().all(|i| {
-            let m = &self.mappings[*i];
-            at <= m.at && m.at + self.of(m).len <= at + len
-        })
-    }
-
-    /// What is reserved with an address.
-    fn reservation(&self, at: u64) -> (u64, u64) {
-        let found = self.reservations.iter().find(|(start, size)| *start <= at && at < start + size);
-        *found.expect("what is mapped is reserved")
-    }
-
-    fn is_reserved(&self, at: u64, len: u64) -> bool {
-        self.reservations.iter().any(|(start, size)| *start <= at && at + len <= start + size)
     }
 
     fn create(&mut self) -> Outcome {

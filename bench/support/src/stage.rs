@@ -1,5 +1,4 @@
 //! What benchmarks with real programs need: where the programs are, a GPU that another program makes small, a scheduler.
-#![allow(dead_code)] // each benchmark uses a part
 
 use std::{
     path::{Path, PathBuf},
@@ -9,6 +8,7 @@ use std::{
 
 use serde_json::Value;
 
+#[derive(Debug)]
 pub struct Stage {
     programs: PathBuf,
     directory: PathBuf,
@@ -38,7 +38,8 @@ pub fn kill(mut child: Child) {
 }
 
 impl Stage {
-    pub fn new() -> Self {
+    /// `--programs DIR` names where the programs are; by default they are beside the benchmark.
+    pub fn from_arguments() -> Self {
         let exe = std::env::current_exe().expect("the path of this program");
         let built = exe.parent().and_then(Path::parent).map(Path::to_owned).unwrap_or_default();
         let programs = match option("--programs", "").as_str() {

@@ -1,0 +1,71 @@
+//! Memory that several processes have. It counts for the process that allocated it, its *owner*; once that has freed it or has
+//! ended, for one of the processes that have imported it, until the last of them has closed it. So it is on an H200 (driver 580).
+//!
+//! Each process' file has a table of the shared chunks that the process has. An owner's bytes are among its other bytes as well.
+
+use crate::account::Process;
+use std::{
+    collections::BTreeSet,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// A shared chunk of physical memory, as one process has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shared {
+    /// The inode of the file that has its contents, which no other chunk has at the same time.
+    pub inode: u64,
+    pub gpu: usize,
+    pub bytes: u64,
+    pub is_owner: bool,
+}
+
+/// How many shared chunks one process can have.
+const MOST: usize = 1024;
+/// The table: for each chunk the inode, 0 for a free place, and the rest.
+pub(crate) const WORDS: usize = 2 * MOST;
+
+impl Shared {
+    fn rest(self) -> u64 {
+        self.bytes << 8 | (self.gpu as u64) << 1 | u64::from(self.is_owner)
+    }
+
+    fn unpack(inode: u64, rest: u64) -> Self {
+        Self { inode, gpu: (rest >> 1 & 0x7f) as usize, bytes: rest >> 8, is_owner: rest & 1 != 0 }
+    }
+}
+
+/// With everybody locked: false if there is no place left.
+pub(crate) fn insert(table: &[AtomicU64], chunk: Shared) -> bool {
+    let Some(free) = table.chunks_exact(2).find(|place| place[0].load(Ordering::Relaxed) == 0) else { return false };
+    free[1].store(chunk.rest(), Ordering::Relaxed);
+    free[0].store(chunk.inode, Ordering::Relaxed);
+    true
+}
+
+/// With everybody locked: takes one such entry out.
+pub(crate) fn remove(table: &[AtomicU64], chunk: Shared) {
+    let entry = [chunk.inode, chunk.rest()];
+    let is_it = |place: &&[AtomicU64]| [place[0].load(Ordering::Relaxed), place[1].load(Ordering::Relaxed)] == entry;
+    if let Some(place) = table.chunks_exact(2).find(is_it) {
+        place[0].store(0, Ordering::Relaxed);
+    }
+}
+
+/// The entries of a table.
+pub(crate) fn read(table: &[u64]) -> Vec<Shared> {
+    let places = table.chunks_exact(2).filter(|place| place[0] != 0);
+    places.map(|place| Shared::unpack(place[0], place[1])).collect()
+}
+
+/// Counts chunks that have no owner any more, each for one process that has it.
+pub(crate) fn count_without_owner(processes: &mut [Process]) {
+    let all = |processes: &[Process]| processes.iter().flat_map(|p| p.shared.clone()).collect::<Vec<_>>();
+    let mut counted: BTreeSet<u64> = all(processes).iter().filter(|c| c.is_owner).map(|c| c.inode).collect();
+    for process in processes {
+        for chunk in &process.shared {
+            if counted.insert(chunk.inode) {
+                process.gpus[chunk.gpu].plain += chunk.bytes;
+            }
+        }
+    }
+}

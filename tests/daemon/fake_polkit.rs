@@ -1,0 +1,119 @@
+//! A polkit for a private bus, which answers as it is told and remembers what it was asked.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use zbus::connection::Builder;
+use zbus::{Connection, OwnedVariant};
+
+use crate::private_bus::Bus;
+
+/// What it answers.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Says {
+    #[default]
+    Yes,
+    No,
+    Challenge,
+    Dismissed,
+    Nothing,
+}
+
+/// What it was asked.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Asked {
+    /// The unique name on the bus of who is asked about.
+    pub subject: String,
+    pub action: String,
+    pub flags: u32,
+    id: String,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    says: Says,
+    asked: Vec<Asked>,
+    cancelled: Vec<String>,
+}
+
+struct Authority(Arc<Mutex<Book>>);
+
+#[zbus::interface(name = "org.freedesktop.PolicyKit1.Authority")]
+impl Authority {
+    async fn check_authorization(
+        &self,
+        subject: (String, HashMap<String, OwnedVariant>),
+        action: String,
+        details: HashMap<String, String>,
+        flags: u32,
+        id: String,
+    ) -> ((bool, bool, HashMap<String, String>),) {
+        assert_eq!((subject.0.as_str(), subject.1.len(), details.len()), ("system-bus-name", 1, 0));
+        let subject = String::try_from(subject.1["name"].clone()).expect("a name");
+        let says = {
+            let mut book = self.0.lock().expect("the book");
+            book.asked.push(Asked { subject, action, flags, id });
+            book.says
+        };
+        let (authorized, challenge) = match says {
+            Says::Yes => (true, false),
+            Says::No | Says::Dismissed => (false, false),
+            Says::Challenge => (false, true),
+            Says::Nothing => std::future::pending().await,
+        };
+        let dismissed = matches!(says, Says::Dismissed).then(|| ("polkit.dismissed".to_owned(), "true".to_owned()));
+        ((authorized, challenge, dismissed.into_iter().collect()),)
+    }
+
+    fn cancel_check_authorization(&self, id: String) {
+        self.0.lock().expect("the book").cancelled.push(id);
+    }
+}
+
+pub struct Polkit {
+    book: Arc<Mutex<Book>>,
+    pub connection: Connection,
+}
+
+impl Polkit {
+    pub async fn start(bus: &Bus) -> Self {
+        let book = Arc::new(Mutex::new(Book::default()));
+        let connection = Builder::address(bus.address.as_str())
+            .serve_at("/org/freedesktop/PolicyKit1/Authority", Authority(book.clone()))
+            .name("org.freedesktop.PolicyKit1")
+            .build()
+            .await
+            .expect("the bus");
+        Self { book, connection }
+    }
+
+    pub fn say(&self, says: Says) {
+        self.book.lock().expect("the book").says = says;
+    }
+
+    /// What it was asked since this was called last.
+    pub fn asked(&self) -> Vec<Asked> {
+        std::mem::take(&mut self.book.lock().expect("the book").asked)
+    }
+
+    /// The same, once it is so much.
+    pub async fn asked_times(&self, times: usize) -> Vec<Asked> {
+        until(|| self.book.lock().expect("the book").asked.len() >= times).await;
+        self.asked()
+    }
+
+    pub fn cancelled(&self) -> usize {
+        self.book.lock().expect("the book").cancelled.len()
+    }
+
+    pub async fn is_cancelled(&self, asked: &Asked) {
+        until(|| self.book.lock().expect("the book").cancelled.contains(&asked.id)).await;
+    }
+}
+
+pub async fn until(is_so: impl Fn() -> bool) {
+    while !is_so() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}

@@ -1,0 +1,222 @@
+//! What must hold after every event, and for every command.
+
+use crate::*;
+use std::collections::BTreeSet;
+
+impl World {
+    pub(crate) fn check_command(&self, command: &Command) {
+        let Some(to) = addressee(command) else { return };
+        assert!(self.connected.contains(&to), "{command:?} to a client that is gone");
+        match command {
+            Command::Grant { client, .. } => {
+                let view = self.machine.client(*client).unwrap();
+                for id in &self.asked[client] {
+                    let attachment = view.attachments.iter().find(|s| s.gpu == *id);
+                    let state = attachment.map(|s| s.state);
+                    assert!(
+                        matches!(state, None | Some(LockState::Holding | LockState::Revoking)),
+                        "{command:?}, but {id:?} is {state:?}"
+                    );
+                }
+            }
+            // A gang is revoked together, so one of it may not be in anybody's way.
+            Command::Revoke { client, gpus } if self.gang(*client) == 0 => {
+                let reason = gpus.iter().any(|id| {
+                    let view = self.machine.gpu(*id).unwrap();
+                    let waits =
+                        |w: &WaiterView| w.blocked.is_none() || w.client == *client || self.undrainable(*client, *id);
+                    view.waiters.iter().any(waits) || view.charged > view.capacity || view.holders.len() > 1
+                });
+                let plan = self.models.get(client).map(|m| &m.plan);
+                let share = plan.and_then(|plan| plan.group?.limits.share);
+                let is_capped =
+                    share.is_some_and(|share| share.max < 100) || plan.is_some_and(|p| p.own.time_max < 100);
+                // With the memory of one that is stopped, nobody may have room to wait in line.
+                let is_stopped = self.models.get(client).is_some_and(|m| m.stopped);
+                assert!(
+                    reason || is_capped || is_stopped || self.grows() || self.now < self.tolerant,
+                    "{command:?} for an empty queue"
+                );
+            }
+            Command::Allowance { client, gpu, bytes, .. } if self.undrainable(*client, *gpu) => {
+                let before = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
+                assert!(*bytes >= before, "{command:?} after {before}, to one that cannot drain");
+            }
+            _ => {}
+        }
+    }
+
+    pub(crate) fn charges(&self) -> BTreeMap<(ClientId, GpuId), u64> {
+        let attachments =
+            self.machine.clients().into_iter().flat_map(|c| c.attachments.into_iter().map(move |s| (c.client, s)));
+        attachments.map(|(client, attachment)| ((client, attachment.gpu), attachment.charge)).collect()
+    }
+
+    /// What was found on a GPU whatever its client says.
+    pub(crate) fn unfreed(&self) -> Vec<(ClientId, GpuId, u64)> {
+        let attachments =
+            self.machine.clients().into_iter().flat_map(|c| c.attachments.into_iter().map(move |s| (c.client, s)));
+        let attachments = attachments.filter(|(_, attachment)| attachment.unfreed > 0);
+        attachments.map(|(client, attachment)| (client, attachment.gpu, attachment.unfreed)).collect()
+    }
+
+    /// Whoever may have more than before has it of what was there: what clients of other users had, whatever they said, was
+    /// not. Within a user they are believed; what that gives away comes after what others were given.
+    pub(crate) fn check_credit(&self, before: &BTreeMap<(ClientId, GpuId), u64>, commands: &[Command]) {
+        let mut charges = self.charges();
+        let all = |client, gpu| {
+            commands.iter().filter_map(move |command| match command {
+                Command::Allowance { client: to, gpu: on, bytes, .. } if (to, on) == (client, gpu) => Some(*bytes),
+                _ => None,
+            })
+        };
+        for command in commands.iter().rev() {
+            let Command::Allowance { client, gpu, bytes, .. } = command else { continue };
+            // It was given more, which was taken back at once for another.
+            if all(client, gpu).any(|other| other > *bytes) {
+                continue;
+            }
+            let allowed = self.allowed.get(&(*client, *gpu)).copied().unwrap_or(0);
+            let charge = |client| charges.get(&(client, *gpu)).copied().unwrap_or(0);
+            let earlier = before.get(&(*client, *gpu)).copied().unwrap_or(0);
+            if *bytes <= allowed || charge(*client) <= earlier || self.overdrawn.contains_key(gpu) {
+                continue;
+            }
+            let user = self.models[client].plan.user;
+            let others = self.models.iter().filter(|(_, m)| m.plan.user != user);
+            let has = others.filter_map(|(other, m)| Some((*other, m.places.get(gpu)?)));
+            let hidden: u64 = has.map(|(other, p)| (p.mapped + p.hidden).saturating_sub(charge(other))).sum();
+            let charged: u64 = charges.iter().filter(|((_, on), _)| on == gpu).map(|(_, charge)| charge).sum();
+            let capacity = self.machine.gpu(*gpu).unwrap().capacity;
+            assert!(
+                charged + hidden <= capacity,
+                "{command:?} at {:?}: {charged} charged and {hidden} hidden of {capacity}: {:?} after {:?}",
+                self.now,
+                self.machine.gpu(*gpu),
+                self.history.last()
+            );
+            charges.insert((*client, *gpu), earlier);
+        }
+    }
+
+    pub(crate) fn check_state(&mut self) {
+        let mut in_host = 0;
+        for view in self.machine.gpus() {
+            let id = view.gpu;
+            let lied = self.measures && self.unfreed().iter().any(|(_, gpu, _)| *gpu == id);
+            let models = self.models.values().filter_map(|m| m.places.get(&id));
+            let mapped: u64 = models.clone().map(|p| p.mapped).sum();
+            let demand: u64 = models.map(|p| p.demand).sum();
+            // What was mapped beyond the capacity leaves again.
+            if view.trial > 0 {
+                self.overdrawn.insert(id, self.now);
+            } else if view.charged <= view.capacity && mapped <= view.charged {
+                self.overdrawn.retain(|gpu, until| *gpu != id || self.now <= *until);
+            }
+            let overdrawn = self.overdrawn.contains_key(&id);
+            let fits = view.charged <= view.capacity || lied || self.physical || overdrawn;
+            assert!(fits, "{id:?}: {} charged of {}", view.charged, view.capacity);
+            in_host += demand.saturating_sub(view.capacity);
+            assert!(
+                demand <= view.committed || self.host.is_none(),
+                "{id:?}: {demand} needed, {} promised",
+                view.committed
+            );
+            assert!(mapped <= view.charged || overdrawn, "{id:?}: {mapped} mapped, {} charged", view.charged);
+            if self.now < self.tolerant || self.machine.settings().anti_thrash == AntiThrash::Off {
+                continue;
+            }
+            let auto = self.machine.settings().anti_thrash == AntiThrash::Auto;
+            // Who is let in before others waits for no drain.
+            let has_class = |m: &Model| m.plan.group.is_some_and(|group| group.limits.share.is_some());
+            let preempts = auto && self.models.values().any(|m| has_class(m) || m.plan.own != EnvLimits::default());
+            let aside = |h: &HolderView| match h.state {
+                LockState::Suspended | LockState::Undrainable => true,
+                LockState::Revoking | LockState::Stuck => preempts,
+                _ => false,
+            };
+            let holders = view
+                .holders
+                .iter()
+                .filter(|h| !aside(h) && self.models.get(&h.client).is_none_or(|m| m.plan.stopped.is_none()));
+            let gang = |h: &HolderView| match self.gang(h.client) {
+                0 => (0, h.client),
+                gang => (gang, ClientId(0)),
+            };
+            let units: BTreeSet<(u64, ClientId)> = holders.clone().map(gang).collect();
+            // Those who leave it idle run together.
+            let full = |h: &HolderView| self.models.get(&h.client).and_then(|m| m.plan.fullness).unwrap_or(1000);
+            let light = auto && holders.map(full).sum::<u32>() <= 1100;
+            assert!(units.len() <= 1 || light, "{id:?} has the holders {:?} at {:?}", view.holders, self.now);
+        }
+        if let Some(host) = self.host {
+            let (_, promised) = self.machine.host();
+            assert!(promised <= host, "{promised} promised of {host} in the host");
+            assert!(in_host <= host, "{in_host} needed of {host} in the host");
+        }
+    }
+
+    /// What a group was promised covers what it has, and never rises above what it may be.
+    pub(crate) fn check_groups(&mut self) {
+        let mut sums: BTreeMap<(GroupId, GpuId), (Group, u64, u64)> = BTreeMap::new();
+        for view in self.machine.clients() {
+            let Some(model) = self.models.get(&view.client) else { continue };
+            let Some(group) = model.plan.group else { continue };
+            for attachment in view.attachments {
+                let (_, promised, demand) = sums.entry((group.id, attachment.gpu)).or_insert((group, 0, 0));
+                *promised += attachment.committed;
+                *demand += model.places.get(&attachment.gpu).map_or(0, |place| place.demand);
+            }
+        }
+        for ((id, gpu), (group, promised, demand)) in &sums {
+            assert!(demand <= promised, "{group:?} on {gpu:?}: {demand} needed, {promised} promised");
+            let max = group.limits.memory_max.on(self.totals[gpu]).unwrap_or(u64::MAX);
+            let before = self.promised.get(&(*id, *gpu)).copied();
+            let most = before.map_or(u64::MAX, |before| before.max(max));
+            assert!(*promised <= most, "{group:?} on {gpu:?}: {promised} promised, {before:?} before");
+        }
+        self.promised = sums.into_iter().map(|(at, (_, promised, _))| (at, promised)).collect();
+    }
+
+    /// The same of each client, by what it says itself.
+    pub(crate) fn check_own(&mut self) {
+        let mut all = BTreeMap::new();
+        for view in self.machine.clients() {
+            let Some(own) = self.models.get(&view.client).map(|model| model.plan.own) else { continue };
+            let mut sum = 0;
+            for attachment in view.attachments {
+                sum += attachment.committed;
+                all.insert((view.client, attachment.gpu), attachment.committed);
+                let max = own.memory_max.on(self.totals[&attachment.gpu]).unwrap_or(u64::MAX);
+                let before = self.own_promised.get(&(view.client, attachment.gpu)).copied();
+                let most = before.map_or(u64::MAX, |before| before.max(max));
+                assert!(attachment.committed <= most, "{attachment:?}: {most} at most, {before:?} before");
+            }
+            let before = self.own_promised.range((view.client, gpu(0))..).take_while(|((id, _), _)| *id == view.client);
+            let before: u64 = before.map(|(_, promised)| *promised).sum();
+            assert!(
+                sum <= before.max(own.swap_max.unwrap_or(u64::MAX)),
+                "{sum} promised over all GPUs, {before} before"
+            );
+        }
+        self.own_promised = all;
+    }
+
+    /// Whether no group has more than it may.
+    pub fn within_limits(&self) -> bool {
+        let groups = self.models.values().filter_map(|model| model.plan.group);
+        let max: BTreeMap<GroupId, Amount> = groups.map(|group| (group.id, group.limits.memory_max)).collect();
+        let most = |gpu: &GpuId, id: &GroupId| max.get(id).and_then(|max| max.on(self.totals[gpu])).unwrap_or(u64::MAX);
+        self.promised.iter().all(|((id, gpu), promised)| *promised <= most(gpu, id))
+    }
+
+    /// The same events again, on a new machine: the same commands.
+    pub fn check_replay(&self, settings: Settings) {
+        let mut machine = Machine::new(settings);
+        let mut commands = Vec::new();
+        for (at, event) in &self.history {
+            commands.extend(machine.handle(*at, event.clone()).into_iter().map(|c| (*at, c)));
+        }
+        assert_eq!(commands, self.commands, "the same events gave other commands");
+    }
+}

@@ -1,0 +1,73 @@
+//! What keeps memory from being mapped although it seems to be free, and measurements that are wrong.
+
+use crate::{world::Happening, *};
+
+/// What keeps clients from mapping what seems to be free on a GPU.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Trouble {
+    /// Bytes that programs outside have.
+    pub stranger: u64,
+    /// Bytes that are free and cannot be had.
+    pub fragmented: u64,
+    /// Every mapping fails until then.
+    pub refuses_until: Time,
+}
+
+impl World {
+    /// Measures with an error, which clients' figures have as well.
+    pub(crate) fn read_wrongly(&mut self, gpu: GpuId, begun: Time, at: Time, found: BTreeMap<ClientId, Found>) {
+        let error = self.rng.below(2 * self.error + 1);
+        let wrong = |bytes: u64, error: u64, most: u64| (bytes + error).saturating_sub(most);
+        let most = self.error;
+        let overhead = self.overheads[&gpu] + self.troubles[&gpu].stranger;
+        let bytes = wrong(overhead, error, most);
+        let free = Some(wrong(self.really_free(gpu), 2 * most - error, most));
+        self.at(at, Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, complete: true }));
+        let found = found.into_iter().map(|(client, Found { least, most })| {
+            let spread = self.rng.below(64 * MIB);
+            (client, Found { least: least.saturating_sub(spread), most: most + spread })
+        });
+        let found = found.collect();
+        self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, found }));
+    }
+
+    /// Bytes that nothing has.
+    pub(crate) fn really_free(&self, gpu: GpuId) -> u64 {
+        let used: u64 = self.models.values().filter_map(|m| m.places.get(&gpu)).map(|p| p.mapped + p.hidden).sum();
+        self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used)
+    }
+
+    /// Bytes of them that can be mapped now.
+    pub(crate) fn mappable(&self, gpu: GpuId) -> u64 {
+        let trouble = self.troubles[&gpu];
+        let free = self.really_free(gpu).saturating_sub(trouble.fragmented);
+        if self.now < trouble.refuses_until { 0 } else { free }
+    }
+
+    pub(crate) fn make_trouble(&mut self) {
+        let is_over = self.now >= self.troubled;
+        for gpu in self.totals.keys().copied().collect::<Vec<_>>() {
+            let before = self.troubles.get(&gpu).copied().unwrap_or_default();
+            self.troubles.insert(gpu, before);
+            let free = self.really_free(gpu);
+            let rng = &mut self.rng;
+            let trouble = Trouble {
+                // Takes what is free at most.
+                stranger: if rng.one_in(2) { rng.below(before.stranger + free.min(4 * GIB) + 1) } else { 0 },
+                fragmented: if rng.one_in(3) { rng.below(GIB) } else { 0 },
+                refuses_until: if rng.one_in(4) { self.now + rng.between(ms(0), ms(2000)) } else { Time::ZERO },
+            };
+            self.troubles.insert(gpu, if is_over { Trouble::default() } else { trouble });
+        }
+        if !is_over {
+            let after = self.rng.between(ms(20), ms(1500));
+            self.at((self.now + after).min(self.troubled), Happening::Trouble);
+        }
+    }
+
+    pub(crate) fn made_up_traffic(&mut self) -> Traffic {
+        let rng = &mut self.rng;
+        let mut often = |most: u64| (!rng.one_in(8)).then(|| rng.below(most));
+        Traffic { to_gpu: often(20 * GIB), from_gpu: often(20 * GIB), faults: often(50_000) }
+    }
+}

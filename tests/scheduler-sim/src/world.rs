@@ -1,0 +1,432 @@
+//! A world in virtual time: the machine, its clients, and the messages between them, which keep their order and take a little time.
+
+use crate::{client::Phase, *};
+use std::collections::{BTreeSet, VecDeque};
+
+#[derive(Debug)]
+pub(crate) enum Happening {
+    Start(ClientId),
+    ToMachine(Event),
+    ToClient(ClientId, Command),
+    PhaseBegins(ClientId),
+    WorkEnds(ClientId, u64),
+    Drained(ClientId, GpuSet),
+    Lingers(ClientId, GpuSet),
+    Evicted(ClientId, GpuId),
+    Quiet(ClientId, u64),
+    /// It tries again to map what it lacks, which it has done since then.
+    TriesToMap(ClientId, GpuId, Time),
+    /// Something else ails the GPUs.
+    Trouble,
+    Stop(ClientId),
+    Cont(ClientId),
+    Kill(ClientId),
+    /// A lie becomes the truth.
+    Frees(ClientId, GpuId),
+    /// What is on a GPU is looked at, for a measurement that was begun then.
+    Read(GpuId, Time),
+    /// It is time for a measurement that nobody asked for.
+    Sample,
+    /// It is time to say what moves.
+    Traffic,
+}
+
+#[derive(Debug)]
+pub struct World {
+    pub machine: Machine,
+    pub now: Time,
+    pub totals: BTreeMap<GpuId, u64>,
+    pub overheads: BTreeMap<GpuId, u64>,
+    /// The host's memory, where that is bounded.
+    pub host: Option<u64>,
+    /// Limits matter: somebody is in a group, or the host is small.
+    pub(crate) limited: bool,
+    /// What each group was promised when it was last looked at.
+    pub(crate) promised: BTreeMap<(GroupId, GpuId), u64>,
+    /// The same of each client that bounds itself.
+    pub(crate) own_promised: BTreeMap<(ClientId, GpuId), u64>,
+    pub models: BTreeMap<ClientId, Model>,
+    pub history: Vec<(Time, Event)>,
+    pub commands: Vec<(Time, Command)>,
+    pub(crate) decisions: Decisions,
+    pub rng: Dice,
+    pub latency: Duration,
+    /// What clients have is measured, as NVML does; else they are believed.
+    pub measures: bool,
+    /// Exceptions to "one holder" and "nobody is revoked for nothing" until then, since settings changed.
+    pub tolerant: Time,
+    /// GPUs where a client may map, or has mapped, more than the machine counts with, until then at least: it tries to, or
+    /// it did not answer for long and goes on with what it was allowed before.
+    pub(crate) overdrawn: BTreeMap<GpuId, Time>,
+    /// Mapping fails where there is no room, whatever the machine believes.
+    pub physical: bool,
+    /// What ails each GPU, where mapping can fail.
+    pub troubles: BTreeMap<GpuId, Trouble>,
+    /// Until when there is trouble, and by how many bytes each measurement is wrong at most, also afterwards.
+    pub(crate) troubled: Time,
+    pub(crate) error: u64,
+    pub(crate) connected: BTreeSet<ClientId>,
+    pub(crate) asked: BTreeMap<ClientId, GpuSet>,
+    /// The allowance that each was last sent.
+    pub(crate) allowed: BTreeMap<(ClientId, GpuId), u64>,
+    pub(crate) queue: BTreeMap<(Time, u64), Happening>,
+    pub(crate) last: BTreeMap<(ClientId, bool), Time>,
+    pub(crate) counter: u64,
+    /// More are taken for a loop.
+    pub most_steps: u64,
+    /// Models that are not done.
+    pub(crate) busy: usize,
+    pub keep: bool,
+    /// How often the checks that cost much are made.
+    pub thorough: bool,
+}
+
+impl World {
+    pub fn new(settings: Settings, seed: u64) -> Self {
+        Self {
+            machine: Machine::new(settings),
+            now: Time::ZERO,
+            totals: BTreeMap::new(),
+            overheads: BTreeMap::new(),
+            host: None,
+            limited: false,
+            promised: BTreeMap::new(),
+            own_promised: BTreeMap::new(),
+            models: BTreeMap::new(),
+            history: Vec::new(),
+            commands: Vec::new(),
+            decisions: Decisions::of_this_test(),
+            rng: Dice::new(seed),
+            latency: Duration::from_micros(20),
+            measures: false,
+            tolerant: Time::ZERO,
+            overdrawn: BTreeMap::new(),
+            physical: false,
+            troubles: BTreeMap::new(),
+            troubled: Time::ZERO,
+            error: 0,
+            connected: BTreeSet::new(),
+            asked: BTreeMap::new(),
+            allowed: BTreeMap::new(),
+            queue: BTreeMap::new(),
+            last: BTreeMap::new(),
+            counter: 0,
+            most_steps: 300_000,
+            busy: 0,
+            keep: true,
+            thorough: true,
+        }
+    }
+
+    /// A world with one GPU of that size.
+    pub fn with_gpu(anti_thrash: AntiThrash, quantum: Duration, total: u64) -> Self {
+        let mut world = Self::new(settings(anti_thrash, quantum), 1);
+        world.add_gpu(gpu(0), total, 0);
+        world
+    }
+
+    pub fn add_gpu(&mut self, gpu: GpuId, total: u64, overhead: u64) {
+        self.totals.insert(gpu, total);
+        self.overheads.insert(gpu, overhead);
+        self.feed(Event::GpuFound { gpu, total });
+        self.feed(Event::GpuOverhead { gpu, begun: self.now, bytes: overhead, complete: true });
+    }
+
+    /// From now on what is swapped out has so much room.
+    pub fn set_host(&mut self, bytes: u64) {
+        self.host = Some(bytes);
+        self.limited = true;
+        self.feed(Event::HostMemory { bytes });
+    }
+
+    /// From now on the machine hears of traffic on every GPU, of which most looks like thrashing.
+    pub fn watch_traffic(&mut self) {
+        self.at(self.now, Happening::Traffic);
+    }
+
+    /// From now on mapping fails where there is no room; until that time programs outside come and go, memory cannot be had
+    /// that is free, and the driver fails for a while. Each measurement is wrong by up to `error` bytes, also afterwards.
+    pub fn trouble(&mut self, until: Time, error: u64) {
+        (self.physical, self.limited, self.troubled, self.error) = (true, true, until, error);
+        self.measure();
+        self.at(self.now, Happening::Trouble);
+    }
+
+    /// From now on what clients have is measured: when the machine asks, and every now and then.
+    pub fn measure(&mut self) {
+        self.measures = true;
+        self.at(self.now, Happening::Sample);
+    }
+
+    pub fn add(&mut self, plan: Plan) -> ClientId {
+        let id = ClientId(self.models.len() as u64 + 1);
+        self.at(plan.start, Happening::Start(id));
+        if let Some((from, to)) = plan.stopped {
+            self.at(from, Happening::Stop(id));
+            self.at(to, Happening::Cont(id));
+        }
+        if let Some(at) = plan.killed {
+            self.at(at, Happening::Kill(id));
+        }
+        let places = plan.gpus.iter().map(|g| (*g, Place::default())).collect();
+        self.busy += usize::from(!plan.endless);
+        self.limited |= plan.group.is_some() || plan.own.memory_max != Amount::Infinity || plan.own.swap_max.is_some();
+        let model = Model {
+            places,
+            holds: GpuSet::new(),
+            attached: GpuSet::new(),
+            revoked: GpuSet::new(),
+            contended: BTreeMap::new(),
+            phase: Phase::Cpu,
+            left: plan.phases,
+            remaining: Duration::ZERO,
+            running: None,
+            submitted: false,
+            idle_since: plan.start,
+            asked: None,
+            stuck: plan.stuck,
+            inbox: VecDeque::new(),
+            stopped: false,
+            epoch: 0,
+            bursts: Vec::new(),
+            waits: Vec::new(),
+            finished: None,
+            plan,
+        };
+        self.models.insert(id, model);
+        id
+    }
+
+    pub(crate) fn at(&mut self, at: Time, what: Happening) {
+        self.counter += 1;
+        self.queue.insert((at, self.counter), what);
+    }
+
+    /// On its way, behind what was sent before.
+    pub(crate) fn send(&mut self, client: ClientId, up: bool, what: Happening) {
+        let delay = Duration::from_nanos(self.rng.below(self.latency.as_nanos() as u64 + 1));
+        let last = self.last.entry((client, up)).or_default();
+        let at = (self.now + delay).max(*last);
+        *last = at;
+        self.at(at, what);
+    }
+
+    pub(crate) fn say(&mut self, client: ClientId, event: Event) {
+        self.send(client, true, Happening::ToMachine(event));
+    }
+
+    /// Runs until that time, or until nothing happens any more. Returns whether all living clients are done.
+    pub fn run(&mut self, until: Time) -> bool {
+        let mut steps = 0u64;
+        loop {
+            steps += 1;
+            assert!(steps < self.most_steps, "no end: {:?} {:?}", self.queue.first_key_value(), self.machine.gpus());
+            let happening = self.queue.first_key_value().map(|((at, _), _)| *at);
+            let deadline = self.machine.deadline();
+            let next = match (happening, deadline) {
+                (Some(a), Some(b)) => a.min(b),
+                (Some(a), None) | (None, Some(a)) => a,
+                (None, None) => break,
+            };
+            if next > until {
+                self.now = until;
+                break;
+            }
+            self.now = self.now.max(next);
+            if happening.is_some_and(|at| at <= self.now) {
+                let (_, what) = self.queue.pop_first().unwrap();
+                self.happen(what);
+            } else {
+                self.feed(Event::Tick);
+            }
+            if self.all_done() {
+                break;
+            }
+        }
+        self.all_done()
+    }
+
+    pub fn all_done(&self) -> bool {
+        self.busy == 0
+    }
+
+    /// Gives an event to the machine, checks what must hold, and carries the commands.
+    pub fn feed(&mut self, event: Event) {
+        match &event {
+            Event::Connected { client, .. } => drop(self.connected.insert(*client)),
+            Event::Disconnected { client } => {
+                self.connected.remove(client);
+                self.asked.remove(client);
+            }
+            Event::Requested { client, gpus } => drop(self.asked.insert(*client, gpus.clone())),
+            Event::Configure(_) => self.tolerant = self.now + Duration::from_secs(20),
+            _ => {}
+        }
+        if self.keep {
+            self.history.push((self.now, event.clone()));
+        }
+        let before = self.measures.then(|| (self.charges(), self.unfreed()));
+        let commands = self.machine.handle(self.now, event);
+        self.decisions.add(self.now, &commands);
+        // What a charge was before it was found to be too low says nothing.
+        if let Some((before, unfreed)) = before
+            && unfreed == self.unfreed()
+        {
+            self.check_credit(&before, &commands);
+        }
+        if let Some(at) = self.machine.deadline() {
+            assert!(at > self.now, "a deadline that has passed already: {at:?} at {:?}", self.now);
+        }
+        for command in &commands {
+            self.check_command(command);
+        }
+        if self.thorough {
+            self.check_state();
+            self.check_groups();
+            self.check_own();
+        }
+        for command in commands {
+            if let Command::Allowance { client, gpu, bytes, .. } = command {
+                self.allowed.insert((client, gpu), bytes);
+            }
+            if self.keep {
+                self.commands.push((self.now, command.clone()));
+            }
+            let Some(to) = addressee(&command) else {
+                self.look(&command);
+                continue;
+            };
+            self.send(to, false, Happening::ToClient(to, command));
+        }
+    }
+
+    pub(crate) fn happen(&mut self, what: Happening) {
+        match what {
+            Happening::Start(id) => self.start(id),
+            // Which rule it has is what the daemon finds now.
+            Happening::ToMachine(Event::Groups { groups }) => {
+                let group_of = |id: &ClientId| self.models.get(id).and_then(|m| m.plan.group);
+                let groups = groups.into_keys().map(|id| (id, group_of(&id))).collect();
+                self.feed(Event::Groups { groups });
+            }
+            Happening::ToMachine(event) => self.feed(event),
+            Happening::ToClient(id, command) => {
+                let Some(model) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) else {
+                    // A process that is done but stays still evicts and releases.
+                    if self.connected.contains(&id) {
+                        self.receive(id, command);
+                    } else if let Command::Probe { .. } = command {
+                    }
+                    return;
+                };
+                if let Command::Probe { .. } = command {
+                    let stopped = model.stopped;
+                    return self.feed(Event::Stopped { client: id, stopped });
+                }
+                if model.stopped {
+                    model.inbox.push_back(command);
+                } else {
+                    self.receive(id, command);
+                }
+            }
+            Happening::PhaseBegins(id) => self.begin(id),
+            Happening::WorkEnds(id, epoch) => self.work_ends(id, epoch),
+            Happening::Drained(id, gpus) => self.drained(id, gpus),
+            Happening::Lingers(id, gpus) => self.lingers(id, gpus),
+            Happening::Evicted(id, gpu) => self.evicted(id, gpu),
+            Happening::Quiet(id, epoch) => self.quiet(id, epoch),
+            Happening::TriesToMap(id, gpu, since) => self.try_to_map(id, gpu, since),
+            Happening::Trouble => self.make_trouble(),
+            Happening::Stop(id) => {
+                if let Some(m) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) {
+                    m.stopped = true;
+                }
+            }
+            Happening::Cont(id) => {
+                let Some(m) = self.models.get_mut(&id).filter(|m| m.stopped) else { return };
+                m.stopped = false;
+                let until = self.now + Duration::from_secs(1);
+                self.overdrawn.extend(m.plan.gpus.iter().map(|gpu| (*gpu, until)));
+                let inbox = std::mem::take(&mut m.inbox);
+                self.feed(Event::Stopped { client: id, stopped: false });
+                for command in inbox {
+                    self.receive(id, command);
+                }
+            }
+            Happening::Frees(id, gpu) => {
+                if let Some(place) = self.models.get_mut(&id).and_then(|m| m.places.get_mut(&gpu)) {
+                    place.hidden = 0;
+                }
+            }
+            Happening::Sample => {
+                let gpus: Vec<GpuId> = self.totals.keys().copied().collect();
+                gpus.into_iter().for_each(|gpu| self.at(self.now, Happening::Read(gpu, self.now)));
+                self.at(self.now + ms(200), Happening::Sample);
+            }
+            Happening::Traffic => {
+                for gpu in self.totals.keys().copied().collect::<Vec<_>>() {
+                    let traffic = self.made_up_traffic();
+                    self.feed(Event::Traffic { gpu, traffic });
+                }
+                self.at(self.now + ms(500), Happening::Traffic);
+            }
+            Happening::Read(gpu, begun) => {
+                let has = |m: &Model| m.places.get(&gpu).map(|p| p.mapped + p.hidden);
+                let found = self.models.iter().filter_map(|(id, m)| Some((*id, exactly(has(m)?)))).collect();
+                let at = self.now + Duration::from_micros(self.rng.below(2000));
+                if self.physical {
+                    return self.read_wrongly(gpu, begun, at, found);
+                }
+                self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free: None, found }));
+            }
+            Happening::Kill(id) => {
+                if self.connected.contains(&id) {
+                    self.gone(id);
+                }
+            }
+        }
+    }
+
+    /// The machine wants to know what is on a GPU.
+    pub(crate) fn look(&mut self, command: &Command) {
+        let Command::Measure { gpu } = command else { return };
+        if self.measures {
+            let at = self.now + Duration::from_micros(self.rng.below(2000));
+            self.at(at, Happening::Read(*gpu, self.now));
+        } else {
+            let believe = Event::Measured { gpu: *gpu, begun: self.now, free: None, found: BTreeMap::new() };
+            self.at(self.now, Happening::ToMachine(believe));
+        }
+    }
+
+    /// The gang that a client is in, by a rule or by what it says; 0: none.
+    pub(crate) fn gang(&self, client: ClientId) -> u64 {
+        let Some(plan) = self.models.get(&client).map(|m| &m.plan) else { return 0 };
+        plan.group.filter(|group| group.limits.gang).map_or(plan.gang, |group| 1000 + group.id.0)
+    }
+
+    pub(crate) fn grows(&self) -> bool {
+        self.machine.settings().anti_thrash == AntiThrash::Off
+    }
+
+    pub(crate) fn undrainable(&self, client: ClientId, id: GpuId) -> bool {
+        let view = self.machine.gpu(id).unwrap();
+        view.holders.iter().any(|h| h.client == client && h.state == LockState::Undrainable)
+    }
+
+    /// Rules are others: from now on these clients are in these groups.
+    pub fn regroup(&mut self, group_of: impl Fn(ClientId) -> Option<Group>) {
+        let gangs = |world: &Self| -> Vec<u64> { world.models.keys().map(|id| world.gang(*id)).collect() };
+        let before = gangs(self);
+        for (id, model) in &mut self.models {
+            model.plan.group = group_of(*id);
+        }
+        // Who was in somebody's way may be so no longer; who ran together may have to drain apart.
+        let patience = if gangs(self) == before { ms(1) } else { Duration::from_secs(20) };
+        self.tolerant = self.tolerant.max(self.now + patience);
+        self.limited |= self.models.values().any(|model| model.plan.group.is_some());
+        self.promised.clear();
+        let groups = self.connected.iter().map(|id| (*id, self.models.get(id).and_then(|m| m.plan.group))).collect();
+        self.feed(Event::Groups { groups });
+    }
+}

@@ -1,0 +1,169 @@
+//! Contexts that wait for room, and frees that no measurement has confirmed yet.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+#[test]
+fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join_of(UserId(1), 3, 3 * GIB);
+    t.join(1, 8 * GIB);
+    t.report(1, 0, 8 * GIB, 0);
+    t.join(2, 12 * GIB);
+    t.request(2);
+    // Client 2 is of the same user, and so believes client 1 that 7 GiB are gone, and has them.
+    t.map(1);
+    assert_eq!(t.state(2), LockState::Holding);
+    t.map(2);
+    t.release(2, ReleaseReason::Idle);
+    t.join_of(UserId(1), 4, 8 * GIB + 4096);
+    let allowed = |t: &Talk| -> u64 { [1, 2, 3].map(|n| t.attachment(n).allowance).iter().sum() };
+    let before = allowed(&t);
+    assert_eq!((before, t.attachment(4).allowance), (16 * GIB, 0));
+    t.request(4);
+    assert_eq!(before - allowed(&t), 8 * GIB + 4096, "nothing is free, or would be if the doubts ended");
+}
+
+#[test]
+fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, 8 * GIB);
+    t.join_of(UserId(1), 2, 4 * GIB);
+    t.join_of(UserId(1), 3, 4 * GIB);
+    t.request(1);
+    t.request(2);
+    t.report(2, 5 * GIB, 4 * GIB, 0);
+    t.report(1, 9 * GIB, 8 * GIB, 0);
+    assert_eq!(t.attachment(3).allowance, 2 * GIB, "it gives for both");
+    t.now += ms(1);
+    let half = 5; // of two evictions in four steps each, after the allowance that it has
+    assert_eq!(allowances(&t.acknowledge(3, half, 4 * GIB, 3 * GIB, 0)), [], "client 2 has no doubts, but comes later");
+    let found = [(1, 8), (2, 4), (3, 3)].map(|(n, gib)| (client(n), exactly(gib * GIB))).into();
+    assert_eq!(allowances(&t.say(Event::Measured { gpu: gpu(0), begun: t.now, free: None, found })), [(1, 9 * GIB)]);
+}
+
+/// A GPU where each context takes 1 GiB, and client 1 has all of it but half of that.
+fn nearly_full() -> Talk {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.join(1, 15 * GIB - 512 * MIB);
+    t.request(1);
+    t
+}
+
+fn arrive(t: &mut Talk, n: u64, gang: u64) -> Vec<Command> {
+    t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+    t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap })
+}
+
+fn attached(commands: &[Command]) -> Vec<u64> {
+    let all =
+        commands.iter().filter_map(|c| if let Command::Attached { client, .. } = c { Some(client.0) } else { None });
+    all.collect()
+}
+
+#[test]
+fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
+    let mut t = nearly_full();
+    arrive(&mut t, 2, 0);
+    assert_eq!(t.after(Duration::from_secs(29)), []);
+    assert_eq!(t.after(Duration::from_secs(1)), [denied(2, 0, Denial::NoContext)]);
+    assert_eq!(t.machine.deadline(), None);
+    // An older library does not give up.
+    assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
+}
+
+#[test]
+fn a_context_waits_for_as_long_as_it_takes_where_a_rule_has_allocations_wait() {
+    let mut t = nearly_full();
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.put(&[2], RuleLimits { on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo), ..RuleLimits::default() });
+    assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
+    assert_eq!(t.after(Duration::from_secs(3600)), []);
+    assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
+}
+
+#[test]
+fn a_context_beside_which_a_client_could_not_run_waits() {
+    let mut t = nearly_full();
+    assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
+    assert_eq!(arrive(&mut t, 3, 0), [waiting(3, WaitReason::Context)]);
+    // What the others would take counts for nothing.
+    assert_eq!(t.after(Duration::from_secs(29)), []);
+    assert_eq!((t.state(1), t.attachment(1).allowance), (LockState::Holding, 15 * GIB - 512 * MIB));
+    // Room for one of them, and then for all.
+    assert_eq!(attached(&t.report(1, 14 * GIB, 14 * GIB, 0)), [2]);
+    assert_eq!(attached(&t.say(Event::Disconnected { client: client(1) })), [3]);
+}
+
+#[test]
+fn nobody_is_let_in_while_others_may_be_on_their_way_back() {
+    let measured = |complete| {
+        let mut t = Talk::in_mode(AntiThrash::Auto);
+        let say =
+            |t: &mut Talk, complete| t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 15 * GIB, complete });
+        t.say(Event::GpuOverhead { gpu: gpu(0), begun: t.now, bytes: 0, complete: false });
+        assert_eq!(arrive(&mut t, 1, 0), []);
+        assert!(attached(&t.after(Duration::from_secs(1))).is_empty());
+        let commands = say(&mut t, complete);
+        (t, commands)
+    };
+    let (t, commands) = measured(true);
+    assert_eq!(attached(&commands), [1]);
+    assert_eq!(t.machine.gpu(gpu(0)).unwrap().capacity, GIB, "they were strangers");
+    let (mut t, commands) = measured(false);
+    assert!(attached(&commands).is_empty());
+    assert_eq!(attached(&t.after(Duration::from_secs(1))), [1], "not for longer than that");
+}
+
+#[test]
+fn a_context_waits_for_nobody_who_could_not_run_anyway() {
+    let mut t = nearly_full();
+    t.measured(2 * GIB);
+    arrive(&mut t, 2, 0);
+    assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
+}
+
+#[test]
+fn a_gang_is_not_kept_apart() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    arrive(&mut t, 1, 7);
+    t.report(1, 15 * GIB, 0, 0);
+    arrive(&mut t, 2, 7);
+    assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
+}
+
+#[test]
+fn whoever_has_its_context_without_having_waited_is_let_in() {
+    let mut t = nearly_full();
+    arrive(&mut t, 2, 0);
+    t.report(2, GIB, 0, 0);
+    assert_eq!(attached(&t.after(Duration::from_secs(2))), [2]);
+}
+
+#[test]
+fn a_context_is_put_aside_until_it_was_measured() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.join(1, 0);
+    let capacity = |t: &Talk| t.machine.gpu(gpu(0)).unwrap().capacity;
+    assert_eq!(capacity(&t), 15 * GIB);
+    t.measured(0);
+    assert_eq!(capacity(&t), 15 * GIB, "it may not have been created yet");
+    t.now += Duration::from_secs(2);
+    t.measured(GIB / 2);
+    assert_eq!(capacity(&t), 14 * GIB + GIB / 2, "perhaps only a part of it has");
+    // One that uses it has it, from then on.
+    t.now += ms(1);
+    t.request(1);
+    let begun = t.now - ms(1);
+    t.say(Event::GpuOverhead { gpu: gpu(0), begun, bytes: GIB / 2, complete: true });
+    assert_eq!(capacity(&t), 14 * GIB + GIB / 2);
+    t.measured(GIB / 2);
+    assert_eq!(capacity(&t), 15 * GIB + GIB / 2);
+    // So has one that does nothing, at last.
+    t.join(2, 0);
+    t.now += Duration::from_secs(10);
+    t.measured(GIB);
+    assert_eq!(capacity(&t), 15 * GIB);
+}

@@ -1,0 +1,147 @@
+//! Clients that leave the GPU idle hold the lock at the same time.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+/// Two clients whose memory fits, each of which has said how full it keeps the GPU.
+fn with_fullness(permille: &[u32; 2]) -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    for (n, permille) in (1..).zip(permille) {
+        assert_eq!(t.state(n), LockState::Holding);
+        t.say(Event::Utilization { client: client(n), gpu: gpu(0), permille: *permille });
+        if n < 2 {
+            assert_eq!(t.after(ms(150)), [revoke(n)]);
+            t.release(n, ReleaseReason::Revoked);
+            t.request(n);
+        }
+    }
+    t
+}
+
+/// What holds the lock over D-Bus, say: nobody knows how long it needs it.
+#[test]
+fn one_that_wants_the_gpu_for_itself_has_it_for_the_time_quantum() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+    }
+    t.request(1);
+    t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 2000 });
+    t.request(2);
+    assert_eq!(t.after(ms(999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
+#[test]
+fn a_turn_to_measure_ends_when_it_is_known_how_full_the_gpu_is() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    assert_eq!(t.after(ms(50)), []);
+    assert_eq!(t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 1000 }), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    // The second has not been measured: its turn is not shorter for that the first was.
+    assert_eq!(t.after(ms(50)), []);
+    assert_eq!(t.state(2), LockState::Holding);
+}
+
+#[test]
+fn clients_that_leave_the_gpu_idle_run_together() {
+    let t = with_fullness(&[300, 200]);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
+}
+
+#[test]
+fn clients_that_keep_the_gpu_busy_take_turns() {
+    let t = with_fullness(&[900, 800]);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Waiting, LockState::Holding]);
+}
+
+#[test]
+fn one_that_hardly_needs_the_gpu_runs_beside_one_that_fills_it() {
+    let t = with_fullness(&[50, 1000]);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2]);
+}
+
+#[test]
+fn clients_do_not_run_together_where_memory_would_have_to_move() {
+    let mut t = with_fullness(&[300, 200]);
+    t.report(1, 10 * GIB, GIB, 0);
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2], "together they fit still");
+    let commands = t.report(2, 10 * GIB, GIB, 0);
+    assert!(commands.contains(&revoke(1)), "{commands:?}");
+}
+
+#[test]
+fn those_who_run_together_are_asked_again_how_full_they_keep_the_gpu() {
+    let mut t = with_fullness(&[300, 200]);
+    assert_eq!(t.after(ms(9999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    // The GPU is full now.
+    t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 900 });
+    assert_eq!(t.after(ms(150)), [revoke(2)]);
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2);
+    t.say(Event::Utilization { client: client(1), gpu: gpu(0), permille: 900 });
+    assert_eq!([t.state(1), t.state(2)], [LockState::Holding, LockState::Waiting]);
+}
+
+#[test]
+fn those_who_say_the_same_again_are_asked_more_rarely() {
+    let mut t = with_fullness(&[300, 200]);
+    let measure = |t: &mut Talk, n: u64, permille: u32| {
+        t.release(n, ReleaseReason::Revoked);
+        t.request(n);
+        t.say(Event::Utilization { client: client(3 - n), gpu: gpu(0), permille });
+    };
+    for (seconds, said) in [(10, [310, 190]), (20, [280, 200]), (40, [300, 500]), (10, [300, 500])] {
+        assert_eq!(t.after(Duration::from_secs(seconds) - ms(1)), [], "{seconds} s");
+        let asked = t.after(ms(1));
+        let [Command::Revoke { client: first, .. }] = asked[..] else { panic!("{asked:?}") };
+        measure(&mut t, first.0, said[2 - first.0 as usize]);
+        t.after(ms(150));
+        measure(&mut t, 3 - first.0, said[first.0 as usize - 1]);
+        assert_eq!([t.state(1), t.state(2)], [LockState::Holding; 2], "{seconds} s");
+    }
+}
+
+#[test]
+fn a_client_that_never_says_how_full_it_keeps_the_gpu_is_taken_to_fill_it() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=2 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    for holder in [1, 2, 1, 2] {
+        assert_eq!(t.state(holder), LockState::Holding);
+        assert_eq!(t.state(3 - holder), LockState::Waiting);
+        t.after(Duration::from_secs(1));
+        t.release(holder, ReleaseReason::Revoked);
+        t.request(holder);
+    }
+}
+
+#[test]
+fn a_third_who_needs_the_gpu_alone_gets_it_from_both() {
+    let mut t = with_fullness(&[300, 200]);
+    t.join(3, 16 * GIB);
+    t.request(3);
+    let commands = t.after(Duration::from_secs(30));
+    assert!(commands.contains(&revoke(1)) && commands.contains(&revoke(2)), "{commands:?}");
+    t.release(1, ReleaseReason::Revoked);
+    t.release(2, ReleaseReason::Revoked);
+    t.map(1);
+    t.map(2);
+    assert_eq!(t.state(3), LockState::Holding);
+}

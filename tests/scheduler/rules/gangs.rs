@@ -1,0 +1,185 @@
+//! Sets of GPUs and gangs are granted and revoked whole.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+#[test]
+fn requests_are_served_in_their_order_and_sets_whole() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in 1..=4 {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        for g in [0, 1] {
+            t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
+        }
+    }
+    let ask = |t: &mut Talk, n, set| t.say(Event::Requested { client: client(n), gpus: set });
+    assert_eq!(ask(&mut t, 1, gpus([0])), [grant(1)]);
+    ask(&mut t, 2, gpus([0, 1]));
+    assert_eq!(ask(&mut t, 3, gpus([1])), [], "GPU 1 is free, but kept for 2");
+    let both = |n| Command::Grant { client: client(n), gpus: gpus([0, 1]) };
+    let commands = t.release(1, ReleaseReason::Idle);
+    assert!(commands.contains(&both(2)), "{commands:?}");
+    ask(&mut t, 4, gpus([0]));
+    t.after(Duration::from_secs(1));
+    let all =
+        Event::Released { client: client(2), gpus: gpus([0, 1]), reason: ReleaseReason::Revoked, busy: Duration::ZERO };
+    let commands = t.say(all);
+    assert!(commands.contains(&Command::Grant { client: client(3), gpus: gpus([1]) }));
+    assert!(commands.contains(&grant(4)));
+}
+
+#[test]
+fn a_set_does_not_pass_one_that_waits_for_a_part_of_it() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for g in [1, 2] {
+        t.say(Event::GpuFound { gpu: gpu(g), total: 16 * GIB });
+    }
+    for n in 1..=3 {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        for g in 0..3 {
+            t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
+        }
+    }
+    let ask = |t: &mut Talk, n, set| t.say(Event::Requested { client: client(n), gpus: set });
+    ask(&mut t, 1, gpus([0]));
+    ask(&mut t, 2, gpus([0, 1]));
+    assert_eq!(ask(&mut t, 3, gpus([1, 2])), [], "both are free, but 2 stands before it for one of them");
+    let commands = t.release(1, ReleaseReason::Idle);
+    assert_eq!(commands.first(), Some(&Command::Grant { client: client(2), gpus: gpus([0, 1]) }));
+}
+
+#[test]
+fn what_was_granted_together_is_revoked_together() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.join(1, 0);
+    t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
+    t.join(2, 0);
+    t.say(Event::Requested { client: client(1), gpus: gpus([0, 1]) });
+    t.request(2);
+    let commands = t.after(Duration::from_secs(1));
+    assert_eq!(commands, [Command::Revoke { client: client(1), gpus: gpus([0, 1]) }]);
+}
+
+#[test]
+fn a_holder_that_wants_one_more_gets_only_that_one() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    t.join(1, 0);
+    t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
+    t.request(1);
+    let commands = t.say(Event::Requested { client: client(1), gpus: gpus([0, 1]) });
+    assert_eq!(commands, [Command::Grant { client: client(1), gpus: gpus([1]) }]);
+}
+
+#[test]
+fn a_gang_waits_for_its_members_and_is_granted_whole() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
+    }
+    assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), []);
+    let commands = t.say(Event::Requested { client: client(2), gpus: gpus([1]) });
+    assert_eq!(commands, [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }]);
+    t.join(3, 0);
+    t.request(3);
+    let commands = t.after(Duration::from_secs(1));
+    assert_eq!(commands, [revoke(1), Command::Revoke { client: client(2), gpus: gpus([1]) }]);
+}
+
+#[test]
+fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(n as u32) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
+    }
+    let rule = |gang| {
+        let group = Group { id: GroupId(3), limits: RuleLimits { gang, ..RuleLimits::default() } };
+        Event::Groups { groups: [1, 2].map(|n| (client(n), Some(group))).into() }
+    };
+    t.say(rule(true));
+    assert_eq!(t.machine.client(client(1)).map(|view| view.gang_peers), Some(vec![client(2)]));
+    assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), [], "it waits for its fellow");
+    let both = [grant(1), Command::Grant { client: client(2), gpus: gpus([1]) }];
+    assert_eq!(t.say(Event::Requested { client: client(2), gpus: gpus([1]) }), both);
+    // While one of them has to go, the rule changes: the other may go on.
+    t.say(rule(false));
+    assert_eq!(t.machine.client(client(1)).map(|view| view.gang_peers), Some(vec![]));
+    t.join(3, 0);
+    t.request(3);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    // Who waits when it begins to count is granted with the others.
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    t.say(rule(true));
+    assert_eq!((t.state(1), t.state(3)), (LockState::Waiting, LockState::Holding));
+    assert_eq!(t.say(Event::Disconnected { client: client(3) }), [grant(1)]);
+    // Both are one again, although one was granted while it was alone.
+    t.join(4, 0);
+    t.request(4);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), Command::Revoke { client: client(2), gpus: gpus([1]) }]);
+}
+
+#[test]
+fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2] {
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    }
+    t.after(Duration::from_secs(2));
+    assert_eq!(t.request(1), [grant(1)]);
+    assert_eq!(t.release(1, ReleaseReason::Idle), []);
+    // Of one that waits for the others of its gang, others know that it waits.
+    assert_eq!(t.request(2), [], "the first was here a moment ago");
+    t.join(3, 0);
+    assert_eq!(t.request(3), [], "the place is the gang's");
+    assert_eq!(t.after(ms(5)), [grant(2), contended(2, 1, ms(1))]);
+}
+
+#[test]
+fn a_gang_of_one_is_no_gang_until_another_joins() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    let arrive = |t: &mut Talk, n| {
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    };
+    arrive(&mut t, 1);
+    assert_eq!(t.request(1), [grant(1)], "there is nobody to wait for");
+    arrive(&mut t, 2);
+    assert_eq!(t.request(2), [grant(2)], "beside its fellow");
+    t.join(3, 0);
+    t.request(3);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), revoke(2)]);
+}
+
+#[test]
+fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
+    for (by_rule, expected) in [(false, vec![]), (true, vec![grant(2)])] {
+        let mut t = Talk::in_mode(AntiThrash::On);
+        t.join(3, 0);
+        t.request(3);
+        for n in [1, 2] {
+            let gang = if by_rule { 0 } else { 9 };
+            t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+            t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        }
+        if by_rule {
+            let group = Group { id: GroupId(3), limits: RuleLimits { gang: true, ..RuleLimits::default() } };
+            t.say(Event::Groups { groups: [1, 2].map(|n| (client(n), Some(group))).into() });
+        }
+        t.request(1);
+        t.request(2);
+        t.say(Event::Stopped { client: client(1), stopped: true });
+        assert_eq!(t.release(3, ReleaseReason::Idle), expected, "by a rule: {by_rule}");
+        let both = if by_rule { vec![grant(1)] } else { vec![grant(1), grant(2)] };
+        assert_eq!(t.say(Event::Stopped { client: client(1), stopped: false }), both);
+    }
+}

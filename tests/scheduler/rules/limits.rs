@@ -1,0 +1,312 @@
+//! Limits: what clients and groups may allocate, where the host is small or a rule bounds them, and requests for more.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+/// Two clients that need 2 GiB each, on a GPU of 16 GiB of a host that has 8 GiB for what is swapped out.
+fn on_a_small_host() -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    assert_eq!(limits(&t.join(1, 2 * GIB)), [], "told when it attached");
+    t.join(2, 2 * GIB);
+    t.map(1);
+    t.map(2);
+    t.wish(1, 12 * GIB);
+    t.map(1);
+    t.map(2);
+    t
+}
+
+#[test]
+fn whoever_is_alone_is_promised_the_whole_gpu_whatever_the_host_has() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 0 });
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    let commands = t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(limits(&commands), [(1, 16 * GIB)]);
+}
+
+#[test]
+fn where_the_host_has_little_everybody_is_promised_what_it_needs_and_an_equal_part_of_the_rest() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    t.join(1, 2 * GIB);
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(limits(&commands), [(1, 13 * GIB)], "it has to know before anybody else has it");
+    assert!(!commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }));
+    let commands = t.map(1);
+    assert_eq!(limits(&commands), [(2, 11 * GIB)]);
+    assert!(commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }));
+    assert_eq!(limits(&t.say(Event::HostMemory { bytes: 16 * GIB })), [(1, 16 * GIB), (2, 16 * GIB)], "enough for all");
+}
+
+#[test]
+fn whoever_attaches_is_not_kept_by_one_that_does_not_answer() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.say(Event::HostMemory { bytes: 8 * GIB });
+    t.join(1, 2 * GIB);
+    t.join(2, 0);
+    assert_eq!(limits(&t.after(ms(199))), []);
+    assert_eq!(limits(&t.after(ms(1))), [(2, 8 * GIB)], "what is there without it");
+    assert_eq!(t.attachment(1).committed, 16 * GIB);
+}
+
+#[test]
+fn a_wish_is_fulfilled_from_what_others_do_not_need() {
+    let mut t = on_a_small_host();
+    assert_eq!((t.attachment(1).committed, t.attachment(2).committed), (12 * GIB, 12 * GIB));
+    assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)], "first the other has to know");
+    assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
+    assert_eq!(limits(&t.wish(1, 13 * GIB)), [(1, 14 * GIB)], "it has that");
+}
+
+#[test]
+fn what_nobody_can_give_is_refused_at_once() {
+    let mut t = on_a_small_host();
+    let denied = |n, bytes| denied(n, bytes, Denial::NoRoom);
+    assert_eq!(t.wish(1, 17 * GIB), [denied(1, 17 * GIB)], "more than the GPU");
+    t.report(2, 11 * GIB, 2 * GIB, 0);
+    let commands = t.wish(1, 14 * GIB);
+    assert!(commands.contains(&denied(1, 14 * GIB)), "only 13 are not needed: {commands:?}");
+}
+
+/// A client that wishes for more than others leave, as last measured.
+fn hoping() -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.measured(8 * GIB);
+    t.join(1, GIB);
+    assert_eq!(t.wish(1, 12 * GIB), [Command::Measure { gpu: gpu(0) }]);
+    t
+}
+
+fn present(t: &mut Talk, begun: Duration) -> Vec<Command> {
+    t.say(Event::Measured { gpu: gpu(0), begun, free: None, found: Default::default() })
+}
+
+#[test]
+fn what_others_use_is_measured_again_before_a_wish_is_refused() {
+    let mut t = hoping();
+    let wished = t.now;
+    t.now += ms(5);
+    let commands = t.measured(0);
+    assert!(limits(&commands).contains(&(1, 16 * GIB)), "{commands:?}");
+    assert!(limits(&present(&mut t, wished)).contains(&(1, 16 * GIB)));
+    // They are there still; and no measurement can help one that wishes for more than there is.
+    let mut t = hoping();
+    let wished = t.now;
+    t.now += ms(5);
+    t.measured(8 * GIB);
+    let again = present(&mut t, wished - ms(1));
+    assert_eq!(again, [Command::Measure { gpu: gpu(0) }], "that began before");
+    assert_eq!(present(&mut t, wished), [denied(1, 12 * GIB, Denial::NoRoom)]);
+    assert_eq!(present(&mut t, wished + ms(1)), []);
+    assert_eq!(t.wish(1, 17 * GIB), [denied(1, 17 * GIB, Denial::NoRoom)]);
+}
+
+#[test]
+fn a_wish_does_not_wait_for_ever_for_a_measurement() {
+    let mut t = hoping();
+    assert_eq!(t.after(ms(499)), []);
+    assert_eq!(t.after(ms(1)), [denied(1, 12 * GIB, Denial::NoRoom)]);
+    let mut t = hoping();
+    t.say(Event::Disconnected { client: client(1) });
+    assert_eq!(t.after(ms(500)), []);
+}
+
+#[test]
+fn two_that_each_hold_half_and_want_more_do_not_wait_for_each_other() {
+    let mut t = on_a_small_host();
+    for n in [1, 2] {
+        t.report(n, 12 * GIB, 2 * GIB, 0);
+    }
+    for n in [1, 2] {
+        assert_eq!(t.wish(n, 13 * GIB), [denied(n, 13 * GIB, Denial::NoRoom)]);
+    }
+}
+
+#[test]
+fn a_wish_does_not_wait_for_ever_for_one_that_does_not_answer() {
+    let mut t = on_a_small_host();
+    assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)]);
+    assert_eq!(t.after(ms(3999)), []);
+    let commands = t.after(ms(1));
+    assert!(commands.contains(&denied(1, 14 * GIB, Denial::NoRoom)), "{commands:?}");
+    assert_eq!(t.attachment(2).committed, 12 * GIB, "it may not know yet");
+    t.map(2);
+    t.wish(1, 14 * GIB);
+    assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
+}
+
+#[test]
+fn host_memory_that_goes_takes_from_what_nobody_needs() {
+    let mut t = on_a_small_host();
+    let commands = t.say(Event::HostMemory { bytes: 4 * GIB });
+    assert_eq!(limits(&commands), [(1, 10 * GIB), (2, 10 * GIB)]);
+    let commands = t.say(Event::HostMemory { bytes: 0 });
+    assert_eq!(limits(&commands), [(1, 8 * GIB), (2, 8 * GIB)]);
+}
+
+#[test]
+fn whoever_leaves_leaves_its_promise_to_others() {
+    let mut t = on_a_small_host();
+    let commands = t.say(Event::Disconnected { client: client(2) });
+    assert_eq!(limits(&commands), [(1, 16 * GIB)]);
+    assert_eq!(t.machine.host().1, 0);
+}
+
+/// Clients in one group on the GPU of 16 GiB.
+fn in_a_group(most: Amount, clients: u64) -> Talk {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=clients {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        t.group(n, most);
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        // Each has to know what it no longer has before the next one can have it.
+        for m in 1..=n {
+            t.report(m, 0, 0, 0);
+        }
+    }
+    t
+}
+
+#[test]
+fn a_program_under_a_rule_has_its_limit_to_the_byte() {
+    let most = 5 * GIB + 2 * MIB;
+    let mut t = in_a_group(Amount::Bytes(most), 1);
+    assert_eq!((t.attachment(1).limit, t.machine.memory_max(client(1), gpu(0))), (most, Some(most)));
+    assert_eq!(t.wish(1, most + 1), [denied(1, most + 1, Denial::MemoryMax)]);
+    let commands = t.wish(1, most);
+    let told = Command::Limit {
+        client: client(1),
+        gpu: gpu(0),
+        bytes: most,
+        seq: 1,
+        most: 16 * GIB,
+        spare: u64::MAX,
+        max: Some(most),
+    };
+    assert_eq!(commands, [told]);
+    // Whoever is in no group has all of the GPU.
+    t.join(2, 16 * GIB);
+    assert_eq!((t.attachment(2).limit, t.machine.memory_max(client(2), gpu(0))), (16 * GIB, None));
+    let t = in_a_group(Amount::Percent(25), 1);
+    assert_eq!(t.attachment(1).limit, 4 * GIB);
+    let t = in_a_group(Amount::Infinity, 1);
+    assert_eq!(t.attachment(1).limit, 16 * GIB);
+}
+
+#[test]
+fn a_group_divides_its_limit_by_need() {
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
+    assert_eq!((t.attachment(1).committed, t.attachment(2).committed), (4 * GIB, 4 * GIB));
+    assert_eq!(limits(&t.wish(1, 6 * GIB)), [(2, 2 * GIB)], "first the other has to know");
+    assert_eq!(limits(&t.report(2, GIB, GIB, 0)), [(1, 6 * GIB)]);
+    t.report(1, 6 * GIB, 6 * GIB, 0);
+    assert_eq!(limits(&t.wish(2, 2 * GIB)), [(2, 2 * GIB)], "all of it is used");
+    t.report(2, 2 * GIB, 2 * GIB, 0);
+    assert_eq!(t.wish(2, 2 * GIB + 1), [denied(2, 2 * GIB + 1, Denial::MemoryMax)]);
+    assert_eq!(t.wish(2, 9 * GIB), [denied(2, 9 * GIB, Denial::MemoryMax)]);
+    // What one leaves the other can have.
+    assert_eq!(limits(&t.say(Event::Disconnected { client: client(1) })), [(2, 8 * GIB)]);
+}
+
+#[test]
+fn what_one_needs_meanwhile_is_left_to_it_and_keeps_nobody_waiting() {
+    let mut t = in_a_group(Amount::Bytes(10 * GIB), 3);
+    t.wish(3, 3 * GIB + GIB / 2);
+    // The first allocates what it was promised before it knows that it has less.
+    let share = t.attachment(1).committed;
+    let report = MemoryReport { demand: share, limit_ack: 1, ..MemoryReport::default() };
+    t.say(Event::Memory { client: client(1), gpu: gpu(0), report });
+    for n in [1, 2, 1, 2] {
+        t.report(n, if n == 1 { share } else { 0 }, 0, 0);
+    }
+    assert_eq!(t.attachment(3).limit, 3 * GIB + GIB / 2, "without the time that one who does not answer is given");
+}
+
+#[test]
+fn many_of_one_group_have_no_more_than_one() {
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 20);
+    let promised = |t: &Talk| (1..=20).map(|n| t.attachment(n).committed).sum::<u64>();
+    assert!(promised(&t) <= 8 * GIB);
+    for n in 1..=20 {
+        t.wish(n, GIB);
+        for m in 1..=20 {
+            let demand = if t.attachment(m).limit >= GIB { GIB } else { 0 };
+            t.report(m, demand, 0, 0);
+        }
+        assert!(promised(&t) <= 8 * GIB, "{} promised", promised(&t));
+    }
+    assert_eq!((1..=20).filter(|n| t.attachment(*n).demand == GIB).count(), 8);
+}
+
+#[test]
+fn a_limit_that_is_lowered_has_nobody_fail_and_gives_nothing() {
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
+    t.report(1, 4 * GIB, 4 * GIB, 0);
+    t.report(2, 2 * GIB, 2 * GIB, 0);
+    let commands = t.regroup([1, 2], Amount::Bytes(3 * GIB));
+    assert_eq!(
+        limits(&commands)[2..],
+        [(1, 3 * GIB / 2), (2, 3 * GIB / 2)],
+        "below what they have: what is freed is gone"
+    );
+    assert_eq!(allowances(&commands).pop(), Some((1, GIB)), "what is too much is swapped out");
+    t.report(1, 4 * GIB, 4 * GIB, 0);
+    t.report(2, 2 * GIB, 2 * GIB, 0);
+    assert_eq!(t.wish(2, 2 * GIB + MIB), [denied(2, 2 * GIB + MIB, Denial::MemoryMax)]);
+    assert_eq!(limits(&t.report(1, GIB, GIB, 0)), [(1, GIB)], "it fits: each may have what it has");
+    assert_eq!(limits(&t.report(1, GIB, GIB, 0)), [(2, 2 * GIB)]);
+    let commands = t.regroup([1, 2], Amount::Bytes(16 * GIB));
+    assert_eq!(limits(&commands)[2..], [(1, 15 * GIB / 2), (2, 17 * GIB / 2)], "and raised, they share the rest");
+}
+
+#[test]
+fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 2);
+    t.report(1, 40 * GIB, 0, 0);
+    assert!(t.attachment(1).limit <= 8 * GIB && t.attachment(2).limit <= 4 * GIB);
+    t.report(2, 0, 0, 0);
+    t.report(1, u64::MAX, 0, 0);
+    assert!(t.attachment(1).limit + t.attachment(2).limit <= 8 * GIB);
+    // Nor for saying that it needs nothing: what it was promised counts.
+    let mut t = in_a_group(Amount::Bytes(8 * GIB), 1);
+    t.report(1, 0, 0, 0);
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.group(2, Amount::Bytes(8 * GIB));
+    t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
+    assert_eq!(t.attachment(2).limit, 0);
+}
+
+#[test]
+fn each_gpu_has_the_limit_by_itself() {
+    let mut t = in_a_group(Amount::Percent(50), 1);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 8 * GIB });
+    t.say(Event::Attached { client: client(1), gpu: gpu(1), engine: Engine::Swap });
+    let attachments = t.machine.client(client(1)).unwrap().attachments;
+    assert_eq!(attachments.iter().map(|attachment| attachment.limit).collect::<Vec<_>>(), [8 * GIB, 4 * GIB]);
+}
+
+#[test]
+fn a_group_and_a_small_host_bound_both() {
+    let mut t = in_a_group(Amount::Bytes(10 * GIB), 1);
+    t.join(2, 12 * GIB);
+    t.say(Event::HostMemory { bytes: 4 * GIB });
+    t.report(1, 0, 0, 0);
+    assert_eq!(t.attachment(1).limit + t.attachment(2).limit, 20 * GIB, "what the GPU and the host have");
+    assert_eq!(t.wish(1, 9 * GIB), [denied(1, 9 * GIB, Denial::NoRoom)]);
+    assert_eq!(t.wish(1, 11 * GIB), [denied(1, 11 * GIB, Denial::MemoryMax)]);
+}
+
+#[test]
+fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
+    let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
+    t.measured(16 * GIB);
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    assert_eq!(t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap }), []);
+    assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(2)));
+    assert!(t.after(Duration::from_secs(2)).contains(&Command::Attached { client: client(1), gpu: gpu(0) }));
+}

@@ -1,0 +1,12 @@
+//! One test for each rule of the scheduler, to be read: in virtual time, with clients that behave as the library does
+//! (`World`), or message by message (`Talk`).
+
+mod absent;
+mod contexts;
+mod corun;
+mod eviction;
+mod gangs;
+mod limits;
+mod turns;
+mod undrainable;
+mod users;

@@ -1,0 +1,204 @@
+//! Turns: how long they last in each mode, when they end early, and who comes next.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+#[test]
+fn whoever_is_alone_is_granted_at_once_and_never_revoked() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    assert_eq!(t.request(1), [grant(1)]);
+    assert_eq!(t.after(Duration::from_secs(3600)), []);
+    assert_eq!(t.machine.deadline(), None, "an idle scheduler sleeps");
+}
+
+#[test]
+fn on_honours_the_time_quantum() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.after(Duration::from_secs(60));
+    assert_eq!(t.request(2), [contended(1, 1, ms(1))], "the clock begins when somebody waits");
+    assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(1)));
+    assert_eq!(t.after(ms(999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(2)]);
+}
+
+#[test]
+fn the_clock_of_a_turn_stands_while_nobody_waits() {
+    let mut t = Talk::with_waiter();
+    t.after(ms(600));
+    assert_eq!(t.say(Event::Cancelled { client: client(2), gpus: gpus([0]) }), [contended(1, 0, ms(1))]);
+    assert_eq!(t.after(Duration::from_secs(60)), []);
+    t.request(2);
+    assert_eq!(t.after(ms(399)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
+#[test]
+fn a_shorter_quantum_ends_a_turn_that_is_over_by_it() {
+    let mut t = Talk::with_waiter();
+    t.after(ms(500));
+    assert_eq!(t.say(Event::Configure(settings(AntiThrash::On, ms(400)))), [revoke(1)]);
+}
+
+#[test]
+fn off_admits_all_that_fit() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    for n in 1..=4 {
+        t.join(n, 4 * GIB);
+        assert_eq!(t.request(n), [grant(n)]);
+    }
+    t.join(5, 4 * GIB);
+    let commands = t.request(5);
+    assert!(commands.contains(&contended(1, 1, Duration::from_micros(333_332))), "{commands:?}");
+    let told = commands.iter().filter(|c| matches!(c, Command::Contended { .. })).count();
+    assert_eq!(told, 1, "one holder's bytes are enough: {commands:?}");
+}
+
+#[test]
+fn off_asks_nothing_of_managed_memory() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    t.join(1, 16 * GIB);
+    t.request(1);
+    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Managed });
+    t.report(2, 40 * GIB, 0, 0);
+    assert_eq!(t.request(2), [grant(2)]);
+}
+
+#[test]
+fn turning_anti_thrash_on_leaves_the_first_holder() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    for n in 1..=3 {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    let commands = t.say(Event::Configure(settings(AntiThrash::On, Duration::from_secs(1))));
+    assert_eq!(commands, [revoke(2), revoke(3)]);
+}
+
+#[test]
+fn a_lock_from_before_goes_on_as_a_turn_that_begins_now() {
+    let quantum = Duration::from_secs(10);
+    let mut t = Talk::new(settings(AntiThrash::On, quantum));
+    t.join(1, GIB);
+    t.join(2, GIB);
+    let held = |n| Event::Held { client: client(n), gpus: gpus([0]) };
+    assert_eq!(t.say(held(1)), [], "it knows");
+    assert_eq!(t.say(held(1)), [], "also when it says so twice");
+    assert_eq!(t.state(1), LockState::Holding);
+    assert!(!t.request(2).contains(&grant(2)), "there is a holder");
+    assert!(t.after(quantum).contains(&revoke(1)));
+    assert!(t.release(1, ReleaseReason::Revoked).contains(&grant(2)));
+    // Two cannot have had it: one of them is asked for it.
+    assert_eq!(t.say(held(1)), [revoke(1)]);
+    // Of nobody, and of nothing that is attached.
+    assert_eq!(t.say(held(9)), []);
+    assert_eq!(t.say(Event::Held { client: client(1), gpus: gpus([5]) }), []);
+}
+
+#[test]
+fn auto_keeps_turns_short_where_nothing_moves() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    t.after(Duration::from_secs(5));
+    t.request(2);
+    assert_eq!(t.after(ms(149)), [], "as long as it takes to see how full a client keeps the GPU");
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    t.say(Event::Utilization { client: client(2), gpu: gpu(0), permille: 1000 });
+    assert_eq!(t.after(ms(299)), [], "twice what the waiter is taken to need: what it ran while it was waited for");
+    assert_eq!(t.after(ms(101)), [revoke(2)]);
+}
+
+#[test]
+fn auto_lets_a_turn_last_where_bytes_must_move() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, 12 * GIB);
+    t.join(2, 12 * GIB);
+    t.request(1);
+    let commands = t.request(2);
+    // 8 GiB must leave and come back, at 24 GiB/s until it was measured.
+    assert!(commands.contains(&contended(1, 1, Duration::from_micros(666_666))), "{commands:?}");
+    assert_eq!(t.after(ms(3333)), [], "five times what that takes is more than the time quantum");
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+}
+
+#[test]
+fn auto_shortens_turns_where_many_wait() {
+    let quantum = Duration::from_secs(30);
+    let mut t = Talk::new(Settings { max_wait: Duration::from_secs(40), ..settings(AntiThrash::Auto, quantum) });
+    for n in 1..=5 {
+        t.join(n, 12 * GIB);
+        t.request(n);
+    }
+    assert_eq!(t.after(ms(9999)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)], "a fourth of what the fourth may wait");
+}
+
+#[test]
+fn the_grace_follows_what_evictions_were_measured_to_take() {
+    let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
+    for _ in 0..2 {
+        world.add(Plan { demand: 12 * GIB, rate: GIB, phases: 12, cpu: ms(4000), gpu: ms(2000), ..Plan::default() });
+    }
+    world.run(Duration::from_secs(600));
+    let graces: Vec<Duration> = world
+        .commands
+        .iter()
+        .filter_map(|(_, c)| match c {
+            Command::Contended { waiters: 1.., grace, .. } => Some(*grace),
+            _ => None,
+        })
+        .collect();
+    assert!(graces.first().unwrap() < &Duration::from_secs(1), "{graces:?}");
+    assert!(graces.last().unwrap() > &Duration::from_secs(4), "{graces:?}");
+    assert!(graces.is_sorted_by(|before, after| before.mul_f64(0.9) <= *after), "{graces:?}");
+}
+
+#[test]
+fn short_bursts_beside_a_long_one_are_served_soon() {
+    let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(30), 16 * GIB);
+    let batch = Plan { demand: 8 * GIB, phases: 1, gpu: Duration::from_secs(30), drain: ms(5), ..Plan::default() };
+    world.add(batch.clone());
+    world.add(batch);
+    let chat = world.add(Plan { demand: 0, start: ms(100), phases: 50, cpu: ms(300), gpu: ms(10), ..Plan::default() });
+    world.run(Duration::from_secs(100));
+    let bursts: Vec<Duration> = world.models[&chat].bursts.iter().map(|(a, b)| *b - *a).collect();
+    assert_eq!(bursts.len(), 50);
+    let slow = bursts.iter().filter(|b| **b > ms(100)).count();
+    assert!(slow <= 3, "while it is not known yet it may take longer: {bursts:?}");
+}
+
+#[test]
+fn nobody_is_passed_for_longer_than_the_time_quantum() {
+    let quantum = Duration::from_secs(2);
+    let mut world = World::with_gpu(AntiThrash::Auto, quantum, 16 * GIB);
+    let long = world.add(Plan { demand: GIB, phases: 1, gpu: Duration::from_secs(3), ..Plan::default() });
+    for n in 0..30 {
+        // Together they want more than all of the GPU's time.
+        world.add(Plan { demand: 0, start: ms(n * 7), phases: 200, cpu: ms(100), gpu: ms(8), ..Plan::default() });
+    }
+    world.run(Duration::from_secs(120));
+    let longest = world.models[&long].waits.iter().max().unwrap();
+    assert!(*longest < quantum + ms(500), "{longest:?}");
+}
+
+#[test]
+fn three_that_do_not_fit_together_finish_in_turn() {
+    let mut world = World::with_gpu(AntiThrash::Auto, Duration::from_secs(5), 16 * GIB);
+    let job = Plan { demand: 12 * GIB, phases: 1, gpu: Duration::from_secs(10), ..Plan::default() };
+    let clients = [world.add(job.clone()), world.add(job.clone()), world.add(job)];
+    assert!(world.run(Duration::from_secs(40)));
+    // 8 GiB more to move at each change, at 40 GiB/s: thrashing would take many times longer.
+    assert!(world.now < Duration::from_millis(32_500), "{:?}", world.now);
+    assert!(clients.iter().all(|c| world.revokes_of(*c).len() <= 2));
+}

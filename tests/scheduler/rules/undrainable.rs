@@ -1,0 +1,335 @@
+//! Holders whose work does not end: others run beside them.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+#[test]
+fn a_stuck_holder_is_asked_again_less_and_less_often() {
+    let mut t = Talk::with_waiter();
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    let stuck = Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::NeedsHost };
+    assert_eq!(t.say(stuck.clone()), [waiting(2, WaitReason::HolderStuck)]);
+    for wait in [100, 200, 400, 800] {
+        assert_eq!(t.machine.deadline(), Some(t.now + ms(wait)));
+        assert_eq!(t.after(ms(wait)), [revoke(1)]);
+        assert_eq!(t.say(stuck.clone()), [], "its waiter knows");
+    }
+    assert_eq!(t.after(ms(1500)), [undrainable(1), grant(2)], "3 s after it was first asked");
+    for wait in [100, 3200, 5000, 5000] {
+        assert_eq!(t.machine.deadline(), Some(t.now + ms(wait)));
+        assert_eq!(t.after(ms(wait)), [revoke(1)]);
+        assert_eq!(t.say(stuck.clone()), []);
+    }
+    assert_eq!(t.release(1, ReleaseReason::Revoked), []);
+    assert_eq!(t.machine.deadline(), None);
+}
+
+#[test]
+fn a_stuck_holder_that_drains_in_time_had_the_lock_for_itself() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    t.stuck(1, StuckReason::Capturing);
+    t.after(ms(100));
+    assert_eq!(t.after(ms(2800)), [Command::Probe { client: client(1) }]);
+    assert_eq!(t.state(1), LockState::Stuck);
+    assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(2)]);
+}
+
+#[test]
+fn time_decides_that_a_holder_cannot_drain_and_not_how_often_it_says_so() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    t.after(Duration::from_secs(2));
+    t.stuck(1, StuckReason::LongWork);
+    assert_eq!(t.after(ms(100)), [revoke(1)], "which it does not answer, as it drains already");
+    assert_eq!(t.machine.deadline(), Some(t.now + ms(900)));
+    assert_eq!(t.after(ms(900)), [undrainable(1), grant(2)]);
+}
+
+#[test]
+fn a_holder_that_says_it_is_stuck_when_its_time_is_over_has_had_its_time() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    t.after(Duration::from_secs(5));
+    assert_eq!(t.state(1), LockState::Revoking, "it may only be slow");
+    let commands = t.stuck(1, StuckReason::LongWork);
+    assert_eq!(commands, [waiting(2, WaitReason::HolderStuck), undrainable(1), grant(2)]);
+}
+
+#[test]
+fn those_beside_a_holder_that_cannot_drain_take_turns() {
+    let (mut t, commands) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
+    assert_eq!(commands, [undrainable(1), grant(2)]);
+    t.join(3, GIB);
+    assert!(t.request(3).contains(&contended(2, 1, ms(1))), "one of them at a time");
+    assert!(t.after(Duration::from_secs(1)).contains(&revoke(2)));
+    assert_eq!(t.release(2, ReleaseReason::Revoked), [grant(3)]);
+    assert_eq!(t.state(1), LockState::Undrainable);
+    t.request(2);
+    t.release(1, ReleaseReason::Revoked);
+    assert_eq!(t.state(2), LockState::Waiting, "3 has its turn, and 1 left nothing to wait for");
+    t.request(1);
+    assert_eq!(t.release(3, ReleaseReason::Idle), [grant(2), contended(2, 1, ms(1))]);
+}
+
+#[test]
+fn two_holders_that_cannot_drain_run_beside_each_other_and_a_third() {
+    let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
+    t.join(3, GIB);
+    t.request(3);
+    assert!(t.after(Duration::from_secs(1)).contains(&revoke(2)));
+    t.stuck(2, StuckReason::LongWork);
+    assert_eq!(t.state(3), LockState::Waiting);
+    let commands = t.after(Duration::from_secs(3));
+    assert!(commands.contains(&undrainable(2)) && commands.contains(&grant(3)), "{commands:?}");
+    t.release(3, ReleaseReason::Idle);
+    t.request(3);
+    assert_eq!(t.state(3), LockState::Holding, "at once");
+    t.release(3, ReleaseReason::Idle);
+    for n in [1, 2] {
+        assert_eq!(t.state(n), LockState::Undrainable, "each is asked for the other");
+    }
+}
+
+#[test]
+fn the_bytes_of_a_holder_that_cannot_drain_stay_and_others_make_room() {
+    let (mut t, commands) = Talk::with_undrainable(AntiThrash::On, [6 * GIB, 4 * GIB]);
+    assert_eq!(commands, [undrainable(1), grant(2)]);
+    t.join(3, 10 * GIB);
+    t.request(3);
+    t.after(Duration::from_secs(1));
+    let commands = t.release(2, ReleaseReason::Revoked);
+    assert_eq!(allowances(&commands).last(), Some(&(2, 0)), "least recently run or not");
+    assert!(t.map(2).contains(&grant(3)));
+    assert_eq!((t.attachment(1).allowance, t.attachment(1).charge), (6 * GIB, 6 * GIB));
+}
+
+#[test]
+fn whoever_does_not_fit_beside_a_holder_that_cannot_drain_waits_for_it_and_holds_up_nobody() {
+    let (mut t, commands) = Talk::with_undrainable(AntiThrash::On, [6 * GIB, 12 * GIB]);
+    assert_eq!(commands, [undrainable(1), waiting(2, WaitReason::Pinned)]);
+    t.join(3, 6 * GIB);
+    t.request(3);
+    t.map(2);
+    assert_eq!(t.state(3), LockState::Holding);
+    t.release(3, ReleaseReason::Idle);
+    for _ in 0..20 {
+        let commands = t.after(Duration::from_secs(5));
+        if commands == [revoke(1)] {
+            t.stuck(1, StuckReason::NeedsHost);
+        }
+    }
+    assert_eq!(t.state(1), LockState::Undrainable, "it is still asked, for 2");
+    t.release(1, ReleaseReason::Revoked);
+    t.map(3);
+    t.map(1);
+    assert_eq!(t.state(2), LockState::Holding);
+}
+
+#[test]
+fn a_holder_that_cannot_drain_gets_bytes_that_nobody_else_waits_for() {
+    let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [6 * GIB, 6 * GIB]);
+    t.release(2, ReleaseReason::Idle);
+    let commands = t.report(1, 12 * GIB, 6 * GIB, 0);
+    assert_eq!(allowances(&commands).last(), Some(&(2, 4 * GIB)));
+    t.map(2);
+    assert_eq!(t.attachment(1).allowance, 12 * GIB);
+}
+
+#[test]
+fn off_asks_other_holders_for_what_one_that_cannot_drain_cannot_give() {
+    let mut t = Talk::in_mode(AntiThrash::Off);
+    for n in [1, 2] {
+        t.join(n, 6 * GIB);
+        t.request(n);
+    }
+    t.join(3, 6 * GIB);
+    t.request(3);
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    t.stuck(1, StuckReason::NeedsHost);
+    t.after(ms(100));
+    assert!(t.after(ms(2900)).contains(&undrainable(1)));
+    assert!(t.after(Duration::from_secs(1)).contains(&revoke(2)));
+    t.release(2, ReleaseReason::Revoked);
+    t.map(2);
+    assert_eq!(t.state(3), LockState::Holding);
+}
+
+#[test]
+fn a_holder_that_did_not_drain_is_waited_for_less_until_it_did() {
+    let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
+    let mut patience = Vec::new();
+    for (late, says) in [(true, false), (true, true), (false, false), (true, true)] {
+        t.release(1, ReleaseReason::Revoked);
+        t.request(1);
+        t.release(2, ReleaseReason::Idle);
+        assert_eq!(t.state(1), LockState::Holding);
+        t.request(2);
+        t.after(Duration::from_secs(1));
+        let asked = t.now;
+        if says {
+            t.stuck(1, StuckReason::NeedsHost);
+        }
+        while late && t.state(2) == LockState::Waiting {
+            t.after(ms(100));
+        }
+        patience.push(t.now - asked);
+    }
+    assert_eq!(patience, [ms(500), ms(500), ms(0), ms(3000)]);
+}
+
+#[test]
+fn a_holder_that_cannot_drain_is_left_alone_when_nobody_waits_and_keeps_nobody_waiting_later() {
+    let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
+    t.stuck(1, StuckReason::NeedsHost);
+    t.say(Event::Disconnected { client: client(2) });
+    t.after(Duration::from_secs(5));
+    assert_eq!(t.state(1), LockState::Holding);
+    assert_eq!(t.machine.deadline(), None);
+    t.join(3, GIB);
+    assert_eq!(t.request(3), [revoke(1), grant(3)], "it is known for what it is");
+    assert_eq!(t.state(1), LockState::Undrainable);
+}
+
+#[test]
+fn a_request_that_waits_for_its_own_release_holds_up_nobody() {
+    let (mut t, _) = Talk::with_undrainable(AntiThrash::On, [GIB, GIB]);
+    t.join(3, GIB);
+    assert_eq!(t.request(1), [waiting(1, WaitReason::HolderStuck)]);
+    t.request(3);
+    t.after(Duration::from_secs(1));
+    assert_eq!(t.release(2, ReleaseReason::Revoked), [grant(3)]);
+    t.release(1, ReleaseReason::Revoked);
+    assert_eq!(t.release(3, ReleaseReason::Idle), [grant(1)]);
+}
+
+#[test]
+fn a_request_from_before_a_holder_was_known_to_be_undrainable_holds_up_nobody() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2] {
+        t.join(n, GIB);
+        t.request(n);
+    }
+    t.after(Duration::from_secs(1));
+    t.request(1); // it crossed the revoke
+    t.stuck(1, StuckReason::LongWork);
+    assert!(t.after(Duration::from_secs(3)).contains(&grant(2)));
+    assert_eq!(t.release(2, ReleaseReason::Idle), []);
+    assert_eq!(t.release(1, ReleaseReason::Revoked), [grant(1)]);
+}
+
+#[test]
+fn a_holder_that_goes_on_is_not_asked_for_the_lock_on_its_own_behalf() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    t.request(1); // of a thread that waits at its closed gate
+    t.stuck(1, StuckReason::NeedsHost); // which it opens again
+    t.say(Event::Disconnected { client: client(2) });
+    assert_eq!(t.after(ms(100)), [contended(1, 0, ms(1))]);
+    assert_eq!(t.after(Duration::from_secs(10)), []);
+    assert_eq!(t.state(1), LockState::Holding);
+    assert_eq!(t.release(1, ReleaseReason::Idle), []);
+}
+
+#[test]
+fn a_client_that_gives_the_gpu_work_unseen_can_drain_as_others_do() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    assert_eq!(t.stuck(1, StuckReason::UntrackedWork), []);
+    t.after(Duration::from_secs(5));
+    assert_eq!(t.state(1), LockState::Revoking, "it has not said that it cannot");
+}
+
+#[test]
+fn the_fellows_of_a_holder_that_cannot_drain_run_beside_it() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in [1, 2, 3] {
+        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+    }
+    t.join(4, GIB);
+    for n in 1..=4 {
+        t.request(n);
+    }
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1), revoke(2), revoke(3)]);
+    t.stuck(1, StuckReason::NeedsHost);
+    for n in [2, 3] {
+        t.release(n, ReleaseReason::Revoked);
+    }
+    for n in [1, 2, 3] {
+        t.request(n); // together
+    }
+    let commands = t.after(Duration::from_secs(3));
+    assert!(commands.contains(&grant(4)), "{commands:?}");
+    t.after(Duration::from_secs(1));
+    let commands = t.release(4, ReleaseReason::Revoked);
+    assert!(commands.contains(&grant(2)) && commands.contains(&grant(3)), "1 may need them to drain: {commands:?}");
+}
+
+#[test]
+fn a_stopped_holder_has_its_time_to_drain_when_it_runs_again() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    t.stuck(1, StuckReason::NeedsHost);
+    t.after(ms(100));
+    t.after(Duration::from_secs(1));
+    assert_eq!(t.say(Event::Stopped { client: client(1), stopped: true }), [grant(2)]);
+    t.after(Duration::from_secs(60));
+    assert_eq!(t.state(1), LockState::Suspended);
+    t.say(Event::Stopped { client: client(1), stopped: false });
+    assert_eq!(t.state(1), LockState::Stuck);
+    t.after(ms(2999));
+    assert_eq!(t.state(1), LockState::Stuck);
+    assert!(t.after(ms(1)).contains(&undrainable(1)));
+    t.stuck(1, StuckReason::NeedsHost);
+    t.say(Event::Stopped { client: client(1), stopped: true });
+    t.say(Event::Stopped { client: client(1), stopped: false });
+    assert_eq!(t.state(1), LockState::Undrainable, "as before");
+}
+
+#[test]
+fn a_holder_that_cannot_drain_on_one_gpu_keeps_no_other() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
+    for n in [1, 2] {
+        t.join(n, 0);
+        t.say(Event::Attached { client: client(n), gpu: gpu(1), engine: Engine::Swap });
+    }
+    let both = gpus([0, 1]);
+    t.say(Event::Requested { client: client(1), gpus: both.clone() });
+    t.say(Event::Requested { client: client(2), gpus: both.clone() });
+    t.after(Duration::from_secs(1));
+    t.stuck(1, StuckReason::NeedsHost);
+    let one = gpus([1]);
+    let (reason, busy) = (ReleaseReason::Revoked, Duration::ZERO);
+    assert_eq!(t.say(Event::Released { client: client(1), gpus: one, reason, busy }), []);
+    let commands = t.after(Duration::from_secs(3));
+    assert!(commands.contains(&Command::Grant { client: client(2), gpus: both }), "{commands:?}");
+}
+
+#[test]
+fn a_program_that_never_ends_costs_others_three_seconds_once() {
+    for (stuck, mode) in [(0, AntiThrash::On), (u32::MAX, AntiThrash::On), (0, AntiThrash::Auto)] {
+        let mut world = World::with_gpu(mode, Duration::from_secs(1), 16 * GIB);
+        world.add(Plan { endless: true, gpu: ENDLESS, stuck, ..Plan::default() });
+        let job = Plan { start: ms(10), demand: 12 * GIB, phases: 5, gpu: Duration::from_secs(2), ..Plan::default() };
+        world.add(job.clone());
+        world.add(job);
+        assert!(world.run(Duration::from_secs(60)), "{:?}", world.machine.gpus());
+        // Two jobs of 10 s, the first turn, the patience, and 9 GiB to move at each change at 40 GiB/s.
+        assert!(world.now < Duration::from_secs(32), "{:?} with {mode:?}", world.now);
+    }
+}
+
+#[test]
+fn a_stuck_holder_that_nobody_waits_for_is_left_alone() {
+    let mut t = Talk::with_waiter();
+    t.after(Duration::from_secs(1));
+    t.say(Event::Stuck { client: client(1), gpus: gpus([0]), reason: StuckReason::LongWork });
+    t.say(Event::Disconnected { client: client(2) });
+    t.after(Duration::from_secs(10));
+    assert_eq!(t.attachment(1).state, LockState::Holding);
+    assert_eq!(t.machine.deadline(), None);
+}

@@ -1,0 +1,128 @@
+//! Users take turns, whatever the number of their clients.
+
+use crate::talk::*;
+use nvshare_sched::*;
+use scheduler_sim::*;
+use std::time::Duration;
+
+/// Clients 1, 2, … of the users given, who all want all of the GPU for good: whose turns come, in order.
+fn turns_of(users: &[u32], count: usize) -> Vec<u64> {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for (n, user) in (1..).zip(users) {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(*user) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, 0, 0, 0);
+        t.after(ms(1));
+        t.request(n);
+    }
+    let mut turns = Vec::new();
+    while turns.len() < count {
+        let holder = t.machine.gpu(gpu(0)).unwrap().holders[0].client.0;
+        turns.push(holder);
+        assert!(t.after(Duration::from_secs(1)).contains(&revoke(holder)));
+        t.release(holder, ReleaseReason::Revoked);
+        t.request(holder);
+    }
+    turns
+}
+
+#[test]
+fn clients_of_one_user_take_turns() {
+    assert_eq!(turns_of(&[0, 0, 0], 7), [1, 2, 3, 1, 2, 3, 1]);
+}
+
+#[test]
+fn a_user_with_many_clients_has_no_more_turns_than_one_with_a_single_client() {
+    assert_eq!(turns_of(&[0, 0, 0, 7], 9), [1, 4, 2, 4, 3, 4, 1, 4, 2]);
+    assert_eq!(turns_of(&[0, 0, 7, 7], 8), [1, 3, 2, 4, 1, 3, 2, 4]);
+}
+
+#[test]
+fn three_users_share_the_gpu_in_thirds() {
+    let turns = turns_of(&[1, 1, 1, 2, 2, 3], 30);
+    for clients in [1..=3u64, 4..=5, 6..=6] {
+        assert_eq!(turns.iter().filter(|c| clients.contains(*c)).count(), 10, "{turns:?}");
+    }
+}
+
+#[test]
+fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    for n in 1..=2 {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(n as u32) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, 0, 0, 0);
+        t.request(n);
+    }
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    // The second takes two seconds more to drain: it owes the first as much.
+    assert_eq!(t.after(Duration::from_secs(1)), [revoke(2)]);
+    t.after(Duration::from_secs(2));
+    t.release(2, ReleaseReason::Revoked);
+    t.request(2);
+    assert_eq!(t.state(1), LockState::Holding);
+    // So the first goes on until what it had since is even.
+    assert_eq!(t.after(Duration::from_secs(1)), []);
+    assert_eq!(t.after(ms(499)), []);
+    assert_eq!(t.after(ms(1)), [revoke(1)]);
+    t.release(1, ReleaseReason::Revoked);
+    t.request(1);
+    assert_eq!(t.state(2), LockState::Holding);
+}
+
+#[test]
+fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    for n in 1..=5 {
+        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(n as u32) });
+        t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
+        t.report(n, 0, 0, 0);
+    }
+    // The first always has work, two others now and then a little.
+    t.request(1);
+    for _ in 0..500 {
+        t.request(2);
+        t.request(5);
+        t.after(Duration::from_secs(1));
+        t.release(1, ReleaseReason::Revoked);
+        t.request(1);
+        for brief in [2, 5] {
+            t.after(ms(5));
+            t.release(brief, ReleaseReason::Idle);
+        }
+        t.after(ms(5));
+        assert_eq!(t.state(1), LockState::Holding);
+    }
+    // Two more who always have work.
+    t.request(3);
+    t.request(4);
+    let mut turns = Vec::new();
+    for _ in 0..9 {
+        let holder = t.machine.gpu(gpu(0)).unwrap().holders[0].client.0;
+        turns.push(holder);
+        t.after(Duration::from_secs(1));
+        t.release(holder, ReleaseReason::Revoked);
+        t.request(holder);
+    }
+    assert!(turns.iter().filter(|turn| **turn == 1).count() >= 3, "{turns:?}");
+}
+
+#[test]
+fn short_bursts_do_not_wait_to_be_measured() {
+    let mut t = Talk::in_mode(AntiThrash::Auto);
+    t.join(1, GIB);
+    t.join(2, GIB);
+    t.request(1);
+    for round in 0..5 {
+        t.request(2);
+        let turn = if round == 0 { 150 } else { 50 };
+        t.after(ms(turn));
+        assert_eq!(t.state(1), LockState::Revoking, "in round {round}");
+        t.release(1, ReleaseReason::Revoked);
+        t.request(1);
+        t.after(ms(5));
+        t.release(2, ReleaseReason::Idle);
+    }
+}
