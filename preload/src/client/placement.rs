@@ -41,7 +41,7 @@ const ASKING: u8 = 1;
 const SETTLED: u8 = 2;
 static STATE: AtomicU8 = AtomicU8::new(UNSETTLED);
 
-/// A connection that was made to ask, for the link to go on with: the socket, the version and this client's id; or why
+/// A connection that was made to ask, for the client's thread to go on with: the socket, the version and this client's id; or why
 /// there is none.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the driver was told of from here, where all are whole.
@@ -94,7 +94,7 @@ pub fn shown() -> Option<&'static [Uuid]> {
     SHOWN.get().map(Vec::as_slice)
 }
 
-/// What the link begins with, once.
+/// The connection that the client's thread begins with; `Some` once at most.
 pub fn take_connection() -> Option<Connected> {
     CONNECTED.lock().take()
 }

@@ -1,4 +1,4 @@
-//! The link to the scheduler: one thread that owns the connection, listens, and acts.
+//! The client's thread: it owns the connection to the scheduler, listens, and acts.
 //!
 //! It never sleeps while something depends on it: drains and idleness are looked at in short steps ([`turn`]), and only
 //! moving memory takes long. Without a scheduler the program runs ungated; the thread keeps trying to reach one.

@@ -1,6 +1,6 @@
 //! One GPU lock as this client has it, step by step: holding, giving it back early, draining after a revoke.
 //!
-//! Only the link's thread is here. Nothing waits: each step looks, and says when to look again.
+//! Only the client's thread runs this. Nothing waits: each step looks, and says when to look again.
 
 use crate::{
     client::{idle_gap_predictor::Gaps, utilization::Fullness},

@@ -28,6 +28,7 @@ mod room {
 }
 /// How long a program waits for room to be made before it creates a context, where the scheduler says nothing.
 const ROOM_PATIENCE: Duration = Duration::from_secs(3);
+
 impl Gpu {
     /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits for room. `false`: there
     /// is none.
@@ -151,7 +152,7 @@ impl Gpu {
             name: info.name,
             reason: info.reason,
         });
-        // Where it did not go, the link tries again.
+        // Where it did not go, the client's thread tries again.
         self.introduced.store(sent, Ordering::SeqCst);
         tell_imports(self);
         if let Some(space) = self.space.get() {

@@ -127,7 +127,7 @@ impl Gpu {
     }
 
     /// After the account changed by an allocation or a free: closes the gate if memory is lacking, and reports. Only the
-    /// link's thread opens it again, which knows of the copies under way.
+    /// client's thread opens it again, which knows of the copies under way.
     pub fn account_changed(&self, before: &Account, after: &Account) {
         if !after.can_run() {
             self.gate.close(closed::MEMORY);

@@ -123,7 +123,7 @@ impl Drop for LockFile {
     }
 }
 
-/// Only the link's thread opens and closes lock files.
+/// Only the client's thread opens and closes lock files.
 fn free_name() -> Option<&'static Name> {
     let (at, name) = NAMES.iter().enumerate().find(|(_, name)| name.get().is_none())?;
     USED.fetch_max(at + 1, Ordering::SeqCst);

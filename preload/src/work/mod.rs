@@ -507,7 +507,7 @@ impl Work {
         true
     }
 
-    /// The link's thread uses a context for the first time before anybody depends on it: the driver then sets up storage
+    /// The client's thread uses a context for the first time before anybody depends on it: the driver then sets up storage
     /// of the thread's, for which it may need the loader's lock, which a thread that waits at the gate may hold.
     pub fn get_acquainted(&self) {
         let mut inner = self.inner.lock();

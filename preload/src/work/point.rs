@@ -39,9 +39,9 @@ pub(super) struct Context {
     pub handle: usize,
     /// What `cuCtxAttach` added to its usage count.
     pub attached: u32,
-    /// Only the thread that it is current to can use it, so it is not for the link's thread: a green context.
+    /// Only the thread that it is current to can use it, so it is not for the client's thread: a green context.
     pub foreign: bool,
-    /// The link's thread has used it.
+    /// The client's thread has used it.
     pub acquainted: bool,
     /// Events that are not in use.
     free: Vec<usize>,
@@ -106,7 +106,7 @@ impl Context {
         Ok(event as usize)
     }
 
-    /// Makes calls of the kinds that the link's thread makes, to no effect.
+    /// Makes calls of the kinds that the client's thread makes, to no effect.
     pub fn try_calls(&mut self) {
         if let Ok(event) = self.event() {
             // SAFETY: the event is ours; one that was never recorded counts as done.

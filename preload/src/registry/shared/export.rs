@@ -26,6 +26,7 @@ use rustix::{
 const ANNOUNCE_PATIENCE: Duration = Duration::from_millis(200);
 /// This process's name as an exporter: made with its first export.
 static KEY: OnceLock<Option<Secret>> = OnceLock::new();
+
 fn random() -> Option<Secret> {
     let mut bytes = [0; 16];
     let n = getrandom(&mut bytes, GetRandomFlags::NONBLOCK).ok()?;
@@ -87,7 +88,7 @@ fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     }
 }
 
-/// The scheduler asks for chunks on behalf of somebody who may have them. Only the link's thread is asked.
+/// The scheduler asks for chunks on behalf of somebody who may have them. Only the client's thread is asked.
 pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32) {
     let exported = Exported { range, secret };
     let mut outcome = Sharing::Unknown;

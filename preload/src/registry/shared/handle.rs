@@ -7,6 +7,7 @@ pub type IpcHandle = [u8; 64];
 
 /// What handles of ours begin with. The driver's begin with an address of the exporter's, which this can never be.
 const MAGIC: [u8; 8] = *b"nvshare\xfe";
+
 #[derive(Debug, Clone, Copy)]
 pub struct ExportHandle {
     pub exporter: Secret,
