@@ -1,12 +1,11 @@
 //! This process as a client of the scheduler: it begins when the program initialises CUDA, and acts in a thread of its own.
 //!
 //! - [`thread`]: that thread. It makes the connection, acts on messages and moves memory.
-//! - [`turn`]: one GPU lock, from grant to release; [`idle_gap_predictor`] says when to release it early, [`utilization`]
+//! - [`turn`]: one GPU lock, from grant to release; `nvshare-idle-gap` says when to release it early, [`utilization`]
 //!   how well the GPU is used meanwhile.
 //! - [`offline`]: what clients do without a scheduler.
 //! - [`placement`]: which GPUs this process is to see.
 
-pub mod idle_gap_predictor;
 pub mod offline;
 #[cfg(not(test))]
 mod panic;

@@ -3,7 +3,7 @@
 //! Only the client's thread runs this. Nothing waits: each step looks, and says when to look again.
 
 use crate::{
-    client::{idle_gap_predictor::Gaps, utilization::Fullness},
+    client::utilization::Fullness,
     connection,
     env::trace::trace,
     gate::closed,
@@ -12,6 +12,7 @@ use crate::{
     work::{Fence, capture},
 };
 use core::time::Duration;
+use nvshare_idle_gap::IdleGapPredictor;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
 /// Between looks at a GPU that is finishing its work.
@@ -38,7 +39,7 @@ pub struct Turn {
     /// How long a drain stands still, after help, before it is given up.
     patience: Patience,
     fullness: Fullness,
-    gaps: Gaps,
+    idle_gaps: IdleGapPredictor,
     /// Since when it has had no work, if it gave the lock back for that.
     idle_since: Option<Instant>,
 }
@@ -98,7 +99,7 @@ impl Default for Turn {
             began: (Instant::now(), 0),
             patience: Patience(OPEN_FIRST),
             fullness: Fullness::new(),
-            gaps: Gaps::default(),
+            idle_gaps: IdleGapPredictor::default(),
             idle_since: None,
         }
     }
@@ -112,7 +113,7 @@ impl Turn {
     /// Granted.
     pub fn begin(&mut self, gpu: &Gpu) {
         if let Some(since) = self.idle_since.take() {
-            self.gaps.ended(gpu.requested_at().saturating_sub(since.since_start()));
+            self.idle_gaps.record(gpu.requested_at().saturating_sub(since.since_start()));
         }
         gpu.request_is_over();
         gpu.set_drained(false);
@@ -208,7 +209,7 @@ impl Turn {
                 Duration::MAX
             }
             State::Holding { contended: None } => Duration::MAX,
-            State::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.gaps) {
+            State::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.idle_gaps) {
                 Look::Again(after) => after.min(self.fullness.step(gpu)),
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
@@ -285,12 +286,12 @@ impl Contended {
     }
 
     /// Whether nothing has been running for so long that nothing will for long, and nothing waits to run.
-    fn look(&mut self, gpu: &Gpu, gaps: &mut Gaps) -> Look {
+    fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Look {
         let count = gpu.submitted();
         if count != self.count || !gpu.is_quiet() || gpu.waiting() > 0 {
             self.count = count;
             if let Some(since) = self.idle_since.take() {
-                gaps.ended(since.elapsed());
+                idle_gaps.record(since.elapsed());
             }
             self.fence = None;
             return Look::Again((self.grace / 4).clamp(LOOK, 5 * LOOK));
@@ -301,7 +302,7 @@ impl Contended {
             if !gpu.work.is_done(fence) {
                 return Look::Again(LOOK);
             }
-            (self.idle_since, self.patience) = (Some(Instant::now()), gaps.patience(self.grace));
+            (self.idle_since, self.patience) = (Some(Instant::now()), idle_gaps.timeout(self.grace));
         }
         let idle = self.idle_since.map_or(Duration::ZERO, |since| since.elapsed());
         if idle >= self.patience { Look::Idle } else { Look::Again((self.patience - idle).min(5 * LOOK)) }
