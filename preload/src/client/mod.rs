@@ -25,12 +25,12 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use thread::Start;
 
 /// The program is about to initialise CUDA: sees to it that it sees the GPUs that it is to see. `false` if there are none.
-pub fn choose() -> bool {
-    placement::settle(&thread::hello())
+pub fn request_placement() -> bool {
+    placement::request(&thread::hello())
 }
 
 /// CUDA could not be initialised: nobody is to be counted as a client that is none.
-pub fn forget_choice() {
+pub fn cancel_placement() {
     drop(placement::take_connection());
 }
 

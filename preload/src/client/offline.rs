@@ -43,7 +43,7 @@ const DEAF: Duration = Duration::from_secs(1800);
 const MOST_KEPT: Duration = Duration::from_secs(15);
 /// Between looks of a client that runs alone, of one that runs beside others, and of one that waits.
 const LOOK_ALONE: Duration = Duration::from_millis(500);
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const LOOK_WAITING: Duration = Duration::from_millis(10);
 /// How long memory may take to come where there is room, before others are asked for some.
 const COMES_SOON: Duration = Duration::from_millis(100);
@@ -59,7 +59,7 @@ const STEP: u64 = 16;
 const DIRECTORIES: [&str; 2] = ["/dev/shm", "/run/lock"];
 
 #[derive(Debug, Default)]
-pub struct Alone {
+pub struct Offline {
     files: Option<Files>,
     state: State,
     /// When to look for a place again, and when to take the turn at the soonest.
@@ -79,7 +79,7 @@ pub struct Alone {
 
 /// How it stands with this client's other GPUs.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct Elsewhere {
+pub struct OtherGpus {
     /// It waits for memory on some that come before this one; on some that come after.
     pub before: bool,
     pub after: bool,
@@ -138,7 +138,7 @@ impl Files {
     }
 }
 
-impl Alone {
+impl Offline {
     /// A scheduler is there: it decides from now on.
     pub fn end(&mut self, gpu: &Gpu) {
         *self = Self::default();
@@ -160,8 +160,8 @@ impl Alone {
     /// Looks at how things stand; says after how long to look again.
     ///
     /// `knew_one`: there has been a scheduler. Who has all memory and never knew one leaves no files.
-    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, elsewhere: Elsewhere, knew_one: bool) -> Duration {
-        let Some(space) = gpu.space().filter(|space| !space.lock().account.faults) else { return Duration::MAX };
+    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, knew_one: bool) -> Duration {
+        let Some(space) = gpu.space().filter(|space| !space.lock().account.demand_paged) else { return Duration::MAX };
         let now = Instant::now();
         if self.files.as_ref().is_some_and(|files| !files.are_intact()) {
             trace!("GPU {}: the lock files are gone", gpu.index);
@@ -174,7 +174,7 @@ impl Alone {
             self.find_at = Some(now + FIND_AGAIN);
         }
         self.asked = matches!((self.state, &self.files), (State::Waits, Some(files)) if files.lack.1.is_taken());
-        self.stop_or_go(gpu, turn, elsewhere, now);
+        self.stop_or_go(gpu, turn, others, now);
         let Some(files) = &self.files else { return FIND_AGAIN };
         // What can be promised where there are others: more than that no client ever has to itself.
         let most = gpu.total() - gpu.total() / 8;
@@ -189,11 +189,11 @@ impl Alone {
         self.lacks_since = if lacks { Some(self.lacks_since.unwrap_or(now)) } else { None };
         let comes_soon = self.lacks_since.is_none_or(|since| now - since < COMES_SOON);
         match self.state {
-            State::Runs if elsewhere.asked => LOOK_WAITING,
-            State::Runs if account.frozen || self.deaf_until.is_some_and(|until| now < until) => LOOK,
+            State::Runs if others.asked => LOOK_WAITING,
+            State::Runs if account.unevictable || self.deaf_until.is_some_and(|until| now < until) => POLL_INTERVAL,
             State::Runs if comes_soon && !files.lack.1.is_taken() => {
                 if company > 0 || lacks {
-                    LOOK
+                    POLL_INTERVAL
                 } else {
                     LOOK_ALONE
                 }
@@ -205,13 +205,13 @@ impl Alone {
                 self.hold_still(space);
                 Duration::ZERO
             }
-            State::Waits => self.wait(space, gpu, turn, lacks && !elsewhere.before, lacks, now),
+            State::Waits => self.wait(space, gpu, turn, lacks && !others.before, lacks, now),
             State::Fills(since, ..) if !lacks => {
                 files.lack.1.leave();
                 let quantum = QUANTUM.max((now - since) * QUANTUM_MOVES);
                 trace!("GPU {}: all memory is here, for {} ms", gpu.index, quantum.as_millis());
                 self.state = State::Keeps { since: now, until: now + quantum, quantum };
-                LOOK
+                POLL_INTERVAL
             }
             State::Fills(since, most, at) => {
                 files.lack.1.take(); // somebody may have been looking at it
@@ -233,31 +233,31 @@ impl Alone {
                 self.state = State::Fills(now, account.mapped, now);
                 LOOK_WAITING
             }
-            State::Keeps { since, quantum, .. } if elsewhere.after && now - since < MOST_KEPT => {
+            State::Keeps { since, quantum, .. } if others.after && now - since < MOST_KEPT => {
                 self.state = State::Keeps { since, until: now + quantum, quantum };
-                LOOK
+                POLL_INTERVAL
             }
             State::Keeps { until, .. } if now >= until => {
                 files.turn.1.leave();
                 self.state = State::Runs;
-                LOOK
+                POLL_INTERVAL
             }
-            State::Keeps { until, .. } => LOOK.min(until - now),
+            State::Keeps { until, .. } => POLL_INTERVAL.min(until - now),
         }
     }
 
     /// Nothing runs while memory is to leave. Where nothing keeps it from running, it does.
-    fn stop_or_go(&mut self, gpu: &Gpu, turn: &mut Turn, elsewhere: Elsewhere, now: Instant) {
-        if self.asked || elsewhere.asked {
+    fn stop_or_go(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, now: Instant) {
+        if self.asked || others.asked {
             if !turn.is_held() {
                 self.drained_at = Some(now + DRAIN_AGAIN); // should it be held again, because it could not be drained
             } else if self.drained_at.is_none_or(|at| now >= at) {
-                turn.lay_down(gpu);
+                turn.abandon(gpu);
             }
         } else {
             self.drained_at = None;
             if !matches!(self.state, State::Waits) && gpu.gate.is_closed_for(closed::LOCK) {
-                turn.run_free(gpu);
+                turn.run_ungated(gpu);
             }
         }
     }
@@ -272,7 +272,7 @@ impl Alone {
         lacks: bool,
         now: Instant,
     ) -> Duration {
-        let Some(files) = &self.files else { return LOOK };
+        let Some(files) = &self.files else { return POLL_INTERVAL };
         if self.waits_since.is_some_and(|since| now - since >= MOST_WAIT) {
             trace!("GPU {}: has waited long enough", gpu.index);
             self.deaf_until = Some(now + DEAF);
@@ -292,7 +292,7 @@ impl Alone {
             trace!("GPU {}: takes the turn", gpu.index);
             files.lack.1.take();
             self.state = State::Fills(now, 0, now);
-            self.let_go(space);
+            self.allow_all(space);
             return Duration::ZERO;
         }
         LOOK_WAITING
@@ -301,7 +301,7 @@ impl Alone {
     fn run(&mut self, space: &Mutex<Space>) {
         if !matches!(self.state, State::Runs) {
             self.state = State::Runs;
-            self.let_go(space);
+            self.allow_all(space);
         }
         self.asked = false;
     }
@@ -312,9 +312,9 @@ impl Alone {
     }
 
     /// All memory may come, as there is room.
-    fn let_go(&self, space: &Mutex<Space>) {
+    fn allow_all(&self, space: &Mutex<Space>) {
         let mut guard = space.lock();
         let limit = guard.account.limit;
-        guard.run_free(limit);
+        guard.run_ungated(limit);
     }
 }

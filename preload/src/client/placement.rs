@@ -30,11 +30,11 @@ use nvshare_wire::{
 };
 
 /// How long a scheduler may take to answer. Then the program sees what it sees.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long another thread waits for the one that asks, and between looks: a fork could have lost it.
 const LONGEST: Duration = Duration::from_secs(4);
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 const UNSETTLED: u8 = 0;
 const ASKING: u8 = 1;
@@ -45,12 +45,12 @@ static STATE: AtomicU8 = AtomicU8::new(UNSETTLED);
 /// there is none.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the driver was told of from here, where all are whole.
-static SHOWN: OnceLock<Vec<Uuid>> = OnceLock::new();
+static VISIBLE_GPUS: OnceLock<Vec<Uuid>> = OnceLock::new();
 
 static CONNECTED: Mutex<Option<Connected>> = Mutex::new(None);
 
 /// Sees to it that the driver is told, before it is initialised for the first time. `false` if this process is to see no GPU.
-pub fn settle(hello: &ClientMessage) -> bool {
+pub fn request(hello: &ClientMessage) -> bool {
     if settings::get().disabled {
         return true;
     }
@@ -60,7 +60,7 @@ pub fn settle(hello: &ClientMessage) -> bool {
         Err(ASKING) => {
             let begin = Instant::now();
             while STATE.load(Ordering::SeqCst) == ASKING && begin.elapsed() < LONGEST {
-                time::sleep(LOOK);
+                time::sleep(POLL_INTERVAL);
             }
             return STATE.load(Ordering::SeqCst) != UNSETTLED;
         }
@@ -78,7 +78,7 @@ pub fn settle(hello: &ClientMessage) -> bool {
     };
     match answer {
         Answer::Free => {}
-        Answer::Gpus(gpus) => show(&gpus),
+        Answer::Gpus(gpus) => apply(&gpus),
         Answer::NoGpu => {
             STATE.store(UNSETTLED, Ordering::SeqCst); // there may be one when it tries again
             return false;
@@ -90,8 +90,8 @@ pub fn settle(hello: &ClientMessage) -> bool {
 }
 
 /// The GPUs that this process sees because it was told so from here.
-pub fn shown() -> Option<&'static [Uuid]> {
-    SHOWN.get().map(Vec::as_slice)
+pub fn visible_gpus() -> Option<&'static [Uuid]> {
+    VISIBLE_GPUS.get().map(Vec::as_slice)
 }
 
 /// The connection that the client's thread begins with; `Some` once at most.
@@ -121,8 +121,8 @@ fn ask(socket: &Socket, version: u16) -> Answer {
     }
     let begin = Instant::now();
     let mut gpus = Vec::new();
-    while begin.elapsed() < PATIENCE {
-        socket::wait([Some(socket), None], PATIENCE.saturating_sub(begin.elapsed()));
+    while begin.elapsed() < TIMEOUT {
+        socket::wait([Some(socket), None], TIMEOUT.saturating_sub(begin.elapsed()));
         match socket.receive(version) {
             Ok(Some((SchedulerMessage::Placed { at, of, uuid, kind }, _))) => {
                 if at as usize != gpus.len() || !(1..=MAX_SLOTS).contains(&of) {
@@ -149,7 +149,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
     Answer::Free
 }
 
-fn show(gpus: &[(Uuid, GpuKind)]) {
+fn apply(gpus: &[(Uuid, GpuKind)]) {
     let mut list = String::new();
     for (uuid, kind) in gpus {
         let kind = if *kind == GpuKind::Mig { "MIG" } else { "GPU" };
@@ -158,7 +158,7 @@ fn show(gpus: &[(Uuid, GpuKind)]) {
     }
     trace!("placed: {list}");
     if gpus.iter().all(|(_, kind)| *kind == GpuKind::Gpu) {
-        SHOWN.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
+        VISIBLE_GPUS.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
     }
     c::set_environment(visible_devices::VISIBLE, list.as_bytes());
 }

@@ -5,7 +5,7 @@
 
 use crate::{
     client::{
-        offline::{Alone, Elsewhere},
+        offline::{Offline, OtherGpus},
         placement,
         turn::Turn,
     },
@@ -24,7 +24,7 @@ use crate::{
     memory::{
         account::Account,
         foreign_devices,
-        mover::{Aim, Step, Stop},
+        mover::{Goal, Step, Stop},
         space::Space,
     },
     registry::shared,
@@ -48,22 +48,22 @@ use nvshare_wire::{
 use rustix::fd::OwnedFd;
 
 /// How long a client whose scheduler went away waits for it to come back before it runs ungated.
-const RETURN_PATIENCE: Duration = Duration::from_secs(3);
+const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Between attempts to reach a scheduler: at first, and once it has been away for longer.
 const RETRY_SOON: Duration = Duration::from_millis(100);
 const RETRY_LATE: Duration = Duration::from_secs(2);
 /// Between looks at what other threads left to do (a report that did not go, memory that was freed).
-const CHORES: Duration = Duration::from_millis(20);
+const CHORE_INTERVAL: Duration = Duration::from_millis(20);
 /// Between looks whether a call of the program's that is under way has ended.
-const CALL_ENDS: Duration = Duration::from_micros(100);
+const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// A connection that ends within this time ends the same absence of a scheduler that it interrupted.
 const STEADY: Duration = Duration::from_millis(50);
 /// How many messages are handled before other things are seen to.
 const MESSAGES_AT_ONCE: u32 = 256;
 /// How long an eviction waits for host memory before it is given up.
-const HOST_PATIENCE: Duration = Duration::from_millis(500);
+const HOST_TIMEOUT: Duration = Duration::from_millis(500);
 /// Between attempts to bring memory back that found no room.
-const RESTORE_AGAIN: Duration = Duration::from_millis(50);
+const RESTORE_RETRY: Duration = Duration::from_millis(50);
 
 /// The id the scheduler gave.
 static CLIENT: AtomicU64 = AtomicU64::new(0);
@@ -74,16 +74,16 @@ pub fn start(resolve_hooks: impl FnOnce()) -> Start {
     driver::resolve_all();
     resolve_hooks();
     wakeup::init();
-    let mut link = Link::new();
-    link.connect();
+    let mut thread = ClientThread::new();
+    thread.connect();
     if !connection::is_connected() {
         if settings::get().required {
-            link.complain("NVSHARE_REQUIRED is set, so CUDA is not initialised (CUDA_ERROR_SYSTEM_NOT_READY)");
+            thread.report_offline("NVSHARE_REQUIRED is set, so CUDA is not initialised (CUDA_ERROR_SYSTEM_NOT_READY)");
             return Start::NoScheduler;
         }
-        link.run_ungated();
+        thread.run_ungated();
     }
-    if threads::spawn(c"nvshare", move || link.run()) { Start::Started } else { Start::NoThread }
+    if threads::spawn(c"nvshare", move || thread.run()) { Start::Started } else { Start::NoThread }
 }
 
 /// How [`start`] went.
@@ -96,42 +96,42 @@ pub enum Start {
 }
 
 #[derive(Debug)]
-struct Link {
+struct ClientThread {
     turns: Vec<Turn>,
     /// What takes the scheduler's place while there is none.
-    alone: Vec<Alone>,
+    offline: Vec<Offline>,
     socket: Option<Arc<Socket>>,
     /// The protocol version that was agreed on.
     version: u16,
     /// Since when there has been no scheduler; `None` while connected.
-    away: Option<Instant>,
+    disconnected_since: Option<Instant>,
     /// When the newest connection was made, and since when there had been none.
-    met: (Instant, Instant),
+    connected_at: (Instant, Instant),
     next_try: Instant,
     ungated: bool,
     /// Why there is no scheduler, and whether the user has been told: once a process.
-    why_away: String,
-    said: bool,
+    offline_reason: String,
+    reported: bool,
     /// When to try again to bring memory back that found no room.
     restore_at: Option<Instant>,
     /// Since when an eviction has waited for host memory.
     host_full: Option<Instant>,
 }
 
-impl Link {
+impl ClientThread {
     fn new() -> Self {
         let now = Instant::now();
         Self {
             turns: Vec::new(),
-            alone: Vec::new(),
+            offline: Vec::new(),
             socket: None,
             version: 0,
-            away: Some(now),
-            met: (now, now),
+            disconnected_since: Some(now),
+            connected_at: (now, now),
             next_try: now,
             ungated: false,
-            why_away: String::new(),
-            said: false,
+            offline_reason: String::new(),
+            reported: false,
             restore_at: None,
             host_full: None,
         }
@@ -145,7 +145,7 @@ impl Link {
             let mut timeout = self.step();
             let woken = wakeup::receiver();
             if woken.is_none() {
-                timeout = timeout.min(CHORES);
+                timeout = timeout.min(CHORE_INTERVAL);
             }
             if let [_, true] = socket::wait([self.socket.as_deref(), woken], timeout) {
                 woken.inspect(|receiver| receiver.drain());
@@ -155,7 +155,7 @@ impl Link {
                 match socket.receive(self.version) {
                     Ok(Some((message, descriptors))) => self.handle(message, descriptors),
                     Ok(None) => break,
-                    Err(why) => self.lost(&why),
+                    Err(why) => self.disconnected(&why),
                 }
             }
         }
@@ -163,34 +163,34 @@ impl Link {
 
     /// Does what is due; says how long there is nothing more to do unless a message arrives.
     fn step(&mut self) -> Duration {
-        if self.ungated && !core::mem::replace(&mut self.said, true) && settings::get().asked_for {
-            self.complain("running without taking turns on the GPU");
+        if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
+            self.report_offline("running without taking turns on the GPU");
         }
         let mut wait = Duration::from_secs(3600);
-        if let Some(since) = self.away {
+        if let Some(since) = self.disconnected_since {
             let now = Instant::now();
             if now >= self.next_try {
                 self.connect();
-                self.next_try = now + if since.elapsed() < 4 * RETURN_PATIENCE { RETRY_SOON } else { RETRY_LATE };
+                self.next_try = now + if since.elapsed() < 4 * RETURN_TIMEOUT { RETRY_SOON } else { RETRY_LATE };
             }
-            if self.away.is_some() && !self.ungated && since.elapsed() >= RETURN_PATIENCE {
+            if self.disconnected_since.is_some() && !self.ungated && since.elapsed() >= RETURN_TIMEOUT {
                 self.run_ungated();
             }
             wait = wait.min(RETRY_SOON);
         }
-        if !shared::look_after() || (connection::is_connected() && !outbox::flush()) {
-            wait = CHORES;
+        if !shared::unmap_closed() || (connection::is_connected() && !outbox::flush()) {
+            wait = CHORE_INTERVAL;
         }
         for gpu in gpu::attached() {
             if self.ungated {
-                wait = wait.min(self.step_alone(gpu));
+                wait = wait.min(self.step_offline(gpu));
             }
-            // Locks of companions are held together or not at all.
-            if connection::is_connected() && gpu.companions().any(|other| !self.turn(other).is_held()) {
-                self.turn(gpu).let_go(gpu);
+            // Locks of peers are held together or not at all.
+            if connection::is_connected() && gpu.peers().any(|other| !self.turn(other).is_held()) {
+                self.turn(gpu).release_early(gpu);
             }
             wait = wait.min(self.turn(gpu).step(gpu));
-            wait = wait.min(self.look_after(gpu));
+            wait = wait.min(self.service(gpu));
         }
         wait
     }
@@ -203,31 +203,31 @@ impl Link {
         &mut self.turns[at]
     }
 
-    fn step_alone(&mut self, gpu: &'static Gpu) -> Duration {
+    fn step_offline(&mut self, gpu: &'static Gpu) -> Duration {
         let at = gpu.index as usize;
-        if self.alone.len() <= at {
-            self.alone.resize_with(at + 1, Alone::default);
+        if self.offline.len() <= at {
+            self.offline.resize_with(at + 1, Offline::default);
         }
         let turn = self.turn(gpu);
         if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
-            turn.run_free(gpu); // it was attached when there was no scheduler
+            turn.run_ungated(gpu); // it was attached when there was no scheduler
         }
-        let mut elsewhere = Elsewhere::default();
+        let mut others = OtherGpus::default();
         for other in gpu::attached().filter(|other| other.index != gpu.index) {
-            let Some(there) = self.alone.get(other.index as usize) else { continue };
-            elsewhere.before |= there.waits() && other.uuid() < gpu.uuid();
-            elsewhere.after |= there.waits() && other.uuid() > gpu.uuid();
-            elsewhere.asked |= there.is_asked() && gpu.is_companion_of(other);
+            let Some(there) = self.offline.get(other.index as usize) else { continue };
+            others.before |= there.waits() && other.uuid() < gpu.uuid();
+            others.after |= there.waits() && other.uuid() > gpu.uuid();
+            others.asked |= there.is_asked() && gpu.is_peer_of(other);
         }
-        match (self.alone.get_mut(at), self.turns.get_mut(at)) {
-            (Some(alone), Some(turn)) => alone.step(gpu, turn, elsewhere, CLIENT.load(Ordering::Relaxed) != 0),
+        match (self.offline.get_mut(at), self.turns.get_mut(at)) {
+            (Some(offline), Some(turn)) => offline.step(gpu, turn, others, CLIENT.load(Ordering::Relaxed) != 0),
             _ => Duration::MAX,
         }
     }
 
     /// Moves memory to where the allowance wants it, and does what other threads left.
-    fn look_after(&mut self, gpu: &'static Gpu) -> Duration {
-        gpu.work.get_acquainted();
+    fn service(&mut self, gpu: &'static Gpu) -> Duration {
+        gpu.work.warm_up_contexts();
         if connection::is_connected() {
             gpu.introduce(shared::introduce); // if that did not go at once
         }
@@ -239,11 +239,11 @@ impl Link {
             guard.reclaim(&gpu.work);
             let after = guard.account;
             gpu.account_changed(&before, &after);
-            wait = CHORES;
+            wait = CHORE_INTERVAL;
         }
         if gpu.is_unreported() && connection::is_connected() {
             gpu.report(&guard.account);
-            wait = wait.min(CHORES);
+            wait = wait.min(CHORE_INTERVAL);
         }
         let (account, can_restore) = (guard.account, guard.can_restore());
         let leaves = account.mapped + account.pinned > account.allowance && self.turn(gpu).is_over();
@@ -252,54 +252,54 @@ impl Link {
             gpu.gate.open(closed::MEMORY);
         }
         drop(guard);
-        if account.spare > account.keep {
-            give_back(gpu, space);
+        if account.host_cache > account.host_cache_max {
+            trim_host_cache(gpu, space);
         }
-        let (aim, again) = self.aim(gpu, space, &account, can_restore);
-        wait.min(again).min(self.move_memory(gpu, space, aim))
+        let (goal, again) = self.goal(gpu, space, &account, can_restore);
+        wait.min(again).min(self.move_memory(gpu, space, goal))
     }
 
     /// Where the memory is to go now, and when to ask again whatever happens.
-    fn aim(&mut self, gpu: &Gpu, space: &Mutex<Space>, account: &Account, can_restore: bool) -> (Aim, Duration) {
+    fn goal(&mut self, gpu: &Gpu, space: &Mutex<Space>, account: &Account, can_restore: bool) -> (Goal, Duration) {
         if account.mapped + account.pinned > account.allowance {
-            if account.frozen {
+            if account.unevictable {
                 give_up_eviction(gpu, space);
-                return (Aim::Rest, Duration::MAX);
+                return (Goal::Idle, Duration::MAX);
             }
             // The scheduler evicts only those that do not hold the lock, but a release may still be on its way.
             if !(self.turn(gpu).is_over() && gpu.is_drained()) {
-                return (Aim::Rest, CHORES);
+                return (Goal::Idle, CHORE_INTERVAL);
             }
             if !gpu.gate.is_closed_for(closed::MEMORY) {
                 gpu.gate.close(closed::MEMORY);
             }
             if !gpu.is_quiet() {
-                return (Aim::Rest, CALL_ENDS); // one that needs only the memory has slipped in
+                return (Goal::Idle, CALL_POLL_INTERVAL); // one that needs only the memory has slipped in
             }
-            return (Aim::Out { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX);
+            return (Goal::Evict { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX);
         }
         let now = Instant::now();
         match self.restore_at.filter(|at| now < *at) {
-            _ if !can_restore => (Aim::Rest, Duration::MAX),
-            Some(at) => (Aim::Rest, at - now),
-            None => (Aim::In, Duration::MAX),
+            _ if !can_restore => (Goal::Idle, Duration::MAX),
+            Some(at) => (Goal::Idle, at - now),
+            None => (Goal::Restore, Duration::MAX),
         }
     }
 
     /// Says after how long to look again.
-    fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, aim: Aim) -> Duration {
+    fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, goal: Goal) -> Duration {
         let mut mover = gpu.moving.lock();
         let contexts = gpu.work.contexts();
-        if aim == Aim::Rest && mover.is_idle() {
+        if goal == Goal::Idle && mover.is_idle() {
             let _ = mover.settle(&contexts);
             return mover.tidy(space);
         }
-        if matches!(aim, Aim::Out { .. }) && mover.is_idle() && foreign_devices::may_reach_memory() {
+        if matches!(goal, Goal::Evict { .. }) && mover.is_idle() && foreign_devices::may_reach_memory() {
             trace!("GPU {}: a device other than GPUs may reach its memory", gpu.index);
-            gpu.freeze();
+            gpu.make_unevictable();
             return Duration::ZERO;
         }
-        let step = mover.step(space, &contexts, aim, &|account| gpu.report(account));
+        let step = mover.step(space, &contexts, goal, &|account| gpu.report(account));
         let context = mover.context();
         drop(mover);
         match step {
@@ -312,19 +312,19 @@ impl Link {
                 }
                 // What was planned and not begun was in the way of opening the gate.
                 let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
-                return if is_closed { CHORES } else { Duration::MAX };
+                return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
             }
             Step::Stopped(Stop::HostFull)
-                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_PATIENCE =>
+                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT =>
             {
-                return CHORES; // whoever comes back to the GPU frees host memory
+                return CHORE_INTERVAL; // whoever comes back to the GPU frees host memory
             }
-            Step::Stopped(stop) if aim != Aim::In => {
+            Step::Stopped(stop) if goal != Goal::Restore => {
                 self.host_full = None;
                 trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
                 // What is left cannot leave: the scheduler sees it mapped, and carries on with others.
                 give_up_eviction(gpu, space);
-                say_why_it_stays(gpu, stop);
+                report_stuck(gpu, stop);
                 return Duration::ZERO;
             }
             Step::Stopped(Stop::GpuFull) => self.turn(gpu).no_memory(gpu),
@@ -332,15 +332,15 @@ impl Link {
             Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
         }
         trace!("GPU {}: {step:?}", gpu.index);
-        self.restore_at = Some(Instant::now() + RESTORE_AGAIN);
-        RESTORE_AGAIN
+        self.restore_at = Some(Instant::now() + RESTORE_RETRY);
+        RESTORE_RETRY
     }
 
     // ---- the connection ----
 
     /// The one line that matters to whoever wants nvshare for this program.
-    fn complain(&self, consequence: &str) {
-        let (path, why) = (settings::get().socket.escape_ascii(), &self.why_away);
+    fn report_offline(&self, consequence: &str) {
+        let (path, why) = (settings::get().socket.escape_ascii(), &self.offline_reason);
         trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
     }
 
@@ -351,7 +351,7 @@ impl Link {
             Ok(connected) => connected,
             Err(why) => {
                 trace!("no scheduler: {why}");
-                self.why_away = why;
+                self.offline_reason = why;
                 return;
             }
         };
@@ -359,21 +359,21 @@ impl Link {
         let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
         let socket = Arc::new(socket);
         self.socket = Some(socket.clone());
-        shared::meet_scheduler(version);
+        shared::announce_exporter(version);
         connection::set_connection(Some(Connection { socket, version }));
         let now = Instant::now();
-        self.met = (now, self.away.filter(|_| !is_first).unwrap_or(now));
-        (self.version, self.away, self.ungated, self.restore_at) = (version, None, false, None);
+        self.connected_at = (now, self.disconnected_since.filter(|_| !is_first).unwrap_or(now));
+        (self.version, self.disconnected_since, self.ungated, self.restore_at) = (version, None, false, None);
         for gpu in gpu::attached().filter(|gpu| !gpu.is_refused()) {
-            if let Some(alone) = self.alone.get_mut(gpu.index as usize) {
-                alone.end(gpu);
+            if let Some(offline) = self.offline.get_mut(gpu.index as usize) {
+                offline.end(gpu);
             }
             // This scheduler knows of no turn: what runs is drained, and whoever has work asks anew.
             gpu.request_is_over();
-            self.turn(gpu).lay_down(gpu);
+            self.turn(gpu).abandon(gpu);
             gpu.introduce(shared::introduce);
         }
-        connection::met_scheduler();
+        connection::begin_generation();
     }
 
     /// There is a new scheduler on the connection to the one before. It is told everything, the locks that are held too.
@@ -383,22 +383,22 @@ impl Link {
         // What was sent before and not read is in the way until it is thrown away there.
         if !(socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version))
         {
-            return self.lost("it does not read");
+            return self.disconnected("it does not read");
         }
         // From here on nothing is thrown away that any thread says.
-        shared::meet_scheduler(self.version);
+        shared::announce_exporter(self.version);
         let mut held = 0;
         for gpu in gpu::attached() {
             gpu.introduce_again(shared::introduce);
             if !gpu.is_introduced() && !gpu.is_refused() {
-                return self.lost("it does not read");
+                return self.disconnected("it does not read");
             }
             let turn = self.turn(gpu);
             turn.contend(gpu, None);
             held |= u64::from(turn.has_lock()) << gpu.index;
         }
         if !(outbox::flush() && connection::send(&ClientMessage::Held { gpus: held })) {
-            return self.lost("it does not read");
+            return self.disconnected("it does not read");
         }
         // A request that another thread made meanwhile may have been thrown away, so whoever waits asks anew.
         // So may a wish.
@@ -407,19 +407,19 @@ impl Link {
             gpu.limit_answers.changed();
         }
         self.restore_at = None;
-        connection::met_scheduler();
+        connection::begin_generation();
     }
 
-    fn lost(&mut self, why: &str) {
+    fn disconnected(&mut self, why: &str) {
         trace!("the scheduler is gone: {why}");
         self.socket = None;
         connection::set_connection(None);
         let now = Instant::now();
-        let (met, away) = self.met;
+        let (met, away) = self.connected_at;
         let since = if now - met < STEADY { away } else { now };
         // One that keeps ending is not worth an attempt at once: each stops the program for a moment.
         let next_try = if since == now { now } else { now + RETRY_LATE };
-        (self.away, self.next_try, self.why_away) = (Some(since), next_try, why.to_string());
+        (self.disconnected_since, self.next_try, self.offline_reason) = (Some(since), next_try, why.to_string());
         for gpu in gpu::attached() {
             gpu.forget_introduction();
             gpu.limit_answers.changed();
@@ -430,12 +430,12 @@ impl Link {
     fn run_ungated(&mut self) {
         self.ungated = true;
         for gpu in gpu::attached() {
-            gpu.make_room();
+            gpu.admit_context();
             gpu.forget_denials();
             if let Some(space) = gpu.space() {
-                space.lock().run_free(gpu.total());
+                space.lock().run_ungated(gpu.total());
             }
-            self.turn(gpu).run_free(gpu);
+            self.turn(gpu).run_ungated(gpu);
         }
     }
 
@@ -449,7 +449,7 @@ impl Link {
         trace!("← {message:?}");
         match message {
             SchedulerMessage::Welcome { .. } => {}
-            SchedulerMessage::Refused { text, .. } => self.lost(text.as_str()),
+            SchedulerMessage::Refused { text, .. } => self.disconnected(text.as_str()),
             // The limit follows; what is allocated before it is known could be too much for ever.
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
@@ -464,7 +464,7 @@ impl Link {
                         gpu.account_changed(&before, &guard.account);
                     }
                     gpu.limit_answers.changed();
-                    gpu.make_room();
+                    gpu.admit_context();
                 }
             }
             SchedulerMessage::MemoryMax { uuid, bytes } => memory_limits::set(uuid, bytes),
@@ -480,7 +480,7 @@ impl Link {
                 by_slot(slot).inspect(|gpu| match what {
                     Denial::Limit => gpu.limit_answers.denied(bytes),
                     Denial::Context => gpu.refuse_context(),
-                    Denial::Mapping => gpu.cannot_map(bytes),
+                    Denial::Mapping => gpu.deny_mapping(bytes),
                 });
             }
             SchedulerMessage::Allowance { slot, seq, bytes } => {
@@ -493,14 +493,14 @@ impl Link {
                 }
                 self.restore_at = None;
             }
-            SchedulerMessage::Grant { gpus } => self.each(gpus, |turn, gpu| turn.begin(gpu)),
-            SchedulerMessage::Revoke { gpus } => self.each(gpus, |turn, gpu| turn.revoke(gpu)),
+            SchedulerMessage::Grant { gpus } => self.for_each_turn(gpus, |turn, gpu| turn.begin(gpu)),
+            SchedulerMessage::Revoke { gpus } => self.for_each_turn(gpus, |turn, gpu| turn.revoke(gpu)),
             SchedulerMessage::Contended { gpus, waiters, grace_us } => {
                 let grace = (waiters > 0).then(|| Duration::from_micros(grace_us.into()));
-                self.each(gpus, |turn, gpu| turn.contend(gpu, grace));
+                self.for_each_turn(gpus, |turn, gpu| turn.contend(gpu, grace));
             }
             SchedulerMessage::Waiting { gpus, why: WaitReason::Context } => {
-                gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1).for_each(Gpu::await_room);
+                gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1).for_each(Gpu::defer_context);
             }
             SchedulerMessage::Waiting { gpus, why: WaitReason::Memory } => {
                 let named = gpu::attached().filter(|gpu| gpus >> gpu.index & 1 == 1);
@@ -521,7 +521,7 @@ impl Link {
         }
     }
 
-    fn each(&mut self, gpus: SlotSet, mut f: impl FnMut(&mut Turn, &'static Gpu)) {
+    fn for_each_turn(&mut self, gpus: SlotSet, mut f: impl FnMut(&mut Turn, &'static Gpu)) {
         for gpu in gpu::attached().filter(|g| gpus >> g.index & 1 == 1) {
             f(self.turn(gpu), gpu);
         }
@@ -547,7 +547,7 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
 }
 
 /// The scheduler then asks others for their memory, and this client again later.
-fn say_why_it_stays(gpu: &Gpu, stop: Stop) {
+fn report_stuck(gpu: &Gpu, stop: Stop) {
     let reason = match stop {
         Stop::HostFull => StuckReason::HostFull,
         Stop::Broken | Stop::GpuFull => StuckReason::Broken,
@@ -558,7 +558,7 @@ fn say_why_it_stays(gpu: &Gpu, stop: Stop) {
 }
 
 /// Gives host memory back that holds nothing that is needed, since others need it.
-fn give_back(gpu: &Gpu, space: &Mutex<Space>) {
+fn trim_host_cache(gpu: &Gpu, space: &Mutex<Space>) {
     let mover = gpu.moving.lock();
     let surplus = space.lock().take_surplus();
     if let Some(context) = mover.context() {

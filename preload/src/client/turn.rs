@@ -3,7 +3,7 @@
 //! Only the client's thread runs this. Nothing waits: each step looks, and says when to look again.
 
 use crate::{
-    client::utilization::Fullness,
+    client::utilization::Utilization,
     connection,
     env::trace::trace,
     gate::closed,
@@ -16,9 +16,9 @@ use nvshare_idle_gap::IdleGapPredictor;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
 /// Between looks at a GPU that is finishing its work.
-const LOOK: Duration = Duration::from_micros(100);
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// Between attempts to send to a scheduler that does not read.
-const SEND_AGAIN: Duration = Duration::from_millis(2);
+const SEND_RETRY: Duration = Duration::from_millis(2);
 /// How long a drain may make no progress while threads wait at the gate, before copies and flags are let through, which
 /// it may need: that gives the GPU hardly more to do.
 const HELP_AFTER: Duration = Duration::from_millis(200);
@@ -37,8 +37,8 @@ pub struct Turn {
     /// When the turn began, and the count of submissions then.
     began: (Instant, u64),
     /// How long a drain stands still, after help, before it is given up.
-    patience: Patience,
-    fullness: Fullness,
+    stall_timeout: StallTimeout,
+    utilization: Utilization,
     idle_gaps: IdleGapPredictor,
     /// Since when it has had no work, if it gave the lock back for that.
     idle_since: Option<Instant>,
@@ -46,10 +46,10 @@ pub struct Turn {
 
 /// The least for this client.
 #[derive(Debug, Clone, Copy)]
-struct Patience(Duration);
+struct StallTimeout(Duration);
 
-impl Patience {
-    fn with(self, gpu: &Gpu) -> Duration {
+impl StallTimeout {
+    fn on(self, gpu: &Gpu) -> Duration {
         let work = gpu.work.slowest().unwrap_or_default();
         (work * OPEN_AFTER_WORK).clamp(self.0, OPEN_AT_LAST)
     }
@@ -78,7 +78,7 @@ struct Contended {
     fence: Option<Fence>,
     /// Since when they have been done, and how long the lock is kept from then on.
     idle_since: Option<Instant>,
-    patience: Duration,
+    idle_timeout: Duration,
 }
 
 #[derive(Debug)]
@@ -97,8 +97,8 @@ impl Default for Turn {
         Self {
             state: State::Over,
             began: (Instant::now(), 0),
-            patience: Patience(OPEN_FIRST),
-            fullness: Fullness::new(),
+            stall_timeout: StallTimeout(OPEN_FIRST),
+            utilization: Utilization::new(),
             idle_gaps: IdleGapPredictor::default(),
             idle_since: None,
         }
@@ -117,16 +117,16 @@ impl Turn {
         }
         gpu.request_is_over();
         gpu.set_drained(false);
-        gpu.work.contend(false);
+        gpu.work.set_contended(false);
         gpu.close_if_lacking();
         self.began = (Instant::now(), gpu.submitted());
-        self.fullness = Fullness::new();
+        self.utilization = Utilization::new();
         self.state = State::Holding { contended: None };
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
 
     /// There is no scheduler, or none any more.
-    pub fn run_free(&mut self, gpu: &Gpu) {
+    pub fn run_ungated(&mut self, gpu: &Gpu) {
         if !matches!(self.state, State::Holding { .. }) {
             self.begin(gpu);
         }
@@ -135,7 +135,7 @@ impl Turn {
 
     /// Somebody waits for the lock, with how long this client may be idle before it gives it back; or nobody does.
     pub fn contend(&mut self, gpu: &Gpu, grace: Option<Duration>) {
-        gpu.work.contend(grace.is_some());
+        gpu.work.set_contended(grace.is_some());
         if let State::Holding { contended } = &mut self.state {
             match (grace, contended) {
                 (Some(grace), Some(contended)) => contended.grace = grace,
@@ -164,7 +164,7 @@ impl Turn {
     }
 
     /// Gives the lock back without having been asked: it is of no use alone.
-    pub fn let_go(&mut self, gpu: &Gpu) {
+    pub fn release_early(&mut self, gpu: &Gpu) {
         if self.is_held() {
             self.drain(gpu, ReleaseReason::Idle);
         }
@@ -178,7 +178,7 @@ impl Turn {
     }
 
     /// A new scheduler knows of no turn: ends this one without a word.
-    pub fn lay_down(&mut self, gpu: &Gpu) {
+    pub fn abandon(&mut self, gpu: &Gpu) {
         if matches!(self.state, State::Draining(Drain { why: ReleaseReason::Gone, .. })) {
             return;
         }
@@ -210,7 +210,7 @@ impl Turn {
             }
             State::Holding { contended: None } => Duration::MAX,
             State::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.idle_gaps) {
-                Look::Again(after) => after.min(self.fullness.step(gpu)),
+                Look::Again(after) => after.min(self.utilization.step(gpu)),
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
                     // A thread may have slipped in before the gate closed.
@@ -221,23 +221,23 @@ impl Turn {
                         // A request that was sent meanwhile says nothing new to the scheduler, so it is forgotten there.
                         gpu.request_is_over();
                         gpu.gate.open(closed::LOCK);
-                        LOOK
+                        POLL_INTERVAL
                     }
                 }
             },
-            State::Draining(drain) => match drain.look(gpu, self.patience) {
-                Drained::NotYet => LOOK,
+            State::Draining(drain) => match drain.look(gpu, self.stall_timeout) {
+                Drained::NotYet => POLL_INTERVAL,
                 Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
                     trace!("GPU {}: the drain stands still while threads wait: opening again", gpu.index);
-                    self.patience = Patience(OPEN_AFTER);
+                    self.stall_timeout = StallTimeout(OPEN_AFTER);
                     // From here on the first moment without work is one to give the lock back in.
                     self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
                     gpu.request_is_over();
                     // Which also takes back what threads asked for: they go on.
                     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
-                    LOOK
+                    POLL_INTERVAL
                 }
             },
             State::Releasing(why) => {
@@ -256,7 +256,7 @@ impl Turn {
         // `Gone` is between this client and a scheduler that is no more.
         if reason != ReleaseReason::Gone && connection::is_connected() && !connection::send(&message) {
             self.state = State::Releasing(reason);
-            return SEND_AGAIN;
+            return SEND_RETRY;
         }
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = State::Over;
@@ -277,7 +277,7 @@ enum Look {
 
 impl Contended {
     fn new(grace: Duration) -> Self {
-        Self { grace, count: u64::MAX, fence: None, idle_since: None, patience: grace }
+        Self { grace, count: u64::MAX, fence: None, idle_since: None, idle_timeout: grace }
     }
 
     /// Whether nothing was submitted since it was last looked at.
@@ -294,18 +294,24 @@ impl Contended {
                 idle_gaps.record(since.elapsed());
             }
             self.fence = None;
-            return Look::Again((self.grace / 4).clamp(LOOK, 5 * LOOK));
+            return Look::Again((self.grace / 4).clamp(POLL_INTERVAL, 5 * POLL_INTERVAL));
         }
         if self.idle_since.is_none() {
-            let Some(fence) = self.fence.take().or_else(|| gpu.work.fence()) else { return Look::Again(10 * LOOK) };
+            let Some(fence) = self.fence.take().or_else(|| gpu.work.fence()) else {
+                return Look::Again(10 * POLL_INTERVAL);
+            };
             let fence = self.fence.insert(fence);
             if !gpu.work.is_done(fence) {
-                return Look::Again(LOOK);
+                return Look::Again(POLL_INTERVAL);
             }
-            (self.idle_since, self.patience) = (Some(Instant::now()), idle_gaps.timeout(self.grace));
+            (self.idle_since, self.idle_timeout) = (Some(Instant::now()), idle_gaps.timeout(self.grace));
         }
         let idle = self.idle_since.map_or(Duration::ZERO, |since| since.elapsed());
-        if idle >= self.patience { Look::Idle } else { Look::Again((self.patience - idle).min(5 * LOOK)) }
+        if idle >= self.idle_timeout {
+            Look::Idle
+        } else {
+            Look::Again((self.idle_timeout - idle).min(5 * POLL_INTERVAL))
+        }
     }
 }
 
@@ -316,7 +322,7 @@ enum Drained {
 }
 
 impl Drain {
-    fn look(&mut self, gpu: &Gpu, patience: Patience) -> Drained {
+    fn look(&mut self, gpu: &Gpu, stall_timeout: StallTimeout) -> Drained {
         if gpu.is_quiet()
             && let Some(fence) = self.fence.take().or_else(|| gpu.work.fence())
         {
@@ -338,8 +344,8 @@ impl Drain {
             self.progress = (done, Instant::now());
         }
         let standing = self.progress.1.elapsed();
-        let patience = if self.helped { patience.with(gpu) } else { HELP_AFTER };
-        if standing >= patience && gpu.has_work_waiting() {
+        let timeout = if self.helped { stall_timeout.on(gpu) } else { HELP_AFTER };
+        if standing >= timeout && gpu.has_work_waiting() {
             if self.helped {
                 return Drained::NeedsHost;
             }

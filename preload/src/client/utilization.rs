@@ -22,18 +22,18 @@ const SAMPLES: u32 = 24;
 const CHANGE: u32 = 100;
 
 #[derive(Debug)]
-pub struct Fullness {
+pub struct Utilization {
     next: Instant,
     sample: Option<(Fence, Instant)>,
     seen: u32,
-    full: u32,
-    said: Option<u32>,
+    busy: u32,
+    reported: Option<u32>,
 }
 
-impl Fullness {
+impl Utilization {
     /// A turn begins.
     pub fn new() -> Self {
-        Self { next: Instant::now(), sample: None, seen: 0, full: 0, said: None }
+        Self { next: Instant::now(), sample: None, seen: 0, busy: 0, reported: None }
     }
 
     /// Takes a sample when one is due; says after how long to look again.
@@ -51,8 +51,8 @@ impl Fullness {
                 let done = gpu.work.is_done(&mut fence);
                 if since.elapsed() < TOO_LATE {
                     self.seen += 1;
-                    self.full += u32::from(!done);
-                    self.say(gpu);
+                    self.busy += u32::from(!done);
+                    self.report(gpu);
                 }
                 EVERY
             }
@@ -66,16 +66,16 @@ impl Fullness {
         }
     }
 
-    fn say(&mut self, gpu: &Gpu) {
+    fn report(&mut self, gpu: &Gpu) {
         if self.seen < SAMPLES {
             return;
         }
-        let permille = self.full * 1000 / self.seen;
-        (self.seen, self.full) = (0, 0);
-        if self.said.is_none_or(|said| said.abs_diff(permille) >= CHANGE)
+        let permille = self.busy * 1000 / self.seen;
+        (self.seen, self.busy) = (0, 0);
+        if self.reported.is_none_or(|reported| reported.abs_diff(permille) >= CHANGE)
             && connection::send(&ClientMessage::Utilization { slot: gpu.index, permille })
         {
-            self.said = Some(permille);
+            self.reported = Some(permille);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Making a connection: the handshake, and the limits of the environment, which come before anything else.
 
 use crate::{
-    connection::socket::{ANSWER, Socket, new_socket, wait, words},
+    connection::socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
     env::{settings, trace::trace},
     sys::time::Instant,
 };
@@ -48,7 +48,9 @@ fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u64),
     }
     // A signal of the program's may end a wait early.
     let begin = Instant::now();
-    while !wait([Some(&socket), None], ANSWER.saturating_sub(begin.elapsed()))[0] && begin.elapsed() < ANSWER {}
+    while !wait([Some(&socket), None], ANSWER_TIMEOUT.saturating_sub(begin.elapsed()))[0]
+        && begin.elapsed() < ANSWER_TIMEOUT
+    {}
     match socket.receive(0)?.map(|(message, _)| message) {
         Some(SchedulerMessage::Welcome { version: version @ version::MIN..=version::MAX, client }) => {
             Ok((socket, version, client))

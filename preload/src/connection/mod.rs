@@ -15,7 +15,7 @@ pub use wakeup::wake;
 use crate::{
     connection::socket::Socket,
     env::trace::trace,
-    sys::{file::Name, sync::Mutex},
+    sys::{file::InheritedDescriptor, sync::Mutex},
 };
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -24,9 +24,9 @@ use rustix::fd::BorrowedFd;
 
 static CONNECTION: Mutex<Option<Connection>> = Mutex::new(None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
-static SCHEDULERS_MET: AtomicU32 = AtomicU32::new(0);
+static GENERATION: AtomicU32 = AtomicU32::new(0);
 /// The connection's descriptor.
-static DESCRIPTOR: Name = Name::none();
+static DESCRIPTOR: InheritedDescriptor = InheritedDescriptor::none();
 
 /// An established connection.
 #[derive(Debug)]
@@ -68,13 +68,13 @@ pub fn is_connected() -> bool {
 }
 
 /// Counts the schedulers that this process has introduced itself to: a question asked of an earlier one is not answered.
-pub fn schedulers_met() -> u32 {
-    SCHEDULERS_MET.load(Ordering::SeqCst)
+pub fn generation() -> u32 {
+    GENERATION.load(Ordering::SeqCst)
 }
 
 /// A new scheduler has been told everything that it has to know about this process.
-pub fn met_scheduler() {
-    SCHEDULERS_MET.fetch_add(1, Ordering::SeqCst);
+pub fn begin_generation() {
+    GENERATION.fetch_add(1, Ordering::SeqCst);
 }
 
 /// The client's thread has made or lost the connection.

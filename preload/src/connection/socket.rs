@@ -25,7 +25,7 @@ use rustix::{
 };
 
 /// How long a scheduler may take to answer a `Hello`. One that is stopped must not stop a program.
-pub(super) const ANSWER: Duration = Duration::from_secs(2);
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Our descriptors are out of the way of programs that count on getting the lowest numbers.
 const LOWEST_DESCRIPTOR: RawFd = 400;
 
@@ -71,7 +71,7 @@ impl Socket {
     pub fn wait_for_room(&self) -> bool {
         let begin = Instant::now();
         loop {
-            let left = ANSWER.saturating_sub(begin.elapsed());
+            let left = ANSWER_TIMEOUT.saturating_sub(begin.elapsed());
             let Some(socket) = self.get() else { return false };
             let mut entry = [PollFd::from_borrowed_fd(socket, PollFlags::OUT)];
             // A signal of the program's may end a wait early.

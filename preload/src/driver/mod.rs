@@ -28,13 +28,13 @@ pub fn loaded() -> Option<*mut c_void> {
 }
 
 /// Libraries that submit work through tables of private functions: OptiX, and the video encoder and decoder.
-const UNSEEN: [&CStr; 3] = [c"libnvoptix.so.1", c"libnvidia-encode.so.1", c"libnvcuvid.so.1"];
+const UNTRACKED: [&CStr; 3] = [c"libnvoptix.so.1", c"libnvidia-encode.so.1", c"libnvcuvid.so.1"];
 
 /// Whether a library is in this process whose work no hook sees. They ask for their tables when they start.
-pub fn anybody_submits_unseen() -> bool {
+pub fn has_untracked_library() -> bool {
     let Some(dlopen) = c::dlopen() else { return false };
     // SAFETY: NUL-terminated names; it loads nothing. One more reference keeps what is there, which is no harm.
-    UNSEEN.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
+    UNTRACKED.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
 }
 
 /// A result of the driver's as one of Rust's.

@@ -18,28 +18,28 @@ use nvshare_wire::{ClientMessage, client as wire};
 pub type TellImports = fn(&Gpu);
 
 /// What is known of the room for a context.
-mod room {
+mod admission {
     pub const UNKNOWN: u32 = 0;
-    pub const MADE: u32 = 1;
+    pub const ADMITTED: u32 = 1;
     /// The scheduler says that it takes as long as it takes.
-    pub const AWAITED: u32 = 2;
+    pub const DEFERRED: u32 = 2;
     /// There is none, and there will be none before others need less.
     pub const REFUSED: u32 = 3;
 }
 /// How long a program waits for room to be made before it creates a context, where the scheduler says nothing.
-const ROOM_PATIENCE: Duration = Duration::from_secs(3);
+const ADMISSION_TIMEOUT: Duration = Duration::from_secs(3);
 
 impl Gpu {
     /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits for room. `false`: there
     /// is none.
     pub fn attach(device: CUdevice, tell_imports: TellImports) -> bool {
         let Some(gpu) = find(device) else { return true };
-        let Some(info) = gpu.get_acquainted(device) else { return true };
+        let Some(info) = gpu.identify(device) else { return true };
         let mut first = false;
         gpu.attached.get_or_init(|| {
             first = true;
             if let Some(engine) = info.engine {
-                let mut space = Space::new(device, engine, info.total, info.own_max);
+                let mut space = Space::new(device, engine, info.total, info.env_max);
                 space.account.max = memory_limits::of(info.uuid);
                 let _ = gpu.space.set(Mutex::new(space));
             }
@@ -55,14 +55,19 @@ impl Gpu {
         // From here on the lock and the allowance are the scheduler's to give.
         gpu.gate.close(closed::LOCK);
         gpu.introduce(tell_imports);
-        gpu.wait_for_room()
+        gpu.wait_for_admission()
     }
 
     /// The same for a GPU that was attached before, and has no context. One that was refused is asked for anew.
     fn attach_again(&self, tell_imports: TellImports) -> bool {
         let asks_anew = {
             let _one = self.introducing.lock();
-            let asked = self.room.compare_exchange(room::REFUSED, room::UNKNOWN, Ordering::SeqCst, Ordering::SeqCst);
+            let asked = self.admission.compare_exchange(
+                admission::REFUSED,
+                admission::UNKNOWN,
+                Ordering::SeqCst,
+                Ordering::SeqCst,
+            );
             asked.is_ok()
         };
         if !connection::is_connected() {
@@ -72,23 +77,23 @@ impl Gpu {
             self.gate.close(closed::LOCK);
             self.introduce(tell_imports);
         }
-        self.wait_for_room()
+        self.wait_for_admission()
     }
 
     /// Until there is room for a context, or the scheduler says nothing of it. Also while the scheduler is away for a moment:
     /// who comes back to it is introduced anew, and who stays without one has room. `false`: it is refused.
-    fn wait_for_room(&self) -> bool {
+    fn wait_for_admission(&self) -> bool {
         let begin = Instant::now();
         while gate::is_active() {
-            let room = self.room.load(Ordering::SeqCst);
-            if room == room::MADE || (room == room::UNKNOWN && begin.elapsed() >= ROOM_PATIENCE) {
+            let state = self.admission.load(Ordering::SeqCst);
+            if state == admission::ADMITTED || (state == admission::UNKNOWN && begin.elapsed() >= ADMISSION_TIMEOUT) {
                 return true;
             }
-            if room == room::REFUSED {
+            if state == admission::REFUSED {
                 self.withdraw();
                 return false;
             }
-            futex::wait(&self.room, room, Duration::from_millis(100));
+            futex::wait(&self.admission, state, Duration::from_millis(100));
         }
         true
     }
@@ -108,11 +113,11 @@ impl Gpu {
 
     /// A context was refused, and has not been asked for again.
     pub fn is_refused(&self) -> bool {
-        self.room.load(Ordering::SeqCst) == room::REFUSED
+        self.admission.load(Ordering::SeqCst) == admission::REFUSED
     }
 
     /// What this GPU is; `None` where this library stands aside. Needs no context.
-    pub(super) fn get_acquainted(&self, device: CUdevice) -> Option<&Info> {
+    pub(super) fn identify(&self, device: CUdevice) -> Option<&Info> {
         let learn = || match unsupported::reason(device) {
             Some(why) => {
                 trace!("GPU {device} is left alone: {why}");
@@ -125,13 +130,13 @@ impl Gpu {
 
     /// Tells the scheduler of this GPU and of the memory this client has there.
     pub fn introduce(&self, tell_imports: TellImports) {
-        self.introduce_to(Space::meet_scheduler, tell_imports);
+        self.introduce_to(Space::reset_for_scheduler, tell_imports);
     }
 
     /// The same to a scheduler that has taken the place of the one before, on its connection.
     pub fn introduce_again(&self, tell_imports: TellImports) {
         self.forget_introduction();
-        self.introduce_to(Space::meet_successor, tell_imports);
+        self.introduce_to(Space::reset_for_successor, tell_imports);
     }
 
     fn introduce_to(&self, meet: fn(&mut Space), tell_imports: TellImports) {
@@ -173,27 +178,32 @@ impl Gpu {
     }
 
     /// Says that there is room for a context.
-    pub fn make_room(&self) {
-        self.leave_room_at(room::MADE);
+    pub fn admit_context(&self) {
+        self.set_admission(admission::ADMITTED);
     }
 
     /// Says that there will be some only when others need less.
-    pub fn await_room(&self) {
-        let _ = self.room.compare_exchange(room::UNKNOWN, room::AWAITED, Ordering::SeqCst, Ordering::SeqCst);
+    pub fn defer_context(&self) {
+        let _ = self.admission.compare_exchange(
+            admission::UNKNOWN,
+            admission::DEFERRED,
+            Ordering::SeqCst,
+            Ordering::SeqCst,
+        );
     }
 
     /// The scheduler says that there is no room for a context, nor will there be any soon.
     pub fn refuse_context(&self) {
         if !self.work.has_contexts() {
-            self.leave_room_at(room::REFUSED);
+            self.set_admission(admission::REFUSED);
         }
     }
 
     /// What is known of the room for a context, unless that was known already.
-    fn leave_room_at(&self, known: u32) {
-        for open in [room::UNKNOWN, room::AWAITED] {
-            let _ = self.room.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);
+    fn set_admission(&self, known: u32) {
+        for open in [admission::UNKNOWN, admission::DEFERRED] {
+            let _ = self.admission.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);
         }
-        futex::wake_all(&self.room);
+        futex::wake_all(&self.admission);
     }
 }

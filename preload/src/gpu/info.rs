@@ -15,7 +15,7 @@ pub struct Info {
     pub engine: Option<&'static dyn Engine>,
     pub reason: wire::EngineReason,
     /// What its environment allows the program; `u64::MAX` where that says nothing.
-    pub own_max: u64,
+    pub env_max: u64,
 }
 
 impl Info {
@@ -48,7 +48,7 @@ impl Info {
             total: total as u64,
             engine,
             reason,
-            own_max: settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64)),
+            env_max: settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64)),
         };
         trace!("GPU {device} is {} with {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine_kind());
         info

@@ -13,9 +13,9 @@ use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
 /// How long an answer is waited for. The scheduler gives one within half of that.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Between attempts to send to a scheduler that does not read.
-const SEND_AGAIN: Duration = Duration::from_millis(2);
+const SEND_RETRY: Duration = Duration::from_millis(2);
 
 /// How asking went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,13 +42,13 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             gpu.limit_answers.awaited.store(false, Ordering::SeqCst);
             return if asked || account.limit > limit { Outcome::Raised } else { Outcome::Beyond };
         }
-        if wanted > account.most || !connection::is_connected() {
+        if wanted > account.limit_max || !connection::is_connected() {
             return Outcome::Beyond;
         }
         if gpu.limit_answers.awaited.load(Ordering::SeqCst) {
             begin = Instant::now();
         }
-        let left = PATIENCE.saturating_sub(begin.elapsed());
+        let left = TIMEOUT.saturating_sub(begin.elapsed());
         if left.is_zero() {
             return Outcome::Denied;
         }
@@ -60,7 +60,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
                 return Outcome::Denied;
             }
         } else {
-            futex::wait(&gpu.limit_answers.count, seen, SEND_AGAIN);
+            futex::wait(&gpu.limit_answers.count, seen, SEND_RETRY);
         }
     }
 }

@@ -10,13 +10,13 @@ use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
 /// How long a waiting thread sleeps before it looks around again, whatever happens.
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+const WAIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl Gpu {
     /// A thread found the gate closed: asks for the lock and waits for a while.
     #[cold]
     pub fn wait(&self, reasons: u32) {
-        self.gate.wait(reasons, LOOK_AGAIN, || {
+        self.gate.wait(reasons, WAIT_TIMEOUT, || {
             if self.gate.is_closed_for(closed::LOCK) {
                 self.request();
             }
@@ -76,13 +76,13 @@ impl Gpu {
 const LATELY: Duration = Duration::from_secs(2);
 
 /// The GPUs whose locks this client needs at once: this one, those where threads wait, those it used lately, and all that
-/// are companions of one of them.
+/// are peers of one of them.
 fn wanted_with(gpu: &Gpu) -> u64 {
     let wanted = attached().filter(|g| {
         let used_until = g.used_until.load(Ordering::Relaxed);
         g.gate.waiting() > 0 || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
     });
-    let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.companions();
+    let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.peers();
     let wanted = wanted.fold(together(gpu), |set, g| set | together(g));
     // Of others the scheduler knows nothing.
     attached().filter(|gpu| !gpu.is_introduced()).fold(wanted, |set, gpu| set & !(1 << gpu.index))

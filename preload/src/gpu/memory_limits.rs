@@ -12,14 +12,14 @@ static RULED: Mutex<Vec<(Uuid, u64)>> = Mutex::new(Vec::new());
 static IS_RULED: AtomicBool = AtomicBool::new(false);
 
 /// GPUs that a scheduler may speak of: more is none of this host's.
-const MOST_GPUS: usize = 1024;
+const MAX_GPUS: usize = 1024;
 
 /// A rule allows so much of that GPU from now on; 0: no rule does.
 pub fn set(gpu: Uuid, bytes: u64) {
     let mut ruled = RULED.lock();
     if let Some((_, before)) = ruled.iter_mut().find(|(other, _)| *other == gpu) {
         *before = bytes;
-    } else if ruled.len() < MOST_GPUS {
+    } else if ruled.len() < MAX_GPUS {
         ruled.push((gpu, bytes));
     }
     IS_RULED.fetch_or(bytes != 0, Ordering::Release);
@@ -51,8 +51,8 @@ mod tests {
         set(gpus[1], 0);
         assert_eq!(gpus.map(of), [9, 0, 0]);
         // A scheduler that makes GPUs up takes no more memory than that.
-        (0..4 * MOST_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
-        assert_eq!(RULED.lock().len(), MOST_GPUS);
+        (0..4 * MAX_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
+        assert_eq!(RULED.lock().len(), MAX_GPUS);
         assert_eq!(of(gpus[0]), 9);
     }
 }

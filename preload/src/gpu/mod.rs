@@ -55,7 +55,7 @@ pub struct Gpu {
     /// When that was, in microseconds.
     requested_at: AtomicU64,
     /// Whether there is room for a context: see [`attach`].
-    room: AtomicU32,
+    admission: AtomicU32,
     /// Nothing of this client runs: the gate has been closed and everything has drained since.
     drained: AtomicBool,
     unreported: AtomicBool,
@@ -94,7 +94,7 @@ pub fn by_ordinal(device: CUdevice) -> Option<&'static Gpu> {
 /// The GPU of that ordinal, whether it is used or not, where its memory is in this library's hands or will be.
 pub fn managed(device: CUdevice) -> Option<&'static Gpu> {
     let gpu = find(device)?;
-    gpu.get_acquainted(device).filter(|info| info.engine.is_some()).map(|_| gpu)
+    gpu.identify(device).filter(|info| info.engine.is_some()).map(|_| gpu)
 }
 
 /// The same by what it is known by outside of this process.
@@ -166,7 +166,7 @@ impl Gpu {
             introducing: Mutex::new(()),
             requested: AtomicBool::new(false),
             requested_at: AtomicU64::new(0),
-            room: AtomicU32::new(0),
+            admission: AtomicU32::new(0),
             drained: AtomicBool::new(true),
             unreported: AtomicBool::new(false),
             limit_answers: LimitAnswers::new(),
@@ -205,7 +205,7 @@ impl Gpu {
         }
         let Some(info) = self.info() else { return u64::MAX };
         let ruled = memory_limits::of(info.uuid);
-        info.own_max.min(if ruled == 0 { u64::MAX } else { ruled })
+        info.env_max.min(if ruled == 0 { u64::MAX } else { ruled })
     }
 
     /// The memory of this GPU, where an engine can move it.
@@ -231,30 +231,29 @@ impl Gpu {
     }
 
     /// GPUs whose work may touch memory of this one, and the other way round.
-    pub fn companions(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
-        let set = self.work.companions();
+    pub fn peers(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
+        let set = self.work.peers();
         let last = u64::BITS - set.leading_zeros();
         GPUS.iter().take(last as usize).filter(move |gpu| set >> gpu.index & 1 == 1)
     }
 
-    pub fn is_companion_of(&self, other: &Gpu) -> bool {
-        self.work.companions() >> other.index & 1 == 1
+    pub fn is_peer_of(&self, other: &Gpu) -> bool {
+        self.work.peers() >> other.index & 1 == 1
     }
 
-    /// Submissions of all threads to this GPU and its companions so far.
+    /// Submissions of all threads to this GPU and its peers so far.
     pub fn submitted(&self) -> u64 {
-        self.companions()
-            .fold(threads::submitted(self.index), |sum, gpu| sum.wrapping_add(threads::submitted(gpu.index)))
+        self.peers().fold(threads::submitted(self.index), |sum, gpu| sum.wrapping_add(threads::submitted(gpu.index)))
     }
 
     /// Whether no thread is inside the gate of this GPU, or of one whose work may touch its memory.
     pub fn is_quiet(&self) -> bool {
-        Gate::is_quiet(self.index) && self.companions().all(|gpu| Gate::is_quiet(gpu.index))
+        Gate::is_quiet(self.index) && self.peers().all(|gpu| Gate::is_quiet(gpu.index))
     }
 
-    /// Threads that wait at its gate, or at one of its companions'.
+    /// Threads that wait at its gate, or at one of its peers'.
     pub fn waiting(&self) -> u32 {
-        self.companions().fold(self.gate.waiting(), |sum, gpu| sum.saturating_add(gpu.gate.waiting()))
+        self.peers().fold(self.gate.waiting(), |sum, gpu| sum.saturating_add(gpu.gate.waiting()))
     }
 
     pub fn set_drained(&self, drained: bool) {
@@ -265,6 +264,6 @@ impl Gpu {
     pub fn is_drained(&self) -> bool {
         // Closed for the lock: what is closed for memory alone may have work that was submitted before.
         let is_shut = |gpu: &Gpu| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);
-        is_shut(self) && self.companions().all(is_shut) && self.is_quiet() && !capture::any()
+        is_shut(self) && self.peers().all(is_shut) && self.is_quiet() && !capture::any()
     }
 }

@@ -1,5 +1,5 @@
 //! GPUs of this process whose work reaches into each other's memory: by `cuCtxEnablePeerAccess`, by copies from one to the
-//! other, by rights that the program gave. Such GPUs are *companions*. Work of one may touch memory of all, so it passes
+//! other, by rights that the program gave. Such GPUs are *peers*. Work of one may touch memory of all, so it passes
 //! only when the gates of all are open, and the memory of one leaves only when the work of all is done; their locks are
 //! held together or not at all.
 
@@ -15,11 +15,11 @@ use crate::{
 /// From now on work of either GPU may touch memory of the other.
 pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     static ONE: Mutex<()> = Mutex::new(());
-    if a.index == b.index || a.is_companion_of(b) {
+    if a.index == b.index || a.is_peer_of(b) {
         return;
     }
     let _one = ONE.lock();
-    if a.is_companion_of(b) {
+    if a.is_peer_of(b) {
         return;
     }
     // What is moving comes back with the rights it left with.
@@ -31,9 +31,9 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
         }
     }
     let together =
-        [a, b].iter().flat_map(|gpu| gpu.companions()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
+        [a, b].iter().flat_map(|gpu| gpu.peers()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
     for gpu in gpu::attached().filter(|g| together >> g.index & 1 == 1) {
-        gpu.work.set_companions(together & !(1 << gpu.index));
+        gpu.work.set_peers(together & !(1 << gpu.index));
     }
     epoch::end();
     trace!("GPUs {} and {} reach each other's memory", a.index, b.index);

@@ -37,10 +37,10 @@ impl Gpu {
                 demand: account.demand + account.pinned,
                 mapped: account.mapped + account.pinned,
                 swapped: account.swapped,
-                pinned: account.pinned + if account.frozen { account.mapped } else { 0 },
+                pinned: account.pinned + if account.unevictable { account.mapped } else { 0 },
                 device_free,
                 limit_ack: account.limit_seq,
-                host: account.swapped + account.spare,
+                host: account.swapped + account.host_cache,
                 counts: account.counts,
             });
         self.unreported.store(!sent, Ordering::SeqCst);
@@ -52,10 +52,10 @@ impl Gpu {
     }
 
     /// Nothing of the program can move any more: it gives this GPU work that passes no gate.
-    pub fn freeze(&self) {
+    pub fn make_unevictable(&self) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
-        if !core::mem::replace(&mut guard.account.frozen, true) {
+        if !core::mem::replace(&mut guard.account.unevictable, true) {
             trace!("GPU {}: work comes unseen from now on, so its memory stays", self.index);
             if self.is_introduced() {
                 connection::send(&ClientMessage::Stuck {
@@ -88,19 +88,19 @@ impl Gpu {
     }
 
     /// The scheduler says that so many bytes cannot be mapped at once, which this client needs.
-    pub fn cannot_map(&self, bytes: u64) {
+    pub fn deny_mapping(&self, bytes: u64) {
         self.unmappable.store(bytes, Ordering::SeqCst);
     }
 
     /// Whether memory that was allocated and never used will not come: what waits for it fails with out of memory.
     #[cold]
-    pub fn is_hopeless(&self) -> bool {
+    pub fn is_mapping_denied(&self) -> bool {
         let bytes = self.unmappable.load(Ordering::SeqCst);
         if bytes == 0 {
             return false;
         }
         let needs = |account: Account| account.demand + account.pinned - account.freeing;
-        let is = self.account().is_some_and(|account| account.is_unproven() && needs(account) >= bytes);
+        let is = self.account().is_some_and(|account| account.exceeds_peak() && needs(account) >= bytes);
         if !is {
             self.forget_denial(bytes);
         }

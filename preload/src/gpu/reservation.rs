@@ -15,7 +15,7 @@ use nvshare_wire::{ClientMessage, version};
 /// How much room is asked for, time after time: at most so many bytes, and such a part of the GPU.
 const STEPS: [(u64, u64); 3] = [(64 << 20, 16), (512 << 20, 8), (4 << 30, 4)];
 /// How long an answer is waited for. The scheduler gives one within 2 s.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A call that failed in spite of it all is not helped again for so long: neighbours would lose their memory for nothing.
 const FUTILE: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ fn again(mut result: CUresult, gpu: impl FnOnce() -> Option<&'static Gpu>, call:
     if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {
         return result;
     }
-    if gpu.is_hopeless() {
+    if gpu.is_mapping_denied() {
         return result; // it is the program's own memory that lacks room
     }
     for (most, part) in STEPS {
@@ -65,7 +65,7 @@ fn now() -> u64 {
 fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
     let ask = || {
-        let met = connection::schedulers_met();
+        let met = connection::generation();
         let speaks = connection::speaks(version::LIMITS);
         (speaks && gpu.is_introduced() && connection::send(&ClientMessage::Reserve { slot: gpu.index, bytes }))
             .then_some(met)
@@ -73,13 +73,13 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let Some(mut asked) = ask() else { return false };
     let begin = Instant::now();
     while gpu.reservation_answers.count.load(Ordering::SeqCst) == seen {
-        let left = PATIENCE.saturating_sub(begin.elapsed());
+        let left = TIMEOUT.saturating_sub(begin.elapsed());
         if left.is_zero() || !connection::is_connected() {
             return false;
         }
         futex::wait(&gpu.reservation_answers.count, seen, left.min(Duration::from_millis(100)));
         // Another scheduler has not been asked.
-        if asked != connection::schedulers_met() {
+        if asked != connection::generation() {
             let Some(again) = ask() else { return false };
             asked = again;
         }

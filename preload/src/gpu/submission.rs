@@ -38,7 +38,7 @@ impl Gpu {
         let may_last = stream != STREAM_PER_THREAD
             && !capture::any()
             && !self.work.is_full()
-            && self.work.companions() == 0
+            && self.work.peers() == 0
             && gate::is_active();
         slot.stream.store(work::name_of(stream), Ordering::Relaxed);
         slot.gpu.store(core::ptr::from_ref(self).cast_mut().cast(), Ordering::Relaxed);

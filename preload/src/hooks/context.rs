@@ -22,8 +22,8 @@ use core::{
 type P = *mut c_void;
 
 /// How long the memory for a context may take to appear, and between looks.
-const CONTEXT_PATIENCE: Duration = Duration::from_secs(2);
-const CONTEXT_AGAIN: Duration = Duration::from_millis(5);
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
+const CONTEXT_RETRY: Duration = Duration::from_millis(5);
 
 /// A context is about to be made on that GPU; afterwards it is known.
 pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
@@ -37,8 +37,8 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     let create = || loop {
         // Room has been made, but a program that has just ended may still be giving its memory back.
         match real() {
-            ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_PATIENCE => {
-                crate::sys::errno::preserved(|| time::sleep(CONTEXT_AGAIN))
+            ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_TIMEOUT => {
+                crate::sys::errno::preserved(|| time::sleep(CONTEXT_RETRY))
             }
             result => break result,
         }
@@ -64,7 +64,7 @@ fn destroying(
     if let Some(space) = gpu.space() {
         mover.leave(context, space, &|account| gpu.report(account));
     }
-    let (result, last) = gpu.work.without(context, || {
+    let (result, last) = gpu.work.destroying_context(context, || {
         let result = real();
         (result, result == SUCCESS && is_gone())
     });
@@ -183,12 +183,12 @@ fn resolve_hooks() {
 
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
-        if !crate::sys::errno::preserved(client::choose) {
+        if !crate::sys::errno::preserved(client::request_placement) {
             return ERROR_NO_DEVICE;
         }
         let result = real();
         if result != SUCCESS {
-            crate::sys::errno::preserved(client::forget_choice);
+            crate::sys::errno::preserved(client::cancel_placement);
             return result;
         }
         if crate::sys::errno::preserved(|| client::start(resolve_hooks)) { result } else { ERROR_SYSTEM_NOT_READY }
@@ -260,7 +260,7 @@ hooks! { real, flavour;
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
         capture::end(stream);
         if gate::is_active() {
-            crate::sys::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.leave_stream(stream)));
+            crate::sys::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.forget_stream(stream)));
         }
         real()
     }

@@ -58,7 +58,7 @@ pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> C
         if !gate::is_active() {
             return call();
         }
-        if gpu.is_hopeless() {
+        if gpu.is_mapping_denied() {
             return ERROR_OUT_OF_MEMORY;
         }
     }
@@ -115,7 +115,7 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
     loop {
         let closed = if gpu.gate.try_enter(gpu.index, slot, reasons) {
             // Its work may touch memory of these, too.
-            gpu.companions().find(|other| other.gate.is_closed_for(reasons))
+            gpu.peers().find(|other| other.gate.is_closed_for(reasons))
         } else {
             Some(gpu)
         };
@@ -125,7 +125,7 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
         if !gate::is_active() {
             return Ok(None);
         }
-        if closed.is_hopeless() {
+        if closed.is_mapping_denied() {
             return Err(ERROR_OUT_OF_MEMORY);
         }
     }

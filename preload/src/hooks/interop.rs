@@ -16,15 +16,15 @@ fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     naming(|| {
         let result = call();
         if result == SUCCESS {
-            freeze();
+            make_unevictable();
         }
         result
     })
 }
 
-fn freeze() {
+fn make_unevictable() {
     if gate::is_active() {
-        crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::freeze));
+        crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::make_unevictable));
     }
 }
 
@@ -52,6 +52,6 @@ hooks! { real, flavour;
         context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, lookup: P,
     ) { creating_tied(device, context, real) }
     [cuGetExportTable] (table: P, id: *const [u8; 16]) {
-        if gate::is_active() && driver::anybody_submits_unseen() { tied(real) } else { real() }
+        if gate::is_active() && driver::has_untracked_library() { tied(real) } else { real() }
     }
 }

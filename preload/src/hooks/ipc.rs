@@ -18,9 +18,9 @@ use core::time::Duration;
 
 /// How long memory that is to be exported may take to come back to the GPU: a few turns of others. A program that launches
 /// something instead would wait as long.
-const RETURN_PATIENCE: Duration = Duration::from_secs(120);
+const RETURN_TIMEOUT: Duration = Duration::from_secs(120);
 /// Between looks whether it is there.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flags there are.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
@@ -42,13 +42,13 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                     return SUCCESS;
                 }
                 Attempt::Impossible => return real(),
-                Attempt::Away if begin.elapsed() >= RETURN_PATIENCE || !gate::is_active() => {
+                Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !gate::is_active() => {
                     return ERROR_OUT_OF_MEMORY;
                 }
                 // Room is made for those who ask for the lock. Once the memory is there, who has the lock does not matter.
                 Attempt::Away => gpu.wait(closed::MEMORY),
             }
-            time::sleep(LOOK);
+            time::sleep(POLL_INTERVAL);
         }
     })
 }

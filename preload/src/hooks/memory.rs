@@ -32,22 +32,22 @@ type P = *mut c_void;
 /// What the driver gives `cuMemAllocPitch` as pitch: a multiple of this.
 const PITCH: usize = 512;
 /// Between looks whether freed memory that an allocation needs is there.
-const FREE_LOOK: Duration = Duration::from_micros(100);
+const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// And whether memory of others is.
-const OTHERS_LOOK: Duration = Duration::from_millis(3);
+const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
 
 /// How long an allocation that finds no memory waits for freed memory that work may still use.
-const FREED_PATIENCE: Duration = Duration::from_secs(10);
+const FREED_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long one that the driver has no room for waits until others have made some, or the scheduler says that they cannot.
-const BACKING_PATIENCE: Duration = Duration::from_secs(60);
+const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long one that finds none waits for memory of programs outside nvshare: it may be that of one that has just ended.
-const OTHERS_PATIENCE: Duration = Duration::from_millis(400);
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 /// And how long while the scheduler is away, which knows better: until it is done without.
-const AWAY_PATIENCE: Duration = Duration::from_millis(3500);
+const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
 
 /// And how long then, once a process, for others to show that they will make room ([`crate::client::offline`]).
-const COMPANY_PATIENCE: Duration = Duration::from_millis(2500);
+const COMPANY_TIMEOUT: Duration = Duration::from_millis(2500);
 
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
@@ -59,7 +59,7 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
             Err(error) => return error,
         };
         let beyond = settings::get().oversubscribe;
-        let result = patiently(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
+        let result = with_retries(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
         trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
         match result {
             Ok(Allocated { backing, address }) => {
@@ -93,11 +93,11 @@ pub(super) fn is_backed_in_time(
         return true;
     }
     let begin = Instant::now();
-    while begin.elapsed() < BACKING_PATIENCE && connection::is_connected() && !capture::any() {
+    while begin.elapsed() < BACKING_TIMEOUT && connection::is_connected() && !capture::any() {
         if space.lock().account.can_run() {
             return true;
         }
-        if gpu.is_hopeless() {
+        if gpu.is_mapping_denied() {
             let mut guard = space.lock();
             let before = guard.account;
             undo(&mut guard);
@@ -139,7 +139,7 @@ fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl 
             Ok(unsafe { place.read() })
         };
         let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
-        let result = patiently(gpu, space, size, take);
+        let result = with_retries(gpu, space, size, take);
         trace!("GPU {}: allocate {size} of managed memory: {result:x?}", gpu.index);
         result.map_or_else(|error| error, |_| SUCCESS)
     })
@@ -152,7 +152,7 @@ pub(super) fn working_context() -> Result<Option<usize>, CUresult> {
 }
 
 /// Takes so much memory, and waits a little for what may come where there is none.
-pub(super) fn patiently<T>(
+pub(super) fn with_retries<T>(
     gpu: &Gpu,
     space: &Mutex<Space>,
     size: Size,
@@ -166,12 +166,12 @@ pub(super) fn patiently<T>(
         let after = guard.account;
         gpu.account_changed(&before, &after);
         // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
-        let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
-        let patience = if connection::is_connected() { OTHERS_PATIENCE } else { AWAY_PATIENCE };
-        let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < patience;
+        let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
+        let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
+        let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < timeout;
         let is_alone = !connection::is_connected();
         let may_find_company =
-            is_alone && guard.account.may_find_company(size as u64, gpu.total()) && begin.elapsed() < COMPANY_PATIENCE;
+            is_alone && guard.account.may_find_company(size as u64, gpu.total()) && begin.elapsed() < COMPANY_TIMEOUT;
         drop(guard);
         if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
             return result;
@@ -180,7 +180,7 @@ pub(super) fn patiently<T>(
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
         begin = begin + asked.elapsed(); // that may be long, where a rule has it wait
         match outcome {
-            Outcome::Raised if begin.elapsed() < FREED_PATIENCE => continue,
+            Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
             Outcome::Denied => may_come = false,
             Outcome::Raised | Outcome::Beyond => {}
         }
@@ -189,7 +189,7 @@ pub(super) fn patiently<T>(
             gpu.count_refusal();
             return result;
         }
-        time::sleep(if comes { FREE_LOOK } else { OTHERS_LOOK });
+        time::sleep(if comes { FREED_POLL_INTERVAL } else { OTHERS_POLL_INTERVAL });
     }
 }
 

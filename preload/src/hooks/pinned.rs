@@ -128,7 +128,7 @@ pub(super) fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CU
     let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
     let result = real();
     if let Some(taken) = taken {
-        crate::sys::errno::preserved(|| if result == SUCCESS { taken.goes() } else { taken.stays() });
+        crate::sys::errno::preserved(|| if result == SUCCESS { taken.release() } else { taken.restore() });
     }
     result
 }

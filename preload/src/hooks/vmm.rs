@@ -81,7 +81,7 @@ fn movable(
 
 fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space>, flags: Flags) -> CUresult {
     let beyond = settings::get().oversubscribe;
-    let made = memory::patiently(gpu, space, size, |space| space.create(size as u64, flags, beyond, &gpu.work));
+    let made = memory::with_retries(gpu, space, size, |space| space.create(size as u64, flags, beyond, &gpu.work));
     trace!("GPU {}: create {size}: {made:x?}", gpu.index);
     match made {
         Ok((base, backing)) => {
@@ -269,7 +269,7 @@ fn set_access(
 // ---- questions ----
 
 /// Answers with what the driver says while the memory at an address is on the GPU, and from the record while it is not.
-fn asking(
+fn driver_or_record(
     memory: &Memory,
     real: impl FnOnce() -> CUresult,
     recorded: impl FnOnce(&mut Space) -> CUresult,
@@ -314,7 +314,7 @@ fn get_access(
         unsafe { put(flags, access as u64) };
         SUCCESS
     };
-    asking(&memory, &real, recorded).unwrap_or_else(real)
+    driver_or_record(&memory, &real, recorded).unwrap_or_else(real)
 }
 
 fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
@@ -334,7 +334,7 @@ fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
 
 /// A mapping of ours that the program asks about.
 #[derive(Debug)]
-struct Asked {
+struct AddressInfo {
     mapping: Mapping,
     memory: Memory,
     reservation: (u64, u64),
@@ -346,7 +346,7 @@ struct Asked {
 
 /// Answers about an address where the program has mapped memory of ours, which neither comes nor goes meanwhile; `None` where
 /// it has not.
-fn asked_of<R>(address: CUdeviceptr, answer: impl FnOnce(&Asked) -> R) -> Option<R> {
+fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
     if !gate::is_active() {
         return None;
     }
@@ -356,13 +356,13 @@ fn asked_of<R>(address: CUdeviceptr, answer: impl FnOnce(&Asked) -> R) -> Option
     let rights = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, home(&memory)));
     let away = space.on_gpu(memory.base).is_none();
     let reservation = table.reservation(address).unwrap_or((mapping.at, mapping.len));
-    Some(answer(&Asked { mapping, memory, reservation, rights, away }))
+    Some(answer(&AddressInfo { mapping, memory, reservation, rights, away }))
 }
 
 /// Where what is mapped at an address begins, and how long it is; an error if the GPU may not touch it, like the driver's
 /// (580). `None` where nothing of ours is.
 pub(super) fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
-    asked_of(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
+    query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
 }
 
 /// Writes an attribute of a mapping of ours: those that would change when memory comes back, and those that the driver does
@@ -370,9 +370,9 @@ pub(super) fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult
 ///
 /// # Safety
 /// `data` is valid for that attribute.
-unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &Asked) -> Option<CUresult> {
+unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) -> Option<CUresult> {
     use crate::driver::types::pointer_attribute::*;
-    let Asked { mapping, memory, reservation, rights, away } = asked;
+    let AddressInfo { mapping, memory, reservation, rights, away } = asked;
     // SAFETY: the caller's promise; each attribute's type is the driver's.
     unsafe {
         match which {
@@ -408,7 +408,7 @@ pub(super) fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn
     if data.is_null() {
         return real();
     }
-    let answered = asked_of(address, |asked| match real() {
+    let answered = query(address, |asked| match real() {
         // The driver does not know the address, or it knows it and has no such attribute.
         // SAFETY: the program's own place for that attribute.
         result @ (SUCCESS | ERROR_INVALID_VALUE) => unsafe { write(data, which, address, asked) }.unwrap_or(result),
@@ -428,7 +428,7 @@ pub(super) fn attributes(
     if which.is_null() || data.is_null() {
         return real();
     }
-    let answered = asked_of(address, |asked| {
+    let answered = query(address, |asked| {
         let result = real();
         if result == SUCCESS {
             for i in 0..n as usize {

@@ -20,30 +20,30 @@ pub struct Account {
     /// The most that demand may become, the number of that limit, and the most that it can be raised to.
     pub limit: u64,
     pub limit_seq: u32,
-    pub most: u64,
+    pub limit_max: u64,
     /// What a rule of the scheduler's allows this program and those that count with it; 0 where none does. It stays when
     /// the scheduler goes.
     pub max: u64,
     /// What its environment allows it; `u64::MAX` where that says nothing.
-    pub own_max: u64,
+    pub env_max: u64,
     /// Bytes of buffers that hold nothing, or a copy of what is on the GPU; and how many of them may be kept.
-    pub spare: u64,
-    pub keep: u64,
+    pub host_cache: u64,
+    pub host_cache_max: u64,
     /// Bytes whose copy, in or out, is under way.
-    pub flying: u64,
+    pub in_flight: u64,
     /// Freed bytes that work submitted earlier may still use, or that are on the move; part of demand until then.
     pub freeing: u64,
     /// What is not on the GPU comes when it is touched.
-    pub faults: bool,
+    pub demand_paged: bool,
     /// Without a scheduler: what this client may need, with others there who make room for it; 0 without them.
     pub company: u64,
     /// The most that was ever needed and all on the GPU.
-    pub proven: u64,
+    pub peak: u64,
     /// An allocation found no room, and nobody to make some; and others that might were waited for in vain.
     pub refused: bool,
     pub searched: bool,
     /// It stays on the GPU, since nobody knows when the program's work is done.
-    pub frozen: bool,
+    pub unevictable: bool,
     /// What has been moved and refused.
     pub counts: Counts,
 }
@@ -58,22 +58,22 @@ impl Account {
     }
     /// Whether the program may run as far as memory goes. Where pages come when they are touched, it always may.
     pub fn can_run(&self) -> bool {
-        self.faults || (self.is_complete() && self.flying == 0)
+        self.demand_paged || (self.is_complete() && self.in_flight == 0)
     }
     /// So much of the GPU, or as much of it as a rule and the environment allow.
     pub fn at_most(&self, bytes: u64) -> u64 {
         let ruled = if self.max == 0 { bytes } else { bytes.min(self.max) };
-        ruled.min(self.own_max)
+        ruled.min(self.env_max)
     }
     /// Whether so many more bytes can be allocated; `beyond` lets them exceed the limit, but not one that somebody set.
     pub(super) fn admits(&self, len: u64, beyond: bool) -> bool {
         let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
-        len <= self.free() || (beyond && self.max == 0 && wanted <= self.own_max)
+        len <= self.free() || (beyond && self.max == 0 && wanted <= self.env_max)
     }
     /// Whether some of what is needed was never on the GPU together with the rest, and is not now: memory that no work has
     /// used yet.
-    pub fn is_unproven(&self) -> bool {
-        !self.faults && !self.is_complete() && self.demand > self.proven
+    pub fn exceeds_peak(&self) -> bool {
+        !self.demand_paged && !self.is_complete() && self.demand > self.peak
     }
     /// What the program may still allocate.
     pub fn free(&self) -> u64 {

@@ -1,6 +1,6 @@
 //! Chunks: the pieces in which memory is mapped and moved, and where the bytes of each are.
 
-use super::{engine::Flags, fingerprint::Print, staging::Buffer};
+use super::{engine::Flags, fingerprint::Fingerprint, staging::Buffer};
 use crate::driver::types::*;
 
 #[derive(Debug)]
@@ -8,14 +8,14 @@ pub(super) struct Chunk {
     pub offset: u64,
     pub len: u64,
     pub flags: Flags,
-    pub place: Place,
+    pub residency: Residency,
 }
 
 /// Where a chunk's bytes are.
 #[derive(Debug)]
-pub(super) enum Place {
+pub(super) enum Residency {
     /// Nowhere: it never had contents.
-    Nowhere,
+    Unbacked,
     /// On the GPU; `copy` is what it last left in host memory, and may be the same still.
     Gpu { handle: Handle, copy: Option<HostCopy> },
     /// In host memory; without a copy of ours, where the driver moves it.
@@ -31,18 +31,18 @@ pub(super) enum Place {
 pub(super) struct HostCopy {
     pub buffer: Buffer,
     /// What it holds, where that is known.
-    pub print: Option<Print>,
+    pub fingerprint: Option<Fingerprint>,
 }
 
 impl Chunk {
     /// Neither on the GPU nor on its way.
     pub(super) fn is_away(&self) -> bool {
-        matches!(self.place, Place::Nowhere | Place::Host(_) | Place::Constant(_))
+        matches!(self.residency, Residency::Unbacked | Residency::Host(_) | Residency::Constant(_))
     }
 
     pub(super) fn take(&mut self) -> Self {
-        let place = core::mem::replace(&mut self.place, Place::Moving);
-        Self { offset: self.offset, len: self.len, flags: self.flags, place }
+        let residency = core::mem::replace(&mut self.residency, Residency::Moving);
+        Self { offset: self.offset, len: self.len, flags: self.flags, residency }
     }
 }
 
@@ -54,5 +54,5 @@ pub(super) struct Leaving {
     /// By a copy of ours.
     pub is_copied: bool,
     /// What it holds, where that is known.
-    pub print: Option<Print>,
+    pub fingerprint: Option<Fingerprint>,
 }

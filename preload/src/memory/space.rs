@@ -6,7 +6,7 @@
 use super::{
     account::Account,
     alias::Aliases,
-    chunk::{Chunk, Leaving, Place},
+    chunk::{Chunk, Leaving, Residency},
     engine::{self, CHUNK, Engine, Flags, GRANULE},
     slab::{self, Slab},
     staging::Buffer,
@@ -41,14 +41,14 @@ pub struct Space {
     /// How chunks of allocations are made, as those of `cuMemAlloc` are.
     flags: Flags,
     /// Buffers not in use.
-    spare: Vec<Buffer>,
+    free_buffers: Vec<Buffer>,
     pub account: Account,
 }
 
 /// What a range is for.
 #[derive(Debug)]
-enum Use {
-    Whole,
+enum RangeKind {
+    Single,
     Slab(Box<Slab>),
     /// What the program made with `cuMemCreate`: it knows no address of it but its aliases.
     Created,
@@ -57,7 +57,7 @@ enum Use {
 #[derive(Debug)]
 struct Range {
     len: u64,
-    purpose: Use,
+    kind: RangeKind,
     chunks: Vec<Chunk>,
     /// Freed while a chunk was on its way; the mover takes the range apart when it is done with it.
     dead: bool,
@@ -143,9 +143,9 @@ impl Range {
 
 impl Space {
     /// On a GPU with so much memory.
-    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, own_max: u64) -> Self {
-        let faults = !engine.copies();
-        let can_rdma = !faults && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, env_max: u64) -> Self {
+        let demand_paged = !engine.copies();
+        let can_rdma = !demand_paged && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let account = Account {
             demand: 0,
             mapped: 0,
@@ -153,21 +153,21 @@ impl Space {
             pinned: 0,
             allowance: u64::MAX,
             ack: 0,
-            limit: total.min(own_max),
+            limit: total.min(env_max),
             limit_seq: 0,
-            most: 0,
+            limit_max: 0,
             max: 0,
-            own_max,
-            spare: 0,
-            keep: u64::MAX,
-            flying: 0,
+            env_max,
+            host_cache: 0,
+            host_cache_max: u64::MAX,
+            in_flight: 0,
             freeing: 0,
-            faults,
+            demand_paged,
             company: 0,
-            proven: 0,
+            peak: 0,
             refused: false,
             searched: false,
-            frozen: false,
+            unevictable: false,
             counts: Counts::default(),
         };
         Self {
@@ -179,7 +179,7 @@ impl Space {
             next_id: 1,
             pending: VecDeque::new(),
             flags: Flags { rdma: u8::from(can_rdma), exportable: true, ..Flags::default() },
-            spare: Vec::new(),
+            free_buffers: Vec::new(),
             account,
         }
     }
@@ -206,7 +206,7 @@ impl Space {
             self.allocate_in_slab(size, beyond)?
         } else {
             let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
-            let (base, backing) = self.make_range(len, Use::Whole, self.flags, beyond)?;
+            let (base, backing) = self.make_range(len, RangeKind::Single, self.flags, beyond)?;
             (base, base, backing)
         };
         let id = self.next_id;
@@ -230,7 +230,7 @@ impl Space {
             return Err(ERROR_OUT_OF_MEMORY);
         }
         let base = make()?;
-        self.add_range(base, len, Use::Whole, Flags { managed: size, ..Flags::default() })?;
+        self.add_range(base, len, RangeKind::Single, Flags { managed: size, ..Flags::default() })?;
         let id = self.next_id;
         self.next_id += 1;
         self.allocations.insert(base, Allocation { base, size, id, context, managed: true, range: base });
@@ -239,15 +239,15 @@ impl Space {
 
     fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, Backing), CUresult> {
         for (base, range) in &mut self.ranges {
-            if let (Use::Slab(slab), false) = (&mut range.purpose, range.dead)
+            if let (RangeKind::Slab(slab), false) = (&mut range.kind, range.dead)
                 && let Some(offset) = slab.take(size)
             {
                 return Ok((*base, base + offset, Backing::There));
             }
         }
-        let (base, backing) = self.make_range(GRANULE, Use::Slab(Box::new(Slab::new())), self.flags, beyond)?;
-        match self.ranges.get_mut(&base).map(|r| &mut r.purpose) {
-            Some(Use::Slab(slab)) => {
+        let (base, backing) = self.make_range(GRANULE, RangeKind::Slab(Box::new(Slab::new())), self.flags, beyond)?;
+        match self.ranges.get_mut(&base).map(|r| &mut r.kind) {
+            Some(RangeKind::Slab(slab)) => {
                 slab.take(size).map(|offset| (base, base + offset, backing)).ok_or(ERROR_OUT_OF_MEMORY)
             }
             _ => Err(ERROR_OUT_OF_MEMORY),
@@ -257,7 +257,7 @@ impl Space {
     /// Makes memory without an address that the program knows; gives the base of its range.
     pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
         self.reclaim(work);
-        self.make_range(len, Use::Created, flags, beyond)
+        self.make_range(len, RangeKind::Created, flags, beyond)
     }
 
     /// Nothing refers to what [`create`](Self::create) made any more.
@@ -265,23 +265,29 @@ impl Space {
         self.drop_range(base);
     }
 
-    fn make_range(&mut self, len: u64, purpose: Use, flags: Flags, beyond: bool) -> Result<(u64, Backing), CUresult> {
+    fn make_range(
+        &mut self,
+        len: u64,
+        kind: RangeKind,
+        flags: Flags,
+        beyond: bool,
+    ) -> Result<(u64, Backing), CUresult> {
         if !self.account.admits(len, beyond) {
             return Err(ERROR_OUT_OF_MEMORY);
         }
         let base = self.engine.reserve(len)?;
-        self.add_range(base, len, purpose, flags)
+        self.add_range(base, len, kind, flags)
     }
 
-    fn add_range(&mut self, base: u64, len: u64, purpose: Use, flags: Flags) -> Result<(u64, Backing), CUresult> {
+    fn add_range(&mut self, base: u64, len: u64, kind: RangeKind, flags: Flags) -> Result<(u64, Backing), CUresult> {
         let engine = self.engine_of(flags);
         // What may be given to others is one thing to them.
         let step = if flags.handle_types == 0 { CHUNK } else { len };
         let chunks = (0..len.div_ceil(step))
-            .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, place: Place::Nowhere })
+            .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, residency: Residency::Unbacked })
             .collect();
         let (pinned, exported, aliases) = (false, None, Aliases::default());
-        let mut range = Range { len, purpose, chunks, dead: false, gone: false, pinned, exported, aliases };
+        let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
         // Only while nothing else is lacking: what is restored first must not find its place taken.
         let lacking = self.account.demand - len > self.account.mapped;
@@ -291,7 +297,7 @@ impl Space {
             for chunk in &mut range.chunks {
                 match engine.map(self.gpu, base + chunk.offset, chunk.len, flags) {
                     Ok(handle) => {
-                        chunk.place = Place::Gpu { handle, copy: None };
+                        chunk.residency = Residency::Gpu { handle, copy: None };
                         self.account.mapped += chunk.len;
                     }
                     // Others have not let go yet; the mover tries again. Without a scheduler nobody will.
@@ -308,7 +314,7 @@ impl Space {
             }
         }
         self.ranges.insert(base, range);
-        self.note_proven();
+        self.update_peak();
         Ok((base, backing))
     }
 
@@ -322,19 +328,19 @@ impl Space {
             self.account.freeing -= range.len;
         }
         for chunk in range.chunks {
-            match chunk.place {
-                Place::Gpu { handle, copy } => {
+            match chunk.residency {
+                Residency::Gpu { handle, copy } => {
                     range.aliases.hide(chunk.offset);
                     engine.unmap(base + chunk.offset, chunk.len, handle);
                     self.account.mapped -= chunk.len;
-                    self.account.spare -= copy.as_ref().map_or(0, |c| c.buffer.len());
-                    self.add_spare(copy.map(|c| c.buffer));
+                    self.account.host_cache -= copy.as_ref().map_or(0, |c| c.buffer.len());
+                    self.keep_buffers(copy.map(|c| c.buffer));
                 }
-                Place::Host(copy) => {
+                Residency::Host(copy) => {
                     self.account.swapped -= chunk.len;
-                    self.add_spare(copy.map(|c| c.buffer));
+                    self.keep_buffers(copy.map(|c| c.buffer));
                 }
-                Place::Nowhere | Place::Constant(_) | Place::Moving => {}
+                Residency::Unbacked | Residency::Constant(_) | Residency::Moving => {}
             }
             self.account.demand -= chunk.len;
         }
@@ -342,8 +348,8 @@ impl Space {
             engine.unreserve(base, range.len);
         }
         // What is allocated from here on is new.
-        self.account.proven = self.account.proven.min(self.account.demand);
-        self.note_proven();
+        self.account.peak = self.account.peak.min(self.account.demand);
+        self.update_peak();
         if let Some(Exported { range, .. }) = range.exported {
             // The scheduler learns of it before it learns of fewer bytes.
             outbox::push([ClientMessage::Withdrawn { range }]);
@@ -387,7 +393,7 @@ impl Space {
     /// What goes with an allocation: its range, unless that is a slab, which others share.
     fn room_of(&self, allocation: &Allocation) -> u64 {
         let range = self.ranges.get(&allocation.range);
-        range.filter(|r| matches!(r.purpose, Use::Whole)).map_or(0, |r| r.len)
+        range.filter(|r| matches!(r.kind, RangeKind::Single)).map_or(0, |r| r.len)
     }
 
     pub fn has_freed(&self) -> bool {
@@ -396,9 +402,9 @@ impl Space {
 
     fn release(&mut self, allocation: Allocation) {
         let Some(range) = self.ranges.get_mut(&allocation.range) else { return };
-        let empty = match &mut range.purpose {
-            Use::Whole | Use::Created => true,
-            Use::Slab(slab) => {
+        let empty = match &mut range.kind {
+            RangeKind::Single | RangeKind::Created => true,
+            RangeKind::Slab(slab) => {
                 slab.give_back(allocation.base - allocation.range, allocation.size);
                 slab.is_empty()
             }
@@ -410,7 +416,7 @@ impl Space {
 
     fn drop_range(&mut self, base: u64) {
         let Some(range) = self.ranges.get_mut(&base) else { return };
-        if range.chunks.iter().any(|c| matches!(c.place, Place::Moving)) {
+        if range.chunks.iter().any(|c| matches!(c.residency, Residency::Moving)) {
             if !core::mem::replace(&mut range.dead, true) {
                 self.account.freeing += range.len; // its place may be taken: it goes in a moment
             }
@@ -456,11 +462,11 @@ impl Space {
             return; // managed memory is within everybody's reach
         }
         self.flags.peers |= 1 << gpu;
-        let allocations = self.ranges.iter_mut().filter(|(_, range)| !matches!(range.purpose, Use::Created));
+        let allocations = self.ranges.iter_mut().filter(|(_, range)| !matches!(range.kind, RangeKind::Created));
         let chunks = allocations.flat_map(|(base, range)| range.chunks.iter_mut().map(move |chunk| (base, chunk)));
         for (base, chunk) in chunks.filter(|(_, chunk)| chunk.flags.managed == 0) {
             chunk.flags.peers = self.flags.peers;
-            if let Place::Gpu { .. } = chunk.place {
+            if let Residency::Gpu { .. } = chunk.residency {
                 let _ = engine::let_in(gpu as CUdevice, base + chunk.offset, chunk.len);
             }
         }
@@ -473,7 +479,7 @@ impl Space {
         let Some(range) = self.ranges.get_mut(&base) else { return Err(ERROR_INVALID_VALUE) };
         range.aliases.add(at);
         for chunk in &range.chunks {
-            if let Place::Gpu { handle, .. } = chunk.place {
+            if let Residency::Gpu { handle, .. } = chunk.residency {
                 range.aliases.show(chunk.offset, chunk.len, handle).inspect_err(|_| range.aliases.remove(at))?;
             }
         }
@@ -495,8 +501,9 @@ impl Space {
     /// The driver's handle of a range that is all on the GPU: of its first chunk.
     pub fn on_gpu(&self, base: u64) -> Option<Handle> {
         let chunks = &self.ranges.get(&base)?.chunks;
-        let handles =
-            chunks.iter().map(|chunk| if let Place::Gpu { handle, .. } = chunk.place { Some(handle) } else { None });
+        let handles = chunks
+            .iter()
+            .map(|chunk| if let Residency::Gpu { handle, .. } = chunk.residency { Some(handle) } else { None });
         handles.reduce(|first, next| first.filter(|_| next.is_some()))?
     }
 
@@ -567,8 +574,8 @@ impl Space {
         let (base, range) = self.ranges.iter().find(|(_, range)| range.exported == Some(exported))?;
         let mut inside = self.allocations.range(*base..base + range.len);
         inside.find(|(_, a)| a.id == allocation)?;
-        let handles = range.chunks.iter().skip(first).map_while(|chunk| match chunk.place {
-            Place::Gpu { handle, .. } => Some(handle),
+        let handles = range.chunks.iter().skip(first).map_while(|chunk| match chunk.residency {
+            Residency::Gpu { handle, .. } => Some(handle),
             _ => None,
         });
         Some((range.len, CHUNK, handles))
@@ -587,60 +594,60 @@ impl Space {
     }
 
     /// A new scheduler, whose allowances are yet to come: what is mapped stays until it says otherwise.
-    pub fn meet_scheduler(&mut self) {
-        self.meet_successor();
-        (self.account.most, self.account.keep) = (0, u64::MAX);
+    pub fn reset_for_scheduler(&mut self) {
+        self.reset_for_successor();
+        (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
     /// A scheduler in the place of the one before, on its connection: what may be wished for is as it was.
-    pub fn meet_successor(&mut self) {
+    pub fn reset_for_successor(&mut self) {
         self.pending.clear();
         (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
         self.account.limit_seq = 0;
     }
 
     /// There is no scheduler.
-    pub fn run_free(&mut self, limit: u64) {
+    pub fn run_ungated(&mut self, limit: u64) {
         self.pending.clear();
         (self.account.allowance, self.account.limit) = (u64::MAX, self.account.at_most(limit));
-        (self.account.most, self.account.keep) = (0, u64::MAX);
+        (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
     /// A new limit arrived; from an older scheduler without a number, and then it is all there is to know.
     pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
-        self.account.limit = bytes.min(self.account.own_max);
-        let most = most.min(self.account.own_max);
+        self.account.limit = bytes.min(self.account.env_max);
+        let most = most.min(self.account.env_max);
         let keep = if seq == 0 { u64::MAX } else { keep };
-        (self.account.limit_seq, self.account.most, self.account.keep) = (seq, most, keep);
+        (self.account.limit_seq, self.account.limit_max, self.account.host_cache_max) = (seq, most, keep);
     }
 
     /// Keeps buffers for the next eviction. Those that are too much are taken away [later](Self::take_surplus).
-    pub(super) fn add_spare(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
+    pub(super) fn keep_buffers(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
         for buffer in buffers {
-            self.account.spare += buffer.len();
-            self.spare.push(buffer);
+            self.account.host_cache += buffer.len();
+            self.free_buffers.push(buffer);
         }
     }
 
     /// A kept buffer of that length.
-    pub(super) fn take_spare(&mut self, len: u64) -> Option<Buffer> {
-        let at = self.spare.iter().position(|buffer| buffer.len() == len)?;
-        self.account.spare -= len;
-        Some(self.spare.swap_remove(at))
+    pub(super) fn take_free_buffer(&mut self, len: u64) -> Option<Buffer> {
+        let at = self.free_buffers.iter().position(|buffer| buffer.len() == len)?;
+        self.account.host_cache -= len;
+        Some(self.free_buffers.swap_remove(at))
     }
 
     /// The last ones of those that are kept.
-    pub(super) fn take_last_spare(&mut self, count: usize) -> Vec<Buffer> {
-        let taken = self.spare.split_off(self.spare.len().saturating_sub(count));
-        self.account.spare -= taken.iter().map(Buffer::len).sum::<u64>();
+    pub(super) fn take_free_buffers(&mut self, count: usize) -> Vec<Buffer> {
+        let taken = self.free_buffers.split_off(self.free_buffers.len().saturating_sub(count));
+        self.account.host_cache -= taken.iter().map(Buffer::len).sum::<u64>();
         taken
     }
 
     /// Buffers beyond what may be kept: first those that hold nothing, then copies of what is on the GPU.
     pub fn take_surplus(&mut self) -> Vec<Buffer> {
         let mut surplus = Vec::new();
-        while self.account.spare > self.account.keep {
-            let Some(buffer) = self.take_last_spare(1).pop().or_else(|| self.take_copy_if(|_| true)) else { break };
+        while self.account.host_cache > self.account.host_cache_max {
+            let Some(buffer) = self.take_free_buffers(1).pop().or_else(|| self.take_copy_if(|_| true)) else { break };
             surplus.push(buffer);
         }
         surplus
@@ -659,9 +666,9 @@ impl Space {
         }
     }
 
-    fn note_proven(&mut self) {
-        if self.account.can_run() && !self.account.faults {
-            self.account.proven = self.account.proven.max(self.account.demand);
+    fn update_peak(&mut self) {
+        if self.account.can_run() && !self.account.demand_paged {
+            self.account.peak = self.account.peak.max(self.account.demand);
         }
     }
 
@@ -685,9 +692,9 @@ impl Space {
         let range = self.ranges.get_mut(&base).filter(|range| range.moves())?;
         let chunk = range.chunks.iter_mut().find(|c| c.offset == offset && c.is_away() && c.len <= room)?;
         let taken = chunk.take();
-        self.account.flying += taken.len;
+        self.account.in_flight += taken.len;
         self.account.mapped += taken.len;
-        if matches!(taken.place, Place::Host(_)) {
+        if matches!(taken.residency, Residency::Host(_)) {
             self.account.swapped -= taken.len;
         }
         Some(taken)
@@ -717,7 +724,7 @@ impl Space {
                 if sum >= bytes {
                     return leaving;
                 }
-                if matches!(&chunk.place, Place::Gpu { copy, .. } if copy.is_some() == with_copy) {
+                if matches!(&chunk.residency, Residency::Gpu { copy, .. } if copy.is_some() == with_copy) {
                     leaving.push((base, chunk));
                     sum += chunk.len;
                 }
@@ -734,25 +741,25 @@ impl Space {
 
     fn take_mapped(&mut self, base: u64, offset: u64) -> Option<Leaving> {
         let chunk = self.ranges.get_mut(&base)?.chunks.iter_mut().find(|c| c.offset == offset)?.take();
-        self.account.flying += chunk.len;
-        if let Place::Gpu { copy: Some(copy), .. } = &chunk.place {
-            self.account.spare -= copy.buffer.len();
+        self.account.in_flight += chunk.len;
+        if let Residency::Gpu { copy: Some(copy), .. } = &chunk.residency {
+            self.account.host_cache -= copy.buffer.len();
         }
         let is_copied = self.engine_of(chunk.flags).copies();
-        Some(Leaving { base, chunk, is_copied, print: None })
+        Some(Leaving { base, chunk, is_copied, fingerprint: None })
     }
 
     /// Lengths of the buffers that would be needed if so many bytes left.
     pub(super) fn buffers_for(&self, bytes: u64) -> Vec<u64> {
         let needs = |chunk: &Chunk| {
-            self.engine_of(chunk.flags).copies() && matches!(chunk.place, Place::Gpu { copy: None, .. })
+            self.engine_of(chunk.flags).copies() && matches!(chunk.residency, Residency::Gpu { copy: None, .. })
         };
         self.leaving(bytes).into_iter().filter(|(_, chunk)| needs(chunk)).map(|(_, chunk)| chunk.len).collect()
     }
 
     /// Lengths of the buffers that are kept.
-    pub(super) fn spare_lengths(&self) -> Vec<u64> {
-        self.spare.iter().map(Buffer::len).collect()
+    pub(super) fn free_buffer_lengths(&self) -> Vec<u64> {
+        self.free_buffers.iter().map(Buffer::len).collect()
     }
 
     /// The buffer of a copy that is not needed, as its chunk is on the GPU.
@@ -762,47 +769,47 @@ impl Space {
 
     fn take_copy_if(&mut self, wanted: impl Fn(&Chunk) -> bool) -> Option<Buffer> {
         let mut chunks = self.ranges.values_mut().flat_map(|range| &mut range.chunks).filter(|c| wanted(c));
-        let buffer = chunks.find_map(|chunk| match &mut chunk.place {
-            Place::Gpu { copy, .. } => copy.take().map(|copy| copy.buffer),
+        let buffer = chunks.find_map(|chunk| match &mut chunk.residency {
+            Residency::Gpu { copy, .. } => copy.take().map(|copy| copy.buffer),
             _ => None,
         })?;
-        self.account.spare -= buffer.len();
+        self.account.host_cache -= buffer.len();
         Some(buffer)
     }
 
     /// A chunk that was to come back did not: it is where it was.
-    pub(super) fn stays_away(&mut self, base: u64, offset: u64, len: u64, place: Place) {
-        self.left(len, matches!(place, Place::Host(_)));
-        self.put(base, offset, place);
+    pub(super) fn stays_away(&mut self, base: u64, offset: u64, len: u64, residency: Residency) {
+        self.left(len, matches!(residency, Residency::Host(_)));
+        self.put(base, offset, residency);
     }
 
     /// All buffers.
     pub(super) fn buffers(&mut self) -> impl Iterator<Item = &mut Buffer> {
         let chunks = self.ranges.values_mut().flat_map(|range| &mut range.chunks);
-        let copies = chunks.filter_map(|chunk| match &mut chunk.place {
-            Place::Gpu { copy, .. } | Place::Host(copy) => copy.as_mut().map(|copy| &mut copy.buffer),
+        let copies = chunks.filter_map(|chunk| match &mut chunk.residency {
+            Residency::Gpu { copy, .. } | Residency::Host(copy) => copy.as_mut().map(|copy| &mut copy.buffer),
             _ => None,
         });
-        copies.chain(&mut self.spare)
+        copies.chain(&mut self.free_buffers)
     }
 
     /// The mover is done with a chunk: `place` is where it is now.
-    pub(super) fn put(&mut self, base: u64, offset: u64, place: Place) {
+    pub(super) fn put(&mut self, base: u64, offset: u64, residency: Residency) {
         let Some(range) = self.ranges.get_mut(&base) else { return };
         let dead = range.dead;
         if let Some(chunk) = range.chunks.iter_mut().find(|c| c.offset == offset) {
-            if let Place::Gpu { handle, .. } = place {
+            if let Residency::Gpu { handle, .. } = residency {
                 // For aliases that were added while it was on its way out, and then stayed.
                 let _ = range.aliases.show(offset, chunk.len, handle);
             }
             // What comes back leaves a copy that is not needed.
-            if let Place::Gpu { copy: Some(copy), .. } = &place {
-                self.account.spare += copy.buffer.len();
+            if let Residency::Gpu { copy: Some(copy), .. } = &residency {
+                self.account.host_cache += copy.buffer.len();
             }
-            chunk.place = place;
-            self.account.flying -= chunk.len;
+            chunk.residency = residency;
+            self.account.in_flight -= chunk.len;
         }
-        self.note_proven();
+        self.update_peak();
         if dead {
             self.drop_range(base);
         }

@@ -139,42 +139,42 @@ impl Drop for Buffer {
 
 /// Where several threads make buffers, since touching pages is what takes the time. They are taken as they come.
 #[derive(Debug)]
-pub struct Workshop(Arc<Orders>);
+pub struct StagingAllocator(Arc<Queue>);
 
 #[derive(Debug)]
-struct Orders {
+struct Queue {
     /// Without pages yet. What is needed first is last.
-    missing: Mutex<Vec<Buffer>>,
-    made: Mutex<Vec<Buffer>>,
+    unfilled: Mutex<Vec<Buffer>>,
+    filled: Mutex<Vec<Buffer>>,
     context: usize,
     /// Threads that are at it.
     busy: AtomicU32,
 }
 
-impl Workshop {
+impl StagingAllocator {
     /// Orders buffers of these sizes, registered with that context: as many as the host has room for. At most so many threads
     /// make them.
-    pub fn order(sizes: &[u64], context: usize, makers: usize) -> Self {
-        let mut missing = Buffer::reserve(sizes).unwrap_or_default();
-        missing.reverse();
-        let threads = thread::cpus().min(makers).min(sizes.len());
-        let (missing, made) = (Mutex::new(missing), Mutex::new(Vec::new()));
-        let orders = Arc::new(Orders { missing, made, context, busy: AtomicU32::new(0) });
+    pub fn start(sizes: &[u64], context: usize, workers: usize) -> Self {
+        let mut unfilled = Buffer::reserve(sizes).unwrap_or_default();
+        unfilled.reverse();
+        let threads = thread::cpus().min(workers).min(sizes.len());
+        let (unfilled, filled) = (Mutex::new(unfilled), Mutex::new(Vec::new()));
+        let queue = Arc::new(Queue { unfilled, filled, context, busy: AtomicU32::new(0) });
         for _ in 0..threads {
-            orders.busy.fetch_add(1, Ordering::SeqCst);
-            let shared = orders.clone();
-            if !threads::spawn(c"nvshare-host", move || shared.make()) {
-                orders.busy.fetch_sub(1, Ordering::SeqCst);
+            queue.busy.fetch_add(1, Ordering::SeqCst);
+            let worker = queue.clone();
+            if !threads::spawn(c"nvshare-host", move || worker.run()) {
+                queue.busy.fetch_sub(1, Ordering::SeqCst);
             }
         }
-        Self(orders)
+        Self(queue)
     }
 
     /// One that is made.
     pub fn take(&self, len: u64) -> Option<Buffer> {
-        let mut made = self.0.made.lock();
-        let at = made.iter().position(|buffer| buffer.len() == len)?;
-        Some(made.swap_remove(at))
+        let mut filled = self.0.filled.lock();
+        let at = filled.iter().position(|buffer| buffer.len() == len)?;
+        Some(filled.swap_remove(at))
     }
 
     /// Whether more will come.
@@ -184,25 +184,25 @@ impl Workshop {
 
     /// Nothing more is needed but what is in the making.
     pub fn stop(&self) {
-        self.0.missing.lock().clear();
+        self.0.unfilled.lock().clear();
     }
 
     /// What is made and was not taken.
     pub fn rest(&self) -> Vec<Buffer> {
-        core::mem::take(&mut self.0.made.lock())
+        core::mem::take(&mut self.0.filled.lock())
     }
 }
 
-impl Orders {
-    fn make(&self) {
+impl Queue {
+    fn run(&self) {
         loop {
-            let Some(mut buffer) = self.missing.lock().pop() else { break };
+            let Some(mut buffer) = self.unfilled.lock().pop() else { break };
             if !buffer.fill() {
-                self.missing.lock().clear(); // the host has no room for more
+                self.unfilled.lock().clear(); // the host has no room for more
                 break;
             }
             let _ = with_current(self.context, || buffer.register(self.context));
-            self.made.lock().push(buffer);
+            self.filled.lock().push(buffer);
         }
         self.busy.fetch_sub(1, Ordering::SeqCst);
     }

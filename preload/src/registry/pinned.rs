@@ -77,32 +77,32 @@ pub fn retain(chunk: Handle) {
 
 /// A reference that is about to go.
 #[derive(Debug)]
-pub struct Taken {
+pub struct Reference {
     name: (Kind, u64),
     /// It was the last.
     last: Option<Pinned>,
 }
 
 /// Takes a reference out, before the call that gives it up: after that, the name may be another's.
-pub fn take(kind: Kind, name: u64) -> Option<Taken> {
+pub fn take(kind: Kind, name: u64) -> Option<Reference> {
     let name = (kind, name);
     let mut table = TABLE.lock();
     let pinned = table.pinned.get_mut(&name)?;
     pinned.references = pinned.references.saturating_sub(1);
     let last = if pinned.references == 0 { table.pinned.remove(&name) } else { None };
-    Some(Taken { name, last })
+    Some(Reference { name, last })
 }
 
-impl Taken {
+impl Reference {
     /// With the last reference the memory is free.
-    pub fn goes(self) {
+    pub fn release(self) {
         if let Some(Pinned { gpu, bytes, .. }) = self.last {
             gpu.pin(|pinned| pinned.saturating_sub(bytes));
         }
     }
 
     /// The call has failed.
-    pub fn stays(self) {
+    pub fn restore(self) {
         let mut table = TABLE.lock();
         match (self.last, table.pinned.get_mut(&self.name)) {
             (Some(pinned), None) => drop(table.pinned.insert(self.name, Pinned { references: 1, ..pinned })),
@@ -115,7 +115,7 @@ impl Taken {
 /// One reference less.
 pub fn remove(kind: Kind, name: u64) {
     if let Some(taken) = take(kind, name) {
-        taken.goes();
+        taken.release();
     }
 }
 

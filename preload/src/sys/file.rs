@@ -22,13 +22,13 @@ pub fn read(path: &CStr) -> Vec<u8> {
 /// Which descriptor a fork's child must close. Written by one thread; the child of a fork in the middle of that finds
 /// either none or a number that is not that file's.
 #[derive(Debug)]
-pub struct Name {
+pub struct InheritedDescriptor {
     descriptor: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
 }
 
-impl Name {
+impl InheritedDescriptor {
     pub const fn none() -> Self {
         Self { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }

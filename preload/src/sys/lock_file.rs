@@ -4,7 +4,7 @@
 //! A child of a fork shares the lock, so it closes its copy ([`close_in_child`]). The program may close any descriptor: the
 //! lock is then gone, and [`LockFile::is_intact`] says so.
 
-use super::file::{Identity, Name};
+use super::file::{Identity, InheritedDescriptor};
 use core::{
     ffi::CStr,
     sync::atomic::{AtomicUsize, Ordering},
@@ -20,7 +20,7 @@ const LOWEST_DESCRIPTOR: RawFd = 400;
 /// As many as there can be: three for each GPU.
 const MOST: usize = 3 * nvshare_wire::MAX_SLOTS as usize;
 
-static NAMES: [Name; MOST] = [const { Name::none() }; MOST];
+static NAMES: [InheritedDescriptor; MOST] = [const { InheritedDescriptor::none() }; MOST];
 /// How many of the names have ever been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
@@ -28,7 +28,7 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 pub struct LockFile {
     descriptor: RawFd,
     identity: Identity,
-    name: &'static Name,
+    name: &'static InheritedDescriptor,
 }
 
 /// How an attempt to take a lock went.
@@ -124,7 +124,7 @@ impl Drop for LockFile {
 }
 
 /// Only the client's thread opens and closes lock files.
-fn free_name() -> Option<&'static Name> {
+fn free_name() -> Option<&'static InheritedDescriptor> {
     let (at, name) = NAMES.iter().enumerate().find(|(_, name)| name.get().is_none())?;
     USED.fetch_max(at + 1, Ordering::SeqCst);
     Some(name)

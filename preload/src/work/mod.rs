@@ -44,25 +44,25 @@ use core::{
 const RUN_AHEAD: u32 = 100_000;
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 /// Streams beyond which no samples are taken: each costs an event in every one.
-const MOST_SAMPLED: usize = 32;
+const MAX_SAMPLED_STREAMS: usize = 32;
 /// Streams, at first, among which idle ones are looked for when another one comes.
-const MANY_STREAMS: usize = 64;
+const MIN_PRUNE_THRESHOLD: usize = 64;
 /// Submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch.
-const MOST_PER_MARK: u32 = 64;
+const MAX_PER_MARK: u32 = 64;
 /// The window a program starts with, in submissions, before anything is known about its kernels, and the largest.
 const FIRST_WINDOW: u32 = 1;
-const MOST_WINDOW: u32 = 4096;
+const MAX_WINDOW: u32 = 4096;
 /// So that the window moves on in small steps.
 const MARKS_PER_WINDOW: u32 = 8;
 /// How long a thread waits for a mark at first: longer where work took longer lately; half as long each time it was in vain,
 /// so that a program whose work waits for what it submits next is delayed by no more than twice this, and less each time.
-const MARK_PATIENCE: Duration = Duration::from_millis(1500);
-const MOST_PATIENCE: Duration = Duration::from_secs(3);
-const MOST_HALVINGS: u32 = 20;
+const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
+const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
+const MAX_HALVINGS: u32 = 20;
 /// Work that is done so soon after a submission may have needed it.
 const PROMPTLY: Duration = Duration::from_millis(20);
 /// How long if all that is not done is in other streams than its own.
-const OTHERS_PATIENCE: Duration = Duration::from_millis(20);
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 pub struct Work {
@@ -77,7 +77,7 @@ pub struct Work {
     /// The longest that a mark took lately, in microseconds.
     slowest: AtomicU64,
     /// GPUs whose work may touch memory of this one.
-    companions: AtomicU64,
+    peers: AtomicU64,
     /// Finds the work of the GPU of that index: the table of GPUs is in a layer above.
     of_gpu: fn(u32) -> Option<&'static Work>,
     inner: Mutex<Inner>,
@@ -89,7 +89,7 @@ struct Inner {
     /// Streams that were given work and not seen idle since.
     streams: BTreeMap<Stream, State>,
     /// The last points of streams that are gone; what they were given may still run.
-    left: Vec<Arc<Point>>,
+    closed_streams: Vec<Arc<Point>>,
     marks: VecDeque<Mark>,
     /// Submissions before marks that are not done.
     outstanding: u32,
@@ -98,11 +98,11 @@ struct Inner {
     /// The longest that one submission took lately, in microseconds: the mean of those before a mark.
     longest: u64,
     /// The oldest mark, once it was waited for in vain.
-    given_up: Option<GivenUp>,
+    abandoned: Option<AbandonedWait>,
     /// How often lately a mark was done as soon as it was waited for no longer: it had needed what came next.
-    needy: u32,
+    futile_waits: u32,
     /// So many streams are known before those are looked for that are idle.
-    many_streams: usize,
+    prune_threshold: usize,
 }
 
 /// What tells a stream from others: the default streams have one handle for all contexts, or for all threads. A thread goes by
@@ -144,7 +144,7 @@ struct Mark {
 }
 
 #[derive(Debug)]
-struct GivenUp {
+struct AbandonedWait {
     /// When the mark was made, and when it was first waited for no longer.
     mark: Instant,
     first: Instant,
@@ -155,7 +155,7 @@ struct GivenUp {
 #[derive(Debug, Default)]
 pub struct Fence {
     points: Vec<Arc<Point>>,
-    /// The same for work of companions.
+    /// The same for work of peers.
     others: Vec<(&'static Work, Fence)>,
 }
 
@@ -168,18 +168,18 @@ impl Work {
             done: AtomicU64::new(0),
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),
-            companions: AtomicU64::new(0),
+            peers: AtomicU64::new(0),
             inner: Mutex::new(Inner {
                 contexts: Vec::new(),
                 streams: BTreeMap::new(),
-                left: Vec::new(),
+                closed_streams: Vec::new(),
                 marks: VecDeque::new(),
                 outstanding: 0,
                 window: FIRST_WINDOW,
                 longest: 0,
-                given_up: None,
-                needy: 0,
-                many_streams: MANY_STREAMS,
+                abandoned: None,
+                futile_waits: 0,
+                prune_threshold: MIN_PRUNE_THRESHOLD,
             }),
         }
     }
@@ -205,7 +205,7 @@ impl Work {
         if !is_known {
             inner.contexts.push(Context::new(stream.context, true));
         }
-        inner.make_room_for(stream);
+        inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;
         // Nobody else can record a point there.
         if stream.thread != 0 || inner.context(stream.context).is_some_and(|c| c.foreign) {
@@ -238,12 +238,12 @@ impl Work {
         let ahead = inner.outstanding.saturating_add(weight);
         inner.outstanding = ahead;
         inner.marks.push_back(Mark { point, since: Instant::now(), weight, ahead });
-        self.look_whether_full(&mut inner);
+        self.update_full(&mut inner);
     }
 
     /// Whether too much is outstanding: more than the window, which what is known of earlier work made, or for longer than
     /// the window was meant to last.
-    fn look_whether_full(&self, inner: &mut Inner) {
+    fn update_full(&self, inner: &mut Inner) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
         let old = inner.marks.front().is_some_and(|oldest| oldest.since.elapsed() > run_ahead);
         let full = old || inner.outstanding > inner.window;
@@ -268,14 +268,14 @@ impl Work {
         let mut inner = self.inner.lock();
         // What is done already may have been for long.
         self.collect(&mut inner, false);
-        self.look_whether_full(&mut inner);
+        self.update_full(&mut inner);
         let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);
         let Some(oldest) = oldest else { return false };
-        let patience =
-            self.slowest().map_or(MARK_PATIENCE, |slowest| (slowest * 2).clamp(MARK_PATIENCE, MOST_PATIENCE));
-        let known = inner.given_up.as_ref().filter(|g| g.mark == oldest);
+        let timeout =
+            self.slowest().map_or(MARK_TIMEOUT, |slowest| (slowest * 2).clamp(MARK_TIMEOUT, MAX_MARK_TIMEOUT));
+        let known = inner.abandoned.as_ref().filter(|g| g.mark == oldest);
         let (times, first) = known.map_or((0, None), |g| (g.times, Some(g.first)));
-        let patience = patience / (1 << (inner.needy + times).min(MOST_HALVINGS));
+        let timeout = timeout / (1 << (inner.futile_waits + times).min(MAX_HALVINGS));
         drop(inner);
         loop {
             let waited = begin.elapsed();
@@ -286,12 +286,12 @@ impl Work {
             let mut inner = self.inner.lock();
             self.collect(&mut inner, true);
             if inner.marks.front().is_none_or(|m| m.since != oldest) {
-                self.look_whether_full(&mut inner);
+                self.update_full(&mut inner);
                 return true;
             }
-            if waited > patience || (waited > OTHERS_PATIENCE && is_idle(stream)) {
+            if waited > timeout || (waited > OTHERS_TIMEOUT && is_idle(stream)) {
                 let first = first.unwrap_or_else(Instant::now);
-                inner.given_up = Some(GivenUp { mark: oldest, first, times: times + 1 });
+                inner.abandoned = Some(AbandonedWait { mark: oldest, first, times: times + 1 });
                 return false;
             }
         }
@@ -302,20 +302,20 @@ impl Work {
         let micros = (took.as_micros() as u64).max(1);
         let ahead = u64::from(ahead.max(1));
         if exact {
-            self.was_slow(took);
-            inner.longest = forgetting(inner.longest, micros / ahead);
+            self.note_duration(took);
+            inner.longest = decaying_max(inner.longest, micros / ahead);
         }
         let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
         let fitting = ahead.saturating_mul(run_ahead) / micros;
         // Twice as wide at most, so that what is queued of unknown kernels stays little. None where a single submission
         // takes longer, or did lately: a short one in between does not say that more of them follow.
-        let most = inner.window.saturating_mul(2).clamp(1, MOST_WINDOW).into();
+        let most = inner.window.saturating_mul(2).clamp(1, MAX_WINDOW).into();
         let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
         self.set_window(inner, if exact { window } else { window.max(inner.window) });
     }
 
-    fn was_slow(&self, took: Duration) {
-        let slowest = forgetting(self.slowest.load(Ordering::Relaxed), took.as_micros() as u64);
+    fn note_duration(&self, took: Duration) {
+        let slowest = decaying_max(self.slowest.load(Ordering::Relaxed), took.as_micros() as u64);
         self.slowest.store(slowest, Ordering::Relaxed);
     }
 
@@ -327,11 +327,11 @@ impl Work {
 
     fn set_window(&self, inner: &mut Inner, window: u32) {
         inner.window = window;
-        self.per_mark.store((window / MARKS_PER_WINDOW).clamp(1, MOST_PER_MARK), Ordering::Relaxed);
+        self.per_mark.store((window / MARKS_PER_WINDOW).clamp(1, MAX_PER_MARK), Ordering::Relaxed);
     }
 
     /// Somebody waits for the GPU, or nobody does any more: the queue is kept shorter while somebody does.
-    pub fn contend(&self, contended: bool) {
+    pub fn set_contended(&self, contended: bool) {
         let to = if contended { RUN_AHEAD_CONTENDED } else { RUN_AHEAD };
         let from = self.run_ahead.swap(to, Ordering::Relaxed);
         if to < from {
@@ -356,16 +356,16 @@ impl Work {
             !done
         });
         inner.outstanding = inner.outstanding.saturating_sub(weight);
-        if let Some(given_up) = &inner.given_up
-            && inner.marks.front().is_none_or(|m| m.since != given_up.mark)
+        if let Some(abandoned) = &inner.abandoned
+            && inner.marks.front().is_none_or(|m| m.since != abandoned.mark)
         {
-            if given_up.times > 1 {
-                inner.needy = 0;
-                self.was_slow(given_up.first - given_up.mark);
-            } else if given_up.first.elapsed() < PROMPTLY {
-                inner.needy = (inner.needy + 1).min(MOST_HALVINGS);
+            if abandoned.times > 1 {
+                inner.futile_waits = 0;
+                self.note_duration(abandoned.first - abandoned.mark);
+            } else if abandoned.first.elapsed() < PROMPTLY {
+                inner.futile_waits = (inner.futile_waits + 1).min(MAX_HALVINGS);
             }
-            inner.given_up = None;
+            inner.abandoned = None;
         }
         if let Some((since, ahead)) = newest {
             self.learn(inner, since.elapsed(), ahead, waited);
@@ -378,20 +378,20 @@ impl Work {
         self.done.load(Ordering::Relaxed)
     }
 
-    pub fn companions(&self) -> u64 {
-        self.companions.load(Ordering::SeqCst)
+    pub fn peers(&self) -> u64 {
+        self.peers.load(Ordering::SeqCst)
     }
 
-    pub fn set_companions(&self, gpus: u64) {
-        self.companions.store(gpus, Ordering::SeqCst);
+    pub fn set_peers(&self, gpus: u64) {
+        self.peers.store(gpus, Ordering::SeqCst);
     }
 
     /// A fence behind everything submitted so far that may touch memory of this GPU, or `None` where it cannot be made now:
     /// where a capture forbids it, say.
     pub fn fence(&self) -> Option<Fence> {
         let mut fence = self.fence_of_own()?;
-        let companions = self.companions();
-        for work in (0..u64::BITS).filter(|index| companions >> index & 1 == 1).filter_map(self.of_gpu) {
+        let peers = self.peers();
+        for work in (0..u64::BITS).filter(|index| peers >> index & 1 == 1).filter_map(self.of_gpu) {
             fence.others.push((work, work.fence_of_own()?));
         }
         Some(fence)
@@ -402,7 +402,7 @@ impl Work {
         let inner = self.inner.lock();
         let legacy = |stream: &Stream| is_legacy(stream.handle());
         let marks_legacy = inner.streams.iter().any(|(stream, state)| state.dirty && legacy(stream));
-        if inner.streams.len() > MOST_SAMPLED || (marks_legacy && !inner.streams.keys().all(legacy)) {
+        if inner.streams.len() > MAX_SAMPLED_STREAMS || (marks_legacy && !inner.streams.keys().all(legacy)) {
             return None;
         }
         drop(inner);
@@ -411,8 +411,8 @@ impl Work {
 
     fn fence_of_own(&self) -> Option<Fence> {
         let mut inner = self.inner.lock();
-        inner.left.retain(|point| !point.is_done());
-        let mut fence = Fence { points: inner.left.clone(), others: Vec::new() };
+        inner.closed_streams.retain(|point| !point.is_done());
+        let mut fence = Fence { points: inner.closed_streams.clone(), others: Vec::new() };
         inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
         for stream in dirty {
@@ -452,10 +452,10 @@ impl Work {
     }
 
     /// The program destroys a stream: what it was given goes on.
-    pub fn leave_stream(&self, stream: CUstream) {
+    pub fn forget_stream(&self, stream: CUstream) {
         self.with_marked(stream, |inner, stream| {
             if let Some(State { last: Some(point), .. }) = inner.streams.remove(&stream) {
-                inner.left.push(point);
+                inner.closed_streams.push(point);
             }
             epoch::end();
         });
@@ -481,7 +481,11 @@ impl Work {
 
     /// Runs a call that may destroy a context while nothing of ours uses it; the call says whether it did. Gives its result
     /// and, where a known context is gone, whether it was the last on this GPU.
-    pub fn without(&self, context: CUcontext, call: impl FnOnce() -> (CUresult, bool)) -> (CUresult, Option<bool>) {
+    pub fn destroying_context(
+        &self,
+        context: CUcontext,
+        call: impl FnOnce() -> (CUresult, bool),
+    ) -> (CUresult, Option<bool>) {
         let mut inner = self.inner.lock();
         let known = inner.has(context as usize);
         let (result, gone) = call();
@@ -509,11 +513,11 @@ impl Work {
 
     /// The client's thread uses a context for the first time before anybody depends on it: the driver then sets up storage
     /// of the thread's, for which it may need the loader's lock, which a thread that waits at the gate may hold.
-    pub fn get_acquainted(&self) {
+    pub fn warm_up_contexts(&self) {
         let mut inner = self.inner.lock();
-        if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.acquainted) {
-            context.acquainted = true;
-            let _ = with_current(context.handle, || context.try_calls());
+        if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.warm) {
+            context.warm = true;
+            let _ = with_current(context.handle, || context.warm_up());
         }
     }
 
@@ -546,10 +550,10 @@ impl Inner {
     }
 
     /// Forgets streams that are idle before there are too many: where threads come and go, so do their streams.
-    fn make_room_for(&mut self, stream: Stream) {
-        if self.streams.len() >= self.many_streams && !self.streams.contains_key(&stream) {
+    fn prune_streams(&mut self, stream: Stream) {
+        if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
             self.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
-            self.many_streams = MANY_STREAMS.max(self.streams.len() * 2);
+            self.prune_threshold = MIN_PRUNE_THRESHOLD.max(self.streams.len() * 2);
         }
     }
 
@@ -587,7 +591,7 @@ impl Inner {
         self.contexts.iter().filter(|c| c.handle == context).for_each(Context::end);
         self.contexts.retain(|c| c.handle != context);
         self.streams.retain(|stream, _| stream.context != context);
-        self.left.retain(|point| point.context != context);
+        self.closed_streams.retain(|point| point.context != context);
         self.marks.retain(|mark| mark.point.context != context);
         self.outstanding = self.marks.iter().map(|mark| mark.weight).sum();
         epoch::end();
@@ -595,7 +599,7 @@ impl Inner {
 }
 
 /// The largest of the figures seen lately: one that is not seen again is forgotten little by little.
-fn forgetting(known: u64, seen: u64) -> u64 {
+fn decaying_max(known: u64, seen: u64) -> u64 {
     seen.max(known - known / 8)
 }
 

@@ -42,7 +42,7 @@ pub(super) struct Context {
     /// Only the thread that it is current to can use it, so it is not for the client's thread: a green context.
     pub foreign: bool,
     /// The client's thread has used it.
-    pub acquainted: bool,
+    pub warm: bool,
     /// Events that are not in use.
     free: Vec<usize>,
     /// Those that are.
@@ -54,7 +54,7 @@ const MANY_POINTS: usize = 64;
 
 impl Context {
     pub fn new(handle: usize, foreign: bool) -> Self {
-        Self { handle, attached: 0, foreign, acquainted: false, free: Vec::new(), points: Vec::new() }
+        Self { handle, attached: 0, foreign, warm: false, free: Vec::new(), points: Vec::new() }
     }
 
     /// Records a point behind what that stream of this context, which is current, was given.
@@ -107,7 +107,7 @@ impl Context {
     }
 
     /// Makes calls of the kinds that the client's thread makes, to no effect.
-    pub fn try_calls(&mut self) {
+    pub fn warm_up(&mut self) {
         if let Ok(event) = self.event() {
             // SAFETY: the event is ours; one that was never recorded counts as done.
             capture::beside(|_| unsafe { driver::cuEventQuery(event as CUevent) });

@@ -50,7 +50,7 @@ static KERNELS: &[Kernel] = &[
         run: |c, &[at, count, seed, _]| each(c, at, count, Pass::Update, |i, x| unmix(i, x, seed as u32)),
     },
     Kernel { name: "sum_u32", params: &[8, 8, 8], run: sum },
-    Kernel { name: "nvshare_print", params: &[8, 8, 8, 4], run: print },
+    Kernel { name: "nvshare_fingerprint", params: &[8, 8, 8, 4], run: print },
     Kernel { name: "spin_ns", params: &[8], run: |c, &[ns, ..]| spin_ns(c, ns) },
     Kernel { name: "spin_until", params: &[8], run: |c, &[flag, ..]| spin_until(c, flag) },
 ];

@@ -23,7 +23,7 @@ use rustix::{
 };
 
 /// How long the scheduler may take to read that this process exports.
-const ANNOUNCE_PATIENCE: Duration = Duration::from_millis(200);
+const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
 /// This process's name as an exporter: made with its first export.
 static KEY: OnceLock<Option<Secret>> = OnceLock::new();
 
@@ -58,7 +58,7 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     let Some(space) = gpu.space() else { return Attempt::Impossible };
     let begin = Instant::now();
     // Who opens the handle must find this process.
-    while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_PATIENCE {
+    while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
         time::sleep(Duration::from_millis(1));
     }
     let mut guard = space.lock();

@@ -20,7 +20,7 @@ pub struct ExportHandle {
 }
 
 /// A range of another process: its exporter, and the number of the range there.
-pub type Name = (Secret, u32);
+pub type RangeId = (Secret, u32);
 
 pub fn is_ours(handle: &IpcHandle) -> bool {
     handle.starts_with(&MAGIC)
@@ -62,7 +62,7 @@ impl ExportHandle {
         })
     }
 
-    pub fn name(&self) -> Name {
+    pub fn range_id(&self) -> RangeId {
         (self.exporter, self.range)
     }
 }

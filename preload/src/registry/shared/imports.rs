@@ -1,7 +1,7 @@
 //! What this process has opened of others' memory. It does not move, and counts with its exporter until that frees it or
 //! ends; then the scheduler tells one of the importers to adopt it.
 
-use super::handle::{ExportHandle, Name};
+use super::handle::{ExportHandle, RangeId};
 use crate::{
     connection::outbox,
     driver::{self, check, types::*},
@@ -23,15 +23,15 @@ use rustix::fd::{AsRawFd, OwnedFd};
 const FOREIGN: u64 = 1 << 40;
 
 pub static REGISTRY: Mutex<SharedMemoryRegistry> =
-    Mutex::new(SharedMemoryRegistry { imports: BTreeMap::new(), coming: None });
+    Mutex::new(SharedMemoryRegistry { imports: BTreeMap::new(), opening: None });
 /// Whether the registry has imports, so that most callers need not take the lock.
 pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
 
 #[derive(Debug)]
 pub struct SharedMemoryRegistry {
-    pub imports: BTreeMap<Name, Import>,
+    pub imports: BTreeMap<RangeId, Import>,
     /// One that is on its way here, and whether it is to be adopted once it is.
-    pub coming: Option<(Name, bool)>,
+    pub opening: Option<(RangeId, bool)>,
 }
 
 /// One that this process has mapped.
@@ -127,7 +127,7 @@ impl SharedMemoryRegistry {
     /// One more reference, if the range is here; `None` if it has to be fetched.
     pub fn open(&mut self, handle: &ExportHandle, context: usize) -> Option<Result<u64, CUresult>> {
         static IDS: AtomicU64 = AtomicU64::new(FOREIGN);
-        let import = self.imports.get_mut(&handle.name())?;
+        let import = self.imports.get_mut(&handle.range_id())?;
         let at = import.at + u64::from(handle.offset);
         if u64::from(handle.offset).saturating_add(handle.size) > import.bytes {
             return Some(Err(ERROR_INVALID_VALUE));
@@ -151,7 +151,7 @@ impl SharedMemoryRegistry {
     }
 
     /// Takes a range out whose last reference is gone and which no work uses; the caller unmaps it.
-    fn take(&mut self, name: Name) -> Option<Import> {
+    fn take(&mut self, name: RangeId) -> Option<Import> {
         let import = self.imports.remove(&name)?;
         ANY_IMPORTS.store(!self.imports.is_empty(), Ordering::SeqCst);
         Some(import)
@@ -176,12 +176,12 @@ pub fn close(address: u64) -> Option<()> {
             import.closing = Some(None);
         }
     }
-    look_after();
+    unmap_closed();
     Some(())
 }
 
 /// Unmaps what was closed and is no longer used by any work. `false`: some of it still may be.
-pub fn look_after() -> bool {
+pub fn unmap_closed() -> bool {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return true;
     }
@@ -224,7 +224,7 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
 }
 
 /// Tells the scheduler that a range is no longer open here.
-fn forget((exporter, range): Name, import: &Import) {
+fn forget((exporter, range): RangeId, import: &Import) {
     trace!("closed what was imported at {:#x}", import.at);
     outbox::push([ClientMessage::Closed { exporter, range }]);
     if let Some(home) = import.home.filter(|_| import.adopted) {
@@ -237,7 +237,7 @@ fn forget((exporter, range): Name, import: &Import) {
 pub fn adopt(exporter: Secret, range: u32) {
     let (home, bytes) = {
         let mut registry = REGISTRY.lock();
-        if let Some((_, wanted)) = registry.coming.as_mut().filter(|(name, _)| *name == (exporter, range)) {
+        if let Some((_, wanted)) = registry.opening.as_mut().filter(|(name, _)| *name == (exporter, range)) {
             *wanted = true;
             return;
         }

@@ -20,7 +20,7 @@ mod question;
 
 pub use export::{Attempt, answer, export, is_offered};
 pub use handle::{IpcHandle, is_ours};
-pub use imports::{adopt, close, drop_context, find, introduce, look_after};
+pub use imports::{adopt, close, drop_context, find, introduce, unmap_closed};
 pub use opening::open;
 pub use question::answered;
 
@@ -28,7 +28,7 @@ use crate::connection::outbox;
 use nvshare_wire::{ClientMessage, version};
 
 /// A new connection of that protocol version: the scheduler learns first what this process exports under.
-pub fn meet_scheduler(version: u16) {
+pub fn announce_exporter(version: u16) {
     outbox::restart(|| {
         let key = export::key().filter(|_| version >= version::SHARING)?;
         Some(ClientMessage::Exporter { key })

@@ -26,19 +26,19 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
     if let Some(opened) = REGISTRY.lock().open(&handle, context) {
         return opened;
     }
-    REGISTRY.lock().coming = Some((handle.name(), false));
+    REGISTRY.lock().opening = Some((handle.range_id(), false));
     let mut import: Option<Import> = None;
     let result = bring_in(&handle, gpu, &mut import);
     match (result, import) {
         (Ok(()), Some(import)) => {
             trace!("GPU {}: imported {} bytes at {:#x}", gpu.index, import.bytes, import.at);
             let mut registry = REGISTRY.lock();
-            registry.imports.insert(handle.name(), import);
+            registry.imports.insert(handle.range_id(), import);
             ANY_IMPORTS.store(true, Ordering::SeqCst);
             let opened = registry.open(&handle, context).unwrap_or(Err(ERROR_MAP_FAILED));
-            let coming = registry.coming.take();
+            let opening = registry.opening.take();
             drop(registry);
-            if let Some((_, true)) = coming {
+            if let Some((_, true)) = opening {
                 imports::adopt(handle.exporter, handle.range);
             }
             opened
@@ -47,7 +47,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
             if let Some(import) = import {
                 import.unmap();
             }
-            REGISTRY.lock().coming = None;
+            REGISTRY.lock().opening = None;
             // Also of what may still arrive.
             outbox::push([ClientMessage::Closed { exporter: handle.exporter, range: handle.range }]);
             outbox::flush();

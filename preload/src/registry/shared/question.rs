@@ -19,9 +19,9 @@ use nvshare_wire::{ClientMessage, client::Sharing, version};
 use rustix::fd::OwnedFd;
 
 /// How long an exporter may take to answer: it may be moving its memory just now, or be stopped.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Between looks whether the scheduler is back, and between questions to an exporter that is busy.
-const LOOK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The question that is open, if one is: one at a time.
 static QUESTION: Mutex<Option<Question>> = Mutex::new(None);
@@ -56,15 +56,15 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     let begin = Instant::now();
     let mut asked = false;
-    let mut met = connection::schedulers_met();
+    let mut met = connection::generation();
     let result = loop {
         let seen = ANSWERS.load(Ordering::SeqCst);
         let mut question = QUESTION.lock();
-        let late = begin.elapsed() >= ANSWER_PATIENCE;
+        let late = begin.elapsed() >= ANSWER_TIMEOUT;
         match question.as_mut().and_then(|q| q.answer.take()) {
             Some(Answer { outcome: Sharing::Busy, .. }) if !late => {
                 drop(question);
-                time::sleep(LOOK);
+                time::sleep(POLL_INTERVAL);
                 asked = false;
                 continue;
             }
@@ -73,7 +73,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
             None => {}
         }
         // Also when the scheduler was away meanwhile, and with it the question.
-        let now_met = connection::schedulers_met();
+        let now_met = connection::generation();
         asked &= connection::is_connected() && core::mem::replace(&mut met, now_met) == now_met;
         if !asked {
             let ticket = TICKETS.fetch_add(1, Ordering::Relaxed);
@@ -85,7 +85,7 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
         } else {
             drop(question);
         }
-        futex::wait(&ANSWERS, seen, LOOK);
+        futex::wait(&ANSWERS, seen, POLL_INTERVAL);
     };
     *QUESTION.lock() = None;
     let answer = result?;
