@@ -11,7 +11,7 @@ use crate::{
         self, Gpu,
         limit_request::{self, Outcome},
     },
-    hooks::{gated, hooks, pinned, vmm},
+    hooks::{address_info, gated, hooks, pinned, vmm},
     memory::{
         engine::{self, GRANULE},
         slab,
@@ -321,7 +321,7 @@ hooks! { real, flavour;
 
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
         let allocated = registry::find(address).map(|(_, allocation)| Ok((allocation.base, allocation.size)));
-        let (begin, len) = match allocated.or_else(|| vmm::extent(address)).filter(|_| !is_broken()) {
+        let (begin, len) = match allocated.or_else(|| address_info::extent(address)).filter(|_| !is_broken()) {
             Some(Ok(extent)) => extent,
             Some(Err(error)) => return error,
             None => return real(),
@@ -335,14 +335,14 @@ hooks! { real, flavour;
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
-            return vmm::attribute(data, which, address, real);
+            return address_info::attribute(data, which, address, real);
         };
         // SAFETY: the program's own place for that attribute.
         unsafe { attribute(data, which, address, gpu, &allocation) }.unwrap_or_else(real)
     }
     [cuPointerGetAttributes] (n: u32, which: *const i32, data: *mut P, address: CUdeviceptr) {
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
-            return vmm::attributes(n, which, data, address, real);
+            return address_info::attributes(n, which, data, address, real);
         };
         // The driver answers first what only it knows; of an address that is not mapped now it knows nothing. Like the
         // driver, this gives no error for an attribute that an address does not have.

@@ -13,11 +13,13 @@
 //!
 //! What is not here passes through untouched; `coverage/entry-points.tsv` says why, for every entry point of the driver.
 
+mod address_info;
 pub mod context;
 pub mod gated;
 pub mod interop;
 pub mod ipc;
 pub mod lookup;
+mod mappings;
 pub mod memory;
 pub mod memory_info;
 pub mod nvml;

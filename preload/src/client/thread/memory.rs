@@ -1,0 +1,169 @@
+//! Moving memory to where the scheduler wants it, and chores that other threads left.
+
+use super::{CHORE_INTERVAL, ClientThread};
+use crate::{
+    connection::{self},
+    driver::context::with_current,
+    env::trace::trace,
+    gate::closed,
+    gpu::Gpu,
+    memory::{
+        account::Account,
+        foreign_devices,
+        mover::{Goal, Step, Stop},
+        space::Space,
+    },
+    registry::shared,
+    sys::{sync::Mutex, time::Instant},
+};
+use core::time::Duration;
+use nvshare_wire::{ClientMessage, client::StuckReason, version};
+
+/// Between looks whether a call of the program's that is under way has ended.
+const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
+
+/// How long an eviction waits for host memory before it is given up.
+const HOST_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Between attempts to bring memory back that found no room.
+const RESTORE_RETRY: Duration = Duration::from_millis(50);
+
+impl ClientThread {
+    /// Moves memory to where the allowance wants it, and does what other threads left.
+    pub(super) fn service(&mut self, gpu: &'static Gpu) -> Duration {
+        gpu.work.warm_up_contexts();
+        if connection::is_connected() {
+            gpu.introduce(shared::introduce); // if that did not go at once
+        }
+        let Some(space) = gpu.space() else { return Duration::MAX };
+        let mut wait = Duration::MAX;
+        let mut guard = space.lock();
+        if guard.has_freed() {
+            let before = guard.account;
+            guard.reclaim(&gpu.work);
+            let after = guard.account;
+            gpu.account_changed(&before, &after);
+            wait = CHORE_INTERVAL;
+        }
+        if gpu.is_unreported() && connection::is_connected() {
+            gpu.report(&guard.account);
+            wait = wait.min(CHORE_INTERVAL);
+        }
+        let (account, can_restore) = (guard.account, guard.can_restore());
+        let leaves = account.mapped + account.pinned > account.allowance && self.turn(gpu).is_over();
+        // Under the lock: nobody can make it lacking between the look and the opening.
+        if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
+            gpu.gate.open(closed::MEMORY);
+        }
+        drop(guard);
+        if account.host_cache > account.host_cache_max {
+            trim_host_cache(gpu, space);
+        }
+        let (goal, again) = self.goal(gpu, space, &account, can_restore);
+        wait.min(again).min(self.move_memory(gpu, space, goal))
+    }
+
+    /// Where the memory is to go now, and when to ask again whatever happens.
+    fn goal(&mut self, gpu: &Gpu, space: &Mutex<Space>, account: &Account, can_restore: bool) -> (Goal, Duration) {
+        if account.mapped + account.pinned > account.allowance {
+            if account.unevictable {
+                give_up_eviction(gpu, space);
+                return (Goal::Idle, Duration::MAX);
+            }
+            // The scheduler evicts only those that do not hold the lock, but a release may still be on its way.
+            if !(self.turn(gpu).is_over() && gpu.is_drained()) {
+                return (Goal::Idle, CHORE_INTERVAL);
+            }
+            if !gpu.gate.is_closed_for(closed::MEMORY) {
+                gpu.gate.close(closed::MEMORY);
+            }
+            if !gpu.is_quiet() {
+                return (Goal::Idle, CALL_POLL_INTERVAL); // one that needs only the memory has slipped in
+            }
+            return (Goal::Evict { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX);
+        }
+        let now = Instant::now();
+        match self.restore_at.filter(|at| now < *at) {
+            _ if !can_restore => (Goal::Idle, Duration::MAX),
+            Some(at) => (Goal::Idle, at - now),
+            None => (Goal::Restore, Duration::MAX),
+        }
+    }
+
+    /// Says after how long to look again.
+    fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, goal: Goal) -> Duration {
+        let mut mover = gpu.moving.lock();
+        let contexts = gpu.work.contexts();
+        if goal == Goal::Idle && mover.is_idle() {
+            let _ = mover.settle(&contexts);
+            return mover.tidy(space);
+        }
+        if matches!(goal, Goal::Evict { .. }) && mover.is_idle() && foreign_devices::may_reach_memory() {
+            trace!("GPU {}: a device other than GPUs may reach its memory", gpu.index);
+            gpu.make_unevictable();
+            return Duration::ZERO;
+        }
+        let step = mover.step(space, &contexts, goal, &|account| gpu.report(account));
+        let context = mover.context();
+        drop(mover);
+        match step {
+            Step::Busy(after) => return after,
+            Step::Done { moved } => {
+                self.host_full = None;
+                if let (true, Some(context)) = (moved, context) {
+                    gpu.report_measured(&space.lock().account, context);
+                    return Duration::ZERO;
+                }
+                // What was planned and not begun was in the way of opening the gate.
+                let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
+                return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
+            }
+            Step::Stopped(Stop::HostFull)
+                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT =>
+            {
+                return CHORE_INTERVAL; // whoever comes back to the GPU frees host memory
+            }
+            Step::Stopped(stop) if goal != Goal::Restore => {
+                self.host_full = None;
+                trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
+                // What is left cannot leave: the scheduler sees it mapped, and carries on with others.
+                give_up_eviction(gpu, space);
+                report_stuck(gpu, stop);
+                return Duration::ZERO;
+            }
+            Step::Stopped(Stop::GpuFull) => self.turn(gpu).no_memory(gpu),
+            // No context works any more: what the program calls next tells it so.
+            Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
+        }
+        trace!("GPU {}: {step:?}", gpu.index);
+        self.restore_at = Some(Instant::now() + RESTORE_RETRY);
+        RESTORE_RETRY
+    }
+}
+
+fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
+    let mut guard = space.lock();
+    guard.give_up_eviction();
+    gpu.report(&guard.account);
+}
+
+/// The scheduler then asks others for their memory, and this client again later.
+fn report_stuck(gpu: &Gpu, stop: Stop) {
+    let reason = match stop {
+        Stop::HostFull => StuckReason::HostFull,
+        Stop::Broken | Stop::GpuFull => StuckReason::Broken,
+    };
+    if connection::speaks(version::LIMITS) {
+        connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
+    }
+}
+
+/// Gives host memory back that holds nothing that is needed, since others need it.
+fn trim_host_cache(gpu: &Gpu, space: &Mutex<Space>) {
+    let mover = gpu.moving.lock();
+    let surplus = space.lock().take_surplus();
+    if let Some(context) = mover.context() {
+        let _ = with_current(context as usize, || drop(surplus));
+    }
+    gpu.report(&space.lock().account);
+}

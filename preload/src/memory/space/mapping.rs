@@ -1,0 +1,91 @@
+//! Access to ranges beyond this library's own mapping: the program's mappings, other GPUs, and calls that fix a range on the GPU.
+
+use super::{RangeKind, Space};
+use crate::{
+    driver::types::*,
+    memory::{alias::Aliases, chunk::Residency, engine},
+};
+use alloc::vec::Vec;
+
+impl Space {
+    /// Whether allocations can be given to other devices, as those of `cuMemAlloc` can on such a GPU.
+    pub fn is_rdma_capable(&self) -> bool {
+        self.flags.rdma != 0 && engine::has(self.gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+    }
+
+    /// From now on another GPU may touch all allocations here. Nothing is on the move.
+    pub fn let_in(&mut self, gpu: u32) {
+        if !self.engine.copies() {
+            return; // managed memory is within everybody's reach
+        }
+        self.flags.peers |= 1 << gpu;
+        let allocations = self.ranges.iter_mut().filter(|(_, range)| !matches!(range.kind, RangeKind::Created));
+        let chunks = allocations.flat_map(|(base, range)| range.chunks.iter_mut().map(move |chunk| (base, chunk)));
+        for (base, chunk) in chunks.filter(|(_, chunk)| chunk.flags.managed == 0) {
+            chunk.flags.peers = self.flags.peers;
+            if let Residency::Gpu { .. } = chunk.residency {
+                let _ = engine::let_in(gpu as CUdevice, base + chunk.offset, chunk.len);
+            }
+        }
+    }
+
+    /// The program maps a range at an address of its own. What is on its way is mapped there when it arrives.
+    pub fn add_alias(&mut self, base: u64, at: u64) -> Result<(), CUresult> {
+        let Some(range) = self.ranges.get_mut(&base) else { return Err(ERROR_INVALID_VALUE) };
+        range.aliases.add(at);
+        for chunk in &range.chunks {
+            if let Residency::Gpu { handle, .. } = chunk.residency {
+                range.aliases.show(chunk.offset, chunk.len, handle).inspect_err(|_| range.aliases.remove(at))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The program has unmapped it there.
+    pub fn remove_alias(&mut self, base: u64, at: u64) {
+        if let Some(range) = self.ranges.get_mut(&base) {
+            range.aliases.remove(at);
+        }
+    }
+
+    /// The aliases of a range, to ask and to give rights.
+    pub fn aliases(&mut self, base: u64) -> Option<&mut Aliases> {
+        self.ranges.get_mut(&base).map(|range| &mut range.aliases)
+    }
+
+    /// The driver's handle of a range that is all on the GPU: of its first chunk.
+    pub fn on_gpu(&self, base: u64) -> Option<Handle> {
+        let chunks = &self.ranges.get(&base)?.chunks;
+        let handles = chunks
+            .iter()
+            .map(|chunk| if let Residency::Gpu { handle, .. } = chunk.residency { Some(handle) } else { None });
+        handles.reduce(|first, next| first.filter(|_| next.is_some()))?
+    }
+
+    /// Keeps a range on the GPU for good; `false` if it is not there. It no longer counts as demand, but as pinned.
+    pub fn pin(&mut self, base: u64) -> bool {
+        let is_there = self.on_gpu(base).is_some();
+        let Some(range) = self.ranges.get_mut(&base).filter(|_| is_there) else { return false };
+        if !core::mem::replace(&mut range.pinned, true) {
+            self.account.pin(range.len);
+        }
+        true
+    }
+
+    /// Whether addresses of a range are among these.
+    pub fn overlaps(&self, at: u64, len: u64) -> bool {
+        let before = self.ranges.range(..at.saturating_add(len.max(1))).next_back();
+        before.is_some_and(|(base, range)| base + range.len > at)
+    }
+
+    /// The base of the range that an allocation is in, for [`pin`](Self::pin).
+    pub fn range_of(&self, address: u64) -> Option<u64> {
+        self.find(address).map(|allocation| allocation.range)
+    }
+
+    /// Where the chunks of a range are.
+    pub fn chunk_addresses(&self, base: u64) -> Vec<u64> {
+        let range = self.ranges.get(&base);
+        range.map_or_else(Vec::new, |range| range.chunks.iter().map(|chunk| base + chunk.offset).collect())
+    }
+}
