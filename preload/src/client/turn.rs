@@ -1,6 +1,7 @@
-//! One GPU lock as this client has it, step by step: holding, giving it back early, draining after a revoke.
+//! One GPU lock of this client: held, released early, drained after a revoke.
 //!
-//! Only the client's thread runs this. Nothing waits: each step looks, and says when to look again.
+//! Runs on the client's thread only. Nothing here blocks: each step looks at the state and returns the time until the next
+//! look.
 
 use crate::{
     client::utilization::Utilization,
@@ -15,36 +16,37 @@ use core::time::Duration;
 use nvshare_idle_gap::IdleGapPredictor;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
-/// Between looks at a GPU that is finishing its work.
+/// The interval between looks at a GPU that is finishing its work.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
-/// Between attempts to send to a scheduler that does not read.
+/// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);
-/// How long a drain may make no progress while threads wait at the gate, before copies and flags are let through, which
-/// it may need: that gives the GPU hardly more to do.
+/// How long a drain may make no progress while threads wait at the gate, before copies and flag writes pass: running kernels
+/// may need them in order to end, and they give the GPU little to do.
 const HELP_AFTER: Duration = Duration::from_millis(200);
-/// How long then before kernels are: at least this, and as a multiple of how long submitted work took lately.
+/// How long a drain may then make no progress before kernels pass, too: at least this long, and this many times the longest
+/// time that submitted work took lately, but no longer than `OPEN_AT_LAST`.
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
-/// At least so long for a client that never needed it yet: rather a longer kernel than any before.
+/// The minimum for a client that has never needed it: its work is more likely a kernel longer than any before.
 const OPEN_FIRST: Duration = Duration::from_secs(2);
-/// After how long a drain without progress is reported although nobody waits at the gate.
+/// A drain without progress is reported after this time even if no thread waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Turn {
     state: State,
-    /// When the turn began, and the count of submissions then.
+    /// When the turn began, and the number of submissions at that time.
     began: (Instant, u64),
-    /// How long a drain stands still, after help, before it is given up.
+    /// How long a drain may stand still before the gate opens again.
     stall_timeout: StallTimeout,
     utilization: Utilization,
     idle_gaps: IdleGapPredictor,
-    /// Since when it has had no work, if it gave the lock back for that.
+    /// Since when the client has had no work, if that is why it released the lock.
     idle_since: Option<Instant>,
 }
 
-/// The least for this client.
+/// The minimum for this client.
 #[derive(Debug, Clone, Copy)]
 struct StallTimeout(Duration);
 
@@ -57,26 +59,26 @@ impl StallTimeout {
 
 #[derive(Debug)]
 enum State {
-    /// No lock. The gate is closed, and nothing runs.
+    /// The client does not have the lock. The gate is closed, and nothing runs.
     Over,
-    /// The lock is here (or there is no scheduler); `contended`: somebody waits for it.
+    /// The client has the lock, or there is no scheduler. `contended` if another client waits for it.
     Holding { contended: Option<Contended> },
-    /// The gate is closed, and what was submitted is finishing.
+    /// The gate is closed, and submitted work is finishing.
     Draining(Drain),
-    /// Everything is done, but the release could not be sent yet.
+    /// All work is done, but the release could not be sent yet.
     Releasing(ReleaseReason),
 }
 
-/// The holder looks for a moment to give the lock back early.
+/// A holder that another client waits for: it looks for the moment to release the lock early.
 #[derive(Debug)]
 struct Contended {
-    /// What a hand-over costs.
+    /// The cost of a hand-over.
     grace: Duration,
-    /// The count of submissions when it was last looked at.
+    /// The number of submissions at the last look.
     count: u64,
-    /// Behind those submissions.
+    /// Recorded behind those submissions.
     fence: Option<Fence>,
-    /// Since when they have been done, and how long the lock is kept from then on.
+    /// Since when they have been done, and how long the client keeps the lock from then on.
     idle_since: Option<Instant>,
     idle_timeout: Duration,
 }
@@ -84,10 +86,10 @@ struct Contended {
 #[derive(Debug)]
 struct Drain {
     why: ReleaseReason,
-    /// The gate lets work through that is no kernel: what runs may need it in order to end.
+    /// The gate lets copies and flag writes pass, which running kernels may need in order to end.
     helped: bool,
     fence: Option<Fence>,
-    /// How many marks were done, and since when it has been that many.
+    /// The number of marks that are done, and since when it has been this number.
     progress: (u64, Instant),
     reported: bool,
 }
@@ -110,7 +112,7 @@ impl Turn {
         matches!(self.state, State::Over)
     }
 
-    /// Granted.
+    /// The lock has been granted.
     pub fn begin(&mut self, gpu: &Gpu) {
         if let Some(since) = self.idle_since.take() {
             self.idle_gaps.record(gpu.requested_at().saturating_sub(since.since_start()));
@@ -125,7 +127,7 @@ impl Turn {
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
 
-    /// There is no scheduler, or none any more.
+    /// There is no scheduler, or none any more: work runs without turns.
     pub fn run_ungated(&mut self, gpu: &Gpu) {
         if !matches!(self.state, State::Holding { .. }) {
             self.begin(gpu);
@@ -133,7 +135,8 @@ impl Turn {
         self.contend(gpu, None);
     }
 
-    /// Somebody waits for the lock, with how long this client may be idle before it gives it back; or nobody does.
+    /// Another client waits for the lock, and this one may stay idle for `grace` before it releases it; `None`: no client
+    /// waits.
     pub fn contend(&mut self, gpu: &Gpu, grace: Option<Duration>) {
         gpu.work.set_contended(grace.is_some());
         if let State::Holding { contended } = &mut self.state {
@@ -154,7 +157,7 @@ impl Turn {
         matches!(self.state, State::Holding { .. })
     }
 
-    /// Whether the scheduler that gave the lock has not been given it back.
+    /// Whether the scheduler counts this client as a holder.
     pub fn has_lock(&self) -> bool {
         match &self.state {
             State::Over => false,
@@ -163,21 +166,21 @@ impl Turn {
         }
     }
 
-    /// Gives the lock back without having been asked: it is of no use alone.
+    /// Releases the lock without a revoke, because it is useless without the locks of other GPUs.
     pub fn release_early(&mut self, gpu: &Gpu) {
         if self.is_held() {
             self.drain(gpu, ReleaseReason::Idle);
         }
     }
 
-    /// Memory that should have come back found no room: lets others go first.
+    /// Releases the lock because memory could not be brought back: other clients go first.
     pub fn no_memory(&mut self, gpu: &Gpu) {
         if matches!(self.state, State::Holding { .. }) && connection::is_connected() {
             self.drain(gpu, ReleaseReason::NoMemory);
         }
     }
 
-    /// A new scheduler knows of no turn: ends this one without a word.
+    /// Ends the turn without a message: the scheduler that granted it is gone.
     pub fn abandon(&mut self, gpu: &Gpu) {
         if matches!(self.state, State::Draining(Drain { why: ReleaseReason::Gone, .. })) {
             return;
@@ -190,16 +193,16 @@ impl Turn {
     fn drain(&mut self, gpu: &Gpu, why: ReleaseReason) {
         gpu.gate.close(closed::LOCK);
         if let State::Holding { contended: Some(contended) } = &self.state {
-            // A pause that is cut short is known by when there is work again, as any other.
+            // A gap that a revoke cuts short ends with the next request, like any other.
             self.idle_since = contended.idle_since.filter(|_| contended.saw_all(gpu));
         }
         gpu.gate.open(closed::KERNELS);
-        gpu.set_drained(false); // without a scheduler no turn began
+        gpu.set_drained(false); // without a scheduler, `begin` did not run
         let progress = (gpu.work.progress(), Instant::now());
         self.state = State::Draining(Drain { why, helped: false, fence: None, progress, reported: false });
     }
 
-    /// Looks at how things stand; says after how long to look again.
+    /// Looks at the state. Returns the time until the next look.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         match &mut self.state {
             State::Over => {
@@ -213,12 +216,13 @@ impl Turn {
                 Look::Again(after) => after.min(self.utilization.step(gpu)),
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
-                    // A thread may have slipped in before the gate closed.
+                    // A thread may have entered before the gate closed.
                     if contended.saw_all(gpu) {
                         self.idle_since = contended.idle_since;
                         self.release(gpu, ReleaseReason::Idle)
                     } else {
-                        // A request that was sent meanwhile says nothing new to the scheduler, so it is forgotten there.
+                        // The scheduler ignores a request from a holder, so one that was sent in between is forgotten here as
+                        // well.
                         gpu.request_is_over();
                         gpu.gate.open(closed::LOCK);
                         POLL_INTERVAL
@@ -231,11 +235,11 @@ impl Turn {
                 Drained::NeedsHost => {
                     trace!("GPU {}: the drain stands still while threads wait: opening again", gpu.index);
                     self.stall_timeout = StallTimeout(OPEN_AFTER);
-                    // From here on the first moment without work is one to give the lock back in.
+                    // From now on the lock is released at the first moment without work.
                     self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
                     gpu.request_is_over();
-                    // Which also takes back what threads asked for: they go on.
+                    // This also withdraws the requests of waiting threads: they go on.
                     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
                     POLL_INTERVAL
                 }
@@ -247,21 +251,21 @@ impl Turn {
         }
     }
 
-    /// Everything is done: gives the lock back, and asks again where threads wait.
+    /// All work is done: releases the lock, and requests it again if threads wait.
     fn release(&mut self, gpu: &Gpu, reason: ReleaseReason) -> Duration {
         gpu.set_drained(true);
         let (began, count) = self.began;
         let busy_us = began.elapsed().as_micros() as u64;
         let message = ClientMessage::Release { gpus: 1 << gpu.index, reason, busy_us };
-        // `Gone` is between this client and a scheduler that is no more.
+        // `Gone` is never sent: the scheduler that granted the lock is gone.
         if reason != ReleaseReason::Gone && connection::is_connected() && !connection::send(&message) {
             self.state = State::Releasing(reason);
             return SEND_RETRY;
         }
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = State::Over;
-        // A request that was made during this turn was not one to the scheduler, so whoever waits asks anew: the thread
-        // itself, if it is awake and sees that there is none, or this one for it.
+        // The scheduler ignored a request made during this turn, so it is made again: by the waiting thread, if it is awake and
+        // sees that there is none, or here on its behalf.
         gpu.request_is_over();
         if gpu.gate.waiting() > 0 {
             gpu.request();
@@ -280,12 +284,12 @@ impl Contended {
         Self { grace, count: u64::MAX, fence: None, idle_since: None, idle_timeout: grace }
     }
 
-    /// Whether nothing was submitted since it was last looked at.
+    /// Whether nothing was submitted since the last look.
     fn saw_all(&self, gpu: &Gpu) -> bool {
         gpu.is_quiet() && gpu.submitted() == self.count
     }
 
-    /// Whether nothing has been running for so long that nothing will for long, and nothing waits to run.
+    /// Whether the client has been idle for so long that the lock is better released.
     fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Look {
         let count = gpu.submitted();
         if count != self.count || !gpu.is_quiet() || gpu.waiting() > 0 {
@@ -331,7 +335,7 @@ impl Drain {
                 if !core::mem::take(&mut self.helped) {
                     return Drained::Done(self.why);
                 }
-                // Threads got through meanwhile; behind them comes another fence, and nobody else.
+                // Threads passed in the meantime. Another fence is recorded behind them, and no more threads pass.
                 gpu.gate.close(closed::LOCK);
                 gpu.gate.open(closed::KERNELS);
                 self.fence = None;

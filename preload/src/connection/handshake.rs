@@ -1,4 +1,4 @@
-//! Making a connection: the handshake, and the limits of the environment, which come before anything else.
+//! Making a connection: the handshake, and the limits of the environment, which come before all other messages.
 
 use crate::{
     connection::socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
@@ -15,7 +15,7 @@ pub type Connected = (Socket, u16, u64);
 /// Connects, shakes hands, and announces the limits of the environment.
 ///
 /// # Errors
-/// Why there is no connection, for the user.
+/// The reason why there is no connection, in words for the user.
 pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     let connected = shake_hands(settings::get().socket, hello)?;
     let (socket, version, _) = &connected;
@@ -25,7 +25,7 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     Ok(connected)
 }
 
-/// Tells the scheduler what the environment allows this program; `false` if that cannot be sent.
+/// Tells the scheduler the limits that the program's environment sets. `false` if they could not be sent.
 pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     let messages = settings::get().limits.messages();
     if version < version::ENV_LIMITS {
@@ -37,7 +37,7 @@ pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     messages.iter().all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
 }
 
-/// Connects and shakes hands: the socket, the agreed version and this client's id.
+/// Connects and shakes hands. Returns the socket, the agreed version and this client's id.
 fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u64), String> {
     let address = SocketAddrUnix::new(path).map_err(|_| "the path is too long for a socket")?;
     let socket = new_socket().map_err(words)?;
@@ -46,7 +46,7 @@ fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u64),
     if !socket.send(hello.encode(0).as_bytes()) {
         return Err("it does not listen".into());
     }
-    // A signal of the program's may end a wait early.
+    // A signal handler of the program may end a wait early.
     let begin = Instant::now();
     while !wait([Some(&socket), None], ANSWER_TIMEOUT.saturating_sub(begin.elapsed()))[0]
         && begin.elapsed() < ANSWER_TIMEOUT

@@ -1,4 +1,4 @@
-//! What a GPU is: learned from the driver once, before the program has a context there.
+//! The properties of a GPU, queried once, before the program has a context there.
 
 use crate::{
     driver::{self, types::*},
@@ -14,7 +14,7 @@ pub struct Info {
     pub total: u64,
     pub engine: Option<&'static dyn Engine>,
     pub reason: wire::EngineReason,
-    /// What its environment allows the program; `u64::MAX` where that says nothing.
+    /// The limit that the program's environment sets; `u64::MAX` if it sets none.
     pub env_max: u64,
 }
 

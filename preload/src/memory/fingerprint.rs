@@ -1,5 +1,5 @@
-//! Prints of chunks: what they hold, in 128 bits, computed on the GPU at the speed of its memory. So a chunk that holds one
-//! value, or what a copy in host memory holds already, is recognised without a copy over a link that is eighty times slower.
+//! Fingerprints of chunks: 128 bits, computed on the GPU at the speed of its memory. A chunk that holds a single value, or what
+//! a copy in host memory holds already, is recognised without a copy over a link that is eighty times slower.
 
 use super::staging::Buffer;
 use crate::{
@@ -12,42 +12,42 @@ use core::{
     time::Duration,
 };
 
-/// The kernel, for every GPU that has virtual memory management, and NUL at its end.
+/// The kernel, for every GPU with virtual memory management, with a NUL at its end.
 static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
 
 const THREADS: u32 = 256;
-/// What one block reads.
+/// The bytes that one block reads.
 const PART: u64 = 4 << 20;
-/// As many parts and chunks as a launch may have: so much fits the table.
+/// The most parts and chunks per launch, which the table has room for.
 const MAX_PARTS: usize = 8192;
 const MAX_CHUNKS: usize = 1024;
 const LIST: usize = (1 + MAX_CHUNKS) * size_of::<[u64; 2]>();
 const TABLE: u64 = ((LIST + MAX_PARTS * size_of::<Sums>()) as u64).next_multiple_of(4096);
 
-/// Of one part.
+/// The result for one part.
 type Sums = [u64; 4];
 
 /// What a chunk holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fingerprint {
     sums: [u64; 2],
-    /// All of it is this value, over and over.
+    /// Every 32-bit word of the chunk has this value.
     pub constant: Option<u32>,
 }
 
-/// Makes prints in one context. Everything here needs that context to be current.
+/// Computes fingerprints in one context, which must be current in every call.
 #[derive(Debug)]
 pub struct Fingerprinter {
     module: CUmodule,
     function: CUfunction,
-    /// Where the kernel reads what to do and writes what it found; and its address on the GPU.
+    /// Where the kernel reads its input and writes its results, and the address of that on the GPU.
     table: Buffer,
     table_on_gpu: u64,
     seed: u64,
 }
 
 impl Fingerprinter {
-    /// `None` where this GPU or driver cannot, or there is no memory for it.
+    /// `None` if this GPU or driver cannot do it, or there is no memory for it.
     pub fn new(context: usize) -> Option<Self> {
         let mut table = Buffer::new(TABLE)?;
         table.register(context);
@@ -82,12 +82,12 @@ impl Fingerprinter {
         unsafe { driver::cuModuleUnload(self.module) };
     }
 
-    /// The prints of chunks (address and bytes), none of which is written to meanwhile; `None` if something went wrong.
+    /// The fingerprints of chunks (address and size), which nothing writes to meanwhile; `None` after an error.
     pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Option<Vec<Fingerprint>> {
         let mut fingerprints = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
         while let Some((_, len)) = rest.first() {
-            // Chunks of a kind together, so that every block has something to read.
+            // Chunks of equal size together, so that every block has work.
             let parts = len.div_ceil(PART).max(1) as usize;
             let most = MAX_CHUNKS.min(MAX_PARTS / parts).max(1);
             let same =
@@ -140,7 +140,7 @@ impl Fingerprinter {
         }
     }
 
-    /// What the kernel has found of a chunk of that many parts.
+    /// The result for a chunk of so many parts.
     fn read(&self, chunk: usize, parts: usize) -> Fingerprint {
         // SAFETY: behind the list, aligned; the kernel has written these.
         let found = unsafe {
@@ -160,7 +160,7 @@ impl Fingerprinter {
     }
 }
 
-/// So that nobody can make two contents that have one print.
+/// Random, so that a program cannot construct two contents with the same fingerprint.
 fn seed() -> u64 {
     let mut seed = [0; 8];
     let _ = rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::NONBLOCK);

@@ -17,8 +17,8 @@ impl Work {
         }
     }
 
-    /// Runs a call that may destroy a context while nothing of ours uses it; the call says whether it did. Gives its result
-    /// and, where a known context is gone, whether it was the last on this GPU.
+    /// Makes a call that may destroy a context, while nothing of ours uses it. The call returns its result and whether the
+    /// context is gone. Returns the result and, if a known context is gone, whether it was the last on this GPU.
     pub fn destroying_context(
         &self,
         context: CUcontext,
@@ -34,7 +34,7 @@ impl Work {
         (result, Some(inner.contexts.iter().all(|c| c.foreign)))
     }
 
-    /// `cuCtxAttach`: one more use of it.
+    /// `cuCtxAttach`: one more use of the context.
     pub fn attach(&self, context: CUcontext) {
         if let Some(context) = self.inner.lock().context(context as usize) {
             context.attached += 1;
@@ -49,8 +49,8 @@ impl Work {
         true
     }
 
-    /// The client's thread uses a context for the first time before anybody depends on it: the driver then sets up storage
-    /// of the thread's, for which it may need the loader's lock, which a thread that waits at the gate may hold.
+    /// Uses each new context once on the client's thread, before other threads depend on that: on first use the driver sets up
+    /// thread-local storage, which may need the loader's lock, which a thread that waits at the gate may hold.
     pub fn warm_up_contexts(&self) {
         let mut inner = self.inner.lock();
         if let Some(context) = inner.contexts.iter_mut().find(|c| !c.foreign && !c.warm) {
@@ -72,7 +72,7 @@ impl Work {
         self.inner.lock().has(context as usize)
     }
 
-    /// The program's contexts on this GPU, to copy memory with.
+    /// The program's contexts on this GPU that memory can be copied with.
     pub fn contexts(&self) -> Vec<CUcontext> {
         self.inner.lock().contexts.iter().filter(|c| !c.foreign).map(|c| c.handle as CUcontext).collect()
     }

@@ -1,24 +1,24 @@
-//! Fences: finding out when everything that was submitted is done.
+//! Fences: whether everything that was submitted is done.
 
 use super::point::{Point, is_legacy};
 use super::{Work, streams::Stream};
 use crate::driver::context::with_current;
 use alloc::{sync::Arc, vec::Vec};
 
-/// Streams beyond which no samples are taken: each costs an event in every one.
+/// No samples are taken of more streams than this: each costs an event per stream.
 const MAX_SAMPLED_STREAMS: usize = 32;
 
-/// Everything that had been submitted when it was made.
+/// Covers everything that had been submitted when it was recorded.
 #[derive(Debug, Default)]
 pub struct Fence {
     points: Vec<Arc<Point>>,
-    /// The same for work of peers.
+    /// The fences of peers.
     others: Vec<(&'static Work, Fence)>,
 }
 
 impl Work {
-    /// A fence behind everything submitted so far that may touch memory of this GPU, or `None` where it cannot be made now:
-    /// where a capture forbids it, say.
+    /// Records a fence behind everything submitted so far that may touch memory of this GPU. `None` if that is not possible at
+    /// the moment, for instance because of a capture.
     pub fn fence(&self) -> Option<Fence> {
         let mut fence = self.fence_of_own()?;
         let peers = self.peers();
@@ -28,7 +28,7 @@ impl Work {
         Some(fence)
     }
 
-    /// The same in the middle of work: only where that makes no stream wait for another, and costs little.
+    /// The same for a fence in the middle of work: only if it makes no stream wait for another, and costs little.
     pub fn sample(&self) -> Option<Fence> {
         let inner = self.inner.lock();
         let legacy = |stream: &Stream| is_legacy(stream.handle());
@@ -47,7 +47,7 @@ impl Work {
         inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
         for stream in dirty {
-            // Its own thread is just about to, where nobody else can.
+            // Only its own thread can record a point there, and is about to.
             let foreign = stream.thread != 0 || inner.context(stream.context).is_none_or(|c| c.foreign);
             let made = !foreign && with_current(stream.context, || inner.point_in(stream).is_some()) == Ok(true);
             if !made && inner.streams.contains_key(&stream) {
@@ -58,7 +58,7 @@ impl Work {
         Some(fence)
     }
 
-    /// Whether all of it is done. A fence that is done stays done and costs nothing to ask.
+    /// Whether everything behind the fence is done. A fence that is done stays done and costs nothing to ask.
     pub fn is_done(&self, fence: &mut Fence) -> bool {
         while let Some((work, other)) = fence.others.last_mut() {
             if !work.is_done(other) {
@@ -66,7 +66,7 @@ impl Work {
             }
             fence.others.pop();
         }
-        // Not while a context goes.
+        // No context is destroyed meanwhile.
         let _inner = self.inner.lock();
         while let Some(point) = fence.points.last() {
             if !point.is_done() {

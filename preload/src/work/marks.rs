@@ -1,4 +1,4 @@
-//! Marks: bounding how much work may be queued ahead of the GPU.
+//! Marks: they limit how much work is queued ahead of the GPU.
 
 use super::point::Point;
 use super::{Inner, Work, capture, context_of, streams::Stream};
@@ -10,56 +10,56 @@ use crate::{
 use alloc::sync::Arc;
 use core::{sync::atomic::Ordering, time::Duration};
 
-/// How much GPU time may be queued ahead while nobody waits, and while somebody does.
+/// How much GPU time may be queued, in microseconds, while no other client waits for the lock, and while one does.
 pub(super) const RUN_AHEAD: u32 = 100_000;
 
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 
-/// Submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch.
+/// The most submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch.
 const MAX_PER_MARK: u32 = 64;
 
-/// The window a program starts with, in submissions, before anything is known about its kernels, and the largest.
+/// The window of a new program, in submissions, before anything is known about its kernels; and the largest window.
 pub(super) const FIRST_WINDOW: u32 = 1;
 
 const MAX_WINDOW: u32 = 4096;
 
-/// So that the window moves on in small steps.
+/// Keeps the steps small in which the window moves on.
 const MARKS_PER_WINDOW: u32 = 8;
 
-/// How long a thread waits for a mark at first: longer where work took longer lately; half as long each time it was in vain,
-/// so that a program whose work waits for what it submits next is delayed by no more than twice this, and less each time.
+/// How long a thread waits for a mark at first. It waits longer where recent work took longer, and half as long after each wait
+/// in vain: a program whose work waits for its next submission is delayed by no more than twice this in total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 
 const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
 
 const MAX_HALVINGS: u32 = 20;
 
-/// Work that is done so soon after a submission may have needed it.
+/// Work that ends this soon after a submission may have needed it.
 const PROMPTLY: Duration = Duration::from_millis(20);
 
-/// How long if all that is not done is in other streams than its own.
+/// How long a thread waits for work that is only in other streams than its own.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 pub(super) struct Mark {
     pub(super) point: Arc<Point>,
     pub(super) since: Instant,
-    /// Submissions since the mark before.
+    /// Submissions since the previous mark.
     pub(super) weight: u32,
-    /// Submissions that were outstanding when it was recorded, its own included.
+    /// Submissions that were outstanding when it was recorded, including its own.
     pub(super) ahead: u32,
 }
 
 #[derive(Debug)]
 pub(super) struct AbandonedWait {
-    /// When the mark was made, and when it was first waited for no longer.
+    /// When the mark was recorded, and when a thread first gave up waiting for it.
     pub(super) mark: Instant,
     pub(super) first: Instant,
     pub(super) times: u32,
 }
 
 impl Work {
-    /// Before a submission, outside the gate: waits while too much is outstanding.
+    /// Called before a submission, outside the gate: waits while too much is outstanding.
     #[inline]
     pub fn throttle(&self, stream: CUstream) {
         if self.full.load(Ordering::Relaxed) {
@@ -71,7 +71,7 @@ impl Work {
         self.full.load(Ordering::Relaxed)
     }
 
-    /// After a submission: takes a mark when one is due.
+    /// Called after a submission: records a mark if one is due.
     #[inline]
     pub fn submitted(&self, slot: &threads::Slot, weight: u32, stream: CUstream) {
         let unmarked = slot.unmarked.load(Ordering::Relaxed) + weight;
@@ -89,7 +89,7 @@ impl Work {
         let mut inner = self.inner.lock();
         let stream = Stream::of(stream, context);
         if !inner.has(stream.context) {
-            return; // of another GPU, which is given work by way of this one's
+            return; // a stream of another GPU
         }
         let Some(point) = inner.point_in_its_context(stream) else { return };
         self.collect(&mut inner, false);
@@ -99,8 +99,7 @@ impl Work {
         self.update_full(&mut inner);
     }
 
-    /// Whether too much is outstanding: more than the window, which what is known of earlier work made, or for longer than
-    /// the window was meant to last.
+    /// Sets `full` if too much is outstanding: more than the window, or for longer than the window was meant to last.
     pub(super) fn update_full(&self, inner: &mut Inner) {
         let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
         let old = inner.marks.front().is_some_and(|oldest| oldest.since.elapsed() > run_ahead);
@@ -112,19 +111,19 @@ impl Work {
         }
     }
 
-    /// Waits until no more is outstanding than may be, as far as that was submitted before.
+    /// Waits until the work that was outstanding on entry fits the window.
     fn wait_while_full(&self, stream: CUstream) {
         let begin = Instant::now();
         while self.is_full() && self.wait_for_oldest(stream, begin) {}
     }
 
-    /// Waits until the oldest mark is done, and learns from how long it took. A mark may be behind a kernel that only ends
-    /// when the program tells it to, perhaps by what this very thread does next: so it is not waited for for long. Says
-    /// whether it became done, and was older than `newest`.
+    /// Waits until the oldest mark is done, and learns from the time it took. The mark may be behind a kernel that only ends
+    /// when the program tells it to, perhaps by this thread's next call, so the wait is limited. Returns whether the mark is
+    /// done and was recorded no later than `newest`.
     fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
         let begin = Instant::now();
         let mut inner = self.inner.lock();
-        // What is done already may have been for long.
+        // Work that is done already may have been so for a while.
         self.collect(&mut inner, false);
         self.update_full(&mut inner);
         let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);
@@ -137,7 +136,7 @@ impl Work {
         drop(inner);
         loop {
             let waited = begin.elapsed();
-            // Tiny kernels are done within microseconds; for others a sleep is short against the window.
+            // Tiny kernels end within microseconds; for others a sleep is short compared with the window.
             if waited > Duration::from_micros(50) {
                 time::sleep(Duration::from_micros(50));
             }
@@ -155,7 +154,7 @@ impl Work {
         }
     }
 
-    /// A mark was seen to become done: it took so long with so many submissions outstanding.
+    /// Learns from a mark that became done: how long it took with so many submissions outstanding.
     pub(super) fn learn(&self, inner: &mut Inner, took: Duration, ahead: u32, exact: bool) {
         let micros = (took.as_micros() as u64).max(1);
         let ahead = u64::from(ahead.max(1));
@@ -165,8 +164,8 @@ impl Work {
         }
         let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
         let fitting = ahead.saturating_mul(run_ahead) / micros;
-        // Twice as wide at most, so that what is queued of unknown kernels stays little. None where a single submission
-        // takes longer, or did lately: a short one in between does not say that more of them follow.
+        // At most doubles, so that little is queued of unknown kernels. 0 if a single submission takes longer than the window,
+        // or did so recently: a short one in between does not mean that more of them follow.
         let most = inner.window.saturating_mul(2).clamp(1, MAX_WINDOW).into();
         let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
         self.set_window(inner, if exact { window } else { window.max(inner.window) });
@@ -177,7 +176,7 @@ impl Work {
         self.slowest.store(slowest, Ordering::Relaxed);
     }
 
-    /// The longest that submitted work took lately; `None` before that was ever seen.
+    /// The longest recent time from submission to completion; `None` if none has been seen.
     pub fn slowest(&self) -> Option<Duration> {
         let slowest = self.slowest.load(Ordering::Relaxed);
         (slowest > 0).then(|| Duration::from_micros(slowest))
@@ -188,7 +187,7 @@ impl Work {
         self.per_mark.store((window / MARKS_PER_WINDOW).clamp(1, MAX_PER_MARK), Ordering::Relaxed);
     }
 
-    /// Somebody waits for the GPU, or nobody does any more: the queue is kept shorter while somebody does.
+    /// Sets whether another client waits for the GPU: the queue is kept shorter then.
     pub fn set_contended(&self, contended: bool) {
         let to = if contended { RUN_AHEAD_CONTENDED } else { RUN_AHEAD };
         let from = self.run_ahead.swap(to, Ordering::Relaxed);
@@ -199,8 +198,8 @@ impl Work {
         }
     }
 
-    /// Takes out the marks that are done, and learns from the newest of them. Only who waited for it knows how long it
-    /// really took; otherwise it took no longer than that, so that the window may be wider but not that it is too wide.
+    /// Removes the marks that are done, and learns from the newest. Only a thread that waited for it knows how long it took;
+    /// otherwise it took no longer than that, so the window may grow but not shrink.
     pub(super) fn collect(&self, inner: &mut Inner, waited: bool) {
         let mut newest = None;
         let mut weight = 0;
@@ -230,19 +229,19 @@ impl Work {
         }
     }
 
-    /// How many marks have been done so far; a drain that does not see it grow makes no progress.
+    /// The number of marks that are done: a drain during which it does not grow makes no progress.
     pub fn progress(&self) -> u64 {
         self.collect(&mut self.inner.lock(), false);
         self.done.load(Ordering::Relaxed)
     }
 }
 
-/// The largest of the figures seen lately: one that is not seen again is forgotten little by little.
+/// The maximum of recent values, which decays by an eighth with each smaller one.
 fn decaying_max(known: u64, seen: u64) -> u64 {
     seen.max(known - known / 8)
 }
 
-/// Whether all that this stream of the current context was given is done.
+/// Whether all work of this stream of the current context is done.
 fn is_idle(stream: CUstream) -> bool {
     // SAFETY: the program has just submitted to this stream. A stream that captures is never asked.
     capture::beside(|capturing| {

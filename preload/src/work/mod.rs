@@ -1,17 +1,17 @@
-//! Work that was submitted to one GPU and may still run: how it is bounded, and how it is known to be done.
+//! Work that was submitted to one GPU and may still run: limiting it, and finding out when it is done.
 //!
-//! Which streams were given work is noted with each submission. A [`Point`] is an event in one of them. An event behind
-//! *everything* (`cuCtxRecordEvent`, or one in the legacy stream) would be simpler, but one in the legacy stream makes
-//! streams wait for each other that did not before, the other is forbidden beside every capture, and drivers before 12.5
-//! lack it.
+//! Each submission notes its stream. A [`Point`] is an event in one of them. An event behind *everything* would be simpler, but
+//! an event in the legacy stream makes streams wait for each other that otherwise would not, and `cuCtxRecordEvent` is
+//! forbidden beside any capture and missing before driver 12.5.
 //!
-//! **Marks** bound it. Every few submissions a thread records a point in its stream; when too much is outstanding, whoever
-//! submits next waits for the oldest mark first. What is too much follows from how long marks took and how much was before
-//! them: the window is kept at about [`RUN_AHEAD`] µs of GPU time, far more than the GPU needs to stay busy, and a revoke
-//! finds no more than that in the queues. Nobody is kept waiting for long: work may be waiting for what its program does
-//! next.
+//! [`marks`] limit it. Every few submissions a thread records a point in its stream; when too much is outstanding, the next
+//! submission waits for the oldest mark. The limit is a window of submissions, derived from the time that marks took: about
+//! [`RUN_AHEAD`] µs of GPU time, which is far more than the GPU needs to stay busy, and bounds how long a revoke waits. No wait
+//! is long, because running work may be waiting for what the program does next.
 //!
-//! **Fences** tell when it is done: a point in every stream that was given work.
+//! [`fence`]s tell when it is done: a point in every stream that was given work.
+//!
+//! [`streams`], [`contexts`]: what the program has. [`capture`]: captures of streams into graphs.
 
 pub mod capture;
 mod contexts;
@@ -36,19 +36,19 @@ use streams::{MIN_PRUNE_THRESHOLD, Stream, StreamState};
 
 #[derive(Debug)]
 pub struct Work {
-    /// Submissions of one thread after which it takes a mark.
+    /// Submissions of one thread after which it records a mark.
     per_mark: AtomicU32,
-    /// Microseconds of GPU time that may be queued ahead.
+    /// Microseconds of GPU time that may be queued.
     run_ahead: AtomicU32,
-    /// Marks that were seen done, ever: the measure of progress.
+    /// Marks that have been seen done: the measure of progress.
     done: AtomicU64,
-    /// Too much is outstanding: whoever submits next waits.
+    /// Too much is outstanding: the next submission waits.
     full: AtomicBool,
-    /// The longest that a mark took lately, in microseconds.
+    /// The longest recent time from a mark to its completion, in microseconds.
     slowest: AtomicU64,
-    /// GPUs whose work may touch memory of this one.
+    /// GPUs whose work may touch memory of this one, as bits.
     peers: AtomicU64,
-    /// Finds the work of the GPU of that index: the table of GPUs is in a layer above.
+    /// Returns the work of another GPU: the table of GPUs is in a layer above.
     of_gpu: fn(u32) -> Option<&'static Work>,
     inner: Mutex<Inner>,
 }
@@ -56,22 +56,23 @@ pub struct Work {
 #[derive(Debug)]
 struct Inner {
     contexts: Vec<Context>,
-    /// Streams that were given work and not seen idle since.
+    /// Streams that were given work and have not been seen idle since.
     streams: BTreeMap<Stream, StreamState>,
-    /// The last points of streams that are gone; what they were given may still run.
+    /// The last points of streams that were destroyed, whose work may still run.
     closed_streams: Vec<Arc<Point>>,
     marks: VecDeque<Mark>,
     /// Submissions before marks that are not done.
     outstanding: u32,
     /// Submissions that may be outstanding when another is made.
     window: u32,
-    /// The longest that one submission took lately, in microseconds: the mean of those before a mark.
+    /// The longest recent time of one submission, in microseconds, as the mean over a mark.
     longest: u64,
-    /// The oldest mark, once it was waited for in vain.
+    /// The oldest mark, once a thread has given up waiting for it.
     abandoned: Option<AbandonedWait>,
-    /// How often lately a mark was done as soon as it was waited for no longer: it had needed what came next.
+    /// How often recently a mark was done soon after a thread gave up waiting for it: it had needed the thread's next
+    /// submission.
     futile_waits: u32,
-    /// So many streams are known before those are looked for that are idle.
+    /// The number of known streams from which on idle ones are removed.
     prune_threshold: usize,
 }
 
@@ -100,7 +101,7 @@ impl Work {
         }
     }
 
-    /// A submission went to that stream.
+    /// Notes a submission to this stream.
     pub fn note(&self, stream: CUstream) {
         let Some(context) = context_of(stream) else { return };
         let mut inner = self.inner.lock();
@@ -111,7 +112,7 @@ impl Work {
         }
         inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;
-        // Nobody else can record a point there.
+        // No other thread can record a point there.
         if stream.thread != 0 || inner.context(stream.context).is_some_and(|c| c.foreign) {
             inner.point_in_its_context(stream);
         }

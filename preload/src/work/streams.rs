@@ -1,4 +1,4 @@
-//! The streams that were given work.
+//! The streams that were given work, and recording points in them.
 
 use super::point::{Point, is_legacy};
 use super::{Inner, Work};
@@ -13,11 +13,11 @@ use crate::{
 use alloc::sync::Arc;
 use core::sync::atomic::Ordering;
 
-/// Streams, at first, among which idle ones are looked for when another one comes.
+/// The least number of known streams from which on idle ones are removed.
 pub(super) const MIN_PRUNE_THRESHOLD: usize = 64;
 
-/// What tells a stream from others: the default streams have one handle for all contexts, or for all threads. A thread goes by
-/// its number: what its stream was given may outlive it.
+/// Identifies a stream: the default streams have one handle in all contexts or all threads. The thread is a number, since the
+/// work of its stream may outlive it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Stream {
     pub(super) context: usize,
@@ -27,13 +27,13 @@ pub(super) struct Stream {
 
 #[derive(Debug, Default)]
 pub(super) struct StreamState {
-    /// It was given something since its last point.
+    /// It was given work after its last point.
     pub(super) dirty: bool,
     pub(super) last: Option<Arc<Point>>,
 }
 
 impl Stream {
-    /// As the calling thread means it.
+    /// The stream that the calling thread means by this handle.
     pub(super) fn of(handle: CUstream, context: CUcontext) -> Self {
         let thread = if handle == STREAM_PER_THREAD { threads::mine().number.load(Ordering::Relaxed) } else { 0 };
         Self { context: context as usize, handle: handle as usize, thread }
@@ -45,12 +45,12 @@ impl Stream {
 }
 
 impl Work {
-    /// The program begins to capture on a stream: a last moment to record a point behind what it was given.
+    /// The program begins to capture this stream: the last moment to record a point behind its work.
     pub fn mark_stream(&self, stream: CUstream) {
         self.with_marked(stream, |_, _| {});
     }
 
-    /// The program destroys a stream: what it was given goes on.
+    /// The program destroys this stream, whose work goes on.
     pub fn forget_stream(&self, stream: CUstream) {
         self.with_marked(stream, |inner, stream| {
             if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream) {
@@ -72,7 +72,7 @@ impl Work {
 }
 
 impl Inner {
-    /// Forgets streams that are idle before there are too many: where threads come and go, so do their streams.
+    /// Removes idle streams before there are too many: short-lived threads leave many behind.
     pub(super) fn prune_streams(&mut self, stream: Stream) {
         if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
             self.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
@@ -80,7 +80,7 @@ impl Inner {
         }
     }
 
-    /// Records a point in a stream of the calling thread's, whatever context is current to it.
+    /// Records a point in a stream that the calling thread can use, in any current context.
     pub(super) fn point_in_its_context(&mut self, stream: Stream) -> Option<Arc<Point>> {
         if current_or_null() as usize == stream.context {
             return self.point_in(stream);
@@ -88,11 +88,11 @@ impl Inner {
         with_current(stream.context, || self.point_in(stream)).ok().flatten()
     }
 
-    /// Records a point in a stream, whose context is current.
+    /// Records a point in a stream whose context is current.
     pub(super) fn point_in(&mut self, stream: Stream) -> Option<Arc<Point>> {
         let context = self.contexts.iter_mut().find(|c| c.handle == stream.context)?;
-        // Before the point: a thread that sees this epoch has submitted before it, one that sees the next waits for this to
-        // be done and notes the stream anew.
+        // Before the point: a thread that reads the old epoch has submitted before the point; one that reads the new epoch
+        // notes the stream again, after this.
         epoch::end();
         match context.record(stream.handle()) {
             Ok(point) => {
@@ -101,7 +101,7 @@ impl Inner {
                 Some(point)
             }
             Err(error) => {
-                // Nothing runs there any more; or there is no such stream, and the program's call failed.
+                // Nothing runs there any more, or there is no such stream and the program's call failed.
                 if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) {
                     self.streams.remove(&stream);
                 }
@@ -111,7 +111,7 @@ impl Inner {
     }
 }
 
-/// The context of a stream of the calling thread's.
+/// The context of a stream of the calling thread.
 pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     let mut context = core::ptr::null_mut();
     // SAFETY: a valid place, and a stream that the program has just used; the default streams are the current context's.
@@ -124,8 +124,7 @@ pub fn context_of(stream: CUstream) -> Option<CUcontext> {
     (!context.is_null()).then_some(context)
 }
 
-/// What a thread knows a stream by from one launch to the next. The legacy stream is another one in each context, and goes
-/// by its context's name.
+/// Identifies a stream from one launch to the next. The legacy stream differs between contexts, so its context names it.
 #[inline]
 pub fn name_of(stream: CUstream) -> usize {
     if is_legacy(stream) { current_or_null() as usize } else { stream as usize }

@@ -1,4 +1,4 @@
-//! Dispatch: what each message of the scheduler makes this client do.
+//! What this client does for each message of the scheduler.
 
 use super::ClientThread;
 use crate::{
@@ -16,7 +16,7 @@ use nvshare_wire::{
 use rustix::fd::OwnedFd;
 
 impl ClientThread {
-    /// Descriptors that belong to nothing are closed.
+    /// Carries out one message. Descriptors that no message needs are closed.
     pub(super) fn handle(&mut self, message: SchedulerMessage, descriptors: Vec<OwnedFd>) {
         if let SchedulerMessage::Remark { text } = message {
             return trace!("{}", text.as_str());
@@ -25,11 +25,11 @@ impl ClientThread {
         match message {
             SchedulerMessage::Welcome { .. } => {}
             SchedulerMessage::Refused { text, .. } => self.disconnected(text.as_str()),
-            // The limit follows; what is allocated before it is known could be too much for ever.
+            // Nothing is allocated before the limit, which follows, is known: it could exceed the limit for good.
             SchedulerMessage::Attached { .. } => {}
             SchedulerMessage::Limit { slot, bytes, seq, most, spare, max } => {
                 if let Some(gpu) = by_slot(slot) {
-                    gpu.uuid().inspect(|uuid| memory_limits::set(*uuid, max)); // an older scheduler says it only here
+                    gpu.uuid().inspect(|uuid| memory_limits::set(*uuid, max)); // older schedulers send it only here
                     gpu.forget_denials();
                     if let Some(space) = gpu.space() {
                         let mut guard = space.lock();
@@ -63,7 +63,7 @@ impl ClientThread {
                     let mut guard = space.lock();
                     guard.allow(seq, bytes);
                     if guard.account.ack == seq {
-                        gpu.report(&guard.account); // nothing has to leave first
+                        gpu.report(&guard.account); // no chunk has to leave first
                     }
                 }
                 self.restore_at = None;
@@ -91,7 +91,7 @@ impl ClientThread {
             SchedulerMessage::Adopt { exporter, range } => shared::adopt(exporter, range),
             SchedulerMessage::Resume { .. } => self.resume(),
             SchedulerMessage::Remark { .. } => {}
-            // It came too late: the driver has seen what it has seen.
+            // Too late: the driver has already read `CUDA_VISIBLE_DEVICES`.
             SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } => {}
         }
     }

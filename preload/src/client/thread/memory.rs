@@ -1,4 +1,5 @@
-//! Moving memory to where the scheduler wants it, and chores that other threads left.
+//! The part of the thread that moves each GPU's memory to where the allowance wants it, and does what other threads left
+//! undone.
 
 use super::{CHORE_INTERVAL, ClientThread};
 use crate::{
@@ -19,21 +20,21 @@ use crate::{
 use core::time::Duration;
 use nvshare_wire::{ClientMessage, client::StuckReason, version};
 
-/// Between looks whether a call of the program's that is under way has ended.
+/// The interval between looks whether a call of the program that has passed the gate has ended.
 const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// How long an eviction waits for host memory before it is given up.
 const HOST_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Between attempts to bring memory back that found no room.
+/// The interval between attempts to restore memory for which the GPU had no room.
 const RESTORE_RETRY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
-    /// Moves memory to where the allowance wants it, and does what other threads left.
+    /// Moves memory as the allowance demands, and does what other threads left undone. Returns the time until the next look.
     pub(super) fn service(&mut self, gpu: &'static Gpu) -> Duration {
         gpu.work.warm_up_contexts();
         if connection::is_connected() {
-            gpu.introduce(shared::introduce); // if that did not go at once
+            gpu.introduce(shared::introduce); // in case it could not be sent at once
         }
         let Some(space) = gpu.space() else { return Duration::MAX };
         let mut wait = Duration::MAX;
@@ -51,7 +52,7 @@ impl ClientThread {
         }
         let (account, can_restore) = (guard.account, guard.can_restore());
         let leaves = account.mapped + account.pinned > account.allowance && self.turn(gpu).is_over();
-        // Under the lock: nobody can make it lacking between the look and the opening.
+        // Under the lock of the space: no thread can make memory lacking between the test and the opening.
         if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
             gpu.gate.open(closed::MEMORY);
         }
@@ -63,14 +64,14 @@ impl ClientThread {
         wait.min(again).min(self.move_memory(gpu, space, goal))
     }
 
-    /// Where the memory is to go now, and when to ask again whatever happens.
+    /// Where the memory should go now, and when to ask again even if nothing happens.
     fn goal(&mut self, gpu: &Gpu, space: &Mutex<Space>, account: &Account, can_restore: bool) -> (Goal, Duration) {
         if account.mapped + account.pinned > account.allowance {
             if account.unevictable {
                 give_up_eviction(gpu, space);
                 return (Goal::Idle, Duration::MAX);
             }
-            // The scheduler evicts only those that do not hold the lock, but a release may still be on its way.
+            // The scheduler evicts only clients that do not hold the lock, but a release may still be on its way.
             if !(self.turn(gpu).is_over() && gpu.is_drained()) {
                 return (Goal::Idle, CHORE_INTERVAL);
             }
@@ -78,7 +79,7 @@ impl ClientThread {
                 gpu.gate.close(closed::MEMORY);
             }
             if !gpu.is_quiet() {
-                return (Goal::Idle, CALL_POLL_INTERVAL); // one that needs only the memory has slipped in
+                return (Goal::Idle, CALL_POLL_INTERVAL); // a call that needs only the memory has passed
             }
             return (Goal::Evict { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX);
         }
@@ -90,7 +91,7 @@ impl ClientThread {
         }
     }
 
-    /// Says after how long to look again.
+    /// Takes one step. Returns the time until the next.
     fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, goal: Goal) -> Duration {
         let mut mover = gpu.moving.lock();
         let contexts = gpu.work.contexts();
@@ -114,25 +115,25 @@ impl ClientThread {
                     gpu.report_measured(&space.lock().account, context);
                     return Duration::ZERO;
                 }
-                // What was planned and not begun was in the way of opening the gate.
+                // Chunks that were planned and did not move kept the gate closed.
                 let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
                 return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
             }
             Step::Stopped(Stop::HostFull)
                 if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT =>
             {
-                return CHORE_INTERVAL; // whoever comes back to the GPU frees host memory
+                return CHORE_INTERVAL; // memory that returns to the GPU frees host memory
             }
             Step::Stopped(stop) if goal != Goal::Restore => {
                 self.host_full = None;
                 trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
-                // What is left cannot leave: the scheduler sees it mapped, and carries on with others.
+                // The rest cannot leave. The scheduler sees it mapped, and turns to other clients.
                 give_up_eviction(gpu, space);
                 report_stuck(gpu, stop);
                 return Duration::ZERO;
             }
             Step::Stopped(Stop::GpuFull) => self.turn(gpu).no_memory(gpu),
-            // No context works any more: what the program calls next tells it so.
+            // No context works any more. The program's next call returns the error.
             Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
         }
         trace!("GPU {}: {step:?}", gpu.index);
@@ -147,7 +148,7 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
     gpu.report(&guard.account);
 }
 
-/// The scheduler then asks others for their memory, and this client again later.
+/// Tells the scheduler why memory stays. It evicts other clients' memory then, and asks this client again later.
 fn report_stuck(gpu: &Gpu, stop: Stop) {
     let reason = match stop {
         Stop::HostFull => StuckReason::HostFull,
@@ -158,7 +159,7 @@ fn report_stuck(gpu: &Gpu, stop: Stop) {
     }
 }
 
-/// Gives host memory back that holds nothing that is needed, since others need it.
+/// Frees host memory beyond what the scheduler lets this client keep.
 fn trim_host_cache(gpu: &Gpu, space: &Mutex<Space>) {
     let mover = gpu.moving.lock();
     let surplus = space.lock().take_surplus();

@@ -1,7 +1,9 @@
-//! The client's thread: it owns the connection to the scheduler, listens, and acts.
+//! The client's thread: it owns the connection to the scheduler, receives messages and carries them out.
 //!
-//! It never sleeps while something depends on it: drains and idleness are looked at in short steps ([`turn`]), and only
-//! moving memory takes long. Without a scheduler the program runs ungated; the thread keeps trying to reach one.
+//! It never blocks while something depends on it: drains and idleness are looked at in short steps ([`Turn`]), and moving
+//! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
+//!
+//! - `dispatch`: what each message does. `session`: connecting, resuming, losing the connection. `memory`: moving memory.
 
 mod dispatch;
 mod memory;
@@ -32,24 +34,24 @@ use core::{
     time::Duration,
 };
 
-/// How long a client whose scheduler went away waits for it to come back before it runs ungated.
+/// How long a client waits for a scheduler that went away before it runs ungated.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Between attempts to reach a scheduler: at first, and once it has been away for longer.
+/// The interval between attempts to reach a scheduler: at first, and once it has been away for longer.
 const RETRY_SOON: Duration = Duration::from_millis(100);
 
 const RETRY_LATE: Duration = Duration::from_secs(2);
 
-/// Between looks at what other threads left to do (a report that did not go, memory that was freed).
+/// The interval between looks at what other threads left undone: a report that could not be sent, memory that was freed.
 const CHORE_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How many messages are handled before other things are seen to.
+/// The number of messages handled before the thread looks at its GPUs again.
 const MESSAGES_AT_ONCE: u32 = 256;
 
-/// The id the scheduler gave.
+/// The id that the scheduler gave this client; 0 before.
 static CLIENT: AtomicU64 = AtomicU64::new(0);
 
-/// Starts the thread, after a first attempt to connect, so that a program's first launch is already gated.
+/// Starts the thread. The first attempt to connect comes before that, so that the program's first launch is already gated.
 pub fn start(resolve_hooks: impl FnOnce()) -> Start {
     // A first look-up takes the loader's lock, which a thread of the program may hold while it waits at a gate.
     driver::resolve_all();
@@ -67,33 +69,33 @@ pub fn start(resolve_hooks: impl FnOnce()) -> Start {
     if threads::spawn(c"nvshare", move || thread.run()) { Start::Started } else { Start::NoThread }
 }
 
-/// How [`start`] went.
+/// The outcome of [`start`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     Started,
     NoThread,
-    /// There is no scheduler, and the user said that there must be one.
+    /// There is no scheduler, and `NVSHARE_REQUIRED` is set.
     NoScheduler,
 }
 
 #[derive(Debug)]
 struct ClientThread {
     turns: Vec<Turn>,
-    /// What takes the scheduler's place while there is none.
+    /// Takes the scheduler's place while there is none. Indexed by GPU, like `turns`.
     offline: Vec<Offline>,
     socket: Option<Arc<Socket>>,
-    /// The protocol version that was agreed on.
+    /// The protocol version in use.
     version: u16,
     /// Since when there has been no scheduler; `None` while connected.
     disconnected_since: Option<Instant>,
-    /// When the newest connection was made, and since when there had been none.
+    /// When the current connection was made, and since when there had been none before.
     connected_at: (Instant, Instant),
     next_try: Instant,
     ungated: bool,
-    /// Why there is no scheduler, and whether the user has been told: once a process.
+    /// Why there is no scheduler, and whether the user has been told, which happens once per process.
     offline_reason: String,
     reported: bool,
-    /// When to try again to bring memory back that found no room.
+    /// When to try again to restore memory for which the GPU had no room.
     restore_at: Option<Instant>,
     /// Since when an eviction has waited for host memory.
     host_full: Option<Instant>,
@@ -142,7 +144,7 @@ impl ClientThread {
         }
     }
 
-    /// Does what is due; says how long there is nothing more to do unless a message arrives.
+    /// Does what is due. Returns the time until more is, unless a message arrives.
     fn step(&mut self) -> Duration {
         if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
             self.report_offline("running without taking turns on the GPU");
@@ -166,7 +168,7 @@ impl ClientThread {
             if self.ungated {
                 wait = wait.min(self.step_offline(gpu));
             }
-            // Locks of peers are held together or not at all.
+            // The locks of peers are held together or not at all.
             if connection::is_connected() && gpu.peers().any(|other| !self.turn(other).is_held()) {
                 self.turn(gpu).release_early(gpu);
             }
@@ -191,7 +193,7 @@ impl ClientThread {
         }
         let turn = self.turn(gpu);
         if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
-            turn.run_ungated(gpu); // it was attached when there was no scheduler
+            turn.run_ungated(gpu); // it was attached while there was no scheduler
         }
         let mut others = OtherGpus::default();
         for other in gpu::attached().filter(|other| other.index != gpu.index) {

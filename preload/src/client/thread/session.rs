@@ -1,4 +1,4 @@
-//! The session with a scheduler: connecting, resuming with another one, losing it, and running without.
+//! The session with a scheduler: connecting, resuming with a successor, losing the connection, and running without one.
 
 use super::{CLIENT, ClientThread, RETRY_LATE};
 use crate::{
@@ -16,11 +16,11 @@ use alloc::{string::ToString, sync::Arc};
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, Text, version};
 
-/// A connection that ends within this time ends the same absence of a scheduler that it interrupted.
+/// A connection that ends this soon does not count: the scheduler is considered away since it went away before.
 const STEADY: Duration = Duration::from_millis(50);
 
 impl ClientThread {
-    /// The one line that matters to whoever wants nvshare for this program.
+    /// Prints the one line that a user who asked for nvshare must see.
     pub(super) fn report_offline(&self, consequence: &str) {
         let (path, why) = (settings::get().socket.escape_ascii(), &self.offline_reason);
         trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
@@ -50,7 +50,7 @@ impl ClientThread {
             if let Some(offline) = self.offline.get_mut(gpu.index as usize) {
                 offline.end(gpu);
             }
-            // This scheduler knows of no turn: what runs is drained, and whoever has work asks anew.
+            // This scheduler has granted no lock: running work is drained, and threads that have work ask anew.
             gpu.request_is_over();
             self.turn(gpu).abandon(gpu);
             gpu.introduce(shared::introduce);
@@ -58,16 +58,16 @@ impl ClientThread {
         connection::begin_generation();
     }
 
-    /// There is a new scheduler on the connection to the one before. It is told everything, the locks that are held too.
+    /// A new scheduler has taken over the connection. It is told everything, including which locks are held.
     pub(super) fn resume(&mut self) {
         trace!("a new scheduler has the connection");
         let Some(socket) = self.socket.clone() else { return };
-        // What was sent before and not read is in the way until it is thrown away there.
+        // Unread messages of earlier times keep the socket full until the new scheduler discards them.
         if !(socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version))
         {
             return self.disconnected("it does not read");
         }
-        // From here on nothing is thrown away that any thread says.
+        // The new scheduler discards no message from here on.
         shared::announce_exporter(self.version);
         let mut held = 0;
         for gpu in gpu::attached() {
@@ -82,8 +82,7 @@ impl ClientThread {
         if !(outbox::flush() && connection::send(&ClientMessage::Held { gpus: held })) {
             return self.disconnected("it does not read");
         }
-        // A request that another thread made meanwhile may have been thrown away, so whoever waits asks anew.
-        // So may a wish.
+        // Requests of other threads may have been discarded, so waiting threads make them again.
         for gpu in gpu::attached() {
             gpu.request_is_over();
             gpu.limit_answers.changed();
@@ -99,7 +98,7 @@ impl ClientThread {
         let now = Instant::now();
         let (met, away) = self.connected_at;
         let since = if now - met < STEADY { away } else { now };
-        // One that keeps ending is not worth an attempt at once: each stops the program for a moment.
+        // A connection that keeps ending is not retried at once, since each attempt stops the program for a moment.
         let next_try = if since == now { now } else { now + RETRY_LATE };
         (self.disconnected_since, self.next_try, self.offline_reason) = (Some(since), next_try, why.to_string());
         for gpu in gpu::attached() {
@@ -108,7 +107,7 @@ impl ClientThread {
         }
     }
 
-    /// No scheduler: whatever fits runs. Memory comes back as there is room, and its program waits until it is there.
+    /// No scheduler: programs whose memory fits run. Memory comes back as room appears, and its program waits for that.
     pub(super) fn run_ungated(&mut self) {
         self.ungated = true;
         for gpu in gpu::attached() {
@@ -122,7 +121,7 @@ impl ClientThread {
     }
 }
 
-/// How this process introduces itself.
+/// The message by which this process introduces itself.
 pub fn hello() -> ClientMessage {
     ClientMessage::Hello {
         min_version: version::MIN,

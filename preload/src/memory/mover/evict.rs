@@ -1,4 +1,4 @@
-//! Eviction: chunks leave the GPU, copied to host buffers where that is necessary.
+//! Eviction: chunks leave the GPU. They are copied to host buffers unless their contents are known to be there already.
 
 use super::{
     Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
@@ -20,7 +20,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 impl Mover {
-    /// Starts as many chunks on their way out as may be under way. Gives when to look again for what could not start yet.
+    /// Starts as many evictions as may be in flight. Returns when to look again for those that could not start yet.
     pub(super) fn evict_some(
         &mut self,
         space: &Mutex<Space>,
@@ -39,7 +39,7 @@ impl Mover {
             }
             if self.plan.is_empty() {
                 drop(guard);
-                // What was ordered for the plan before goes first.
+                // Buffers ordered for the previous plan must arrive first.
                 if !self.stop_staging(space) {
                     return Ok(Some(RETRY_INTERVAL));
                 }
@@ -64,7 +64,7 @@ impl Mover {
         Ok(Some(POLL_INTERVAL))
     }
 
-    /// Starts one chunk on its way out. Where that has to wait, gives the chunk back, and says for how long.
+    /// Starts the eviction of one chunk. If that has to wait, returns the chunk and how long to wait.
     fn evict_one(
         &mut self,
         space: &Mutex<Space>,
@@ -133,7 +133,7 @@ impl Mover {
         Ok(None)
     }
 
-    /// A chunk is off the GPU without a copy.
+    /// Accounts for a chunk that left the GPU without a copy.
     fn evicted_uncopied(
         &mut self,
         guard: &mut Space,
@@ -151,7 +151,7 @@ impl Mover {
         report(&guard.account);
     }
 
-    /// What was to leave stays.
+    /// Puts the chunks of the plan back: they stay.
     pub(super) fn unplan(&mut self, space: &Mutex<Space>) {
         if !self.plan.is_empty() {
             let mut guard = space.lock();
@@ -161,7 +161,7 @@ impl Mover {
         }
     }
 
-    /// Finds out what the chunks of the plan hold.
+    /// Computes the fingerprints of the chunks of the plan.
     pub(super) fn fingerprint_plan(&mut self) {
         let Some(copy_context) = &mut self.copy_context else { return };
         let context = copy_context.context;

@@ -1,11 +1,13 @@
-//! Brings a client's memory to where the scheduler wants it: off the GPU chunk by chunk, and back to the same addresses.
+//! The mover: brings memory to where the scheduler wants it, chunk by chunk off the GPU and back to the same addresses.
 //!
-//! No copy is waited for: each step starts what it can and lands what has arrived, so that between two steps messages are
-//! read and credit is used as it comes. (Prints are waited for: they take milliseconds.) Many copies are in flight at once,
-//! and the account is reported after each, so that freed bytes serve others while the rest still leaves. The space is locked
-//! only between driver calls, never during one.
+//! Nothing waits for a copy. Each step starts what it can and completes what has arrived, so that messages are read between
+//! steps and new allowances are used as they come. (Steps do wait for fingerprints, which takes milliseconds.) Many copies are
+//! in flight at once, and the account is reported after each, so that other clients can use freed bytes while the rest still
+//! leaves. The space is locked only between driver calls, never during one.
 //!
-//! What need not be copied is not: see [`fingerprint`](super::fingerprint).
+//! Chunks that need no copy are not copied, see [`fingerprint`](super::fingerprint).
+//!
+//! - `evict`, `restore`: the two directions. `transfer`: copies in flight. `staging`: host buffers for evictions.
 
 mod evict;
 mod restore;
@@ -29,47 +31,46 @@ use alloc::{collections::VecDeque, vec::Vec};
 use core::time::Duration;
 use transfer::{CopyContext, Transfer};
 
-/// Between looks at copies that are under way: an eighth of what one chunk takes.
+/// The interval between looks at copies in flight: an eighth of the time that one chunk takes.
 const POLL_INTERVAL: Duration = Duration::from_micros(150);
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// After so long without a move, host memory is the kernel's to page out, and what holds nothing is given back.
+/// After this time without a move, the kernel may page out the host buffers, and free ones are released.
 const REST: Duration = Duration::from_secs(180);
 
-/// Buffers that are tidied up at a time.
+/// The number of buffers that are tidied up at a time.
 const TIDY_BATCH: usize = 4;
 
-/// Where the memory is to go.
+/// Where memory should go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// Off the GPU, until no more than `target` bytes are mapped. Nothing of this client may be running, and nothing may
-    /// start: its gate is closed.
+    /// Off the GPU, until at most `target` bytes are mapped. No work of this client may run or start: its gate is closed.
     Evict { target: u64 },
-    /// Onto the GPU, as far as the allowance goes.
+    /// Onto the GPU, as far as the allowance permits.
     Restore,
-    /// Nowhere: what is under way lands.
+    /// Nowhere. Transfers in flight are completed.
     Idle,
 }
 
-/// How a step went.
+/// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Something is under way: look again after that time.
+    /// Transfers are in flight: take the next step after this time.
     Busy(Duration),
-    /// Nothing is, and nothing more can be done. Whether something was moved since the last time.
+    /// Nothing is in flight, and nothing more can be done. `moved`: something has moved since the last time.
     Done {
         moved: bool,
     },
     Stopped(Stop),
 }
 
-/// Why a move ended early.
+/// The reason why a move ended early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// The host has no room, so what is left stays on the GPU.
+    /// The host has no room: the rest stays on the GPU.
     HostFull,
-    /// The GPU has no room although the allowance says so.
+    /// The GPU has no room although the allowance does.
     GpuFull,
     /// No context works any more.
     Broken,
@@ -79,23 +80,23 @@ pub enum Stop {
 #[derive(Debug)]
 pub struct Mover {
     copy_context: Option<CopyContext>,
-    /// Contexts that do not work any more.
+    /// Contexts that have failed.
     broken: Vec<usize>,
     transfers: VecDeque<Transfer>,
-    /// What leaves next, and how.
+    /// The chunks that leave next.
     plan: VecDeque<Leaving>,
-    /// What may come back next: base, offset and length.
+    /// Chunks that may come back next: base, offset and length.
     lacking: VecDeque<(u64, u64, u64)>,
     staging: Option<StagingAllocator>,
-    /// What is in the making is for an eviction to come.
+    /// The buffers being allocated are for a later eviction.
     preparing: bool,
-    /// Since when the GPU has had no room although the allowance says so.
+    /// Since when the GPU has had no room although the allowance does.
     full_since: Option<Instant>,
-    /// Something that had come back could not be mapped everywhere.
+    /// A chunk that came back could not be mapped at all its aliases.
     refused: bool,
-    /// When something was last moved, until host memory has been tidied up since.
+    /// When something last moved, until host memory has been tidied up since.
     untidy_since: Option<Instant>,
-    /// What has been moved, for the trace.
+    /// What has moved, for the trace.
     stats: Stats,
 }
 
@@ -107,7 +108,7 @@ struct Stats {
     since: Option<Instant>,
     out: u64,
     back: u64,
-    /// Of these, what was not copied.
+    /// Of both, the bytes that were not copied.
     uncopied: u64,
 }
 
@@ -128,7 +129,7 @@ impl Mover {
         }
     }
 
-    /// Does what can be done now with one of these contexts.
+    /// Does what can be done now, in one of these contexts.
     pub fn step(
         &mut self,
         space: &Mutex<Space>,
@@ -151,7 +152,7 @@ impl Mover {
             let step = with_current(context, || self.step_here(space, goal, report));
             match step.unwrap_or(Step::Stopped(Stop::Broken)) {
                 Step::Stopped(Stop::Broken) => {
-                    // What was under way has lost its contents, and the program is told so by its own next call.
+                    // Chunks in flight have lost their contents. The program's own next call returns the error.
                     self.complete_all(space, report);
                     self.copy_context = None;
                     self.broken.push(context);
@@ -166,17 +167,17 @@ impl Mover {
         }
     }
 
-    /// Whether there is nothing to do but what a new aim asks for.
+    /// Whether nothing is under way, so that only a new goal makes work.
     pub fn is_idle(&self) -> bool {
         self.transfers.is_empty() && self.plan.is_empty() && self.staging.is_none()
     }
 
-    /// The context it works in.
+    /// The context in which it works.
     pub fn context(&self) -> Option<CUcontext> {
         self.copy_context.as_ref().map(|copy_context| copy_context.context as CUcontext)
     }
 
-    /// Tidies up when nothing has moved for long; says when to call again.
+    /// Tidies up host memory when nothing has moved for a while. Returns when to call again.
     pub fn tidy(&mut self, space: &Mutex<Space>) -> Duration {
         let (Some(since), Some(context)) = (self.untidy_since, self.context()) else { return Duration::MAX };
         let rest = since.elapsed();
@@ -203,7 +204,7 @@ impl Mover {
         Duration::MAX
     }
 
-    /// Has a desk in one of these contexts, and says in which. Best done long before it is needed, when there is memory
+    /// Chooses one of these contexts to work in, unless there is one, and returns it. Best done early, while there is memory
     /// for it.
     pub fn settle(&mut self, contexts: &[CUcontext]) -> Result<usize, Stop> {
         if let Some(copy_context) = &self.copy_context {
@@ -227,9 +228,9 @@ impl Mover {
         Err(stop)
     }
 
-    /// That context is about to go: nothing here needs it any more when this returns.
+    /// Stops using a context that is about to be destroyed.
     pub fn leave(&mut self, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
-        // Buffers are registered with the context of a desk, perhaps of one that broke.
+        // Buffers are registered with the mover's context, or with an earlier one that has failed.
         while !self.stop_staging(space) {
             time::sleep(RETRY_INTERVAL);
         }
@@ -255,7 +256,7 @@ impl Mover {
         self.unplan(space);
     }
 
-    /// Nothing is on the move any more when this returns.
+    /// Completes or undoes everything that is under way.
     pub fn rest(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
         if let (false, Some(context)) = (self.transfers.is_empty(), self.context()) {
             let _ = with_current(context as usize, || self.complete_all(space, report));
@@ -287,7 +288,7 @@ impl Mover {
         }
     }
 
-    /// Nothing is under way any more; says whether something was moved.
+    /// Ends a move. Returns whether anything moved.
     fn end(&mut self, space: &Mutex<Space>, goal: Goal) -> bool {
         self.unplan(space);
         self.lacking.clear();

@@ -1,4 +1,4 @@
-//! Restoring: chunks come back to the GPU, at their addresses, as far as the allowance goes.
+//! Restoring: chunks come back to the GPU, at the same addresses, as far as the allowance permits.
 
 use super::{
     Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
@@ -15,11 +15,11 @@ use crate::{
 };
 use core::time::Duration;
 
-/// How long memory that others are letting go of may take to appear, and between looks.
+/// How long it may take until memory that other clients have freed can be used.
 const TIMEOUT: Duration = Duration::from_millis(300);
 
 impl Mover {
-    /// Starts as many chunks on their way back as may be under way and as the allowance has room for.
+    /// Starts as many restorations as may be in flight and as the allowance has room for.
     pub(super) fn restore_some(&mut self, space: &Mutex<Space>) -> Result<Option<Duration>, Stop> {
         while self.has_room() {
             if core::mem::take(&mut self.refused) {
@@ -38,7 +38,7 @@ impl Mover {
                     if is_dead(error) {
                         return Err(Stop::Broken);
                     }
-                    // Others free their memory before they say so, but the driver may need a moment.
+                    // Other clients report memory after they have freed it, but the driver may need a moment.
                     if self.full_since.get_or_insert_with(Instant::now).elapsed() < TIMEOUT {
                         return Ok(Some(RETRY_INTERVAL));
                     }

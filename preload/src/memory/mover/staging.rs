@@ -1,4 +1,4 @@
-//! The host buffers that an eviction needs: when they are allocated, and what happens to those that are left over.
+//! The host buffers of an eviction: when they are allocated, and what happens to those that are left over.
 
 use super::Mover;
 use crate::{
@@ -13,13 +13,13 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// Threads that make buffers. While nobody waits for them yet, the program needs the processors more.
+/// Threads that allocate buffers: during an eviction; and ahead of one, when the program needs the processors more.
 const WORKERS: usize = 8;
 
 const WORKERS_AHEAD: usize = 2;
 
 impl Mover {
-    /// So many bytes are likely to leave before long: has buffers for them made, without hurry.
+    /// Has buffers allocated for an eviction of so many bytes that is likely to come.
     pub fn prepare(&mut self, space: &Mutex<Space>, contexts: &[CUcontext], bytes: u64) {
         if !self.is_idle() || self.settle(contexts).is_err() {
             return;
@@ -33,7 +33,7 @@ impl Mover {
         trace!("buffers are made ahead: {}", self.preparing);
     }
 
-    /// Orders the buffers that the plan will need and nobody has.
+    /// Has the buffers allocated that the plan needs and that are not there.
     pub(super) fn allocate_for_plan(&mut self, space: &Mutex<Space>) {
         let needs = |leaving: &&Leaving| {
             leaving.is_copied
@@ -58,13 +58,13 @@ impl Mover {
         }
     }
 
-    /// No more buffers are needed. Says whether none is in the making any more.
+    /// Stops allocating. Returns whether no buffer is being allocated any more.
     pub(super) fn stop_staging(&mut self, space: &Mutex<Space>) -> bool {
         self.preparing = false;
         self.collect_staging(space)
     }
 
-    /// Keeps what was made. Says whether nothing is in the making any more; unless it is for later, that is soon.
+    /// Keeps the buffers that are ready. Returns whether no more are being allocated.
     pub(super) fn collect_staging(&mut self, space: &Mutex<Space>) -> bool {
         let Some(staging) = &self.staging else { return true };
         if !self.preparing {

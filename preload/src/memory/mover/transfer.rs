@@ -1,4 +1,4 @@
-//! Transfers: chunks whose copy is under way, and what follows when it is done.
+//! Transfers: chunks whose copy is in flight, and what happens when it is done.
 
 use super::Mover;
 use crate::{
@@ -15,23 +15,23 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// Bytes and copies in flight: more than the link carries until the next look, however small the chunks are.
+/// The most bytes and copies in flight: more than the link carries until the next look, however small the chunks are.
 const MAX_IN_FLIGHT: u64 = 512 << 20;
 
 const MAX_COPIES: usize = 256;
 
-/// What the mover has in the context that it works in.
+/// What the mover has in the context where it works.
 #[derive(Debug)]
 pub(super) struct CopyContext {
     pub(super) context: usize,
     pub(super) stream: CUstream,
     /// Events that are not in use.
     pub(super) events: Vec<CUevent>,
-    /// `None` inside: prints cannot be made here.
+    /// The inner `None` means that fingerprints cannot be computed here.
     pub(super) fingerprinter: Option<Option<Fingerprinter>>,
 }
 
-/// A chunk whose copy is under way.
+/// A chunk whose copy is in flight.
 #[derive(Debug)]
 pub(super) struct Transfer {
     pub(super) base: u64,
@@ -43,12 +43,12 @@ pub(super) struct Transfer {
     pub(super) event: CUevent,
 }
 
-/// Where a chunk comes from or goes to.
+/// The direction of a transfer.
 #[derive(Debug)]
 pub(super) enum Direction {
     /// To host memory.
     Out(Option<HostCopy>),
-    /// From there, or from nowhere: where it is still, should it not arrive.
+    /// To the GPU, from where the contents are. They are still there if the transfer fails.
     In(Residency),
 }
 
@@ -61,7 +61,7 @@ impl Mover {
         self.copy_context.as_ref().map_or(core::ptr::null_mut(), |copy_context| copy_context.stream)
     }
 
-    /// Marks the end of what was started.
+    /// Records an event behind a transfer that was started.
     pub(super) fn track(&mut self, mut transfer: Transfer) {
         if let Some(copy_context) = &mut self.copy_context {
             let mut event = copy_context.events.pop().unwrap_or(core::ptr::null_mut());
@@ -77,7 +77,7 @@ impl Mover {
         self.transfers.push_back(transfer);
     }
 
-    /// Lands what has arrived.
+    /// Completes the transfers that are done.
     pub(super) fn complete(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
         while let Some(first) = self.transfers.front() {
             // SAFETY: the mover's own event, or stream.
@@ -97,7 +97,7 @@ impl Mover {
     }
 
     pub(super) fn complete_all(&mut self, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
-        // A thread of the program's may be here, beside a capture of another.
+        // This may be a thread of the program, beside a capture of another thread.
         // SAFETY: the mover's own stream.
         capture::relaxed(|| unsafe { driver::cuStreamSynchronize(self.stream()) });
         while let Some(transfer) = self.transfers.pop_front() {
@@ -120,7 +120,7 @@ impl Mover {
                 match residency {
                     Residency::Host(_) => guard.account.counts.swapped_in += len,
                     Residency::Constant(_) => guard.account.counts.unmoved += len,
-                    _ => {} // it never had contents
+                    _ => {} // the chunk had no contents
                 }
                 if guard.show(base, offset, len, handle).is_ok() {
                     let copy = if let Residency::Host(copy) = residency { copy } else { None };
@@ -128,7 +128,7 @@ impl Mover {
                     guard.put(base, offset, Residency::Gpu { handle, copy });
                     return report(&guard.account);
                 }
-                // No room for page tables, say: it comes back later.
+                // There may be no room for page tables: the chunk comes back later.
                 self.refused = true;
                 residency
             }

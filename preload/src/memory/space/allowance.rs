@@ -1,28 +1,28 @@
-//! The allowance: how many bytes the scheduler lets this client have on the GPU, and which of its messages have been carried out.
+//! The allowance: how many bytes the scheduler lets this client have on the GPU, and which allowances have been carried out.
 
 use super::Space;
 
-/// More allowances than an eviction of any GPU has steps.
+/// More allowances than the eviction of any GPU has steps.
 const MANY_PENDING: usize = 4096;
 
 impl Space {
-    /// A new allowance arrived.
+    /// A new allowance has arrived.
     pub fn allow(&mut self, seq: u32, bytes: u64) {
         self.account.allowance = bytes;
         self.pending.push_back((seq, bytes));
         if self.pending.len() > MANY_PENDING {
-            self.pending.pop_front(); // a later one stands for it
+            self.pending.pop_front(); // a later one replaces it
         }
         self.settle();
     }
 
-    /// A new scheduler, whose allowances are yet to come: what is mapped stays until it says otherwise.
+    /// A new scheduler has not sent allowances yet: what is mapped stays until it does.
     pub fn reset_for_scheduler(&mut self) {
         self.reset_for_successor();
         (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
-    /// A scheduler in the place of the one before, on its connection: what may be wished for is as it was.
+    /// The same for a successor on the same connection: the highest limit that can be requested stays as it was.
     pub fn reset_for_successor(&mut self) {
         self.pending.clear();
         (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
@@ -36,7 +36,7 @@ impl Space {
         (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
     }
 
-    /// A new limit arrived; from an older scheduler without a number, and then it is all there is to know.
+    /// A new limit has arrived. Older schedulers send neither a number nor anything after `bytes`.
     pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
         self.account.limit = bytes.min(self.account.env_max);
         let most = most.min(self.account.env_max);
@@ -44,12 +44,12 @@ impl Space {
         (self.account.limit_seq, self.account.limit_max, self.account.host_cache_max) = (seq, most, keep);
     }
 
-    /// There is no scheduler, and others lack memory: so many bytes are to leave, and none to come.
+    /// Without a scheduler, while other clients lack memory: so many bytes are to leave, and none come.
     pub fn make_room_for_others(&mut self, bytes: u64) {
         self.account.allowance = self.account.mapped.saturating_sub(bytes) + self.account.pinned;
     }
 
-    /// An eviction got as far as it can: what is left stays.
+    /// The eviction cannot go on: the rest stays.
     pub fn give_up_eviction(&mut self) {
         self.account.allowance = self.account.mapped + self.account.pinned;
         if let Some((seq, _)) = self.pending.drain(..).next_back() {
@@ -63,7 +63,7 @@ impl Space {
         }
     }
 
-    /// Acknowledges the allowances that are carried out by now. Where the newest is, the others no longer matter.
+    /// Acknowledges the allowances that have been carried out. Once the newest has, earlier ones no longer matter.
     pub(super) fn settle(&mut self) {
         let there = self.account.mapped + self.account.pinned;
         if self.pending.back().is_some_and(|(_, bytes)| there <= *bytes) {

@@ -1,4 +1,4 @@
-//! Host buffers that the space keeps: free ones, and copies of chunks that are on the GPU.
+//! Host buffers that belong to the space: free ones, and copies of chunks that are on the GPU.
 
 use super::Space;
 use crate::memory::{
@@ -8,7 +8,7 @@ use crate::memory::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Keeps buffers for the next eviction. Those that are too much are taken away [later](Self::take_surplus).
+    /// Keeps buffers for the next eviction. [`take_surplus`](Self::take_surplus) removes those beyond what may be kept.
     pub(in crate::memory) fn keep_buffers(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
         for buffer in buffers {
             self.account.host_cache += buffer.len();
@@ -16,21 +16,21 @@ impl Space {
         }
     }
 
-    /// A kept buffer of that length.
+    /// A free buffer of this length.
     pub(in crate::memory) fn take_free_buffer(&mut self, len: u64) -> Option<Buffer> {
         let at = self.free_buffers.iter().position(|buffer| buffer.len() == len)?;
         self.account.host_cache -= len;
         Some(self.free_buffers.swap_remove(at))
     }
 
-    /// The last ones of those that are kept.
+    /// The last `count` free buffers.
     pub(in crate::memory) fn take_free_buffers(&mut self, count: usize) -> Vec<Buffer> {
         let taken = self.free_buffers.split_off(self.free_buffers.len().saturating_sub(count));
         self.account.host_cache -= taken.iter().map(Buffer::len).sum::<u64>();
         taken
     }
 
-    /// Buffers beyond what may be kept: first those that hold nothing, then copies of what is on the GPU.
+    /// Buffers beyond what may be kept: first free ones, then copies of chunks on the GPU.
     pub fn take_surplus(&mut self) -> Vec<Buffer> {
         let mut surplus = Vec::new();
         while self.account.host_cache > self.account.host_cache_max {
@@ -40,7 +40,7 @@ impl Space {
         surplus
     }
 
-    /// The buffer of a copy that is not needed, as its chunk is on the GPU.
+    /// The buffer of a copy whose chunk is on the GPU.
     pub(in crate::memory) fn take_copy(&mut self, len: u64) -> Option<Buffer> {
         self.take_copy_if(|chunk| chunk.len == len)
     }
@@ -55,12 +55,12 @@ impl Space {
         Some(buffer)
     }
 
-    /// Lengths of the buffers that are kept.
+    /// The lengths of the free buffers.
     pub(in crate::memory) fn free_buffer_lengths(&self) -> Vec<u64> {
         self.free_buffers.iter().map(Buffer::len).collect()
     }
 
-    /// Lengths of the buffers that would be needed if so many bytes left.
+    /// The lengths of the buffers that evicting so many bytes would need.
     pub(in crate::memory) fn buffers_for(&self, bytes: u64) -> Vec<u64> {
         let needs = |chunk: &Chunk| {
             self.engine_of(chunk.flags).copies() && matches!(chunk.residency, Residency::Gpu { copy: None, .. })

@@ -1,4 +1,4 @@
-//! Chunks that change their place: the mover takes them out of the space, moves them, and puts them back.
+//! The mover's access to chunks: it takes them out of the space, moves them, and puts them back.
 
 use super::Space;
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 use alloc::vec::Vec;
 
 impl Space {
-    /// Takes a chunk that is not on the GPU still, if the allowance has room for it. It counts as mapped from here on.
+    /// Takes a chunk that is still away, if the allowance has room for it. It counts as mapped from here on.
     pub(in crate::memory) fn take_lacking(&mut self, base: u64, offset: u64) -> Option<Chunk> {
         let room = self.account.room();
         let range = self.ranges.get_mut(&base).filter(|range| range.moves())?;
@@ -22,21 +22,21 @@ impl Space {
         Some(taken)
     }
 
-    /// All chunks that are not on the GPU: base, offset and length.
+    /// All chunks that are away: base, offset and length.
     pub(in crate::memory) fn lacking(&self) -> Vec<(u64, u64, u64)> {
         let live = self.ranges.iter().filter(|(_, range)| range.moves());
         let chunks = live.flat_map(|(base, range)| range.chunks.iter().map(move |c| (*base, c)));
         chunks.filter(|(_, c)| c.is_away()).map(|(base, c)| (base, c.offset, c.len)).collect()
     }
 
-    /// Whether the allowance has room for one of [those](Self::lacking).
+    /// Whether the allowance has room for a [chunk that is away](Self::lacking).
     pub fn can_restore(&self) -> bool {
         let room = self.account.room();
         let lacking = |c: &Chunk| c.is_away() && c.len <= room;
         !self.account.is_complete() && self.ranges.values().any(|r| r.moves() && r.chunks.iter().any(lacking))
     }
 
-    /// The chunks that would leave next, for that many bytes: first those of which a copy exists.
+    /// The chunks to evict for so many bytes: first those of which a copy exists.
     pub(super) fn leaving(&self, bytes: u64) -> Vec<(u64, &Chunk)> {
         let mut leaving = Vec::new();
         let mut sum = 0u64;
@@ -55,7 +55,7 @@ impl Space {
         leaving
     }
 
-    /// Takes them: they are the mover's until [`put`](Self::put), and nobody takes them off the GPU meanwhile.
+    /// Takes these chunks. They are the mover's until [`put`](Self::put): nothing else takes them off the GPU.
     pub(in crate::memory) fn take_leaving(&mut self, bytes: u64) -> Vec<Leaving> {
         let names: Vec<_> = self.leaving(bytes).into_iter().map(|(base, chunk)| (base, chunk.offset)).collect();
         names.into_iter().filter_map(|(base, offset)| self.take_mapped(base, offset)).collect()
@@ -71,22 +71,22 @@ impl Space {
         Some(Leaving { base, chunk, is_copied, fingerprint: None })
     }
 
-    /// A chunk that was to come back did not: it is where it was.
+    /// Puts back a chunk that could not be restored.
     pub(in crate::memory) fn stays_away(&mut self, base: u64, offset: u64, len: u64, residency: Residency) {
         self.left(len, matches!(residency, Residency::Host(_)));
         self.put(base, offset, residency);
     }
 
-    /// The mover is done with a chunk: `place` is where it is now.
+    /// Puts back a chunk with its new residency.
     pub(in crate::memory) fn put(&mut self, base: u64, offset: u64, residency: Residency) {
         let Some(range) = self.ranges.get_mut(&base) else { return };
         let dead = range.dead;
         if let Some(chunk) = range.chunks.iter_mut().find(|c| c.offset == offset) {
             if let Residency::Gpu { handle, .. } = residency {
-                // For aliases that were added while it was on its way out, and then stayed.
+                // For aliases that were added while the chunk was on its way out, if it stays after all.
                 let _ = range.aliases.show(offset, chunk.len, handle);
             }
-            // What comes back leaves a copy that is not needed.
+            // The copy from which a chunk was restored is not needed, and counts as cached.
             if let Residency::Gpu { copy: Some(copy), .. } = &residency {
                 self.account.host_cache += copy.buffer.len();
             }
@@ -99,19 +99,19 @@ impl Space {
         }
     }
 
-    /// A chunk is about to leave: unmaps it from the range's aliases.
+    /// Unmaps a chunk that is about to leave from the aliases of its range.
     pub(in crate::memory) fn hide(&mut self, base: u64, offset: u64) {
         if let Some(range) = self.ranges.get_mut(&base) {
             range.aliases.hide(offset);
         }
     }
 
-    /// A chunk is back: maps it at the range's aliases.
+    /// Maps a chunk that is back at the aliases of its range.
     pub(in crate::memory) fn show(&mut self, base: u64, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
         self.ranges.get_mut(&base).map_or(Ok(()), |range| range.aliases.show(offset, len, handle))
     }
 
-    /// A chunk that left the GPU (its memory is freed): accounts for it.
+    /// Accounts for a chunk whose memory on the GPU has been freed.
     pub(in crate::memory) fn left(&mut self, len: u64, with_contents: bool) {
         self.account.mapped -= len;
         if with_contents {

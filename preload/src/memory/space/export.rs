@@ -1,4 +1,4 @@
-//! Exporting ranges, so that other processes can open them.
+//! Ranges that other processes can open.
 
 use super::{Allocation, Space};
 use crate::{
@@ -7,26 +7,26 @@ use crate::{
 };
 use nvshare_wire::Secret;
 
-/// The name of a range that other processes may open.
+/// The name of an exported range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exported {
     pub range: u32,
     pub secret: Secret,
 }
 
-/// How exporting a range went.
+/// The outcome of exporting a range.
 #[derive(Debug)]
 pub enum Export {
-    /// The allocation in it, and where in it.
+    /// The range, the allocation, and its offset in the range.
     Done(Exported, Allocation, u32),
-    /// Not all of it is on the GPU.
+    /// Not all of the range is on the GPU.
     Away,
     Impossible,
 }
 
 impl Space {
-    /// Exports the range of the allocation that has this address: pins it, if all of it is on the GPU and `can_share` its
-    /// chunks. `new` makes its name, the first time.
+    /// Exports the range of the allocation at this address: pins it, if all of it is on the GPU and its chunks `can_share`.
+    /// `new` makes a name for a range that has none.
     pub fn export(
         &mut self,
         address: u64,
@@ -52,8 +52,8 @@ impl Space {
         Export::Done(exported, allocation, offset)
     }
 
-    /// An exported range that still has that allocation: its bytes, those of each chunk but the last, and its chunks from
-    /// that one on.
+    /// The size of an exported range that still holds that allocation, the size of its chunks except the last, and the chunks
+    /// from number `first` on.
     pub fn exported(
         &self,
         exported: Exported,

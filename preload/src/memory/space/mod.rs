@@ -1,7 +1,10 @@
-//! The program's allocations on one GPU: their addresses, their chunks and where each chunk is, and the account of bytes.
+//! The space: the program's allocations on one GPU, with their addresses, chunks and account.
 //!
-//! A *range* is reserved address space made of chunks: one large allocation, or a slab that small ones share. A range's
-//! addresses never change, and what was freed is not reused before all work that was submitted earlier is done.
+//! A *range* is a reserved part of the address space, made of chunks: one large allocation, or a slab that small ones share.
+//! The addresses of a range never change, and freed memory is not reused before all earlier work is done.
+//!
+//! - `allowance`: how many bytes may be mapped. `chunks`: what the mover moves. `buffers`: host memory.
+//! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
 
 mod allowance;
 mod buffers;
@@ -37,25 +40,25 @@ pub struct Space {
     engine: &'static dyn Engine,
     ranges: BTreeMap<u64, Range>,
     allocations: BTreeMap<u64, Allocation>,
-    /// Freed, while work submitted before may still use them.
+    /// Freed allocations that earlier work may still use.
     freed: VecDeque<Freed>,
     next_id: u64,
-    /// Allowances that have not been carried out, in order, by sequence number: an eviction is asked for in steps, so that
-    /// what has left can be passed on while the rest still leaves.
+    /// Allowances that have not been carried out, with their sequence numbers, in order. An eviction is requested in steps, so
+    /// that what has left can be passed on while the rest still leaves.
     pending: VecDeque<(u32, u64)>,
-    /// How chunks of allocations are made, as those of `cuMemAlloc` are.
+    /// The properties of the chunks of allocations, as those of `cuMemAlloc` are.
     flags: Flags,
-    /// Buffers not in use.
+    /// Host buffers that are not in use.
     free_buffers: Vec<Buffer>,
     pub account: Account,
 }
 
-/// What a range is for.
+/// The purpose of a range.
 #[derive(Debug)]
 enum RangeKind {
     Single,
     Slab(Box<Slab>),
-    /// What the program made with `cuMemCreate`: it knows no address of it but its aliases.
+    /// Made by the program with `cuMemCreate`: only its aliases are addresses that the program knows.
     Created,
 }
 
@@ -64,13 +67,13 @@ struct Range {
     len: u64,
     kind: RangeKind,
     chunks: Vec<Chunk>,
-    /// Freed while a chunk was on its way; the mover takes the range apart when it is done with it.
+    /// Freed while the mover had a chunk of it; it is dismantled when the chunk is back.
     dead: bool,
-    /// The driver has taken its addresses back.
+    /// The driver has freed its addresses already.
     gone: bool,
-    /// It stays on the GPU for good, and is on the account as such.
+    /// It stays on the GPU for good, and is accounted for as pinned.
     pinned: bool,
-    /// What other processes know it by; it is pinned, then.
+    /// The name under which other processes know it. It is pinned, then.
     exported: Option<Exported>,
     aliases: Aliases,
 }
@@ -78,17 +81,17 @@ struct Range {
 #[derive(Debug, Clone, Copy)]
 pub struct Allocation {
     pub base: u64,
-    /// As the program asked.
+    /// As the program requested it.
     pub size: u64,
     pub id: u64,
     pub context: usize,
-    /// The program made it as managed memory, and the driver knows all about it.
+    /// Managed memory of the program, about which the driver answers all queries.
     pub managed: bool,
     range: u64,
 }
 
 impl Allocation {
-    /// One of another process.
+    /// An allocation of another process.
     pub fn foreign(base: u64, size: u64, id: u64, context: usize) -> Self {
         Self { base, size, id, context, managed: false, range: 0 }
     }
@@ -101,11 +104,11 @@ impl Allocation {
 #[derive(Debug)]
 struct Freed {
     allocation: Allocation,
-    /// Behind the work that may still use it; `None` if it could not be made yet (a stream was capturing).
+    /// Behind the work that may still use it; `None` if it could not be recorded yet because of a capture.
     fence: Option<Fence>,
 }
 
-/// How an allocation ended up.
+/// The outcome of an allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Allocated {
     pub address: u64,
@@ -116,9 +119,9 @@ pub struct Allocated {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backing {
     There,
-    /// It comes with credit from the scheduler, and the gate must be closed until then.
+    /// It comes when the scheduler allows it; the gate must be closed until then.
     Later,
-    /// The same, but there was credit, and the driver had no room. It may be that there never will be any.
+    /// The same, although the allowance had room: the driver had none, and perhaps never will.
     Refused,
 }
 
@@ -130,7 +133,7 @@ impl Range {
 }
 
 impl Space {
-    /// On a GPU with so much memory.
+    /// `total` is the size of the GPU in bytes.
     pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, env_max: u64) -> Self {
         let demand_paged = !engine.copies();
         let can_rdma = !demand_paged && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
@@ -180,18 +183,18 @@ impl Space {
         self.gpu
     }
 
-    /// How a certain chunk moves.
+    /// The engine that moves a chunk with these flags.
     pub(in crate::memory) fn engine_of(&self, flags: Flags) -> &'static dyn Engine {
         if flags.managed > 0 { &engine::Managed } else { self.engine }
     }
 
-    /// The allocation that holds this address.
+    /// The allocation that contains this address.
     pub fn find(&self, address: u64) -> Option<Allocation> {
         let (_, a) = self.allocations.range(..=address).next_back()?;
         (address - a.base < a.size).then_some(*a)
     }
 
-    /// Makes an allocation; `beyond` lets it exceed the limit.
+    /// Allocates memory. `beyond` lets it exceed the limit.
     pub fn allocate(&mut self, size: u64, context: usize, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
         self.reclaim(work);
         let (range, address, backing) = if size <= slab::LARGEST {
@@ -207,7 +210,7 @@ impl Space {
         Ok(Allocated { address, backing })
     }
 
-    /// The same for managed memory, which `make` makes.
+    /// The same for managed memory, which `make` allocates.
     pub fn allocate_managed(
         &mut self,
         size: u64,
@@ -246,13 +249,13 @@ impl Space {
         }
     }
 
-    /// Makes memory without an address that the program knows; gives the base of its range.
+    /// Allocates memory that has no address known to the program. Returns the base of its range.
     pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
         self.reclaim(work);
         self.make_range(len, RangeKind::Created, flags, beyond)
     }
 
-    /// Nothing refers to what [`create`](Self::create) made any more.
+    /// Frees what [`create`](Self::create) made, when nothing refers to it any more.
     pub fn destroy(&mut self, base: u64) {
         self.drop_range(base);
     }
@@ -273,7 +276,7 @@ impl Space {
 
     fn add_range(&mut self, base: u64, len: u64, kind: RangeKind, flags: Flags) -> Result<(u64, Backing), CUresult> {
         let engine = self.engine_of(flags);
-        // What may be given to others is one thing to them.
+        // Memory that can be exported is a single chunk, since it must be a single handle.
         let step = if flags.handle_types == 0 { CHUNK } else { len };
         let chunks = (0..len.div_ceil(step))
             .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, residency: Residency::Unbacked })
@@ -281,7 +284,7 @@ impl Space {
         let (pinned, exported, aliases) = (false, None, Aliases::default());
         let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
         self.account.demand += len;
-        // Only while nothing else is lacking: what is restored first must not find its place taken.
+        // Only if no other memory is lacking: what is restored first must find its place.
         let lacking = self.account.demand - len > self.account.mapped;
         let may_map = !lacking && len <= self.account.room();
         let mut backing = if may_map { Backing::There } else { Backing::Later };
@@ -292,7 +295,8 @@ impl Space {
                         chunk.residency = Residency::Gpu { handle, copy: None };
                         self.account.mapped += chunk.len;
                     }
-                    // Others have not let go yet; the mover tries again. Without a scheduler nobody will.
+                    // Other clients have not freed theirs yet, and the mover tries again. Without a scheduler or other clients,
+                    // nothing would change.
                     Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
                         backing = Backing::Refused;
                         break;
@@ -310,7 +314,7 @@ impl Space {
         Ok((base, backing))
     }
 
-    /// Takes a range apart. Nothing may be using it.
+    /// Frees a range. Nothing may be using it.
     fn dismantle(&mut self, base: u64, mut range: Range) {
         let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
         if range.pinned {
@@ -339,17 +343,17 @@ impl Space {
         if !range.gone {
             engine.unreserve(base, range.len);
         }
-        // What is allocated from here on is new.
+        // Later allocations have not been used by any work.
         self.account.peak = self.account.peak.min(self.account.demand);
         self.update_peak();
         if let Some(Exported { range, .. }) = range.exported {
-            // The scheduler learns of it before it learns of fewer bytes.
+            // The scheduler must learn of this before it learns of fewer bytes.
             outbox::push([ClientMessage::Withdrawn { range }]);
         }
         self.settle();
     }
 
-    /// Frees the allocation that begins there; `false` if there is none. `idle`: this client has nothing submitted.
+    /// Frees the allocation at this address; `false` if there is none. `idle`: no work of this client is outstanding.
     pub fn free(&mut self, address: u64, idle: bool, work: &Work) -> bool {
         let Some(allocation) = self.allocations.remove(&address) else { return false };
         if idle {
@@ -362,7 +366,7 @@ impl Space {
         true
     }
 
-    /// Takes back what was freed and is no longer used by any work.
+    /// Frees allocations that work no longer uses.
     pub fn reclaim(&mut self, work: &Work) {
         while let Some(freed) = self.freed.front_mut() {
             let fence = match &mut freed.fence {
@@ -382,7 +386,7 @@ impl Space {
         }
     }
 
-    /// What goes with an allocation: its range, unless that is a slab, which others share.
+    /// The bytes that an allocation frees: its range, unless that is a slab.
     fn room_of(&self, allocation: &Allocation) -> u64 {
         let range = self.ranges.get(&allocation.range);
         range.filter(|r| matches!(r.kind, RangeKind::Single)).map_or(0, |r| r.len)
@@ -410,14 +414,14 @@ impl Space {
         let Some(range) = self.ranges.get_mut(&base) else { return };
         if range.chunks.iter().any(|c| matches!(c.residency, Residency::Moving)) {
             if !core::mem::replace(&mut range.dead, true) {
-                self.account.freeing += range.len; // its place may be taken: it goes in a moment
+                self.account.freeing += range.len; // its address may be reused: it goes in a moment
             }
         } else if let Some(range) = self.ranges.remove(&base) {
             self.dismantle(base, range);
         }
     }
 
-    /// Everything that belongs to a context which is being destroyed (or to any, where none is left).
+    /// Frees everything that belongs to a context which is being destroyed, or to any context if none is left.
     pub fn drop_context(&mut self, context: usize, last: bool) {
         let gone: Vec<_> = self.allocations.values().filter(|a| last || a.context == context).copied().collect();
         for allocation in gone {
@@ -433,7 +437,7 @@ impl Space {
         }
     }
 
-    /// The same for one of a context that is gone: the driver has freed what was managed memory.
+    /// The same for one allocation: the driver has already freed managed memory.
     fn release_gone(&mut self, allocation: Allocation) {
         if let Some(range) = self.ranges.get_mut(&allocation.range) {
             range.gone = allocation.managed;

@@ -27,7 +27,7 @@ pub use question::answered;
 use crate::connection::outbox;
 use nvshare_wire::{ClientMessage, version};
 
-/// A new connection of that protocol version: the scheduler learns first what this process exports under.
+/// Begins a new connection of this protocol version: the first message names this process as an exporter.
 pub fn announce_exporter(version: u16) {
     outbox::restart(|| {
         let key = export::key().filter(|_| version >= version::SHARING)?;

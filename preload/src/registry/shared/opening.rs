@@ -1,4 +1,4 @@
-//! Opening a handle: its range is fetched from the exporter and mapped, unless it is here already.
+//! Opening a handle: its range is fetched from the exporter and mapped, unless it is mapped already.
 
 use super::{
     export,
@@ -12,10 +12,10 @@ use crate::{
 use core::sync::atomic::Ordering;
 use nvshare_wire::ClientMessage;
 
-/// No GPU has as much.
+/// More than any GPU has.
 const MAX_BYTES: u64 = 1 << 46;
 
-/// Opens a handle of ours in this context of that GPU: the allocation's address here.
+/// Opens one of our handles in this context of that GPU. Returns the address of the allocation here.
 pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64, CUresult> {
     static ONE: Mutex<()> = Mutex::new(());
     let handle = ExportHandle::read(handle).ok_or(ERROR_INVALID_VALUE)?;
@@ -48,7 +48,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
                 import.unmap();
             }
             REGISTRY.lock().opening = None;
-            // Also of what may still arrive.
+            // This includes what may still arrive.
             outbox::push([ClientMessage::Closed { exporter: handle.exporter, range: handle.range }]);
             outbox::flush();
             Err(result.err().unwrap_or(ERROR_MAP_FAILED))
@@ -56,7 +56,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
     }
 }
 
-/// Fetches and maps a range. `import` has what there is to be undone where that fails.
+/// Fetches and maps a range. After an error, `import` holds what must be undone.
 fn bring_in(handle: &ExportHandle, gpu: &'static Gpu, import: &mut Option<Import>) -> Result<(), CUresult> {
     let mut layout = None;
     loop {
