@@ -47,7 +47,9 @@ pub fn start(resolve_hooks: impl FnOnce()) -> bool {
         return true;
     }
     if settings::get().memory_max_is_unread {
-        trace!("NVSHARE_MEMORY_MAX bounds nothing: it is neither a size of 2M or more, like 8G, nor a part, like 25%");
+        trace!(
+            "NVSHARE_MEMORY_MAX is ignored: it is neither a size of at least 2M, such as 8G, nor a percentage, such as 25%"
+        );
     }
     barrier::init();
     threads::init();

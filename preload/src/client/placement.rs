@@ -29,10 +29,10 @@ use nvshare_wire::{
     visible_devices::{self, Chooser, chooser},
 };
 
-/// How long the scheduler may take to answer. After that the program sees the GPUs that it would see without nvshare.
+/// The longest wait for an answer. After that the program sees the GPUs that it would see without nvshare.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long other threads wait for the one that asks, which a fork may have lost; and the interval between their looks.
+/// The longest wait of other threads for the one that asks, which a fork may have lost; and the interval between their looks.
 const LONGEST: Duration = Duration::from_secs(4);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -134,7 +134,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
                 }
             }
             Ok(Some((SchedulerMessage::Unplaced { outcome, text }, _))) => {
-                trace!("no place: {outcome:?} {}", text.as_str());
+                trace!("not placed: {outcome:?} {}", text.as_str());
                 return if outcome == NoPlacement::NoGpu { Answer::NoGpu } else { Answer::Free };
             }
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
@@ -145,7 +145,7 @@ fn ask(socket: &Socket, version: u16) -> Answer {
             Err(_) => return Answer::Free,
         }
     }
-    trace!("no place: the scheduler does not answer");
+    trace!("not placed: the scheduler does not answer");
     Answer::Free
 }
 

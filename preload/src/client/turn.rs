@@ -20,10 +20,10 @@ use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);
-/// How long a drain may make no progress while threads wait at the gate, before copies and flag writes pass: running kernels
+/// The time that a drain may make no progress while threads wait at the gate, before copies and flag writes pass: running kernels
 /// may need them in order to end, and they give the GPU little to do.
 const HELP_AFTER: Duration = Duration::from_millis(200);
-/// How long a drain may then make no progress before kernels pass, too: at least this long, and this many times the longest
+/// The time that a drain may then make no progress before kernels pass, too: at least this long, and this many times the longest
 /// time that submitted work took lately, but no longer than `OPEN_AT_LAST`.
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
@@ -38,7 +38,7 @@ pub struct Turn {
     state: State,
     /// When the turn began, and the number of submissions at that time.
     began: (Instant, u64),
-    /// How long a drain may stand still before the gate opens again.
+    /// The time that a drain may stand still before the gate opens again.
     stall_timeout: StallTimeout,
     utilization: Utilization,
     idle_gaps: IdleGapPredictor,
@@ -233,7 +233,7 @@ impl Turn {
                 Drained::NotYet => POLL_INTERVAL,
                 Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
-                    trace!("GPU {}: the drain stands still while threads wait: opening again", gpu.index);
+                    trace!("GPU {}: the drain makes no progress while threads wait: opening the gate", gpu.index);
                     self.stall_timeout = StallTimeout(OPEN_AFTER);
                     // From now on the lock is released at the first moment without work.
                     self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
@@ -353,7 +353,10 @@ impl Drain {
             if self.helped {
                 return Drained::NeedsHost;
             }
-            trace!("GPU {}: the drain stands still while threads wait: opening for copies and flags", gpu.index);
+            trace!(
+                "GPU {}: the drain makes no progress while threads wait: opening the gate for copies and flag writes",
+                gpu.index
+            );
             self.helped = true;
             self.progress.1 = Instant::now();
             gpu.gate.close(closed::KERNELS);

@@ -1,4 +1,4 @@
-//! How busy this client keeps a GPU while it holds the lock. The scheduler uses this to decide which programs run at the same
+//! Utilization: how busy this client keeps a GPU while it holds the lock. The scheduler uses this to decide which programs run at the same
 //! time.
 //!
 //! Every few milliseconds a fence is recorded behind what has been submitted. If it is done almost at once, the GPU was about

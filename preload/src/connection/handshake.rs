@@ -30,7 +30,7 @@ pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     let messages = settings::get().limits.messages();
     if version < version::ENV_LIMITS {
         if !messages.is_empty() {
-            trace!("the scheduler is too old for the limits of the environment");
+            trace!("the scheduler is too old for limits from the environment");
         }
         return true;
     }

@@ -24,7 +24,7 @@ use rustix::{
     },
 };
 
-/// How long a scheduler may take to answer. A scheduler that is stopped must not stop programs.
+/// The longest wait for an answer. A scheduler that is stopped must not stop programs.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Our descriptors are numbered from here on, since some programs rely on getting the lowest numbers.
 const LOWEST_DESCRIPTOR: RawFd = 400;
@@ -183,7 +183,7 @@ pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
 pub(super) fn words(error: Errno) -> String {
     match error {
         Errno::NOENT => "there is no such socket".into(),
-        Errno::CONNREFUSED => "nobody listens there".into(),
+        Errno::CONNREFUSED => "no process listens there".into(),
         Errno::ACCESS | Errno::PERM => "permission denied".into(),
         Errno::MFILE | Errno::NFILE => "no file descriptors are left".into(),
         Errno::CONNRESET | Errno::PIPE => "it closed the connection".into(),

@@ -133,7 +133,7 @@ fn publish() -> &'static Slot {
     let slot = Box::into_raw(Box::new(Slot::new()));
     let mut head = SLOTS.load(Ordering::Acquire);
     loop {
-        // SAFETY: nobody else sees the slot yet.
+        // SAFETY: no other thread sees the slot yet.
         unsafe { (*slot).next = head };
         match SLOTS.compare_exchange_weak(head, slot, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: from here on it is shared and never freed.

@@ -26,7 +26,7 @@ mod admission {
     /// There is no room, and there will be none before other clients need less memory.
     pub const REFUSED: u32 = 3;
 }
-/// How long a program waits for an answer before it creates its context all the same.
+/// The longest wait for an answer. After that the program creates its context all the same.
 const ADMISSION_TIMEOUT: Duration = Duration::from_secs(3);
 
 impl Gpu {
@@ -116,11 +116,11 @@ impl Gpu {
         self.admission.load(Ordering::SeqCst) == admission::REFUSED
     }
 
-    /// What the driver says of this GPU; `None` if this library does not support it. Needs no context.
+    /// The properties of this GPU; `None` if this library does not support it. Needs no context.
     pub(super) fn identify(&self, device: CUdevice) -> Option<&Info> {
         let learn = || match unsupported::reason(device) {
             Some(why) => {
-                trace!("GPU {device} is left alone: {why}");
+                trace!("GPU {device} is not supported: {why}");
                 None
             }
             None => Some(Info::learn(device)),

@@ -50,7 +50,7 @@ impl Info {
             reason,
             env_max: settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64)),
         };
-        trace!("GPU {device} is {} with {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine_kind());
+        trace!("GPU {device}: {}, {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine_kind());
         info
     }
 }

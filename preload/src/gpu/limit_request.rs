@@ -11,7 +11,7 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
-/// How long an answer may take. The scheduler answers within half of that.
+/// The longest wait for an answer. The scheduler answers within half of that.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between attempts to send to a scheduler that does not read.
 const SEND_RETRY: Duration = Duration::from_millis(2);

@@ -72,7 +72,7 @@ impl Gpu {
     }
 }
 
-/// How long a program still counts as using a GPU after its last turn there.
+/// A program still counts as using a GPU for this time after its last turn there.
 const LATELY: Duration = Duration::from_secs(2);
 
 /// The GPUs whose locks this client needs at once: this one, those where threads wait, those it used recently, and their peers.

@@ -56,7 +56,7 @@ impl Gpu {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
         if !core::mem::replace(&mut guard.account.unevictable, true) {
-            trace!("GPU {}: work comes unseen from now on, so its memory stays", self.index);
+            trace!("GPU {}: work passes no gate from now on, so memory stays on the GPU", self.index);
             if self.is_introduced() {
                 connection::send(&ClientMessage::Stuck {
                     gpus: 1 << self.index,

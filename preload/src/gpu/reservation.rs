@@ -12,9 +12,9 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, version};
 
-/// How much room each attempt asks for: at most so many bytes, and at most such a fraction of the GPU.
+/// The room that each attempt asks for: at most so many bytes, and at most such a fraction of the GPU.
 const STEPS: [(u64, u64); 3] = [(64 << 20, 16), (512 << 20, 8), (4 << 30, 4)];
-/// How long an answer may take. The scheduler answers within 2 s.
+/// The longest wait for an answer. The scheduler answers within 2 s.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// For how long no room is made after a call that failed all the same: other clients would lose their memory in vain.
@@ -85,6 +85,6 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
         }
     }
     let room = gpu.reservation_answers.bytes.load(Ordering::SeqCst);
-    trace!("GPU {}: {room} of {bytes} bytes were made room for in {} µs", gpu.index, begin.elapsed().as_micros());
+    trace!("GPU {}: room for {room} of {bytes} bytes was made in {} µs", gpu.index, begin.elapsed().as_micros());
     room > 0
 }

@@ -1,4 +1,4 @@
-//! Queries about addresses where the program mapped memory itself.
+//! Queries about addresses where the program has mapped our memory itself.
 
 use crate::{
     driver::{self, types::*},
@@ -17,18 +17,18 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// Answers with what the driver says while the memory at an address is on the GPU, and from the record while it is not.
+/// The driver's answer while the memory is on the GPU, and the recorded one while it is not.
 fn driver_or_record(
     memory: &Memory,
     real: impl FnOnce() -> CUresult,
     recorded: impl FnOnce(&mut Space) -> CUresult,
 ) -> Option<CUresult> {
-    // Locked, so that it does not leave between the look and the answer.
+    // Locked, so that the memory does not leave between the test and the answer.
     let mut space = memory.gpu.space()?.lock();
     Some(if space.on_gpu(memory.base).is_some() { real() } else { recorded(&mut space) })
 }
 
-/// The GPU that it is memory of.
+/// The GPU of this memory, as a location.
 fn home(memory: &Memory) -> Location {
     Location { kind: MEM_LOCATION_TYPE_DEVICE, id: memory.gpu.index as i32 }
 }
@@ -50,13 +50,13 @@ pub(super) fn get_access(
         return ERROR_INVALID_VALUE;
     };
     let Some((mapping, memory)) = found else {
-        // Of memory that the program did not map, the driver says this (580).
+        // The driver says this of memory that the program did not map (580).
         // SAFETY: the program's own place, not NULL.
         unsafe { put(flags, 0) };
         return SUCCESS;
     };
     let recorded = |space: &mut Space| {
-        // Of the host it says what it says of the memory's own GPU (580).
+        // Of the host the driver says what it says of the memory's own GPU (580).
         let asked = if location.kind == MEM_LOCATION_TYPE_HOST { home(&memory) } else { *location };
         let access = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, asked));
         // SAFETY: the program's own place, not NULL.
@@ -81,20 +81,20 @@ pub(super) fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult 
     SUCCESS
 }
 
-/// A mapping of ours that the program asks about.
+/// A mapping of our memory that the program asks about.
 #[derive(Debug)]
 struct AddressInfo {
     mapping: Mapping,
     memory: Memory,
     reservation: (u64, u64),
-    /// What its GPU may do there.
+    /// The access rights of its own GPU.
     rights: i32,
-    /// It is not on the GPU, so the driver knows nothing of it.
+    /// It is not on the GPU, so the driver knows nothing about it.
     away: bool,
 }
 
-/// Answers about an address where the program has mapped memory of ours, which neither comes nor goes meanwhile; `None` where
-/// it has not.
+/// Answers a query about an address where the program has mapped our memory, which neither comes nor goes meanwhile. `None` if
+/// nothing of ours is mapped there.
 fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
     if !gate::is_active() {
         return None;
@@ -108,14 +108,14 @@ fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Opt
     Some(answer(&AddressInfo { mapping, memory, reservation, rights, away }))
 }
 
-/// Where what is mapped at an address begins, and how long it is; an error if the GPU may not touch it, like the driver's
-/// (580). `None` where nothing of ours is.
+/// The start and length of the mapping at this address, or the driver's error (580) if its GPU has no access. `None` if nothing
+/// of ours is mapped there.
 pub(super) fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
     query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
 }
 
-/// Writes an attribute of a mapping of ours: those that would change when memory comes back, and those that the driver does
-/// not know while it is away. `None` for others. The answers are those of driver 580.
+/// Writes an attribute that the driver would answer differently after memory came back, or does not know while it is away.
+/// `None` for other attributes. The answers are those of driver 580.
 ///
 /// # Safety
 /// `data` is valid for that attribute.
@@ -152,13 +152,13 @@ unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) 
     Some(SUCCESS)
 }
 
-/// `cuPointerGetAttribute` of an address that no allocation of ours has.
+/// `cuPointerGetAttribute` for an address outside our allocations.
 pub(super) fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
     if data.is_null() {
         return real();
     }
     let answered = query(address, |asked| match real() {
-        // The driver does not know the address, or it knows it and has no such attribute.
+        // Either the driver does not know the address, or it does not have this attribute.
         // SAFETY: the program's own place for that attribute.
         result @ (SUCCESS | ERROR_INVALID_VALUE) => unsafe { write(data, which, address, asked) }.unwrap_or(result),
         error => error,
@@ -166,7 +166,7 @@ pub(super) fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn
     answered.unwrap_or_else(real)
 }
 
-/// `cuPointerGetAttributes` of such an address.
+/// `cuPointerGetAttributes` for an address outside our allocations.
 pub(super) fn attributes(
     n: u32,
     which: *const i32,

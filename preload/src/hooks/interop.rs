@@ -1,6 +1,5 @@
-//! Other APIs on the same GPU: what they submit passes no gate, and may use memory of ours. So the calls that tie one to
-//! this program are where the library learns that it can never know the program's work to be done. From then on the
-//! program's memory stays where it is.
+//! Calls that connect the program to other APIs on the same GPU. What these submit passes no gate, and may use our memory, so
+//! from then on the library cannot know when the program's work is done, and the program's memory stays where it is.
 
 use crate::{
     driver::{self, types::*},
@@ -11,7 +10,7 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// Makes the call with the program's memory on the GPU, where it then stays.
+/// Makes the call while the program's memory is on the GPU, where it stays from then on.
 fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     naming(|| {
         let result = call();
@@ -28,7 +27,7 @@ fn make_unevictable() {
     }
 }
 
-/// A context that another API shares. Room for it may take a while, so it is not made inside the gate.
+/// Creates a context that another API shares. This happens outside the gate, because room for it may take a while.
 fn creating_tied(device: CUdevice, context: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
     let result = context::creating(device, context, real);
     if result == SUCCESS { tied(|| SUCCESS) } else { result }

@@ -1,4 +1,4 @@
-//! Mapping and unmapping memory that the program made, and giving access to it.
+//! Mapping and unmapping memory that the program created, and setting access rights for it.
 
 use super::vmm::{changing, drop_unused, whole};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
 };
 use alloc::vec::Vec;
 
-/// More entries than there are places that could be given access.
+/// More entries than there are locations that could be given access.
 const MANY: usize = 256;
 
 pub(super) fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, flags: u64) -> CUresult {
@@ -18,7 +18,7 @@ pub(super) fn map(address: CUdeviceptr, size: u64, offset: u64, handle: Handle, 
     if !whole(size) || flags != 0 || !address.is_multiple_of(GRANULE) {
         return ERROR_INVALID_VALUE;
     }
-    // The driver maps memory whole or not at all.
+    // The driver maps memory as a whole or not at all.
     if offset != 0 || size != memory.len {
         return ERROR_NOT_SUPPORTED;
     }
@@ -46,7 +46,7 @@ pub(super) fn unmap(address: CUdeviceptr, size: u64, real: impl FnOnce() -> CUre
         }
         return result;
     };
-    // The driver cuts no mapping, and minds no hole (580).
+    // The driver splits no mapping, and accepts gaps (580).
     if !whole(size) || !vmm::are_within(&found, address, size) {
         return ERROR_INVALID_VALUE;
     }
@@ -84,7 +84,7 @@ pub(super) fn set_access(
         let mut value = 0;
         match desc.location.kind {
             MEM_LOCATION_TYPE_DEVICE if matches!(desc.flags, 0 | 1 | 3) => {}
-            MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // for memory of a GPU (580)
+            MEM_LOCATION_TYPE_HOST => return ERROR_NOT_SUPPORTED, // as the driver says for memory of a GPU (580)
             _ => return ERROR_INVALID_VALUE,
         }
         let attribute = DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
@@ -99,7 +99,7 @@ pub(super) fn set_access(
         // SAFETY: a valid place.
         from == to || unsafe { driver::cuDeviceCanAccessPeer(&mut can, from, to) } != SUCCESS || can != 0
     };
-    // While it is away, nobody else says so.
+    // While memory is away, the driver does not check this.
     let behind = found.iter().filter_map(|mapping| table.behind(mapping));
     let mut all = behind.flat_map(|memory| wanted.iter().map(move |desc| (desc, memory.gpu.index as CUdevice)));
     if all.any(|(desc, owner)| desc.flags != 0 && !reaches(desc.location.id, owner)) {

@@ -1,9 +1,9 @@
-//! Memory that the program reserves, makes and maps itself: it gets *virtual handles* ([`crate::registry::virtual_memory`]), so that what
-//! is behind them can leave the GPU and come back, at all the addresses where the program has mapped it.
+//! Memory that the program reserves, creates and maps itself. The program gets *virtual handles*
+//! ([`crate::registry::virtual_memory`]), so that the memory can leave the GPU and come back at all the addresses where the
+//! program has mapped it.
 //!
-//! None of these calls waits for the GPU lock. While memory is away, they only record what it will be like when it is
-//! back; the gate is closed until then. What others get hold of is the driver's, and stays: then the call waits for the
-//! memory, and the memory is pinned.
+//! None of these calls waits for the GPU lock. While memory is away, they only record how it will be mapped when it is back;
+//! the gate is closed until then. A call that exports memory waits until the memory is on the GPU, where it is then pinned.
 
 use super::{
     address_info::{get_access, properties},
@@ -40,13 +40,13 @@ pub(super) fn whole(len: u64) -> bool {
     len != 0 && len.is_multiple_of(GRANULE)
 }
 
-/// Whether a handle is for this library to look up. In a forked child it is not: there the driver refuses everything.
+/// Whether this is a virtual handle. In the child of a fork it does not matter: the driver refuses every call there.
 fn is_ours(handle: Handle) -> bool {
     gate::is_active() && vmm::is_virtual(handle)
 }
 
-/// Where memory can be made that moves: plain memory of a GPU that this library moves memory of. The driver makes any
-/// other, and says what is wrong with a call.
+/// The GPU, the space and the flags with which movable memory is created for this call: plain memory of a GPU whose memory this
+/// library moves. `None` for all other memory, which the driver creates, and for calls whose errors the driver reports.
 fn movable(
     place: *mut Handle,
     size: Size,
@@ -95,7 +95,7 @@ fn create(place: *mut Handle, size: Size, gpu: &'static Gpu, space: &Mutex<Space
     }
 }
 
-/// Changes the space that a memory is in, and sees to what follows from it.
+/// Changes the space that holds this memory, and carries out the consequences.
 pub(super) fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R) -> Option<R> {
     let mut guard = memory.gpu.space()?.lock();
     let before = guard.account;
@@ -105,7 +105,7 @@ pub(super) fn changing<R>(memory: &Memory, change: impl FnOnce(&mut Space) -> R)
     Some(result)
 }
 
-/// Frees what nothing refers to any more.
+/// Frees memory that has no references.
 pub(super) fn drop_unused(memory: Option<Memory>) {
     if let Some(memory) = memory {
         changing(&memory, |space| space.destroy(memory.base));
@@ -121,12 +121,12 @@ fn release(handle: Handle) -> CUresult {
     SUCCESS
 }
 
-/// Runs a call that gives others the memory behind a handle, or part of it: it is there then, and stays. The call gets the
+/// Makes a call that exports the memory behind a handle, or part of it: it is on the GPU then, and stays. `call` gets the
 /// driver's handle.
 fn escaping(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     let Some(memory) = TABLE.lock().memory(handle) else { return ERROR_INVALID_VALUE };
     naming_on(memory.gpu, || {
-        // Looked up again: it may have been released meanwhile.
+        // Again: it may have been released meanwhile.
         let table = TABLE.lock();
         let Some(memory) = table.memory(handle) else { return ERROR_INVALID_VALUE };
         let pinned = changing(&memory, |space| space.on_gpu(memory.base).filter(|_| space.pin(memory.base)));
@@ -134,7 +134,7 @@ fn escaping(handle: Handle, call: impl FnOnce(Handle) -> CUresult) -> CUresult {
     })
 }
 
-/// The same for a call that names memory by address. Only memory of ours is pinned.
+/// The same for a call that names memory by address. Only our memory is pinned.
 pub(super) fn escaping_at(address: CUdeviceptr, size: Size, call: impl FnOnce() -> CUresult) -> CUresult {
     let first = if gate::is_active() { TABLE.lock().at(address) } else { None };
     let Some((_, memory)) = first else { return call() };
@@ -153,7 +153,7 @@ hooks! { real, flavour;
     [cuMemCreate] (handle: *mut Handle, size: Size, prop: *const AllocationProp, flags: u64) {
         match movable(handle, size, prop, flags) {
             Some((gpu, space, flags)) => crate::sys::errno::preserved(|| create(handle, size, gpu, space, flags)),
-            None if handle.is_null() || flags != 0 || !whole(size as u64) => real(), // the driver's error
+            None if handle.is_null() || flags != 0 || !whole(size as u64) => real(), // the driver reports the error
             None => pinned::allocate(account::gpu_of(prop), Kind::Chunk, handle, size as u64, real),
         }
     }
@@ -166,7 +166,7 @@ hooks! { real, flavour;
     }
     [cuMemRetainAllocationHandle] (handle: *mut Handle, address: P) {
         if registry::is_ours(address as CUdeviceptr) {
-            return ERROR_INVALID_VALUE; // as for any memory that the program did not make with cuMemCreate
+            return ERROR_INVALID_VALUE; // as for any memory that cuMemCreate did not make
         }
         if gate::is_active() {
             let mut table = TABLE.lock();
@@ -195,7 +195,7 @@ hooks! { real, flavour;
             return real();
         }
         let types = TABLE.lock().memory(handle).map(|memory| memory.flags.handle_types);
-        // What cannot be exported need not be there for it.
+        // Memory that cannot be exported need not be on the GPU for it.
         if types.is_none_or(|types| types == 0 || types & kind == 0) || shareable.is_null() {
             return ERROR_INVALID_VALUE;
         }
@@ -238,7 +238,7 @@ hooks! { real, flavour;
         }
         let mut table = TABLE.lock();
         if table.ours_among(address, size as u64).is_some() {
-            return ERROR_INVALID_VALUE; // as with anything mapped there
+            return ERROR_INVALID_VALUE; // as if anything were mapped there
         }
         let result = real();
         if result == SUCCESS {
@@ -258,7 +258,7 @@ hooks! { real, flavour;
         }
         let mut table = TABLE.lock();
         if table.ours_among(address, size as u64).is_some() {
-            return ERROR_INVALID_VALUE; // taken, although the driver may not know it now
+            return ERROR_INVALID_VALUE; // in use, although the driver may not know it now
         }
         let result = real();
         if result == SUCCESS {

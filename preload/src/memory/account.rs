@@ -13,7 +13,7 @@ pub struct Account {
     pub swapped: u64,
     /// Outside the engines: memory of the driver that cannot move.
     pub pinned: u64,
-    /// What may be mapped, as the scheduler says; `u64::MAX` without one.
+    /// The most that may be mapped, as the scheduler says; `u64::MAX` without one.
     pub allowance: u64,
     /// The sequence number of the newest allowance that has been carried out.
     pub ack: u32,
@@ -32,7 +32,7 @@ pub struct Account {
     pub in_flight: u64,
     /// Freed bytes that earlier work may still use or that are being moved. Part of demand until then.
     pub freeing: u64,
-    /// What is not on the GPU is paged in when it is touched.
+    /// Pages that are not on the GPU are faulted in when they are touched.
     pub demand_paged: bool,
     /// Without a scheduler: the demand for which other clients make room; 0 if there are none.
     pub company: u64,

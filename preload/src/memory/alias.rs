@@ -59,7 +59,7 @@ impl Aliases {
         self.shown.retain(|shown| {
             let goes = which(shown);
             if goes {
-                // SAFETY: mapped by `show`; who asks knows that nothing that touches it runs, as with the driver.
+                // SAFETY: mapped by `show`; the caller knows that nothing that touches it runs, as with the driver.
                 unsafe { driver::cuMemUnmap(shown.alias + shown.offset, shown.len as usize) };
             }
             !goes

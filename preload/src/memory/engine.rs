@@ -15,7 +15,7 @@ pub const CHUNK: u64 = 64 << 20;
 /// Properties of a chunk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// How the program may export it: a `CUmemAllocationHandleType`.
+    /// The `CUmemAllocationHandleType`s as which the program may export it.
     pub handle_types: i32,
     /// Whether other devices may reach it (GPUDirect RDMA).
     pub rdma: u8,
@@ -28,7 +28,7 @@ pub struct Flags {
 }
 
 impl Flags {
-    /// How much of a chunk is inside its allocation, beyond which nothing can be prefetched.
+    /// The bytes of a chunk that are inside its allocation, beyond which nothing can be prefetched.
     pub fn inside(self, offset: u64, len: u64) -> u64 {
         if self.managed > 0 { len.min(self.managed.saturating_sub(offset)) } else { len }
     }

@@ -27,7 +27,7 @@ const TABLE: u64 = ((LIST + MAX_PARTS * size_of::<Sums>()) as u64).next_multiple
 /// The result for one part.
 type Sums = [u64; 4];
 
-/// What a chunk holds.
+/// The fingerprint of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fingerprint {
     sums: [u64; 2],

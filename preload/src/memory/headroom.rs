@@ -5,9 +5,9 @@ use crate::sys::file;
 use alloc::{ffi::CString, vec::Vec};
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// What the host keeps: below this, nothing more is swapped out.
+/// Left to the host: below this, nothing more is swapped out.
 const HOST_RESERVE: u64 = 512 << 20;
-/// What a control group keeps for its other memory, which grows as well: this fraction of its limit, and this much at most.
+/// Left to a control group for its other memory, which grows as well: this fraction of its limit, and this much at most.
 const GROUP_PART: u64 = 16;
 const GROUP_RESERVE: u64 = 256 << 20;
 /// The deepest nesting of control groups that is looked at.

@@ -72,7 +72,7 @@ impl Buffer {
         // Checked here: other processes may have taken what was available a moment ago.
         let Some(_claim) = Claim::new(self.len()) else { return false };
         let address = self.address();
-        // SAFETY: memory of ours that nobody uses yet.
+        // SAFETY: memory of ours that is not in use yet.
         unsafe {
             match madvise(address, self.len, Advice::LinuxPopulateWrite) {
                 Ok(()) => true,

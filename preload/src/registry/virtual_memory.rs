@@ -1,5 +1,5 @@
-//! What the program has reserved, created and mapped itself: its addresses, its memory by handle, and its mappings. This is a
-//! record only: it makes no calls, and includes the driver's own memory.
+//! A record of what the program has reserved, created and mapped itself: its addresses, its memory by handle, and its
+//! mappings. It makes no calls, and includes the driver's own memory.
 //!
 //! Our memory has a *virtual handle*, which stands for a range of a [`Space`](crate::memory::space::Space): the chunks of the
 //! range come and go, and the driver's handles with them. Memory that is left to the driver has the driver's handle.

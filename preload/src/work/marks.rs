@@ -10,7 +10,7 @@ use crate::{
 use alloc::sync::Arc;
 use core::{sync::atomic::Ordering, time::Duration};
 
-/// How much GPU time may be queued, in microseconds, while no other client waits for the lock, and while one does.
+/// The GPU time that may be queued, in microseconds, while no other client waits for the lock, and while one does.
 pub(super) const RUN_AHEAD: u32 = 100_000;
 
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
@@ -26,7 +26,7 @@ const MAX_WINDOW: u32 = 4096;
 /// Keeps the steps small in which the window moves on.
 const MARKS_PER_WINDOW: u32 = 8;
 
-/// How long a thread waits for a mark at first. It waits longer where recent work took longer, and half as long after each wait
+/// The longest wait of a thread for a mark at first. It is longer where recent work took longer, and half as long after each wait
 /// in vain: a program whose work waits for its next submission is delayed by no more than twice this in total.
 const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
 
@@ -37,7 +37,7 @@ const MAX_HALVINGS: u32 = 20;
 /// Work that ends this soon after a submission may have needed it.
 const PROMPTLY: Duration = Duration::from_millis(20);
 
-/// How long a thread waits for work that is only in other streams than its own.
+/// The longest wait of a thread for work that is only in other streams than its own.
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]

@@ -69,7 +69,7 @@ struct Inner {
     longest: u64,
     /// The oldest mark, once a thread has given up waiting for it.
     abandoned: Option<AbandonedWait>,
-    /// How often recently a mark was done soon after a thread gave up waiting for it: it had needed the thread's next
+    /// The number of recent marks that were done soon after a thread gave up waiting for it: it had needed the thread's next
     /// submission.
     futile_waits: u32,
     /// The number of known streams from which on idle ones are removed.

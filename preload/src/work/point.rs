@@ -37,7 +37,7 @@ impl Point {
 #[derive(Debug)]
 pub(super) struct Context {
     pub handle: usize,
-    /// What `cuCtxAttach` added to its usage count.
+    /// The part of its usage count that `cuCtxAttach` added.
     pub attached: u32,
     /// Only the thread to which it is current can use it, so the client's thread cannot: a green context.
     pub foreign: bool,

@@ -1,4 +1,4 @@
-//! What this client does for each message of the scheduler.
+//! Dispatch: carrying out the messages of the scheduler.
 
 use super::ClientThread;
 use crate::{

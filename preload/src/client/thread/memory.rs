@@ -23,7 +23,7 @@ use nvshare_wire::{ClientMessage, client::StuckReason, version};
 /// The interval between looks whether a call of the program that has passed the gate has ended.
 const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// How long an eviction waits for host memory before it is given up.
+/// The longest wait of an eviction for host memory.
 const HOST_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The interval between attempts to restore memory for which the GPU had no room.
@@ -100,7 +100,7 @@ impl ClientThread {
             return mover.tidy(space);
         }
         if matches!(goal, Goal::Evict { .. }) && mover.is_idle() && foreign_devices::may_reach_memory() {
-            trace!("GPU {}: a device other than GPUs may reach its memory", gpu.index);
+            trace!("GPU {}: another device may access its memory", gpu.index);
             gpu.make_unevictable();
             return Duration::ZERO;
         }

@@ -3,7 +3,7 @@
 //! It never blocks while something depends on it: drains and idleness are looked at in short steps ([`Turn`]), and moving
 //! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
 //!
-//! - `dispatch`: what each message does. `session`: connecting, resuming, losing the connection. `memory`: moving memory.
+//! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory.
 
 mod dispatch;
 mod memory;
@@ -34,7 +34,7 @@ use core::{
     time::Duration,
 };
 
-/// How long a client waits for a scheduler that went away before it runs ungated.
+/// The longest wait for a scheduler that went away. After that the client runs ungated.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The interval between attempts to reach a scheduler: at first, and once it has been away for longer.

@@ -60,7 +60,7 @@ impl ClientThread {
 
     /// A new scheduler has taken over the connection. It is told everything, including which locks are held.
     pub(super) fn resume(&mut self) {
-        trace!("a new scheduler has the connection");
+        trace!("a new scheduler has taken over the connection");
         let Some(socket) = self.socket.clone() else { return };
         // Unread messages of earlier times keep the socket full until the new scheduler discards them.
         if !(socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version))
@@ -92,7 +92,7 @@ impl ClientThread {
     }
 
     pub(super) fn disconnected(&mut self, why: &str) {
-        trace!("the scheduler is gone: {why}");
+        trace!("lost the scheduler: {why}");
         self.socket = None;
         connection::set_connection(None);
         let now = Instant::now();

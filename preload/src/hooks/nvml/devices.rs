@@ -1,5 +1,5 @@
-//! Which GPUs there are. Where the driver was told which ones this process is to see, and it is not the program that told
-//! it, NVML counts and numbers the same. Who asks by UUID or by the PCI bus is answered as ever.
+//! The GPUs that NVML shows. If the library, and not the program, set `CUDA_VISIBLE_DEVICES`, NVML counts and numbers the same
+//! GPUs. Look-ups by UUID or PCI bus are not changed.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{client::placement, sys::errno};
@@ -13,7 +13,7 @@ pub static BY_INDEX_2: Function = Function::new(c"nvmlDeviceGetHandleByIndex_v2"
 pub static INDEX: Function = Function::new(c"nvmlDeviceGetIndex");
 static BY_UUID: Function = Function::new(c"nvmlDeviceGetHandleByUUID");
 
-/// No GPU has that number, so that NVML says what it says then.
+/// An index that no GPU has, for NVML's own error.
 const NONE: u32 = u32::MAX;
 
 fn count(real: &Function, count: *mut u32) -> Return {
@@ -51,7 +51,7 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
 /// `nvmlDeviceGetCount`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
 /// `nvmlDeviceGetCount_v2`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return {
@@ -71,7 +71,7 @@ pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return
 /// `nvmlDeviceGetHandleByIndex`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Device) -> Return {
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Dev
 /// `nvmlDeviceGetHandleByIndex_v2`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Device) -> Return {
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut 
 /// `nvmlDeviceGetIndex`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> Return {

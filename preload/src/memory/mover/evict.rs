@@ -121,7 +121,7 @@ impl Mover {
             }
         };
         buffer.register(self.context().map_or(0, |context| context as usize));
-        // SAFETY: the chunk is mapped and idle, the buffer is as long, and both stay until the copy has landed.
+        // SAFETY: the chunk is mapped and idle, the buffer is as long, and both stay until the transfer is complete.
         let copied = unsafe { driver::cuMemcpyDtoHAsync_v2(buffer.address(), at, len as usize, self.stream()) };
         if copied != SUCCESS {
             let mut guard = space.lock();
@@ -178,6 +178,6 @@ impl Mover {
             let copied = self.plan.iter_mut().filter(|leaving| leaving.is_copied);
             copied.zip(fingerprints).for_each(|(leaving, fingerprint)| leaving.fingerprint = Some(fingerprint));
         }
-        trace!("prints of {} chunks in {} µs", chunks.len(), begin.elapsed().as_micros());
+        trace!("fingerprints of {} chunks in {} µs", chunks.len(), begin.elapsed().as_micros());
     }
 }

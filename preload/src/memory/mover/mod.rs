@@ -96,7 +96,7 @@ pub struct Mover {
     refused: bool,
     /// When something last moved, until host memory has been tidied up since.
     untidy_since: Option<Instant>,
-    /// What has moved, for the trace.
+    /// Counts for the trace.
     stats: Stats,
 }
 
@@ -199,7 +199,7 @@ impl Mover {
         if more == Ok(true) {
             return RETRY_INTERVAL;
         }
-        trace!("host memory at rest is the kernel's to page out");
+        trace!("idle host memory may be paged out");
         self.untidy_since = None;
         Duration::MAX
     }
@@ -240,7 +240,7 @@ impl Mover {
         let _ = with_current(context as usize, || {
             self.complete_all(space, report);
             if let Some(CopyContext { stream, events, fingerprinter, .. }) = self.copy_context.take() {
-                // SAFETY: the desk's own, and no longer in use.
+                // SAFETY: the mover's own, and no longer in use.
                 unsafe {
                     for event in events {
                         driver::cuEventDestroy_v2(event);
@@ -298,7 +298,7 @@ impl Mover {
             self.untidy_since = Some(Instant::now());
             let time = since.elapsed().as_micros();
             for (bytes, what) in [(out, "left"), (back, "came back")].iter().filter(|(bytes, _)| *bytes > 0) {
-                trace!("{bytes} bytes {what} in {time} µs, {uncopied} of all without a copy ({goal:?})");
+                trace!("{bytes} bytes {what} in {time} µs, {uncopied} bytes of both without a copy ({goal:?})");
             }
         }
         moved

@@ -15,7 +15,7 @@ use crate::{
 };
 use core::time::Duration;
 
-/// How long it may take until memory that other clients have freed can be used.
+/// The longest wait for memory that other clients have freed.
 const TIMEOUT: Duration = Duration::from_millis(300);
 
 impl Mover {
@@ -52,7 +52,7 @@ impl Mover {
             };
             self.full_since = None;
             let stream = self.stream();
-            // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until this has landed.
+            // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until the transfer is complete.
             let copied = unsafe {
                 match &residency {
                     Residency::Host(Some(copy)) => {

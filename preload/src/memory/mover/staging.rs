@@ -30,7 +30,7 @@ impl Mover {
         drop(guard);
         self.start_staging(space, needed, WORKERS_AHEAD);
         self.preparing = self.staging.is_some();
-        trace!("buffers are made ahead: {}", self.preparing);
+        trace!("buffers are allocated ahead: {}", self.preparing);
     }
 
     /// Has the buffers allocated that the plan needs and that are not there.

@@ -20,7 +20,7 @@ const MAX_IN_FLIGHT: u64 = 512 << 20;
 
 const MAX_COPIES: usize = 256;
 
-/// What the mover has in the context where it works.
+/// The mover's objects in the context where it works.
 #[derive(Debug)]
 pub(super) struct CopyContext {
     pub(super) context: usize,

@@ -22,7 +22,7 @@ use rustix::{
     rand::{GetRandomFlags, getrandom},
 };
 
-/// How long the scheduler may take to read that this process exports memory.
+/// The longest wait for the scheduler to read that this process exports memory.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The name of this process as an exporter, made at its first export.
 static KEY: OnceLock<Option<Secret>> = OnceLock::new();
@@ -80,7 +80,7 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
 /// A descriptor of the chunk, for another process.
 fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     let mut descriptor = -1;
-    // SAFETY: a valid place and a chunk of ours; the descriptor is new and nobody else's.
+    // SAFETY: a valid place and a chunk of ours; the descriptor is new and belongs to nothing else.
     unsafe {
         let place = (&raw mut descriptor).cast();
         let result = driver::cuMemExportToShareableHandle(place, chunk, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);

@@ -225,7 +225,7 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
 
 /// Tells the scheduler that a range is no longer open here.
 fn forget((exporter, range): RangeId, import: &Import) {
-    trace!("closed what was imported at {:#x}", import.at);
+    trace!("closed the import at {:#x}", import.at);
     outbox::push([ClientMessage::Closed { exporter, range }]);
     if let Some(home) = import.home.filter(|_| import.adopted) {
         home.pin(|pinned| pinned.saturating_sub(import.bytes));
@@ -246,7 +246,7 @@ pub fn adopt(exporter: Secret, range: u32) {
         import.adopted = true;
         (home, import.bytes)
     };
-    trace!("GPU {}: adopts {bytes} bytes that were imported", home.index);
+    trace!("GPU {}: adopted {bytes} imported bytes", home.index);
     outbox::push([ClientMessage::Adopted { exporter, range }]);
     home.pin(|pinned| pinned.saturating_add(bytes));
 }

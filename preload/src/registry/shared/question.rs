@@ -18,7 +18,7 @@ use core::{
 use nvshare_wire::{ClientMessage, client::Sharing, version};
 use rustix::fd::OwnedFd;
 
-/// How long an exporter may take to answer: it may be moving its memory, or be stopped.
+/// The longest wait for an exporter, which may be moving its memory, or be stopped.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between looks whether the scheduler is back, and between requests to an exporter that is busy.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
