@@ -35,10 +35,8 @@ const PITCH: usize = 512;
 const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// The interval between looks whether memory of other programs is available.
 const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
-
 /// The longest wait of an allocation for freed memory that work may still use.
 const FREED_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// The longest wait of an allocation for which the driver has no room, until other clients have made some or the scheduler says
 /// that they cannot.
 const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
@@ -46,9 +44,8 @@ const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
 const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
 /// The same while the scheduler, which would know, is away: until the client runs without one.
 const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
-
-/// And how long then, once a process, for others to show that they will make room ([`crate::client::offline`]).
-const COMPANY_TIMEOUT: Duration = Duration::from_millis(2500);
+/// The longest wait without a scheduler, once per process, for other clients that can make room ([`crate::client::offline`]).
+const OFFLINE_TIMEOUT: Duration = Duration::from_millis(2500);
 
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
@@ -171,9 +168,9 @@ pub(super) fn with_retries<T>(
         let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
         let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
         let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < timeout;
-        let is_alone = !connection::is_connected();
-        let may_find_company =
-            is_alone && guard.account.may_find_company(size as u64, gpu.total()) && begin.elapsed() < COMPANY_TIMEOUT;
+        let is_offline = !connection::is_connected();
+        let may_find_room =
+            is_offline && guard.account.may_find_room(size as u64, gpu.total()) && begin.elapsed() < OFFLINE_TIMEOUT;
         drop(guard);
         if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
             return result;
@@ -186,8 +183,8 @@ pub(super) fn with_retries<T>(
             Outcome::Denied => may_come = false,
             Outcome::Raised | Outcome::Beyond => {}
         }
-        if !(comes || may_come || may_find_company) {
-            space.lock().account.searched |= is_alone;
+        if !(comes || may_come || may_find_room) {
+            space.lock().account.searched |= is_offline;
             gpu.count_refusal();
             return result;
         }

@@ -3,7 +3,7 @@
 use nvshare_wire::Counts;
 
 /// In bytes. Ranges count whole, so everything is a multiple of the granule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Account {
     /// Bytes that must be on the GPU for the program to run.
     pub demand: u64,
@@ -35,7 +35,7 @@ pub struct Account {
     /// Pages that are not on the GPU are faulted in when they are touched.
     pub demand_paged: bool,
     /// Without a scheduler: the demand for which other clients make room; 0 if there are none.
-    pub company: u64,
+    pub offline_room: u64,
     /// The largest demand that was all on the GPU at once.
     pub peak: u64,
     /// An allocation found no room and no client to make some; and the wait for such clients was in vain.
@@ -86,13 +86,13 @@ impl Account {
     }
     /// Without a scheduler: whether `bytes` more would fit if other clients gave up the whole GPU, and it is not known yet
     /// whether there are any.
-    pub fn may_find_company(&self, bytes: u64, total: u64) -> bool {
+    pub fn may_find_room(&self, bytes: u64, total: u64) -> bool {
         let most = self.at_most(total - total / 8);
         !self.searched && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
     /// Whether room will be made for what does not fit now.
     pub(super) fn room_comes(&self) -> bool {
-        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.company
+        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.offline_room
     }
     pub(super) fn pin(&mut self, bytes: u64) {
         (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);

@@ -132,7 +132,12 @@ impl ClientThread {
                 report_stuck(gpu, stop);
                 return Duration::ZERO;
             }
-            Step::Stopped(Stop::GpuFull) => self.turn(gpu).no_memory(gpu),
+            Step::Stopped(Stop::GpuFull) => {
+                self.turn(gpu).no_memory(gpu);
+                if let Some(offline) = self.offline.get_mut(gpu.index as usize).filter(|_| self.ungated) {
+                    offline.gpu_is_full();
+                }
+            }
             // No context works any more. The program's next call returns the error.
             Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
         }

@@ -200,7 +200,7 @@ impl ClientThread {
             let Some(there) = self.offline.get(other.index as usize) else { continue };
             others.before |= there.waits() && other.uuid() < gpu.uuid();
             others.after |= there.waits() && other.uuid() > gpu.uuid();
-            others.asked |= there.is_asked() && gpu.is_peer_of(other);
+            others.stopped |= there.is_stopped() && gpu.is_peer_of(other);
         }
         match (self.offline.get_mut(at), self.turns.get_mut(at)) {
             (Some(offline), Some(turn)) => offline.step(gpu, turn, others, CLIENT.load(Ordering::Relaxed) != 0),

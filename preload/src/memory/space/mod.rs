@@ -32,7 +32,7 @@ use alloc::{
     collections::{BTreeMap, VecDeque},
     vec::Vec,
 };
-use nvshare_wire::{ClientMessage, Counts};
+use nvshare_wire::ClientMessage;
 
 #[derive(Debug)]
 pub struct Space {
@@ -138,28 +138,12 @@ impl Space {
         let demand_paged = !engine.copies();
         let can_rdma = !demand_paged && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
         let account = Account {
-            demand: 0,
-            mapped: 0,
-            swapped: 0,
-            pinned: 0,
             allowance: u64::MAX,
-            ack: 0,
             limit: total.min(env_max),
-            limit_seq: 0,
-            limit_max: 0,
-            max: 0,
             env_max,
-            host_cache: 0,
             host_cache_max: u64::MAX,
-            in_flight: 0,
-            freeing: 0,
             demand_paged,
-            company: 0,
-            peak: 0,
-            refused: false,
-            searched: false,
-            unevictable: false,
-            counts: Counts::default(),
+            ..Account::default()
         };
         Self {
             gpu,
