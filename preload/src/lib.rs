@@ -1,27 +1,27 @@
-//! `libnvshare.so`: preloaded into a program, it makes it share the GPU.
+//! `libnvshare.so`: preloaded into a program, it lets the program share its GPUs with others.
 //!
-//! It is a guest: it does nothing until the program initialises CUDA, and whatever it meets, it must not crash, exit,
-//! hang, print or change results. So nothing here panics, and what it does not know passes through.
+//! The library is a guest. It does nothing until the program initialises CUDA, and it must never crash, exit, hang, print, or
+//! change results. So nothing here panics, and calls that it does not know pass through.
 //!
 //! The folders are layers. Each uses only those above it in this list, which `tests/layers.rs` checks:
 //!
-//! | folder | what it does |
+//! | folder | contents |
 //! |---|---|
-//! | [`sys`] | stands in for the standard library, and keeps the program's `errno` |
-//! | [`env`](self::env) | reads the environment; traces |
-//! | [`driver`] | the real driver: its functions, its types, contexts, symbols of other libraries |
-//! | [`connection`] | the socket to the scheduler, the handshake, and sending |
+//! | [`sys`] | what the standard library would provide; keeps the program's `errno` |
+//! | [`env`](self::env) | the environment; traces |
+//! | [`driver`] | the real driver: functions, types, contexts, symbols of other libraries |
+//! | [`connection`] | the socket to the scheduler, the handshake, sending |
 //! | [`gate`] | where work waits for the GPU lock and for memory, and what makes passing an open gate cheap |
-//! | [`work`] | what has been submitted: how much may be queued, and when it is done; stream captures |
+//! | [`work`] | submitted work: how much may be queued, when it is done; stream captures |
 //! | [`memory`] | the allocations of one GPU, and moving them to host memory and back |
-//! | [`gpu`] | one GPU: its gate, work and memory together, and what it asks the scheduler for |
+//! | [`gpu`] | one GPU: its gate, work and memory together, and its requests to the scheduler |
 //! | [`registry`] | the program's memory by the names that the program knows, across GPUs |
-//! | [`client`] | the thread that listens to the scheduler and acts: locks, evictions, running without a scheduler |
-//! | [`hooks`] | the functions that are interposed, and the look-ups that lead to them |
+//! | [`client`] | the thread that carries out the scheduler's messages; running without a scheduler |
+//! | [`hooks`] | the interposed functions, and the look-ups that lead to them |
 //!
-//! A call goes from a hook through the gate to the driver; an order of the scheduler from the connection through the
-//! client's thread to the gate, the work and the memory of a GPU. To add a hook, declare it in the file of [`hooks`] that
-//! fits what it does, with one line in `coverage/entry-points.tsv`.
+//! A call goes from a hook through the gate to the driver. A message of the scheduler goes from the connection through the
+//! client's thread to the gate, the work and the memory of a GPU. To add a hook, declare it in the file of [`hooks`] that fits,
+//! and add one line to `coverage/entry-points.tsv`.
 //!
 //! `version_note` puts the version into the file, where `nvsharectl` reads it.
 

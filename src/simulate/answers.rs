@@ -155,9 +155,9 @@ impl Program {
         let Some(grace) = held.grace() else { return };
         self.idle_since = Some(around.now);
         self.pauses += 1;
-        let patience = if grace <= SHORTEST { grace } else { self.gaps.patience(grace) };
-        around.at(around.now + patience, Happening::Quiet(self.at, self.pauses));
-        if patience > SAMPLED {
+        let timeout = if grace <= SHORTEST { grace } else { self.idle_gaps.timeout(grace) };
+        around.at(around.now + timeout, Happening::Quiet(self.at, self.pauses));
+        if timeout > SAMPLED {
             self.look(around);
         }
     }

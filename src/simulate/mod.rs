@@ -29,10 +29,6 @@ mod turn;
 mod world;
 mod written;
 
-/// How long a program is idle before it gives the lock back: the library's own code.
-#[path = "../../preload/src/client/idle_gap_predictor.rs"]
-mod gaps;
-
 use std::thread;
 
 use policies::Policy;

@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use super::gaps::Gaps;
+use nvshare_idle_gap::IdleGapPredictor;
+
 use super::ledger::End;
 use super::memory::Place;
 use super::plans::Plan;
@@ -29,7 +30,7 @@ pub struct Program {
     /// Counts turns and pauses, so that what was to happen in an earlier one does not.
     pub(super) turns: u32,
     pub(super) pauses: u32,
-    pub(super) gaps: Gaps,
+    pub(super) idle_gaps: IdleGapPredictor,
     /// Since when it has been idle, while others wait or since it gave the lock back for that.
     pub(super) idle_since: Option<Time>,
     /// Since when it has had work and has not run.
@@ -82,7 +83,7 @@ impl Program {
             turn: Turn::Over,
             turns: 0,
             pauses: 0,
-            gaps: Gaps::default(),
+            idle_gaps: IdleGapPredictor::default(),
             idle_since: None,
             waits_since: None,
         }
@@ -120,7 +121,7 @@ impl Program {
         self.now_left = if self.shape.is_steady { self.left } else { self.shape.gpu_time.min(self.left) };
         self.left -= self.now_left;
         if let Some(since) = self.idle_since.take() {
-            self.gaps.ended(around.now.saturating_sub(since));
+            self.idle_gaps.record(around.now.saturating_sub(since));
         }
         self.pauses += 1;
         self.waits_since = Some(around.now);

@@ -68,7 +68,7 @@ impl Guest {
     fn may_be_refused(&self) -> bool {
         let said = self.program.stderr();
         let before_attached = said.split("← Attached").next().unwrap_or_default();
-        self.alone || ["no scheduler", "the scheduler is gone"].iter().any(|words| before_attached.contains(words))
+        self.alone || ["no scheduler", "lost the scheduler"].iter().any(|words| before_attached.contains(words))
     }
 
     /// It was told that there is no memory, by a call that asked for some: an allocation, or a context.

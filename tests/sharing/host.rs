@@ -84,7 +84,7 @@ fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
     machine.wait_for_move(0, "somebody to make room", |m| m.what == "freed");
     // One has its memory in the host meanwhile, the other has what it would need to make room.
     wait_within(Duration::from_secs(200), "one to tidy up", || {
-        programs.iter().any(|p| p.stderr().contains("host memory at rest")).then_some(())
+        programs.iter().any(|p| p.stderr().contains("idle host memory")).then_some(())
     });
     let before = machine.trace().len();
     for program in &mut programs {

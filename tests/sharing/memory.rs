@@ -334,7 +334,7 @@ fn what_has_not_changed_is_not_copied_again() {
     let mut other = machine.program(&mix(machine.setup.capacity(2) - 8 * MIB, 1000)).start();
     server.finish();
     other.kill();
-    // "N bytes left in N µs, N of all without a copy"
+    // "N bytes left in N µs, N bytes of both without a copy"
     let said = server.stderr();
     let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {
         let words: Vec<&str> = line.split_whitespace().collect();

@@ -17,8 +17,13 @@ fn work(memory: &str) -> String {
 
 /// Two programs of so much memory each, whose scheduler was killed, socket and all.
 fn abandoned(memory: &str) -> (Machine, [Program; 2]) {
+    abandoned_at([work(memory), work(memory)])
+}
+
+/// The same for programs with these arguments.
+fn abandoned_at<const N: usize>(programs: [String; N]) -> (Machine, [Program; N]) {
     let mut machine = Machine::with_scheduler(pressed());
-    let programs = [0, 1].map(|_| machine.program(&work(memory)).start());
+    let programs = programs.map(|arguments| machine.program(&arguments).start());
     for program in &programs {
         machine.wait_for_grants(program, 1);
     }
@@ -38,6 +43,21 @@ fn two_programs_that_want_twice_the_gpu_both_end() {
     programs.iter_mut().for_each(|program| drop(program.finish()));
     let taken: usize = programs.iter().map(turns).sum();
     assert!(taken >= 2, "the turn was taken {taken} times");
+}
+
+#[test]
+fn a_small_program_ends_beside_two_that_take_turns() {
+    let (_machine, mut programs) = abandoned_at([work("90M"), work("20M"), work("90M")]);
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+}
+
+#[test]
+fn a_program_that_is_idle_gives_the_turn_up() {
+    let pauses = "mix --mem 90M --chunks 4 --reps 3 --rounds 6 --cpu-ms 1500".to_owned();
+    let (_machine, mut programs) = abandoned_at([pauses.clone(), pauses]);
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    let given_up: usize = programs.iter().map(|p| p.stderr().matches("gives up the turn (idle)").count()).sum();
+    assert!(given_up > 0, "no turn ended early");
 }
 
 #[test]

@@ -1,12 +1,11 @@
-//! This process as a client of the scheduler: it begins when the program initialises CUDA, and acts in a thread of its own.
+//! This process as a client of the scheduler: from the initialisation of CUDA on, one thread acts for it.
 //!
-//! - [`thread`]: that thread. It makes the connection, acts on messages and moves memory.
-//! - [`turn`]: one GPU lock, from grant to release; [`idle_gap_predictor`] says when to release it early, [`utilization`]
-//!   how well the GPU is used meanwhile.
-//! - [`offline`]: what clients do without a scheduler.
-//! - [`placement`]: which GPUs this process is to see.
+//! - [`thread`]: that thread. It makes the connection, carries out the scheduler's messages and moves memory.
+//! - [`turn`]: one GPU lock, from grant to release. `nvshare-idle-gap` decides when to release it early; [`utilization`]
+//!   measures how busy the client keeps the GPU.
+//! - [`offline`]: how clients share a GPU without a scheduler.
+//! - [`placement`]: the GPUs that this process sees.
 
-pub mod idle_gap_predictor;
 pub mod offline;
 #[cfg(not(test))]
 mod panic;
@@ -25,30 +24,32 @@ use crate::{
 use core::sync::atomic::{AtomicBool, Ordering};
 use thread::Start;
 
-/// The program is about to initialise CUDA: sees to it that it sees the GPUs that it is to see. `false` if there are none.
-pub fn choose() -> bool {
-    placement::settle(&thread::hello())
+/// Called before CUDA is initialised: asks the scheduler which GPUs the process sees. `false` if it sees none.
+pub fn request_placement() -> bool {
+    placement::request(&thread::hello())
 }
 
-/// CUDA could not be initialised: nobody is to be counted as a client that is none.
-pub fn forget_choice() {
+/// Called when CUDA could not be initialised: closes the connection, so that the process does not count as a client.
+pub fn cancel_placement() {
     drop(placement::take_connection());
 }
 
-/// The program has initialised CUDA: begins to take part, once a process. `false` if it must not go on without a scheduler,
-/// and there is none.
+/// Called when CUDA has been initialised: starts the client's thread, once per process. Returns `false` if the user requires a
+/// scheduler and there is none.
 ///
-/// `resolve_hooks` looks up the real function of every hook: a first look-up takes the loader's lock, which a thread of the
+/// `resolve_hooks` looks up the real function of every hook. A first look-up takes the loader's lock, which a thread of the
 /// program may hold while it waits at a gate.
 pub fn start(resolve_hooks: impl FnOnce()) -> bool {
-    // Not a lock: a fork of another thread's would leave it taken in the child for ever.
+    // Not a lock: a fork would leave a lock that another thread holds taken in the child for ever.
     static STARTED: AtomicBool = AtomicBool::new(false);
     static AT_FORK: AtomicBool = AtomicBool::new(false);
     if settings::get().disabled || STARTED.swap(true, Ordering::SeqCst) {
         return true;
     }
     if settings::get().memory_max_is_unread {
-        trace!("NVSHARE_MEMORY_MAX bounds nothing: it is neither a size of 2M or more, like 8G, nor a part, like 25%");
+        trace!(
+            "NVSHARE_MEMORY_MAX is ignored: it is neither a size of at least 2M, such as 8G, nor a percentage, such as 25%"
+        );
     }
     barrier::init();
     threads::init();
@@ -57,7 +58,7 @@ pub fn start(resolve_hooks: impl FnOnce()) -> bool {
     }
     match thread::start(resolve_hooks) {
         Start::Started => gate::set_active(true),
-        Start::NoThread => connection::set_connection(None), // nobody would listen
+        Start::NoThread => connection::set_connection(None), // nothing would read from it
         Start::NoScheduler => {
             STARTED.store(false, Ordering::SeqCst); // the next cuInit tries again
             return false;
@@ -66,7 +67,7 @@ pub fn start(resolve_hooks: impl FnOnce()) -> bool {
     true
 }
 
-/// From now on nothing is gated or moved: this library is no longer able to.
+/// Gates nothing and moves nothing from now on: the library has failed.
 #[cfg_attr(test, expect(dead_code, reason = "for panics, which end a test"))]
 pub fn give_up() {
     gate::set_active(false);
@@ -74,7 +75,7 @@ pub fn give_up() {
     gpu::open_all();
 }
 
-/// In the child of a fork: a CUDA context does not survive it, and the connection is the parent's.
+/// Runs in the child of a fork. A CUDA context does not survive a fork, and the connection is the parent's.
 extern "C" fn in_child() {
     gate::set_active(false);
     epoch::end();

@@ -1,26 +1,38 @@
-//! Clients without a scheduler, which is gone for good: they make room for each other all the same.
+//! Sharing a GPU without a scheduler, one that is gone or never was there.
 //!
-//! Whose memory is all on the GPU runs, ungated. Who lacks some takes the *turn*, a lock that one client of a GPU has, and
-//! says that it lacks. While it does, all others stop, and their memory leaves the GPU step by step. Once the taker has all
-//! of its own, the others stay as they are for a quantum; then it gives the turn back, and runs on until somebody else who
-//! lacks memory takes it.
+//! A program runs only while all of its memory is on the GPU, with a scheduler or without. So programs whose memory does not fit
+//! together never run at once, whatever happens here. What remains to be decided is which of them has its memory there: the one
+//! that holds the *turn*, an exclusive lock on one file per GPU.
 //!
-//! A client of several GPUs needs all of them at once. It takes their turns in an order that is everybody's, by their UUIDs,
-//! and keeps one while it waits for those behind it. Memory leaves one of them only once nothing runs on those that reach it.
+//! - A client that lacks memory for which the GPU has no room takes the turn. Without such a client there are no turns, and all
+//!   clients run.
+//! - While another client holds the turn, a client lets nothing run, and evicts all of its memory.
+//! - The holder gives the turn up when it has had all of its memory for a while, when it is idle, or when the turn is of no use.
 //!
-//! All of it is three lock files a GPU ([`crate::sys::lock_file`]): `turn`; `lack`, which the one with the turn has while
-//! it lacks memory; `here`, which all clients share, so that each knows whether there are others. They are beside the
-//! scheduler's socket, where a scheduler made them, else in a directory that everybody may write to. Where there is none,
-//! memory comes back as there happens to be room.
+//! Each of these steps takes a bounded time, as long as submitted work ends, and the kernel releases the lock of a process that
+//! ends. So every client whose memory fits on the GPU gets it there.
+//!
+//! Any process that can read the file can lock it, and must not be able to stop the programs of other users for good. A client
+//! that has waited for too long takes no part for a while: it runs, and gives no memory to others. Where no turns can be taken,
+//! memory still comes back as other programs free theirs.
+//!
+//! A client of several GPUs needs all of them at once. It takes their turns in the order of their UUIDs, which is the same for all
+//! clients, and keeps one while it waits for those behind it. Memory leaves one GPU only after work on its peers has ended.
+//!
+//! A second file per GPU tells clients whether there are others, who can make room: each has a shared lock on it. Where there are
+//! none, an allocation that finds no room fails. The files are beside the scheduler's socket, if a scheduler made them
+//! there, or else in a directory that all users can write to. Where neither is possible, memory comes back as room appears.
+//!
+//! None of this concerns engine `managed`, with which pages come to the GPU when they are touched.
 
 use crate::{
     client::turn::Turn,
     env::{settings, trace::trace},
     gate::closed,
     gpu::Gpu,
-    memory::{account::Account, engine::CHUNK, space::Space},
+    memory::{account::Account, space::Space},
     sys::{
-        lock_file::{LockFile, Tried},
+        lock_file::{LockFile, TryLock},
         sync::Mutex,
         time::Instant,
     },
@@ -28,87 +40,104 @@ use crate::{
 use alloc::{ffi::CString, format, vec::Vec};
 use core::time::Duration;
 
-/// How long a client that has just got its memory keeps it, at least, and as a multiple of how long that took.
-const QUANTUM: Duration = Duration::from_secs(2);
-const QUANTUM_MOVES: u32 = 8;
-/// How long one that has the turn may gain no byte before it gives the turn back: what it lacks, nobody may have to give.
-const STARVED: Duration = Duration::from_secs(10);
-/// And how long it then leaves it to others.
-const PAUSE: Duration = Duration::from_secs(2);
-/// How long a client waits for others at most, and how long it then minds nobody: locks may be held by who has no use for
-/// the GPU.
-const MOST_WAIT: Duration = Duration::from_secs(300);
-const DEAF: Duration = Duration::from_secs(1800);
-/// How long a client keeps a turn that is of no use to it until it has the next GPU's, too.
-const MOST_KEPT: Duration = Duration::from_secs(15);
-/// Between looks of a client that runs alone, of one that runs beside others, and of one that waits.
-const LOOK_ALONE: Duration = Duration::from_millis(500);
-const LOOK: Duration = Duration::from_millis(50);
-const LOOK_WAITING: Duration = Duration::from_millis(10);
-/// How long memory may take to come where there is room, before others are asked for some.
-const COMES_SOON: Duration = Duration::from_millis(100);
-/// Between attempts to stop work that did not end.
-const DRAIN_AGAIN: Duration = Duration::from_secs(1);
-/// Between attempts to find a place for the lock files.
-const FIND_AGAIN: Duration = Duration::from_secs(1);
-/// Between attempts to make room where the one before made none.
-const EVICT_AGAIN: Duration = Duration::from_millis(500);
-/// The part of a GPU that leaves it before others are looked at again: buffers for much are made faster than for little.
-const STEP: u64 = 16;
-/// Directories that everybody may write to, should the scheduler have left no files.
+/// The length of a turn from when all memory is on the GPU: at least this long, and this many times the time that it took to get
+/// there, so that most of the time is not spent on moving memory.
+const MIN_TURN: Duration = Duration::from_secs(2);
+const TURN_PER_FILL: u32 = 8;
+/// A turn of no use ends after this time: no memory has come, or the client still waits for another GPU.
+const MAX_USELESS: Duration = Duration::from_secs(10);
+/// The longest wait for others, and how long a client then takes no part.
+const MAX_WAIT: Duration = Duration::from_secs(300);
+const IGNORE: Duration = Duration::from_secs(1800);
+/// The interval between looks at the lock, while the client runs and while it waits or holds the turn.
+const POLL_RUNNING: Duration = Duration::from_millis(50);
+const POLL_WAITING: Duration = Duration::from_millis(10);
+/// The interval between attempts that failed: to find the files, to drain, to evict.
+const RETRY: Duration = Duration::from_secs(1);
+/// Directories that all users can write to, if the scheduler has left no files.
 const DIRECTORIES: [&str; 2] = ["/dev/shm", "/run/lock"];
 
+/// This client on one GPU while there is no scheduler.
 #[derive(Debug, Default)]
-pub struct Alone {
+pub struct Offline {
     files: Option<Files>,
-    state: State,
-    /// When to look for a place again, and when to take the turn at the soonest.
+    /// The turn, if this client holds it.
+    held: Option<Held>,
+    /// Since when another client has held the turn.
+    stopped_since: Option<Instant>,
+    /// The GPU had no room for memory that is lacking.
+    is_full: bool,
+    /// Until when this client takes no part.
+    ignore_until: Option<Instant>,
+    /// When to look for the files, take the turn, drain or evict at the earliest, after an attempt in vain.
     find_at: Option<Instant>,
-    turn_at: Option<Instant>,
-    drained_at: Option<Instant>,
-    /// Its memory is to leave, so nothing may run.
-    asked: bool,
-    /// Since when it has been waiting, and until when it minds nobody.
-    waits_since: Option<Instant>,
-    deaf_until: Option<Instant>,
-    /// Since when memory has been lacking.
-    lacks_since: Option<Instant>,
-    /// How much was mapped when room was last made, and when.
-    evicted: Option<(u64, Instant)>,
+    take_at: Option<Instant>,
+    drain_at: Option<Instant>,
+    evict_at: Option<Instant>,
 }
 
-/// How it stands with this client's other GPUs.
+/// This client on its other GPUs.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct Elsewhere {
-    /// It waits for memory on some that come before this one; on some that come after.
+pub struct OtherGpus {
+    /// It waits for memory on a GPU before this one, in the order of turns.
     pub before: bool,
+    /// It waits for memory on a GPU after this one.
     pub after: bool,
-    /// Its memory is to leave one that work of this one can reach.
-    pub asked: bool,
+    /// Its memory is to leave a peer of this one.
+    pub stopped: bool,
 }
 
-#[derive(Debug, Default, Clone, Copy)]
-enum State {
-    /// All memory is here; it may be asked for.
-    #[default]
-    Runs,
-    /// Others lack memory, or this client does and has no turn.
-    Waits,
-    /// The turn is this client's, and memory comes: since then; bytes that were there when it last had more, and when.
-    Fills(Instant, u64, Instant),
-    /// All of it came then; the turn ends so long after, or after the next GPU's memory came.
-    Keeps { since: Instant, until: Instant, quantum: Duration },
+/// A turn that this client holds.
+#[derive(Debug)]
+struct Held {
+    /// When the client began to bring memory in.
+    since: Instant,
+    /// The most bytes that have been mapped, and since when.
+    most: (u64, Instant),
+    /// When all memory was there.
+    filled: Option<Instant>,
+}
+
+impl Held {
+    fn new(now: Instant) -> Self {
+        Self { since: now, most: (0, now), filled: None }
+    }
+
+    /// Whether the turn is over by the clock.
+    fn is_over(&mut self, account: &Account, waits_elsewhere: bool, now: Instant) -> bool {
+        if !account.is_complete() {
+            if self.filled.is_some() {
+                *self = Self::new(now); // it has allocated more
+            }
+            if account.mapped > self.most.0 {
+                self.most = (account.mapped, now);
+            }
+            return now - self.most.1 >= MAX_USELESS;
+        }
+        let filled = *self.filled.get_or_insert(now);
+        now - filled >= if waits_elsewhere { MAX_USELESS } else { self.length() }
+    }
+
+    /// The time that it took to bring all memory in.
+    fn fill_time(&self) -> Duration {
+        self.filled.map_or(Duration::ZERO, |filled| filled - self.since)
+    }
+
+    fn length(&self) -> Duration {
+        MIN_TURN.max(self.fill_time() * TURN_PER_FILL)
+    }
 }
 
 #[derive(Debug)]
 struct Files {
+    /// Locked exclusively by the holder of the turn.
     turn: (CString, LockFile),
-    lack: (CString, LockFile),
+    /// Locked by all clients together.
     here: (CString, LockFile),
 }
 
 impl Files {
-    /// Those that are there, or new ones.
+    /// The existing files, or new ones if there are none and `create` is set.
     fn find(gpu: &Gpu, create: bool) -> Option<Self> {
         let beside = settings::get().socket.rsplitn(2, |b| *b == b'/').nth(1).unwrap_or(b".");
         Self::open(beside, gpu, false)
@@ -123,198 +152,218 @@ impl Files {
             let file = LockFile::open(&path, create)?;
             Some((path, file))
         };
-        Some(Self { turn: open("turn")?, lack: open("lack")?, here: open("here")? })
+        Some(Self { turn: open("turn")?, here: open("here")? })
     }
 
     fn are_intact(&self) -> bool {
-        [&self.turn, &self.lack, &self.here].into_iter().all(|(path, file)| file.is_intact(path))
+        [&self.turn, &self.here].into_iter().all(|(path, file)| file.is_intact(path))
     }
 
-    /// Whether another client without a scheduler is on this GPU. From now on they see this one.
+    /// Whether there are other clients without a scheduler on this GPU. They can see this one from now on.
     fn has_company(&self) -> bool {
-        let others = self.here.1.take() == Tried::Taken;
-        self.here.1.join();
+        let others = self.here.1.lock_exclusive() == TryLock::Taken;
+        self.here.1.lock_shared();
         others
     }
 }
 
-impl Alone {
-    /// A scheduler is there: it decides from now on.
+impl Offline {
+    /// A scheduler is there, and decides from now on.
     pub fn end(&mut self, gpu: &Gpu) {
         *self = Self::default();
         if let Some(space) = gpu.space() {
-            space.lock().account.company = 0;
+            space.lock().account.offline_room = 0;
         }
     }
 
-    /// Whether it waits for memory, or for others to have theirs.
+    /// Whether the client waits for memory, or for others that bring theirs in.
     pub fn waits(&self) -> bool {
-        matches!(self.state, State::Waits | State::Fills(..))
+        self.is_stopped() || self.is_full || self.held.as_ref().is_some_and(|held| held.filled.is_none())
     }
 
-    /// Whether its memory is to leave.
-    pub fn is_asked(&self) -> bool {
-        self.asked
+    /// Whether another client holds the turn, so that nothing may run and memory must leave.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped_since.is_some()
     }
 
-    /// Looks at how things stand; says after how long to look again.
+    /// The GPU has no room for memory that is lacking.
+    pub fn gpu_is_full(&mut self) {
+        self.is_full = true;
+    }
+
+    /// Looks at the lock and acts. Returns the time until the next look.
     ///
-    /// `knew_one`: there has been a scheduler. Who has all memory and never knew one leaves no files.
-    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, elsewhere: Elsewhere, knew_one: bool) -> Duration {
-        let Some(space) = gpu.space().filter(|space| !space.lock().account.faults) else { return Duration::MAX };
+    /// `had_scheduler`: there has been one. A client that never knew a scheduler and has all of its memory creates no files.
+    pub fn step(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, had_scheduler: bool) -> Duration {
+        let Some(space) = gpu.space().filter(|space| !space.lock().account.demand_paged) else { return Duration::MAX };
         let now = Instant::now();
+        self.look_for_files(gpu, space, had_scheduler, now);
+        self.look_at_turn(gpu, space, now);
+        let account = self.update_account(gpu, space);
+        self.is_full &= !account.is_complete();
+        self.give_up_turn(gpu, turn, &account, others, now);
+        self.stop_or_run(gpu, turn, others, now);
+        if self.is_stopped() {
+            self.evict(gpu, space, turn, now);
+        } else if self.is_full && self.held.is_none() && !others.before && !others.stopped {
+            self.take_turn(gpu, now);
+        }
+        if self.waits() || self.held.is_some() || others.stopped { POLL_WAITING } else { POLL_RUNNING }
+    }
+
+    fn look_for_files(&mut self, gpu: &Gpu, space: &Mutex<Space>, had_scheduler: bool, now: Instant) {
         if self.files.as_ref().is_some_and(|files| !files.are_intact()) {
             trace!("GPU {}: the lock files are gone", gpu.index);
-            self.files = None; // and with them every lock
-            self.run(space);
+            (self.files, self.held) = (None, None); // and with them the locks
         }
         if self.files.is_none() && self.find_at.is_none_or(|at| now >= at) {
             let account = space.lock().account;
-            self.files = Files::find(gpu, knew_one || !account.is_complete() || account.refused);
-            self.find_at = Some(now + FIND_AGAIN);
-        }
-        self.asked = matches!((self.state, &self.files), (State::Waits, Some(files)) if files.lack.1.is_taken());
-        self.stop_or_go(gpu, turn, elsewhere, now);
-        let Some(files) = &self.files else { return FIND_AGAIN };
-        // What can be promised where there are others: more than that no client ever has to itself.
-        let most = gpu.total() - gpu.total() / 8;
-        let company = if files.has_company() { most } else { 0 };
-        let account = {
-            let mut guard = space.lock();
-            guard.account.company = company;
-            guard.account.limit = guard.account.at_most(if company > 0 { most } else { gpu.total() });
-            guard.account
-        };
-        let lacks = !account.is_complete();
-        self.lacks_since = if lacks { Some(self.lacks_since.unwrap_or(now)) } else { None };
-        let comes_soon = self.lacks_since.is_none_or(|since| now - since < COMES_SOON);
-        match self.state {
-            State::Runs if elsewhere.asked => LOOK_WAITING,
-            State::Runs if account.frozen || self.deaf_until.is_some_and(|until| now < until) => LOOK,
-            State::Runs if comes_soon && !files.lack.1.is_taken() => {
-                if company > 0 || lacks {
-                    LOOK
-                } else {
-                    LOOK_ALONE
-                }
-            }
-            State::Runs => {
-                trace!("GPU {}: {}", gpu.index, if lacks { "lacks memory" } else { "others lack memory" });
-                self.state = State::Waits;
-                (self.waits_since, self.evicted) = (Some(now), None);
-                self.hold_still(space);
-                Duration::ZERO
-            }
-            State::Waits => self.wait(space, gpu, turn, lacks && !elsewhere.before, lacks, now),
-            State::Fills(since, ..) if !lacks => {
-                files.lack.1.leave();
-                let quantum = QUANTUM.max((now - since) * QUANTUM_MOVES);
-                trace!("GPU {}: all memory is here, for {} ms", gpu.index, quantum.as_millis());
-                self.state = State::Keeps { since: now, until: now + quantum, quantum };
-                LOOK
-            }
-            State::Fills(since, most, at) => {
-                files.lack.1.take(); // somebody may have been looking at it
-                if account.mapped > most {
-                    self.state = State::Fills(since, account.mapped, now);
-                } else if now - at >= STARVED {
-                    trace!("GPU {}: nobody has any more memory to give", gpu.index);
-                    files.lack.1.leave();
-                    files.turn.1.leave();
-                    self.turn_at = Some(now + PAUSE);
-                    self.state = State::Waits;
-                    self.waits_since = Some(now);
-                    self.hold_still(space);
-                }
-                LOOK_WAITING
-            }
-            State::Keeps { .. } if lacks => {
-                files.lack.1.take();
-                self.state = State::Fills(now, account.mapped, now);
-                LOOK_WAITING
-            }
-            State::Keeps { since, quantum, .. } if elsewhere.after && now - since < MOST_KEPT => {
-                self.state = State::Keeps { since, until: now + quantum, quantum };
-                LOOK
-            }
-            State::Keeps { until, .. } if now >= until => {
-                files.turn.1.leave();
-                self.state = State::Runs;
-                LOOK
-            }
-            State::Keeps { until, .. } => LOOK.min(until - now),
+            self.files = Files::find(gpu, had_scheduler || !account.is_complete() || account.refused);
+            self.find_at = Some(now + RETRY);
         }
     }
 
-    /// Nothing runs while memory is to leave. Where nothing keeps it from running, it does.
-    fn stop_or_go(&mut self, gpu: &Gpu, turn: &mut Turn, elsewhere: Elsewhere, now: Instant) {
-        if self.asked || elsewhere.asked {
-            if !turn.is_held() {
-                self.drained_at = Some(now + DRAIN_AGAIN); // should it be held again, because it could not be drained
-            } else if self.drained_at.is_none_or(|at| now >= at) {
-                turn.lay_down(gpu);
-            }
-        } else {
-            self.drained_at = None;
-            if !matches!(self.state, State::Waits) && gpu.gate.is_closed_for(closed::LOCK) {
-                turn.run_free(gpu);
-            }
+    /// Notes whether another client holds the turn. Then no memory comes to the GPU; otherwise all may, as there is room.
+    fn look_at_turn(&mut self, gpu: &Gpu, space: &Mutex<Space>, now: Instant) {
+        if self.stopped_since.is_some_and(|since| now - since >= MAX_WAIT) {
+            trace!("GPU {}: has waited for too long", gpu.index);
+            self.ignore_until = Some(now + IGNORE);
         }
-    }
-
-    /// Without the turn: what others lack leaves; what this client lacks, it takes the turn for.
-    fn wait(
-        &mut self,
-        space: &Mutex<Space>,
-        gpu: &Gpu,
-        turn: &Turn,
-        takes: bool,
-        lacks: bool,
-        now: Instant,
-    ) -> Duration {
-        let Some(files) = &self.files else { return LOOK };
-        if self.waits_since.is_some_and(|since| now - since >= MOST_WAIT) {
-            trace!("GPU {}: has waited long enough", gpu.index);
-            self.deaf_until = Some(now + DEAF);
-            self.run(space);
-        } else if self.asked {
-            let Account { mapped, pinned, allowance, .. } = space.lock().account;
-            let leaves = mapped + pinned > allowance; // what was made room with before, still
-            let again = self.evicted.is_none_or(|(before, at)| mapped < before || now >= at + EVICT_AGAIN);
-            if turn.is_over() && gpu.is_drained() && !leaves && again {
-                self.evicted = Some((mapped, now));
-                space.lock().make_room_for_others((gpu.total() / STEP).max(CHUNK));
-            }
-        } else if !lacks {
-            self.run(space);
-            return Duration::ZERO;
-        } else if takes && self.turn_at.is_none_or(|at| now >= at) && files.turn.1.take() == Tried::Got {
-            trace!("GPU {}: takes the turn", gpu.index);
-            files.lack.1.take();
-            self.state = State::Fills(now, 0, now);
-            self.let_go(space);
-            return Duration::ZERO;
+        let ignores = self.ignore_until.is_some_and(|until| now < until);
+        let takes_part = self.held.is_none() && !ignores && !space.lock().account.unevictable;
+        let is_taken = takes_part && self.files.as_ref().is_some_and(|files| files.turn.1.is_taken());
+        if is_taken == self.is_stopped() {
+            return;
         }
-        LOOK_WAITING
-    }
-
-    fn run(&mut self, space: &Mutex<Space>) {
-        if !matches!(self.state, State::Runs) {
-            self.state = State::Runs;
-            self.let_go(space);
-        }
-        self.asked = false;
-    }
-
-    /// No more memory comes to the GPU.
-    fn hold_still(&self, space: &Mutex<Space>) {
-        space.lock().make_room_for_others(0);
-    }
-
-    /// All memory may come, as there is room.
-    fn let_go(&self, space: &Mutex<Space>) {
         let mut guard = space.lock();
-        let limit = guard.account.limit;
-        guard.run_free(limit);
+        if is_taken {
+            trace!("GPU {}: another client has the turn", gpu.index);
+            (self.stopped_since, self.evict_at, self.is_full) = (Some(now), None, false);
+            guard.make_room_for_others(0);
+        } else {
+            self.stopped_since = None;
+            let limit = guard.account.limit;
+            guard.run_ungated(limit);
+        }
+    }
+
+    /// Sets the bytes that can be promised. With other clients it is less, since each has a context there.
+    fn update_account(&self, gpu: &Gpu, space: &Mutex<Space>) -> Account {
+        let has_company = self.files.as_ref().is_some_and(Files::has_company);
+        let shared = gpu.total() - gpu.total() / 8;
+        let mut guard = space.lock();
+        guard.account.offline_room = if has_company { shared } else { 0 };
+        guard.account.limit = guard.account.at_most(if has_company { shared } else { gpu.total() });
+        guard.account
+    }
+
+    fn take_turn(&mut self, gpu: &Gpu, now: Instant) {
+        let Some(files) = self.files.as_ref().filter(|_| self.take_at.is_none_or(|at| now >= at)) else { return };
+        if files.turn.1.lock_exclusive() == TryLock::Got {
+            trace!("GPU {}: takes the turn", gpu.index);
+            self.held = Some(Held::new(now));
+        }
+    }
+
+    /// Gives up a turn that is over: by the clock, or because the client is idle, for which the early release of a lock looks.
+    fn give_up_turn(&mut self, gpu: &Gpu, turn: &mut Turn, account: &Account, others: OtherGpus, now: Instant) {
+        let (Some(held), Some(files)) = (&mut self.held, &self.files) else { return };
+        let was_filled = held.filled.is_some();
+        let is_over = held.is_over(account, others.after, now);
+        let is_filled = held.filled.is_some();
+        if is_filled && !was_filled {
+            trace!("GPU {}: all memory is here, for {} ms", gpu.index, held.length().as_millis());
+            turn.contend(gpu, Some(held.length() / TURN_PER_FILL));
+        }
+        let is_idle = was_filled && is_filled && turn.is_over();
+        if is_over || (is_idle && !others.after) {
+            let why = match (is_filled, is_idle) {
+                (false, _) => "no memory comes",
+                (true, true) => "idle",
+                (true, false) => "its time is over",
+            };
+            trace!("GPU {}: gives up the turn ({why})", gpu.index);
+            files.turn.1.unlock();
+            self.held = None;
+            turn.contend(gpu, None);
+            if !is_filled {
+                self.take_at = Some(now + MIN_TURN); // leaves it to others for a while
+            }
+        }
+    }
+
+    /// Drains while memory is to leave, and runs otherwise.
+    fn stop_or_run(&mut self, gpu: &Gpu, turn: &mut Turn, others: OtherGpus, now: Instant) {
+        if !self.is_stopped() && !others.stopped {
+            self.drain_at = None;
+            if gpu.gate.is_closed_for(closed::LOCK) {
+                turn.run_ungated(gpu);
+            }
+        } else if !turn.is_held() {
+            self.drain_at = Some(now + RETRY); // in case the drain fails, and the gate opens again
+        } else if self.drain_at.is_none_or(|at| now >= at) {
+            turn.abandon(gpu);
+        }
+    }
+
+    /// Evicts everything, once nothing runs.
+    fn evict(&mut self, gpu: &Gpu, space: &Mutex<Space>, turn: &Turn, now: Instant) {
+        let mut guard = space.lock();
+        let Account { mapped, pinned, allowance, .. } = guard.account;
+        let is_under_way = mapped + pinned > allowance;
+        let is_due = self.evict_at.is_none_or(|at| now >= at);
+        if mapped > 0 && !is_under_way && is_due && turn.is_over() && gpu.is_drained() {
+            self.evict_at = Some(now + RETRY);
+            guard.make_room_for_others(u64::MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn account(demand: u64, mapped: u64) -> Account {
+        Account { demand, mapped, ..Account::default() }
+    }
+
+    #[test]
+    fn a_turn_lasts_as_long_as_memory_comes_and_then_in_proportion() {
+        let now = Instant::now();
+        let mut held = Held::new(now);
+        for second in 0..20 {
+            assert!(!held.is_over(&account(100, 2 * u64::from(second)), false, now + SECOND * second), "{second}");
+        }
+        let filled = now + SECOND * 20;
+        assert!(!held.is_over(&account(100, 100), false, filled));
+        assert_eq!(held.length(), SECOND * 20 * TURN_PER_FILL);
+        assert!(!held.is_over(&account(100, 100), false, filled + (held.length() - Duration::from_millis(1))));
+        assert!(held.is_over(&account(100, 100), false, filled + held.length()));
+    }
+
+    #[test]
+    fn a_turn_of_no_use_is_given_up() {
+        let now = Instant::now();
+        let mut held = Held::new(now);
+        assert!(!held.is_over(&account(100, 50), false, now + SECOND));
+        assert!(!held.is_over(&account(100, 50), false, now + MAX_USELESS));
+        assert!(held.is_over(&account(100, 50), false, now + SECOND + MAX_USELESS));
+        // All memory is here, and on another GPU it never comes.
+        let mut held = Held::new(now);
+        assert!(!held.is_over(&account(100, 100), true, now));
+        assert!(!held.is_over(&account(100, 100), true, now + MIN_TURN));
+        assert!(held.is_over(&account(100, 100), true, now + MAX_USELESS));
+    }
+
+    #[test]
+    fn a_client_that_allocates_more_gets_it_in_the_same_turn() {
+        let now = Instant::now();
+        let mut held = Held::new(now);
+        assert!(!held.is_over(&account(100, 100), false, now));
+        assert!(!held.is_over(&account(200, 100), false, now + MIN_TURN + SECOND));
+        assert!(!held.is_over(&account(200, 200), false, now + MIN_TURN + SECOND * 2));
+        assert_eq!(held.length(), SECOND * TURN_PER_FILL);
     }
 }

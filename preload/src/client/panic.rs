@@ -1,5 +1,5 @@
-//! What must not happen: a panic. Nothing in this library is meant to be able to, and what of the program runs is worth
-//! more than an answer to why, so a thread of ours just stops, and nobody waits at a gate for it.
+//! The panic handler. No code of this library is meant to panic. If a thread of ours does all the same, it stops, and every
+//! gate opens: the program's work matters more than an explanation.
 
 use crate::{client, env::trace, gate::threads, sys::errno};
 
@@ -8,7 +8,7 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     errno::preserved(|| trace::line(format_args!("defect, please report: {info}")));
     client::give_up();
     if !threads::is_ours() {
-        // In the middle of a call of the program's: there is no result to give it.
+        // Inside a call of the program, which there is no result to return from.
         // SAFETY: ends the process.
         unsafe { libc::abort() };
     }
@@ -17,7 +17,7 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     }
 }
 
-// core and alloc were compiled to be unwound through and refer to these, which nobody calls: a panic ends above.
+// core and alloc were compiled with unwinding and refer to these symbols. They are never called, since a panic ends above.
 core::arch::global_asm!(
     ".globl rust_eh_personality",
     ".hidden rust_eh_personality",

@@ -1,5 +1,5 @@
-//! Which GPUs this process is to see: asked of the scheduler once, before the driver reads `CUDA_VISIBLE_DEVICES`, and told
-//! to the driver by that variable and nothing else.
+//! The GPUs that this process sees. The scheduler is asked once, before the driver reads `CUDA_VISIBLE_DEVICES`, and its answer
+//! reaches the driver through that variable only.
 
 use crate::{
     connection::{
@@ -29,38 +29,38 @@ use nvshare_wire::{
     visible_devices::{self, Chooser, chooser},
 };
 
-/// How long a scheduler may take to answer. Then the program sees what it sees.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// The longest wait for an answer. After that the program sees the GPUs that it would see without nvshare.
+const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long another thread waits for the one that asks, and between looks: a fork could have lost it.
+/// The longest wait of other threads for the one that asks, which a fork may have lost; and the interval between their looks.
 const LONGEST: Duration = Duration::from_secs(4);
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 const UNSETTLED: u8 = 0;
 const ASKING: u8 = 1;
 const SETTLED: u8 = 2;
 static STATE: AtomicU8 = AtomicU8::new(UNSETTLED);
 
-/// A connection that was made to ask, for the link to go on with: the socket, the version and this client's id; or why
-/// there is none.
+/// The connection that was made for the request, for the client's thread to continue with: the socket, the protocol version and
+/// this client's id; or the reason why there is none.
 pub type Connected = Result<handshake::Connected, String>;
-/// The GPUs that the driver was told of from here, where all are whole.
-static SHOWN: OnceLock<Vec<Uuid>> = OnceLock::new();
+/// The GPUs that the library put into `CUDA_VISIBLE_DEVICES`; unset if one of them is a MIG slice.
+static VISIBLE_GPUS: OnceLock<Vec<Uuid>> = OnceLock::new();
 
 static CONNECTED: Mutex<Option<Connected>> = Mutex::new(None);
 
-/// Sees to it that the driver is told, before it is initialised for the first time. `false` if this process is to see no GPU.
-pub fn settle(hello: &ClientMessage) -> bool {
+/// Sets `CUDA_VISIBLE_DEVICES` before the driver is initialised for the first time. `false` if the process is to see no GPU.
+pub fn request(hello: &ClientMessage) -> bool {
     if settings::get().disabled {
         return true;
     }
-    // Not a lock: a fork of another thread's would leave it taken in the child for ever.
+    // Not a lock: a fork would leave a lock that another thread holds taken in the child for ever.
     match STATE.compare_exchange(UNSETTLED, ASKING, Ordering::SeqCst, Ordering::SeqCst) {
         Ok(_) => {}
         Err(ASKING) => {
             let begin = Instant::now();
             while STATE.load(Ordering::SeqCst) == ASKING && begin.elapsed() < LONGEST {
-                time::sleep(LOOK);
+                time::sleep(POLL_INTERVAL);
             }
             return STATE.load(Ordering::SeqCst) != UNSETTLED;
         }
@@ -69,7 +69,7 @@ pub fn settle(hello: &ClientMessage) -> bool {
     let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
     if chooser(c::variable) == Chooser::List && !visible_devices::names_any(list) {
         STATE.store(SETTLED, Ordering::SeqCst);
-        return true; // it sees none anyway
+        return true; // no GPU is visible anyway
     }
     let connected = handshake::connect(hello);
     let answer = match &connected {
@@ -78,9 +78,9 @@ pub fn settle(hello: &ClientMessage) -> bool {
     };
     match answer {
         Answer::Free => {}
-        Answer::Gpus(gpus) => show(&gpus),
+        Answer::Gpus(gpus) => apply(&gpus),
         Answer::NoGpu => {
-            STATE.store(UNSETTLED, Ordering::SeqCst); // there may be one when it tries again
+            STATE.store(UNSETTLED, Ordering::SeqCst); // one may be free at the next attempt
             return false;
         }
     }
@@ -89,18 +89,18 @@ pub fn settle(hello: &ClientMessage) -> bool {
     true
 }
 
-/// The GPUs that this process sees because it was told so from here.
-pub fn shown() -> Option<&'static [Uuid]> {
-    SHOWN.get().map(Vec::as_slice)
+/// The GPUs that this process sees because the scheduler placed it there; `None` if it was not placed.
+pub fn visible_gpus() -> Option<&'static [Uuid]> {
+    VISIBLE_GPUS.get().map(Vec::as_slice)
 }
 
-/// What the link begins with, once.
+/// The connection that the client's thread begins with. `Some` once at most.
 pub fn take_connection() -> Option<Connected> {
     CONNECTED.lock().take()
 }
 
 enum Answer {
-    /// What the process sees is its own business, or nobody answers.
+    /// The scheduler leaves the choice to the process, or does not answer.
     Free,
     Gpus(Vec<(Uuid, GpuKind)>),
     NoGpu,
@@ -121,8 +121,8 @@ fn ask(socket: &Socket, version: u16) -> Answer {
     }
     let begin = Instant::now();
     let mut gpus = Vec::new();
-    while begin.elapsed() < PATIENCE {
-        socket::wait([Some(socket), None], PATIENCE.saturating_sub(begin.elapsed()));
+    while begin.elapsed() < TIMEOUT {
+        socket::wait([Some(socket), None], TIMEOUT.saturating_sub(begin.elapsed()));
         match socket.receive(version) {
             Ok(Some((SchedulerMessage::Placed { at, of, uuid, kind }, _))) => {
                 if at as usize != gpus.len() || !(1..=MAX_SLOTS).contains(&of) {
@@ -134,22 +134,22 @@ fn ask(socket: &Socket, version: u16) -> Answer {
                 }
             }
             Ok(Some((SchedulerMessage::Unplaced { outcome, text }, _))) => {
-                trace!("no place: {outcome:?} {}", text.as_str());
+                trace!("not placed: {outcome:?} {}", text.as_str());
                 return if outcome == NoPlacement::NoGpu { Answer::NoGpu } else { Answer::Free };
             }
             Ok(Some((SchedulerMessage::Remark { text }, _))) => trace!("{}", text.as_str()),
-            // The program may ask for it as soon as CUDA is initialised.
+            // The program may ask for this limit as soon as CUDA is initialised.
             Ok(Some((SchedulerMessage::MemoryMax { uuid, bytes }, _))) => memory_limits::set(uuid, bytes),
-            // Nothing else is said before this client has said anything else.
+            // The scheduler says nothing else before this client does.
             Ok(_) => {}
             Err(_) => return Answer::Free,
         }
     }
-    trace!("no place: the scheduler does not answer");
+    trace!("not placed: the scheduler does not answer");
     Answer::Free
 }
 
-fn show(gpus: &[(Uuid, GpuKind)]) {
+fn apply(gpus: &[(Uuid, GpuKind)]) {
     let mut list = String::new();
     for (uuid, kind) in gpus {
         let kind = if *kind == GpuKind::Mig { "MIG" } else { "GPU" };
@@ -158,12 +158,12 @@ fn show(gpus: &[(Uuid, GpuKind)]) {
     }
     trace!("placed: {list}");
     if gpus.iter().all(|(_, kind)| *kind == GpuKind::Gpu) {
-        SHOWN.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
+        VISIBLE_GPUS.get_or_init(|| gpus.iter().map(|(uuid, _)| *uuid).collect());
     }
     c::set_environment(visible_devices::VISIBLE, list.as_bytes());
 }
 
-/// The GPUs whose device file this process can open: a container may have some and not others.
+/// A bit for each GPU whose device file this process can open. In a container it may be some of them only.
 fn devices() -> u64 {
     use rustix::fs::{Access, access};
     let can_open = |number: &u32| {

@@ -1,9 +1,10 @@
-//! One GPU lock as this client has it, step by step: holding, giving it back early, draining after a revoke.
+//! One GPU lock of this client: held, released early, drained after a revoke.
 //!
-//! Only the link's thread is here. Nothing waits: each step looks, and says when to look again.
+//! Runs on the client's thread only. Nothing here blocks: each step looks at the state and returns the time until the next
+//! look.
 
 use crate::{
-    client::{idle_gap_predictor::Gaps, utilization::Fullness},
+    client::utilization::Utilization,
     connection,
     env::trace::trace,
     gate::closed,
@@ -12,43 +13,45 @@ use crate::{
     work::{Fence, capture},
 };
 use core::time::Duration;
+use nvshare_idle_gap::IdleGapPredictor;
 use nvshare_wire::{ClientMessage, client::ReleaseReason, client::StuckReason};
 
-/// Between looks at a GPU that is finishing its work.
-const LOOK: Duration = Duration::from_micros(100);
-/// Between attempts to send to a scheduler that does not read.
-const SEND_AGAIN: Duration = Duration::from_millis(2);
-/// How long a drain may make no progress while threads wait at the gate, before copies and flags are let through, which
-/// it may need: that gives the GPU hardly more to do.
+/// The interval between looks at a GPU that is finishing its work.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
+/// The interval between attempts to send to a scheduler that does not read.
+const SEND_RETRY: Duration = Duration::from_millis(2);
+/// The time that a drain may make no progress while threads wait at the gate, before copies and flag writes pass: running kernels
+/// may need them in order to end, and they give the GPU little to do.
 const HELP_AFTER: Duration = Duration::from_millis(200);
-/// How long then before kernels are: at least this, and as a multiple of how long submitted work took lately.
+/// The time that a drain may then make no progress before kernels pass, too: at least this long, and this many times the longest
+/// time that submitted work took lately, but no longer than `OPEN_AT_LAST`.
 const OPEN_AFTER: Duration = Duration::from_millis(500);
 const OPEN_AFTER_WORK: u32 = 3;
 const OPEN_AT_LAST: Duration = Duration::from_secs(3);
-/// At least so long for a client that never needed it yet: rather a longer kernel than any before.
+/// The minimum for a client that has never needed it: its work is more likely a kernel longer than any before.
 const OPEN_FIRST: Duration = Duration::from_secs(2);
-/// After how long a drain without progress is reported although nobody waits at the gate.
+/// A drain without progress is reported after this time even if no thread waits at the gate.
 const LONG: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Turn {
     state: State,
-    /// When the turn began, and the count of submissions then.
+    /// When the turn began, and the number of submissions at that time.
     began: (Instant, u64),
-    /// How long a drain stands still, after help, before it is given up.
-    patience: Patience,
-    fullness: Fullness,
-    gaps: Gaps,
-    /// Since when it has had no work, if it gave the lock back for that.
+    /// The time that a drain may stand still before the gate opens again.
+    stall_timeout: StallTimeout,
+    utilization: Utilization,
+    idle_gaps: IdleGapPredictor,
+    /// Since when the client has had no work, if that is why it released the lock.
     idle_since: Option<Instant>,
 }
 
-/// The least for this client.
+/// The minimum for this client.
 #[derive(Debug, Clone, Copy)]
-struct Patience(Duration);
+struct StallTimeout(Duration);
 
-impl Patience {
-    fn with(self, gpu: &Gpu) -> Duration {
+impl StallTimeout {
+    fn on(self, gpu: &Gpu) -> Duration {
         let work = gpu.work.slowest().unwrap_or_default();
         (work * OPEN_AFTER_WORK).clamp(self.0, OPEN_AT_LAST)
     }
@@ -56,37 +59,37 @@ impl Patience {
 
 #[derive(Debug)]
 enum State {
-    /// No lock. The gate is closed, and nothing runs.
+    /// The client does not have the lock. The gate is closed, and nothing runs.
     Over,
-    /// The lock is here (or there is no scheduler); `contended`: somebody waits for it.
+    /// The client has the lock, or there is no scheduler. `contended` if another client waits for it.
     Holding { contended: Option<Contended> },
-    /// The gate is closed, and what was submitted is finishing.
+    /// The gate is closed, and submitted work is finishing.
     Draining(Drain),
-    /// Everything is done, but the release could not be sent yet.
+    /// All work is done, but the release could not be sent yet.
     Releasing(ReleaseReason),
 }
 
-/// The holder looks for a moment to give the lock back early.
+/// A holder that another client waits for: it looks for the moment to release the lock early.
 #[derive(Debug)]
 struct Contended {
-    /// What a hand-over costs.
+    /// The cost of a hand-over.
     grace: Duration,
-    /// The count of submissions when it was last looked at.
+    /// The number of submissions at the last look.
     count: u64,
-    /// Behind those submissions.
+    /// Recorded behind those submissions.
     fence: Option<Fence>,
-    /// Since when they have been done, and how long the lock is kept from then on.
+    /// Since when they have been done, and how long the client keeps the lock from then on.
     idle_since: Option<Instant>,
-    patience: Duration,
+    idle_timeout: Duration,
 }
 
 #[derive(Debug)]
 struct Drain {
     why: ReleaseReason,
-    /// The gate lets work through that is no kernel: what runs may need it in order to end.
+    /// The gate lets copies and flag writes pass, which running kernels may need in order to end.
     helped: bool,
     fence: Option<Fence>,
-    /// How many marks were done, and since when it has been that many.
+    /// The number of marks that are done, and since when it has been this number.
     progress: (u64, Instant),
     reported: bool,
 }
@@ -96,9 +99,9 @@ impl Default for Turn {
         Self {
             state: State::Over,
             began: (Instant::now(), 0),
-            patience: Patience(OPEN_FIRST),
-            fullness: Fullness::new(),
-            gaps: Gaps::default(),
+            stall_timeout: StallTimeout(OPEN_FIRST),
+            utilization: Utilization::new(),
+            idle_gaps: IdleGapPredictor::default(),
             idle_since: None,
         }
     }
@@ -109,32 +112,33 @@ impl Turn {
         matches!(self.state, State::Over)
     }
 
-    /// Granted.
+    /// The lock has been granted.
     pub fn begin(&mut self, gpu: &Gpu) {
         if let Some(since) = self.idle_since.take() {
-            self.gaps.ended(gpu.requested_at().saturating_sub(since.since_start()));
+            self.idle_gaps.record(gpu.requested_at().saturating_sub(since.since_start()));
         }
         gpu.request_is_over();
         gpu.set_drained(false);
-        gpu.work.contend(false);
+        gpu.work.set_contended(false);
         gpu.close_if_lacking();
         self.began = (Instant::now(), gpu.submitted());
-        self.fullness = Fullness::new();
+        self.utilization = Utilization::new();
         self.state = State::Holding { contended: None };
         gpu.gate.open(closed::LOCK | closed::KERNELS);
     }
 
-    /// There is no scheduler, or none any more.
-    pub fn run_free(&mut self, gpu: &Gpu) {
+    /// There is no scheduler, or none any more: work runs without turns.
+    pub fn run_ungated(&mut self, gpu: &Gpu) {
         if !matches!(self.state, State::Holding { .. }) {
             self.begin(gpu);
         }
         self.contend(gpu, None);
     }
 
-    /// Somebody waits for the lock, with how long this client may be idle before it gives it back; or nobody does.
+    /// Another client waits for the lock, and this one may stay idle for `grace` before it releases it; `None`: no client
+    /// waits.
     pub fn contend(&mut self, gpu: &Gpu, grace: Option<Duration>) {
-        gpu.work.contend(grace.is_some());
+        gpu.work.set_contended(grace.is_some());
         if let State::Holding { contended } = &mut self.state {
             match (grace, contended) {
                 (Some(grace), Some(contended)) => contended.grace = grace,
@@ -153,7 +157,7 @@ impl Turn {
         matches!(self.state, State::Holding { .. })
     }
 
-    /// Whether the scheduler that gave the lock has not been given it back.
+    /// Whether the scheduler counts this client as a holder.
     pub fn has_lock(&self) -> bool {
         match &self.state {
             State::Over => false,
@@ -162,22 +166,22 @@ impl Turn {
         }
     }
 
-    /// Gives the lock back without having been asked: it is of no use alone.
-    pub fn let_go(&mut self, gpu: &Gpu) {
+    /// Releases the lock without a revoke, because it is useless without the locks of other GPUs.
+    pub fn release_early(&mut self, gpu: &Gpu) {
         if self.is_held() {
             self.drain(gpu, ReleaseReason::Idle);
         }
     }
 
-    /// Memory that should have come back found no room: lets others go first.
+    /// Releases the lock because memory could not be brought back: other clients go first.
     pub fn no_memory(&mut self, gpu: &Gpu) {
         if matches!(self.state, State::Holding { .. }) && connection::is_connected() {
             self.drain(gpu, ReleaseReason::NoMemory);
         }
     }
 
-    /// A new scheduler knows of no turn: ends this one without a word.
-    pub fn lay_down(&mut self, gpu: &Gpu) {
+    /// Ends the turn without a message: the scheduler that granted it is gone.
+    pub fn abandon(&mut self, gpu: &Gpu) {
         if matches!(self.state, State::Draining(Drain { why: ReleaseReason::Gone, .. })) {
             return;
         }
@@ -189,16 +193,16 @@ impl Turn {
     fn drain(&mut self, gpu: &Gpu, why: ReleaseReason) {
         gpu.gate.close(closed::LOCK);
         if let State::Holding { contended: Some(contended) } = &self.state {
-            // A pause that is cut short is known by when there is work again, as any other.
+            // A gap that a revoke cuts short ends with the next request, like any other.
             self.idle_since = contended.idle_since.filter(|_| contended.saw_all(gpu));
         }
         gpu.gate.open(closed::KERNELS);
-        gpu.set_drained(false); // without a scheduler no turn began
+        gpu.set_drained(false); // without a scheduler, `begin` did not run
         let progress = (gpu.work.progress(), Instant::now());
         self.state = State::Draining(Drain { why, helped: false, fence: None, progress, reported: false });
     }
 
-    /// Looks at how things stand; says after how long to look again.
+    /// Looks at the state. Returns the time until the next look.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         match &mut self.state {
             State::Over => {
@@ -208,35 +212,36 @@ impl Turn {
                 Duration::MAX
             }
             State::Holding { contended: None } => Duration::MAX,
-            State::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.gaps) {
-                Look::Again(after) => after.min(self.fullness.step(gpu)),
+            State::Holding { contended: Some(contended) } => match contended.look(gpu, &mut self.idle_gaps) {
+                Look::Again(after) => after.min(self.utilization.step(gpu)),
                 Look::Idle => {
                     gpu.gate.close(closed::LOCK);
-                    // A thread may have slipped in before the gate closed.
+                    // A thread may have entered before the gate closed.
                     if contended.saw_all(gpu) {
                         self.idle_since = contended.idle_since;
                         self.release(gpu, ReleaseReason::Idle)
                     } else {
-                        // A request that was sent meanwhile says nothing new to the scheduler, so it is forgotten there.
+                        // The scheduler ignores a request from a holder, so one that was sent in between is forgotten here as
+                        // well.
                         gpu.request_is_over();
                         gpu.gate.open(closed::LOCK);
-                        LOOK
+                        POLL_INTERVAL
                     }
                 }
             },
-            State::Draining(drain) => match drain.look(gpu, self.patience) {
-                Drained::NotYet => LOOK,
+            State::Draining(drain) => match drain.look(gpu, self.stall_timeout) {
+                Drained::NotYet => POLL_INTERVAL,
                 Drained::Done(why) => self.release(gpu, why),
                 Drained::NeedsHost => {
-                    trace!("GPU {}: the drain stands still while threads wait: opening again", gpu.index);
-                    self.patience = Patience(OPEN_AFTER);
-                    // From here on the first moment without work is one to give the lock back in.
+                    trace!("GPU {}: the drain makes no progress while threads wait: opening the gate", gpu.index);
+                    self.stall_timeout = StallTimeout(OPEN_AFTER);
+                    // From now on the lock is released at the first moment without work.
                     self.state = State::Holding { contended: Some(Contended::new(Duration::ZERO)) };
                     gpu.gate.open(closed::LOCK | closed::KERNELS);
                     gpu.request_is_over();
-                    // Which also takes back what threads asked for: they go on.
+                    // This also withdraws the requests of waiting threads: they go on.
                     connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason: StuckReason::NeedsHost });
-                    LOOK
+                    POLL_INTERVAL
                 }
             },
             State::Releasing(why) => {
@@ -246,21 +251,21 @@ impl Turn {
         }
     }
 
-    /// Everything is done: gives the lock back, and asks again where threads wait.
+    /// All work is done: releases the lock, and requests it again if threads wait.
     fn release(&mut self, gpu: &Gpu, reason: ReleaseReason) -> Duration {
         gpu.set_drained(true);
         let (began, count) = self.began;
         let busy_us = began.elapsed().as_micros() as u64;
         let message = ClientMessage::Release { gpus: 1 << gpu.index, reason, busy_us };
-        // `Gone` is between this client and a scheduler that is no more.
+        // `Gone` is never sent: the scheduler that granted the lock is gone.
         if reason != ReleaseReason::Gone && connection::is_connected() && !connection::send(&message) {
             self.state = State::Releasing(reason);
-            return SEND_AGAIN;
+            return SEND_RETRY;
         }
         gpu.turn_is_over(gpu.submitted() != count);
         self.state = State::Over;
-        // A request that was made during this turn was not one to the scheduler, so whoever waits asks anew: the thread
-        // itself, if it is awake and sees that there is none, or this one for it.
+        // The scheduler ignored a request made during this turn, so it is made again: by the waiting thread, if it is awake and
+        // sees that there is none, or here on its behalf.
         gpu.request_is_over();
         if gpu.gate.waiting() > 0 {
             gpu.request();
@@ -276,35 +281,41 @@ enum Look {
 
 impl Contended {
     fn new(grace: Duration) -> Self {
-        Self { grace, count: u64::MAX, fence: None, idle_since: None, patience: grace }
+        Self { grace, count: u64::MAX, fence: None, idle_since: None, idle_timeout: grace }
     }
 
-    /// Whether nothing was submitted since it was last looked at.
+    /// Whether nothing was submitted since the last look.
     fn saw_all(&self, gpu: &Gpu) -> bool {
         gpu.is_quiet() && gpu.submitted() == self.count
     }
 
-    /// Whether nothing has been running for so long that nothing will for long, and nothing waits to run.
-    fn look(&mut self, gpu: &Gpu, gaps: &mut Gaps) -> Look {
+    /// Whether the client has been idle for so long that the lock is better released.
+    fn look(&mut self, gpu: &Gpu, idle_gaps: &mut IdleGapPredictor) -> Look {
         let count = gpu.submitted();
         if count != self.count || !gpu.is_quiet() || gpu.waiting() > 0 {
             self.count = count;
             if let Some(since) = self.idle_since.take() {
-                gaps.ended(since.elapsed());
+                idle_gaps.record(since.elapsed());
             }
             self.fence = None;
-            return Look::Again((self.grace / 4).clamp(LOOK, 5 * LOOK));
+            return Look::Again((self.grace / 4).clamp(POLL_INTERVAL, 5 * POLL_INTERVAL));
         }
         if self.idle_since.is_none() {
-            let Some(fence) = self.fence.take().or_else(|| gpu.work.fence()) else { return Look::Again(10 * LOOK) };
+            let Some(fence) = self.fence.take().or_else(|| gpu.work.fence()) else {
+                return Look::Again(10 * POLL_INTERVAL);
+            };
             let fence = self.fence.insert(fence);
             if !gpu.work.is_done(fence) {
-                return Look::Again(LOOK);
+                return Look::Again(POLL_INTERVAL);
             }
-            (self.idle_since, self.patience) = (Some(Instant::now()), gaps.patience(self.grace));
+            (self.idle_since, self.idle_timeout) = (Some(Instant::now()), idle_gaps.timeout(self.grace));
         }
         let idle = self.idle_since.map_or(Duration::ZERO, |since| since.elapsed());
-        if idle >= self.patience { Look::Idle } else { Look::Again((self.patience - idle).min(5 * LOOK)) }
+        if idle >= self.idle_timeout {
+            Look::Idle
+        } else {
+            Look::Again((self.idle_timeout - idle).min(5 * POLL_INTERVAL))
+        }
     }
 }
 
@@ -315,7 +326,7 @@ enum Drained {
 }
 
 impl Drain {
-    fn look(&mut self, gpu: &Gpu, patience: Patience) -> Drained {
+    fn look(&mut self, gpu: &Gpu, stall_timeout: StallTimeout) -> Drained {
         if gpu.is_quiet()
             && let Some(fence) = self.fence.take().or_else(|| gpu.work.fence())
         {
@@ -324,7 +335,7 @@ impl Drain {
                 if !core::mem::take(&mut self.helped) {
                     return Drained::Done(self.why);
                 }
-                // Threads got through meanwhile; behind them comes another fence, and nobody else.
+                // Threads passed in the meantime. Another fence is recorded behind them, and no more threads pass.
                 gpu.gate.close(closed::LOCK);
                 gpu.gate.open(closed::KERNELS);
                 self.fence = None;
@@ -337,12 +348,15 @@ impl Drain {
             self.progress = (done, Instant::now());
         }
         let standing = self.progress.1.elapsed();
-        let patience = if self.helped { patience.with(gpu) } else { HELP_AFTER };
-        if standing >= patience && gpu.has_work_waiting() {
+        let timeout = if self.helped { stall_timeout.on(gpu) } else { HELP_AFTER };
+        if standing >= timeout && gpu.has_work_waiting() {
             if self.helped {
                 return Drained::NeedsHost;
             }
-            trace!("GPU {}: the drain stands still while threads wait: opening for copies and flags", gpu.index);
+            trace!(
+                "GPU {}: the drain makes no progress while threads wait: opening the gate for copies and flag writes",
+                gpu.index
+            );
             self.helped = true;
             self.progress.1 = Instant::now();
             gpu.gate.close(closed::KERNELS);

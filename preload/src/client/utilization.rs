@@ -1,45 +1,46 @@
-//! How full this client keeps a GPU while it holds the lock, which decides whether others run at the same moment.
+//! Utilization: how busy this client keeps a GPU while it holds the lock. The scheduler uses this to decide which programs run at the same
+//! time.
 //!
-//! Every few milliseconds a fence goes behind what has been submitted. If it is done almost at once, the GPU was about to
-//! run out of work: the program launches more slowly than the GPU works. If not, work was waiting for the GPU. Whether the
-//! GPU is idle at one moment would not tell: what is launched takes some microseconds to get there, so a queue is hardly
-//! ever empty. Samples are taken only while somebody waits for the lock, who alone gains from the answer.
+//! Every few milliseconds a fence is recorded behind what has been submitted. If it is done almost at once, the GPU was about
+//! to run out of work: the program launches more slowly than the GPU works. Otherwise work was queued. Asking whether the GPU
+//! is idle at one moment would not tell the two apart: a launch takes some microseconds to reach the GPU, so its queue is
+//! hardly ever empty. Samples are taken only while another client waits for the lock, because only then does the answer matter.
 
 use crate::{connection, gpu::Gpu, sys::time::Instant, work::Fence};
 use core::time::Duration;
 use nvshare_wire::{ClientMessage, version};
 
-/// Between two samples: a fence is an event in each stream, so it costs about as much as a launch.
+/// The interval between samples. A fence is an event in each stream, so it costs about as much as a launch.
 const EVERY: Duration = Duration::from_millis(2);
-/// What is done within this time was not waiting for the GPU: more than a launch takes to get there, and a small part of
+/// A fence that is done within this time did not wait for the GPU: longer than a launch takes to reach it, and a small part of
 /// what is queued where work does wait.
 const AT_ONCE: Duration = Duration::from_micros(100);
-/// A look that comes so late tells nothing: other work may have been done by then.
+/// A look this late is discarded: other work may have finished in between.
 const TOO_LATE: Duration = Duration::from_micros(400);
-/// Samples before a word to the scheduler.
+/// The number of samples per report.
 const SAMPLES: u32 = 24;
-/// A change, in thousandths, that is worth another.
+/// The least change that is reported, in thousandths.
 const CHANGE: u32 = 100;
 
 #[derive(Debug)]
-pub struct Fullness {
+pub struct Utilization {
     next: Instant,
     sample: Option<(Fence, Instant)>,
     seen: u32,
-    full: u32,
-    said: Option<u32>,
+    busy: u32,
+    reported: Option<u32>,
 }
 
-impl Fullness {
-    /// A turn begins.
+impl Utilization {
+    /// For a turn that begins now.
     pub fn new() -> Self {
-        Self { next: Instant::now(), sample: None, seen: 0, full: 0, said: None }
+        Self { next: Instant::now(), sample: None, seen: 0, busy: 0, reported: None }
     }
 
-    /// Takes a sample when one is due; says after how long to look again.
+    /// Takes a sample if one is due. Returns the time until the next look.
     pub fn step(&mut self, gpu: &Gpu) -> Duration {
         if !connection::speaks(version::UTILIZATION) {
-            return Duration::MAX; // there is nobody to tell
+            return Duration::MAX; // an older scheduler
         }
         match self.sample.take() {
             Some((fence, since)) if since.elapsed() < AT_ONCE => {
@@ -51,31 +52,31 @@ impl Fullness {
                 let done = gpu.work.is_done(&mut fence);
                 if since.elapsed() < TOO_LATE {
                     self.seen += 1;
-                    self.full += u32::from(!done);
-                    self.say(gpu);
+                    self.busy += u32::from(!done);
+                    self.report(gpu);
                 }
                 EVERY
             }
             None if Instant::now() < self.next => self.next - Instant::now(),
             None => {
                 self.next = Instant::now() + EVERY;
-                // Beside a capture there is none.
+                // There are no samples beside a capture.
                 self.sample = gpu.work.sample().map(|fence| (fence, Instant::now()));
                 if self.sample.is_some() { AT_ONCE } else { EVERY }
             }
         }
     }
 
-    fn say(&mut self, gpu: &Gpu) {
+    fn report(&mut self, gpu: &Gpu) {
         if self.seen < SAMPLES {
             return;
         }
-        let permille = self.full * 1000 / self.seen;
-        (self.seen, self.full) = (0, 0);
-        if self.said.is_none_or(|said| said.abs_diff(permille) >= CHANGE)
+        let permille = self.busy * 1000 / self.seen;
+        (self.seen, self.busy) = (0, 0);
+        if self.reported.is_none_or(|reported| reported.abs_diff(permille) >= CHANGE)
             && connection::send(&ClientMessage::Utilization { slot: gpu.index, permille })
         {
-            self.said = Some(permille);
+            self.reported = Some(permille);
         }
     }
 }

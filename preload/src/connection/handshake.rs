@@ -1,7 +1,7 @@
-//! Making a connection: the handshake, and the limits of the environment, which come before anything else.
+//! Making a connection: the handshake, and the limits of the environment, which come before all other messages.
 
 use crate::{
-    connection::socket::{ANSWER, Socket, new_socket, wait, words},
+    connection::socket::{ANSWER_TIMEOUT, Socket, new_socket, wait, words},
     env::{settings, trace::trace},
     sys::time::Instant,
 };
@@ -15,7 +15,7 @@ pub type Connected = (Socket, u16, u64);
 /// Connects, shakes hands, and announces the limits of the environment.
 ///
 /// # Errors
-/// Why there is no connection, for the user.
+/// The reason why there is no connection, in words for the user.
 pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     let connected = shake_hands(settings::get().socket, hello)?;
     let (socket, version, _) = &connected;
@@ -25,19 +25,19 @@ pub fn connect(hello: &ClientMessage) -> Result<Connected, String> {
     Ok(connected)
 }
 
-/// Tells the scheduler what the environment allows this program; `false` if that cannot be sent.
+/// Tells the scheduler the limits that the program's environment sets. `false` if they could not be sent.
 pub fn announce_limits(socket: &Socket, version: u16) -> bool {
     let messages = settings::get().limits.messages();
     if version < version::ENV_LIMITS {
         if !messages.is_empty() {
-            trace!("the scheduler is too old for the limits of the environment");
+            trace!("the scheduler is too old for limits from the environment");
         }
         return true;
     }
     messages.iter().all(|message| socket.wait_for_room() && socket.send(message.encode(version).as_bytes()))
 }
 
-/// Connects and shakes hands: the socket, the agreed version and this client's id.
+/// Connects and shakes hands. Returns the socket, the agreed version and this client's id.
 fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u64), String> {
     let address = SocketAddrUnix::new(path).map_err(|_| "the path is too long for a socket")?;
     let socket = new_socket().map_err(words)?;
@@ -46,9 +46,11 @@ fn shake_hands(path: &[u8], hello: &ClientMessage) -> Result<(Socket, u16, u64),
     if !socket.send(hello.encode(0).as_bytes()) {
         return Err("it does not listen".into());
     }
-    // A signal of the program's may end a wait early.
+    // A signal handler of the program may end a wait early.
     let begin = Instant::now();
-    while !wait([Some(&socket), None], ANSWER.saturating_sub(begin.elapsed()))[0] && begin.elapsed() < ANSWER {}
+    while !wait([Some(&socket), None], ANSWER_TIMEOUT.saturating_sub(begin.elapsed()))[0]
+        && begin.elapsed() < ANSWER_TIMEOUT
+    {}
     match socket.receive(0)?.map(|(message, _)| message) {
         Some(SchedulerMessage::Welcome { version: version @ version::MIN..=version::MAX, client }) => {
             Ok((socket, version, client))

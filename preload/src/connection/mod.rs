@@ -1,8 +1,8 @@
-//! The connection to the scheduler: which one this process has, and sending on it. Any thread may send; only the client's
-//! thread ([`crate::client`]) makes the connection, receives from it and acts on what it receives.
+//! The connection to the scheduler, and sending on it. Any thread may send; only the client's thread ([`crate::client`]) makes
+//! the connection and receives from it.
 //!
-//! - [`socket`]: packets; [`handshake`]: making a connection.
-//! - [`outbox`]: messages that must be sent before the next report of memory.
+//! - [`socket`]: packets. [`handshake`]: making a connection.
+//! - [`outbox`]: messages that must be sent before the next memory report.
 //! - [`wakeup`]: waking the client's thread.
 
 pub mod handshake;
@@ -15,7 +15,7 @@ pub use wakeup::wake;
 use crate::{
     connection::socket::Socket,
     env::trace::trace,
-    sys::{file::Name, sync::Mutex},
+    sys::{file::InheritedDescriptor, sync::Mutex},
 };
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -24,9 +24,9 @@ use rustix::fd::BorrowedFd;
 
 static CONNECTION: Mutex<Option<Connection>> = Mutex::new(None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
-static SCHEDULERS_MET: AtomicU32 = AtomicU32::new(0);
+static GENERATION: AtomicU32 = AtomicU32::new(0);
 /// The connection's descriptor.
-static DESCRIPTOR: Name = Name::none();
+static DESCRIPTOR: InheritedDescriptor = InheritedDescriptor::none();
 
 /// An established connection.
 #[derive(Debug)]
@@ -36,8 +36,8 @@ pub struct Connection {
     pub version: u16,
 }
 
-/// Sends one message without waiting; `false` if it was not sent. Then either the scheduler does not read at the moment and
-/// the caller tries again later, or the connection is lost, which the client's thread notices by itself.
+/// Sends one message without waiting. `false` if it was not sent: either the scheduler does not read at the moment, and the
+/// caller tries again later, or the connection is lost, which the client's thread finds out by itself.
 pub fn send(message: &ClientMessage) -> bool {
     if !is_connected() {
         return false;
@@ -58,7 +58,7 @@ pub fn send_with(message: &ClientMessage, descriptors: &[BorrowedFd<'_>]) -> boo
     sent
 }
 
-/// Whether the connection is of that protocol version or a later one.
+/// Whether the connection uses this protocol version or a later one.
 pub fn speaks(version: u16) -> bool {
     CONNECTION.lock().as_ref().is_some_and(|connection| connection.version >= version)
 }
@@ -67,17 +67,17 @@ pub fn is_connected() -> bool {
     CONNECTED.load(Ordering::Acquire)
 }
 
-/// Counts the schedulers that this process has introduced itself to: a question asked of an earlier one is not answered.
-pub fn schedulers_met() -> u32 {
-    SCHEDULERS_MET.load(Ordering::SeqCst)
+/// Counts the schedulers that this process has introduced itself to. A request made in an earlier generation is not answered.
+pub fn generation() -> u32 {
+    GENERATION.load(Ordering::SeqCst)
 }
 
-/// A new scheduler has been told everything that it has to know about this process.
-pub fn met_scheduler() {
-    SCHEDULERS_MET.fetch_add(1, Ordering::SeqCst);
+/// A new scheduler has been told everything that it needs to know about this process.
+pub fn begin_generation() {
+    GENERATION.fetch_add(1, Ordering::SeqCst);
 }
 
-/// The client's thread has made or lost the connection.
+/// Called when the client's thread has made or lost the connection.
 pub fn set_connection(connection: Option<Connection>) {
     let mut guard = CONNECTION.lock();
     DESCRIPTOR.set(connection.as_ref().map(|c| c.socket.name()));

@@ -1,4 +1,4 @@
-//! Messages that the scheduler must have before the next report of memory: what this process exports, imports and no longer
+//! Messages that the scheduler must receive before the next memory report: what this process exports, imports and no longer
 //! shares ([`crate::registry::shared`]).
 
 use crate::{connection, sys::sync::Mutex};
@@ -7,20 +7,20 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::{ClientMessage, version};
 
 static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(VecDeque::new());
-/// Whether there is any, so that most callers need not take the lock.
+/// Whether the outbox is not empty, so that most callers need not take the lock.
 static ANY: AtomicBool = AtomicBool::new(false);
 
 /// Queues messages, unless the scheduler is too old to understand any of them.
 pub fn push(messages: impl IntoIterator<Item = ClientMessage>) {
     let mut outbox = OUTBOX.lock();
-    // Under the lock: the outbox is emptied before there is another connection, perhaps to an older scheduler.
+    // Under the lock: the outbox is cleared before there is another connection, which may be to an older scheduler.
     if connection::speaks(version::SHARING) {
         outbox.extend(messages);
         ANY.store(!outbox.is_empty(), Ordering::SeqCst);
     }
 }
 
-/// Sends what is queued; `false` if not all of it could be sent.
+/// Sends the queued messages. `false` if some could not be sent.
 pub fn flush() -> bool {
     if !ANY.load(Ordering::SeqCst) {
         return true;
@@ -36,7 +36,7 @@ pub fn flush() -> bool {
     true
 }
 
-/// A new connection, of which this is the first message: drops what was queued for the one before.
+/// Begins a new connection: discards what was queued for the previous one, and queues its first message.
 pub fn restart(first: impl FnOnce() -> Option<ClientMessage>) {
     let mut outbox = OUTBOX.lock();
     outbox.clear();

@@ -1,7 +1,7 @@
-//! The client's end of the scheduler's `SOCK_SEQPACKET` socket: connecting, waiting, sending, receiving.
+//! The client's end of the scheduler's `SOCK_SEQPACKET` socket: waiting, sending, receiving.
 //!
-//! The program may close any descriptor, ours too, and then have another file by that number. So a [`Socket`] knows itself,
-//! and is not written to, read from or closed where its number has become somebody else's.
+//! The program may close any descriptor, including ours, and then open another file under the same number. So a [`Socket`]
+//! knows the identity of its file, and never writes to, reads from or closes another one.
 
 use crate::sys::{
     file::Identity,
@@ -24,12 +24,12 @@ use rustix::{
     },
 };
 
-/// How long a scheduler may take to answer a `Hello`. One that is stopped must not stop a program.
-pub(super) const ANSWER: Duration = Duration::from_secs(2);
-/// Our descriptors are out of the way of programs that count on getting the lowest numbers.
+/// The longest wait for an answer. A scheduler that is stopped must not stop programs.
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Our descriptors are numbered from here on, since some programs rely on getting the lowest numbers.
 const LOWEST_DESCRIPTOR: RawFd = 400;
 
-/// A socket of ours.
+/// A socket of this library.
 #[derive(Debug)]
 pub struct Socket {
     descriptor: RawFd,
@@ -45,18 +45,18 @@ impl Socket {
         Some(Self { descriptor, identity })
     }
 
-    /// The descriptor, if it is ours still.
+    /// The descriptor, unless the program has closed it.
     fn get(&self) -> Option<BorrowedFd<'_>> {
         // SAFETY: it is open, and only borrowed for a call.
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    /// Whether the program has left it alone.
+    /// Whether the program has not closed it.
     pub fn is_ours(&self) -> bool {
         self.get().is_some()
     }
 
-    /// What tells it in the child of a fork.
+    /// The descriptor and its identity, by which the child of a fork finds it.
     pub fn name(&self) -> (RawFd, Identity) {
         (self.descriptor, self.identity)
     }
@@ -67,14 +67,14 @@ impl Socket {
         self.get().is_some_and(|socket| send(socket, packet, flags).is_ok())
     }
 
-    /// Waits until there is room for many packets; `false` if none came in time.
+    /// Waits until there is room for many packets. `false` if that takes too long.
     pub fn wait_for_room(&self) -> bool {
         let begin = Instant::now();
         loop {
-            let left = ANSWER.saturating_sub(begin.elapsed());
+            let left = ANSWER_TIMEOUT.saturating_sub(begin.elapsed());
             let Some(socket) = self.get() else { return false };
             let mut entry = [PollFd::from_borrowed_fd(socket, PollFlags::OUT)];
-            // A signal of the program's may end a wait early.
+            // A signal handler of the program may end a wait early.
             let _ = poll(&mut entry, Some(&timespec(left)));
             if !entry[0].revents().is_empty() {
                 return entry[0].revents().contains(PollFlags::OUT);
@@ -94,8 +94,7 @@ impl Socket {
         fits && self.get().is_some_and(|to| sendmsg(to, &[IoSlice::new(packet)], &mut control, flags).is_ok())
     }
 
-    /// The next message, if one is there, and the descriptors that came with it. An error means that the connection is of
-    /// no more use.
+    /// The next message, if there is one, and the descriptors that came with it. After an error the connection is of no use.
     pub fn receive(&self, version: u16) -> Result<Option<(SchedulerMessage, Vec<OwnedFd>)>, String> {
         let mut buffer = [0u8; MAX_LEN];
         let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
@@ -122,7 +121,7 @@ impl Socket {
         }
     }
 
-    /// Takes out what was sent, whatever it is.
+    /// Discards everything that has arrived.
     pub fn drain(&self) {
         let mut buffer = [0u8; 8];
         while self.get().is_some_and(|socket| recv(socket, &mut buffer, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0))
@@ -146,14 +145,14 @@ pub(super) fn new_socket() -> Result<OwnedFd, Errno> {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
 }
 
-/// Two sockets that are connected with each other.
+/// A pair of connected sockets.
 pub fn pair() -> Option<(Socket, Socket)> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
     Some((Socket::new(a)?, Socket::new(b)?))
 }
 
-/// Sleeps until there is something to receive on one of them, at most so long; says on which.
+/// Sleeps until one of the sockets is readable, `timeout` at most. Returns which are.
 pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     let timeout = timespec(timeout.min(Duration::from_secs(86_400)));
     let open = sockets.map(|socket| socket.and_then(Socket::get));
@@ -180,11 +179,11 @@ pub fn wait(sockets: [Option<&Socket>; 2], timeout: Duration) -> [bool; 2] {
     ready
 }
 
-/// What a system call's error means, where it means something to whoever sets nvshare up.
+/// The error of a system call in words for the user, where there is something that they can do.
 pub(super) fn words(error: Errno) -> String {
     match error {
         Errno::NOENT => "there is no such socket".into(),
-        Errno::CONNREFUSED => "nobody listens there".into(),
+        Errno::CONNREFUSED => "no process listens there".into(),
         Errno::ACCESS | Errno::PERM => "permission denied".into(),
         Errno::MFILE | Errno::NFILE => "no file descriptors are left".into(),
         Errno::CONNRESET | Errno::PIPE => "it closed the connection".into(),
@@ -192,7 +191,7 @@ pub(super) fn words(error: Errno) -> String {
     }
 }
 
-/// Closes a socket in the child of a fork, which must not hold the parent's open.
+/// Closes a socket in the child of a fork, which must not keep the parent's connection open.
 pub fn close_in_child(descriptor: RawFd, identity: Identity) {
     if identity.is(descriptor) {
         // SAFETY: the child's copy, which nothing in the child uses from here on.

@@ -2,10 +2,10 @@
 
 use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, types::*};
 
-/// `cuCtxGetCurrent`; NULL where no context is current.
+/// The current context; NULL if there is none.
 ///
 /// # Errors
-/// Whatever the driver says.
+/// Those of `cuCtxGetCurrent`.
 pub fn current_context() -> Result<CUcontext, CUresult> {
     let mut context = core::ptr::null_mut();
     // SAFETY: a valid place.
@@ -13,7 +13,7 @@ pub fn current_context() -> Result<CUcontext, CUresult> {
     Ok(context)
 }
 
-/// The same, with NULL in the place of an error.
+/// The current context; NULL if there is none or after an error.
 #[inline]
 pub fn current_or_null() -> CUcontext {
     let mut context = core::ptr::null_mut();
@@ -22,7 +22,7 @@ pub fn current_or_null() -> CUcontext {
     context
 }
 
-/// Runs `f` with that context current on this thread.
+/// Runs `f` with this context current on the calling thread.
 ///
 /// # Errors
 /// The context cannot be made current; `f` was not run.

@@ -1,11 +1,11 @@
-//! Looking a symbol up in one loaded library, in its own tables.
+//! Looking up a symbol in one loaded library, in the library's own tables.
 //!
-//! `dlsym` would do, but for what it does besides: it takes the loader's lock, which a thread that waits may hold, and it
-//! changes what `dlerror` says, which the program may not have asked yet.
+//! `dlsym` would find it, too, but it takes the loader's lock, which a thread that waits at a gate may hold, and it changes
+//! what `dlerror` says, which the program may still want to know.
 
 use core::ffi::{CStr, c_char, c_void};
 
-/// The beginning of glibc's `struct link_map`, which is what a handle of `dlopen` points to.
+/// The beginning of glibc's `struct link_map`, to which a handle of `dlopen` points.
 #[repr(C)]
 struct LinkMap {
     base: usize,
@@ -35,7 +35,7 @@ const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 
-/// A library's tables of symbols.
+/// The symbol tables of a library.
 #[derive(Debug, Default)]
 struct Tables {
     base: usize,
@@ -45,10 +45,10 @@ struct Tables {
     hash: usize,
 }
 
-/// The address of a symbol that the library of that handle defines.
+/// The address of a symbol that this library defines.
 ///
 /// # Safety
-/// The handle is one of `dlopen`, and the library stays.
+/// `library` is a handle of `dlopen`, and the library is never unloaded.
 pub unsafe fn symbol(library: *mut c_void, name: &CStr) -> Option<usize> {
     // SAFETY: the caller's promise; the loader has filled all of this in.
     unsafe {
@@ -56,7 +56,7 @@ pub unsafe fn symbol(library: *mut c_void, name: &CStr) -> Option<usize> {
         let mut tables = Tables { base: map.base, ..Tables::default() };
         let mut entry = map.dynamic;
         while let Some(Dynamic { tag, value }) = entry.as_ref().filter(|e| e.tag != DT_NULL) {
-            // glibc has added the base to these.
+            // glibc has added the base to these addresses.
             match *tag {
                 DT_SYMTAB => tables.symbols = *value,
                 DT_STRTAB => tables.strings = *value,
@@ -78,7 +78,7 @@ pub unsafe fn symbol(library: *mut c_void, name: &CStr) -> Option<usize> {
 }
 
 impl Tables {
-    /// The address of the symbol of that number, if it is defined and has that name.
+    /// The address of the symbol with this number, if it is defined and has this name.
     unsafe fn matching(&self, number: u32, name: &CStr) -> Option<usize> {
         // SAFETY: a number out of the library's own hash table.
         unsafe {
@@ -88,7 +88,7 @@ impl Tables {
         }
     }
 
-    /// By `DT_GNU_HASH`: a header, a Bloom filter of words, the buckets, and chains that end with an odd hash.
+    /// Looks the name up in `DT_GNU_HASH`: a header, a Bloom filter, the buckets, and chains that end with an odd hash.
     unsafe fn look_up_gnu(&self, name: &CStr) -> Option<usize> {
         let hash = name.to_bytes().iter().fold(5381u32, |h, b| h.wrapping_mul(33).wrapping_add(u32::from(*b)));
         // SAFETY: the table's own numbers lead through it.
@@ -119,7 +119,7 @@ impl Tables {
         }
     }
 
-    /// By `DT_HASH`: the number of buckets and of symbols, the buckets, and one chain link for each symbol.
+    /// Looks the name up in `DT_HASH`: the number of buckets and of symbols, the buckets, and a chain link for each symbol.
     unsafe fn look_up(&self, name: &CStr) -> Option<usize> {
         let hash = name.to_bytes().iter().fold(0u32, |h, b| {
             let h = (h << 4).wrapping_add(u32::from(*b));

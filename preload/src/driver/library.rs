@@ -1,4 +1,4 @@
-//! A library of somebody else's in this process: its handle, once it is there.
+//! A library that the program may have loaded, and its handle.
 
 use crate::{driver::elf, sys::c};
 use core::{
@@ -9,7 +9,7 @@ use core::{
 #[derive(Debug)]
 pub struct Library {
     name: &'static CStr,
-    /// 0 while unknown.
+    /// 0 if unknown.
     handle: AtomicUsize,
 }
 
@@ -18,12 +18,13 @@ impl Library {
         Self { name, handle: AtomicUsize::new(0) }
     }
 
-    /// If the program has loaded it already. It stays from then on: the handle is not given back.
+    /// The handle, if the program has loaded the library. The library is never unloaded afterwards, since the handle stays
+    /// open.
     pub fn loaded(&self) -> Option<*mut c_void> {
         self.open(libc::RTLD_NOLOAD)
     }
 
-    /// Loads it where it is not there yet.
+    /// The handle. Loads the library if necessary.
     pub fn load(&self) -> Option<*mut c_void> {
         self.open(0)
     }
@@ -43,7 +44,7 @@ impl Library {
     }
 }
 
-/// The address of what a library of that handle exports by that name.
+/// The address of an exported symbol.
 pub fn export(library: *mut c_void, name: &CStr) -> Option<usize> {
     // SAFETY: a handle of `dlopen` that was not given back, so the library stays.
     unsafe { elf::symbol(library, name) }

@@ -1,7 +1,7 @@
-//! The real driver, `libcuda.so.1`: found when a program first asks for it, never before.
+//! The real driver, `libcuda.so.1`, which is looked for when a program first asks for it, never before.
 //!
-//! A [`Function`] is the real one of a name, looked up on first use. A name that this driver lacks gives
-//! `CUDA_ERROR_NOT_FOUND`, as the driver's own look-up does.
+//! A [`Function`] is looked up on first use. One that this driver lacks returns `CUDA_ERROR_NOT_FOUND`, as a look-up by the
+//! driver would.
 
 pub mod context;
 mod elf;
@@ -17,30 +17,31 @@ use core::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// Looked up, and not there. No function has this address.
+/// Looked up and not found. No function has this address.
 const MISSING: usize = 1;
 
 static LIBRARY: Library = Library::new(c"libcuda.so.1");
 
-/// The driver if the program has loaded it already; never loads it.
+/// The driver's handle, if the program has loaded it. Never loads it.
 pub fn loaded() -> Option<*mut c_void> {
     LIBRARY.loaded()
 }
 
-/// Libraries that submit work through tables of private functions: OptiX, and the video encoder and decoder.
-const UNSEEN: [&CStr; 3] = [c"libnvoptix.so.1", c"libnvidia-encode.so.1", c"libnvcuvid.so.1"];
+/// Libraries that submit work through tables of private functions, which they request when they start: OptiX, and the video
+/// encoder and decoder.
+const UNTRACKED: [&CStr; 3] = [c"libnvoptix.so.1", c"libnvidia-encode.so.1", c"libnvcuvid.so.1"];
 
-/// Whether a library is in this process whose work no hook sees. They ask for their tables when they start.
-pub fn anybody_submits_unseen() -> bool {
+/// Whether the process has loaded a library whose work passes no hook.
+pub fn has_untracked_library() -> bool {
     let Some(dlopen) = c::dlopen() else { return false };
     // SAFETY: NUL-terminated names; it loads nothing. One more reference keeps what is there, which is no harm.
-    UNSEEN.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
+    UNTRACKED.iter().any(|name| !unsafe { dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }.is_null())
 }
 
-/// A result of the driver's as one of Rust's.
+/// Converts a result of the driver.
 ///
 /// # Errors
-/// Any result but `CUDA_SUCCESS`.
+/// Any result except `CUDA_SUCCESS`.
 pub fn check(result: CUresult) -> Result<(), CUresult> {
     if result == SUCCESS { Ok(()) } else { Err(result) }
 }
@@ -57,7 +58,7 @@ impl Function {
         Self { name, address: AtomicUsize::new(0) }
     }
 
-    /// The real function's address, or `None` where this driver has none of that name.
+    /// The address of the real function; `None` if this driver does not have it.
     #[inline]
     pub fn address(&self) -> Option<usize> {
         match self.address.load(Ordering::Relaxed) {
@@ -75,16 +76,16 @@ impl Function {
     }
 }
 
-/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a module-level
-/// function of that name which calls the real one.
+/// Declares functions of the driver that this library calls: `cuEventQuery(event: CUevent);` makes a function of that name in
+/// this module that calls the real one.
 macro_rules! functions {
     ($( $name:ident ( $($arg:ident : $type:ty),* $(,)? ); )*) => {
-        /// Looks all of them up, so that no later call has to.
+        /// Looks up all of them, so that no later call has to.
         pub fn resolve_all() {
             $( address::$name.address(); )*
         }
 
-        /// Where the real functions are.
+        /// The addresses of the real functions.
         #[allow(non_upper_case_globals)]
         pub mod address {
             use super::Function;
@@ -95,8 +96,8 @@ macro_rules! functions {
             $( pub static $name: Function = Function::new(name(concat!(stringify!($name), "\0").as_bytes())); )*
         }
         $(
-            /// The real function of this name. Pointers are passed on as they are: what the driver demands of them, it
-            /// demands of the caller.
+            /// The real function of this name. Pointers are passed on unchanged: the caller must satisfy the driver's
+            /// requirements.
             #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
             #[inline]
             pub unsafe fn $name($($arg: $type),*) -> CUresult {

@@ -1,4 +1,4 @@
-//! The CUDA driver API's types and constants, as far as this library uses them. Names are NVIDIA's.
+//! Types and constants of the CUDA driver API that this library uses, by NVIDIA's names.
 #![allow(non_camel_case_types, non_upper_case_globals)]
 
 use core::ffi::c_void;
@@ -16,7 +16,7 @@ pub type CUgraphExec = *mut c_void;
 pub type CUarray = *mut c_void;
 /// `CUmemGenericAllocationHandle`.
 pub type Handle = u64;
-/// A `size_t`, spelled like the rest.
+/// `size_t`.
 pub type Size = usize;
 
 pub const SUCCESS: CUresult = 0;
@@ -109,7 +109,7 @@ pub struct AccessDesc {
     pub flags: i32,
 }
 
-/// `CUpointer_attribute`, those that an allocation of ours answers itself.
+/// The `CUpointer_attribute`s that this library answers for its own allocations.
 pub mod pointer_attribute {
     pub const CONTEXT: i32 = 1;
     pub const MEMORY_TYPE: i32 = 2;

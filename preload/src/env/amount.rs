@@ -1,6 +1,6 @@
-//! How much memory somebody says, as in the scheduler's configuration: `8G`, `1.5 GiB`, a number of bytes, `25%` of a GPU.
+//! Amounts of memory as in the scheduler's configuration: `8G`, `1.5 GiB`, a number of bytes, or `25%` of a GPU.
 
-/// The least that a limit can be: the GPU's own granularity.
+/// The least limit: the GPU's own granularity.
 const LEAST: u64 = 2 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,7 +10,7 @@ pub enum Amount {
 }
 
 impl Amount {
-    /// What is not understood says nothing; it is not for this library to refuse the program anything for that.
+    /// `None` if the text is not an amount. It then sets no limit, and the program is refused nothing.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let text = core::str::from_utf8(text).ok()?.trim();
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -28,7 +28,7 @@ impl Amount {
         whole.checked_add(part).filter(|bytes| *bytes >= LEAST).map(Self::Bytes)
     }
 
-    /// Of a GPU with so much memory.
+    /// The amount in bytes, on a GPU of `total` bytes.
     pub fn of(self, total: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,

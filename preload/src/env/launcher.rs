@@ -1,15 +1,15 @@
-//! The gang of a program that waits for others of its job: what the launchers of such jobs (torchrun, Open MPI, Slurm, and
-//! whatever sets PyTorch's own variables) put into the environment of every process of one job, and of no other.
+//! The gang of a program that waits for other processes of its job. Launchers (torchrun, Open MPI, Slurm, and whatever sets
+//! PyTorch's variables) give the processes of one job environment variables that those of no other job have.
 
 use core::ffi::CStr;
 
-/// A job: how many processes it has, and what it is known by, all of it.
+/// A job in the environment: the variable with its number of processes, and those that identify it together.
 struct Launcher {
     size: &'static CStr,
     names: &'static [&'static CStr],
 }
 
-/// The first that applies counts.
+/// The first that applies is used.
 const LAUNCHERS: [Launcher; 4] = [
     // torchrun sets MASTER_ADDR and MASTER_PORT as well; the id alone can be "none".
     Launcher { size: c"WORLD_SIZE", names: &[c"TORCHELASTIC_RUN_ID", c"MASTER_ADDR", c"MASTER_PORT"] },
@@ -18,7 +18,7 @@ const LAUNCHERS: [Launcher; 4] = [
     Launcher { size: c"SLURM_STEP_NUM_TASKS", names: &[c"SLURM_JOB_ID", c"SLURM_STEP_ID"] },
 ];
 
-/// The key of the gang that the environment tells of; 0: none.
+/// The key of the gang that the environment names; 0 for none.
 pub fn gang(environment: impl Fn(&CStr) -> Option<&'static [u8]>) -> u64 {
     if let Some(text) = environment(c"NVSHARE_GANG") {
         return if matches!(text, b"" | b"0") { 0 } else { hash([text]) };
@@ -33,9 +33,9 @@ fn number(text: &[u8]) -> Option<u32> {
     core::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// FNV-1a: the same key for the same texts in every process; never 0, which means none.
+/// FNV-1a: the same key for the same texts in every process. Never 0, which means none.
 fn hash(texts: impl IntoIterator<Item = &'static [u8]>) -> u64 {
-    // No text has a NUL byte in it.
+    // A separator: texts contain no NUL.
     let bytes = texts.into_iter().flat_map(|text| text.iter().chain(&[0]));
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
     hash.max(1)

@@ -1,6 +1,5 @@
-//! The limits that the program's environment sets (`NVSHARE_WEIGHT` and others), as messages for the scheduler. What they
-//! mean is the scheduler's business, except for the memory limit ([`Amount`](super::amount::Amount)), which holds without
-//! a scheduler too.
+//! The limits that the program's environment sets (`NVSHARE_WEIGHT` and others), as messages to the scheduler, which interprets
+//! them. The memory limit ([`Amount`](super::amount::Amount)) also holds without a scheduler.
 
 use crate::sys::c::environment;
 use alloc::vec::Vec;
@@ -15,13 +14,13 @@ pub struct EnvLimits {
 }
 
 impl EnvLimits {
-    /// Reads the environment as it is now.
+    /// Reads the current environment.
     pub fn read() -> Self {
         let parts = |limit: LimitName| env_limits::parts(limit, environment(limit.variable()).unwrap_or_default());
         Self { messages: LimitName::ALL.into_iter().flat_map(parts).collect() }
     }
 
-    /// What to tell a scheduler before anything else.
+    /// The messages that a scheduler must receive first.
     pub fn messages(&self) -> &[ClientMessage] {
         &self.messages
     }

@@ -1,4 +1,4 @@
-//! What the environment of the program says, and how this library says something to the user.
+//! The environment of the program, and messages to the user.
 
 pub mod amount;
 pub mod launcher;

@@ -1,4 +1,4 @@
-//! What the environment says, read once when the program initialises CUDA. A setuid program has no such environment.
+//! Settings from the environment, read once when the program initialises CUDA. In a setuid program there are none.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -26,17 +26,17 @@ pub struct Settings {
     pub debug: bool,
     pub disabled: bool,
     pub required: bool,
-    /// Somebody wants nvshare for this very program, so a word to them is welcome: it was named in `LD_PRELOAD`.
+    /// The user named this library in `LD_PRELOAD` for this program, so a line on stderr is welcome.
     pub asked_for: bool,
     pub oversubscribe: bool,
-    /// The engine asked for, where one was.
+    /// The engine that the user requests, if any.
     pub engine: Option<Engine>,
     pub socket: &'static [u8],
     pub gang: u64,
     pub memory_max: Option<Amount>,
-    /// What the program may have, as it is said to a scheduler.
+    /// The limits, as messages to the scheduler.
     pub limits: EnvLimits,
-    /// That says something which is no amount.
+    /// `NVSHARE_MEMORY_MAX` is set to something that is not an amount.
     pub memory_max_is_unread: bool,
 }
 
@@ -63,7 +63,7 @@ impl Settings {
             asked_for: environment(c"LD_PRELOAD").is_some_and(|list| list.windows(7).any(|part| part == b"nvshare")),
             oversubscribe,
             engine: if oversubscribe { Some(Engine::Managed) } else { engine },
-            // The environment may change while the program runs.
+            // A copy: the environment may change while the program runs.
             socket: text(c"NVSHARE_SOCKET").map_or(DEFAULT_SOCKET, |path| path.to_vec().leak()),
             gang: launcher::gang(environment),
             memory_max: memory_max.flatten(),
@@ -73,7 +73,7 @@ impl Settings {
     }
 }
 
-/// Set, and neither empty nor `0`.
+/// Whether the variable is set, and neither empty nor `0`.
 fn flag(name: &CStr) -> bool {
     environment(name).is_some_and(|value| !value.is_empty() && value != b"0")
 }

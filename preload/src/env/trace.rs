@@ -1,6 +1,6 @@
-//! Words to the user: traces where `NVSHARE_DEBUG` asks for them, and single lines that matter without being asked.
+//! Messages to the user on stderr: traces if `NVSHARE_DEBUG` is set, and single lines that are always printed.
 //!
-//! Written with one `write(2)`, so that lines of several threads do not mix and no lock or buffer of ours can be held.
+//! Each line is one `write(2)`, so that lines of several threads do not mix and no lock or buffer of ours can be held.
 
 use crate::{
     env::settings,
@@ -12,7 +12,7 @@ use rustix::{
     fd::BorrowedFd,
 };
 
-/// A trace line; costs nothing but a flag when tracing is off.
+/// Prints a trace line; costs one test of a flag if tracing is off.
 macro_rules! trace {
     ($($arg:tt)*) => {
         if $crate::env::settings::get().debug {
@@ -22,7 +22,7 @@ macro_rules! trace {
 }
 pub(crate) use trace;
 
-/// One line on stderr.
+/// Prints one line on stderr.
 pub fn line(text: core::fmt::Arguments<'_>) {
     let mut line = Line { bytes: [0; 400], len: 0 };
     if settings::get().debug {
@@ -38,7 +38,7 @@ pub fn line(text: core::fmt::Arguments<'_>) {
     // SAFETY: borrowed for two calls, which say so where it is closed.
     let stderr = unsafe { BorrowedFd::borrow_raw(2) };
     let mut ready = [PollFd::from_borrowed_fd(stderr, PollFlags::OUT)];
-    // Where nobody reads, the line is lost: neither SIGPIPE nor waiting is for the program.
+    // The line is lost if nothing reads stderr: the program must neither get a SIGPIPE nor wait.
     if poll(&mut ready, Some(&timespec(Duration::ZERO))) == Ok(1) && ready[0].revents() == PollFlags::OUT {
         let _ = rustix::io::write(stderr, line.bytes.get(..=end).unwrap_or(&[]));
     }

@@ -1,4 +1,4 @@
-//! The atomics of the [`gate`](crate::gate), under a name of their own, so that a model of it (`tests/gate-model`) can put
-//! its own in their place.
+//! The atomics that the [`gate`](crate::gate) uses, under a name of their own, so that the model in `tests/gate-model` can
+//! replace them.
 
 pub use core::sync::atomic::*;

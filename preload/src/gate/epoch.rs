@@ -1,12 +1,12 @@
-//! What a thread has found out about the way of its launches (their stream is noted, nothing is captured, the queue is not
-//! full, …) holds for one epoch. Whatever may make some of it untrue ends the epoch, so an open gate is passed with one look
-//! instead of one for each of these.
+//! Epochs: the period for which the facts about a thread's last launch hold (its stream is noted, nothing is captured, the
+//! queue is not full, and so on). Whatever may change one of these facts ends the epoch, so a thread passes an open gate with
+//! one comparison instead of one for each fact.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 static EPOCH: AtomicU64 = AtomicU64::new(1);
 
-/// No epoch.
+/// No epoch has this number.
 pub const NONE: u64 = 0;
 
 #[inline]
@@ -14,7 +14,8 @@ pub fn now() -> u64 {
     EPOCH.load(Ordering::Acquire)
 }
 
-/// Something has changed. Called after the change, so that who sees this epoch and not the change looks again in the next.
+/// Ends the epoch. Called after the change, so that a thread which reads the old epoch and misses the change looks again in the
+/// next.
 pub fn end() {
     EPOCH.fetch_add(1, Ordering::AcqRel);
 }

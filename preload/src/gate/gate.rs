@@ -1,10 +1,10 @@
-//! The gate of one GPU: open, a thread passes with one load; closed, it waits until the GPU lock and the memory are there.
+//! The gate of one GPU. A thread passes an open gate with one load; at a closed one it waits for the GPU lock and the memory.
 //!
-//! A thread marks itself *inside* before it looks whether the gate is open and leaves once its call has been submitted,
-//! so when [`Gate::close`] sees nobody inside, nothing can slip out any more.
+//! A thread marks itself as *inside* before it looks whether the gate is open, and leaves after its call has been submitted. So
+//! once [`Gate::close`] has returned and no thread is inside, no submission is on its way any more.
 //!
-//! `tests/gate-model` compiles this very file against modelled atomics, fences and sleeping, and walks through what
-//! threads can do with it: what these comments claim is checked there.
+//! `tests/gate-model` compiles this file against modelled atomics, fences and sleeping, and explores all interleavings: it
+//! checks what these comments claim.
 
 use super::{
     atomic::{AtomicU32, Ordering, fence},
@@ -12,25 +12,25 @@ use super::{
 };
 use core::time::Duration;
 
-/// Why a gate is closed, as bits of its state; 0 is open.
+/// The reasons for which a gate is closed, as bits of its state; 0 is open.
 pub mod closed {
     /// The client does not have the GPU lock.
     pub const LOCK: u32 = 1;
     /// Not all memory that the client needs is on the GPU.
     pub const MEMORY: u32 = 2;
-    /// The client has been asked for the GPU lock, and what runs may need copies and flags from the host in order to end:
-    /// kernels and graphs wait, other work does not.
+    /// The client has been asked for the GPU lock, and running work may need copies and flag writes from the host in order to
+    /// end: kernels and graphs wait, other work passes.
     pub const KERNELS: u32 = 4;
-    /// What keeps work that is no kernel from entering.
+    /// The reasons that stop copies, memsets and flag writes.
     pub const FOR_COPIES: u32 = LOCK | MEMORY;
-    /// What keeps any work from entering.
+    /// The reasons that stop any work.
     pub const FOR_ALL: u32 = LOCK | MEMORY | KERNELS;
 }
 
 #[derive(Debug)]
 pub struct Gate {
     state: AtomicU32,
-    /// Threads that wait.
+    /// The number of waiting threads.
     waiting: AtomicU32,
 }
 
@@ -39,11 +39,11 @@ impl Gate {
         Self { state: AtomicU32::new(0), waiting: AtomicU32::new(0) }
     }
 
-    /// Enters if the gate is closed for none of these reasons. On `true` the thread is inside and must
+    /// Enters, unless the gate is closed for one of these reasons. If it returns `true`, the thread is inside and must
     /// [`leave`](Self::leave).
     #[inline]
     pub fn try_enter(&self, gpu: u32, slot: &threads::Slot, reasons: u32) -> bool {
-        // Releasing, since who sees the thread here need not see that it left another gate before.
+        // Release order is enough: a thread that sees this one inside need not see that it left another before.
         slot.inside.store(gpu + 1, Ordering::Release);
         barrier::light();
         if self.state.load(Ordering::Acquire) & reasons == 0 {
@@ -70,11 +70,11 @@ impl Gate {
         self.waiting.load(Ordering::Acquire)
     }
 
-    /// Waits for the state to change, once, if it is closed for one of these reasons; `before` runs after this thread
-    /// counts as waiting.
+    /// Waits once for the state to change, if the gate is closed for one of these reasons. `before` runs when this thread
+    /// already counts as waiting.
     pub fn wait(&self, reasons: u32, timeout: Duration, before: impl FnOnce()) {
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        // With the one in `close`: either that thread sees this one waiting, or `before` sees what it closed for.
+        // Pairs with the fence in `close`: either the closing thread sees this one waiting, or `before` sees the reason.
         fence(Ordering::SeqCst);
         before();
         let state = self.state.load(Ordering::Acquire);
@@ -84,20 +84,20 @@ impl Gate {
         self.waiting.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// From now on nobody enters; threads that are inside may still submit, until [`is_quiet`](Self::is_quiet).
+    /// Lets no thread enter from now on. Threads that are inside may still submit, until [`is_quiet`](Self::is_quiet).
     pub fn close(&self, why: u32) {
         self.state.fetch_or(why, Ordering::SeqCst);
         barrier::heavy();
     }
 
-    /// Takes reasons away; with the last one the gate is open. Whoever waits looks again.
+    /// Removes these reasons; without any left the gate is open. Waiting threads look again.
     pub fn open(&self, why: u32) {
         if self.state.fetch_and(!why, Ordering::SeqCst) & why != 0 {
             futex::wake_all(&self.state);
         }
     }
 
-    /// Whether no thread is inside. Meaningful after [`close`](Self::close).
+    /// Whether no thread is inside. Meaningful only after [`close`](Self::close).
     pub fn is_quiet(gpu: u32) -> bool {
         threads::all().all(|slot| slot.inside.load(Ordering::Acquire) != gpu + 1)
     }
@@ -108,8 +108,8 @@ mod tests {
     use super::*;
     use core::sync::atomic::{AtomicBool, AtomicU64};
 
-    /// Threads submit as fast as they can while the gate is closed and opened: once it is closed and nobody is inside, no
-    /// submission happens until it is opened, and every thread goes on afterwards.
+    /// Threads submit as fast as they can while the gate closes and opens. After it has closed with no thread inside, nothing
+    /// is submitted until it opens, and then every thread goes on.
     #[test]
     fn nothing_slips_out_after_a_release() {
         static GATE: Gate = Gate::new();

@@ -1,4 +1,4 @@
-//! Where work waits for the GPU lock and for memory, and whether it does so at all.
+//! The gates at which work waits for the GPU lock and for memory.
 //!
 //! - [`gate`](self::gate): the gate of one GPU. [`threads`], [`barrier`] and [`epoch`] make passing an open one cheap.
 //! - [`is_active`]: whether anything is gated or moved in this process.
@@ -15,8 +15,8 @@ pub use gate::{Gate, closed};
 use crate::sys::futex;
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// Unset before CUDA is initialised, when nvshare is disabled, and in the child of a fork, where the driver does not work
-/// either: then every hook passes through.
+/// Unset before CUDA is initialised, if nvshare is disabled, and in the child of a fork, where the driver does not work either.
+/// Every hook passes through then.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 
 /// Whether this library gates work and moves memory in this process.

@@ -1,7 +1,7 @@
-//! The program's threads, as the gate sees them: one [`Slot`] each, written by its thread alone.
+//! The program's threads as the gate sees them: each has a [`Slot`], which only that thread writes.
 //!
-//! A slot says which GPU's gate its thread is inside of, and how much it has submitted. Slots are never freed, only
-//! handed to another thread, so that whoever reads the list never meets a dangling one.
+//! A slot says which GPU's gate its thread is inside of, and how much it has submitted. Slots are never freed, only handed on
+//! to other threads, so a reader of the list never meets a dangling pointer.
 
 use crate::{
     gate::epoch,
@@ -15,23 +15,23 @@ use core::{
 };
 use nvshare_wire::MAX_SLOTS;
 
-/// `inside` when the thread is inside no gate.
+/// The value of `inside` while the thread is inside no gate.
 pub const OUTSIDE: u32 = 0;
 
 #[derive(Debug)]
 pub struct Slot {
     /// 1 + the index of the GPU whose gate this thread is inside of, or [`OUTSIDE`].
     pub inside: AtomicU32,
-    /// How many submissions this thread has made to each GPU.
+    /// The number of submissions of this thread to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
-    /// The way of this thread's last launch, good for one epoch: the stream (or for the legacy one, its context) it went to,
-    /// and that stream's GPU. Whoever goes the same way again finds its stream noted, see `crate::work`.
+    /// The epoch, stream (for the legacy stream, its context) and GPU of this thread's last launch. A launch to the same stream
+    /// in the same epoch is known to be noted, see `crate::work`.
     pub way: AtomicU64,
     pub stream: AtomicUsize,
     pub gpu: AtomicPtr<c_void>,
     /// Submissions since this thread last took a mark.
     pub unmarked: AtomicU32,
-    /// Tells the thread that has it from all before it.
+    /// Identifies the thread among all that have had a slot.
     pub number: AtomicU64,
     taken: AtomicBool,
     next: *const Slot,
@@ -42,13 +42,13 @@ unsafe impl Sync for Slot {}
 
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
-/// The slot of threads that are this library's own: not in the list.
+/// The slot of this library's own threads. It is not in the list.
 static OURS: Slot = Slot::new();
 
-/// What tells the C library to give a slot back when its thread ends.
+/// The key whose destructor returns a slot when its thread ends.
 static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
 
-/// Once, before the first slot is taken.
+/// Called once, before the first slot is taken.
 pub fn init() {
     KEY.get_or_init(|| {
         let mut key = 0;
@@ -57,12 +57,12 @@ pub fn init() {
     });
 }
 
-/// The calling thread is this library's own.
+/// Marks the calling thread as one of this library.
 fn mark_as_ours() {
     thread::set_mine((&raw const OURS).cast());
 }
 
-/// Starts a thread of this library's own; `false` if there can be none.
+/// Starts a thread of this library; `false` if that fails.
 pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
     thread::spawn(name, move || {
         mark_as_ours();
@@ -74,7 +74,7 @@ pub fn is_ours() -> bool {
     ptr::eq(thread::mine(), (&raw const OURS).cast())
 }
 
-/// The thread ends.
+/// Runs when the thread ends.
 unsafe extern "C" fn give_back(slot: *mut c_void) {
     thread::set_mine(ptr::null());
     // SAFETY: slots are never freed.
@@ -133,7 +133,7 @@ fn publish() -> &'static Slot {
     let slot = Box::into_raw(Box::new(Slot::new()));
     let mut head = SLOTS.load(Ordering::Acquire);
     loop {
-        // SAFETY: nobody else sees the slot yet.
+        // SAFETY: no other thread sees the slot yet.
         unsafe { (*slot).next = head };
         match SLOTS.compare_exchange_weak(head, slot, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: from here on it is shared and never freed.
@@ -143,7 +143,7 @@ fn publish() -> &'static Slot {
     }
 }
 
-/// Every slot there is, of living threads and of those that ended.
+/// All slots, including those of threads that have ended.
 pub fn all() -> impl Iterator<Item = &'static Slot> {
     // SAFETY: slots are never freed.
     let mut next = unsafe { SLOTS.load(Ordering::Acquire).as_ref() };
@@ -155,7 +155,7 @@ pub fn all() -> impl Iterator<Item = &'static Slot> {
     })
 }
 
-/// How many submissions all threads have made to that GPU so far.
+/// The number of submissions of all threads to this GPU.
 pub fn submitted(gpu: u32) -> u64 {
     let counts = all().filter_map(|slot| slot.submitted.get(gpu as usize));
     counts.fold(0, |sum, count| sum.wrapping_add(count.load(Ordering::Acquire)))

@@ -1,4 +1,4 @@
-//! Answers of the scheduler that threads of the program wait for. The client's thread writes them.
+//! Answers of the scheduler that threads of the program wait for. The client's thread stores them.
 
 use crate::sys::{futex, sync::Mutex};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -6,11 +6,11 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 /// The scheduler's answers to requests for a higher limit on one GPU ([`super::limit_request`]).
 #[derive(Debug)]
 pub struct LimitAnswers {
-    /// Counts limits and refusals.
+    /// Counts answers.
     pub(super) count: AtomicU32,
-    /// The newest refusal: how many bytes, and the count then.
+    /// The size of the newest refusal in bytes, and its count.
     denied: Mutex<(u64, u32)>,
-    /// The scheduler says that it takes as long as it takes.
+    /// The scheduler has said that the answer takes as long as other clients need the memory.
     pub(super) awaited: AtomicBool,
 }
 
@@ -19,7 +19,7 @@ impl LimitAnswers {
         Self { count: AtomicU32::new(0), denied: Mutex::new((0, 0)), awaited: AtomicBool::new(false) }
     }
 
-    /// A limit has come, or there is another scheduler to ask, or none.
+    /// A new limit has arrived, or there is another scheduler to ask, or none.
     pub fn changed(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
         futex::wake_all(&self.count);
@@ -33,12 +33,12 @@ impl LimitAnswers {
         futex::wake_all(&self.count);
     }
 
-    /// What is asked for comes when others have freed it.
+    /// The requested memory comes when other clients free some.
     pub fn awaited(&self) {
         self.awaited.store(true, Ordering::SeqCst);
     }
 
-    /// The refusal that came after the count was `seen`.
+    /// The size of the newest refusal, if it came after the count was `seen`.
     pub(super) fn denied_since(&self, seen: u32) -> Option<u64> {
         let (bytes, at) = *self.denied.lock();
         (at.wrapping_sub(seen) as i32 > 0).then_some(bytes)
@@ -49,9 +49,9 @@ impl LimitAnswers {
 #[derive(Debug)]
 pub struct ReservationAnswers {
     pub(super) count: AtomicU32,
-    /// How much room there is.
+    /// The room that was made, in bytes.
     pub(super) bytes: AtomicU64,
-    /// When room was made and did not help, in milliseconds; 0 before.
+    /// When room was made and the call failed all the same, in milliseconds; 0 before.
     pub(super) futile: AtomicU64,
 }
 

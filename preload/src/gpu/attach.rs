@@ -1,5 +1,5 @@
-//! A GPU that the program begins to use: this library learns what it is, introduces it to the scheduler, and waits until
-//! there is room for a CUDA context.
+//! Attaching to a GPU when the program begins to use it: the library identifies it, introduces it to the scheduler, and waits
+//! until a CUDA context is admitted.
 
 use super::{Gpu, find, info::Info, memory_limits, now_in_use, unsupported};
 use crate::{
@@ -13,55 +13,61 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, client as wire};
 
-/// Tells the scheduler what memory of a GPU this process has imported. It runs when the GPU has been introduced, before the
-/// first report of its memory. The registry of what is imported is in a layer above.
+/// Tells the scheduler which memory of a GPU this process has imported. Called when the GPU has been introduced, before the
+/// first report of its memory. (The registry of imports is in a layer above.)
 pub type TellImports = fn(&Gpu);
 
-/// What is known of the room for a context.
-mod room {
+/// The scheduler's answer to whether there is room for a context.
+mod admission {
     pub const UNKNOWN: u32 = 0;
-    pub const MADE: u32 = 1;
-    /// The scheduler says that it takes as long as it takes.
-    pub const AWAITED: u32 = 2;
-    /// There is none, and there will be none before others need less.
+    pub const ADMITTED: u32 = 1;
+    /// There will be room when other clients need less memory, however long that takes.
+    pub const DEFERRED: u32 = 2;
+    /// There is no room, and there will be none before other clients need less memory.
     pub const REFUSED: u32 = 3;
 }
-/// How long a program waits for room to be made before it creates a context, where the scheduler says nothing.
-const ROOM_PATIENCE: Duration = Duration::from_secs(3);
+/// The longest wait for an answer. After that the program creates its context all the same.
+const ADMISSION_TIMEOUT: Duration = Duration::from_secs(3);
+
 impl Gpu {
-    /// Before the program creates a context on this GPU: makes it known to the scheduler, and waits for room. `false`: there
-    /// is none.
+    /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for admission.
+    /// `false` if the context is refused.
     pub fn attach(device: CUdevice, tell_imports: TellImports) -> bool {
         let Some(gpu) = find(device) else { return true };
-        let Some(info) = gpu.get_acquainted(device) else { return true };
+        let Some(info) = gpu.identify(device) else { return true };
         let mut first = false;
         gpu.attached.get_or_init(|| {
             first = true;
             if let Some(engine) = info.engine {
-                let mut space = Space::new(device, engine, info.total, info.own_max);
+                let mut space = Space::new(device, engine, info.total, info.env_max);
                 space.account.max = memory_limits::of(info.uuid);
                 let _ = gpu.space.set(Mutex::new(space));
             }
         });
         if !first {
-            // Where there is one already, its work goes on: another is not refused.
+            // If there is a context already, its work goes on: a second one is not refused.
             return gpu.work.has_contexts() || gpu.attach_again(tell_imports);
         }
         now_in_use(gpu.index);
         if !connection::is_connected() {
             return true;
         }
-        // From here on the lock and the allowance are the scheduler's to give.
+        // From here on the scheduler grants the lock and the allowance.
         gpu.gate.close(closed::LOCK);
         gpu.introduce(tell_imports);
-        gpu.wait_for_room()
+        gpu.wait_for_admission()
     }
 
-    /// The same for a GPU that was attached before, and has no context. One that was refused is asked for anew.
+    /// The same for a GPU that was attached before and has no context. If a context was refused, it is requested again.
     fn attach_again(&self, tell_imports: TellImports) -> bool {
         let asks_anew = {
             let _one = self.introducing.lock();
-            let asked = self.room.compare_exchange(room::REFUSED, room::UNKNOWN, Ordering::SeqCst, Ordering::SeqCst);
+            let asked = self.admission.compare_exchange(
+                admission::REFUSED,
+                admission::UNKNOWN,
+                Ordering::SeqCst,
+                Ordering::SeqCst,
+            );
             asked.is_ok()
         };
         if !connection::is_connected() {
@@ -71,33 +77,33 @@ impl Gpu {
             self.gate.close(closed::LOCK);
             self.introduce(tell_imports);
         }
-        self.wait_for_room()
+        self.wait_for_admission()
     }
 
-    /// Until there is room for a context, or the scheduler says nothing of it. Also while the scheduler is away for a moment:
-    /// who comes back to it is introduced anew, and who stays without one has room. `false`: it is refused.
-    fn wait_for_room(&self) -> bool {
+    /// Waits until the scheduler answers, or for a while. This includes a short absence of the scheduler: a client that
+    /// reconnects is introduced again, and one that runs without a scheduler is admitted. `false` if the context is refused.
+    fn wait_for_admission(&self) -> bool {
         let begin = Instant::now();
         while gate::is_active() {
-            let room = self.room.load(Ordering::SeqCst);
-            if room == room::MADE || (room == room::UNKNOWN && begin.elapsed() >= ROOM_PATIENCE) {
+            let state = self.admission.load(Ordering::SeqCst);
+            if state == admission::ADMITTED || (state == admission::UNKNOWN && begin.elapsed() >= ADMISSION_TIMEOUT) {
                 return true;
             }
-            if room == room::REFUSED {
+            if state == admission::REFUSED {
                 self.withdraw();
                 return false;
             }
-            futex::wait(&self.room, room, Duration::from_millis(100));
+            futex::wait(&self.admission, state, Duration::from_millis(100));
         }
         true
     }
 
-    /// Gives up a context that was refused: the scheduler forgets this client on this GPU until it asks again. Until then
-    /// the driver says of each call that there is no context, so nothing waits at the gate.
+    /// Gives up a context that was refused: the scheduler forgets this client on this GPU until it asks again. Meanwhile the
+    /// driver answers that there is no context, so nothing waits at the gate.
     fn withdraw(&self) {
         let _one = self.introducing.lock();
         if !self.is_refused() {
-            return; // another thread asks again
+            return; // another thread has requested it again
         }
         if self.is_introduced() && connection::send(&ClientMessage::Detach { slot: self.index }) {
             self.introduced.store(false, Ordering::SeqCst);
@@ -105,16 +111,16 @@ impl Gpu {
         self.gate.open(closed::LOCK);
     }
 
-    /// A context was refused, and has not been asked for again.
+    /// Whether a context was refused and has not been requested again.
     pub fn is_refused(&self) -> bool {
-        self.room.load(Ordering::SeqCst) == room::REFUSED
+        self.admission.load(Ordering::SeqCst) == admission::REFUSED
     }
 
-    /// What this GPU is; `None` where this library stands aside. Needs no context.
-    pub(super) fn get_acquainted(&self, device: CUdevice) -> Option<&Info> {
+    /// The properties of this GPU; `None` if this library does not support it. Needs no context.
+    pub(super) fn identify(&self, device: CUdevice) -> Option<&Info> {
         let learn = || match unsupported::reason(device) {
             Some(why) => {
-                trace!("GPU {device} is left alone: {why}");
+                trace!("GPU {device} is not supported: {why}");
                 None
             }
             None => Some(Info::learn(device)),
@@ -122,15 +128,15 @@ impl Gpu {
         self.info.get_or_init(learn).as_ref()
     }
 
-    /// Tells the scheduler of this GPU and of the memory this client has there.
+    /// Tells the scheduler about this GPU and the memory of this client there.
     pub fn introduce(&self, tell_imports: TellImports) {
-        self.introduce_to(Space::meet_scheduler, tell_imports);
+        self.introduce_to(Space::reset_for_scheduler, tell_imports);
     }
 
-    /// The same to a scheduler that has taken the place of the one before, on its connection.
+    /// The same for a successor of the scheduler, on the same connection.
     pub fn introduce_again(&self, tell_imports: TellImports) {
         self.forget_introduction();
-        self.introduce_to(Space::meet_successor, tell_imports);
+        self.introduce_to(Space::reset_for_successor, tell_imports);
     }
 
     fn introduce_to(&self, meet: fn(&mut Space), tell_imports: TellImports) {
@@ -151,7 +157,7 @@ impl Gpu {
             name: info.name,
             reason: info.reason,
         });
-        // Where it did not go, the link tries again.
+        // If it could not be sent, the client's thread tries again.
         self.introduced.store(sent, Ordering::SeqCst);
         tell_imports(self);
         if let Some(space) = self.space.get() {
@@ -163,7 +169,7 @@ impl Gpu {
         self.introduced.load(Ordering::SeqCst)
     }
 
-    /// The scheduler that it was introduced to is gone.
+    /// The scheduler that knew this GPU is gone.
     pub fn forget_introduction(&self) {
         let _one = self.introducing.lock();
         self.introduced.store(false, Ordering::SeqCst);
@@ -171,28 +177,33 @@ impl Gpu {
         self.forget_denials();
     }
 
-    /// Says that there is room for a context.
-    pub fn make_room(&self) {
-        self.leave_room_at(room::MADE);
+    /// The scheduler has room for a context.
+    pub fn admit_context(&self) {
+        self.set_admission(admission::ADMITTED);
     }
 
-    /// Says that there will be some only when others need less.
-    pub fn await_room(&self) {
-        let _ = self.room.compare_exchange(room::UNKNOWN, room::AWAITED, Ordering::SeqCst, Ordering::SeqCst);
+    /// The scheduler will have room for a context when other clients need less memory.
+    pub fn defer_context(&self) {
+        let _ = self.admission.compare_exchange(
+            admission::UNKNOWN,
+            admission::DEFERRED,
+            Ordering::SeqCst,
+            Ordering::SeqCst,
+        );
     }
 
-    /// The scheduler says that there is no room for a context, nor will there be any soon.
+    /// The scheduler has no room for a context, and will not have any soon.
     pub fn refuse_context(&self) {
         if !self.work.has_contexts() {
-            self.leave_room_at(room::REFUSED);
+            self.set_admission(admission::REFUSED);
         }
     }
 
-    /// What is known of the room for a context, unless that was known already.
-    fn leave_room_at(&self, known: u32) {
-        for open in [room::UNKNOWN, room::AWAITED] {
-            let _ = self.room.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);
+    /// Stores the answer, unless there is a final one.
+    fn set_admission(&self, known: u32) {
+        for open in [admission::UNKNOWN, admission::DEFERRED] {
+            let _ = self.admission.compare_exchange(open, known, Ordering::SeqCst, Ordering::SeqCst);
         }
-        futex::wake_all(&self.room);
+        futex::wake_all(&self.admission);
     }
 }

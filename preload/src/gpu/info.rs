@@ -1,4 +1,4 @@
-//! What a GPU is: learned from the driver once, before the program has a context there.
+//! The properties of a GPU, queried once, before the program has a context there.
 
 use crate::{
     driver::{self, types::*},
@@ -14,8 +14,8 @@ pub struct Info {
     pub total: u64,
     pub engine: Option<&'static dyn Engine>,
     pub reason: wire::EngineReason,
-    /// What its environment allows the program; `u64::MAX` where that says nothing.
-    pub own_max: u64,
+    /// The limit that the program's environment sets; `u64::MAX` if it sets none.
+    pub env_max: u64,
 }
 
 impl Info {
@@ -48,9 +48,9 @@ impl Info {
             total: total as u64,
             engine,
             reason,
-            own_max: settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64)),
+            env_max: settings.memory_max.map_or(u64::MAX, |amount| amount.of(total as u64)),
         };
-        trace!("GPU {device} is {} with {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine_kind());
+        trace!("GPU {device}: {}, {total} bytes, engine {:?} ({reason:?})", info.uuid, info.engine_kind());
         info
     }
 }

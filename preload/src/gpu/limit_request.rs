@@ -1,6 +1,5 @@
-//! Asking the scheduler for a higher limit, when an allocation needs one: what was promised to this client for as long as
-//! nobody needed it may have gone to others, and comes back, or is refused: within seconds, unless a rule has it wait, and
-//! nothing of the GPU lock is waited for.
+//! Requests for a higher limit, when an allocation needs one. The scheduler lends bytes that a client does not use to others;
+//! it takes them back or refuses within seconds, unless a rule lets the client wait. This never waits for the GPU lock.
 
 use crate::{
     connection,
@@ -12,23 +11,23 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
-/// How long an answer is waited for. The scheduler gives one within half of that.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Between attempts to send to a scheduler that does not read.
-const SEND_AGAIN: Duration = Duration::from_millis(2);
+/// The longest wait for an answer. The scheduler answers within half of that.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// The interval between attempts to send to a scheduler that does not read.
+const SEND_RETRY: Duration = Duration::from_millis(2);
 
-/// How asking went.
+/// The outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// There is more now: try again.
+    /// The limit has been raised: try again.
     Raised,
-    /// There is no memory for it, on the GPU or in the host.
+    /// There is no memory for it, neither on the GPU nor in the host.
     Denied,
-    /// The limit is not what is in the way, or nobody can raise it.
+    /// The limit is not the obstacle, or cannot be raised.
     Beyond,
 }
 
-/// An allocation of so many bytes did not fit under the limit, which was `limit` then.
+/// Asks for a limit that admits `bytes` more. `limit` is the limit under which the allocation failed.
 pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
     let Some(space) = gpu.space() else { return Outcome::Beyond };
     let bytes = if bytes <= slab::LARGEST { GRANULE } else { bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes) };
@@ -42,13 +41,13 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
             gpu.limit_answers.awaited.store(false, Ordering::SeqCst);
             return if asked || account.limit > limit { Outcome::Raised } else { Outcome::Beyond };
         }
-        if wanted > account.most || !connection::is_connected() {
+        if wanted > account.limit_max || !connection::is_connected() {
             return Outcome::Beyond;
         }
         if gpu.limit_answers.awaited.load(Ordering::SeqCst) {
             begin = Instant::now();
         }
-        let left = PATIENCE.saturating_sub(begin.elapsed());
+        let left = TIMEOUT.saturating_sub(begin.elapsed());
         if left.is_zero() {
             return Outcome::Denied;
         }
@@ -60,7 +59,7 @@ pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
                 return Outcome::Denied;
             }
         } else {
-            futex::wait(&gpu.limit_answers.count, seen, SEND_AGAIN);
+            futex::wait(&gpu.limit_answers.count, seen, SEND_RETRY);
         }
     }
 }

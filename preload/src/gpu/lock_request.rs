@@ -1,4 +1,4 @@
-//! Waiting at the gate of a GPU, and asking the scheduler for its lock.
+//! Waiting at the gate of a GPU, and requesting its lock.
 
 use super::{Gpu, attached};
 use crate::{
@@ -9,14 +9,14 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
 
-/// How long a waiting thread sleeps before it looks around again, whatever happens.
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+/// The longest sleep of a waiting thread before it looks again.
+const WAIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl Gpu {
-    /// A thread found the gate closed: asks for the lock and waits for a while.
+    /// For a thread that found the gate closed: requests the lock and waits for a while.
     #[cold]
     pub fn wait(&self, reasons: u32) {
-        self.gate.wait(reasons, LOOK_AGAIN, || {
+        self.gate.wait(reasons, WAIT_TIMEOUT, || {
             if self.gate.is_closed_for(closed::LOCK) {
                 self.request();
             }
@@ -31,14 +31,14 @@ impl Gpu {
         self.allocating.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Whether a thread waits at this gate that has work, which what runs may wait for.
+    /// Whether a thread with work waits at this gate. Running work may wait for it.
     pub fn has_work_waiting(&self) -> bool {
         self.gate.waiting() > self.allocating.load(Ordering::SeqCst)
     }
 
-    /// Asks the scheduler for the lock, unless that has been done.
+    /// Requests the lock from the scheduler, unless a request is pending.
     pub fn request(&self) {
-        // One after the other: a request replaces the one before it, so the newest must be the one that knows most.
+        // One at a time: a request replaces the previous one, so the newest must be the one that knows most.
         static ONE: Mutex<()> = Mutex::new(());
         let _one = ONE.lock();
         if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
@@ -50,7 +50,7 @@ impl Gpu {
         }
     }
 
-    /// The turn is over; `used`: something was submitted during it.
+    /// A turn is over; `used` if anything was submitted during it.
     pub fn turn_is_over(&self, used: bool) {
         if used {
             self.used_until.store(clock(), Ordering::Relaxed);
@@ -58,11 +58,11 @@ impl Gpu {
     }
 
     pub fn request_is_over(&self) {
-        // A swap, so that whoever found it still set is seen waiting.
+        // A swap, so that a thread that found it still set is seen waiting.
         self.requested.swap(false, Ordering::SeqCst);
     }
 
-    /// When the lock was last asked for, in the time since the clock began.
+    /// When the lock was last requested, on the monotonic clock.
     pub fn requested_at(&self) -> Duration {
         Duration::from_micros(self.requested_at.load(Ordering::Relaxed))
     }
@@ -72,23 +72,22 @@ impl Gpu {
     }
 }
 
-/// How long after its last turn on a GPU a program still counts as using it.
+/// A program still counts as using a GPU for this time after its last turn there.
 const LATELY: Duration = Duration::from_secs(2);
 
-/// The GPUs whose locks this client needs at once: this one, those where threads wait, those it used lately, and all that
-/// are companions of one of them.
+/// The GPUs whose locks this client needs at once: this one, those where threads wait, those it used recently, and their peers.
 fn wanted_with(gpu: &Gpu) -> u64 {
     let wanted = attached().filter(|g| {
         let used_until = g.used_until.load(Ordering::Relaxed);
         g.gate.waiting() > 0 || (used_until != 0 && clock().saturating_sub(used_until) < LATELY.as_millis() as u64)
     });
-    let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.companions();
+    let together = |gpu: &Gpu| 1 << gpu.index | gpu.work.peers();
     let wanted = wanted.fold(together(gpu), |set, g| set | together(g));
-    // Of others the scheduler knows nothing.
+    // The scheduler does not know the others.
     attached().filter(|gpu| !gpu.is_introduced()).fold(wanted, |set, gpu| set & !(1 << gpu.index))
 }
 
-/// Milliseconds since some time in the past, never 0.
+/// Milliseconds on the monotonic clock, never 0.
 fn clock() -> u64 {
     Instant::now().since_start().as_millis() as u64 + 1
 }

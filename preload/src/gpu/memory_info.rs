@@ -1,20 +1,20 @@
-//! What a program is told of a GPU's memory where a rule or its environment bounds it ([`super::memory_limits`]): the same by
-//! CUDA and by NVML, and before it uses the GPU already, since programs plan with it.
+//! The memory sizes that the program sees where a rule or its environment limits it ([`super::memory_limits`]): the same
+//! through CUDA and NVML, and before it uses the GPU, because programs plan with them.
 
 use super::Gpu;
 use crate::{connection, memory::account::Account};
 
-/// What a program is told.
+/// Total and free memory as the program sees them, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {
     pub total: u64,
     pub free: u64,
 }
 
-/// Of a GPU with so much memory, or so it says; `really` gives what is free for anybody.
+/// For a GPU that reports `total` bytes. `really` returns the bytes that are free on the device.
 pub fn of(gpu: &Gpu, total: u64, really: impl FnOnce() -> Option<u64>) -> MemoryInfo {
     let Some(account) = gpu.account() else {
-        // It has nothing there yet.
+        // The program has no memory there yet.
         let total = total.min(gpu.bound());
         return MemoryInfo { total, free: total };
     };
@@ -22,7 +22,7 @@ pub fn of(gpu: &Gpu, total: u64, really: impl FnOnce() -> Option<u64>) -> Memory
     if connection::is_connected() {
         return told;
     }
-    // Nobody makes room: what others use is lacking.
+    // Without a scheduler no room is made: what other programs use is not available.
     MemoryInfo { free: really().map_or(told.free, |free| told.free.min(free)), ..told }
 }
 

@@ -1,36 +1,36 @@
-//! Memory limits from rules of the scheduler's configuration, for each GPU. They bound what the program is told of a GPU's
-//! memory ([`super::memory_info`]), also before it uses the GPU.
+//! The limits that rules of the scheduler set on the program's memory, for each GPU. They also limit what the program sees
+//! ([`super::memory_info`]), even before it uses the GPU.
 
 use crate::{env::settings, gate, sys::sync::Mutex};
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::Uuid;
 
-/// What rules allow on each GPU, as the scheduler said; it stays when the scheduler goes.
+/// The limit on each GPU, as the scheduler last said. It outlives the scheduler.
 static RULED: Mutex<Vec<(Uuid, u64)>> = Mutex::new(Vec::new());
-/// Whether a rule has ever been heard of: most programs have none, and nothing more is looked at for them.
+/// Whether there has ever been a limit. Most programs have none, and skip the look-ups.
 static IS_RULED: AtomicBool = AtomicBool::new(false);
 
-/// GPUs that a scheduler may speak of: more is none of this host's.
-const MOST_GPUS: usize = 1024;
+/// The number of GPUs that a scheduler may name: more than any host has.
+const MAX_GPUS: usize = 1024;
 
-/// A rule allows so much of that GPU from now on; 0: no rule does.
+/// Sets the limit on this GPU, in bytes; 0 for none.
 pub fn set(gpu: Uuid, bytes: u64) {
     let mut ruled = RULED.lock();
     if let Some((_, before)) = ruled.iter_mut().find(|(other, _)| *other == gpu) {
         *before = bytes;
-    } else if ruled.len() < MOST_GPUS {
+    } else if ruled.len() < MAX_GPUS {
         ruled.push((gpu, bytes));
     }
     IS_RULED.fetch_or(bytes != 0, Ordering::Release);
 }
 
-/// What a rule allows of that GPU; 0: none does.
+/// The limit on this GPU, in bytes; 0 for none.
 pub fn of(gpu: Uuid) -> u64 {
     RULED.lock().iter().find(|(other, _)| *other == gpu).map_or(0, |(_, bytes)| *bytes)
 }
 
-/// Whether anybody may bound this program's memory anywhere.
+/// Whether any limit may apply to this program.
 pub fn are_set() -> bool {
     gate::is_active() && (IS_RULED.load(Ordering::Acquire) || settings::get().memory_max.is_some())
 }
@@ -50,9 +50,9 @@ mod tests {
         assert_eq!(gpus.map(of), [9, 8, 0]);
         set(gpus[1], 0);
         assert_eq!(gpus.map(of), [9, 0, 0]);
-        // A scheduler that makes GPUs up takes no more memory than that.
-        (0..4 * MOST_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
-        assert_eq!(RULED.lock().len(), MOST_GPUS);
+        // A scheduler that invents GPUs takes no more memory than that.
+        (0..4 * MAX_GPUS as u64).for_each(|n| set(Uuid((u128::from(n) << 64).to_le_bytes()), 1));
+        assert_eq!(RULED.lock().len(), MAX_GPUS);
         assert_eq!(of(gpus[0]), 9);
     }
 }

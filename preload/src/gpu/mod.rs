@@ -1,12 +1,12 @@
-//! One GPU as this client uses it: its gate, its work and its memory, and the table of all GPUs by the driver's ordinal.
+//! One GPU as this client uses it: its gate, its work and its memory; and the table of all GPUs by the driver's ordinal.
 //!
-//! - [`info`]: what a GPU is; [`unsupported`]: the GPUs that this library leaves alone.
+//! - [`info`]: properties of a GPU. [`unsupported`]: GPUs that this library leaves alone.
 //! - [`attach`]: the program begins to use a GPU. [`peers`]: GPUs that reach each other's memory.
-//! - [`lock_request`]: waiting at the gate; [`submission`]: what passes it.
-//! - [`report`]: the account of memory, reported to the scheduler.
-//! - [`limit_request`]: asking for a higher memory limit; [`reservation`]: asking for memory that the driver needs for
-//!   itself; [`answers`] to either.
-//! - [`memory_limits`]: what bounds the program's memory; [`memory_info`]: what the program is told of it.
+//! - [`lock_request`]: waiting at the gate. [`submission`]: noting what passes it.
+//! - [`report`]: reporting the memory account to the scheduler.
+//! - [`limit_request`]: asking for a higher limit. [`reservation`]: asking for memory that the driver needs. [`answers`] to
+//!   both.
+//! - [`memory_limits`]: limits on the program's memory. [`memory_info`]: the sizes that the program sees.
 
 pub mod answers;
 pub mod attach;
@@ -35,45 +35,45 @@ use nvshare_wire::{MAX_SLOTS, Uuid};
 
 #[derive(Debug)]
 pub struct Gpu {
-    /// The driver's ordinal in this process, and the slot the scheduler knows it by.
+    /// The driver's ordinal in this process, which is also the slot that the scheduler knows it by.
     pub index: u32,
     pub gate: Gate,
     pub work: Work,
-    /// Made when it is first asked for; `None` in it where this library stands aside.
+    /// Queried on first use; the inner `None` means that this library does not support the GPU.
     info: OnceLock<Option<Info>>,
     /// Set when the program first creates a context here.
     attached: OnceLock<()>,
     space: OnceLock<Mutex<Space>>,
-    /// What moves the memory. A context that it works in must not go before it has left.
+    /// Moves the memory. It must leave a context before the context is destroyed.
     pub moving: Mutex<Mover>,
     primary: AtomicUsize,
     /// The scheduler of this connection knows this GPU.
     introduced: AtomicBool,
     introducing: Mutex<()>,
-    /// A request is with the scheduler.
+    /// A request for the lock is pending.
     requested: AtomicBool,
-    /// When that was, in microseconds.
+    /// When it was made, in microseconds.
     requested_at: AtomicU64,
-    /// Whether there is room for a context: see [`attach`].
-    room: AtomicU32,
-    /// Nothing of this client runs: the gate has been closed and everything has drained since.
+    /// Whether a context is admitted, see [`attach`].
+    admission: AtomicU32,
+    /// The gate has been closed and all work has ended since.
     drained: AtomicBool,
     unreported: AtomicBool,
-    /// What the scheduler says to wishes for a higher limit.
+    /// The scheduler's answers to requests for a higher limit.
     pub limit_answers: LimitAnswers,
-    /// So many bytes cannot be mapped, the scheduler says; 0: it has said nothing of that.
+    /// The bytes that cannot be mapped according to the scheduler; 0 if it has not said so.
     unmappable: AtomicU64,
-    /// And to calls in which the driver found no memory.
+    /// The scheduler's answers to requests for memory that the driver needs.
     pub reservation_answers: ReservationAnswers,
-    /// When this client last gave the lock of this GPU back after using it, in milliseconds; 0 before.
+    /// When this client last released the lock after using it, in milliseconds; 0 before.
     used_until: AtomicU64,
-    /// Of the threads that wait at the gate, those that only allocate.
+    /// The threads that wait at the gate only to allocate.
     allocating: AtomicU32,
 }
 
 const NONE: i32 = -1;
 const SEVERAL: i32 = -2;
-/// The only GPU this process uses, if there is just one: then a launch need not ask the driver where it goes.
+/// The only GPU that this process uses, if there is just one: a launch then need not ask the driver where it goes.
 static ONLY: AtomicI32 = AtomicI32::new(NONE);
 
 static GPUS: [Gpu; MAX_SLOTS as usize] = {
@@ -91,13 +91,13 @@ pub fn by_ordinal(device: CUdevice) -> Option<&'static Gpu> {
     find(device).filter(|g| g.is_attached())
 }
 
-/// The GPU of that ordinal, whether it is used or not, where its memory is in this library's hands or will be.
+/// The GPU of that ordinal, in use or not, if this library manages its memory or will.
 pub fn managed(device: CUdevice) -> Option<&'static Gpu> {
     let gpu = find(device)?;
-    gpu.get_acquainted(device).filter(|info| info.engine.is_some()).map(|_| gpu)
+    gpu.identify(device).filter(|info| info.engine.is_some()).map(|_| gpu)
 }
 
-/// The same by what it is known by outside of this process.
+/// The same by UUID.
 pub fn managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
     let mut count = 0;
     // SAFETY: a valid place.
@@ -105,7 +105,7 @@ pub fn managed_by_uuid(uuid: Uuid) -> Option<&'static Gpu> {
     (0..count.min(MAX_SLOTS as i32)).filter_map(managed).find(|gpu| gpu.uuid() == Some(uuid))
 }
 
-/// Those that this process uses.
+/// The GPUs that this process uses.
 pub fn attached() -> impl Iterator<Item = &'static Gpu> {
     GPUS.iter().filter(|g| g.is_attached())
 }
@@ -124,7 +124,7 @@ pub fn current() -> Option<&'static Gpu> {
     }
 }
 
-/// The GPU of that ordinal, whether it is used or not.
+/// The GPU of that ordinal, in use or not.
 fn find(device: CUdevice) -> Option<&'static Gpu> {
     GPUS.get(usize::try_from(device).ok()?)
 }
@@ -134,7 +134,7 @@ fn work_of(index: u32) -> Option<&'static Work> {
     GPUS.get(index as usize).filter(|gpu| gpu.is_attached()).map(|gpu| &gpu.work)
 }
 
-/// This process uses that GPU from now on.
+/// Marks that GPU as in use.
 fn now_in_use(index: u32) {
     let _ = ONLY.compare_exchange(NONE, index as i32, Ordering::AcqRel, Ordering::Acquire).map_err(|_| {
         ONLY.store(SEVERAL, Ordering::Release);
@@ -166,7 +166,7 @@ impl Gpu {
             introducing: Mutex::new(()),
             requested: AtomicBool::new(false),
             requested_at: AtomicU64::new(0),
-            room: AtomicU32::new(0),
+            admission: AtomicU32::new(0),
             drained: AtomicBool::new(true),
             unreported: AtomicBool::new(false),
             limit_answers: LimitAnswers::new(),
@@ -193,27 +193,27 @@ impl Gpu {
         self.info().map_or(0, |i| i.total)
     }
 
-    /// How the program's bytes stand here, once it uses this GPU and an engine can move them.
+    /// The memory account, if the program uses this GPU and an engine can move its memory.
     pub fn account(&self) -> Option<Account> {
         self.space().map(|space| space.lock().account)
     }
 
-    /// The most of this GPU's memory that anybody lets the program have; `u64::MAX` where nobody says.
+    /// The limit on the program's memory here, in bytes; `u64::MAX` if there is none.
     pub fn bound(&self) -> u64 {
         if let Some(account) = self.account() {
             return account.at_most(u64::MAX);
         }
         let Some(info) = self.info() else { return u64::MAX };
         let ruled = memory_limits::of(info.uuid);
-        info.own_max.min(if ruled == 0 { u64::MAX } else { ruled })
+        info.env_max.min(if ruled == 0 { u64::MAX } else { ruled })
     }
 
-    /// The memory of this GPU, where an engine can move it.
+    /// The memory of this GPU, if an engine can move it.
     pub fn space(&self) -> Option<&Mutex<Space>> {
         self.space.get()
     }
 
-    /// Whether other devices may be given its allocations.
+    /// Whether allocations may be shared with other devices.
     pub fn is_rdma_capable(&self) -> bool {
         self.space().is_some_and(|space| space.lock().is_rdma_capable())
     }
@@ -230,41 +230,40 @@ impl Gpu {
         self.primary.store(context as usize, Ordering::Release);
     }
 
-    /// GPUs whose work may touch memory of this one, and the other way round.
-    pub fn companions(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
-        let set = self.work.companions();
+    /// GPUs whose work may touch memory of this one, and whose memory this one's work may touch.
+    pub fn peers(&self) -> impl Iterator<Item = &'static Gpu> + use<> {
+        let set = self.work.peers();
         let last = u64::BITS - set.leading_zeros();
         GPUS.iter().take(last as usize).filter(move |gpu| set >> gpu.index & 1 == 1)
     }
 
-    pub fn is_companion_of(&self, other: &Gpu) -> bool {
-        self.work.companions() >> other.index & 1 == 1
+    pub fn is_peer_of(&self, other: &Gpu) -> bool {
+        self.work.peers() >> other.index & 1 == 1
     }
 
-    /// Submissions of all threads to this GPU and its companions so far.
+    /// Submissions of all threads to this GPU and its peers.
     pub fn submitted(&self) -> u64 {
-        self.companions()
-            .fold(threads::submitted(self.index), |sum, gpu| sum.wrapping_add(threads::submitted(gpu.index)))
+        self.peers().fold(threads::submitted(self.index), |sum, gpu| sum.wrapping_add(threads::submitted(gpu.index)))
     }
 
-    /// Whether no thread is inside the gate of this GPU, or of one whose work may touch its memory.
+    /// Whether no thread is inside the gate of this GPU or of a peer.
     pub fn is_quiet(&self) -> bool {
-        Gate::is_quiet(self.index) && self.companions().all(|gpu| Gate::is_quiet(gpu.index))
+        Gate::is_quiet(self.index) && self.peers().all(|gpu| Gate::is_quiet(gpu.index))
     }
 
-    /// Threads that wait at its gate, or at one of its companions'.
+    /// Threads that wait at the gate of this GPU or of a peer.
     pub fn waiting(&self) -> u32 {
-        self.companions().fold(self.gate.waiting(), |sum, gpu| sum.saturating_add(gpu.gate.waiting()))
+        self.peers().fold(self.gate.waiting(), |sum, gpu| sum.saturating_add(gpu.gate.waiting()))
     }
 
     pub fn set_drained(&self, drained: bool) {
         self.drained.store(drained, Ordering::SeqCst);
     }
 
-    /// Whether this client has nothing running here, nor anything that touches memory here, and cannot start any.
+    /// Whether no work of this client that may touch memory here is running, and none can start.
     pub fn is_drained(&self) -> bool {
-        // Closed for the lock: what is closed for memory alone may have work that was submitted before.
+        // Closed for the lock: a gate that is closed only for memory may have earlier work behind it.
         let is_shut = |gpu: &Gpu| gpu.drained.load(Ordering::SeqCst) && gpu.gate.is_closed_for(closed::LOCK);
-        is_shut(self) && self.companions().all(is_shut) && self.is_quiet() && !capture::any()
+        is_shut(self) && self.peers().all(is_shut) && self.is_quiet() && !capture::any()
     }
 }

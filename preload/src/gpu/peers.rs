@@ -1,7 +1,6 @@
-//! GPUs of this process whose work reaches into each other's memory: by `cuCtxEnablePeerAccess`, by copies from one to the
-//! other, by rights that the program gave. Such GPUs are *companions*. Work of one may touch memory of all, so it passes
-//! only when the gates of all are open, and the memory of one leaves only when the work of all is done; their locks are
-//! held together or not at all.
+//! Peers: GPUs of this process whose work touches each other's memory, after `cuCtxEnablePeerAccess`, copies from one to the
+//! other, or access rights that the program set. Work on one passes only when the gates of all are open, the memory of one
+//! leaves only when the work of all is done, and their locks are held together or not at all.
 
 use crate::{
     connection,
@@ -12,17 +11,17 @@ use crate::{
     sys::sync::Mutex,
 };
 
-/// From now on work of either GPU may touch memory of the other.
+/// Makes both GPUs, and the peers of either, peers of each other.
 pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     static ONE: Mutex<()> = Mutex::new(());
-    if a.index == b.index || a.is_companion_of(b) {
+    if a.index == b.index || a.is_peer_of(b) {
         return;
     }
     let _one = ONE.lock();
-    if a.is_companion_of(b) {
+    if a.is_peer_of(b) {
         return;
     }
-    // What is moving comes back with the rights it left with.
+    // Moving chunks would come back with the rights that they left with, so moves end first.
     let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
     let mut movers = [(first, first.moving.lock()), (second, second.moving.lock())];
     for (gpu, mover) in &mut movers {
@@ -31,9 +30,9 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
         }
     }
     let together =
-        [a, b].iter().flat_map(|gpu| gpu.companions()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
+        [a, b].iter().flat_map(|gpu| gpu.peers()).fold(1 << a.index | 1 << b.index, |set, g| set | 1 << g.index);
     for gpu in gpu::attached().filter(|g| together >> g.index & 1 == 1) {
-        gpu.work.set_companions(together & !(1 << gpu.index));
+        gpu.work.set_peers(together & !(1 << gpu.index));
     }
     epoch::end();
     trace!("GPUs {} and {} reach each other's memory", a.index, b.index);
@@ -42,7 +41,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     connection::wake();
 }
 
-/// Lets work of one GPU touch memory of the other, as it may with memory from `cuMemAlloc`.
+/// Gives work on one GPU access to memory of the other, as memory from `cuMemAlloc` has it.
 fn reach(from: &Gpu, to: &Gpu) {
     let mut can = 0;
     // SAFETY: a valid place.
@@ -52,7 +51,7 @@ fn reach(from: &Gpu, to: &Gpu) {
     }
 }
 
-/// The program gives a GPU rights to memory of another.
+/// The program gives a GPU access rights to memory of another.
 pub fn given(owner: &'static Gpu, device: CUdevice) {
     if let Some(gpu) = gpu::by_ordinal(device) {
         couple(owner, gpu);

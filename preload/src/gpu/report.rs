@@ -1,4 +1,4 @@
-//! The account of a GPU's memory: what follows from a change of it, and reporting it to the scheduler.
+//! The memory account of a GPU: consequences of a change, and reports to the scheduler.
 
 use super::Gpu;
 use crate::{
@@ -12,14 +12,14 @@ use core::sync::atomic::Ordering;
 use nvshare_wire::{ClientMessage, client as wire};
 
 impl Gpu {
-    /// Tells the scheduler how the account of bytes stands. Called with the space locked where it just changed, so that
-    /// the newest report is the last.
+    /// Reports the account to the scheduler. Called with the space locked after a change, so that the last report is the
+    /// newest.
     pub fn report(&self, account: &Account) {
         self.send_report(account, u64::MAX);
     }
 
-    /// The same with what is free on the whole GPU just now: where the scheduler has no NVML, it learns from this what
-    /// others use.
+    /// Reports the account with the bytes that are free on the device. A scheduler without NVML learns from this what other
+    /// programs use.
     pub fn report_measured(&self, account: &Account, context: CUcontext) {
         let (mut free, mut total) = (0, 0);
         // SAFETY: valid places.
@@ -28,7 +28,7 @@ impl Gpu {
     }
 
     fn send_report(&self, account: &Account, device_free: u64) {
-        // Not before it: of a GPU that it does not know, a scheduler wants to hear nothing.
+        // The scheduler rejects reports about a GPU that has not been introduced.
         let sent = self.is_introduced()
             && outbox::flush()
             && connection::send(&ClientMessage::Memory {
@@ -37,26 +37,26 @@ impl Gpu {
                 demand: account.demand + account.pinned,
                 mapped: account.mapped + account.pinned,
                 swapped: account.swapped,
-                pinned: account.pinned + if account.frozen { account.mapped } else { 0 },
+                pinned: account.pinned + if account.unevictable { account.mapped } else { 0 },
                 device_free,
                 limit_ack: account.limit_seq,
-                host: account.swapped + account.spare,
+                host: account.swapped + account.host_cache,
                 counts: account.counts,
             });
         self.unreported.store(!sent, Ordering::SeqCst);
     }
 
-    /// Whether the newest state of the account has yet to reach the scheduler.
+    /// Whether the newest state of the account has not been sent yet.
     pub fn is_unreported(&self) -> bool {
         self.unreported.load(Ordering::SeqCst)
     }
 
-    /// Nothing of the program can move any more: it gives this GPU work that passes no gate.
-    pub fn freeze(&self) {
+    /// Keeps all memory on the GPU for good: the program gives it work that passes no gate.
+    pub fn make_unevictable(&self) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
-        if !core::mem::replace(&mut guard.account.frozen, true) {
-            trace!("GPU {}: work comes unseen from now on, so its memory stays", self.index);
+        if !core::mem::replace(&mut guard.account.unevictable, true) {
+            trace!("GPU {}: work passes no gate from now on, so memory stays on the GPU", self.index);
             if self.is_introduced() {
                 connection::send(&ClientMessage::Stuck {
                     gpus: 1 << self.index,
@@ -67,7 +67,7 @@ impl Gpu {
         }
     }
 
-    /// The program has more or less memory that cannot move.
+    /// Changes the bytes that are pinned.
     pub fn pin(&self, change: impl FnOnce(u64) -> u64) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
@@ -77,7 +77,7 @@ impl Gpu {
         self.account_changed(&before, &after);
     }
 
-    /// An allocation here fails since there is to be no memory for it.
+    /// Counts an allocation that fails for lack of memory.
     pub fn count_refusal(&self) {
         let Some(space) = self.space() else { return };
         let mut guard = space.lock();
@@ -87,37 +87,37 @@ impl Gpu {
         self.account_changed(&before, &after);
     }
 
-    /// The scheduler says that so many bytes cannot be mapped at once, which this client needs.
-    pub fn cannot_map(&self, bytes: u64) {
+    /// The scheduler has found that so many bytes, which this client needs, cannot be mapped together.
+    pub fn deny_mapping(&self, bytes: u64) {
         self.unmappable.store(bytes, Ordering::SeqCst);
     }
 
-    /// Whether memory that was allocated and never used will not come: what waits for it fails with out of memory.
+    /// Whether memory that was allocated and never used cannot be mapped: what waits for it fails with out of memory.
     #[cold]
-    pub fn is_hopeless(&self) -> bool {
+    pub fn is_mapping_denied(&self) -> bool {
         let bytes = self.unmappable.load(Ordering::SeqCst);
         if bytes == 0 {
             return false;
         }
         let needs = |account: Account| account.demand + account.pinned - account.freeing;
-        let is = self.account().is_some_and(|account| account.is_unproven() && needs(account) >= bytes);
+        let is = self.account().is_some_and(|account| account.exceeds_peak() && needs(account) >= bytes);
         if !is {
             self.forget_denial(bytes);
         }
         is
     }
 
-    /// That denial has been acted on, or no longer holds.
+    /// Forgets this denial, which has been acted on or no longer holds.
     fn forget_denial(&self, bytes: u64) {
         let _ = self.unmappable.compare_exchange(bytes, 0, Ordering::SeqCst, Ordering::SeqCst);
     }
 
-    /// An allocation that will not come was undone, or the scheduler has something else to say.
+    /// Forgets any denial: an allocation that cannot be mapped was undone, or the scheduler says something else.
     pub fn forget_denials(&self) {
         self.forget_denial(self.unmappable.load(Ordering::SeqCst));
     }
 
-    /// Before the lock's part of the gate opens: the memory's part must be as the account is.
+    /// Called before the gate opens for the lock: closes it for memory if memory is lacking.
     pub fn close_if_lacking(&self) {
         if let Some(space) = self.space()
             && !space.lock().account.can_run()
@@ -126,13 +126,13 @@ impl Gpu {
         }
     }
 
-    /// After the account changed by an allocation or a free: closes the gate if memory is lacking, and reports. Only the
-    /// link's thread opens it again, which knows of the copies under way.
+    /// Called after an allocation or a free changed the account: closes the gate if memory is lacking, and reports. Only the
+    /// client's thread, which knows about copies under way, opens it again.
     pub fn account_changed(&self, before: &Account, after: &Account) {
         if !after.can_run() {
             self.gate.close(closed::MEMORY);
             if after.may_grow() {
-                connection::wake(); // the scheduler has nothing more to say: mapping failed where it should not have
+                connection::wake(); // the allowance has room, but mapping failed: the scheduler will not send another message
             }
         } else if self.gate.is_closed_for(closed::MEMORY) {
             connection::wake();

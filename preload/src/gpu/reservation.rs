@@ -1,5 +1,5 @@
-//! Calls in which the driver takes memory of the GPU for itself. Where it finds none, others have it, or this program's own
-//! demand has grown into it: the scheduler is asked for room, and the call is made again, a few times.
+//! Calls in which the driver takes GPU memory for itself. If it finds none, because other clients have it or this program's own
+//! demand has grown into it, the scheduler is asked to make room and the call is repeated, a few times.
 
 use crate::{
     connection,
@@ -12,21 +12,21 @@ use crate::{
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, version};
 
-/// How much room is asked for, time after time: at most so many bytes, and such a part of the GPU.
+/// The room that each attempt asks for: at most so many bytes, and at most such a fraction of the GPU.
 const STEPS: [(u64, u64); 3] = [(64 << 20, 16), (512 << 20, 8), (4 << 30, 4)];
-/// How long an answer is waited for. The scheduler gives one within 2 s.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// The longest wait for an answer. The scheduler answers within 2 s.
+const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A call that failed in spite of it all is not helped again for so long: neighbours would lose their memory for nothing.
+/// For how long no room is made after a call that failed all the same: other clients would lose their memory in vain.
 const FUTILE: Duration = Duration::from_secs(10);
 
-/// Makes a call, and again if it found no memory and room was made.
+/// Makes a call, and repeats it if it ran out of memory and room was made.
 #[inline]
 pub fn retried(call: impl Fn() -> CUresult) -> CUresult {
     retried_on(gpu::current, call)
 }
 
-/// The same for a call that concerns that GPU.
+/// The same for a call that concerns this GPU.
 #[inline]
 pub fn retried_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
     let result = call();
@@ -40,8 +40,8 @@ fn again(mut result: CUresult, gpu: impl FnOnce() -> Option<&'static Gpu>, call:
     if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {
         return result;
     }
-    if gpu.is_hopeless() {
-        return result; // it is the program's own memory that lacks room
+    if gpu.is_mapping_denied() {
+        return result; // what lacks room is the program's own memory
     }
     for (most, part) in STEPS {
         if !crate::sys::errno::preserved(|| make_room(gpu, most.min(gpu.total() / part))) {
@@ -61,11 +61,11 @@ fn now() -> u64 {
     Instant::now().since_start().as_millis() as u64 + 1
 }
 
-/// Asks for room; whether there is some.
+/// Asks for room. Returns whether there is any.
 fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
     let ask = || {
-        let met = connection::schedulers_met();
+        let met = connection::generation();
         let speaks = connection::speaks(version::LIMITS);
         (speaks && gpu.is_introduced() && connection::send(&ClientMessage::Reserve { slot: gpu.index, bytes }))
             .then_some(met)
@@ -73,18 +73,18 @@ fn make_room(gpu: &Gpu, bytes: u64) -> bool {
     let Some(mut asked) = ask() else { return false };
     let begin = Instant::now();
     while gpu.reservation_answers.count.load(Ordering::SeqCst) == seen {
-        let left = PATIENCE.saturating_sub(begin.elapsed());
+        let left = TIMEOUT.saturating_sub(begin.elapsed());
         if left.is_zero() || !connection::is_connected() {
             return false;
         }
         futex::wait(&gpu.reservation_answers.count, seen, left.min(Duration::from_millis(100)));
-        // Another scheduler has not been asked.
-        if asked != connection::schedulers_met() {
+        // A new scheduler has not been asked.
+        if asked != connection::generation() {
             let Some(again) = ask() else { return false };
             asked = again;
         }
     }
     let room = gpu.reservation_answers.bytes.load(Ordering::SeqCst);
-    trace!("GPU {}: {room} of {bytes} bytes were made room for in {} µs", gpu.index, begin.elapsed().as_micros());
+    trace!("GPU {}: room for {room} of {bytes} bytes was made in {} µs", gpu.index, begin.elapsed().as_micros());
     room > 0
 }

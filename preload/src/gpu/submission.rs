@@ -1,4 +1,4 @@
-//! Noting which stream a submission went to, so that the next one that goes the same way passes with a few loads.
+//! Noting which stream a submission went to, so that the next one to the same stream passes with a few loads.
 
 use super::{Gpu, are_several, attached};
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
 use core::sync::atomic::Ordering;
 
 impl Gpu {
-    /// During a submission, after the driver has it: notes which stream it went to, unless that is known.
+    /// Notes the stream of a submission, unless it is known. Called inside the gate, after the driver has accepted the call.
     #[inline]
     pub fn note(&'static self, slot: &Slot, stream: CUstream) {
         let epoch = epoch::now();
@@ -21,7 +21,7 @@ impl Gpu {
         }
     }
 
-    /// The GPU that a stream runs on, which need not be that of the current context.
+    /// The GPU of a stream, which need not be that of the current context.
     fn owner_of(&'static self, stream: CUstream) -> &'static Gpu {
         if !are_several() {
             return self;
@@ -34,19 +34,18 @@ impl Gpu {
     #[inline(never)]
     fn note_anew(&'static self, slot: &Slot, stream: CUstream, epoch: u64) {
         self.owner_of(stream).work.note(stream);
-        // Nobody else can record a point in a per-thread stream, so each submission records its own.
+        // Only the thread itself can record a point in its per-thread stream, so each submission records its own.
         let may_last = stream != STREAM_PER_THREAD
             && !capture::any()
             && !self.work.is_full()
-            && self.work.companions() == 0
+            && self.work.peers() == 0
             && gate::is_active();
         slot.stream.store(work::name_of(stream), Ordering::Relaxed);
         slot.gpu.store(core::ptr::from_ref(self).cast_mut().cast(), Ordering::Relaxed);
         slot.way.store(if may_last { epoch } else { epoch::NONE }, Ordering::Relaxed);
     }
 
-    /// The GPU to which this thread's last launch went, if a launch in that stream goes the same way and nothing that matters
-    /// for it has changed since.
+    /// The GPU of this thread's last launch, if it went to this stream and nothing relevant has changed since.
     #[inline]
     pub fn of_last_launch(slot: &Slot, stream: CUstream) -> Option<&'static Gpu> {
         let is_as_before = slot.way.load(Ordering::Relaxed) == epoch::now()

@@ -1,5 +1,5 @@
-//! Where this library stands aside: GPUs that are shared in another way already, or not at all, or whose memory is not
-//! what the engines move. Looked at once for each GPU, before the program's first context there.
+//! GPUs that this library leaves alone: they are shared in another way, or not at all, or the engines cannot move their memory.
+//! Checked once for each GPU, before the program's first context there.
 
 use crate::driver::{self, types::*};
 use core::ffi::CStr;
@@ -13,7 +13,7 @@ const COMPUTE_MODE_EXCLUSIVE_PROCESS: i32 = 3;
 /// The device through which CUDA works under the Windows Subsystem for Linux.
 const WSL: &CStr = c"/dev/dxg";
 
-/// Why nothing is gated or moved on that GPU, if so.
+/// Why this GPU is not supported; `None` if it is.
 pub fn reason(gpu: CUdevice) -> Option<&'static str> {
     let attribute = |which| {
         let mut value = 0;

@@ -1,4 +1,4 @@
-//! Initialisation, contexts, captures and look-ups: what the library must know about, and lets happen at once.
+//! Initialisation, contexts, captures and look-ups: calls that the library must know about, and that never wait for the lock.
 
 use crate::{
     client, connection,
@@ -21,11 +21,11 @@ use core::{
 
 type P = *mut c_void;
 
-/// How long the memory for a context may take to appear, and between looks.
-const CONTEXT_PATIENCE: Duration = Duration::from_secs(2);
-const CONTEXT_AGAIN: Duration = Duration::from_millis(5);
+/// The longest wait for memory for a context, and the interval between attempts.
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(2);
+const CONTEXT_RETRY: Duration = Duration::from_millis(5);
 
-/// A context is about to be made on that GPU; afterwards it is known.
+/// Creates a context on this GPU, which is known to the library afterwards.
 pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
     if !gate::is_active() {
         return real();
@@ -35,10 +35,10 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     }
     let begin = Instant::now();
     let create = || loop {
-        // Room has been made, but a program that has just ended may still be giving its memory back.
+        // Room has been made, but a program that has just ended may still be releasing its memory.
         match real() {
-            ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_PATIENCE => {
-                crate::sys::errno::preserved(|| time::sleep(CONTEXT_AGAIN))
+            ERROR_OUT_OF_MEMORY if connection::is_connected() && begin.elapsed() < CONTEXT_TIMEOUT => {
+                crate::sys::errno::preserved(|| time::sleep(CONTEXT_RETRY))
             }
             result => break result,
         }
@@ -52,7 +52,7 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     result
 }
 
-/// A context is about to go: nothing of ours may be using it, and nothing may begin to.
+/// Destroys a context, while nothing of ours uses it or begins to.
 fn destroying(
     gpu: Option<&Gpu>,
     context: CUcontext,
@@ -64,7 +64,7 @@ fn destroying(
     if let Some(space) = gpu.space() {
         mover.leave(context, space, &|account| gpu.report(account));
     }
-    let (result, last) = gpu.work.without(context, || {
+    let (result, last) = gpu.work.destroying_context(context, || {
         let result = real();
         (result, result == SUCCESS && is_gone())
     });
@@ -83,7 +83,7 @@ fn destroying(
     result
 }
 
-/// The GPU of a context that is known.
+/// The GPU of a known context.
 fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
     if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
@@ -98,7 +98,7 @@ fn destroying_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUre
     })
 }
 
-/// Retains the primary context of a GPU, as known as if the program had. Says whether it did.
+/// Retains the primary context of a GPU as if the program had. Returns whether that succeeded.
 fn retain_primary(device: CUdevice) -> bool {
     let mut primary = core::ptr::null_mut();
     let place = &raw mut primary;
@@ -110,8 +110,8 @@ fn retain_primary(device: CUdevice) -> bool {
     result == SUCCESS
 }
 
-/// Green contexts and the GPU whose primary context each belongs to. That one is retained for as long: work of a green
-/// context is its work too, for a fence or a mark on the primary one waits for both.
+/// Green contexts, each with the GPU whose primary context it belongs to. The primary context is retained as long, because a
+/// fence or mark there also waits for the work of the green context.
 static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Vec::new());
 
 fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
@@ -135,7 +135,7 @@ fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     let mut context = core::ptr::null_mut();
     // SAFETY: a valid place, and the program's own green context.
     unsafe { driver::cuCtxFromGreenCtx(&mut context, green) };
-    // Before it is gone, or it would be asked for its work; the primary context's waits for that as well.
+    // Before it is destroyed, so that its work is not asked about afterwards. The primary context waits for that work as well.
     gpu::attached().for_each(|gpu| gpu.work.forget_foreign(context));
     let result = real();
     if result != SUCCESS {
@@ -152,13 +152,13 @@ fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     result
 }
 
-/// A capture refers to memory, so it begins, like work, when that is there; it stays there until the capture ends.
+/// A capture refers to memory. So it begins, like work, when memory is on the GPU, and memory stays there until it ends.
 fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     gated::naming(|| {
         if gate::is_active()
             && let Some(gpu) = gpu::current()
         {
-            // Nobody can ask the stream while it captures.
+            // The stream cannot be asked while it captures.
             gpu.work.mark_stream(stream);
         }
         capture::begin(stream, real)
@@ -167,14 +167,14 @@ fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUres
 
 fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = real();
-    // It goes on only where this was the wrong thread to end it.
+    // It still captures if this was the wrong thread to end it.
     if capture::any() && !capture::is_capturing(stream) {
         capture::end(stream);
     }
     result
 }
 
-/// Looks the real function of every hook up.
+/// Looks up the real function of every hook.
 fn resolve_hooks() {
     hooks::all().for_each(|hook| {
         hook.real.address();
@@ -183,12 +183,12 @@ fn resolve_hooks() {
 
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
-        if !crate::sys::errno::preserved(client::choose) {
+        if !crate::sys::errno::preserved(client::request_placement) {
             return ERROR_NO_DEVICE;
         }
         let result = real();
         if result != SUCCESS {
-            crate::sys::errno::preserved(client::forget_choice);
+            crate::sys::errno::preserved(client::cancel_placement);
             return result;
         }
         if crate::sys::errno::preserved(|| client::start(resolve_hooks)) { result } else { ERROR_SYSTEM_NOT_READY }
@@ -260,7 +260,7 @@ hooks! { real, flavour;
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
         capture::end(stream);
         if gate::is_active() {
-            crate::sys::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.leave_stream(stream)));
+            crate::sys::errno::preserved(|| gpu::attached().for_each(|gpu| gpu.work.forget_stream(stream)));
         }
         real()
     }

@@ -1,4 +1,4 @@
-//! Calls that give the GPU work: they wait at the gate of the calling thread's GPU, and count as submitted.
+//! Calls that give the GPU work: they wait at the gate of the current GPU, and count as submitted.
 
 use crate::{
     driver::types::*,
@@ -14,40 +14,40 @@ use core::{ffi::c_void, sync::atomic::Ordering};
 
 type P = *mut c_void;
 
-/// A kernel, a memset, a small copy.
+/// The weight of a kernel, a memset or a small copy.
 pub(super) const ONE: u32 = 1;
-/// A graph is many kernels.
+/// The weight of a graph, which is many kernels.
 const GRAPH: u32 = 4;
 
-/// No work.
+/// The weight of a call that gives the GPU no work.
 const NOTHING: u32 = 0;
 
-/// A copy of so many bytes weighs as much as that many kernels.
+/// The weight of a copy of `n` bytes, in kernels.
 fn bytes(n: usize) -> u32 {
     1 + u32::try_from(n >> 24).unwrap_or(u32::MAX).min(1 << 10)
 }
 
-/// A copy, a memset, a flag: passes the gate, makes the call, and counts it.
+/// Makes a call that submits a copy, a memset or a flag: inside the gate, and counted.
 #[inline]
 pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     pass(stream, weight, closed::FOR_COPIES, call)
 }
 
-/// The same for a kernel or a graph.
+/// Makes a call that submits a kernel or a graph.
 #[inline]
 fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult) -> CUresult {
-    // Code that is loaded at its first launch, and what its stack needs: outside of the gate, room is made.
+    // The driver may load code at the first launch or enlarge the stack. Room for that is made outside the gate.
     retried(|| pass(stream, weight, closed::FOR_ALL, &call))
 }
 
-/// A call that gives the GPU no work but names memory: the driver looks at what is there now, so it must be there. Beside a
-/// capture it is, and stays.
+/// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up. Beside a
+/// capture memory is there, and stays.
 #[inline]
 pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
     if capture::any() { call() } else { pass(NULL, NOTHING, closed::MEMORY, call) }
 }
 
-/// The same for memory of that GPU, whichever context is current.
+/// The same for memory of this GPU, whichever context is current.
 pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
     let slot = threads::mine();
     if !gate::is_active() || capture::any() || slot.inside.load(Ordering::Relaxed) != OUTSIDE {
@@ -58,7 +58,7 @@ pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> C
         if !gate::is_active() {
             return call();
         }
-        if gpu.is_hopeless() {
+        if gpu.is_mapping_denied() {
             return ERROR_OUT_OF_MEMORY;
         }
     }
@@ -91,7 +91,8 @@ fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUre
 
 type Entered = Option<(&'static Gpu, &'static Slot)>;
 
-/// The way that this thread's last launch went, if it is as it was and the gate is open.
+/// Enters the gate of this thread's last launch, if the launch was to the same stream, nothing has changed, and the gate is
+/// open.
 #[inline]
 fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
     let slot = threads::known()?;
@@ -99,7 +100,7 @@ fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
     gpu.gate.try_enter(gpu.index, slot, reasons).then_some((gpu, slot))
 }
 
-/// Waits until it may enter. `None`: the call does not concern the gate.
+/// Waits until it may enter. `None` if the call does not concern the gate.
 ///
 /// # Errors
 /// Memory that the program has allocated and never used cannot be mapped.
@@ -107,15 +108,15 @@ fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
 fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
     let Some(gpu) = gate::is_active().then(gpu::current).flatten() else { return Ok(None) };
     let slot = threads::mine();
-    // A call from inside another, or one that goes into a graph, gives the GPU nothing now.
+    // A call from within another, or one that is captured into a graph, submits nothing now.
     if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
         return Ok(None);
     }
     gpu.work.throttle(stream);
     loop {
         let closed = if gpu.gate.try_enter(gpu.index, slot, reasons) {
-            // Its work may touch memory of these, too.
-            gpu.companions().find(|other| other.gate.is_closed_for(reasons))
+            // The work may also touch memory of peers.
+            gpu.peers().find(|other| other.gate.is_closed_for(reasons))
         } else {
             Some(gpu)
         };
@@ -125,13 +126,13 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
         if !gate::is_active() {
             return Ok(None);
         }
-        if closed.is_hopeless() {
+        if closed.is_mapping_denied() {
             return Err(ERROR_OUT_OF_MEMORY);
         }
     }
 }
 
-/// The stream of calls that name none.
+/// The stream of calls that have no stream argument.
 const NULL: CUstream = CTX_DEFAULT_STREAM;
 
 hooks! { real, flavour;
@@ -384,7 +385,7 @@ hooks! { real, flavour;
     ) { gated(flavour.stream(stream), ONE, real) }
 }
 
-/// One side of `CUDA_MEMCPY2D`.
+/// One side of a `CUDA_MEMCPY2D`.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Side2D {
@@ -411,7 +412,7 @@ impl Copy2D {
     }
 }
 
-/// One side of `CUDA_MEMCPY3D` and of `CUDA_MEMCPY3D_PEER`, which alone has the context.
+/// One side of a `CUDA_MEMCPY3D` or a `CUDA_MEMCPY3D_PEER`; only the latter has a context.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Side3D {
@@ -424,7 +425,7 @@ pub struct Side3D {
     pitch: [Size; 2],
 }
 
-/// Both of these.
+/// `CUDA_MEMCPY3D` and `CUDA_MEMCPY3D_PEER`.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Copy3D {
@@ -439,7 +440,7 @@ impl Copy3D {
     }
 }
 
-/// The address of one side of a copy, if it has one that may be a GPU's.
+/// The address of one side of a copy, if it may be on a GPU; otherwise 0.
 fn on_device(kind: i32, address: CUdeviceptr) -> CUdeviceptr {
     const DEVICE: i32 = 2;
     const UNIFIED: i32 = 4;

@@ -1,6 +1,5 @@
-//! Other APIs on the same GPU: what they submit passes no gate, and may use memory of ours. So the calls that tie one to
-//! this program are where the library learns that it can never know the program's work to be done. From then on the
-//! program's memory stays where it is.
+//! Calls that connect the program to other APIs on the same GPU. What these submit passes no gate, and may use our memory, so
+//! from then on the library cannot know when the program's work is done, and the program's memory stays where it is.
 
 use crate::{
     driver::{self, types::*},
@@ -11,24 +10,24 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// Makes the call with the program's memory on the GPU, where it then stays.
+/// Makes the call while the program's memory is on the GPU, where it stays from then on.
 fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     naming(|| {
         let result = call();
         if result == SUCCESS {
-            freeze();
+            make_unevictable();
         }
         result
     })
 }
 
-fn freeze() {
+fn make_unevictable() {
     if gate::is_active() {
-        crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::freeze));
+        crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::make_unevictable));
     }
 }
 
-/// A context that another API shares. Room for it may take a while, so it is not made inside the gate.
+/// Creates a context that another API shares. This happens outside the gate, because room for it may take a while.
 fn creating_tied(device: CUdevice, context: *mut CUcontext, real: impl Fn() -> CUresult) -> CUresult {
     let result = context::creating(device, context, real);
     if result == SUCCESS { tied(|| SUCCESS) } else { result }
@@ -52,6 +51,6 @@ hooks! { real, flavour;
         context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, lookup: P,
     ) { creating_tied(device, context, real) }
     [cuGetExportTable] (table: P, id: *const [u8; 16]) {
-        if gate::is_active() && driver::anybody_submits_unseen() { tied(real) } else { real() }
+        if gate::is_active() && driver::has_untracked_library() { tied(real) } else { real() }
     }
 }

@@ -1,7 +1,7 @@
-//! Memory that other processes use: handles of it, where it is ours ([`crate::registry::shared`]). None of these calls waits
-//! for the GPU lock, though one may wait for memory.
+//! Memory that is shared with other processes by IPC handles, if it is ours ([`crate::registry::shared`]). These calls never
+//! wait for the GPU lock, though some wait for memory.
 //!
-//! Handles that the driver made, and events, are the driver's.
+//! The driver's own handles and events are left to the driver.
 
 use crate::{
     driver::types::*,
@@ -16,11 +16,11 @@ use crate::{
 };
 use core::time::Duration;
 
-/// How long memory that is to be exported may take to come back to the GPU: a few turns of others. A program that launches
-/// something instead would wait as long.
-const RETURN_PATIENCE: Duration = Duration::from_secs(120);
-/// Between looks whether it is there.
-const LOOK: Duration = Duration::from_millis(1);
+/// The longest wait for memory that is exported to come back to the GPU: a few turns of other clients. A launch would wait as
+/// long.
+const RETURN_TIMEOUT: Duration = Duration::from_secs(120);
+/// The interval between looks whether it is there.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flags there are.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
@@ -42,13 +42,14 @@ fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresu
                     return SUCCESS;
                 }
                 Attempt::Impossible => return real(),
-                Attempt::Away if begin.elapsed() >= RETURN_PATIENCE || !gate::is_active() => {
+                Attempt::Away if begin.elapsed() >= RETURN_TIMEOUT || !gate::is_active() => {
                     return ERROR_OUT_OF_MEMORY;
                 }
-                // Room is made for those who ask for the lock. Once the memory is there, who has the lock does not matter.
+                // The scheduler makes room for clients that request the lock. Once memory is there, it does not matter which
+                // client has the lock.
                 Attempt::Away => gpu.wait(closed::MEMORY),
             }
-            time::sleep(LOOK);
+            time::sleep(POLL_INTERVAL);
         }
     })
 }

@@ -1,4 +1,4 @@
-//! How programs look functions up: `dlsym` and `cuGetProcAddress`, answered with a hook where there is one.
+//! Look-ups of functions by `dlsym` and `cuGetProcAddress`, answered with a hook where there is one.
 //!
 //! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
 //! flavour to one of its exports (all 459 look-ups of a PyTorch program did, driver 580), so whatever variant a program
@@ -12,9 +12,9 @@ use crate::{
 use alloc::vec::Vec;
 use core::ffi::{c_char, c_void};
 
-/// `dlsym`. Only names that begin with `cu` are looked at, and those few of NVML's that are hooked, and not with `RTLD_NEXT`,
-/// whose meaning depends on the caller's address: everything else jumps to the real function with the caller's own return
-/// address on the stack.
+/// `dlsym`. Names that begin with `cu`, and the few names of NVML with hooks, are handled here, but not with `RTLD_NEXT`, whose
+/// meaning depends on the caller's address. All other calls jump to the real function with the caller's return address on the
+/// stack.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -26,7 +26,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "jne 4f",
         "cmp byte ptr [rsi + 1], {u}",
         "jne 2f",
-        "cmp byte ptr [rsi + 2], {a}", // cuInit, not cups… or curl…: the driver's names go on with a capital
+        "cmp byte ptr [rsi + 2], {a}", // not cups… or curl…: the driver's names continue with a capital, as in cuInit
         "jb 2f",
         "cmp byte ptr [rsi + 2], {z}",
         "ja 2f",
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "cmp w9, #{u}",
         "b.ne 2f",
         "ldrb w9, [x1, #2]",
-        "cmp w9, #{a}", // cuInit, not cups… or curl…: the driver's names go on with a capital
+        "cmp w9, #{a}", // not cups… or curl…: the driver's names continue with a capital, as in cuInit
         "b.lo 2f",
         "cmp w9, #{z}",
         "b.hi 2f",
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
     )
 }
 
-/// `dlsym` for a name that may be the driver's: the hook, where the real answer is a function that has one.
+/// `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
 unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // Before the look-up, whose error the program may ask for.
     let driver = driver::loaded();
@@ -150,14 +150,14 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
         return found;
     }
     if driver.is_none() && hooks::is_hook(found as usize) {
-        // Without the driver these names do not exist, unless somebody behind us has them; that they are found is only
-        // because we export them.
+        // Without the driver these names do not exist, unless a library behind this one defines them. They were found only
+        // because this library exports them.
         return c::real_dlsym(libc::RTLD_NEXT, name);
     }
     hook_of(found)
 }
 
-/// The same for a name of NVML's that is hooked.
+/// The same for a name of NVML that has a hook.
 unsafe extern "C" fn dlsym_of_nvml(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     let is_there = nvml::is_loaded();
     let found = c::real_dlsym(handle, name);
@@ -179,12 +179,12 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
     }
 }
 
-/// Real address to hook, sorted; made when the driver is there, `None` until then.
+/// Pairs of real address and hook, sorted. Made when the driver is loaded; `None` before.
 fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new();
     if TABLE.get().is_none() {
         driver::loaded()?;
-        // Not while others wait for it: looking up takes the loader's lock, which one of them may hold.
+        // Outside the cell: a look-up takes the loader's lock, which a thread that waits for the cell may hold.
         let mut table: Vec<_> = hooks::all().filter_map(|h| Some((h.real.address()?, h.hook as usize))).collect();
         table.sort_unstable();
         let _ = TABLE.set(table);
@@ -192,7 +192,7 @@ fn table() -> Option<&'static [(usize, usize)]> {
     TABLE.get().map(Vec::as_slice)
 }
 
-/// After `cuGetProcAddress` succeeded: puts the hook in the place of the real function.
+/// Replaces the function that `cuGetProcAddress` returned by its hook.
 ///
 /// # Safety
 /// `function` is NULL or what the program passed to `cuGetProcAddress`.

@@ -1,6 +1,6 @@
-//! Allocations, frees and questions about addresses. An allocation by a program that holds the GPU lock waits until its
-//! memory is there. One by a program that does not hold it only reserves its addresses, unless the driver refuses memory
-//! that the scheduler has allowed: then it waits as well. Nothing else waits.
+//! Allocations, frees, and queries about addresses. An allocation by a program that holds the GPU lock waits until its memory
+//! is on the GPU. One by another program only reserves addresses, unless the driver refuses memory that the scheduler has
+//! allowed: then it waits, too. Other calls do not wait.
 
 use crate::{
     connection,
@@ -11,7 +11,7 @@ use crate::{
         self, Gpu,
         limit_request::{self, Outcome},
     },
-    hooks::{gated, hooks, pinned, vmm},
+    hooks::{address_info, gated, hooks, pinned, vmm},
     memory::{
         engine::{self, GRANULE},
         slab,
@@ -29,25 +29,23 @@ use core::{ffi::c_void, sync::atomic::Ordering, time::Duration};
 
 type P = *mut c_void;
 
-/// What the driver gives `cuMemAllocPitch` as pitch: a multiple of this.
+/// The pitch of `cuMemAllocPitch` is a multiple of this.
 const PITCH: usize = 512;
-/// Between looks whether freed memory that an allocation needs is there.
-const FREE_LOOK: Duration = Duration::from_micros(100);
-/// And whether memory of others is.
-const OTHERS_LOOK: Duration = Duration::from_millis(3);
-
-/// How long an allocation that finds no memory waits for freed memory that work may still use.
-const FREED_PATIENCE: Duration = Duration::from_secs(10);
-
-/// How long one that the driver has no room for waits until others have made some, or the scheduler says that they cannot.
-const BACKING_PATIENCE: Duration = Duration::from_secs(60);
-/// How long one that finds none waits for memory of programs outside nvshare: it may be that of one that has just ended.
-const OTHERS_PATIENCE: Duration = Duration::from_millis(400);
-/// And how long while the scheduler is away, which knows better: until it is done without.
-const AWAY_PATIENCE: Duration = Duration::from_millis(3500);
-
-/// And how long then, once a process, for others to show that they will make room ([`crate::client::offline`]).
-const COMPANY_PATIENCE: Duration = Duration::from_millis(2500);
+/// The interval between looks whether freed memory is available.
+const FREED_POLL_INTERVAL: Duration = Duration::from_micros(100);
+/// The interval between looks whether memory of other programs is available.
+const OTHERS_POLL_INTERVAL: Duration = Duration::from_millis(3);
+/// The longest wait of an allocation for freed memory that work may still use.
+const FREED_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest wait of an allocation for which the driver has no room, until other clients have made some or the scheduler says
+/// that they cannot.
+const BACKING_TIMEOUT: Duration = Duration::from_secs(60);
+/// The longest wait of an allocation for memory of programs outside nvshare, one of which may just have ended.
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(400);
+/// The same while the scheduler, which would know, is away: until the client runs without one.
+const AWAY_TIMEOUT: Duration = Duration::from_millis(3500);
+/// The longest wait without a scheduler, once per process, for other clients that can make room ([`crate::client::offline`]).
+const OFFLINE_TIMEOUT: Duration = Duration::from_millis(2500);
 
 fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult) -> CUresult {
     let gpu = if gate::is_active() && !place.is_null() && size > 0 { gpu::current() } else { None };
@@ -59,12 +57,12 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
             Err(error) => return error,
         };
         let beyond = settings::get().oversubscribe;
-        let result = patiently(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
+        let result = with_retries(gpu, space, size, |space| space.allocate(size as u64, context, beyond, &gpu.work));
         trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
         match result {
             Ok(Allocated { backing, address }) => {
                 let undo = |space: &mut Space| {
-                    space.free(address, true, &gpu.work); // no work knows it yet
+                    space.free(address, true, &gpu.work); // no work knows the address yet
                 };
                 if !is_backed_in_time(gpu, space, backing, undo) {
                     return ERROR_OUT_OF_MEMORY;
@@ -78,26 +76,26 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
     })
 }
 
-/// Waits until new memory is on the GPU, as it would be without nvshare: where the program runs now, and would wait at its
-/// next launch, or the driver had no room where there should be some. So it is an allocation that fails and not a launch.
-/// `false`: there is no room to be made, and the allocation is undone.
+/// Waits until new memory is on the GPU, as it would be without nvshare: if the program may run now, so that its next launch
+/// would wait; or if the driver had no room although the allowance did, so that the allocation fails and not a launch. `false`
+/// if no room can be made; the allocation is undone then.
 pub(super) fn is_backed_in_time(
     gpu: &'static Gpu,
     space: &Mutex<Space>,
     backing: Backing,
     undo: impl FnOnce(&mut Space),
 ) -> bool {
-    // A thread inside the gate would keep the program from draining.
+    // A thread inside the gate would keep the client from draining.
     let is_inside = threads::mine().inside.load(Ordering::Relaxed) != threads::OUTSIDE;
     if backing == Backing::There || is_inside {
         return true;
     }
     let begin = Instant::now();
-    while begin.elapsed() < BACKING_PATIENCE && connection::is_connected() && !capture::any() {
+    while begin.elapsed() < BACKING_TIMEOUT && connection::is_connected() && !capture::any() {
         if space.lock().account.can_run() {
             return true;
         }
-        if gpu.is_hopeless() {
+        if gpu.is_mapping_denied() {
             let mut guard = space.lock();
             let before = guard.account;
             undo(&mut guard);
@@ -108,16 +106,16 @@ pub(super) fn is_backed_in_time(
             return false;
         }
         let has_turn = !gpu.gate.is_closed_for(closed::LOCK);
-        // Open although memory is lacking: no context works any more, as the next call says.
+        // An open gate although memory is lacking: no context works any more, as the next call will say.
         if !gpu.gate.is_closed_for(closed::MEMORY) || (backing == Backing::Later && !has_turn) {
             break;
         }
         gpu.wait_to_allocate();
     }
-    true // it comes later, as for a program that does not hold the lock
+    true // it comes later, as for a program without the lock
 }
 
-/// `cuMemAllocManaged`: what is not small is moved by prefetches, and so is demand like any other memory.
+/// `cuMemAllocManaged`: all but small allocations are moved by prefetching, so they count as demand like other memory.
 fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl Fn() -> CUresult) -> CUresult {
     let counted = || pinned::allocate(gpu::current(), Kind::Address, place, size as u64, &real);
     let movable = gate::is_active() && !place.is_null() && size as u64 > slab::LARGEST && flags == MEM_ATTACH_GLOBAL;
@@ -139,20 +137,20 @@ fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl 
             Ok(unsafe { place.read() })
         };
         let take = |space: &mut Space| space.allocate_managed(size as u64, context, beyond, &gpu.work, make);
-        let result = patiently(gpu, space, size, take);
+        let result = with_retries(gpu, space, size, take);
         trace!("GPU {}: allocate {size} of managed memory: {result:x?}", gpu.index);
         result.map_or_else(|error| error, |_| SUCCESS)
     })
 }
 
-/// The current context; `None` where there is none that works, and the driver is to say what is wrong.
+/// The current context; `None` if it does not work, so that the driver must return the error.
 pub(super) fn working_context() -> Result<Option<usize>, CUresult> {
     let context = current_context()?;
     Ok(Some(context as usize).filter(|context| *context != 0 && !is_broken()))
 }
 
-/// Takes so much memory, and waits a little for what may come where there is none.
-pub(super) fn patiently<T>(
+/// Allocates memory, and tries again for a while if there is none.
+pub(super) fn with_retries<T>(
     gpu: &Gpu,
     space: &Mutex<Space>,
     size: Size,
@@ -165,35 +163,36 @@ pub(super) fn patiently<T>(
         let result = take(&mut guard);
         let after = guard.account;
         gpu.account_changed(&before, &after);
-        // The driver's free waits for the work that may use the memory. Ours does not, so that is made up for here.
-        let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_PATIENCE;
-        let patience = if connection::is_connected() { OTHERS_PATIENCE } else { AWAY_PATIENCE };
-        let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < patience;
-        let is_alone = !connection::is_connected();
-        let may_find_company =
-            is_alone && guard.account.may_find_company(size as u64, gpu.total()) && begin.elapsed() < COMPANY_PATIENCE;
+        // The driver waits in `cuMemFree` for work that may use the memory. Ours does not, so the next allocation waits
+        // instead.
+        let comes = guard.has_freed() && !capture::any() && begin.elapsed() < FREED_TIMEOUT;
+        let timeout = if connection::is_connected() { OTHERS_TIMEOUT } else { AWAY_TIMEOUT };
+        let mut may_come = guard.account.fits_without_others(size as u64, gpu.total()) && begin.elapsed() < timeout;
+        let is_offline = !connection::is_connected();
+        let may_find_room =
+            is_offline && guard.account.may_find_room(size as u64, gpu.total()) && begin.elapsed() < OFFLINE_TIMEOUT;
         drop(guard);
         if !matches!(result, Err(ERROR_OUT_OF_MEMORY)) {
             return result;
         }
         let asked = Instant::now();
         let outcome = limit_request::raise(gpu, size as u64, after.limit);
-        begin = begin + asked.elapsed(); // that may be long, where a rule has it wait
+        begin = begin + asked.elapsed(); // a rule may let that take long
         match outcome {
-            Outcome::Raised if begin.elapsed() < FREED_PATIENCE => continue,
+            Outcome::Raised if begin.elapsed() < FREED_TIMEOUT => continue,
             Outcome::Denied => may_come = false,
             Outcome::Raised | Outcome::Beyond => {}
         }
-        if !(comes || may_come || may_find_company) {
-            space.lock().account.searched |= is_alone;
+        if !(comes || may_come || may_find_room) {
+            space.lock().account.searched |= is_offline;
             gpu.count_refusal();
             return result;
         }
-        time::sleep(if comes { FREE_LOOK } else { OTHERS_LOOK });
+        time::sleep(if comes { FREED_POLL_INTERVAL } else { OTHERS_POLL_INTERVAL });
     }
 }
 
-/// Frees it if it is an allocation of ours, on whichever GPU.
+/// Frees an allocation of ours, on any GPU. `false` if it is not ours.
 pub(super) fn free(address: CUdeviceptr) -> bool {
     let free = |gpu: &Gpu| {
         let Some(space) = gpu.space() else { return false };
@@ -213,15 +212,14 @@ pub(super) fn free(address: CUdeviceptr) -> bool {
     gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
 }
 
-/// Whether the current context is broken, by an illegal address say: then every call gives the error that broke it, and
-/// the driver is asked for it.
+/// Whether the current context is broken, by an illegal address for instance: every call must then return the driver's error.
 pub(super) fn is_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
     ERRORS_OF_A_BROKEN_CONTEXT.contains(&unsafe { driver::cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
 }
 
-/// Whether a handle for other processes can be had of it.
+/// Whether the allocation can be exported to other processes.
 fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     let can = |space: &Mutex<Space>| {
         let space = space.lock();
@@ -230,8 +228,8 @@ fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     shared::is_offered() && gpu.space().is_some_and(can)
 }
 
-/// Makes a call that gives others memory of ours: its range is on the GPU then, and stays for good. The call is told where
-/// its chunks are.
+/// Makes a call that exports our memory: its range is on the GPU then, and stays there for good. `call` gets the addresses of
+/// the chunks.
 pub(super) fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnce(Vec<u64>) -> CUresult) -> CUresult {
     gated::naming_on(gpu, || {
         let Some(space) = gpu.space() else { return ERROR_NOT_SUPPORTED };
@@ -249,10 +247,10 @@ pub(super) fn escaping(gpu: &'static Gpu, address: CUdeviceptr, call: impl FnOnc
     })
 }
 
-/// Writes through a pointer of the program, which may be NULL where the driver allows that.
+/// Writes through a pointer of the program, where the driver permits NULL.
 ///
 /// # Safety
-/// NULL or valid for a `T`.
+/// `place` is NULL or valid for a `T`.
 pub(super) unsafe fn put<T>(place: *mut T, value: T) {
     if !place.is_null() {
         // SAFETY: the caller's promise. The driver's attributes need not be aligned for us.
@@ -260,7 +258,7 @@ pub(super) unsafe fn put<T>(place: *mut T, value: T) {
     }
 }
 
-/// An attribute of one of our allocations; `None` for those the driver is to answer. Flags are 4 bytes (driver 580).
+/// Writes an attribute of one of our allocations. `None` if the driver must answer. Flags are 4 bytes (driver 580).
 ///
 /// # Safety
 /// `data` is valid for that attribute.
@@ -285,7 +283,7 @@ unsafe fn attribute(data: P, attribute: i32, address: CUdeviceptr, gpu: &Gpu, a:
             DEVICE_ORDINAL => put(data.cast(), gpu.index as i32),
             RANGE_START_ADDR => put(data.cast(), a.base),
             RANGE_SIZE => put(data.cast(), a.size),
-            // Small ones share what is mapped.
+            // Small allocations share a mapping.
             MAPPING_BASE_ADDR => put(data.cast(), a.base - a.base % GRANULE),
             MAPPING_SIZE => {
                 let end = (a.base + a.size).next_multiple_of(GRANULE);
@@ -305,7 +303,7 @@ hooks! { real, flavour;
         let row = width.checked_next_multiple_of(PITCH);
         let size = row.and_then(|row| row.checked_mul(height)).filter(|_| matches!(element, 4 | 8 | 16));
         let (Some(row), Some(size), false) = (row, size, pitch.is_null()) else { return real() };
-        // Where the memory is the driver's own, so is the pitch.
+        // Memory of the driver has the driver's pitch.
         let mut ours = true;
         let result = allocate(place, size, || { ours = false; real() });
         if ours && result == SUCCESS {
@@ -321,7 +319,7 @@ hooks! { real, flavour;
 
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
         let allocated = registry::find(address).map(|(_, allocation)| Ok((allocation.base, allocation.size)));
-        let (begin, len) = match allocated.or_else(|| vmm::extent(address)).filter(|_| !is_broken()) {
+        let (begin, len) = match allocated.or_else(|| address_info::extent(address)).filter(|_| !is_broken()) {
             Some(Ok(extent)) => extent,
             Some(Err(error)) => return error,
             None => return real(),
@@ -335,17 +333,17 @@ hooks! { real, flavour;
     }
     [cuPointerGetAttribute] (data: P, which: i32, address: CUdeviceptr) {
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !data.is_null()) else {
-            return vmm::attribute(data, which, address, real);
+            return address_info::attribute(data, which, address, real);
         };
         // SAFETY: the program's own place for that attribute.
         unsafe { attribute(data, which, address, gpu, &allocation) }.unwrap_or_else(real)
     }
     [cuPointerGetAttributes] (n: u32, which: *const i32, data: *mut P, address: CUdeviceptr) {
         let Some((gpu, allocation)) = registry::find(address).filter(|_| !which.is_null() && !data.is_null()) else {
-            return vmm::attributes(n, which, data, address, real);
+            return address_info::attributes(n, which, data, address, real);
         };
-        // The driver answers first what only it knows; of an address that is not mapped now it knows nothing. Like the
-        // driver, this gives no error for an attribute that an address does not have.
+        // First the driver answers what only it knows; it knows nothing about addresses that are not mapped. Like the driver,
+        // this returns no error for an attribute that an address does not have.
         let result = real();
         if result != SUCCESS {
             return result;
@@ -360,10 +358,10 @@ hooks! { real, flavour;
         SUCCESS
     }
     [cuPointerSetAttribute] (value: *const c_void, which: i32, address: CUdeviceptr) {
-        // SYNC_MEMOPS, the only one that can be set, says that another device is about to be given the memory.
+        // SYNC_MEMOPS, the only attribute that can be set, announces that another device will be given the memory.
         let is_set = !value.is_null() && which == pointer_attribute::SYNC_MEMOPS;
         match registry::find(address) {
-            Some((_, allocation)) if allocation.is_foreign() => real(), // it does not move
+            Some((_, allocation)) if allocation.is_foreign() => real(), // foreign memory does not move
             Some((gpu, allocation)) if is_set => escaping(gpu, allocation.base, |chunks| {
                 for chunk in chunks {
                     // SAFETY: the program's own value, for a chunk that is there. The driver copies no differently
@@ -378,7 +376,7 @@ hooks! { real, flavour;
         }
     }
     [cuMemGetHandleForAddressRange] (handle: P, address: CUdeviceptr, size: Size, kind: i32, flags: u64) {
-        // Who has the handle goes on using the chunks that are there now.
+        // The handle goes on referring to the chunks that are mapped now.
         match registry::find_own(address) {
             Some((gpu, allocation)) if !handle.is_null() => escaping(gpu, allocation.base, |_| real()),
             _ => vmm::escaping_at(address, size, real),

@@ -1,4 +1,4 @@
-//! Questions how much memory there is: answered as one story ([`crate::gpu::memory_info`]), whoever is asked.
+//! Queries about the size of a GPU's memory, all answered alike ([`crate::gpu::memory_info`]).
 
 use crate::{
     driver::{self, context::current_context, types::*},
@@ -10,7 +10,7 @@ use crate::{
     },
 };
 
-/// After the driver has said how much memory a GPU has: no more than the program can have of it.
+/// Lowers the size of a GPU that the driver has reported to what the program can have of it.
 fn total(result: CUresult, device: CUdevice, bound: impl FnOnce(u64)) -> CUresult {
     if result == SUCCESS && memory_limits::are_set() {
         crate::sys::errno::preserved(|| {

@@ -1,23 +1,25 @@
-//! What is interposed, all of it: each hook is declared once, with the driver's name and signature, and read from here by
-//! direct linking (the exported symbol), `dlsym` and `cuGetProcAddress` ([`lookup`]).
+//! The interposed functions. Each hook is declared once, with the driver's name and signature, and serves direct linking (as an
+//! exported symbol), `dlsym` and `cuGetProcAddress` ([`lookup`]).
 //!
-//! - [`gated`]: launches, copies and memsets: they wait at the gate.
-//! - [`memory`]: allocations, which may wait for their memory; frees, and questions about addresses, which never wait.
-//! - [`memory_info`]: questions how much memory there is, and [`nvml`] the same where NVML is asked, which is another library.
-//! - [`pinned`]: allocations that stay the driver's: counted.
-//! - [`vmm`]: memory that the program reserves, makes and maps itself.
+//! - [`gated`]: launches, copies and memsets, which wait at the gate.
+//! - [`memory`]: allocations, which may wait for their memory; frees and queries about addresses, which never wait.
+//! - [`memory_info`]: queries about the size of memory. [`nvml`]: the same through NVML, which is another library.
+//! - [`pinned`]: allocations that the driver makes. They are counted.
+//! - [`vmm`]: memory that the program reserves, creates and maps itself; [`mappings`] and [`address_info`] belong to it.
 //! - [`reservation`]: calls in which the driver takes memory for itself.
-//! - [`context`]: initialisation, contexts, captures, look-ups.
-//! - [`ipc`]: memory that other processes use.
-//! - [`interop`]: what may submit work that passes no hook.
+//! - [`context`]: initialisation, contexts, captures, look-ups. [`peer_access`]: GPUs that reach each other's memory.
+//! - [`ipc`]: memory shared with other processes.
+//! - [`interop`]: other APIs, whose work passes no hook.
 //!
-//! What is not here passes through untouched; `coverage/entry-points.tsv` says why, for every entry point of the driver.
+//! All other functions pass through unchanged; `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
 
+mod address_info;
 pub mod context;
 pub mod gated;
 pub mod interop;
 pub mod ipc;
 pub mod lookup;
+mod mappings;
 pub mod memory;
 pub mod memory_info;
 pub mod nvml;
@@ -60,7 +62,7 @@ pub fn is_hook(address: usize) -> bool {
     all().any(|hook| hook.hook as usize == address)
 }
 
-/// Which stream a NULL stream means: the legacy one, or the calling thread's own in functions with a suffix that says so.
+/// The meaning of a NULL stream: the legacy stream, or the calling thread's own in functions with a suffix that says so.
 #[derive(Debug, Clone, Copy)]
 pub struct Flavour {
     per_thread: bool,
@@ -73,7 +75,7 @@ impl Flavour {
         Self { per_thread }
     }
 
-    /// The stream by a name that means the same everywhere.
+    /// A handle that means the same stream in every function.
     #[inline]
     pub fn stream(self, stream: CUstream) -> CUstream {
         if self.per_thread && stream.is_null() { STREAM_PER_THREAD } else { stream }
@@ -88,8 +90,8 @@ pub const fn c_name(bytes: &'static [u8]) -> &'static CStr {
     }
 }
 
-/// Declares hooks: the driver's names that share a signature and a behaviour, the parameters, and what to do, where
-/// `real()` makes the call the program asked for and `flavour` says which default stream the name means.
+/// Declares hooks: the driver's names that share a signature and a behaviour, the parameters, and the body. In it, `real()`
+/// makes the call as the program wrote it, and `flavour` says which default stream the name means.
 macro_rules! hooks {
     ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
         $( $( $crate::hooks::hook! { $real $flavour $name $args $body } )+ )*
@@ -108,7 +110,7 @@ macro_rules! hook {
                 $crate::driver::Function::new($crate::hooks::c_name(concat!(stringify!($name), "\0").as_bytes()));
         }
 
-        // The parameters are the driver's; what they must satisfy, the driver says.
+        // The parameters are the driver's, and so are their requirements.
         #[allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::driver::types::CUresult {

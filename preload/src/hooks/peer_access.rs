@@ -1,4 +1,4 @@
-//! What calls reveal about GPUs whose work reaches into each other's memory ([`crate::gpu::peers`]).
+//! Calls that show which GPUs reach each other's memory ([`crate::gpu::peers`]).
 
 use crate::{
     driver::types::*,
@@ -8,12 +8,12 @@ use crate::{
     sys::errno,
 };
 
-/// Whether this process uses more than one GPU: else there is nothing to do here.
+/// Whether this process uses several GPUs. Otherwise there is nothing to do here.
 fn are_several() -> bool {
     gate::is_active() && gpu::are_several()
 }
 
-/// The program enables access of its current context to another.
+/// The program gives its current context access to another.
 pub fn enabled(context: CUcontext) {
     if !are_several() {
         return;
@@ -40,7 +40,7 @@ pub fn touching(addresses: [CUdeviceptr; 2]) {
     }
 }
 
-/// The same, where only reading the program's arguments tells.
+/// The same for calls whose addresses must be read from their arguments.
 pub fn touching_by(addresses: impl FnOnce() -> Option<[CUdeviceptr; 2]>) {
     if are_several() {
         addresses().inspect(|addresses| touching(*addresses));
@@ -53,10 +53,10 @@ pub fn copying_by(contexts: impl FnOnce() -> Option<[CUcontext; 2]>) {
     }
 }
 
-/// The program makes so many copies from and to these addresses.
+/// The program copies `count` times, from and to these addresses.
 ///
 /// # Safety
-/// NULL, or that many are there.
+/// Both are NULL or have that many entries.
 pub unsafe fn touching_all(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) {
     if are_several() && !to.is_null() && !from.is_null() {
         // SAFETY: the caller's promise.

@@ -1,4 +1,4 @@
-//! Allocations that the driver makes and no engine can move: allowed within the limit, and counted
+//! Allocations that the driver makes and no engine can move: permitted within the limit, and counted
 //! ([`crate::registry::pinned`]).
 
 use crate::{
@@ -14,7 +14,7 @@ use core::ffi::c_void;
 
 type P = *mut c_void;
 
-/// An allocation of so many bytes, whose name the driver writes to `place`.
+/// An allocation of `size` bytes, whose name the driver writes to `place`.
 pub(super) fn allocate(
     gpu: Option<&'static Gpu>,
     kind: Kind,
@@ -37,7 +37,7 @@ pub(super) fn allocate(
     result
 }
 
-/// The same in stream order; what is captured is the graph's.
+/// The same in stream order. What is captured belongs to the graph.
 fn allocate_async(place: *const u64, size: Size, stream: CUstream, real: impl Fn() -> CUresult) -> CUresult {
     if capture::any() && capture::is_capturing(stream) {
         return real();
@@ -45,7 +45,7 @@ fn allocate_async(place: *const u64, size: Size, stream: CUstream, real: impl Fn
     allocate(gpu::current(), Kind::Address, place, size as u64, real)
 }
 
-/// `CUDA_ARRAY_DESCRIPTOR` and `CUDA_ARRAY3D_DESCRIPTOR`, as far as their size goes.
+/// The size of a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR`.
 #[derive(Debug)]
 struct Texels {
     width: u64,
@@ -53,11 +53,11 @@ struct Texels {
     depth: u64,
     format: i32,
     channels: u32,
-    /// No memory comes with it: it is mapped later.
+    /// It has no memory of its own, which is mapped later.
     unbacked: bool,
 }
 
-/// The first of them.
+/// `CUDA_ARRAY_DESCRIPTOR`
 #[derive(Debug)]
 #[repr(C)]
 pub struct Array {
@@ -67,7 +67,7 @@ pub struct Array {
     channels: u32,
 }
 
-/// The second.
+/// `CUDA_ARRAY3D_DESCRIPTOR`
 #[derive(Debug)]
 #[repr(C)]
 pub struct Array3D {
@@ -83,12 +83,12 @@ pub struct Array3D {
 const ARRAY3D_UNBACKED: u32 = 0x40 | 0x80;
 
 impl Texels {
-    /// The bytes of its texels; the driver pads them as it likes.
+    /// The size of the texels in bytes, without the driver's padding.
     fn bytes(&self) -> u64 {
         let each = match self.format {
             0x01 | 0x08 => 1,
             0x02 | 0x09 | 0x10 => 2,
-            _ => 4, // 32-bit integers and floats; of the others (compressed, planar) none has more
+            _ => 4, // 32-bit integers and floats; no other format (compressed, planar) has larger texels
         };
         let [width, height, depth] = [self.width, self.height, self.depth].map(|n| n.max(1));
         let texels = width.saturating_mul(height).saturating_mul(depth);
@@ -111,24 +111,24 @@ impl From<&Array3D> for Texels {
     }
 }
 
-/// An array, with `levels` of halved resolution.
+/// Creates an array with `levels` of resolution, each half of the previous.
 fn make_array<D>(place: *const CUarray, descriptor: *const D, levels: u32, real: impl Fn() -> CUresult) -> CUresult
 where
     Texels: for<'a> From<&'a D>,
 {
     // SAFETY: the driver reads it too; NULL is its error to give.
     let bytes = unsafe { descriptor.as_ref() }.map_or(0, |d| Texels::from(d).bytes());
-    // Each level has at most half of the one before.
+    // Each level has at most half the size of the previous.
     let bytes = if levels > 1 { bytes.saturating_mul(2) } else { bytes };
     allocate(gpu::current(), Kind::Array, place.cast(), bytes, real)
 }
 
-/// A call that gives up what the name stands for.
+/// Makes a call that releases what the name stands for.
 pub(super) fn free(kind: Kind, name: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let taken = if gate::is_active() { crate::sys::errno::preserved(|| pinned::take(kind, name)) } else { None };
     let result = real();
     if let Some(taken) = taken {
-        crate::sys::errno::preserved(|| if result == SUCCESS { taken.goes() } else { taken.stays() });
+        crate::sys::errno::preserved(|| if result == SUCCESS { taken.release() } else { taken.restore() });
     }
     result
 }

@@ -1,15 +1,15 @@
-//! Calls in which the driver takes memory of the GPU for itself, for code, stacks and streams: where it finds none, room is
-//! made and they are made again ([`crate::gpu::reservation`]).
+//! Calls in which the driver takes GPU memory for itself, for code, stacks and streams. If it finds none, room is made and the
+//! call is repeated ([`crate::gpu::reservation`]).
 
 use crate::{driver::types::*, gpu::reservation::retried, hooks::hooks};
 use core::ffi::{c_char, c_void};
 
 type P = *mut c_void;
 
-/// Options beyond which there are none.
+/// More options than exist.
 const MANY: u32 = 64;
 
-/// The same for a call that writes into its options, which are to be the program's each time.
+/// Repeats a call that writes into its options, which are restored before each attempt.
 fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     let values = values.cast::<usize>();
     if values.is_null() || n == 0 || n > MANY {
@@ -49,7 +49,7 @@ hooks! { real, flavour;
     [cuLibraryLoadFromFile] (
         library: P, path: *const c_char, jit_options: P, jit_values: P, jit_n: u32, options: P, values: P, n: u32,
     ) { retried_with(jit_n, jit_values, real) }
-    // With lazy loading, code is loaded when it is first asked for.
+    // With lazy loading, the driver loads code when it is first asked for.
     [cuModuleGetFunction] (function: P, module: P, name: *const c_char) { retried(real) }
     [cuLibraryGetModule | cuKernelGetFunction] (place: P, of: P) { retried(real) }
     [cuCtxSetLimit] (limit: i32, value: Size) { retried(real) }

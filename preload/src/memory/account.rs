@@ -1,50 +1,49 @@
-//! The account of one GPU's memory: how many bytes the program has there, where they are, and how many it may have.
+//! The memory account of one GPU: how many bytes the program has there, where they are, and how many it may have.
 
 use nvshare_wire::Counts;
 
-/// The bytes of one GPU. Ranges count whole, so everything is a multiple of the granule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// In bytes. Ranges count whole, so everything is a multiple of the granule.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Account {
-    /// Needed on the GPU in order to run.
+    /// Bytes that must be on the GPU for the program to run.
     pub demand: u64,
-    /// On the GPU now, or on the way there.
+    /// Of these, on the GPU now or on the way there.
     pub mapped: u64,
-    /// In host memory.
+    /// Of these, in host memory.
     pub swapped: u64,
-    /// Outside the engines: the driver holds it and it cannot move.
+    /// Outside the engines: memory of the driver that cannot move.
     pub pinned: u64,
-    /// May be mapped, as the scheduler says.
+    /// The most that may be mapped, as the scheduler says; `u64::MAX` without one.
     pub allowance: u64,
-    /// The newest allowance that was carried out.
+    /// The sequence number of the newest allowance that has been carried out.
     pub ack: u32,
-    /// The most that demand may become, the number of that limit, and the most that it can be raised to.
+    /// The most that demand may become, the number of that limit, and the highest limit that can be requested.
     pub limit: u64,
     pub limit_seq: u32,
-    pub most: u64,
-    /// What a rule of the scheduler's allows this program and those that count with it; 0 where none does. It stays when
-    /// the scheduler goes.
+    pub limit_max: u64,
+    /// The limit of a rule for this program and those that count with it; 0 for none. It outlives the scheduler.
     pub max: u64,
-    /// What its environment allows it; `u64::MAX` where that says nothing.
-    pub own_max: u64,
-    /// Bytes of buffers that hold nothing, or a copy of what is on the GPU; and how many of them may be kept.
-    pub spare: u64,
-    pub keep: u64,
-    /// Bytes whose copy, in or out, is under way.
-    pub flying: u64,
-    /// Freed bytes that work submitted earlier may still use, or that are on the move; part of demand until then.
+    /// The limit that the program's environment sets; `u64::MAX` if it sets none.
+    pub env_max: u64,
+    /// Host buffers that are free or hold copies of chunks on the GPU; and the most that the scheduler lets this client keep.
+    pub host_cache: u64,
+    pub host_cache_max: u64,
+    /// Chunks whose copy, in or out, is under way.
+    pub in_flight: u64,
+    /// Freed bytes that earlier work may still use or that are being moved. Part of demand until then.
     pub freeing: u64,
-    /// What is not on the GPU comes when it is touched.
-    pub faults: bool,
-    /// Without a scheduler: what this client may need, with others there who make room for it; 0 without them.
-    pub company: u64,
-    /// The most that was ever needed and all on the GPU.
-    pub proven: u64,
-    /// An allocation found no room, and nobody to make some; and others that might were waited for in vain.
+    /// Pages that are not on the GPU are faulted in when they are touched.
+    pub demand_paged: bool,
+    /// Without a scheduler: the demand for which other clients make room; 0 if there are none.
+    pub offline_room: u64,
+    /// The largest demand that was all on the GPU at once.
+    pub peak: u64,
+    /// An allocation found no room and no client to make some; and the wait for such clients was in vain.
     pub refused: bool,
     pub searched: bool,
-    /// It stays on the GPU, since nobody knows when the program's work is done.
-    pub frozen: bool,
-    /// What has been moved and refused.
+    /// All memory stays on the GPU, since the end of the program's work cannot be known.
+    pub unevictable: bool,
+    /// Bytes moved and allocations refused.
     pub counts: Counts,
 }
 
@@ -52,48 +51,48 @@ impl Account {
     pub fn is_complete(&self) -> bool {
         self.mapped >= self.demand
     }
-    /// Whether more of what is lacking is allowed already.
+    /// Whether the allowance has room for memory that is lacking.
     pub fn may_grow(&self) -> bool {
         !self.is_complete() && self.room() > 0
     }
-    /// Whether the program may run as far as memory goes. Where pages come when they are touched, it always may.
+    /// Whether the program may run as far as memory is concerned. Where pages are faulted in, it always may.
     pub fn can_run(&self) -> bool {
-        self.faults || (self.is_complete() && self.flying == 0)
+        self.demand_paged || (self.is_complete() && self.in_flight == 0)
     }
-    /// So much of the GPU, or as much of it as a rule and the environment allow.
+    /// `bytes`, or less if a rule or the environment limits the program to less.
     pub fn at_most(&self, bytes: u64) -> u64 {
         let ruled = if self.max == 0 { bytes } else { bytes.min(self.max) };
-        ruled.min(self.own_max)
+        ruled.min(self.env_max)
     }
-    /// Whether so many more bytes can be allocated; `beyond` lets them exceed the limit, but not one that somebody set.
+    /// Whether `len` more bytes can be allocated. `beyond` lets them exceed the GPU, but neither a rule nor the environment.
     pub(super) fn admits(&self, len: u64, beyond: bool) -> bool {
         let wanted = (self.demand + self.pinned - self.freeing).saturating_add(len);
-        len <= self.free() || (beyond && self.max == 0 && wanted <= self.own_max)
+        len <= self.free() || (beyond && self.max == 0 && wanted <= self.env_max)
     }
-    /// Whether some of what is needed was never on the GPU together with the rest, and is not now: memory that no work has
-    /// used yet.
-    pub fn is_unproven(&self) -> bool {
-        !self.faults && !self.is_complete() && self.demand > self.proven
+    /// Whether demand includes memory that has never been on the GPU together with the rest, and so has not been used by any
+    /// work.
+    pub fn exceeds_peak(&self) -> bool {
+        !self.demand_paged && !self.is_complete() && self.demand > self.peak
     }
-    /// What the program may still allocate.
+    /// Bytes that the program may still allocate.
     pub fn free(&self) -> u64 {
         self.limit.saturating_sub(self.demand + self.pinned - self.freeing)
     }
-    /// Whether so many more bytes would fit if nobody but clients had anything on the GPU, which has `total`: of that, the
-    /// scheduler puts up to an eighth aside.
+    /// Whether `bytes` more would fit if only clients had memory on the GPU. The scheduler sets up to an eighth of `total`
+    /// aside.
     pub fn fits_without_others(&self, bytes: u64, total: u64) -> bool {
         let most = self.at_most(total - total / 8);
         self.limit < most && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
-    /// Without a scheduler: whether so many more bytes would fit with the whole GPU, which has `total`, to itself, and nobody
-    /// knows yet whether there are others who make room.
-    pub fn may_find_company(&self, bytes: u64, total: u64) -> bool {
+    /// Without a scheduler: whether `bytes` more would fit if other clients gave up the whole GPU, and it is not known yet
+    /// whether there are any.
+    pub fn may_find_room(&self, bytes: u64, total: u64) -> bool {
         let most = self.at_most(total - total / 8);
         !self.searched && self.demand.saturating_add(self.pinned).saturating_add(bytes) <= most
     }
-    /// Whether somebody will make room for what does not fit now.
+    /// Whether room will be made for what does not fit now.
     pub(super) fn room_comes(&self) -> bool {
-        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.company
+        self.allowance != u64::MAX || self.demand.saturating_add(self.pinned) <= self.offline_room
     }
     pub(super) fn pin(&mut self, bytes: u64) {
         (self.demand, self.mapped, self.pinned) = (self.demand - bytes, self.mapped - bytes, self.pinned + bytes);

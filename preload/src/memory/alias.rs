@@ -1,5 +1,5 @@
-//! Aliases: further addresses of a range, at which the program has mapped it itself, each with the access rights that the
-//! program gave it. What is on the GPU is *shown* at all of them; what leaves is hidden everywhere first.
+//! Aliases: addresses at which the program itself has mapped a range, each with the access rights that the program set. Chunks
+//! on the GPU are *shown* at every alias; before a chunk leaves, it is hidden at all of them.
 
 use crate::driver::{self, check, context::is_dead, types::*};
 use alloc::vec::Vec;
@@ -8,18 +8,18 @@ use alloc::vec::Vec;
 #[derive(Debug, Default)]
 pub struct Aliases {
     list: Vec<Alias>,
-    /// The pieces that are mapped now.
+    /// The chunks that are mapped now.
     shown: Vec<Shown>,
 }
 
 #[derive(Debug)]
 struct Alias {
     at: u64,
-    /// One for each location that has access.
+    /// One entry for each location that has access.
     access: Vec<AccessDesc>,
 }
 
-/// A chunk as it is mapped at one alias.
+/// A chunk that is mapped at one alias.
 #[derive(Debug)]
 struct Shown {
     alias: u64,
@@ -28,18 +28,18 @@ struct Shown {
 }
 
 impl Aliases {
-    /// The range is mapped there, too, as soon as it is [shown](Self::show).
+    /// Adds an alias, which has no chunks until they are [shown](Self::show).
     pub fn add(&mut self, at: u64) {
         self.list.push(Alias { at, access: Vec::new() });
     }
 
-    /// The range is no longer mapped there.
+    /// Removes an alias and unmaps its chunks.
     pub fn remove(&mut self, at: u64) {
         self.hide_those(|shown| shown.alias == at);
         self.list.retain(|alias| alias.at != at);
     }
 
-    /// Maps the chunk at that offset wherever it is not mapped yet.
+    /// Maps the chunk at this offset at every alias where it is not mapped yet.
     pub fn show(&mut self, offset: u64, len: u64, handle: Handle) -> Result<(), CUresult> {
         for alias in &self.list {
             if !self.shown.iter().any(|s| s.alias == alias.at && s.offset == offset) {
@@ -50,7 +50,7 @@ impl Aliases {
         Ok(())
     }
 
-    /// Unmaps the chunk at that offset. Nothing that touches it may be running.
+    /// Unmaps the chunk at this offset. No work that touches it may be running.
     pub fn hide(&mut self, offset: u64) {
         self.hide_those(|shown| shown.offset == offset);
     }
@@ -59,14 +59,14 @@ impl Aliases {
         self.shown.retain(|shown| {
             let goes = which(shown);
             if goes {
-                // SAFETY: mapped by `show`; who asks knows that nothing that touches it runs, as with the driver.
+                // SAFETY: mapped by `show`; the caller knows that nothing that touches it runs, as with the driver.
                 unsafe { driver::cuMemUnmap(shown.alias + shown.offset, shown.len as usize) };
             }
             !goes
         });
     }
 
-    /// Gives or takes rights at one alias, now and whenever it is shown.
+    /// Sets access rights at one alias, for the chunks that are shown now and later.
     pub fn set_access(&mut self, at: u64, wanted: &[AccessDesc]) -> Result<(), CUresult> {
         for shown in self.shown.iter().filter(|s| s.alias == at) {
             let (piece, len) = (at + shown.offset, shown.len as usize);
@@ -84,7 +84,7 @@ impl Aliases {
         Ok(())
     }
 
-    /// The rights of one location at one alias.
+    /// The access rights of one location at one alias.
     pub fn access(&self, at: u64, location: Location) -> i32 {
         let alias = self.list.iter().find(|alias| alias.at == at);
         alias.and_then(|a| a.access.iter().find(|desc| desc.location == location)).map_or(0, |desc| desc.flags)
@@ -106,7 +106,7 @@ impl Alias {
                     driver::cuMemUnmap(at, len);
                     return Err(error);
                 }
-                // It would never come back for a right that the driver does not give any more.
+                // The chunk must come back even if the driver no longer grants one of the rights.
                 _ => {
                     for desc in &self.access {
                         let _ = driver::cuMemSetAccess(at, len, desc, 1);

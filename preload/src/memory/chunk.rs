@@ -1,6 +1,6 @@
-//! Chunks: the pieces in which memory is mapped and moved, and where the bytes of each are.
+//! Chunks: the pieces in which memory is mapped and moved, and where the contents of each are.
 
-use super::{engine::Flags, fingerprint::Print, staging::Buffer};
+use super::{engine::Flags, fingerprint::Fingerprint, staging::Buffer};
 use crate::driver::types::*;
 
 #[derive(Debug)]
@@ -8,51 +8,51 @@ pub(super) struct Chunk {
     pub offset: u64,
     pub len: u64,
     pub flags: Flags,
-    pub place: Place,
+    pub residency: Residency,
 }
 
-/// Where a chunk's bytes are.
+/// Where a chunk's contents are.
 #[derive(Debug)]
-pub(super) enum Place {
-    /// Nowhere: it never had contents.
-    Nowhere,
-    /// On the GPU; `copy` is what it last left in host memory, and may be the same still.
+pub(super) enum Residency {
+    /// Nowhere: the chunk never had any.
+    Unbacked,
+    /// On the GPU. `copy` is what host memory holds since the chunk last came back; it may still be the same.
     Gpu { handle: Handle, copy: Option<HostCopy> },
-    /// In host memory; without a copy of ours, where the driver moves it.
+    /// In host memory; without a copy of ours if the driver moves it.
     Host(Option<HostCopy>),
-    /// Nowhere, and all of it is this value.
+    /// Nowhere: every 32-bit word has this value.
     Constant(u32),
-    /// The mover has it.
+    /// The mover has taken the chunk.
     Moving,
 }
 
-/// A chunk's bytes in host memory.
+/// A chunk's contents in host memory.
 #[derive(Debug)]
 pub(super) struct HostCopy {
     pub buffer: Buffer,
-    /// What it holds, where that is known.
-    pub print: Option<Print>,
+    /// The fingerprint of the contents, if known.
+    pub fingerprint: Option<Fingerprint>,
 }
 
 impl Chunk {
     /// Neither on the GPU nor on its way.
     pub(super) fn is_away(&self) -> bool {
-        matches!(self.place, Place::Nowhere | Place::Host(_) | Place::Constant(_))
+        matches!(self.residency, Residency::Unbacked | Residency::Host(_) | Residency::Constant(_))
     }
 
     pub(super) fn take(&mut self) -> Self {
-        let place = core::mem::replace(&mut self.place, Place::Moving);
-        Self { offset: self.offset, len: self.len, flags: self.flags, place }
+        let residency = core::mem::replace(&mut self.residency, Residency::Moving);
+        Self { offset: self.offset, len: self.len, flags: self.flags, residency }
     }
 }
 
-/// A chunk that is to leave.
+/// A chunk that is about to leave.
 #[derive(Debug)]
 pub(super) struct Leaving {
     pub base: u64,
     pub chunk: Chunk,
-    /// By a copy of ours.
+    /// Whether this library copies it, rather than the driver.
     pub is_copied: bool,
-    /// What it holds, where that is known.
-    pub print: Option<Print>,
+    /// The fingerprint of the contents, if known.
+    pub fingerprint: Option<Fingerprint>,
 }

@@ -1,40 +1,40 @@
-//! How one GPU's memory can leave it: an [`Engine`] makes address ranges, and puts chunks of them on the GPU and off it.
+//! Engines: ways to get memory off a GPU. An [`Engine`] reserves address ranges and puts chunks of them on the GPU and off it.
 //!
-//! [`Swap`] reserves addresses and maps physical chunks there, so a chunk that leaves frees its bytes at once and comes
-//! back at the same address. [`Managed`] uses managed memory: pages fault in when touched, chunks are prefetched.
+//! [`Swap`] maps physical chunks into reserved addresses: a chunk that leaves frees its bytes at once, and comes back at the
+//! same address. [`Managed`] uses managed memory: pages fault in when touched, and chunks are prefetched.
 
 use crate::driver::{self, types::*, *};
 use core::sync::atomic::{AtomicU64, Ordering};
 use nvshare_wire::client::{self, EngineReason};
 
-/// Every range and chunk is a multiple of this: the granularity of `cuMemCreate` on all GPUs that have it.
+/// The size of ranges and chunks is a multiple of this: the granularity of `cuMemCreate` on all GPUs that have it.
 pub const GRANULE: u64 = 2 << 20;
-/// As large as a chunk gets: larger ones are no faster to make and to map [H200], and smaller ones flow sooner.
+/// The largest chunk. Larger ones are no faster to create and map [H200], and smaller ones can be passed on sooner.
 pub const CHUNK: u64 = 64 << 20;
 
-/// What chunks are made for, beside this program's own use of them.
+/// Properties of a chunk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// How they may be given to other processes, as `CUmemAllocationHandleType`.
+    /// The `CUmemAllocationHandleType`s as which the program may export it.
     pub handle_types: i32,
-    /// Whether other devices may reach them.
+    /// Whether other devices may reach it (GPUDirect RDMA).
     pub rdma: u8,
-    /// The size of an allocation of managed memory that the program has made; 0 for other memory.
+    /// The size of the program's managed allocation; 0 for other memory.
     pub managed: u64,
-    /// Whether this library may export them: where the GPU can do that, they are made for it.
+    /// Whether this library may export it. It is created for that if the GPU supports it.
     pub exportable: bool,
-    /// GPUs that may touch them where this library maps them, beside their own: a bit for each.
+    /// Other GPUs that may touch it, as bits.
     pub peers: u64,
 }
 
 impl Flags {
-    /// How much of a chunk is inside its allocation: what is prefetched must be.
+    /// The bytes of a chunk that are inside its allocation, beyond which nothing can be prefetched.
     pub fn inside(self, offset: u64, len: u64) -> u64 {
         if self.managed > 0 { len.min(self.managed.saturating_sub(offset)) } else { len }
     }
 }
 
-/// How chunks of a GPU are made.
+/// The properties with which chunks are created.
 pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
     let exportable = flags.exportable && Swap.shares(gpu);
     AllocationProp {
@@ -51,20 +51,20 @@ pub fn properties(gpu: CUdevice, flags: Flags) -> AllocationProp {
 
 pub trait Engine: Sync + core::fmt::Debug {
     fn kind(&self) -> client::Engine;
-    /// Addresses for `len` bytes, without memory where the engine can do that.
+    /// Reserves addresses for `len` bytes, without memory if the engine can do that.
     fn reserve(&self, len: u64) -> Result<u64, CUresult>;
     fn unreserve(&self, base: u64, len: u64);
     /// Backs a chunk with memory on the GPU. Its contents are undefined.
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult>;
     /// Frees the chunk's memory on the GPU. No work that touches it may be running.
     fn unmap(&self, at: u64, len: u64, handle: Handle);
-    /// Whether contents must be copied to a buffer of ours before `unmap` and back after `map`.
+    /// Whether contents must be copied to a host buffer before `unmap` and back after `map`.
     fn copies(&self) -> bool;
-    /// Whether chunks can be passed on to other processes.
+    /// Whether chunks can be exported to other processes.
     fn shares(&self, _: CUdevice) -> bool {
         false
     }
-    /// For engines that do not copy: moves the chunk onto the GPU or off it.
+    /// Moves the chunk to the GPU or off it, if the engine does not copy.
     fn prefetch(&self, gpu: CUdevice, at: u64, len: u64, onto_gpu: bool, stream: CUstream);
 }
 
@@ -72,7 +72,7 @@ fn devices(set: u64) -> impl Iterator<Item = CUdevice> {
     (0..u64::BITS).filter(move |bit| set >> bit & 1 == 1).map(|bit| bit as CUdevice)
 }
 
-/// Lets a GPU touch what is mapped there.
+/// Gives a GPU access to what is mapped there.
 pub fn let_in(gpu: CUdevice, at: u64, len: u64) -> Result<(), CUresult> {
     let location = Location { kind: MEM_LOCATION_TYPE_DEVICE, id: gpu };
     let access = AccessDesc { location, flags: MEM_ACCESS_FLAGS_PROT_READWRITE };
@@ -83,10 +83,10 @@ pub fn let_in(gpu: CUdevice, at: u64, len: u64) -> Result<(), CUresult> {
 #[derive(Debug)]
 pub struct Swap;
 
-/// The GPUs whose chunks can be made so that they may be exported, as bits. It costs nothing [H200].
+/// The GPUs on which chunks are created so that they can be exported, as bits. This costs nothing [H200].
 static SHARING: AtomicU64 = AtomicU64::new(0);
 
-/// `cuMemCreate` for a chunk of ours. Where it may not be made to be exported, in some containers say, it is made without.
+/// `cuMemCreate` for a chunk. If chunks cannot be created for export, as in some containers, it is created without.
 fn create(gpu: CUdevice, len: u64, flags: Flags) -> Result<Handle, CUresult> {
     let create = |flags| {
         let mut handle = 0;
@@ -198,20 +198,20 @@ impl Engine for Managed {
     }
 }
 
-/// Whether a GPU has this.
+/// Whether the GPU has this attribute.
 pub fn has(gpu: CUdevice, attribute: i32) -> bool {
     let mut value = 0;
     // SAFETY: a valid place.
     unsafe { driver::cuDeviceGetAttribute(&mut value, attribute, gpu) == SUCCESS && value != 0 }
 }
 
-/// Whether managed memory can be moved by prefetches.
+/// Whether prefetches move managed memory of this GPU.
 pub fn can_prefetch(gpu: CUdevice) -> bool {
     has(gpu, DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)
 }
 
-/// The engine for a GPU: the one asked for where the GPU has it, else the best it has; `None`: its memory stays where
-/// the driver put it. And why.
+/// The engine for a GPU, and why: the requested one if the GPU supports it, otherwise the best. `None`: memory stays where the
+/// driver put it.
 pub fn choose(gpu: CUdevice, asked: Option<client::Engine>) -> (Option<&'static dyn Engine>, EngineReason) {
     if has(gpu, DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
         SHARING.fetch_or(bit(gpu), Ordering::Relaxed);

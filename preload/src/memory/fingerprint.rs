@@ -1,5 +1,5 @@
-//! Prints of chunks: what they hold, in 128 bits, computed on the GPU at the speed of its memory. So a chunk that holds one
-//! value, or what a copy in host memory holds already, is recognised without a copy over a link that is eighty times slower.
+//! Fingerprints of chunks: 128 bits, computed on the GPU at the speed of its memory. A chunk that holds a single value, or what
+//! a copy in host memory holds already, is recognised without a copy over a link that is eighty times slower.
 
 use super::staging::Buffer;
 use crate::{
@@ -12,63 +12,69 @@ use core::{
     time::Duration,
 };
 
-/// The kernel, for every GPU that has virtual memory management, and NUL at its end.
+/// The kernel, for every GPU with virtual memory management, with a NUL at its end.
 static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
 
 const THREADS: u32 = 256;
-/// What one block reads.
+/// The bytes that one block reads.
 const PART: u64 = 4 << 20;
-/// As many parts and chunks as a launch may have: so much fits the table.
-const MOST_PARTS: usize = 8192;
-const MOST_CHUNKS: usize = 1024;
-const LIST: usize = (1 + MOST_CHUNKS) * size_of::<[u64; 2]>();
-const TABLE: u64 = ((LIST + MOST_PARTS * size_of::<Sums>()) as u64).next_multiple_of(4096);
+/// The most parts and chunks per launch, which the table has room for.
+const MAX_PARTS: usize = 8192;
+const MAX_CHUNKS: usize = 1024;
+const LIST: usize = (1 + MAX_CHUNKS) * size_of::<[u64; 2]>();
+const TABLE: u64 = ((LIST + MAX_PARTS * size_of::<Sums>()) as u64).next_multiple_of(4096);
 
-/// Of one part.
+/// The result for one part.
 type Sums = [u64; 4];
 
-/// What a chunk holds.
+/// The fingerprint of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Print {
+pub struct Fingerprint {
     sums: [u64; 2],
-    /// All of it is this value, over and over.
+    /// Every 32-bit word of the chunk has this value.
     pub constant: Option<u32>,
 }
 
-/// Makes prints in one context. Everything here needs that context to be current.
+/// Computes fingerprints in one context, which must be current in every call.
 #[derive(Debug)]
-pub struct Printer {
+pub struct Fingerprinter {
     module: CUmodule,
     function: CUfunction,
-    /// Where the kernel reads what to do and writes what it found; and its address on the GPU.
+    /// Where the kernel reads its input and writes its results, and the address of that on the GPU.
     table: Buffer,
     table_on_gpu: u64,
     seed: u64,
 }
 
-impl Printer {
-    /// `None` where this GPU or driver cannot, or there is no memory for it.
+impl Fingerprinter {
+    /// `None` if this GPU or driver cannot do it, or there is no memory for it.
     pub fn new(context: usize) -> Option<Self> {
         let mut table = Buffer::new(TABLE)?;
         table.register(context);
-        let mut printer = Self {
+        let mut fingerprinter = Self {
             module: core::ptr::null_mut(),
             function: core::ptr::null_mut(),
             table,
             table_on_gpu: 0,
             seed: seed(),
         };
-        const NAME: &CStr = c"nvshare_print";
+        const NAME: &CStr = c"nvshare_fingerprint";
         // SAFETY: valid places, a text that ends with NUL, and a buffer that stays registered.
         unsafe {
-            check(driver::cuMemHostGetDevicePointer_v2(&mut printer.table_on_gpu, printer.table.address(), 0)).ok()?;
-            check(driver::cuModuleLoadData(&mut printer.module, PTX.as_ptr().cast())).ok()?;
-            if driver::cuModuleGetFunction(&mut printer.function, printer.module, NAME.as_ptr()) != SUCCESS {
-                printer.close();
+            check(driver::cuMemHostGetDevicePointer_v2(
+                &mut fingerprinter.table_on_gpu,
+                fingerprinter.table.address(),
+                0,
+            ))
+            .ok()?;
+            check(driver::cuModuleLoadData(&mut fingerprinter.module, PTX.as_ptr().cast())).ok()?;
+            if driver::cuModuleGetFunction(&mut fingerprinter.function, fingerprinter.module, NAME.as_ptr()) != SUCCESS
+            {
+                fingerprinter.close();
                 return None;
             }
         }
-        Some(printer)
+        Some(fingerprinter)
     }
 
     pub fn close(self) {
@@ -76,22 +82,22 @@ impl Printer {
         unsafe { driver::cuModuleUnload(self.module) };
     }
 
-    /// The prints of chunks (address and bytes), none of which is written to meanwhile; `None` if something went wrong.
-    pub fn prints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Option<Vec<Print>> {
-        let mut prints = Vec::with_capacity(chunks.len());
+    /// The fingerprints of chunks (address and size), which nothing writes to meanwhile; `None` after an error.
+    pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Option<Vec<Fingerprint>> {
+        let mut fingerprints = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
         while let Some((_, len)) = rest.first() {
-            // Chunks of a kind together, so that every block has something to read.
+            // Chunks of equal size together, so that every block has work.
             let parts = len.div_ceil(PART).max(1) as usize;
-            let most = MOST_CHUNKS.min(MOST_PARTS / parts).max(1);
+            let most = MAX_CHUNKS.min(MAX_PARTS / parts).max(1);
             let same =
                 rest.iter().take(most).take_while(|(_, len)| len.div_ceil(PART).max(1) as usize == parts).count();
             let (now, later) = rest.split_at(same);
             self.run(now, parts, stream)?;
-            prints.extend((0..now.len()).map(|chunk| self.read(chunk, parts)));
+            fingerprints.extend((0..now.len()).map(|chunk| self.read(chunk, parts)));
             rest = later;
         }
-        Some(prints)
+        Some(fingerprints)
     }
 
     fn run(&mut self, chunks: &[(u64, u64)], parts: usize, stream: CUstream) -> Option<()> {
@@ -99,7 +105,7 @@ impl Printer {
         // SAFETY: the list is at the table's beginning, which is aligned, and no longer than LIST; no kernel runs.
         unsafe {
             list.write([chunks.len() as u64, parts as u64]);
-            for (at, (address, len)) in chunks.iter().enumerate().take(MOST_CHUNKS) {
+            for (at, (address, len)) in chunks.iter().enumerate().take(MAX_CHUNKS) {
                 list.add(1 + at).write([*address, len / 16]);
             }
         }
@@ -134,27 +140,27 @@ impl Printer {
         }
     }
 
-    /// What the kernel has found of a chunk of that many parts.
-    fn read(&self, chunk: usize, parts: usize) -> Print {
+    /// The result for a chunk of so many parts.
+    fn read(&self, chunk: usize, parts: usize) -> Fingerprint {
         // SAFETY: behind the list, aligned; the kernel has written these.
         let found = unsafe {
             let out = self.table.address().cast::<u8>().add(LIST).cast::<Sums>();
             core::slice::from_raw_parts(out.add(chunk * parts), parts)
         };
-        let mut print = Print { sums: [0; 2], constant: None };
+        let mut fingerprint = Fingerprint { sums: [0; 2], constant: None };
         let (mut differs, mut constant) = (0, 0);
         for [first, second, different, value] in found {
-            print.sums[0] = print.sums[0].wrapping_add(*first);
-            print.sums[1] = print.sums[1].wrapping_add(*second);
+            fingerprint.sums[0] = fingerprint.sums[0].wrapping_add(*first);
+            fingerprint.sums[1] = fingerprint.sums[1].wrapping_add(*second);
             differs |= different;
             constant = *value as u32;
         }
-        print.constant = (differs == 0).then_some(constant);
-        print
+        fingerprint.constant = (differs == 0).then_some(constant);
+        fingerprint
     }
 }
 
-/// So that nobody can make two contents that have one print.
+/// Random, so that a program cannot construct two contents with the same fingerprint.
 fn seed() -> u64 {
     let mut seed = [0; 8];
     let _ = rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::NONBLOCK);

@@ -1,5 +1,6 @@
-//! Other devices that read and write GPU memory by themselves: network cards, disks, and copies by the CPU past the driver.
-//! What they were given no call tells. But whoever gives it to them has their driver's device open.
+//! Devices other than GPUs that may access GPU memory by themselves: network cards, disks, and GDRCopy, with which the CPU
+//! copies past the driver. No call says which memory they were given, but the program that gives it to them has their device
+//! open.
 
 use core::mem::MaybeUninit;
 use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};
@@ -11,7 +12,7 @@ fn is_one(path: &[u8]) -> bool {
     DEVICES.iter().any(|device| path.starts_with(device))
 }
 
-/// Whether such a device may be reaching memory of this program. Where nobody can say, none is.
+/// Whether such a device may access memory of this program. `false` if that cannot be found out.
 pub fn may_reach_memory() -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(folder) = open(c"/proc/self/fd", flags, Mode::empty()) else { return false };

@@ -1,27 +1,27 @@
-//! How much more memory this process can take: what the kernel has for everybody, and what the control groups that it is
-//! in, and those above them, have left.
+//! The memory that this process can still take: what the kernel has available, and what its control groups and their parents
+//! have left, whichever is less.
 
 use crate::sys::file;
 use alloc::{ffi::CString, vec::Vec};
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// Left to the host whatever happens: below it nothing more is swapped out.
+/// Left to the host: below this, nothing more is swapped out.
 const HOST_RESERVE: u64 = 512 << 20;
-/// Left in a control group, whose other memory grows too: this part of it, and at most so much.
+/// Left to a control group for its other memory, which grows as well: this fraction of its limit, and this much at most.
 const GROUP_PART: u64 = 16;
 const GROUP_RESERVE: u64 = 256 << 20;
-/// Groups above each other, at most.
+/// The deepest nesting of control groups that is looked at.
 const DEPTH: usize = 32;
 
-/// Bytes that are being touched by now and may not show yet.
+/// Bytes of buffers whose pages are being allocated, which may not show in the figures yet.
 static BEING_TAKEN: AtomicU64 = AtomicU64::new(0);
 
-/// Room for some bytes, while they are touched.
+/// A claim on so many bytes, while their pages are being allocated.
 #[derive(Debug)]
 pub struct Claim(u64);
 
 impl Claim {
-    /// `None` if there is no room for so many.
+    /// `None` if there is no room for so many bytes.
     pub fn new(bytes: u64) -> Option<Self> {
         let others = BEING_TAKEN.fetch_add(bytes, Ordering::SeqCst);
         let claim = Self(bytes);
@@ -35,20 +35,20 @@ impl Drop for Claim {
     }
 }
 
-/// What the kernel says can be used without swapping, in bytes; everything if it does not say.
+/// `MemAvailable` of the kernel less the reserve, in bytes; `u64::MAX` if unknown.
 fn of_host() -> u64 {
     let text = file::read(c"/proc/meminfo");
     let kib = field(&text, b"MemAvailable:");
     kib.map_or(u64::MAX, |kib| kib.saturating_mul(1024).saturating_sub(HOST_RESERVE))
 }
 
-/// The least that one of the control groups has left.
+/// The least that any of the control groups has left.
 fn of_groups() -> u64 {
     let text = file::read(c"/proc/self/cgroup");
     text.split(|b| *b == b'\n').filter_map(|line| of_line(line, b"/sys/fs/cgroup")).min().unwrap_or(u64::MAX)
 }
 
-/// Of `0::/path` (version 2) or `N:memory:/path` (version 1), below the place where they are mounted.
+/// The headroom of a line of `/proc/self/cgroup`: `0::/path` (version 2) or `N:memory:/path` (version 1), mounted at `root`.
 fn of_line(line: &[u8], root: &[u8]) -> Option<u64> {
     let mut parts = line.splitn(3, |b| *b == b':');
     let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -73,12 +73,12 @@ fn of_line(line: &[u8], root: &[u8]) -> Option<u64> {
     Some(least)
 }
 
-/// Where a version of control groups says what.
+/// The files of one version of control groups.
 struct Files {
     mount: &'static [u8],
     most: &'static [u8],
     used: &'static [u8],
-    /// In `memory.stat`: pages of files, which the kernel takes back first.
+    /// The field of `memory.stat` that counts page cache, which the kernel reclaims first.
     cached: &'static [u8],
 }
 
@@ -91,7 +91,7 @@ const VERSION_1: Files = Files {
     cached: b"total_inactive_file ",
 };
 
-/// `None` where it has no limit.
+/// `None` if the group has no limit.
 fn of_group(group: &[u8], files: &Files) -> Option<u64> {
     let read = |name: &[u8]| -> Vec<u8> {
         CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
@@ -103,12 +103,12 @@ fn of_group(group: &[u8], files: &Files) -> Option<u64> {
     Some(most.saturating_add(cached.min(used)).saturating_sub(used).saturating_sub(reserve))
 }
 
-/// The number behind a name at the beginning of a line.
+/// The number after a name at the beginning of a line.
 fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     text.split(|b| *b == b'\n').find_map(|line| number(line.strip_prefix(name)?))
 }
 
-/// The number that a text begins with.
+/// The number at the beginning of a text.
 fn number(text: &[u8]) -> Option<u64> {
     let text = text.trim_ascii_start();
     let end = text.iter().position(|b| !b.is_ascii_digit()).unwrap_or(text.len());

@@ -1,13 +1,13 @@
-//! The memory of one GPU as the program sees it, and where its bytes really are.
+//! The memory of one GPU as the program sees it, and where its contents really are.
 //!
-//! - [`engine`]: how chunks of memory get onto the GPU and off it.
-//! - [`space`]: the program's allocations: addresses, sizes, chunks; [`account`] their bytes.
-//! - [`chunk`]: the pieces that are moved. [`slab`]: small allocations share one.
+//! - [`engine`]: ways to get chunks of memory onto the GPU and off it.
+//! - [`space`]: the program's allocations: addresses, sizes, chunks. [`account`]: their bytes.
+//! - [`chunk`]: the pieces that are moved. [`slab`]: one piece for many small allocations.
 //! - [`alias`]: addresses at which the program has mapped memory itself.
-//! - [`mover`]: evicts and restores chunks; only the client's thread does that.
-//! - [`staging`]: buffers in host memory; [`headroom`]: how much of it this process may take.
-//! - [`fingerprint`]: what a chunk holds, found out without copying it.
-//! - [`foreign_devices`]: other devices that may be using GPU memory.
+//! - [`mover`]: eviction and restoring, on the client's thread only.
+//! - [`staging`]: buffers in host memory. [`headroom`]: how much host memory this process may take.
+//! - [`fingerprint`]: recognising contents without copying them.
+//! - [`foreign_devices`]: other devices that may access GPU memory.
 
 pub mod account;
 pub mod alias;

@@ -1,14 +1,14 @@
-//! A slab: one granule shared by small allocations, in units of 512 bytes (the driver's own alignment for small ones).
+//! A slab: one granule shared by small allocations, in units of 512 bytes (the alignment of small allocations by the driver).
 
 use super::engine::GRANULE;
 
 pub const UNIT: u64 = 512;
 const UNITS: usize = (GRANULE / UNIT) as usize;
 
-/// Allocations up to this many bytes go into slabs; the driver aligns those above to 2 MiB.
+/// The largest allocation that goes into a slab, in bytes. The driver aligns larger ones to 2 MiB.
 pub const LARGEST: u64 = 512 << 10;
 
-/// Which units are taken.
+/// The units that are in use.
 #[derive(Debug)]
 pub struct Slab {
     taken: [u64; UNITS / 64],
@@ -35,7 +35,7 @@ impl Slab {
         }
     }
 
-    /// Takes room for `size` bytes; gives its offset in the slab.
+    /// Allocates `size` bytes. Returns the offset in the slab.
     pub fn take(&mut self, size: u64) -> Option<u64> {
         let units = size.div_ceil(UNIT).max(1) as usize;
         if units > self.free {

@@ -1,5 +1,5 @@
-//! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the
-//! link's speed. `cuMemHostAlloc` makes 3 GiB/s of such memory [H200]; this way it is as fast as the host makes pages.
+//! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the speed of
+//! the link. `cuMemHostAlloc` allocates 3 GiB/s of such memory [H200]; this way it is as fast as the kernel provides pages.
 
 use super::headroom::Claim;
 use crate::{
@@ -23,23 +23,22 @@ const HUGE: usize = 2 << 20;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every context, and for kernels.
 const REGISTER_FLAGS: u32 = 1 | 2;
 
-/// One chunk's buffer. Its memory is given back when dropped.
+/// The host buffer of one chunk. Dropping it frees the memory.
 #[derive(Debug)]
 pub struct Buffer {
     address: usize,
     len: usize,
-    /// The context it is registered with, or 0.
+    /// The context with which it is registered; 0 for none.
     registered: usize,
 }
 
 impl Buffer {
-    /// A buffer of that many bytes, its pages there already; `None` if the host has no room for it.
+    /// A buffer of so many bytes with all its pages; `None` if the host has no room for it.
     pub fn new(len: u64) -> Option<Self> {
         Self::reserve(&[len])?.pop().filter(Self::fill)
     }
 
-    /// Buffers of these sizes without pages yet, from one mapping: making mappings while other threads make pages has all of
-    /// them wait for each other.
+    /// Buffers of these sizes without pages, from one mapping. Creating a mapping makes threads wait that allocate pages.
     fn reserve(sizes: &[u64]) -> Option<Vec<Self>> {
         let len = usize::try_from(sizes.iter().sum::<u64>()).ok()?;
         let whole = len.checked_add(HUGE)?;
@@ -53,7 +52,7 @@ impl Buffer {
                     let _ = munmap(at as *mut c_void, end - at);
                 }
             }
-            // Before the first touch: a child must not copy it, a core file not hold it.
+            // Before the first touch: neither a child process nor a core file gets a copy.
             for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxHugepage] {
                 let _ = madvise(start as *mut c_void, len, advice);
             }
@@ -68,12 +67,12 @@ impl Buffer {
         Some(buffers.collect())
     }
 
-    /// Makes its pages; `false` if the host has no room for them.
+    /// Allocates the pages; `false` if the host has no room for them.
     fn fill(&self) -> bool {
-        // Looked at now: what there was a moment ago others may have taken.
+        // Checked here: other processes may have taken what was available a moment ago.
         let Some(_claim) = Claim::new(self.len()) else { return false };
         let address = self.address();
-        // SAFETY: memory of ours that nobody uses yet.
+        // SAFETY: memory of ours that is not in use yet.
         unsafe {
             match madvise(address, self.len, Advice::LinuxPopulateWrite) {
                 Ok(()) => true,
@@ -87,8 +86,7 @@ impl Buffer {
         }
     }
 
-    /// Makes copies to and from it asynchronous and fast, with the current context. Not being able to only makes them
-    /// slower.
+    /// Registers it in the current context, so that copies are asynchronous and fast. Copies still work if that fails.
     pub fn register(&mut self, context: usize) {
         if self.registered == 0 {
             // SAFETY: memory of ours that stays mapped until unregistered.
@@ -101,7 +99,7 @@ impl Buffer {
         }
     }
 
-    /// The kernel may page it out from here on. Needs a current context, as dropping it does.
+    /// Lets the kernel page it out again. Needs a current context, as dropping it does.
     pub fn unregister(&mut self) {
         if core::mem::take(&mut self.registered) != 0 {
             // SAFETY: registered, and nothing copies to it or from it.
@@ -109,7 +107,7 @@ impl Buffer {
         }
     }
 
-    /// A context is gone, and with it what was registered with it.
+    /// The context is gone, and the registration with it.
     pub fn forget_context(&mut self, context: usize) {
         if self.registered == context {
             self.registered = 0;
@@ -137,72 +135,72 @@ impl Drop for Buffer {
     }
 }
 
-/// Where several threads make buffers, since touching pages is what takes the time. They are taken as they come.
+/// Allocates buffers on several threads, since most of the time goes into touching pages. Buffers are used as they come.
 #[derive(Debug)]
-pub struct Workshop(Arc<Orders>);
+pub struct StagingAllocator(Arc<Queue>);
 
 #[derive(Debug)]
-struct Orders {
-    /// Without pages yet. What is needed first is last.
-    missing: Mutex<Vec<Buffer>>,
-    made: Mutex<Vec<Buffer>>,
+struct Queue {
+    /// Buffers without pages. The last is needed first.
+    unfilled: Mutex<Vec<Buffer>>,
+    filled: Mutex<Vec<Buffer>>,
     context: usize,
-    /// Threads that are at it.
+    /// The number of running threads.
     busy: AtomicU32,
 }
 
-impl Workshop {
-    /// Orders buffers of these sizes, registered with that context: as many as the host has room for. At most so many threads
-    /// make them.
-    pub fn order(sizes: &[u64], context: usize, makers: usize) -> Self {
-        let mut missing = Buffer::reserve(sizes).unwrap_or_default();
-        missing.reverse();
-        let threads = thread::cpus().min(makers).min(sizes.len());
-        let (missing, made) = (Mutex::new(missing), Mutex::new(Vec::new()));
-        let orders = Arc::new(Orders { missing, made, context, busy: AtomicU32::new(0) });
+impl StagingAllocator {
+    /// Allocates buffers of these sizes, registered with that context, as far as the host has room, on at most `workers`
+    /// threads.
+    pub fn start(sizes: &[u64], context: usize, workers: usize) -> Self {
+        let mut unfilled = Buffer::reserve(sizes).unwrap_or_default();
+        unfilled.reverse();
+        let threads = thread::cpus().min(workers).min(sizes.len());
+        let (unfilled, filled) = (Mutex::new(unfilled), Mutex::new(Vec::new()));
+        let queue = Arc::new(Queue { unfilled, filled, context, busy: AtomicU32::new(0) });
         for _ in 0..threads {
-            orders.busy.fetch_add(1, Ordering::SeqCst);
-            let shared = orders.clone();
-            if !threads::spawn(c"nvshare-host", move || shared.make()) {
-                orders.busy.fetch_sub(1, Ordering::SeqCst);
+            queue.busy.fetch_add(1, Ordering::SeqCst);
+            let worker = queue.clone();
+            if !threads::spawn(c"nvshare-host", move || worker.run()) {
+                queue.busy.fetch_sub(1, Ordering::SeqCst);
             }
         }
-        Self(orders)
+        Self(queue)
     }
 
-    /// One that is made.
+    /// A finished buffer of that size.
     pub fn take(&self, len: u64) -> Option<Buffer> {
-        let mut made = self.0.made.lock();
-        let at = made.iter().position(|buffer| buffer.len() == len)?;
-        Some(made.swap_remove(at))
+        let mut filled = self.0.filled.lock();
+        let at = filled.iter().position(|buffer| buffer.len() == len)?;
+        Some(filled.swap_remove(at))
     }
 
-    /// Whether more will come.
+    /// Whether more buffers will come.
     pub fn is_busy(&self) -> bool {
         self.0.busy.load(Ordering::SeqCst) > 0
     }
 
-    /// Nothing more is needed but what is in the making.
+    /// Allocates no more than what has been started.
     pub fn stop(&self) {
-        self.0.missing.lock().clear();
+        self.0.unfilled.lock().clear();
     }
 
-    /// What is made and was not taken.
+    /// The finished buffers that have not been taken.
     pub fn rest(&self) -> Vec<Buffer> {
-        core::mem::take(&mut self.0.made.lock())
+        core::mem::take(&mut self.0.filled.lock())
     }
 }
 
-impl Orders {
-    fn make(&self) {
+impl Queue {
+    fn run(&self) {
         loop {
-            let Some(mut buffer) = self.missing.lock().pop() else { break };
+            let Some(mut buffer) = self.unfilled.lock().pop() else { break };
             if !buffer.fill() {
-                self.missing.lock().clear(); // the host has no room for more
+                self.unfilled.lock().clear(); // the host has no room for more
                 break;
             }
             let _ = with_current(self.context, || buffer.register(self.context));
-            self.made.lock().push(buffer);
+            self.filled.lock().push(buffer);
         }
         self.busy.fetch_sub(1, Ordering::SeqCst);
     }

@@ -1,7 +1,7 @@
 //! The program's memory by the names that the program knows: addresses, handles and IPC handles, across all GPUs.
 //!
-//! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: what the program has reserved, made and mapped itself.
-//! - [`shared`]: memory that another process uses, or that is another's.
+//! - [`pinned`]: memory that no engine can move. [`virtual_memory`]: what the program reserved, created and mapped itself.
+//! - [`shared`]: memory exported to other processes and imported from them.
 
 pub mod pinned;
 pub mod shared;
@@ -14,7 +14,7 @@ use crate::{
     memory::space::Allocation,
 };
 
-/// The allocation of ours that holds this address, and its GPU. Of the program's managed memory the driver knows all.
+/// The allocation that contains this address, and its GPU. The driver answers for the program's managed memory.
 pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     if !gate::is_active() {
         return None;
@@ -23,23 +23,23 @@ pub fn find(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     found.or_else(|| shared::find(address)).filter(|(_, allocation)| !allocation.managed)
 }
 
-/// The same of those that are this process's own.
+/// The same for allocations of this process only.
 pub fn find_own(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     find(address).filter(|(_, allocation)| !allocation.is_foreign())
 }
 
-/// The GPU of an allocation of ours that holds this address.
+/// The GPU of the allocation that contains this address.
 pub fn gpu_of(address: CUdeviceptr) -> Option<&'static Gpu> {
     find(address).map(|(gpu, _)| gpu)
 }
 
-/// Whether it points into memory that moves.
+/// Whether the address belongs to one of our allocations.
 pub fn is_ours(address: CUdeviceptr) -> bool {
     find(address).is_some()
 }
 
-/// Whether these addresses touch what this library has reserved. The program has not, so it can neither map memory there nor
-/// give the addresses back: also while nothing is mapped there, and the driver would let it.
+/// Whether any of these addresses is reserved by this library. The program can neither map memory there nor free them, even
+/// while nothing is mapped and the driver would permit it.
 pub fn are_ours(address: CUdeviceptr, size: Size) -> bool {
     let overlap = |gpu: &Gpu| gpu.space().is_some_and(|space| space.lock().overlaps(address, size as u64));
     gate::is_active() && (gpu::attached().any(overlap) || shared::find(address).is_some())

@@ -1,5 +1,5 @@
-//! Memory of the program that no engine can move: its own VMM allocations, arrays, pools and managed memory. It is allowed,
-//! counted against the limit, and reported, so that the scheduler does not count on getting it back.
+//! Memory of the program that no engine can move: VMM allocations of certain kinds, arrays, pools and managed memory. It is
+//! permitted, counted against the limit, and reported, so that the scheduler does not try to evict it.
 
 use crate::{
     driver::{context::current_context, types::*},
@@ -12,13 +12,13 @@ use crate::{
 };
 use alloc::collections::BTreeMap;
 
-/// What a number of the driver's names: handles and addresses may coincide.
+/// The kind of a driver's number: handles and addresses may coincide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// `cuMemCreate`. Lives as long as the handle or a mapping of it.
+    /// `cuMemCreate`. Lives as long as its handle or a mapping.
     Chunk,
     Array,
-    /// An address: managed memory, or memory of a pool.
+    /// Managed memory, or memory of a pool, by address.
     Address,
 }
 
@@ -26,32 +26,32 @@ pub enum Kind {
 struct Pinned {
     gpu: &'static Gpu,
     bytes: u64,
-    /// Handles and mappings that keep it.
+    /// Handles and mappings that refer to it.
     references: u32,
-    /// The context it goes with, at the latest; 0 for none.
+    /// The context with which it is freed at the latest; 0 for none.
     context: usize,
 }
 
 #[derive(Debug)]
 struct Table {
     pinned: BTreeMap<(Kind, u64), Pinned>,
-    /// Which chunk is mapped at an address.
+    /// The chunk that is mapped at each address.
     mappings: BTreeMap<u64, u64>,
 }
 
 static TABLE: Mutex<Table> = Mutex::new(Table { pinned: BTreeMap::new(), mappings: BTreeMap::new() });
 
-/// The program has allocated that.
+/// Adds an allocation that the program has made.
 pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {
     let Some(gpu) = gpu.filter(|_| bytes > 0) else { return };
-    // The driver takes whole granules from the GPU, which small ones share.
+    // The driver takes whole granules from the GPU, which small allocations share.
     let bytes = if bytes < GRANULE / 2 { bytes } else { bytes.div_ceil(GRANULE) * GRANULE };
     let context = if kind == Kind::Chunk { 0 } else { current_context().map_or(0, |context| context as usize) };
     TABLE.lock().pinned.insert((kind, name), Pinned { gpu, bytes, references: 1, context });
     gpu.pin(|pinned| pinned.saturating_add(bytes));
 }
 
-/// A context is gone (`last`: and no other is left on that GPU), and with it what belonged to it.
+/// Frees what belonged to a context that is gone, or all of a GPU if it was the `last` context there.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     let mut table = TABLE.lock();
     let mut bytes = 0u64;
@@ -68,41 +68,41 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     }
 }
 
-/// Another handle for the same chunk.
+/// The program has another handle of the same chunk.
 pub fn retain(chunk: Handle) {
     if let Some(pinned) = TABLE.lock().pinned.get_mut(&(Kind::Chunk, chunk)) {
         pinned.references = pinned.references.saturating_add(1);
     }
 }
 
-/// A reference that is about to go.
+/// A reference that is being released.
 #[derive(Debug)]
-pub struct Taken {
+pub struct Reference {
     name: (Kind, u64),
-    /// It was the last.
+    /// The memory, if this was its last reference.
     last: Option<Pinned>,
 }
 
-/// Takes a reference out, before the call that gives it up: after that, the name may be another's.
-pub fn take(kind: Kind, name: u64) -> Option<Taken> {
+/// Takes a reference out before the call that releases it: after the call, the name may belong to other memory.
+pub fn take(kind: Kind, name: u64) -> Option<Reference> {
     let name = (kind, name);
     let mut table = TABLE.lock();
     let pinned = table.pinned.get_mut(&name)?;
     pinned.references = pinned.references.saturating_sub(1);
     let last = if pinned.references == 0 { table.pinned.remove(&name) } else { None };
-    Some(Taken { name, last })
+    Some(Reference { name, last })
 }
 
-impl Taken {
-    /// With the last reference the memory is free.
-    pub fn goes(self) {
+impl Reference {
+    /// The call succeeded: without references, the memory is free.
+    pub fn release(self) {
         if let Some(Pinned { gpu, bytes, .. }) = self.last {
             gpu.pin(|pinned| pinned.saturating_sub(bytes));
         }
     }
 
-    /// The call has failed.
-    pub fn stays(self) {
+    /// The call failed: the reference remains.
+    pub fn restore(self) {
         let mut table = TABLE.lock();
         match (self.last, table.pinned.get_mut(&self.name)) {
             (Some(pinned), None) => drop(table.pinned.insert(self.name, Pinned { references: 1, ..pinned })),
@@ -112,10 +112,10 @@ impl Taken {
     }
 }
 
-/// One reference less.
+/// Releases a reference.
 pub fn remove(kind: Kind, name: u64) {
     if let Some(taken) = take(kind, name) {
-        taken.goes();
+        taken.release();
     }
 }
 
@@ -145,7 +145,7 @@ pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
     bytes <= account.free() || limit_request::raise(gpu, bytes, account.limit) == Outcome::Raised
 }
 
-/// The GPU of a VMM allocation; none for one in host memory.
+/// The GPU of a VMM allocation; `None` for one in host memory.
 pub fn gpu_of(prop: *const AllocationProp) -> Option<&'static Gpu> {
     // SAFETY: the driver reads it too; NULL is its error to give.
     let location = unsafe { prop.as_ref() }?.location;

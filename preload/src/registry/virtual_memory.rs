@@ -1,8 +1,8 @@
-//! What the program has reserved, made and mapped itself: its addresses, its memory by the handles it knows, and what is
-//! mapped where. Only a record: it makes no call, and holds for the driver's own memory as for ours.
+//! A record of what the program has reserved, created and mapped itself: its addresses, its memory by handle, and its
+//! mappings. It makes no calls, and includes the driver's own memory.
 //!
-//! Memory of ours has a *virtual handle*: behind it is a range of the [`Space`](crate::memory::space::Space), whose chunks come and
-//! go, and with them the driver's handles. Memory that this library leaves to the driver has the driver's handle.
+//! Our memory has a *virtual handle*, which stands for a range of a [`Space`](crate::memory::space::Space): the chunks of the
+//! range come and go, and the driver's handles with them. Memory that is left to the driver has the driver's handle.
 
 use crate::{
     driver::types::*,
@@ -12,7 +12,7 @@ use crate::{
 };
 use alloc::{collections::BTreeMap, vec::Vec};
 
-/// What the upper bits of virtual handles are: no address has them, nor has any number that counts.
+/// The upper bits of virtual handles, which neither addresses nor counters have.
 const VIRTUAL: Handle = 0x6e76_0000_0000_0000;
 const NUMBER: Handle = !0 >> 16;
 
@@ -20,22 +20,22 @@ pub static TABLE: Mutex<Table> = Mutex::new(Table::new());
 
 #[derive(Debug)]
 pub struct Table {
-    /// Reserved addresses and how many.
+    /// Start and length of reserved addresses.
     reservations: BTreeMap<u64, u64>,
     memory: BTreeMap<Handle, Memory>,
     mappings: BTreeMap<u64, Mapping>,
     next: Handle,
 }
 
-/// What a virtual handle stands for.
+/// The memory behind a virtual handle.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory {
     pub gpu: &'static Gpu,
-    /// Of its range.
+    /// The base of its range.
     pub base: u64,
     pub len: u64,
     pub flags: Flags,
-    /// References by handle, and by mappings: either keeps it.
+    /// References by handles and by mappings. Either kind keeps the memory.
     handles: u32,
     mappings: u32,
 }
@@ -44,9 +44,9 @@ pub struct Memory {
 pub struct Mapping {
     pub at: u64,
     pub len: u64,
-    /// The virtual handle of what is mapped; `None` if it is the driver's.
+    /// The virtual handle of the mapped memory; `None` for memory of the driver.
     pub handle: Option<Handle>,
-    /// Tells it from others that are at this address at other times.
+    /// Distinguishes it from other mappings at this address at other times.
     pub id: u64,
 }
 
@@ -75,12 +75,12 @@ impl Table {
         self.reservations.remove(&at);
     }
 
-    /// Whether all of that is in one reservation.
+    /// Whether all of these addresses are in one reservation.
     pub fn is_reserved(&self, at: u64, len: u64) -> bool {
         self.reservation(at).is_some_and(|(start, size)| len <= size - (at - start))
     }
 
-    /// The reservation that an address is in.
+    /// The reservation that contains this address: start and length.
     pub fn reservation(&self, at: u64) -> Option<(u64, u64)> {
         let (start, len) = self.reservations.range(..=at).next_back()?;
         (at - start < *len).then_some((*start, *len))
@@ -88,26 +88,26 @@ impl Table {
 
     // ---- memory ----
 
-    /// Gives a virtual handle to memory that has just been made.
+    /// Assigns a virtual handle to new memory.
     pub fn add(&mut self, gpu: &'static Gpu, base: u64, len: u64, flags: Flags) -> Handle {
         let handle = VIRTUAL | self.number();
         self.memory.insert(handle, Memory { gpu, base, len, flags, handles: 1, mappings: 0 });
         handle
     }
 
-    /// What a virtual handle stands for, as long as the program has it.
+    /// The memory behind a virtual handle, as long as the program has the handle.
     pub fn memory(&self, handle: Handle) -> Option<Memory> {
         self.memory.get(&handle).filter(|memory| memory.handles > 0).copied()
     }
 
-    /// One more reference by handle.
+    /// Adds a reference by handle.
     pub fn retain(&mut self, handle: Handle) {
         if let Some(memory) = self.memory.get_mut(&handle) {
             memory.handles = memory.handles.saturating_add(1);
         }
     }
 
-    /// One less; gives the memory if that was the last reference to it.
+    /// Releases a reference by handle. Returns the memory if that was its last reference.
     pub fn release(&mut self, handle: Handle) -> Option<Memory> {
         self.without(handle, |memory| memory.handles = memory.handles.saturating_sub(1))
     }
@@ -120,7 +120,7 @@ impl Table {
 
     // ---- mappings ----
 
-    /// Records a mapping of that memory, or of the driver's.
+    /// Records a mapping of this memory, or of memory of the driver.
     pub fn map(&mut self, at: u64, len: u64, handle: Option<Handle>) {
         let id = self.number();
         if let Some(memory) = handle.and_then(|handle| self.memory.get_mut(&handle)) {
@@ -129,20 +129,20 @@ impl Table {
         self.mappings.insert(at, Mapping { at, len, handle, id });
     }
 
-    /// Forgets a mapping; gives the memory if that was the last reference to it.
+    /// Removes a mapping. Returns the memory if that was its last reference.
     pub fn unmap(&mut self, at: u64) -> Option<Memory> {
         let handle = self.mappings.remove(&at)?.handle?;
         self.without(handle, |memory| memory.mappings = memory.mappings.saturating_sub(1))
     }
 
-    /// Memory of ours that is mapped at this address, and how.
+    /// The mapping of our memory that contains this address, and its memory.
     pub fn at(&self, address: u64) -> Option<(Mapping, Memory)> {
         let (_, mapping) = self.mappings.range(..=address).next_back()?;
         let memory = self.memory.get(&mapping.handle?)?;
         (address - mapping.at < mapping.len).then_some((*mapping, *memory))
     }
 
-    /// The mappings that overlap a range, in order.
+    /// The mappings that overlap these addresses, in order.
     pub fn overlapping(&self, at: u64, len: u64) -> Vec<Mapping> {
         let end = at.saturating_add(len);
         let first = self.mappings.range(..at).next_back().filter(|(start, m)| at - *start < m.len);
@@ -150,24 +150,24 @@ impl Table {
         first.into_iter().chain(rest.into_iter().flatten()).map(|(_, mapping)| *mapping).collect()
     }
 
-    /// Those that overlap it, if memory of ours is among them.
+    /// The same, if our memory is among them.
     pub fn ours_among(&self, at: u64, len: u64) -> Option<Vec<Mapping>> {
         let found = self.overlapping(at, len);
         found.iter().any(|mapping| mapping.handle.is_some()).then_some(found)
     }
 
-    /// What a mapping of ours is of.
+    /// The memory that is mapped there, if it is ours.
     pub fn behind(&self, mapping: &Mapping) -> Option<Memory> {
         self.memory.get(&mapping.handle?).copied()
     }
 }
 
-/// Whether all of each of these mappings, which overlap a range, is in it.
+/// Whether each of these mappings, which overlap the addresses, is within them.
 pub fn are_within(mappings: &[Mapping], at: u64, len: u64) -> bool {
     mappings.iter().all(|m| at <= m.at && m.at - at <= len && m.len <= len - (m.at - at))
 }
 
-/// Whether these mappings, which overlap a range, make it up: each whole, and with no hole between them.
+/// Whether these mappings, which overlap the addresses, cover them exactly and without a gap.
 pub fn make_up(mappings: &[Mapping], at: u64, len: u64) -> bool {
     let end = mappings.iter().try_fold(at, |next, m| (m.at == next).then(|| m.at + m.len));
     end.is_some_and(|end| Some(end) == at.checked_add(len))

@@ -1,8 +1,8 @@
-//! The heap: the program's own `malloc`, whichever that is.
+//! The heap: the program's own `malloc`.
 
 use core::alloc::{GlobalAlloc, Layout};
 
-/// What `malloc` aligns to on the 64-bit platforms that CUDA runs on.
+/// The alignment of `malloc` on the 64-bit platforms that CUDA supports.
 const MALLOC_ALIGNMENT: usize = 16;
 
 #[derive(Debug)]

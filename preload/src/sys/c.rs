@@ -1,9 +1,9 @@
-//! Functions of the C library that are looked up when they are needed, because their version, or the library they live
-//! in, changed in the course of time: linked against, they would tie this library to the machine it was built on, or make
-//! the loader bring libpthread and libdl into every process.
+//! Functions of the C library that are looked up when they are needed, because their symbol version or their library has
+//! changed over time. Linking to them would tie this library to the machine it was built on, or load libpthread and libdl into
+//! every process.
 //!
-//! `dlvsym` is the exception that finds the rest: it is linked to weakly, by a version that every glibc has. Where the
-//! program has no libdl, it is NULL, and then nobody looks anything up.
+//! `dlvsym`, which finds the others, is linked weakly in a version that every glibc has. In a program without libdl it is NULL,
+//! and nothing is looked up.
 
 use alloc::vec::Vec;
 use core::{
@@ -25,7 +25,7 @@ macro_rules! base_version {
     };
 }
 
-/// The version that functions of the C library had first, on this architecture.
+/// The oldest symbol version of the C library on this architecture.
 pub const BASE_VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(base_version!(), "\0").as_bytes()) {
     Ok(version) => version,
     Err(_) => c"",
@@ -56,7 +56,7 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// `dlvsym` with [`BASE_VERSION`], or NULL where the program has none.
+/// `dlvsym` with [`BASE_VERSION`]; NULL if the program has none.
 pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     // SAFETY: written by the loader, once. NUL-terminated names.
     match unsafe { nvshare_dlvsym_address } {
@@ -65,18 +65,18 @@ pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     }
 }
 
-/// The C library's `dlsym`, or that of the next library which interposes it; 0 until it is first needed. The hook of
-/// `dlsym` reads it without a call.
+/// The C library's `dlsym`, or that of the next library which interposes it; 0 until first needed. The hook of `dlsym` reads it
+/// without a call.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds it. No library known to us interposes `dlvsym`, which finds the next versioned `dlsym` without asking ours.
+/// Finds the real `dlsym`. No known library interposes `dlvsym`, which finds the next versioned `dlsym` and not ours.
 pub extern "C" fn find_real_dlsym() -> usize {
     let address = dlvsym(libc::RTLD_NEXT, c"dlsym") as usize;
     REAL_DLSYM.store(address, Ordering::Relaxed);
     address
 }
 
-/// Looks a symbol up as the program would without this library; NULL where there is no `dlsym`.
+/// Looks up a symbol as the program would without this library; NULL if there is no `dlsym`.
 pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     let address = match REAL_DLSYM.load(Ordering::Relaxed) {
         0 => find_real_dlsym(),
@@ -91,13 +91,13 @@ pub fn real_dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     }
 }
 
-/// Has the child of every fork call that function first.
+/// Registers a function that runs first in the child of every fork.
 pub fn at_fork_in_child(call: extern "C" fn()) {
     // SAFETY: this library is never unloaded, so it needs no handle to be unregistered by.
     unsafe { __register_atfork(None, None, Some(call), core::ptr::null_mut()) };
 }
 
-/// Declares functions that are looked up on first use; `None` where the process has none of that name.
+/// Declares functions that are looked up on first use; `None` if the process does not have the function.
 macro_rules! late {
     ($( $name:ident ( $($type:ty),* ) -> $result:ty; )*) => { $(
         pub fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $result> {
@@ -129,20 +129,20 @@ late! {
     pthread_setspecific(libc::pthread_key_t, *const c_void) -> c_int;
 }
 
-/// An environment variable; none in a setuid program, which its user must not steer.
+/// An environment variable. In a setuid program there are none, because its user must not control it.
 pub fn environment(name: &CStr) -> Option<&'static [u8]> {
     unsafe extern "C" {
         fn secure_getenv(name: *const c_char) -> *const c_char;
     }
-    // SAFETY: a NUL-terminated name; the value is read before anybody is given a chance to change it.
+    // SAFETY: a NUL-terminated name; the caller reads the value at once.
     unsafe {
         let value = secure_getenv(name.as_ptr());
         (!value.is_null()).then(|| CStr::from_ptr(value).to_bytes())
     }
 }
 
-/// The C library's own pointer to the environment, which programs may change as well: it is read and written whole. Looked
-/// up, since whatever is linked to costs every program that is loaded with this library.
+/// The C library's pointer to the environment, which programs may change as well, so it is read and written as a whole. Looked
+/// up, since linking costs every program that is loaded with this library.
 fn environ() -> Option<&'static AtomicPtr<*mut c_char>> {
     static ADDRESS: AtomicUsize = AtomicUsize::new(0);
     let known = ADDRESS.load(Ordering::Relaxed);
@@ -165,13 +165,13 @@ fn value_of<'a>(entry: &'a CStr, name: &CStr) -> Option<&'a [u8]> {
     entry.to_bytes().strip_prefix(name.to_bytes())?.strip_prefix(b"=")
 }
 
-/// An environment variable as the driver sees it, in a setuid program as well.
+/// An environment variable as the driver sees it, also in a setuid program.
 pub fn variable(name: &CStr) -> Option<&'static [u8]> {
     entries(environ()?.load(Ordering::Acquire)).find_map(|(_, entry)| value_of(entry, name))
 }
 
-/// Gives a variable a value from now on, in an environment of its own: as `setenv` of another thread does, but for the one
-/// that it leaves behind, which is never freed or changed. So whoever reads it meanwhile reads the one or the other, whole.
+/// Sets a variable in a copy of the environment, as `setenv` of another thread would. The old environment is never freed or
+/// changed, so a concurrent reader sees either of them as a whole.
 pub fn set_environment(name: &CStr, value: &[u8]) {
     let Some(environ) = environ() else { return };
     let mut entry = Vec::with_capacity(name.to_bytes().len() + value.len() + 2);

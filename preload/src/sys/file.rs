@@ -1,4 +1,4 @@
-//! Reading small files of /proc, and who a descriptor belongs to.
+//! Reading small files of `/proc`, and the identity of descriptors.
 
 use alloc::vec::Vec;
 use core::{
@@ -8,7 +8,7 @@ use core::{
 use rustix::fd::{AsFd, BorrowedFd, RawFd};
 use rustix::fs::{Mode, OFlags};
 
-/// The contents of a file; what cannot be read is empty.
+/// The contents of a file; empty if it cannot be read.
 pub fn read(path: &CStr) -> Vec<u8> {
     let mut contents = Vec::new();
     let Ok(file) = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else { return contents };
@@ -19,16 +19,16 @@ pub fn read(path: &CStr) -> Vec<u8> {
     contents
 }
 
-/// Which descriptor a fork's child must close. Written by one thread; the child of a fork in the middle of that finds
-/// either none or a number that is not that file's.
+/// A descriptor that the child of a fork must close. One thread writes it; a fork in the middle of a write finds none, or a
+/// number that does not belong to that file.
 #[derive(Debug)]
-pub struct Name {
+pub struct InheritedDescriptor {
     descriptor: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
 }
 
-impl Name {
+impl InheritedDescriptor {
     pub const fn none() -> Self {
         Self { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
@@ -50,7 +50,7 @@ impl Name {
     }
 }
 
-/// What tells one open socket or pipe from all others: its number may be another file's once the program has closed it.
+/// Identifies an open file: its number may be that of another file once the program has closed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     device: u64,
@@ -63,7 +63,7 @@ impl Identity {
         Some(Self { device: stat.st_dev, inode: stat.st_ino })
     }
 
-    /// Whether the descriptor of that number is this one still.
+    /// Whether this descriptor still belongs to that file.
     pub fn is(self, descriptor: RawFd) -> bool {
         // SAFETY: only asked about; a number that is no descriptor is an error.
         descriptor >= 0 && Self::of(unsafe { BorrowedFd::borrow_raw(descriptor) }) == Some(self)

@@ -1,10 +1,10 @@
-//! A lock between processes: `flock` on a file. It ends with its process, however that ends, and needs no permission but to
-//! read the file; so it works through a mount that is read-only, and for several users.
+//! A lock between processes: `flock(2)` on a file. The kernel releases it when the process ends, however that happens. It takes
+//! only the permission to read the file, so it works on a read-only mount, and between users.
 //!
-//! A child of a fork shares the lock, so it closes its copy ([`close_in_child`]). The program may close any descriptor: the
-//! lock is then gone, and [`LockFile::is_intact`] says so.
+//! The child of a fork would share the lock, so it closes its copy ([`close_in_child`]). The program may close any descriptor:
+//! the lock is released then, and [`LockFile::is_intact`] returns `false`.
 
-use super::file::{Identity, Name};
+use super::file::{Identity, InheritedDescriptor};
 use core::{
     ffi::CStr,
     sync::atomic::{AtomicUsize, Ordering},
@@ -15,45 +15,45 @@ use rustix::{
     io::{Errno, fcntl_dupfd_cloexec},
 };
 
-/// Out of the way of programs that count on getting the lowest numbers.
+/// Our descriptors are numbered from here on, since some programs rely on getting the lowest numbers.
 const LOWEST_DESCRIPTOR: RawFd = 400;
-/// As many as there can be: three for each GPU.
-const MOST: usize = 3 * nvshare_wire::MAX_SLOTS as usize;
+/// Two for each GPU.
+const MAX_FILES: usize = 2 * nvshare_wire::MAX_SLOTS as usize;
 
-static NAMES: [Name; MOST] = [const { Name::none() }; MOST];
-/// How many of the names have ever been used.
+static DESCRIPTORS: [InheritedDescriptor; MAX_FILES] = [const { InheritedDescriptor::none() }; MAX_FILES];
+/// The end of those that have ever been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 #[derive(Debug)]
 pub struct LockFile {
     descriptor: RawFd,
     identity: Identity,
-    name: &'static Name,
+    inherited: &'static InheritedDescriptor,
 }
 
-/// How an attempt to take a lock went.
+/// The outcome of an attempt to lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tried {
+pub enum TryLock {
     Got,
-    /// Another process has it.
+    /// Another process has it locked.
     Taken,
     Failed,
 }
 
 impl LockFile {
-    /// Opens the file of that name; `create`: or makes one that everybody may read.
+    /// Opens the file. If there is none and `create` is set, creates one that all users can read.
     pub fn open(path: &CStr, create: bool) -> Option<Self> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
         let new = flags | OFlags::CREATE | OFlags::EXCL;
-        let everybody = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-        // In a directory that everybody may write to, a file of somebody else's must not be opened to be created.
+        let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
+        // In a directory that all users can write to, O_CREAT must not open a file of another user.
         let file = match rustix::fs::open(path, flags, Mode::empty()) {
-            Err(Errno::NOENT) if create => match rustix::fs::open(path, new, everybody) {
+            Err(Errno::NOENT) if create => match rustix::fs::open(path, new, mode) {
                 Ok(file) => {
-                    let _ = rustix::fs::fchmod(&file, everybody); // whatever the program's umask is
+                    let _ = rustix::fs::fchmod(&file, mode); // whatever the umask of the program
                     Ok(file)
                 }
-                // Somebody was faster.
+                // Another process was faster.
                 Err(_) => rustix::fs::open(path, flags, Mode::empty()),
             },
             file => file,
@@ -65,9 +65,9 @@ impl LockFile {
         }
         let file = fcntl_dupfd_cloexec(&file, LOWEST_DESCRIPTOR).unwrap_or(file);
         let identity = Identity::of(&file)?;
-        let name = free_name()?;
-        name.set(Some((file.as_raw_fd(), identity)));
-        Some(Self { descriptor: file.into_raw_fd(), identity, name })
+        let inherited = unused()?;
+        inherited.set(Some((file.as_raw_fd(), identity)));
+        Some(Self { descriptor: file.into_raw_fd(), identity, inherited })
     }
 
     fn get(&self) -> Option<BorrowedFd<'_>> {
@@ -75,47 +75,47 @@ impl LockFile {
         self.identity.is(self.descriptor).then(|| unsafe { BorrowedFd::borrow_raw(self.descriptor) })
     }
 
-    /// Whether the program has left it alone, and the name still means this file.
+    /// Whether the program has not closed it, and the path still names this file.
     pub fn is_intact(&self, path: &CStr) -> bool {
         let named = rustix::fs::lstat(path).map(|stat| (stat.st_dev, stat.st_ino));
         self.get().is_some_and(|file| rustix::fs::fstat(file).map(|stat| (stat.st_dev, stat.st_ino)) == named)
     }
 
-    fn flock(&self, operation: FlockOperation) -> Tried {
+    fn flock(&self, operation: FlockOperation) -> TryLock {
         match self.get().map(|file| flock(file, operation)) {
-            Some(Ok(())) => Tried::Got,
-            Some(Err(Errno::WOULDBLOCK)) => Tried::Taken,
-            _ => Tried::Failed,
+            Some(Ok(())) => TryLock::Got,
+            Some(Err(Errno::WOULDBLOCK)) => TryLock::Taken,
+            _ => TryLock::Failed,
         }
     }
 
-    /// Takes it for this process alone, if nobody has it.
-    pub fn take(&self) -> Tried {
+    /// Locks it for this process alone. A shared lock of this process is lost, whatever the outcome.
+    pub fn lock_exclusive(&self) -> TryLock {
         self.flock(FlockOperation::NonBlockingLockExclusive)
     }
 
-    /// Takes it together with others.
-    pub fn join(&self) -> Tried {
+    /// Locks it together with other processes.
+    pub fn lock_shared(&self) -> TryLock {
         self.flock(FlockOperation::NonBlockingLockShared)
     }
 
-    pub fn leave(&self) {
+    pub fn unlock(&self) {
         self.flock(FlockOperation::Unlock);
     }
 
-    /// Whether another process has it. This one must not.
+    /// Whether another process has locked it exclusively. This process must not have locked it.
     pub fn is_taken(&self) -> bool {
-        let tried = self.join(); // so that those who ask do not get in each other's way
-        if tried == Tried::Got {
-            self.leave();
+        let tried = self.lock_shared(); // processes that ask do not get in each other's way
+        if tried == TryLock::Got {
+            self.unlock();
         }
-        tried == Tried::Taken
+        tried == TryLock::Taken
     }
 }
 
 impl Drop for LockFile {
     fn drop(&mut self) {
-        self.name.set(None);
+        self.inherited.set(None);
         if self.identity.is(self.descriptor) {
             // SAFETY: open, and ours.
             drop(unsafe { OwnedFd::from_raw_fd(self.descriptor) });
@@ -123,17 +123,17 @@ impl Drop for LockFile {
     }
 }
 
-/// Only the link's thread opens and closes lock files.
-fn free_name() -> Option<&'static Name> {
-    let (at, name) = NAMES.iter().enumerate().find(|(_, name)| name.get().is_none())?;
+/// Only the client's thread opens and closes lock files.
+fn unused() -> Option<&'static InheritedDescriptor> {
+    let (at, unused) = DESCRIPTORS.iter().enumerate().find(|(_, descriptor)| descriptor.get().is_none())?;
     USED.fetch_max(at + 1, Ordering::SeqCst);
-    Some(name)
+    Some(unused)
 }
 
-/// In the child of a fork.
+/// Closes all lock files in the child of a fork.
 pub fn close_in_child() {
-    for name in NAMES.iter().take(USED.load(Ordering::SeqCst)) {
-        if let Some((descriptor, identity)) = name.get()
+    for inherited in DESCRIPTORS.iter().take(USED.load(Ordering::SeqCst)) {
+        if let Some((descriptor, identity)) = inherited.get()
             && identity.is(descriptor)
         {
             // SAFETY: the child's copy, which nothing in the child uses from here on.
@@ -148,17 +148,23 @@ mod tests {
     use std::{ffi::CString, format};
 
     #[test]
-    fn one_takes_it_alone_or_many_together() {
+    fn one_process_locks_it_alone_or_many_together() {
         let path = CString::new(format!("/tmp/nvshare-lock-test-{}", std::process::id())).unwrap();
         assert!(LockFile::open(&path, false).is_none());
         let [a, b, c] = [(); 3].map(|()| LockFile::open(&path, true).expect("a file"));
         assert!(!a.is_taken());
-        assert_eq!((a.take(), b.take(), b.join()), (Tried::Got, Tried::Taken, Tried::Taken));
+        assert_eq!(
+            (a.lock_exclusive(), b.lock_exclusive(), b.lock_shared()),
+            (TryLock::Got, TryLock::Taken, TryLock::Taken)
+        );
         assert!(b.is_taken() && a.is_intact(&path));
-        a.leave();
-        assert_eq!((a.join(), b.join(), c.take()), (Tried::Got, Tried::Got, Tried::Taken));
+        a.unlock();
+        assert_eq!(
+            (a.lock_shared(), b.lock_shared(), c.lock_exclusive()),
+            (TryLock::Got, TryLock::Got, TryLock::Taken)
+        );
         drop((a, b));
-        assert_eq!(c.take(), Tried::Got);
+        assert_eq!(c.lock_exclusive(), TryLock::Got);
         std::fs::remove_file(path.to_str().unwrap()).unwrap();
         assert!(!c.is_intact(&path));
     }

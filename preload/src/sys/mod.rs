@@ -1,10 +1,10 @@
-//! What the standard library would give, and what this library uses in its place.
+//! Substitutes for the standard library.
 //!
-//! It is a `no_std` library for the sake of its hosts. Every function that the loader has to find and every pointer it has
-//! to relocate is paid by every process that this library is preloaded into, and std brings a hundred of the former and a
-//! thousand of the latter. System calls are made by `rustix` without the C library, so `errno`, which belongs to the
-//! program, is not touched. What must come from the C library is either as old as GLIBC_2.17 or looked up when CUDA is
-//! initialised ([`c`]), so one binary runs everywhere, wherever it was built.
+//! The library is `no_std` for the sake of its hosts. Every process into which it is preloaded pays for each function that the
+//! loader has to find and each pointer that it has to relocate; std adds a hundred of the former and a thousand of the latter.
+//! `rustix` makes system calls without the C library, so the program's `errno` is not touched. Functions of the C library are
+//! either as old as GLIBC_2.17 or looked up when CUDA is initialised ([`c`]), so one binary runs everywhere, wherever it was
+//! built.
 
 pub mod alloc;
 pub mod c;

@@ -1,3 +1,3 @@
-//! Locks. They are futexes, take no system call unless somebody waits, and have no poison.
+//! Locks: futexes without poisoning, which make a system call only under contention.
 
 pub use rustix_futex_sync::{Mutex, OnceLock, RwLock};

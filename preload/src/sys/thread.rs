@@ -1,4 +1,4 @@
-//! Threads: those of this library, and one word that each thread of the program has.
+//! Threads of this library, and one word of thread-local storage for every thread.
 
 use super::c;
 use alloc::boxed::Box;
@@ -7,12 +7,12 @@ use core::{
     mem::MaybeUninit,
 };
 
-/// Enough for what runs in a thread of ours; virtual until touched.
+/// The stack of our threads in bytes; virtual until touched.
 const STACK: usize = 256 << 10;
 
 type Main = Box<dyn FnOnce() + Send>;
 
-/// Starts a thread that nobody joins and no signal is delivered to; `false` if there can be none.
+/// Starts a detached thread to which no signals are delivered; `false` if that fails.
 pub fn spawn(name: &'static CStr, main: impl FnOnce() + Send + 'static) -> bool {
     let run: Main = Box::new(move || {
         let _ = rustix::thread::set_name(name);
@@ -58,7 +58,7 @@ extern "C" fn run(main: *mut c_void) -> *mut c_void {
     core::ptr::null_mut()
 }
 
-/// A thread inherits the signal mask of the one that makes it; signals are for the program's own threads.
+/// Runs `f` with all signals blocked. A new thread inherits the signal mask, and signals are for the program's threads.
 fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
     // SAFETY: valid places. It is the mask of the calling thread alone, on Linux.
@@ -73,15 +73,15 @@ fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
     }
 }
 
-/// How many CPUs this process may use.
+/// The number of CPUs that this process may use.
 pub fn cpus() -> usize {
     rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize).max(1)
 }
 
 // ---- one word a thread ----
 
-// Thread-local storage of the kind that costs two instructions (initial-exec): it is there for every thread from its
-// beginning to its end, and reading it calls nobody. Stable Rust has it in std only.
+// Thread-local storage in the initial-exec model, which costs two instructions, makes no call and exists as long as its thread.
+// In stable Rust only std has it.
 core::arch::global_asm!(
     ".pushsection .tbss.nvshare_thread, \"awT\", @nobits",
     ".balign 8",
@@ -94,7 +94,7 @@ core::arch::global_asm!(
     ".popsection",
 );
 
-/// Where the calling thread's word is.
+/// The address of the calling thread's word.
 #[inline(always)]
 fn place() -> *mut *const c_void {
     let place: *mut *const c_void;
@@ -124,7 +124,7 @@ fn place() -> *mut *const c_void {
     place
 }
 
-/// The calling thread's word; NULL before it was set.
+/// The calling thread's word; NULL until it is set.
 #[inline(always)]
 pub fn mine() -> *const c_void {
     // SAFETY: this thread's own storage.

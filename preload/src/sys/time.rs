@@ -1,4 +1,4 @@
-//! Time that passes: the monotonic clock, and sleeping.
+//! The monotonic clock, and sleeping.
 
 use core::time::Duration;
 use rustix::thread::Timespec;
@@ -19,7 +19,7 @@ impl Instant {
         Self::now().0.saturating_sub(self.0)
     }
 
-    /// Since whenever that clock began.
+    /// The time since the clock began.
     pub fn since_start(&self) -> Duration {
         self.0
     }
@@ -39,7 +39,7 @@ impl core::ops::Sub for Instant {
     }
 }
 
-/// Sleeps about that long; a signal may end it early.
+/// Sleeps for about this long; a signal may end it early.
 pub fn sleep(duration: Duration) {
     let _ = rustix::thread::nanosleep(&timespec(duration));
 }

@@ -1,8 +1,7 @@
-//! Which streams are being captured into graphs, so that nothing of ours breaks a capture.
+//! Stream captures, which calls of this library must not break.
 //!
-//! A capture is broken by a query or a context-wide event beside it, depending on its mode (the table is in the
-//! project's notes on the driver). [`beside`] runs such calls either while no capture can begin, or with the calling
-//! thread in relaxed mode, in which queries beside a capture are allowed (driver 580).
+//! Depending on its mode, a capture is broken by a query or a context-wide event beside it. [`beside`] makes such calls either
+//! while no capture can begin, or with the thread in relaxed mode, in which queries beside a capture are allowed (driver 580).
 
 use crate::{
     driver::{self, context::current_context, types::*},
@@ -12,7 +11,7 @@ use crate::{
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// How many captures are under way in this process. Changed under the write lock of [`STARTING`].
+/// The number of captures in this process. Changed under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTING: RwLock<()> = RwLock::new(());
 static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Vec::new());
@@ -20,9 +19,9 @@ static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Vec::new());
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Capture {
     stream: usize,
-    /// The per-thread stream has one handle for all threads, so its thread is part of its name.
+    /// The per-thread stream has one handle in all threads, so the thread identifies it, too.
     thread: usize,
-    /// The context it ends with, if nothing else ends it.
+    /// The context that ends the capture if it is destroyed.
     context: usize,
 }
 
@@ -38,7 +37,7 @@ pub fn any() -> bool {
     COUNT.load(Ordering::Relaxed) != 0
 }
 
-/// Whether what is submitted to this stream goes into a graph instead of to the GPU.
+/// Whether work submitted to this stream goes into a graph instead of to the GPU.
 pub fn is_capturing(stream: CUstream) -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: a valid place; allowed at any time. It fails for the legacy stream beside a capture, which does not capture.
@@ -46,14 +45,14 @@ pub fn is_capturing(stream: CUstream) -> bool {
     result == SUCCESS && status != STREAM_CAPTURE_STATUS_NONE
 }
 
-/// Runs `call` so that it breaks no capture; it is told whether one is under way, and must then leave out what is never
-/// allowed beside one (context-wide events and syncs). No capture begins meanwhile, so `call` must be short.
+/// Runs `call` so that it breaks no capture. Its argument says whether a capture is under way: it must then leave out what is
+/// never allowed beside one (context-wide events and synchronisation). No capture begins meanwhile, so `call` must be short.
 pub fn beside<R>(call: impl FnOnce(bool) -> R) -> R {
     let _no_start = STARTING.read();
     if any() { relaxed(|| call(true)) } else { call(false) }
 }
 
-/// Runs `call` so that it breaks no capture of another thread, for as long as it takes.
+/// Runs `call`, which may take long, so that it breaks no capture of another thread.
 pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
     let mut mode = STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: a valid place; the second call gives the thread back the mode it had.
@@ -63,7 +62,7 @@ pub fn relaxed<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// `cuStreamBeginCapture` in any version.
+/// `cuStreamBeginCapture` in any of its versions.
 pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     if !gate::is_active() {
         return call();
@@ -79,7 +78,7 @@ pub fn begin(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
     result
 }
 
-/// The capture of that stream has ended, or the stream is gone.
+/// The capture on this stream has ended, or the stream is gone.
 pub fn end(stream: CUstream) {
     if !is_known() {
         return;
@@ -88,12 +87,12 @@ pub fn end(stream: CUstream) {
     forget(|capture| capture.stream == stream && capture.thread == thread);
 }
 
-/// A context is gone, and with it the captures in it.
+/// A context is gone, and the captures in it.
 pub fn end_all_in(context: CUcontext) {
     forget(|capture| capture.context == context as usize);
 }
 
-/// In a forked child the count says what was, and the lock may be another thread's that is not there.
+/// In the child of a fork the count is the parent's, and another thread may have held the lock.
 fn is_known() -> bool {
     any() && gate::is_active()
 }

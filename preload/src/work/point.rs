@@ -1,4 +1,4 @@
-//! Points in the program's streams: events behind what a stream was given so far, and the contexts that they belong to.
+//! Points: events in the program's streams behind what a stream was given so far, and the contexts that they belong to.
 
 use crate::{
     driver::{self, check, context::is_dead, types::*},
@@ -7,7 +7,7 @@ use crate::{
 use alloc::{sync::Arc, vec::Vec};
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// An event of ours that has been recorded. It goes back to its context when nobody asks about it any more.
+/// A recorded event of ours. Its context reuses it when no one refers to it any more.
 #[derive(Debug)]
 pub(super) struct Point {
     pub context: usize,
@@ -17,8 +17,8 @@ pub(super) struct Point {
 }
 
 impl Point {
-    /// Done, or nothing will ever run in its context again. An answer that says neither (beside a capture that went
-    /// wrong, say) is not taken for one.
+    /// Whether the event is done, or nothing will ever run in its context again. Any other answer (beside a capture that went
+    /// wrong, say) counts as not done.
     pub fn is_done(&self) -> bool {
         if self.done.load(Ordering::Relaxed) {
             return true;
@@ -37,43 +37,43 @@ impl Point {
 #[derive(Debug)]
 pub(super) struct Context {
     pub handle: usize,
-    /// What `cuCtxAttach` added to its usage count.
+    /// The part of its usage count that `cuCtxAttach` added.
     pub attached: u32,
-    /// Only the thread that it is current to can use it, so it is not for the link's thread: a green context.
+    /// Only the thread to which it is current can use it, so the client's thread cannot: a green context.
     pub foreign: bool,
-    /// The link's thread has used it.
-    pub acquainted: bool,
+    /// The client's thread has used it once.
+    pub warm: bool,
     /// Events that are not in use.
     free: Vec<usize>,
-    /// Those that are.
+    /// Events that are in use.
     points: Vec<Arc<Point>>,
 }
 
-/// Points that are kept before those nobody asks about are looked for.
+/// The number of points from which on unused ones are looked for.
 const MANY_POINTS: usize = 64;
 
 impl Context {
     pub fn new(handle: usize, foreign: bool) -> Self {
-        Self { handle, attached: 0, foreign, acquainted: false, free: Vec::new(), points: Vec::new() }
+        Self { handle, attached: 0, foreign, warm: false, free: Vec::new(), points: Vec::new() }
     }
 
-    /// Records a point behind what that stream of this context, which is current, was given.
+    /// Records a point behind what this stream was given. The context is current.
     pub fn record(&mut self, stream: CUstream) -> Result<Arc<Point>, CUresult> {
         let event = self.event()?;
         // SAFETY: the event is ours and not in use; streams are forgotten before they are destroyed.
         let result = capture::beside(|capturing| {
             let is_captured = || capturing && (is_legacy(stream) || capture::is_capturing(stream));
             if is_captured() {
-                return ERROR_NOT_READY; // it would be captured, or break the capture
+                return ERROR_NOT_READY; // the event would be captured, or break the capture
             }
             let result = unsafe { driver::cuEventRecord(event as CUevent, stream) };
-            // Another thread may have had the stream join a capture in this moment: such an event is never done.
+            // Another thread may have joined the stream to a capture in this moment. Such an event would never be done.
             if is_captured() { ERROR_NOT_READY } else { result }
         });
         if let Err(error) = check(result) {
             match error {
-                // Perhaps it is the event that does not belong here: it must not be in the way of every other point.
-                // SAFETY: ours, and nobody knows it.
+                // Perhaps the event does not belong to this context: it must not spoil every other point.
+                // SAFETY: ours, and not referred to.
                 ERROR_INVALID_HANDLE => {
                     let _ = capture::beside(|_| unsafe { driver::cuEventDestroy_v2(event as CUevent) });
                 }
@@ -106,8 +106,8 @@ impl Context {
         Ok(event as usize)
     }
 
-    /// Makes calls of the kinds that the link's thread makes, to no effect.
-    pub fn try_calls(&mut self) {
+    /// Makes the kinds of calls that the client's thread makes, without effect.
+    pub fn warm_up(&mut self) {
         if let Ok(event) = self.event() {
             // SAFETY: the event is ours; one that was never recorded counts as done.
             capture::beside(|_| unsafe { driver::cuEventQuery(event as CUevent) });
@@ -115,13 +115,13 @@ impl Context {
         }
     }
 
-    /// The context is gone, and its events with it.
+    /// The context is gone, with its events.
     pub fn end(&self) {
         self.points.iter().for_each(|point| point.done.store(true, Ordering::Relaxed));
     }
 }
 
-/// Streams that a capture of another stream forbids to touch.
+/// Whether a capture of another stream forbids to touch this one.
 pub(super) fn is_legacy(stream: CUstream) -> bool {
     stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY
 }

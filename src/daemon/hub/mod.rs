@@ -265,7 +265,7 @@ impl Hub {
     /// The lock files by which clients take turns without a daemon. Where they cannot be made, clients find another place.
     fn provide(&self, gpu: GpuId) {
         let Some(directory) = &self.directory else { return };
-        for what in ["turn", "lack", "here"] {
+        for what in ["turn", "here"] {
             let path = directory.join(format!("nvshare-{}.{what}", gpu.0));
             let file =
                 OpenOptions::new().write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);

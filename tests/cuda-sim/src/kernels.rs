@@ -50,7 +50,7 @@ static KERNELS: &[Kernel] = &[
         run: |c, &[at, count, seed, _]| each(c, at, count, Pass::Update, |i, x| unmix(i, x, seed as u32)),
     },
     Kernel { name: "sum_u32", params: &[8, 8, 8], run: sum },
-    Kernel { name: "nvshare_print", params: &[8, 8, 8, 4], run: print },
+    Kernel { name: "nvshare_fingerprint", params: &[8, 8, 8, 4], run: fingerprint },
     Kernel { name: "spin_ns", params: &[8], run: |c, &[ns, ..]| spin_ns(c, ns) },
     Kernel { name: "spin_until", params: &[8], run: |c, &[flag, ..]| spin_until(c, flag) },
 ];
@@ -185,7 +185,7 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
 
 /// What `preload/src/memory/fingerprint.ptx` computes, written anew: two sums over parts of chunks, and whether all of a part is
 /// what its chunk begins with.
-fn print(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS]) -> Done {
+fn fingerprint(context: &Context, &[list, out, seed, words]: &[u64; MAX_PARAMS]) -> Done {
     let gpu = context.gpu;
     let [chunks, parts]: [u64; 2] = memory::read(list, gpu)?;
     for chunk in 0..chunks {

@@ -1,5 +1,5 @@
-//! Which GPUs there are. Where the driver was told which ones this process is to see, and it is not the program that told
-//! it, NVML counts and numbers the same. Who asks by UUID or by the PCI bus is answered as ever.
+//! The GPUs that NVML shows. If the library, and not the program, set `CUDA_VISIBLE_DEVICES`, NVML counts and numbers the same
+//! GPUs. Look-ups by UUID or PCI bus are not changed.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{client::placement, sys::errno};
@@ -13,7 +13,7 @@ pub static BY_INDEX_2: Function = Function::new(c"nvmlDeviceGetHandleByIndex_v2"
 pub static INDEX: Function = Function::new(c"nvmlDeviceGetIndex");
 static BY_UUID: Function = Function::new(c"nvmlDeviceGetHandleByUUID");
 
-/// No GPU has that number, so that NVML says what it says then.
+/// An index that no GPU has, for NVML's own error.
 const NONE: u32 = u32::MAX;
 
 fn count(real: &Function, count: *mut u32) -> Return {
@@ -21,9 +21,9 @@ fn count(real: &Function, count: *mut u32) -> Return {
     let Some(real) = real.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the argument is the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(count) };
-    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(count), placement::shown()) {
+    if let (SUCCESS, Some(place), Some(visible)) = (result, NonNull::new(count), placement::visible_gpus()) {
         // SAFETY: NVML has just written there.
-        unsafe { place.write_unaligned(shown.len() as u32) };
+        unsafe { place.write_unaligned(visible.len() as u32) };
     }
     result
 }
@@ -32,12 +32,12 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
     type Real = unsafe extern "C" fn(u32, *mut Device) -> Return;
     type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> Return;
     let Some(real) = real.address() else { return ERROR_LIBRARY_NOT_FOUND };
-    let shown = placement::shown().zip(BY_UUID.address());
-    let Some((shown, by_uuid)) = shown else {
+    let visible = placement::visible_gpus().zip(BY_UUID.address());
+    let Some((visible, by_uuid)) = visible else {
         // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
         return unsafe { transmute::<usize, Real>(real)(index, device) };
     };
-    match shown.get(index as usize) {
+    match visible.get(index as usize) {
         Some(uuid) => {
             let name = errno::preserved(|| format!("GPU-{uuid}\0"));
             // SAFETY: as before; the name ends with NUL.
@@ -51,7 +51,7 @@ fn by_index(real: &Function, index: u32, device: *mut Device) -> Return {
 /// `nvmlDeviceGetCount`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn nvmlDeviceGetCount(device_count: *mut u32) -> Return {
 /// `nvmlDeviceGetCount_v2`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return {
@@ -71,7 +71,7 @@ pub unsafe extern "C" fn nvmlDeviceGetCount_v2(device_count: *mut u32) -> Return
 /// `nvmlDeviceGetHandleByIndex`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Device) -> Return {
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Dev
 /// `nvmlDeviceGetHandleByIndex_v2`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Device) -> Return {
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut 
 /// `nvmlDeviceGetIndex`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> Return {
@@ -99,10 +99,10 @@ pub unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> 
     let Some(real) = INDEX.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(device, index) };
-    if let (SUCCESS, Some(place), Some(shown)) = (result, NonNull::new(index), placement::shown()) {
+    if let (SUCCESS, Some(place), Some(visible)) = (result, NonNull::new(index), placement::visible_gpus()) {
         let number = errno::preserved(|| {
             let uuid = uuid(device)?;
-            shown.iter().position(|known| *known == uuid)
+            visible.iter().position(|known| *known == uuid)
         });
         // SAFETY: NVML has just written there.
         number.into_iter().for_each(|number| unsafe { place.write_unaligned(number as u32) });

@@ -1,5 +1,5 @@
-//! How much memory a GPU has: the [`story`] that CUDA tells. Who uses no CUDA, as monitors do, or has no bound, is told the
-//! truth, and so is whoever asks of a slice of a GPU.
+//! The memory sizes that NVML shows: those that CUDA shows ([`memory_info`]). Programs that do not use CUDA, such as monitors,
+//! and programs without a limit see the real sizes; so do queries about a MIG slice.
 
 use super::{Device, ERROR_LIBRARY_NOT_FOUND, Function, Return, SUCCESS, uuid};
 use crate::{
@@ -24,7 +24,7 @@ pub struct Memory {
     used: u64,
 }
 
-/// `nvmlMemory_v2_t`. Here `used` leaves out what is reserved.
+/// `nvmlMemory_v2_t`, in which `used` does not include `reserved`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Memory2 {
@@ -42,7 +42,7 @@ const VERSION_2: u32 = size_of::<Memory2>() as u32 | 2 << 24;
 
 pub static MEMORY: Function = Function::new(c"nvmlDeviceGetMemoryInfo");
 pub static MEMORY_2: Function = Function::new(c"nvmlDeviceGetMemoryInfo_v2");
-/// What the program is told of a GPU of which NVML says this; `None`: just that.
+/// The sizes that the program sees on a GPU of which NVML reports these; `None` if it sees those of NVML.
 fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
     if !memory_limits::are_set() {
         return None;
@@ -56,7 +56,7 @@ fn told(device: Device, total: u64, free: u64) -> Option<MemoryInfo> {
 /// `nvmlDeviceGetMemoryInfo`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) -> Return {
@@ -78,7 +78,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Me
 /// `nvmlDeviceGetMemoryInfo_v2`
 ///
 /// # Safety
-/// As NVML wants it.
+/// As for NVML.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut Memory2) -> Return {
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut
     let Some(real) = MEMORY_2.address() else { return ERROR_LIBRARY_NOT_FOUND };
     // SAFETY: NVML's export of this name has this signature, and the arguments are the program's own.
     let result = unsafe { transmute::<usize, Real>(real)(device, memory) };
-    // Another version may be laid out in another way.
+    // Other versions may have another layout.
     // SAFETY: NVML has just written there, and every version begins with its number.
     let place = NonNull::new(memory).filter(|place| unsafe { place.cast::<u32>().read_unaligned() } == VERSION_2);
     if let (SUCCESS, Some(place)) = (result, place) {

@@ -1,8 +1,6 @@
-//! NVML's questions that a program asks about its GPUs: they are answered as CUDA answers them, where nvshare changes that:
-//! how much [`memory`] there is, and which [`devices`].
+//! Queries to NVML whose answers nvshare changes to agree with CUDA: the size of [`memory`], and which [`devices`] there are.
 //!
-//! NVML is the program's: it is never loaded from here, and no question is asked that the program could not ask. No lock
-//! of ours is held meanwhile.
+//! This library never loads NVML, and asks it nothing that the program could not ask. It holds no lock of its own meanwhile.
 
 mod devices;
 mod memory;
@@ -30,7 +28,7 @@ const UUID_LEN: usize = 96;
 
 static LIBRARY: Library = Library::new(c"libnvidia-ml.so.1");
 
-/// A function of NVML, once NVML is there.
+/// A function of NVML, once the program has loaded NVML.
 #[derive(Debug)]
 struct Function {
     name: &'static CStr,
@@ -42,7 +40,7 @@ impl Function {
         Self { name, address: AtomicUsize::new(0) }
     }
 
-    /// What to call: without NVML, whoever else defines that name, as a program's own wrapper may.
+    /// The address to call. Without NVML, another library may define the name, such as a wrapper of the program's.
     fn address(&self) -> Option<usize> {
         self.of_nvml().or_else(|| {
             let next = c::real_dlsym(libc::RTLD_NEXT, self.name.as_ptr()) as usize;
@@ -76,15 +74,15 @@ fn hooks() -> [(&'static Function, usize); 7] {
     ]
 }
 
-/// Whether the program has NVML.
+/// Whether the program has loaded NVML.
 pub fn is_loaded() -> bool {
     LIBRARY.loaded().is_some()
 }
 
-/// Whether a name is that of a hook.
+/// Whether a hook has this name.
 ///
 /// # Safety
-/// NULL, or it ends with NUL.
+/// `name` is NULL or ends with NUL.
 pub unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
     // SAFETY: the caller's promise.
     !name.is_null() && hooks().iter().any(|(real, _)| real.name == unsafe { CStr::from_ptr(name) })
@@ -101,7 +99,7 @@ pub fn hook_of(found: *mut c_void) -> *mut c_void {
     hook.map_or(found, |(_, hook)| hook as *mut c_void)
 }
 
-/// Asked each time: a handle is NVML's, and may mean something else once NVML was shut down.
+/// Queried each time: a handle may mean something else after NVML was shut down.
 fn uuid(device: Device) -> Option<Uuid> {
     type Ask = unsafe extern "C" fn(Device, *mut c_char, u32) -> Return;
     let mut text = [0; UUID_LEN];

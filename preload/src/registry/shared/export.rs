@@ -1,4 +1,4 @@
-//! Exporting: naming memory of this process that others may open, and passing its chunks on to them.
+//! Exporting: naming memory of this process so that others can open it, and sending them its chunks.
 
 use super::handle::{ExportHandle, IpcHandle};
 use crate::{
@@ -22,32 +22,33 @@ use rustix::{
     rand::{GetRandomFlags, getrandom},
 };
 
-/// How long the scheduler may take to read that this process exports.
-const ANNOUNCE_PATIENCE: Duration = Duration::from_millis(200);
-/// This process's name as an exporter: made with its first export.
+/// The longest wait for the scheduler to read that this process exports memory.
+const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
+/// The name of this process as an exporter, made at its first export.
 static KEY: OnceLock<Option<Secret>> = OnceLock::new();
+
 fn random() -> Option<Secret> {
     let mut bytes = [0; 16];
     let n = getrandom(&mut bytes, GetRandomFlags::NONBLOCK).ok()?;
     (n == bytes.len()).then_some(Secret(bytes))
 }
 
-/// How an attempt to export went.
+/// The outcome of an export.
 #[derive(Debug)]
 pub enum Attempt {
     Done(IpcHandle),
     /// Not all of it is on the GPU now.
     Away,
-    /// It cannot be: the driver says what is wrong.
+    /// Not possible: the driver answers.
     Impossible,
 }
 
-/// Whether memory of ours can be had by others: unless the scheduler is one that knows nothing of it.
+/// Whether memory of ours can be exported. An older scheduler does not support it.
 pub fn is_offered() -> bool {
     !connection::is_connected() || connection::speaks(version::SHARING)
 }
 
-/// Names the allocation of ours that has this address. From now on its range stays on the GPU.
+/// Exports the allocation that contains this address. Its range stays on the GPU from now on.
 pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     static RANGES: AtomicU32 = AtomicU32::new(1);
     let Some(key) = *KEY.get_or_init(|| random().inspect(|key| outbox::push([ClientMessage::Exporter { key: *key }])))
@@ -56,8 +57,8 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     };
     let Some(space) = gpu.space() else { return Attempt::Impossible };
     let begin = Instant::now();
-    // Who opens the handle must find this process.
-    while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_PATIENCE {
+    // The process that opens the handle must find this one.
+    while !outbox::flush() && connection::is_connected() && begin.elapsed() < ANNOUNCE_TIMEOUT {
         time::sleep(Duration::from_millis(1));
     }
     let mut guard = space.lock();
@@ -76,10 +77,10 @@ pub fn export(gpu: &'static Gpu, address: u64) -> Attempt {
     attempt
 }
 
-/// What the chunk is passed on as.
+/// A descriptor of the chunk, for another process.
 fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     let mut descriptor = -1;
-    // SAFETY: a valid place and a chunk of ours; the descriptor is new and nobody else's.
+    // SAFETY: a valid place and a chunk of ours; the descriptor is new and belongs to nothing else.
     unsafe {
         let place = (&raw mut descriptor).cast();
         let result = driver::cuMemExportToShareableHandle(place, chunk, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
@@ -87,7 +88,8 @@ fn descriptor(chunk: Handle) -> Option<OwnedFd> {
     }
 }
 
-/// The scheduler asks for chunks on behalf of somebody who may have them. Only the link's thread is asked.
+/// Answers the scheduler's request for chunks, on behalf of a process that knows the secret. Called on the client's thread
+/// only.
 pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u32) {
     let exported = Exported { range, secret };
     let mut outcome = Sharing::Unknown;
@@ -95,7 +97,7 @@ pub fn answer(ticket: u64, secret: Secret, range: u32, allocation: u64, first: u
         let Some(space) = gpu.space() else { continue };
         let guard = space.lock();
         let Some((bytes, chunk, handles)) = guard.exported(exported, allocation, first as usize) else { continue };
-        // Under the lock: nobody frees the chunks meanwhile.
+        // Under the lock, so that the chunks are not freed meanwhile.
         let descriptors: Vec<OwnedFd> = handles.take(MAX_DESCRIPTORS).map_while(descriptor).collect();
         drop(guard);
         outcome = Sharing::Failed;

@@ -1,25 +1,26 @@
-//! Handles of memory that this library exports: 64 bytes, as of `cuIpcGetMemHandle`, that name an allocation.
+//! The handles of exported memory: 64 bytes, as from `cuIpcGetMemHandle`, that name an allocation.
 
 use nvshare_wire::Secret;
 
 /// `CUipcMemHandle`.
 pub type IpcHandle = [u8; 64];
 
-/// What handles of ours begin with. The driver's begin with an address of the exporter's, which this can never be.
+/// The first bytes of our handles. The driver's begin with an address in the exporter, which this can never be.
 const MAGIC: [u8; 8] = *b"nvshare\xfe";
+
 #[derive(Debug, Clone, Copy)]
 pub struct ExportHandle {
     pub exporter: Secret,
     pub secret: Secret,
-    /// The allocation: its size, its number, and where in the range it begins.
+    /// The allocation: its size, its id, and its offset in the range.
     pub size: u64,
     pub id: u64,
     pub range: u32,
     pub offset: u32,
 }
 
-/// A range of another process: its exporter, and the number of the range there.
-pub type Name = (Secret, u32);
+/// Identifies a range of another process: its exporter and its number there.
+pub type RangeId = (Secret, u32);
 
 pub fn is_ours(handle: &IpcHandle) -> bool {
     handle.starts_with(&MAGIC)
@@ -61,7 +62,7 @@ impl ExportHandle {
         })
     }
 
-    pub fn name(&self) -> Name {
+    pub fn range_id(&self) -> RangeId {
         (self.exporter, self.range)
     }
 }

@@ -1,7 +1,7 @@
-//! What this process has opened of others' memory. It does not move, and counts with its exporter until that frees it or
-//! ends; then the scheduler tells one of the importers to adopt it.
+//! Memory of other processes that this process has opened. It does not move, and counts with its exporter until that frees it
+//! or ends; then the scheduler tells one of the importers to adopt it.
 
-use super::handle::{ExportHandle, Name};
+use super::handle::{ExportHandle, RangeId};
 use crate::{
     connection::outbox,
     driver::{self, check, types::*},
@@ -19,40 +19,40 @@ use core::{
 use nvshare_wire::{ClientMessage, Secret};
 use rustix::fd::{AsRawFd, OwnedFd};
 
-/// The numbers of imported allocations, beyond all of our own.
+/// The first id of imported allocations, above all of our own.
 const FOREIGN: u64 = 1 << 40;
 
 pub static REGISTRY: Mutex<SharedMemoryRegistry> =
-    Mutex::new(SharedMemoryRegistry { imports: BTreeMap::new(), coming: None });
-/// Whether the registry has imports, so that most callers need not take the lock.
+    Mutex::new(SharedMemoryRegistry { imports: BTreeMap::new(), opening: None });
+/// Whether there are imports, so that most callers need not take the lock.
 pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
 
 #[derive(Debug)]
 pub struct SharedMemoryRegistry {
-    pub imports: BTreeMap<Name, Import>,
-    /// One that is on its way here, and whether it is to be adopted once it is.
-    pub coming: Option<(Name, bool)>,
+    pub imports: BTreeMap<RangeId, Import>,
+    /// A range that is being opened, and whether it is to be adopted afterwards.
+    pub opening: Option<(RangeId, bool)>,
 }
 
-/// One that this process has mapped.
+/// A range that this process has mapped.
 #[derive(Debug)]
 pub struct Import {
     pub at: u64,
     pub bytes: u64,
-    /// Where its chunks end that are mapped.
+    /// The end of the chunks that have been mapped, as an offset.
     pub mapped: u64,
-    /// Whose work can use it.
+    /// The GPU whose work uses it.
     user: &'static Gpu,
-    /// Which GPU has it, if this process uses that one.
+    /// The GPU that holds the memory, if this process uses that one.
     home: Option<&'static Gpu>,
     opens: Vec<Open>,
-    /// It counts as this client's.
+    /// It counts with this client.
     adopted: bool,
-    /// It has been closed, and is unmapped when the work behind which the fence is has ended.
+    /// It has been closed, and is unmapped when the work before the fence is done.
     closing: Option<Option<Fence>>,
 }
 
-/// An allocation in a range that the program has opened.
+/// An allocation in the range that the program has opened.
 #[derive(Debug)]
 struct Open {
     at: u64,
@@ -62,9 +62,9 @@ struct Open {
     references: u32,
 }
 
-/// The scheduler has been told of that GPU: it is to know what of it this client has open.
+/// Tells the scheduler, which has just been told of that GPU, what this client has open there.
 pub fn introduce(gpu: &Gpu) {
-    // Locked until it is queued: a range that is closed meanwhile is reported as closed afterwards.
+    // Locked until it is queued: the message about a range that is closed meanwhile must come later.
     let registry = REGISTRY.lock();
     let here = registry.imports.iter().filter(|(_, i)| i.home.is_some_and(|home| core::ptr::eq(home, gpu)));
     outbox::push(here.map(|((exporter, range), i)| ClientMessage::Imported {
@@ -84,7 +84,7 @@ impl Import {
         Ok(Self { at, bytes, mapped: 0, user, home: None, opens: Vec::new(), adopted: false, closing: None })
     }
 
-    /// Maps the next chunk. The mapping keeps the memory; the descriptor and the handle are no longer needed.
+    /// Maps the next chunk. The mapping keeps the memory, so descriptor and handle are no longer needed.
     pub fn map(&mut self, descriptor: &OwnedFd, len: u64) -> Result<(), CUresult> {
         let shared = descriptor.as_raw_fd() as usize as *mut c_void;
         let (mut handle, mut prop) = (0, AllocationProp::default());
@@ -111,7 +111,7 @@ impl Import {
         check(unsafe { driver::cuMemSetAccess(self.at, self.bytes as usize, &access, 1) }).map_err(|_| ERROR_MAP_FAILED)
     }
 
-    /// Undoes what there is. No work that uses it may be running.
+    /// Unmaps everything. No work that uses it may be running.
     pub fn unmap(&self) {
         // SAFETY: mapped and reserved by this, and nothing uses it.
         unsafe {
@@ -124,15 +124,15 @@ impl Import {
 }
 
 impl SharedMemoryRegistry {
-    /// One more reference, if the range is here; `None` if it has to be fetched.
+    /// Opens an allocation once more; `None` if its range is not mapped here.
     pub fn open(&mut self, handle: &ExportHandle, context: usize) -> Option<Result<u64, CUresult>> {
         static IDS: AtomicU64 = AtomicU64::new(FOREIGN);
-        let import = self.imports.get_mut(&handle.name())?;
+        let import = self.imports.get_mut(&handle.range_id())?;
         let at = import.at + u64::from(handle.offset);
         if u64::from(handle.offset).saturating_add(handle.size) > import.bytes {
             return Some(Err(ERROR_INVALID_VALUE));
         }
-        // The driver lets one context of a device open what another process exports.
+        // The driver lets only one context of a device open memory of another process.
         if import.opens.iter().any(|open| open.context != context) {
             return Some(Err(ERROR_INVALID_HANDLE));
         }
@@ -150,15 +150,15 @@ impl SharedMemoryRegistry {
         Some(Ok(at))
     }
 
-    /// Takes a range out whose last reference is gone and which no work uses; the caller unmaps it.
-    fn take(&mut self, name: Name) -> Option<Import> {
+    /// Removes a range that has no references and that no work uses. The caller unmaps it.
+    fn take(&mut self, name: RangeId) -> Option<Import> {
         let import = self.imports.remove(&name)?;
         ANY_IMPORTS.store(!self.imports.is_empty(), Ordering::SeqCst);
         Some(import)
     }
 }
 
-/// One reference less to what was opened at this address; `None` if nothing of ours was.
+/// Closes the allocation at this address once; `None` if it is not one of ours.
 pub fn close(address: u64) -> Option<()> {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return None;
@@ -176,12 +176,12 @@ pub fn close(address: u64) -> Option<()> {
             import.closing = Some(None);
         }
     }
-    look_after();
+    unmap_closed();
     Some(())
 }
 
-/// Unmaps what was closed and is no longer used by any work. `false`: some of it still may be.
-pub fn look_after() -> bool {
+/// Unmaps the ranges that were closed and that no work uses any more. `false` if some remain.
+pub fn unmap_closed() -> bool {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return true;
     }
@@ -197,14 +197,14 @@ pub fn look_after() -> bool {
         if done { gone.push(*name) } else { rest = true }
     }
     let gone: Vec<_> = gone.into_iter().filter_map(|name| Some((name, registry.take(name)?))).collect();
-    // Before anybody can open it anew.
+    // Before they can be opened again.
     gone.iter().for_each(|(_, import)| import.unmap());
     drop(registry);
     gone.into_iter().for_each(|(name, import)| forget(name, &import));
     !rest
 }
 
-/// A context is gone (`last`: and no other is left on that GPU), and with it what it had open.
+/// Closes everything that a context had open which is gone, or all on that GPU if it was the `last` context there.
 pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return;
@@ -224,8 +224,8 @@ pub fn drop_context(gpu: &Gpu, context: CUcontext, last: bool) {
 }
 
 /// Tells the scheduler that a range is no longer open here.
-fn forget((exporter, range): Name, import: &Import) {
-    trace!("closed what was imported at {:#x}", import.at);
+fn forget((exporter, range): RangeId, import: &Import) {
+    trace!("closed the import at {:#x}", import.at);
     outbox::push([ClientMessage::Closed { exporter, range }]);
     if let Some(home) = import.home.filter(|_| import.adopted) {
         home.pin(|pinned| pinned.saturating_sub(import.bytes));
@@ -233,25 +233,25 @@ fn forget((exporter, range): Name, import: &Import) {
     outbox::flush();
 }
 
-/// The exporter no longer counts it: it is pinned memory of this client from now on.
+/// The exporter no longer counts this range: it becomes pinned memory of this client.
 pub fn adopt(exporter: Secret, range: u32) {
     let (home, bytes) = {
         let mut registry = REGISTRY.lock();
-        if let Some((_, wanted)) = registry.coming.as_mut().filter(|(name, _)| *name == (exporter, range)) {
+        if let Some((_, wanted)) = registry.opening.as_mut().filter(|(name, _)| *name == (exporter, range)) {
             *wanted = true;
             return;
         }
-        let Some(import) = registry.imports.get_mut(&(exporter, range)) else { return }; // closed meanwhile
+        let Some(import) = registry.imports.get_mut(&(exporter, range)) else { return }; // it was closed meanwhile
         let Some(home) = import.home.filter(|_| !import.adopted) else { return };
         import.adopted = true;
         (home, import.bytes)
     };
-    trace!("GPU {}: adopts {bytes} bytes that were imported", home.index);
+    trace!("GPU {}: adopted {bytes} imported bytes", home.index);
     outbox::push([ClientMessage::Adopted { exporter, range }]);
     home.pin(|pinned| pinned.saturating_add(bytes));
 }
 
-/// The imported allocation that has this address, and the GPU whose work uses it.
+/// The imported allocation that contains this address, and the GPU whose work uses it.
 pub fn find(address: u64) -> Option<(&'static Gpu, Allocation)> {
     if !ANY_IMPORTS.load(Ordering::SeqCst) {
         return None;

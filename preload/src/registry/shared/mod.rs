@@ -1,7 +1,16 @@
-//! Memory that one program lets another
+//! Memory shared between processes, as by `cuIpcGetMemHandle` and `cuIpcOpenMemHandle`.
 //!
-//! - [`handle`]: such handles. [`export`]: making them, and answering for them.
-//! - [`opening`]: opening one, over [`question`]s to the exporter. [`imports`]: what has been opened.
+//! A handle of 64 bytes names an allocation: it holds the exporter's key, the number of the range, a secret, and the place of
+//! the allocation in the range. The process that opens the handle asks the scheduler, which knows the exporter by its key and
+//! asks it for the range; only a process that knows the secret gets an answer. Descriptors of the range's chunks come back the
+//! same way, and the importer maps them.
+//!
+//! Exported memory is pinned on the GPU until the exporter frees it. Imported memory is foreign: it does not move, and it
+//! counts with its exporter until that frees it or ends. Then the scheduler tells one of the importers to adopt it, and it
+//! counts with that one.
+//!
+//! - [`handle`]: the handles. [`export`]: making them, and answering requests for what they name.
+//! - [`opening`]: opening a handle. [`question`]: the requests to the exporter. [`imports`]: the memory that has been opened.
 
 mod export;
 mod handle;
@@ -11,15 +20,15 @@ mod question;
 
 pub use export::{Attempt, answer, export, is_offered};
 pub use handle::{IpcHandle, is_ours};
-pub use imports::{adopt, close, drop_context, find, introduce, look_after};
+pub use imports::{adopt, close, drop_context, find, introduce, unmap_closed};
 pub use opening::open;
 pub use question::answered;
 
 use crate::connection::outbox;
 use nvshare_wire::{ClientMessage, version};
 
-/// A new connection of that protocol version: the scheduler learns first what this process exports under.
-pub fn meet_scheduler(version: u16) {
+/// Begins a new connection of this protocol version: the first message names this process as an exporter.
+pub fn announce_exporter(version: u16) {
     outbox::restart(|| {
         let key = export::key().filter(|_| version >= version::SHARING)?;
         Some(ClientMessage::Exporter { key })

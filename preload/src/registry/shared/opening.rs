@@ -1,4 +1,4 @@
-//! Opening a handle: its range is fetched from the exporter and mapped, unless it is here already.
+//! Opening a handle: its range is fetched from the exporter and mapped, unless it is mapped already.
 
 use super::{
     export,
@@ -12,10 +12,10 @@ use crate::{
 use core::sync::atomic::Ordering;
 use nvshare_wire::ClientMessage;
 
-/// No GPU has as much.
+/// More than any GPU has.
 const MAX_BYTES: u64 = 1 << 46;
 
-/// Opens a handle of ours in this context of that GPU: the allocation's address here.
+/// Opens one of our handles in this context of that GPU. Returns the address of the allocation here.
 pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64, CUresult> {
     static ONE: Mutex<()> = Mutex::new(());
     let handle = ExportHandle::read(handle).ok_or(ERROR_INVALID_VALUE)?;
@@ -26,19 +26,19 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
     if let Some(opened) = REGISTRY.lock().open(&handle, context) {
         return opened;
     }
-    REGISTRY.lock().coming = Some((handle.name(), false));
+    REGISTRY.lock().opening = Some((handle.range_id(), false));
     let mut import: Option<Import> = None;
     let result = bring_in(&handle, gpu, &mut import);
     match (result, import) {
         (Ok(()), Some(import)) => {
             trace!("GPU {}: imported {} bytes at {:#x}", gpu.index, import.bytes, import.at);
             let mut registry = REGISTRY.lock();
-            registry.imports.insert(handle.name(), import);
+            registry.imports.insert(handle.range_id(), import);
             ANY_IMPORTS.store(true, Ordering::SeqCst);
             let opened = registry.open(&handle, context).unwrap_or(Err(ERROR_MAP_FAILED));
-            let coming = registry.coming.take();
+            let opening = registry.opening.take();
             drop(registry);
-            if let Some((_, true)) = coming {
+            if let Some((_, true)) = opening {
                 imports::adopt(handle.exporter, handle.range);
             }
             opened
@@ -47,8 +47,8 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
             if let Some(import) = import {
                 import.unmap();
             }
-            REGISTRY.lock().coming = None;
-            // Also of what may still arrive.
+            REGISTRY.lock().opening = None;
+            // This includes what may still arrive.
             outbox::push([ClientMessage::Closed { exporter: handle.exporter, range: handle.range }]);
             outbox::flush();
             Err(result.err().unwrap_or(ERROR_MAP_FAILED))
@@ -56,7 +56,7 @@ pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64
     }
 }
 
-/// Fetches and maps a range. `import` has what there is to be undone where that fails.
+/// Fetches and maps a range. After an error, `import` holds what must be undone.
 fn bring_in(handle: &ExportHandle, gpu: &'static Gpu, import: &mut Option<Import>) -> Result<(), CUresult> {
     let mut layout = None;
     loop {

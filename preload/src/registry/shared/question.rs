@@ -1,4 +1,4 @@
-//! Asking an exporter, by way of the scheduler, for the chunks of a range.
+//! Requests to an exporter, by way of the scheduler, for the chunks of a range.
 
 use super::handle::ExportHandle;
 use crate::{
@@ -18,14 +18,14 @@ use core::{
 use nvshare_wire::{ClientMessage, client::Sharing, version};
 use rustix::fd::OwnedFd;
 
-/// How long an exporter may take to answer: it may be moving its memory just now, or be stopped.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
-/// Between looks whether the scheduler is back, and between questions to an exporter that is busy.
-const LOOK: Duration = Duration::from_millis(10);
+/// The longest wait for an exporter, which may be moving its memory, or be stopped.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The interval between looks whether the scheduler is back, and between requests to an exporter that is busy.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The question that is open, if one is: one at a time.
+/// The pending request, of which there is one at a time.
 static QUESTION: Mutex<Option<Question>> = Mutex::new(None);
-/// Counts answers, for those who wait.
+/// Counts answers. The requesting thread sleeps on it.
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub struct Answer {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// An answer has come. What nobody asked for is closed.
+/// An answer has arrived. If no request is waiting for it, its descriptors are closed.
 pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descriptors: Vec<OwnedFd>) {
     if let Some(question) = QUESTION.lock().as_mut().filter(|q| q.ticket == ticket && q.answer.is_none()) {
         question.answer = Some(Answer { outcome, bytes, chunk, descriptors });
@@ -51,20 +51,20 @@ pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descripto
     futex::wake_all(&ANSWERS);
 }
 
-/// Asks the exporter for its chunks from number `first` on.
+/// Requests the chunks from number `first` on.
 pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     let begin = Instant::now();
     let mut asked = false;
-    let mut met = connection::schedulers_met();
+    let mut met = connection::generation();
     let result = loop {
         let seen = ANSWERS.load(Ordering::SeqCst);
         let mut question = QUESTION.lock();
-        let late = begin.elapsed() >= ANSWER_PATIENCE;
+        let late = begin.elapsed() >= ANSWER_TIMEOUT;
         match question.as_mut().and_then(|q| q.answer.take()) {
             Some(Answer { outcome: Sharing::Busy, .. }) if !late => {
                 drop(question);
-                time::sleep(LOOK);
+                time::sleep(POLL_INTERVAL);
                 asked = false;
                 continue;
             }
@@ -72,8 +72,8 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
             None if late => break Err(ERROR_MAP_FAILED),
             None => {}
         }
-        // Also when the scheduler was away meanwhile, and with it the question.
-        let now_met = connection::schedulers_met();
+        // A request is lost with the scheduler that received it, and repeated.
+        let now_met = connection::generation();
         asked &= connection::is_connected() && core::mem::replace(&mut met, now_met) == now_met;
         if !asked {
             let ticket = TICKETS.fetch_add(1, Ordering::Relaxed);
@@ -85,13 +85,13 @@ pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
         } else {
             drop(question);
         }
-        futex::wait(&ANSWERS, seen, LOOK);
+        futex::wait(&ANSWERS, seen, POLL_INTERVAL);
     };
     *QUESTION.lock() = None;
     let answer = result?;
     match answer.outcome {
         Sharing::Done => Ok(answer),
-        Sharing::Unknown => Err(ERROR_INVALID_VALUE), // as the driver says of memory that is gone
+        Sharing::Unknown => Err(ERROR_INVALID_VALUE), // as the driver says about memory that is gone
         Sharing::Failed | Sharing::Busy => Err(ERROR_MAP_FAILED),
     }
 }

@@ -1,0 +1,175 @@
+//! The part of the thread that moves each GPU's memory to where the allowance wants it, and does what other threads left
+//! undone.
+
+use super::{CHORE_INTERVAL, ClientThread};
+use crate::{
+    connection::{self},
+    driver::context::with_current,
+    env::trace::trace,
+    gate::closed,
+    gpu::Gpu,
+    memory::{
+        account::Account,
+        foreign_devices,
+        mover::{Goal, Step, Stop},
+        space::Space,
+    },
+    registry::shared,
+    sys::{sync::Mutex, time::Instant},
+};
+use core::time::Duration;
+use nvshare_wire::{ClientMessage, client::StuckReason, version};
+
+/// The interval between looks whether a call of the program that has passed the gate has ended.
+const CALL_POLL_INTERVAL: Duration = Duration::from_micros(100);
+
+/// The longest wait of an eviction for host memory.
+const HOST_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// The interval between attempts to restore memory for which the GPU had no room.
+const RESTORE_RETRY: Duration = Duration::from_millis(50);
+
+impl ClientThread {
+    /// Moves memory as the allowance demands, and does what other threads left undone. Returns the time until the next look.
+    pub(super) fn service(&mut self, gpu: &'static Gpu) -> Duration {
+        gpu.work.warm_up_contexts();
+        if connection::is_connected() {
+            gpu.introduce(shared::introduce); // in case it could not be sent at once
+        }
+        let Some(space) = gpu.space() else { return Duration::MAX };
+        let mut wait = Duration::MAX;
+        let mut guard = space.lock();
+        if guard.has_freed() {
+            let before = guard.account;
+            guard.reclaim(&gpu.work);
+            let after = guard.account;
+            gpu.account_changed(&before, &after);
+            wait = CHORE_INTERVAL;
+        }
+        if gpu.is_unreported() && connection::is_connected() {
+            gpu.report(&guard.account);
+            wait = wait.min(CHORE_INTERVAL);
+        }
+        let (account, can_restore) = (guard.account, guard.can_restore());
+        let leaves = account.mapped + account.pinned > account.allowance && self.turn(gpu).is_over();
+        // Under the lock of the space: no thread can make memory lacking between the test and the opening.
+        if account.can_run() && !leaves && gpu.gate.is_closed_for(closed::MEMORY) {
+            gpu.gate.open(closed::MEMORY);
+        }
+        drop(guard);
+        if account.host_cache > account.host_cache_max {
+            trim_host_cache(gpu, space);
+        }
+        let (goal, again) = self.goal(gpu, space, &account, can_restore);
+        wait.min(again).min(self.move_memory(gpu, space, goal))
+    }
+
+    /// Where the memory should go now, and when to ask again even if nothing happens.
+    fn goal(&mut self, gpu: &Gpu, space: &Mutex<Space>, account: &Account, can_restore: bool) -> (Goal, Duration) {
+        if account.mapped + account.pinned > account.allowance {
+            if account.unevictable {
+                give_up_eviction(gpu, space);
+                return (Goal::Idle, Duration::MAX);
+            }
+            // The scheduler evicts only clients that do not hold the lock, but a release may still be on its way.
+            if !(self.turn(gpu).is_over() && gpu.is_drained()) {
+                return (Goal::Idle, CHORE_INTERVAL);
+            }
+            if !gpu.gate.is_closed_for(closed::MEMORY) {
+                gpu.gate.close(closed::MEMORY);
+            }
+            if !gpu.is_quiet() {
+                return (Goal::Idle, CALL_POLL_INTERVAL); // a call that needs only the memory has passed
+            }
+            return (Goal::Evict { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX);
+        }
+        let now = Instant::now();
+        match self.restore_at.filter(|at| now < *at) {
+            _ if !can_restore => (Goal::Idle, Duration::MAX),
+            Some(at) => (Goal::Idle, at - now),
+            None => (Goal::Restore, Duration::MAX),
+        }
+    }
+
+    /// Takes one step. Returns the time until the next.
+    fn move_memory(&mut self, gpu: &'static Gpu, space: &Mutex<Space>, goal: Goal) -> Duration {
+        let mut mover = gpu.moving.lock();
+        let contexts = gpu.work.contexts();
+        if goal == Goal::Idle && mover.is_idle() {
+            let _ = mover.settle(&contexts);
+            return mover.tidy(space);
+        }
+        if matches!(goal, Goal::Evict { .. }) && mover.is_idle() && foreign_devices::may_reach_memory() {
+            trace!("GPU {}: another device may access its memory", gpu.index);
+            gpu.make_unevictable();
+            return Duration::ZERO;
+        }
+        let step = mover.step(space, &contexts, goal, &|account| gpu.report(account));
+        let context = mover.context();
+        drop(mover);
+        match step {
+            Step::Busy(after) => return after,
+            Step::Done { moved } => {
+                self.host_full = None;
+                if let (true, Some(context)) = (moved, context) {
+                    gpu.report_measured(&space.lock().account, context);
+                    return Duration::ZERO;
+                }
+                // Chunks that were planned and did not move kept the gate closed.
+                let is_closed = gpu.gate.is_closed_for(closed::MEMORY) && space.lock().account.can_run();
+                return if is_closed { CHORE_INTERVAL } else { Duration::MAX };
+            }
+            Step::Stopped(Stop::HostFull)
+                if self.host_full.get_or_insert_with(Instant::now).elapsed() < HOST_TIMEOUT =>
+            {
+                return CHORE_INTERVAL; // memory that returns to the GPU frees host memory
+            }
+            Step::Stopped(stop) if goal != Goal::Restore => {
+                self.host_full = None;
+                trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
+                // The rest cannot leave. The scheduler sees it mapped, and turns to other clients.
+                give_up_eviction(gpu, space);
+                report_stuck(gpu, stop);
+                return Duration::ZERO;
+            }
+            Step::Stopped(Stop::GpuFull) => {
+                self.turn(gpu).no_memory(gpu);
+                if let Some(offline) = self.offline.get_mut(gpu.index as usize).filter(|_| self.ungated) {
+                    offline.gpu_is_full();
+                }
+            }
+            // No context works any more. The program's next call returns the error.
+            Step::Stopped(_) => gpu.gate.open(closed::MEMORY),
+        }
+        trace!("GPU {}: {step:?}", gpu.index);
+        self.restore_at = Some(Instant::now() + RESTORE_RETRY);
+        RESTORE_RETRY
+    }
+}
+
+fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
+    let mut guard = space.lock();
+    guard.give_up_eviction();
+    gpu.report(&guard.account);
+}
+
+/// Tells the scheduler why memory stays. It evicts other clients' memory then, and asks this client again later.
+fn report_stuck(gpu: &Gpu, stop: Stop) {
+    let reason = match stop {
+        Stop::HostFull => StuckReason::HostFull,
+        Stop::Broken | Stop::GpuFull => StuckReason::Broken,
+    };
+    if connection::speaks(version::LIMITS) {
+        connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
+    }
+}
+
+/// Frees host memory beyond what the scheduler lets this client keep.
+fn trim_host_cache(gpu: &Gpu, space: &Mutex<Space>) {
+    let mover = gpu.moving.lock();
+    let surplus = space.lock().take_surplus();
+    if let Some(context) = mover.context() {
+        let _ = with_current(context as usize, || drop(surplus));
+    }
+    gpu.report(&space.lock().account);
+}

@@ -1,0 +1,210 @@
+//! The client's thread: it owns the connection to the scheduler, receives messages and carries them out.
+//!
+//! It never blocks while something depends on it: drains and idleness are looked at in short steps ([`Turn`]), and moving
+//! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
+//!
+//! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory.
+
+mod dispatch;
+mod memory;
+mod session;
+
+pub use session::hello;
+
+use crate::{
+    client::{
+        offline::{Offline, OtherGpus},
+        turn::Turn,
+    },
+    connection::{
+        self, outbox,
+        socket::{self, Socket},
+        wakeup,
+    },
+    driver::{self, types::*},
+    env::settings,
+    gate::{closed, threads},
+    gpu::{self, Gpu},
+    registry::shared,
+    sys::time::Instant,
+};
+use alloc::{string::String, sync::Arc, vec::Vec};
+use core::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+/// The longest wait for a scheduler that went away. After that the client runs ungated.
+const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The interval between attempts to reach a scheduler: at first, and once it has been away for longer.
+const RETRY_SOON: Duration = Duration::from_millis(100);
+
+const RETRY_LATE: Duration = Duration::from_secs(2);
+
+/// The interval between looks at what other threads left undone: a report that could not be sent, memory that was freed.
+const CHORE_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The number of messages handled before the thread looks at its GPUs again.
+const MESSAGES_AT_ONCE: u32 = 256;
+
+/// The id that the scheduler gave this client; 0 before.
+static CLIENT: AtomicU64 = AtomicU64::new(0);
+
+/// Starts the thread. The first attempt to connect comes before that, so that the program's first launch is already gated.
+pub fn start(resolve_hooks: impl FnOnce()) -> Start {
+    // A first look-up takes the loader's lock, which a thread of the program may hold while it waits at a gate.
+    driver::resolve_all();
+    resolve_hooks();
+    wakeup::init();
+    let mut thread = ClientThread::new();
+    thread.connect();
+    if !connection::is_connected() {
+        if settings::get().required {
+            thread.report_offline("NVSHARE_REQUIRED is set, so CUDA is not initialised (CUDA_ERROR_SYSTEM_NOT_READY)");
+            return Start::NoScheduler;
+        }
+        thread.run_ungated();
+    }
+    if threads::spawn(c"nvshare", move || thread.run()) { Start::Started } else { Start::NoThread }
+}
+
+/// The outcome of [`start`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    Started,
+    NoThread,
+    /// There is no scheduler, and `NVSHARE_REQUIRED` is set.
+    NoScheduler,
+}
+
+#[derive(Debug)]
+struct ClientThread {
+    turns: Vec<Turn>,
+    /// Takes the scheduler's place while there is none. Indexed by GPU, like `turns`.
+    offline: Vec<Offline>,
+    socket: Option<Arc<Socket>>,
+    /// The protocol version in use.
+    version: u16,
+    /// Since when there has been no scheduler; `None` while connected.
+    disconnected_since: Option<Instant>,
+    /// When the current connection was made, and since when there had been none before.
+    connected_at: (Instant, Instant),
+    next_try: Instant,
+    ungated: bool,
+    /// Why there is no scheduler, and whether the user has been told, which happens once per process.
+    offline_reason: String,
+    reported: bool,
+    /// When to try again to restore memory for which the GPU had no room.
+    restore_at: Option<Instant>,
+    /// Since when an eviction has waited for host memory.
+    host_full: Option<Instant>,
+}
+
+impl ClientThread {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            turns: Vec::new(),
+            offline: Vec::new(),
+            socket: None,
+            version: 0,
+            disconnected_since: Some(now),
+            connected_at: (now, now),
+            next_try: now,
+            ungated: false,
+            offline_reason: String::new(),
+            reported: false,
+            restore_at: None,
+            host_full: None,
+        }
+    }
+
+    fn run(mut self) {
+        let mut mode = STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: a valid place. Nothing this thread does may break a capture of the program's threads.
+        unsafe { driver::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        loop {
+            let mut timeout = self.step();
+            let woken = wakeup::receiver();
+            if woken.is_none() {
+                timeout = timeout.min(CHORE_INTERVAL);
+            }
+            if let [_, true] = socket::wait([self.socket.as_deref(), woken], timeout) {
+                woken.inspect(|receiver| receiver.drain());
+            }
+            for _ in 0..MESSAGES_AT_ONCE {
+                let Some(socket) = &self.socket else { break };
+                match socket.receive(self.version) {
+                    Ok(Some((message, descriptors))) => self.handle(message, descriptors),
+                    Ok(None) => break,
+                    Err(why) => self.disconnected(&why),
+                }
+            }
+        }
+    }
+
+    /// Does what is due. Returns the time until more is, unless a message arrives.
+    fn step(&mut self) -> Duration {
+        if self.ungated && !core::mem::replace(&mut self.reported, true) && settings::get().asked_for {
+            self.report_offline("running without taking turns on the GPU");
+        }
+        let mut wait = Duration::from_secs(3600);
+        if let Some(since) = self.disconnected_since {
+            let now = Instant::now();
+            if now >= self.next_try {
+                self.connect();
+                self.next_try = now + if since.elapsed() < 4 * RETURN_TIMEOUT { RETRY_SOON } else { RETRY_LATE };
+            }
+            if self.disconnected_since.is_some() && !self.ungated && since.elapsed() >= RETURN_TIMEOUT {
+                self.run_ungated();
+            }
+            wait = wait.min(RETRY_SOON);
+        }
+        if !shared::unmap_closed() || (connection::is_connected() && !outbox::flush()) {
+            wait = CHORE_INTERVAL;
+        }
+        for gpu in gpu::attached() {
+            if self.ungated {
+                wait = wait.min(self.step_offline(gpu));
+            }
+            // The locks of peers are held together or not at all.
+            if connection::is_connected() && gpu.peers().any(|other| !self.turn(other).is_held()) {
+                self.turn(gpu).release_early(gpu);
+            }
+            wait = wait.min(self.turn(gpu).step(gpu));
+            wait = wait.min(self.service(gpu));
+        }
+        wait
+    }
+
+    fn turn(&mut self, gpu: &Gpu) -> &mut Turn {
+        let at = gpu.index as usize;
+        if self.turns.len() <= at {
+            self.turns.resize_with(at + 1, Turn::default);
+        }
+        &mut self.turns[at]
+    }
+
+    fn step_offline(&mut self, gpu: &'static Gpu) -> Duration {
+        let at = gpu.index as usize;
+        if self.offline.len() <= at {
+            self.offline.resize_with(at + 1, Offline::default);
+        }
+        let turn = self.turn(gpu);
+        if turn.is_over() && !gpu.gate.is_closed_for(closed::LOCK) {
+            turn.run_ungated(gpu); // it was attached while there was no scheduler
+        }
+        let mut others = OtherGpus::default();
+        for other in gpu::attached().filter(|other| other.index != gpu.index) {
+            let Some(there) = self.offline.get(other.index as usize) else { continue };
+            others.before |= there.waits() && other.uuid() < gpu.uuid();
+            others.after |= there.waits() && other.uuid() > gpu.uuid();
+            others.stopped |= there.is_stopped() && gpu.is_peer_of(other);
+        }
+        match (self.offline.get_mut(at), self.turns.get_mut(at)) {
+            (Some(offline), Some(turn)) => offline.step(gpu, turn, others, CLIENT.load(Ordering::Relaxed) != 0),
+            _ => Duration::MAX,
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! The session with a scheduler: connecting, resuming with a successor, losing the connection, and running without one.
+
+use super::{CLIENT, ClientThread, RETRY_LATE};
+use crate::{
+    client::placement,
+    connection::{self, Connection, handshake, outbox},
+    env::{
+        settings,
+        trace::{self, trace},
+    },
+    gpu::{self},
+    registry::shared,
+    sys::time::Instant,
+};
+use alloc::{string::ToString, sync::Arc};
+use core::{sync::atomic::Ordering, time::Duration};
+use nvshare_wire::{ClientMessage, Text, version};
+
+/// A connection that ends this soon does not count: the scheduler is considered away since it went away before.
+const STEADY: Duration = Duration::from_millis(50);
+
+impl ClientThread {
+    /// Prints the one line that a user who asked for nvshare must see.
+    pub(super) fn report_offline(&self, consequence: &str) {
+        let (path, why) = (settings::get().socket.escape_ascii(), &self.offline_reason);
+        trace::line(format_args!("no scheduler at {path} ({why}): {consequence}"));
+    }
+
+    pub(super) fn connect(&mut self) {
+        let connected = placement::take_connection();
+        let connected = connected.unwrap_or_else(|| handshake::connect(&hello()));
+        let (socket, version, id) = match connected {
+            Ok(connected) => connected,
+            Err(why) => {
+                trace!("no scheduler: {why}");
+                self.offline_reason = why;
+                return;
+            }
+        };
+        trace!("client {id}, protocol version {version}");
+        let is_first = CLIENT.swap(id, Ordering::Relaxed) == 0;
+        let socket = Arc::new(socket);
+        self.socket = Some(socket.clone());
+        shared::announce_exporter(version);
+        connection::set_connection(Some(Connection { socket, version }));
+        let now = Instant::now();
+        self.connected_at = (now, self.disconnected_since.filter(|_| !is_first).unwrap_or(now));
+        (self.version, self.disconnected_since, self.ungated, self.restore_at) = (version, None, false, None);
+        for gpu in gpu::attached().filter(|gpu| !gpu.is_refused()) {
+            if let Some(offline) = self.offline.get_mut(gpu.index as usize) {
+                offline.end(gpu);
+            }
+            // This scheduler has granted no lock: running work is drained, and threads that have work ask anew.
+            gpu.request_is_over();
+            self.turn(gpu).abandon(gpu);
+            gpu.introduce(shared::introduce);
+        }
+        connection::begin_generation();
+    }
+
+    /// A new scheduler has taken over the connection. It is told everything, including which locks are held.
+    pub(super) fn resume(&mut self) {
+        trace!("a new scheduler has taken over the connection");
+        let Some(socket) = self.socket.clone() else { return };
+        // Unread messages of earlier times keep the socket full until the new scheduler discards them.
+        if !(socket.wait_for_room() && connection::send(&hello()) && handshake::announce_limits(&socket, self.version))
+        {
+            return self.disconnected("it does not read");
+        }
+        // The new scheduler discards no message from here on.
+        shared::announce_exporter(self.version);
+        let mut held = 0;
+        for gpu in gpu::attached() {
+            gpu.introduce_again(shared::introduce);
+            if !gpu.is_introduced() && !gpu.is_refused() {
+                return self.disconnected("it does not read");
+            }
+            let turn = self.turn(gpu);
+            turn.contend(gpu, None);
+            held |= u64::from(turn.has_lock()) << gpu.index;
+        }
+        if !(outbox::flush() && connection::send(&ClientMessage::Held { gpus: held })) {
+            return self.disconnected("it does not read");
+        }
+        // Requests of other threads may have been discarded, so waiting threads make them again.
+        for gpu in gpu::attached() {
+            gpu.request_is_over();
+            gpu.limit_answers.changed();
+        }
+        self.restore_at = None;
+        connection::begin_generation();
+    }
+
+    pub(super) fn disconnected(&mut self, why: &str) {
+        trace!("lost the scheduler: {why}");
+        self.socket = None;
+        connection::set_connection(None);
+        let now = Instant::now();
+        let (met, away) = self.connected_at;
+        let since = if now - met < STEADY { away } else { now };
+        // A connection that keeps ending is not retried at once, since each attempt stops the program for a moment.
+        let next_try = if since == now { now } else { now + RETRY_LATE };
+        (self.disconnected_since, self.next_try, self.offline_reason) = (Some(since), next_try, why.to_string());
+        for gpu in gpu::attached() {
+            gpu.forget_introduction();
+            gpu.limit_answers.changed();
+        }
+    }
+
+    /// No scheduler: programs whose memory fits run. Memory comes back as room appears, and its program waits for that.
+    pub(super) fn run_ungated(&mut self) {
+        self.ungated = true;
+        for gpu in gpu::attached() {
+            gpu.admit_context();
+            gpu.forget_denials();
+            if let Some(space) = gpu.space() {
+                space.lock().run_ungated(gpu.total());
+            }
+            self.turn(gpu).run_ungated(gpu);
+        }
+    }
+}
+
+/// The message by which this process introduces itself.
+pub fn hello() -> ClientMessage {
+    ClientMessage::Hello {
+        min_version: version::MIN,
+        max_version: version::MAX,
+        flags: 0,
+        resume: CLIENT.load(Ordering::Relaxed),
+        gang: settings::get().gang,
+        library: Text::new(env!("CARGO_PKG_VERSION")),
+    }
+}

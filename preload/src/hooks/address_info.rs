@@ -1,0 +1,194 @@
+//! Queries about addresses where the program has mapped our memory itself.
+
+use crate::{
+    driver::{self, types::*},
+    gate,
+    hooks::memory::put,
+    memory::{
+        engine::{self},
+        space::Space,
+    },
+    registry::{
+        self,
+        virtual_memory::{Mapping, Memory, TABLE},
+    },
+};
+use core::ffi::c_void;
+
+type P = *mut c_void;
+
+/// The driver's answer while the memory is on the GPU, and the recorded one while it is not.
+fn driver_or_record(
+    memory: &Memory,
+    real: impl FnOnce() -> CUresult,
+    recorded: impl FnOnce(&mut Space) -> CUresult,
+) -> Option<CUresult> {
+    // Locked, so that the memory does not leave between the test and the answer.
+    let mut space = memory.gpu.space()?.lock();
+    Some(if space.on_gpu(memory.base).is_some() { real() } else { recorded(&mut space) })
+}
+
+/// The GPU of this memory, as a location.
+fn home(memory: &Memory) -> Location {
+    Location { kind: MEM_LOCATION_TYPE_DEVICE, id: memory.gpu.index as i32 }
+}
+
+pub(super) fn get_access(
+    flags: *mut u64,
+    location: *const Location,
+    address: CUdeviceptr,
+    real: impl Fn() -> CUresult,
+) -> CUresult {
+    let table = TABLE.lock();
+    let found = table.at(address);
+    if found.is_none() && !registry::is_ours(address) {
+        return real();
+    }
+    let is_known = |l: &&Location| matches!(l.kind, MEM_LOCATION_TYPE_DEVICE | MEM_LOCATION_TYPE_HOST);
+    // SAFETY: the driver reads it too.
+    let Some(location) = unsafe { location.as_ref() }.filter(is_known).filter(|_| !flags.is_null()) else {
+        return ERROR_INVALID_VALUE;
+    };
+    let Some((mapping, memory)) = found else {
+        // The driver says this of memory that the program did not map (580).
+        // SAFETY: the program's own place, not NULL.
+        unsafe { put(flags, 0) };
+        return SUCCESS;
+    };
+    let recorded = |space: &mut Space| {
+        // Of the host the driver says what it says of the memory's own GPU (580).
+        let asked = if location.kind == MEM_LOCATION_TYPE_HOST { home(&memory) } else { *location };
+        let access = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, asked));
+        // SAFETY: the program's own place, not NULL.
+        unsafe { put(flags, access as u64) };
+        SUCCESS
+    };
+    driver_or_record(&memory, &real, recorded).unwrap_or_else(real)
+}
+
+pub(super) fn properties(prop: *mut AllocationProp, handle: Handle) -> CUresult {
+    let table = TABLE.lock();
+    let Some(memory) = table.memory(handle).filter(|_| !prop.is_null()) else { return ERROR_INVALID_VALUE };
+    let Some(space) = memory.gpu.space() else { return ERROR_INVALID_VALUE };
+    let space = space.lock();
+    if let Some(handle) = space.on_gpu(memory.base) {
+        // SAFETY: the program's own place, and a handle of ours.
+        return unsafe { driver::cuMemGetAllocationPropertiesFromHandle(prop, handle) };
+    }
+    let made = engine::properties(memory.gpu.index as CUdevice, memory.flags);
+    // SAFETY: the program's own place, not NULL.
+    unsafe { prop.write_unaligned(made) };
+    SUCCESS
+}
+
+/// A mapping of our memory that the program asks about.
+#[derive(Debug)]
+struct AddressInfo {
+    mapping: Mapping,
+    memory: Memory,
+    reservation: (u64, u64),
+    /// The access rights of its own GPU.
+    rights: i32,
+    /// It is not on the GPU, so the driver knows nothing about it.
+    away: bool,
+}
+
+/// Answers a query about an address where the program has mapped our memory, which neither comes nor goes meanwhile. `None` if
+/// nothing of ours is mapped there.
+fn query<R>(address: CUdeviceptr, answer: impl FnOnce(&AddressInfo) -> R) -> Option<R> {
+    if !gate::is_active() {
+        return None;
+    }
+    let table = TABLE.lock();
+    let (mapping, memory) = table.at(address)?;
+    let mut space = memory.gpu.space()?.lock();
+    let rights = space.aliases(memory.base).map_or(0, |aliases| aliases.access(mapping.at, home(&memory)));
+    let away = space.on_gpu(memory.base).is_none();
+    let reservation = table.reservation(address).unwrap_or((mapping.at, mapping.len));
+    Some(answer(&AddressInfo { mapping, memory, reservation, rights, away }))
+}
+
+/// The start and length of the mapping at this address, or the driver's error (580) if its GPU has no access. `None` if nothing
+/// of ours is mapped there.
+pub(super) fn extent(address: CUdeviceptr) -> Option<Result<(u64, u64), CUresult>> {
+    query(address, |a| if a.rights == 0 { Err(ERROR_NOT_FOUND) } else { Ok((a.mapping.at, a.mapping.len)) })
+}
+
+/// Writes an attribute that the driver would answer differently after memory came back, or does not know while it is away.
+/// `None` for other attributes. The answers are those of driver 580.
+///
+/// # Safety
+/// `data` is valid for that attribute.
+unsafe fn write(data: P, which: i32, address: CUdeviceptr, asked: &AddressInfo) -> Option<CUresult> {
+    use crate::driver::types::pointer_attribute::*;
+    let AddressInfo { mapping, memory, reservation, rights, away } = asked;
+    // SAFETY: the caller's promise; each attribute's type is the driver's.
+    unsafe {
+        match which {
+            BUFFER_ID | MEMORY_BLOCK_ID => put(data.cast(), mapping.id),
+            RANGE_START_ADDR => put(data.cast(), reservation.0),
+            RANGE_SIZE => put(data.cast(), reservation.1),
+            MAPPING_BASE_ADDR => put(data.cast(), mapping.at),
+            MAPPING_SIZE => put(data.cast(), mapping.len),
+            _ if !away => return None,
+            CONTEXT => put(data.cast(), 0u64),
+            MEMORY_TYPE => put(data.cast(), MEMORYTYPE_DEVICE),
+            DEVICE_POINTER if *rights == 0 => {
+                put(data.cast(), 0u64);
+                return Some(ERROR_INVALID_VALUE);
+            }
+            DEVICE_POINTER => put(data.cast(), address),
+            SYNC_MEMOPS => put(data.cast(), 1u32),
+            IS_MANAGED | IS_LEGACY_CUDA_IPC_CAPABLE | IS_HW_DECOMPRESS_CAPABLE => put(data.cast(), 0u32),
+            IS_GPU_DIRECT_RDMA_CAPABLE => put(data.cast(), u32::from(memory.flags.rdma)),
+            MAPPED => put(data.cast(), 1u32),
+            DEVICE_ORDINAL => put(data.cast(), memory.gpu.index as i32),
+            ACCESS_FLAGS => put(data.cast(), *rights),
+            ALLOWED_HANDLE_TYPES => put(data.cast(), memory.flags.handle_types as u64),
+            MEMPOOL_HANDLE => put(data.cast(), 0u64),
+            _ => return None,
+        }
+    }
+    Some(SUCCESS)
+}
+
+/// `cuPointerGetAttribute` for an address outside our allocations.
+pub(super) fn attribute(data: P, which: i32, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
+    if data.is_null() {
+        return real();
+    }
+    let answered = query(address, |asked| match real() {
+        // Either the driver does not know the address, or it does not have this attribute.
+        // SAFETY: the program's own place for that attribute.
+        result @ (SUCCESS | ERROR_INVALID_VALUE) => unsafe { write(data, which, address, asked) }.unwrap_or(result),
+        error => error,
+    });
+    answered.unwrap_or_else(real)
+}
+
+/// `cuPointerGetAttributes` for an address outside our allocations.
+pub(super) fn attributes(
+    n: u32,
+    which: *const i32,
+    data: *mut P,
+    address: CUdeviceptr,
+    real: impl Fn() -> CUresult,
+) -> CUresult {
+    if which.is_null() || data.is_null() {
+        return real();
+    }
+    let answered = query(address, |asked| {
+        let result = real();
+        if result == SUCCESS {
+            for i in 0..n as usize {
+                // SAFETY: the program's own arrays of that length.
+                unsafe {
+                    let (which, data) = (*which.add(i), *data.add(i));
+                    write(data, which, address, asked);
+                }
+            }
+        }
+        result
+    });
+    answered.unwrap_or_else(real)
+}

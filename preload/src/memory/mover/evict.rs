@@ -1,0 +1,183 @@
+//! Eviction: chunks leave the GPU. They are copied to host buffers unless their contents are known to be there already.
+
+use super::{
+    Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
+    transfer::{Direction, Transfer},
+};
+use crate::{
+    driver::{self, context::is_dead, types::*},
+    env::trace::trace,
+    memory::{
+        account::Account,
+        chunk::{Chunk, HostCopy, Leaving, Residency},
+        fingerprint::Fingerprinter,
+        space::Space,
+        staging::StagingAllocator,
+    },
+    sys::{sync::Mutex, time::Instant},
+};
+use alloc::vec::Vec;
+use core::time::Duration;
+
+impl Mover {
+    /// Starts as many evictions as may be in flight. Returns when to look again for those that could not start yet.
+    pub(super) fn evict_some(
+        &mut self,
+        space: &Mutex<Space>,
+        target: u64,
+        report: &dyn Fn(&Account),
+    ) -> Result<Option<Duration>, Stop> {
+        while self.has_room() {
+            let guard = space.lock();
+            let leaving: u64 =
+                self.transfers.iter().filter(|f| matches!(f.direction, Direction::Out(_))).map(|f| f.len).sum();
+            let excess = guard.account.mapped.saturating_sub(leaving).saturating_sub(target);
+            if excess == 0 {
+                drop(guard);
+                self.unplan(space);
+                return Ok(None);
+            }
+            if self.plan.is_empty() {
+                drop(guard);
+                // Buffers ordered for the previous plan must arrive first.
+                if !self.stop_staging(space) {
+                    return Ok(Some(RETRY_INTERVAL));
+                }
+                self.plan = space.lock().take_leaving(excess).into();
+                if self.plan.is_empty() {
+                    return Ok(None);
+                }
+                self.fingerprint_plan();
+                self.allocate_for_plan(space);
+                continue;
+            }
+            drop(guard);
+            let Some(leaving) = self.plan.pop_front() else { return Ok(None) };
+            match self.evict_one(space, leaving, report)? {
+                None => {}
+                Some((leaving, after)) => {
+                    self.plan.push_front(leaving);
+                    return Ok(Some(after));
+                }
+            }
+        }
+        Ok(Some(POLL_INTERVAL))
+    }
+
+    /// Starts the eviction of one chunk. If that has to wait, returns the chunk and how long to wait.
+    fn evict_one(
+        &mut self,
+        space: &Mutex<Space>,
+        leaving: Leaving,
+        report: &dyn Fn(&Account),
+    ) -> Result<Option<(Leaving, Duration)>, Stop> {
+        let Leaving { base, chunk: Chunk { offset, len, flags, residency }, is_copied, fingerprint } = leaving;
+        let Residency::Gpu { handle, copy } = residency else { return Ok(None) };
+        let at = base + offset;
+        let (gpu, engine) = {
+            let guard = space.lock();
+            (guard.gpu(), guard.engine_of(flags))
+        };
+        let transfer =
+            |direction| Transfer { base, offset, len, handle, engine, direction, event: core::ptr::null_mut() };
+        if !engine.copies() {
+            engine.prefetch(gpu, at, flags.inside(offset, len), false, self.stream());
+            self.track(transfer(Direction::Out(None)));
+            return Ok(None);
+        }
+        let take_off = || {
+            space.lock().hide(base, offset);
+            engine.unmap(at, len, handle);
+        };
+        if let Some(value) = fingerprint.and_then(|p| p.constant) {
+            take_off();
+            let mut guard = space.lock();
+            guard.keep_buffers(copy.map(|c| c.buffer));
+            self.evicted_uncopied(&mut guard, base, offset, len, Residency::Constant(value), report);
+            return Ok(None);
+        }
+        let mut buffer = match copy {
+            Some(copy) if fingerprint.is_some() && copy.fingerprint == fingerprint => {
+                take_off();
+                self.evicted_uncopied(&mut space.lock(), base, offset, len, Residency::Host(Some(copy)), report);
+                return Ok(None);
+            }
+            Some(copy) => copy.buffer,
+            None => {
+                let comes = self.staging.as_ref().is_some_and(StagingAllocator::is_busy);
+                let spare = space.lock().take_free_buffer(len);
+                let found = spare.or_else(|| self.staging.as_ref()?.take(len));
+                let found = if comes { found } else { found.or_else(|| space.lock().take_copy(len)) };
+                let Some(buffer) = found else {
+                    let residency = Residency::Gpu { handle, copy: None };
+                    if comes {
+                        let chunk = Chunk { offset, len, flags, residency };
+                        return Ok(Some((Leaving { base, chunk, is_copied, fingerprint }, POLL_INTERVAL)));
+                    }
+                    space.lock().put(base, offset, residency);
+                    return Err(Stop::HostFull);
+                };
+                buffer
+            }
+        };
+        buffer.register(self.context().map_or(0, |context| context as usize));
+        // SAFETY: the chunk is mapped and idle, the buffer is as long, and both stay until the transfer is complete.
+        let copied = unsafe { driver::cuMemcpyDtoHAsync_v2(buffer.address(), at, len as usize, self.stream()) };
+        if copied != SUCCESS {
+            let mut guard = space.lock();
+            guard.put(base, offset, Residency::Gpu { handle, copy: None });
+            guard.keep_buffers([buffer]);
+            return Err(if is_dead(copied) { Stop::Broken } else { Stop::HostFull });
+        }
+        self.track(transfer(Direction::Out(Some(HostCopy { buffer, fingerprint }))));
+        Ok(None)
+    }
+
+    /// Accounts for a chunk that left the GPU without a copy.
+    fn evicted_uncopied(
+        &mut self,
+        guard: &mut Space,
+        base: u64,
+        offset: u64,
+        len: u64,
+        residency: Residency,
+        report: &dyn Fn(&Account),
+    ) {
+        self.stats.out += len;
+        self.stats.uncopied += len;
+        guard.account.counts.unmoved += len;
+        guard.left(len, matches!(residency, Residency::Host(_)));
+        guard.put(base, offset, residency);
+        report(&guard.account);
+    }
+
+    /// Puts the chunks of the plan back: they stay.
+    pub(super) fn unplan(&mut self, space: &Mutex<Space>) {
+        if !self.plan.is_empty() {
+            let mut guard = space.lock();
+            for Leaving { base, chunk, .. } in self.plan.drain(..) {
+                guard.put(base, chunk.offset, chunk.residency);
+            }
+        }
+    }
+
+    /// Computes the fingerprints of the chunks of the plan.
+    pub(super) fn fingerprint_plan(&mut self) {
+        let Some(copy_context) = &mut self.copy_context else { return };
+        let context = copy_context.context;
+        let copied = self.plan.iter().filter(|leaving| leaving.is_copied);
+        let chunks: Vec<_> = copied.map(|leaving| (leaving.base + leaving.chunk.offset, leaving.chunk.len)).collect();
+        if chunks.is_empty() {
+            return;
+        }
+        let Some(fingerprinter) = copy_context.fingerprinter.get_or_insert_with(|| Fingerprinter::new(context)) else {
+            return;
+        };
+        let begin = Instant::now();
+        if let Some(fingerprints) = fingerprinter.fingerprints(&chunks, copy_context.stream) {
+            let copied = self.plan.iter_mut().filter(|leaving| leaving.is_copied);
+            copied.zip(fingerprints).for_each(|(leaving, fingerprint)| leaving.fingerprint = Some(fingerprint));
+        }
+        trace!("fingerprints of {} chunks in {} µs", chunks.len(), begin.elapsed().as_micros());
+    }
+}

@@ -1,0 +1,97 @@
+//! Restoring: chunks come back to the GPU, at the same addresses, as far as the allowance permits.
+
+use super::{
+    Mover, POLL_INTERVAL, RETRY_INTERVAL, Stop,
+    transfer::{Direction, Transfer},
+};
+use crate::{
+    driver::{self, context::is_dead, types::*},
+    env::trace::trace,
+    memory::{
+        chunk::{Chunk, Residency},
+        space::Space,
+    },
+    sys::{sync::Mutex, time::Instant},
+};
+use core::time::Duration;
+
+/// The longest wait for memory that other clients have freed.
+const TIMEOUT: Duration = Duration::from_millis(300);
+
+impl Mover {
+    /// Starts as many restorations as may be in flight and as the allowance has room for.
+    pub(super) fn restore_some(&mut self, space: &Mutex<Space>) -> Result<Option<Duration>, Stop> {
+        while self.has_room() {
+            if core::mem::take(&mut self.refused) {
+                return Err(Stop::GpuFull);
+            }
+            let mut guard = space.lock();
+            let Some((base, chunk)) = self.take_lacking(&mut guard) else { return Ok(None) };
+            let Chunk { offset, len, flags, residency } = chunk;
+            let (gpu, engine) = (guard.gpu(), guard.engine_of(flags));
+            drop(guard);
+            let at = base + offset;
+            let handle = match engine.map(gpu, at, len, flags) {
+                Ok(handle) => handle,
+                Err(error) => {
+                    space.lock().stays_away(base, offset, len, residency);
+                    if is_dead(error) {
+                        return Err(Stop::Broken);
+                    }
+                    // Other clients report memory after they have freed it, but the driver may need a moment.
+                    if self.full_since.get_or_insert_with(Instant::now).elapsed() < TIMEOUT {
+                        return Ok(Some(RETRY_INTERVAL));
+                    }
+                    self.full_since = None;
+                    let (mut free, mut total) = (0, 0);
+                    // SAFETY: valid places.
+                    unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) };
+                    trace!("GPU {gpu}: no room for {len} bytes, while {free} of {total} are free");
+                    return Err(Stop::GpuFull);
+                }
+            };
+            self.full_since = None;
+            let stream = self.stream();
+            // SAFETY: the chunk has just been mapped, the buffer is as long, and both stay until the transfer is complete.
+            let copied = unsafe {
+                match &residency {
+                    Residency::Host(Some(copy)) => {
+                        driver::cuMemcpyHtoDAsync_v2(at, copy.buffer.address(), len as usize, stream)
+                    }
+                    Residency::Constant(value) => {
+                        self.stats.uncopied += len;
+                        driver::cuMemsetD32Async(at, *value, len as usize / 4, stream)
+                    }
+                    _ => {
+                        engine.prefetch(gpu, at, flags.inside(offset, len), true, stream);
+                        SUCCESS
+                    }
+                }
+            };
+            if copied != SUCCESS {
+                engine.unmap(at, len, handle);
+                space.lock().stays_away(base, offset, len, residency);
+                return Err(if is_dead(copied) { Stop::Broken } else { Stop::GpuFull });
+            }
+            let (direction, event) = (Direction::In(residency), core::ptr::null_mut());
+            self.track(Transfer { base, offset, len, handle, engine, direction, event });
+        }
+        Ok(Some(POLL_INTERVAL))
+    }
+
+    /// The next chunk that can come back.
+    fn take_lacking(&mut self, space: &mut Space) -> Option<(u64, Chunk)> {
+        if self.lacking.is_empty() {
+            self.lacking = space.lacking().into();
+        }
+        loop {
+            let room = space.account.room();
+            let at = self.lacking.iter().position(|(_, _, len)| *len <= room)?;
+            let (base, offset, _) = self.lacking.remove(at)?;
+            // It may have been freed since.
+            if let Some(chunk) = space.take_lacking(base, offset) {
+                return Some((base, chunk));
+            }
+        }
+    }
+}

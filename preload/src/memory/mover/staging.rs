@@ -1,0 +1,81 @@
+//! The host buffers of an eviction: when they are allocated, and what happens to those that are left over.
+
+use super::Mover;
+use crate::{
+    driver::types::*,
+    env::trace::trace,
+    memory::{
+        chunk::{Leaving, Residency},
+        space::Space,
+        staging::StagingAllocator,
+    },
+    sys::sync::Mutex,
+};
+use alloc::vec::Vec;
+
+/// Threads that allocate buffers: during an eviction; and ahead of one, when the program needs the processors more.
+const WORKERS: usize = 8;
+
+const WORKERS_AHEAD: usize = 2;
+
+impl Mover {
+    /// Has buffers allocated for an eviction of so many bytes that is likely to come.
+    pub fn prepare(&mut self, space: &Mutex<Space>, contexts: &[CUcontext], bytes: u64) {
+        if !self.is_idle() || self.settle(contexts).is_err() {
+            return;
+        }
+        let guard = space.lock();
+        let bytes = bytes.min(guard.account.host_cache_max.saturating_sub(guard.account.host_cache));
+        let needed = guard.buffers_for(bytes);
+        drop(guard);
+        self.start_staging(space, needed, WORKERS_AHEAD);
+        self.preparing = self.staging.is_some();
+        trace!("buffers are allocated ahead: {}", self.preparing);
+    }
+
+    /// Has the buffers allocated that the plan needs and that are not there.
+    pub(super) fn allocate_for_plan(&mut self, space: &Mutex<Space>) {
+        let needs = |leaving: &&Leaving| {
+            leaving.is_copied
+                && leaving.fingerprint.is_none_or(|fingerprint| fingerprint.constant.is_none())
+                && matches!(leaving.chunk.residency, Residency::Gpu { copy: None, .. })
+        };
+        let needed = self.plan.iter().filter(needs).map(|leaving| leaving.chunk.len).collect();
+        self.start_staging(space, needed, WORKERS);
+    }
+
+    pub(super) fn start_staging(&mut self, space: &Mutex<Space>, mut lengths: Vec<u64>, workers: usize) {
+        let mut spare = space.lock().free_buffer_lengths();
+        lengths.retain(|len| match spare.iter().position(|spare| spare == len) {
+            Some(at) => {
+                spare.swap_remove(at);
+                false
+            }
+            None => true,
+        });
+        if let (false, Some(copy_context)) = (lengths.is_empty(), &self.copy_context) {
+            self.staging = Some(StagingAllocator::start(&lengths, copy_context.context, workers));
+        }
+    }
+
+    /// Stops allocating. Returns whether no buffer is being allocated any more.
+    pub(super) fn stop_staging(&mut self, space: &Mutex<Space>) -> bool {
+        self.preparing = false;
+        self.collect_staging(space)
+    }
+
+    /// Keeps the buffers that are ready. Returns whether no more are being allocated.
+    pub(super) fn collect_staging(&mut self, space: &Mutex<Space>) -> bool {
+        let Some(staging) = &self.staging else { return true };
+        if !self.preparing {
+            staging.stop();
+        }
+        let busy = staging.is_busy();
+        space.lock().keep_buffers(staging.rest());
+        if !busy {
+            self.staging = None;
+            self.preparing = false;
+        }
+        !busy
+    }
+}

@@ -1,0 +1,77 @@
+//! The allowance: how many bytes the scheduler lets this client have on the GPU, and which allowances have been carried out.
+
+use super::Space;
+
+/// More allowances than the eviction of any GPU has steps.
+const MANY_PENDING: usize = 4096;
+
+impl Space {
+    /// A new allowance has arrived.
+    pub fn allow(&mut self, seq: u32, bytes: u64) {
+        self.account.allowance = bytes;
+        self.pending.push_back((seq, bytes));
+        if self.pending.len() > MANY_PENDING {
+            self.pending.pop_front(); // a later one replaces it
+        }
+        self.settle();
+    }
+
+    /// A new scheduler has not sent allowances yet: what is mapped stays until it does.
+    pub fn reset_for_scheduler(&mut self) {
+        self.reset_for_successor();
+        (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
+    }
+
+    /// The same for a successor on the same connection: the highest limit that can be requested stays as it was.
+    pub fn reset_for_successor(&mut self) {
+        self.pending.clear();
+        (self.account.allowance, self.account.ack) = (self.account.mapped + self.account.pinned, 0);
+        self.account.limit_seq = 0;
+    }
+
+    /// There is no scheduler.
+    pub fn run_ungated(&mut self, limit: u64) {
+        self.pending.clear();
+        (self.account.allowance, self.account.limit) = (u64::MAX, self.account.at_most(limit));
+        (self.account.limit_max, self.account.host_cache_max) = (0, u64::MAX);
+    }
+
+    /// A new limit has arrived. Older schedulers send neither a number nor anything after `bytes`.
+    pub fn limit(&mut self, seq: u32, bytes: u64, most: u64, keep: u64) {
+        self.account.limit = bytes.min(self.account.env_max);
+        let most = most.min(self.account.env_max);
+        let keep = if seq == 0 { u64::MAX } else { keep };
+        (self.account.limit_seq, self.account.limit_max, self.account.host_cache_max) = (seq, most, keep);
+    }
+
+    /// Without a scheduler, while other clients lack memory: so many bytes are to leave, and none come.
+    pub fn make_room_for_others(&mut self, bytes: u64) {
+        self.account.allowance = self.account.mapped.saturating_sub(bytes) + self.account.pinned;
+    }
+
+    /// The eviction cannot go on: the rest stays.
+    pub fn give_up_eviction(&mut self) {
+        self.account.allowance = self.account.mapped + self.account.pinned;
+        if let Some((seq, _)) = self.pending.drain(..).next_back() {
+            self.account.ack = seq;
+        }
+    }
+
+    pub(super) fn update_peak(&mut self) {
+        if self.account.can_run() && !self.account.demand_paged {
+            self.account.peak = self.account.peak.max(self.account.demand);
+        }
+    }
+
+    /// Acknowledges the allowances that have been carried out. Once the newest has, earlier ones no longer matter.
+    pub(super) fn settle(&mut self) {
+        let there = self.account.mapped + self.account.pinned;
+        if self.pending.back().is_some_and(|(_, bytes)| there <= *bytes) {
+            self.pending.drain(..self.pending.len() - 1);
+        }
+        while let Some((seq, _)) = self.pending.front().copied().filter(|(_, bytes)| there <= *bytes) {
+            self.account.ack = seq;
+            self.pending.pop_front();
+        }
+    }
+}

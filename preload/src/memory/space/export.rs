@@ -1,0 +1,72 @@
+//! Ranges that other processes can open.
+
+use super::{Allocation, Space};
+use crate::{
+    driver::types::*,
+    memory::{chunk::Residency, engine::CHUNK},
+};
+use nvshare_wire::Secret;
+
+/// The name of an exported range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exported {
+    pub range: u32,
+    pub secret: Secret,
+}
+
+/// The outcome of exporting a range.
+#[derive(Debug)]
+pub enum Export {
+    /// The range, the allocation, and its offset in the range.
+    Done(Exported, Allocation, u32),
+    /// Not all of the range is on the GPU.
+    Away,
+    Impossible,
+}
+
+impl Space {
+    /// Exports the range of the allocation at this address: pins it, if all of it is on the GPU and its chunks `can_share`.
+    /// `new` makes a name for a range that has none.
+    pub fn export(
+        &mut self,
+        address: u64,
+        can_share: impl Fn(Handle) -> bool,
+        new: impl FnOnce() -> Option<Exported>,
+    ) -> Export {
+        let allocation = self.find(address).filter(|allocation| !allocation.managed && self.engine.copies());
+        let Some(allocation) = allocation else { return Export::Impossible };
+        let base = allocation.range;
+        let Ok(offset) = u32::try_from(allocation.base - base) else { return Export::Impossible };
+        if let Some(exported) = self.ranges.get(&base).and_then(|range| range.exported) {
+            return Export::Done(exported, allocation, offset);
+        }
+        match self.on_gpu(base) {
+            Some(first) if can_share(first) => {}
+            Some(_) => return Export::Impossible,
+            None => return Export::Away,
+        }
+        let Some(exported) = new().filter(|_| self.pin(base)) else { return Export::Impossible };
+        if let Some(range) = self.ranges.get_mut(&base) {
+            range.exported = Some(exported);
+        }
+        Export::Done(exported, allocation, offset)
+    }
+
+    /// The size of an exported range that still holds that allocation, the size of its chunks except the last, and the chunks
+    /// from number `first` on.
+    pub fn exported(
+        &self,
+        exported: Exported,
+        allocation: u64,
+        first: usize,
+    ) -> Option<(u64, u64, impl Iterator<Item = Handle>)> {
+        let (base, range) = self.ranges.iter().find(|(_, range)| range.exported == Some(exported))?;
+        let mut inside = self.allocations.range(*base..base + range.len);
+        inside.find(|(_, a)| a.id == allocation)?;
+        let handles = range.chunks.iter().skip(first).map_while(|chunk| match chunk.residency {
+            Residency::Gpu { handle, .. } => Some(handle),
+            _ => None,
+        });
+        Some((range.len, CHUNK, handles))
+    }
+}

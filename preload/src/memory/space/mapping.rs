@@ -1,0 +1,91 @@
+//! Ranges as others reach them: the program's own mappings, other GPUs, and calls for which a range must stay on the GPU.
+
+use super::{RangeKind, Space};
+use crate::{
+    driver::types::*,
+    memory::{alias::Aliases, chunk::Residency, engine},
+};
+use alloc::vec::Vec;
+
+impl Space {
+    /// Whether allocations can be shared with other devices, as those of `cuMemAlloc` can on such a GPU.
+    pub fn is_rdma_capable(&self) -> bool {
+        self.flags.rdma != 0 && engine::has(self.gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+    }
+
+    /// Gives another GPU access to all allocations here. Nothing may be moving.
+    pub fn let_in(&mut self, gpu: u32) {
+        if !self.engine.copies() {
+            return; // every GPU reaches managed memory
+        }
+        self.flags.peers |= 1 << gpu;
+        let allocations = self.ranges.iter_mut().filter(|(_, range)| !matches!(range.kind, RangeKind::Created));
+        let chunks = allocations.flat_map(|(base, range)| range.chunks.iter_mut().map(move |chunk| (base, chunk)));
+        for (base, chunk) in chunks.filter(|(_, chunk)| chunk.flags.managed == 0) {
+            chunk.flags.peers = self.flags.peers;
+            if let Residency::Gpu { .. } = chunk.residency {
+                let _ = engine::let_in(gpu as CUdevice, base + chunk.offset, chunk.len);
+            }
+        }
+    }
+
+    /// The program maps a range at an address of its own. Chunks that are away are mapped there when they come back.
+    pub fn add_alias(&mut self, base: u64, at: u64) -> Result<(), CUresult> {
+        let Some(range) = self.ranges.get_mut(&base) else { return Err(ERROR_INVALID_VALUE) };
+        range.aliases.add(at);
+        for chunk in &range.chunks {
+            if let Residency::Gpu { handle, .. } = chunk.residency {
+                range.aliases.show(chunk.offset, chunk.len, handle).inspect_err(|_| range.aliases.remove(at))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The program has unmapped the range there.
+    pub fn remove_alias(&mut self, base: u64, at: u64) {
+        if let Some(range) = self.ranges.get_mut(&base) {
+            range.aliases.remove(at);
+        }
+    }
+
+    /// The aliases of a range.
+    pub fn aliases(&mut self, base: u64) -> Option<&mut Aliases> {
+        self.ranges.get_mut(&base).map(|range| &mut range.aliases)
+    }
+
+    /// The driver's handle of the first chunk, if all of the range is on the GPU.
+    pub fn on_gpu(&self, base: u64) -> Option<Handle> {
+        let chunks = &self.ranges.get(&base)?.chunks;
+        let handles = chunks
+            .iter()
+            .map(|chunk| if let Residency::Gpu { handle, .. } = chunk.residency { Some(handle) } else { None });
+        handles.reduce(|first, next| first.filter(|_| next.is_some()))?
+    }
+
+    /// Keeps a range on the GPU for good: it counts as pinned instead of demand. `false` if it is not all there.
+    pub fn pin(&mut self, base: u64) -> bool {
+        let is_there = self.on_gpu(base).is_some();
+        let Some(range) = self.ranges.get_mut(&base).filter(|_| is_there) else { return false };
+        if !core::mem::replace(&mut range.pinned, true) {
+            self.account.pin(range.len);
+        }
+        true
+    }
+
+    /// Whether any of these addresses belong to a range.
+    pub fn overlaps(&self, at: u64, len: u64) -> bool {
+        let before = self.ranges.range(..at.saturating_add(len.max(1))).next_back();
+        before.is_some_and(|(base, range)| base + range.len > at)
+    }
+
+    /// The base of the range of an allocation, for [`pin`](Self::pin).
+    pub fn range_of(&self, address: u64) -> Option<u64> {
+        self.find(address).map(|allocation| allocation.range)
+    }
+
+    /// The addresses of the chunks of a range.
+    pub fn chunk_addresses(&self, base: u64) -> Vec<u64> {
+        let range = self.ranges.get(&base);
+        range.map_or_else(Vec::new, |range| range.chunks.iter().map(|chunk| base + chunk.offset).collect())
+    }
+}

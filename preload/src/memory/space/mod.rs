@@ -1,0 +1,431 @@
+//! The space: the program's allocations on one GPU, with their addresses, chunks and account.
+//!
+//! A *range* is a reserved part of the address space, made of chunks: one large allocation, or a slab that small ones share.
+//! The addresses of a range never change, and freed memory is not reused before all earlier work is done.
+//!
+//! - `allowance`: how many bytes may be mapped. `chunks`: what the mover moves. `buffers`: host memory.
+//! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
+
+mod allowance;
+mod buffers;
+mod chunks;
+mod export;
+mod mapping;
+
+pub use export::{Export, Exported};
+
+use crate::{
+    connection::outbox,
+    driver::types::*,
+    memory::{
+        account::Account,
+        alias::Aliases,
+        chunk::{Chunk, Residency},
+        engine::{self, CHUNK, Engine, Flags, GRANULE},
+        slab::{self, Slab},
+        staging::Buffer,
+    },
+    work::{Fence, Work},
+};
+use alloc::{
+    boxed::Box,
+    collections::{BTreeMap, VecDeque},
+    vec::Vec,
+};
+use nvshare_wire::ClientMessage;
+
+#[derive(Debug)]
+pub struct Space {
+    gpu: CUdevice,
+    engine: &'static dyn Engine,
+    ranges: BTreeMap<u64, Range>,
+    allocations: BTreeMap<u64, Allocation>,
+    /// Freed allocations that earlier work may still use.
+    freed: VecDeque<Freed>,
+    next_id: u64,
+    /// Allowances that have not been carried out, with their sequence numbers, in order. An eviction is requested in steps, so
+    /// that what has left can be passed on while the rest still leaves.
+    pending: VecDeque<(u32, u64)>,
+    /// The properties of the chunks of allocations, as those of `cuMemAlloc` are.
+    flags: Flags,
+    /// Host buffers that are not in use.
+    free_buffers: Vec<Buffer>,
+    pub account: Account,
+}
+
+/// The purpose of a range.
+#[derive(Debug)]
+enum RangeKind {
+    Single,
+    Slab(Box<Slab>),
+    /// Made by the program with `cuMemCreate`: only its aliases are addresses that the program knows.
+    Created,
+}
+
+#[derive(Debug)]
+struct Range {
+    len: u64,
+    kind: RangeKind,
+    chunks: Vec<Chunk>,
+    /// Freed while the mover had a chunk of it; it is dismantled when the chunk is back.
+    dead: bool,
+    /// The driver has freed its addresses already.
+    gone: bool,
+    /// It stays on the GPU for good, and is accounted for as pinned.
+    pinned: bool,
+    /// The name under which other processes know it. It is pinned, then.
+    exported: Option<Exported>,
+    aliases: Aliases,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Allocation {
+    pub base: u64,
+    /// As the program requested it.
+    pub size: u64,
+    pub id: u64,
+    pub context: usize,
+    /// Managed memory of the program, about which the driver answers all queries.
+    pub managed: bool,
+    range: u64,
+}
+
+impl Allocation {
+    /// An allocation of another process.
+    pub fn foreign(base: u64, size: u64, id: u64, context: usize) -> Self {
+        Self { base, size, id, context, managed: false, range: 0 }
+    }
+
+    pub fn is_foreign(&self) -> bool {
+        self.range == 0
+    }
+}
+
+#[derive(Debug)]
+struct Freed {
+    allocation: Allocation,
+    /// Behind the work that may still use it; `None` if it could not be recorded yet because of a capture.
+    fence: Option<Fence>,
+}
+
+/// The outcome of an allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Allocated {
+    pub address: u64,
+    pub backing: Backing,
+}
+
+/// Whether new memory is on the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backing {
+    There,
+    /// It comes when the scheduler allows it; the gate must be closed until then.
+    Later,
+    /// The same, although the allowance had room: the driver had none, and perhaps never will.
+    Refused,
+}
+
+impl Range {
+    /// Whether the mover may take chunks of it.
+    fn moves(&self) -> bool {
+        !self.dead && !self.pinned
+    }
+}
+
+impl Space {
+    /// `total` is the size of the GPU in bytes.
+    pub fn new(gpu: CUdevice, engine: &'static dyn Engine, total: u64, env_max: u64) -> Self {
+        let demand_paged = !engine.copies();
+        let can_rdma = !demand_paged && engine::has(gpu, DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+        let account = Account {
+            allowance: u64::MAX,
+            limit: total.min(env_max),
+            env_max,
+            host_cache_max: u64::MAX,
+            demand_paged,
+            ..Account::default()
+        };
+        Self {
+            gpu,
+            engine,
+            ranges: BTreeMap::new(),
+            allocations: BTreeMap::new(),
+            freed: VecDeque::new(),
+            next_id: 1,
+            pending: VecDeque::new(),
+            flags: Flags { rdma: u8::from(can_rdma), exportable: true, ..Flags::default() },
+            free_buffers: Vec::new(),
+            account,
+        }
+    }
+
+    pub fn engine(&self) -> &'static dyn Engine {
+        self.engine
+    }
+
+    pub fn gpu(&self) -> CUdevice {
+        self.gpu
+    }
+
+    /// The engine that moves a chunk with these flags.
+    pub(in crate::memory) fn engine_of(&self, flags: Flags) -> &'static dyn Engine {
+        if flags.managed > 0 { &engine::Managed } else { self.engine }
+    }
+
+    /// The allocation that contains this address.
+    pub fn find(&self, address: u64) -> Option<Allocation> {
+        let (_, a) = self.allocations.range(..=address).next_back()?;
+        (address - a.base < a.size).then_some(*a)
+    }
+
+    /// Allocates memory. `beyond` lets it exceed the limit.
+    pub fn allocate(&mut self, size: u64, context: usize, beyond: bool, work: &Work) -> Result<Allocated, CUresult> {
+        self.reclaim(work);
+        let (range, address, backing) = if size <= slab::LARGEST {
+            self.allocate_in_slab(size, beyond)?
+        } else {
+            let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
+            let (base, backing) = self.make_range(len, RangeKind::Single, self.flags, beyond)?;
+            (base, base, backing)
+        };
+        let id = self.next_id;
+        self.next_id += 1;
+        self.allocations.insert(address, Allocation { base: address, size, id, context, managed: false, range });
+        Ok(Allocated { address, backing })
+    }
+
+    /// The same for managed memory, which `make` allocates.
+    pub fn allocate_managed(
+        &mut self,
+        size: u64,
+        context: usize,
+        beyond: bool,
+        work: &Work,
+        make: impl FnOnce() -> Result<u64, CUresult>,
+    ) -> Result<u64, CUresult> {
+        self.reclaim(work);
+        let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
+        if !self.account.admits(len, beyond) {
+            return Err(ERROR_OUT_OF_MEMORY);
+        }
+        let base = make()?;
+        self.add_range(base, len, RangeKind::Single, Flags { managed: size, ..Flags::default() })?;
+        let id = self.next_id;
+        self.next_id += 1;
+        self.allocations.insert(base, Allocation { base, size, id, context, managed: true, range: base });
+        Ok(base)
+    }
+
+    fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, Backing), CUresult> {
+        for (base, range) in &mut self.ranges {
+            if let (RangeKind::Slab(slab), false) = (&mut range.kind, range.dead)
+                && let Some(offset) = slab.take(size)
+            {
+                return Ok((*base, base + offset, Backing::There));
+            }
+        }
+        let (base, backing) = self.make_range(GRANULE, RangeKind::Slab(Box::new(Slab::new())), self.flags, beyond)?;
+        match self.ranges.get_mut(&base).map(|r| &mut r.kind) {
+            Some(RangeKind::Slab(slab)) => {
+                slab.take(size).map(|offset| (base, base + offset, backing)).ok_or(ERROR_OUT_OF_MEMORY)
+            }
+            _ => Err(ERROR_OUT_OF_MEMORY),
+        }
+    }
+
+    /// Allocates memory that has no address known to the program. Returns the base of its range.
+    pub fn create(&mut self, len: u64, flags: Flags, beyond: bool, work: &Work) -> Result<(u64, Backing), CUresult> {
+        self.reclaim(work);
+        self.make_range(len, RangeKind::Created, flags, beyond)
+    }
+
+    /// Frees what [`create`](Self::create) made, when nothing refers to it any more.
+    pub fn destroy(&mut self, base: u64) {
+        self.drop_range(base);
+    }
+
+    fn make_range(
+        &mut self,
+        len: u64,
+        kind: RangeKind,
+        flags: Flags,
+        beyond: bool,
+    ) -> Result<(u64, Backing), CUresult> {
+        if !self.account.admits(len, beyond) {
+            return Err(ERROR_OUT_OF_MEMORY);
+        }
+        let base = self.engine.reserve(len)?;
+        self.add_range(base, len, kind, flags)
+    }
+
+    fn add_range(&mut self, base: u64, len: u64, kind: RangeKind, flags: Flags) -> Result<(u64, Backing), CUresult> {
+        let engine = self.engine_of(flags);
+        // Memory that can be exported is a single chunk, since it must be a single handle.
+        let step = if flags.handle_types == 0 { CHUNK } else { len };
+        let chunks = (0..len.div_ceil(step))
+            .map(|i| Chunk { offset: i * step, len: step.min(len - i * step), flags, residency: Residency::Unbacked })
+            .collect();
+        let (pinned, exported, aliases) = (false, None, Aliases::default());
+        let mut range = Range { len, kind, chunks, dead: false, gone: false, pinned, exported, aliases };
+        self.account.demand += len;
+        // Only if no other memory is lacking: what is restored first must find its place.
+        let lacking = self.account.demand - len > self.account.mapped;
+        let may_map = !lacking && len <= self.account.room();
+        let mut backing = if may_map { Backing::There } else { Backing::Later };
+        if may_map {
+            for chunk in &mut range.chunks {
+                match engine.map(self.gpu, base + chunk.offset, chunk.len, flags) {
+                    Ok(handle) => {
+                        chunk.residency = Residency::Gpu { handle, copy: None };
+                        self.account.mapped += chunk.len;
+                    }
+                    // Other clients have not freed theirs yet, and the mover tries again. Without a scheduler or other clients,
+                    // nothing would change.
+                    Err(ERROR_OUT_OF_MEMORY) if self.account.room_comes() => {
+                        backing = Backing::Refused;
+                        break;
+                    }
+                    Err(error) => {
+                        self.account.refused |= error == ERROR_OUT_OF_MEMORY;
+                        self.dismantle(base, range);
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        self.ranges.insert(base, range);
+        self.update_peak();
+        Ok((base, backing))
+    }
+
+    /// Frees a range. Nothing may be using it.
+    fn dismantle(&mut self, base: u64, mut range: Range) {
+        let engine = range.chunks.first().map_or(self.engine, |chunk| self.engine_of(chunk.flags));
+        if range.pinned {
+            self.account.unpin(range.len);
+        }
+        if range.dead {
+            self.account.freeing -= range.len;
+        }
+        for chunk in range.chunks {
+            match chunk.residency {
+                Residency::Gpu { handle, copy } => {
+                    range.aliases.hide(chunk.offset);
+                    engine.unmap(base + chunk.offset, chunk.len, handle);
+                    self.account.mapped -= chunk.len;
+                    self.account.host_cache -= copy.as_ref().map_or(0, |c| c.buffer.len());
+                    self.keep_buffers(copy.map(|c| c.buffer));
+                }
+                Residency::Host(copy) => {
+                    self.account.swapped -= chunk.len;
+                    self.keep_buffers(copy.map(|c| c.buffer));
+                }
+                Residency::Unbacked | Residency::Constant(_) | Residency::Moving => {}
+            }
+            self.account.demand -= chunk.len;
+        }
+        if !range.gone {
+            engine.unreserve(base, range.len);
+        }
+        // Later allocations have not been used by any work.
+        self.account.peak = self.account.peak.min(self.account.demand);
+        self.update_peak();
+        if let Some(Exported { range, .. }) = range.exported {
+            // The scheduler must learn of this before it learns of fewer bytes.
+            outbox::push([ClientMessage::Withdrawn { range }]);
+        }
+        self.settle();
+    }
+
+    /// Frees the allocation at this address; `false` if there is none. `idle`: no work of this client is outstanding.
+    pub fn free(&mut self, address: u64, idle: bool, work: &Work) -> bool {
+        let Some(allocation) = self.allocations.remove(&address) else { return false };
+        if idle {
+            self.release(allocation);
+        } else {
+            self.account.freeing += self.room_of(&allocation);
+            self.freed.push_back(Freed { allocation, fence: work.fence() });
+        }
+        self.reclaim(work);
+        true
+    }
+
+    /// Frees allocations that work no longer uses.
+    pub fn reclaim(&mut self, work: &Work) {
+        while let Some(freed) = self.freed.front_mut() {
+            let fence = match &mut freed.fence {
+                Some(fence) => fence,
+                None => match work.fence() {
+                    Some(fence) => freed.fence.insert(fence),
+                    None => break,
+                },
+            };
+            if !work.is_done(fence) {
+                break;
+            }
+            if let Some(freed) = self.freed.pop_front() {
+                self.account.freeing -= self.room_of(&freed.allocation);
+                self.release(freed.allocation);
+            }
+        }
+    }
+
+    /// The bytes that an allocation frees: its range, unless that is a slab.
+    fn room_of(&self, allocation: &Allocation) -> u64 {
+        let range = self.ranges.get(&allocation.range);
+        range.filter(|r| matches!(r.kind, RangeKind::Single)).map_or(0, |r| r.len)
+    }
+
+    pub fn has_freed(&self) -> bool {
+        !self.freed.is_empty()
+    }
+
+    fn release(&mut self, allocation: Allocation) {
+        let Some(range) = self.ranges.get_mut(&allocation.range) else { return };
+        let empty = match &mut range.kind {
+            RangeKind::Single | RangeKind::Created => true,
+            RangeKind::Slab(slab) => {
+                slab.give_back(allocation.base - allocation.range, allocation.size);
+                slab.is_empty()
+            }
+        };
+        if empty {
+            self.drop_range(allocation.range);
+        }
+    }
+
+    fn drop_range(&mut self, base: u64) {
+        let Some(range) = self.ranges.get_mut(&base) else { return };
+        if range.chunks.iter().any(|c| matches!(c.residency, Residency::Moving)) {
+            if !core::mem::replace(&mut range.dead, true) {
+                self.account.freeing += range.len; // its address may be reused: it goes in a moment
+            }
+        } else if let Some(range) = self.ranges.remove(&base) {
+            self.dismantle(base, range);
+        }
+    }
+
+    /// Frees everything that belongs to a context which is being destroyed, or to any context if none is left.
+    pub fn drop_context(&mut self, context: usize, last: bool) {
+        let gone: Vec<_> = self.allocations.values().filter(|a| last || a.context == context).copied().collect();
+        for allocation in gone {
+            self.allocations.remove(&allocation.base);
+            self.release_gone(allocation);
+        }
+        self.buffers().for_each(|buffer| buffer.forget_context(context));
+        if last {
+            for freed in core::mem::take(&mut self.freed) {
+                self.account.freeing -= self.room_of(&freed.allocation);
+                self.release_gone(freed.allocation);
+            }
+        }
+    }
+
+    /// The same for one allocation: the driver has already freed managed memory.
+    fn release_gone(&mut self, allocation: Allocation) {
+        if let Some(range) = self.ranges.get_mut(&allocation.range) {
+            range.gone = allocation.managed;
+        }
+        self.release(allocation);
+    }
+}

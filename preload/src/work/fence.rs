@@ -1,0 +1,79 @@
+//! Fences: whether everything that was submitted is done.
+
+use super::point::{Point, is_legacy};
+use super::{Work, streams::Stream};
+use crate::driver::context::with_current;
+use alloc::{sync::Arc, vec::Vec};
+
+/// No samples are taken of more streams than this: each costs an event per stream.
+const MAX_SAMPLED_STREAMS: usize = 32;
+
+/// Covers everything that had been submitted when it was recorded.
+#[derive(Debug, Default)]
+pub struct Fence {
+    points: Vec<Arc<Point>>,
+    /// The fences of peers.
+    others: Vec<(&'static Work, Fence)>,
+}
+
+impl Work {
+    /// Records a fence behind everything submitted so far that may touch memory of this GPU. `None` if that is not possible at
+    /// the moment, for instance because of a capture.
+    pub fn fence(&self) -> Option<Fence> {
+        let mut fence = self.fence_of_own()?;
+        let peers = self.peers();
+        for work in (0..u64::BITS).filter(|index| peers >> index & 1 == 1).filter_map(self.of_gpu) {
+            fence.others.push((work, work.fence_of_own()?));
+        }
+        Some(fence)
+    }
+
+    /// The same for a fence in the middle of work: only if it makes no stream wait for another, and costs little.
+    pub fn sample(&self) -> Option<Fence> {
+        let inner = self.inner.lock();
+        let legacy = |stream: &Stream| is_legacy(stream.handle());
+        let marks_legacy = inner.streams.iter().any(|(stream, state)| state.dirty && legacy(stream));
+        if inner.streams.len() > MAX_SAMPLED_STREAMS || (marks_legacy && !inner.streams.keys().all(legacy)) {
+            return None;
+        }
+        drop(inner);
+        self.fence()
+    }
+
+    pub(super) fn fence_of_own(&self) -> Option<Fence> {
+        let mut inner = self.inner.lock();
+        inner.closed_streams.retain(|point| !point.is_done());
+        let mut fence = Fence { points: inner.closed_streams.clone(), others: Vec::new() };
+        inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
+        let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
+        for stream in dirty {
+            // Only its own thread can record a point there, and is about to.
+            let foreign = stream.thread != 0 || inner.context(stream.context).is_none_or(|c| c.foreign);
+            let made = !foreign && with_current(stream.context, || inner.point_in(stream).is_some()) == Ok(true);
+            if !made && inner.streams.contains_key(&stream) {
+                return None;
+            }
+        }
+        fence.points.extend(inner.streams.values().filter_map(|state| state.last.clone()));
+        Some(fence)
+    }
+
+    /// Whether everything behind the fence is done. A fence that is done stays done and costs nothing to ask.
+    pub fn is_done(&self, fence: &mut Fence) -> bool {
+        while let Some((work, other)) = fence.others.last_mut() {
+            if !work.is_done(other) {
+                return false;
+            }
+            fence.others.pop();
+        }
+        // No context is destroyed meanwhile.
+        let _inner = self.inner.lock();
+        while let Some(point) = fence.points.last() {
+            if !point.is_done() {
+                return false;
+            }
+            fence.points.pop();
+        }
+        true
+    }
+}

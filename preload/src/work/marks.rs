@@ -1,0 +1,250 @@
+//! Marks: they limit how much work is queued ahead of the GPU.
+
+use super::point::Point;
+use super::{Inner, Work, capture, context_of, streams::Stream};
+use crate::{
+    driver::{self, types::*},
+    gate::{epoch, threads},
+    sys::time::{self, Instant},
+};
+use alloc::sync::Arc;
+use core::{sync::atomic::Ordering, time::Duration};
+
+/// The GPU time that may be queued, in microseconds, while no other client waits for the lock, and while one does.
+pub(super) const RUN_AHEAD: u32 = 100_000;
+
+const RUN_AHEAD_CONTENDED: u32 = 20_000;
+
+/// The most submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch.
+const MAX_PER_MARK: u32 = 64;
+
+/// The window of a new program, in submissions, before anything is known about its kernels; and the largest window.
+pub(super) const FIRST_WINDOW: u32 = 1;
+
+const MAX_WINDOW: u32 = 4096;
+
+/// Keeps the steps small in which the window moves on.
+const MARKS_PER_WINDOW: u32 = 8;
+
+/// The longest wait of a thread for a mark at first. It is longer where recent work took longer, and half as long after each wait
+/// in vain: a program whose work waits for its next submission is delayed by no more than twice this in total.
+const MARK_TIMEOUT: Duration = Duration::from_millis(1500);
+
+const MAX_MARK_TIMEOUT: Duration = Duration::from_secs(3);
+
+const MAX_HALVINGS: u32 = 20;
+
+/// Work that ends this soon after a submission may have needed it.
+const PROMPTLY: Duration = Duration::from_millis(20);
+
+/// The longest wait of a thread for work that is only in other streams than its own.
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(20);
+
+#[derive(Debug)]
+pub(super) struct Mark {
+    pub(super) point: Arc<Point>,
+    pub(super) since: Instant,
+    /// Submissions since the previous mark.
+    pub(super) weight: u32,
+    /// Submissions that were outstanding when it was recorded, including its own.
+    pub(super) ahead: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct AbandonedWait {
+    /// When the mark was recorded, and when a thread first gave up waiting for it.
+    pub(super) mark: Instant,
+    pub(super) first: Instant,
+    pub(super) times: u32,
+}
+
+impl Work {
+    /// Called before a submission, outside the gate: waits while too much is outstanding.
+    #[inline]
+    pub fn throttle(&self, stream: CUstream) {
+        if self.full.load(Ordering::Relaxed) {
+            crate::sys::errno::preserved(|| self.wait_while_full(stream));
+        }
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.full.load(Ordering::Relaxed)
+    }
+
+    /// Called after a submission: records a mark if one is due.
+    #[inline]
+    pub fn submitted(&self, slot: &threads::Slot, weight: u32, stream: CUstream) {
+        let unmarked = slot.unmarked.load(Ordering::Relaxed) + weight;
+        if unmarked < self.per_mark.load(Ordering::Relaxed) {
+            slot.unmarked.store(unmarked, Ordering::Relaxed);
+        } else {
+            slot.unmarked.store(0, Ordering::Relaxed);
+            crate::sys::errno::preserved(|| self.mark(unmarked, stream));
+        }
+    }
+
+    #[cold]
+    pub(super) fn mark(&self, weight: u32, stream: CUstream) {
+        let Some(context) = context_of(stream) else { return };
+        let mut inner = self.inner.lock();
+        let stream = Stream::of(stream, context);
+        if !inner.has(stream.context) {
+            return; // a stream of another GPU
+        }
+        let Some(point) = inner.point_in_its_context(stream) else { return };
+        self.collect(&mut inner, false);
+        let ahead = inner.outstanding.saturating_add(weight);
+        inner.outstanding = ahead;
+        inner.marks.push_back(Mark { point, since: Instant::now(), weight, ahead });
+        self.update_full(&mut inner);
+    }
+
+    /// Sets `full` if too much is outstanding: more than the window, or for longer than the window was meant to last.
+    pub(super) fn update_full(&self, inner: &mut Inner) {
+        let run_ahead = Duration::from_micros(self.run_ahead.load(Ordering::Relaxed).into());
+        let old = inner.marks.front().is_some_and(|oldest| oldest.since.elapsed() > run_ahead);
+        let full = old || inner.outstanding > inner.window;
+        if full && !self.full.swap(true, Ordering::Relaxed) {
+            epoch::end();
+        } else if !full {
+            self.full.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits until the work that was outstanding on entry fits the window.
+    fn wait_while_full(&self, stream: CUstream) {
+        let begin = Instant::now();
+        while self.is_full() && self.wait_for_oldest(stream, begin) {}
+    }
+
+    /// Waits until the oldest mark is done, and learns from the time it took. The mark may be behind a kernel that only ends
+    /// when the program tells it to, perhaps by this thread's next call, so the wait is limited. Returns whether the mark is
+    /// done and was recorded no later than `newest`.
+    fn wait_for_oldest(&self, stream: CUstream, newest: Instant) -> bool {
+        let begin = Instant::now();
+        let mut inner = self.inner.lock();
+        // Work that is done already may have been so for a while.
+        self.collect(&mut inner, false);
+        self.update_full(&mut inner);
+        let oldest = inner.marks.front().map(|m| m.since).filter(|since| self.is_full() && *since <= newest);
+        let Some(oldest) = oldest else { return false };
+        let timeout =
+            self.slowest().map_or(MARK_TIMEOUT, |slowest| (slowest * 2).clamp(MARK_TIMEOUT, MAX_MARK_TIMEOUT));
+        let known = inner.abandoned.as_ref().filter(|g| g.mark == oldest);
+        let (times, first) = known.map_or((0, None), |g| (g.times, Some(g.first)));
+        let timeout = timeout / (1 << (inner.futile_waits + times).min(MAX_HALVINGS));
+        drop(inner);
+        loop {
+            let waited = begin.elapsed();
+            // Tiny kernels end within microseconds; for others a sleep is short compared with the window.
+            if waited > Duration::from_micros(50) {
+                time::sleep(Duration::from_micros(50));
+            }
+            let mut inner = self.inner.lock();
+            self.collect(&mut inner, true);
+            if inner.marks.front().is_none_or(|m| m.since != oldest) {
+                self.update_full(&mut inner);
+                return true;
+            }
+            if waited > timeout || (waited > OTHERS_TIMEOUT && is_idle(stream)) {
+                let first = first.unwrap_or_else(Instant::now);
+                inner.abandoned = Some(AbandonedWait { mark: oldest, first, times: times + 1 });
+                return false;
+            }
+        }
+    }
+
+    /// Learns from a mark that became done: how long it took with so many submissions outstanding.
+    pub(super) fn learn(&self, inner: &mut Inner, took: Duration, ahead: u32, exact: bool) {
+        let micros = (took.as_micros() as u64).max(1);
+        let ahead = u64::from(ahead.max(1));
+        if exact {
+            self.note_duration(took);
+            inner.longest = decaying_max(inner.longest, micros / ahead);
+        }
+        let run_ahead = u64::from(self.run_ahead.load(Ordering::Relaxed));
+        let fitting = ahead.saturating_mul(run_ahead) / micros;
+        // At most doubles, so that little is queued of unknown kernels. 0 if a single submission takes longer than the window,
+        // or did so recently: a short one in between does not mean that more of them follow.
+        let most = inner.window.saturating_mul(2).clamp(1, MAX_WINDOW).into();
+        let window = if inner.longest < run_ahead { fitting.min(most) as u32 } else { 0 };
+        self.set_window(inner, if exact { window } else { window.max(inner.window) });
+    }
+
+    pub(super) fn note_duration(&self, took: Duration) {
+        let slowest = decaying_max(self.slowest.load(Ordering::Relaxed), took.as_micros() as u64);
+        self.slowest.store(slowest, Ordering::Relaxed);
+    }
+
+    /// The longest recent time from submission to completion; `None` if none has been seen.
+    pub fn slowest(&self) -> Option<Duration> {
+        let slowest = self.slowest.load(Ordering::Relaxed);
+        (slowest > 0).then(|| Duration::from_micros(slowest))
+    }
+
+    pub(super) fn set_window(&self, inner: &mut Inner, window: u32) {
+        inner.window = window;
+        self.per_mark.store((window / MARKS_PER_WINDOW).clamp(1, MAX_PER_MARK), Ordering::Relaxed);
+    }
+
+    /// Sets whether another client waits for the GPU: the queue is kept shorter then.
+    pub fn set_contended(&self, contended: bool) {
+        let to = if contended { RUN_AHEAD_CONTENDED } else { RUN_AHEAD };
+        let from = self.run_ahead.swap(to, Ordering::Relaxed);
+        if to < from {
+            let mut inner = self.inner.lock();
+            let window = inner.window.div_ceil(from / to);
+            self.set_window(&mut inner, window);
+        }
+    }
+
+    /// Removes the marks that are done, and learns from the newest. Only a thread that waited for it knows how long it took;
+    /// otherwise it took no longer than that, so the window may grow but not shrink.
+    pub(super) fn collect(&self, inner: &mut Inner, waited: bool) {
+        let mut newest = None;
+        let mut weight = 0;
+        inner.marks.retain(|mark| {
+            let done = mark.point.is_done();
+            if done {
+                newest = Some((mark.since, mark.ahead));
+                weight += mark.weight;
+                self.done.fetch_add(1, Ordering::Relaxed);
+            }
+            !done
+        });
+        inner.outstanding = inner.outstanding.saturating_sub(weight);
+        if let Some(abandoned) = &inner.abandoned
+            && inner.marks.front().is_none_or(|m| m.since != abandoned.mark)
+        {
+            if abandoned.times > 1 {
+                inner.futile_waits = 0;
+                self.note_duration(abandoned.first - abandoned.mark);
+            } else if abandoned.first.elapsed() < PROMPTLY {
+                inner.futile_waits = (inner.futile_waits + 1).min(MAX_HALVINGS);
+            }
+            inner.abandoned = None;
+        }
+        if let Some((since, ahead)) = newest {
+            self.learn(inner, since.elapsed(), ahead, waited);
+        }
+    }
+
+    /// The number of marks that are done: a drain during which it does not grow makes no progress.
+    pub fn progress(&self) -> u64 {
+        self.collect(&mut self.inner.lock(), false);
+        self.done.load(Ordering::Relaxed)
+    }
+}
+
+/// The maximum of recent values, which decays by an eighth with each smaller one.
+fn decaying_max(known: u64, seen: u64) -> u64 {
+    seen.max(known - known / 8)
+}
+
+/// Whether all work of this stream of the current context is done.
+fn is_idle(stream: CUstream) -> bool {
+    // SAFETY: the program has just submitted to this stream. A stream that captures is never asked.
+    capture::beside(|capturing| {
+        !(capturing && capture::is_capturing(stream)) && unsafe { driver::cuStreamQuery(stream) } == SUCCESS
+    })
+}

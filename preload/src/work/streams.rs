@@ -1,0 +1,131 @@
+//! The streams that were given work, and recording points in them.
+
+use super::point::{Point, is_legacy};
+use super::{Inner, Work};
+use crate::{
+    driver::{
+        self,
+        context::{current_or_null, is_dead, with_current},
+        types::*,
+    },
+    gate::{epoch, threads},
+};
+use alloc::sync::Arc;
+use core::sync::atomic::Ordering;
+
+/// The least number of known streams from which on idle ones are removed.
+pub(super) const MIN_PRUNE_THRESHOLD: usize = 64;
+
+/// Identifies a stream: the default streams have one handle in all contexts or all threads. The thread is a number, since the
+/// work of its stream may outlive it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Stream {
+    pub(super) context: usize,
+    pub(super) handle: usize,
+    pub(super) thread: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct StreamState {
+    /// It was given work after its last point.
+    pub(super) dirty: bool,
+    pub(super) last: Option<Arc<Point>>,
+}
+
+impl Stream {
+    /// The stream that the calling thread means by this handle.
+    pub(super) fn of(handle: CUstream, context: CUcontext) -> Self {
+        let thread = if handle == STREAM_PER_THREAD { threads::mine().number.load(Ordering::Relaxed) } else { 0 };
+        Self { context: context as usize, handle: handle as usize, thread }
+    }
+
+    pub(super) fn handle(self) -> CUstream {
+        self.handle as CUstream
+    }
+}
+
+impl Work {
+    /// The program begins to capture this stream: the last moment to record a point behind its work.
+    pub fn mark_stream(&self, stream: CUstream) {
+        self.with_marked(stream, |_, _| {});
+    }
+
+    /// The program destroys this stream, whose work goes on.
+    pub fn forget_stream(&self, stream: CUstream) {
+        self.with_marked(stream, |inner, stream| {
+            if let Some(StreamState { last: Some(point), .. }) = inner.streams.remove(&stream) {
+                inner.closed_streams.push(point);
+            }
+            epoch::end();
+        });
+    }
+
+    pub(super) fn with_marked(&self, stream: CUstream, then: impl FnOnce(&mut Inner, Stream)) {
+        let Some(context) = context_of(stream) else { return };
+        let stream = Stream::of(stream, context);
+        let mut inner = self.inner.lock();
+        if inner.streams.get(&stream).is_some_and(|state| state.dirty) {
+            let _ = with_current(stream.context, || inner.point_in(stream));
+        }
+        then(&mut inner, stream);
+    }
+}
+
+impl Inner {
+    /// Removes idle streams before there are too many: short-lived threads leave many behind.
+    pub(super) fn prune_streams(&mut self, stream: Stream) {
+        if self.streams.len() >= self.prune_threshold && !self.streams.contains_key(&stream) {
+            self.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
+            self.prune_threshold = MIN_PRUNE_THRESHOLD.max(self.streams.len() * 2);
+        }
+    }
+
+    /// Records a point in a stream that the calling thread can use, in any current context.
+    pub(super) fn point_in_its_context(&mut self, stream: Stream) -> Option<Arc<Point>> {
+        if current_or_null() as usize == stream.context {
+            return self.point_in(stream);
+        }
+        with_current(stream.context, || self.point_in(stream)).ok().flatten()
+    }
+
+    /// Records a point in a stream whose context is current.
+    pub(super) fn point_in(&mut self, stream: Stream) -> Option<Arc<Point>> {
+        let context = self.contexts.iter_mut().find(|c| c.handle == stream.context)?;
+        // Before the point: a thread that reads the old epoch has submitted before the point; one that reads the new epoch
+        // notes the stream again, after this.
+        epoch::end();
+        match context.record(stream.handle()) {
+            Ok(point) => {
+                let state = self.streams.entry(stream).or_default();
+                *state = StreamState { dirty: false, last: Some(point.clone()) };
+                Some(point)
+            }
+            Err(error) => {
+                // Nothing runs there any more, or there is no such stream and the program's call failed.
+                if is_dead(error) || matches!(error, ERROR_INVALID_HANDLE | ERROR_STREAM_DETACHED) {
+                    self.streams.remove(&stream);
+                }
+                None
+            }
+        }
+    }
+}
+
+/// The context of a stream of the calling thread.
+pub fn context_of(stream: CUstream) -> Option<CUcontext> {
+    let mut context = core::ptr::null_mut();
+    // SAFETY: a valid place, and a stream that the program has just used; the default streams are the current context's.
+    unsafe {
+        let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
+        if is_default || driver::cuStreamGetCtx(stream, &mut context) != SUCCESS {
+            context = current_or_null();
+        }
+    }
+    (!context.is_null()).then_some(context)
+}
+
+/// Identifies a stream from one launch to the next. The legacy stream differs between contexts, so its context names it.
+#[inline]
+pub fn name_of(stream: CUstream) -> usize {
+    if is_legacy(stream) { current_or_null() as usize } else { stream as usize }
+}
