@@ -86,13 +86,12 @@ impl Fingerprinter {
     pub fn fingerprints(&mut self, chunks: &[(u64, u64)], stream: CUstream) -> Option<Vec<Fingerprint>> {
         let mut fingerprints = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
-        while let Some((_, len)) = rest.first() {
-            // Chunks of equal size together, so that every block has work.
-            let parts = len.div_ceil(PART).max(1) as usize;
-            let most = MAX_CHUNKS.min(MAX_PARTS / parts).max(1);
-            let same =
-                rest.iter().take(most).take_while(|(_, len)| len.div_ceil(PART).max(1) as usize == parts).count();
-            let (now, later) = rest.split_at(same);
+        while !rest.is_empty() {
+            let (count, parts) = batch(rest);
+            if count * parts > MAX_PARTS {
+                return None; // no chunk is as large
+            }
+            let (now, later) = rest.split_at(count);
             self.run(now, parts, stream)?;
             fingerprints.extend((0..now.len()).map(|chunk| self.read(chunk, parts)));
             rest = later;
@@ -160,9 +159,56 @@ impl Fingerprinter {
     }
 }
 
+/// How many of the chunks one launch takes, and the number of parts of the largest of them. The kernel finds nothing to read in parts
+/// that a chunk does not have. A launch for each size of chunk instead leaves most of the GPU idle: 209 chunks of a language model, of 33
+/// to 90 MB in no order, took 74 ms on an H200.
+fn batch(chunks: &[(u64, u64)]) -> (usize, usize) {
+    let (mut count, mut parts) = (0, 1);
+    for (_, len) in chunks.iter().take(MAX_CHUNKS) {
+        let wider = parts.max(len.div_ceil(PART) as usize);
+        if count > 0 && (count + 1) * wider > MAX_PARTS {
+            break;
+        }
+        (count, parts) = (count + 1, wider);
+    }
+    (count, parts)
+}
+
 /// Random, so that a program cannot construct two contents with the same fingerprint.
 fn seed() -> u64 {
     let mut seed = [0; 8];
     let _ = rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::NONBLOCK);
     u64::from_ne_bytes(seed) | 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn batches(chunks: &[(u64, u64)]) -> Vec<(usize, usize)> {
+        let (mut all, mut rest) = (Vec::new(), chunks);
+        while !rest.is_empty() {
+            let (count, parts) = batch(rest);
+            assert!(count > 0 && count <= MAX_CHUNKS && (count * parts <= MAX_PARTS || count == 1));
+            assert!(rest.iter().take(count).all(|(_, len)| len.div_ceil(PART) <= parts as u64));
+            all.push((count, parts));
+            rest = &rest[count..];
+        }
+        all
+    }
+
+    #[test]
+    fn chunks_of_different_sizes_go_together() {
+        let sizes = [64, 64, 86, 86, 54, 32].map(|mib| (0, mib * MIB));
+        assert_eq!(batches(&sizes.repeat(30)), [(180, 22)]);
+    }
+
+    #[test]
+    fn a_batch_is_no_larger_than_the_table() {
+        assert_eq!(batches(&[(0, 2 * MIB); 3000]), [(1024, 1), (1024, 1), (952, 1)]);
+        assert_eq!(batches(&[(0, 1024 * MIB); 100]), [(32, 256), (32, 256), (32, 256), (4, 256)]);
+        assert_eq!(batches(&[]), []);
+    }
 }
