@@ -2,7 +2,7 @@
 //! counted GPUs in its own ways. Over the programs' socket, which everybody may use, in containers too.
 
 use std::ffi::{CStr, OsStr, OsString};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,12 +11,13 @@ use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::scheduler::NoPlacement;
 use nvshare_wire::visible_devices::{self, chooser};
 use nvshare_wire::{ClientMessage, MAX_LEN, MAX_SLOTS, SchedulerMessage, Text, version};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::CtlError;
 use crate::bus;
 use crate::config::paths::CLIENTS_SOCKET;
-use crate::daemon::socket::{self, Kind};
 use crate::scheduler::GpuId;
+use crate::sys::socket::{self, Kind};
 
 /// How long a scheduler may take for one answer, as for programs.
 const ANSWER: Duration = Duration::from_secs(2);
@@ -126,11 +127,12 @@ impl Talk {
 
     fn hear(&self) -> Option<SchedulerMessage> {
         let end = Instant::now() + ANSWER;
-        let mut entry = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        while entry.revents == 0 {
-            let left = end.checked_duration_since(Instant::now())?.as_millis() as libc::c_int;
-            // SAFETY: one entry, which lives through the call.
-            unsafe { libc::poll(&raw mut entry, 1, left + 1) };
+        let mut readable = [PollFd::new(&self.socket, PollFlags::IN)];
+        loop {
+            let left = Timespec::try_from(end.checked_duration_since(Instant::now())?).ok()?;
+            if poll(&mut readable, Some(&left)).is_ok_and(|count| count > 0) {
+                break;
+            }
         }
         let mut buffer = [0; MAX_LEN];
         let length = socket::receive(self.socket.as_fd(), &mut buffer, &mut Vec::new()).ok()?;

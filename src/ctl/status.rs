@@ -44,10 +44,8 @@ impl Style {
 }
 
 fn terminal_width() -> Option<usize> {
-    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
-    // SAFETY: the kernel fills in the struct.
-    let rc = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &raw mut size) };
-    (rc == 0 && size.ws_col > 0).then_some(size.ws_col.into())
+    let columns = rustix::termios::tcgetwinsize(std::io::stdout()).ok()?.ws_col;
+    (columns > 0).then_some(columns.into())
 }
 
 /// Asks the scheduler.

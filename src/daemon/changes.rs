@@ -13,11 +13,11 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::bus::Change;
-use super::state;
 use crate::config::names::{anti_thrash_name, policy_name};
 use crate::config::rules::{Added, Addition};
 use crate::config::{Config, ConfigError, document, settings};
 use crate::scheduler::{AntiThrash, PolicyName};
+use crate::sys::atomic_file;
 
 const FILE: &str = "settings.toml";
 const HEADER: &str =
@@ -76,7 +76,7 @@ impl Changes {
         let thread = thread::Builder::new().name("state".into()).spawn(move || {
             for (text, written) in texts {
                 let text = if text.is_empty() { text } else { format!("{HEADER}{text}") };
-                if let Err(e) = state::write(&path, &text) {
+                if let Err(e) = atomic_file::write(&path, &text) {
                     warn!(
                         name: "settings-unsaved",
                         "a changed setting is in effect, and will not outlive the scheduler: {}: {e}",

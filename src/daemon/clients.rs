@@ -20,9 +20,10 @@ use super::hub::{Arrival, Hub};
 use super::outbox::Outbox;
 use super::peer;
 use super::session::Violation;
-use super::socket::{self, Spare};
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
+use crate::sys::descriptors::{self, Spare};
+use crate::sys::socket;
 
 /// A connection that says nothing for this long is closed. A client that was stopped meanwhile connects again.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -51,7 +52,7 @@ impl Link {
     /// `version` is 0 before the handshake.
     pub fn new(socket: OwnedFd, version: u16) -> io::Result<Self> {
         Ok(Self {
-            socket: socket::watch(socket)?,
+            socket: descriptors::watch(socket)?,
             outbox: RefCell::default(),
             wake: Notify::new(),
             overflow: Notify::new(),
@@ -89,7 +90,7 @@ impl Link {
 
     /// Hangs up: both sides read the end.
     pub fn close(&self) {
-        socket::hang_up(self.socket.as_fd());
+        socket::shut_down(self.socket.as_fd());
     }
 
     /// Sends what waits, until no more can be sent: that is over by the reading side's end.
@@ -141,7 +142,7 @@ impl Shared {
 
 /// Accepts connections for as long as the daemon runs.
 pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>) -> io::Result<()> {
-    let listener = socket::watch(listener)?;
+    let listener = descriptors::watch(listener)?;
     let mut spare = Spare::new();
     let complaints = &shared.complaints;
     loop {
@@ -244,7 +245,8 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
     if too_many && count > most + REFUSALS_AT_ONCE {
         return;
     }
-    let links = Link::new(socket, 0).and_then(|link| pidfd.map(socket::watch).transpose().map(|pidfd| (link, pidfd)));
+    let links =
+        Link::new(socket, 0).and_then(|link| pidfd.map(descriptors::watch).transpose().map(|pidfd| (link, pidfd)));
     let (link, pidfd) = match links {
         Ok((link, pidfd)) => (Rc::new(link), pidfd),
         Err(e) => return error!("cannot watch a connection: {e}"),

@@ -19,8 +19,8 @@ use tracing::{debug, info};
 
 use super::driver_limits::{Call, Driver, Keeper, Refusal, Wanted};
 use super::traffic::Meter;
-use super::{privileges, socket};
 use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
+use crate::sys::{clock, privileges};
 
 /// What the loop wants to know, or to have done.
 #[derive(Debug)]
@@ -278,7 +278,7 @@ fn sample((device, ..): &Found<'_>) -> Option<Sample> {
     let gpu = id(device)?;
     let used = || device.memory_info().ok().map(|memory| memory.total.saturating_sub(memory.free));
     let take = || {
-        let begun = socket::now();
+        let begun = clock::now();
         let before = used()?;
         let processes = device.running_compute_processes().ok().and_then(|all| by_pid(&all));
         let processes = processes.filter(|processes| are_here(processes.keys().copied()));

@@ -18,10 +18,10 @@ use tokio::task::spawn_local;
 
 use super::clients::{Counted, Link, Shared};
 use super::hub::{Arrival, Hub, printable};
-use super::socket;
 use crate::bus::Error;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
+use crate::sys::{descriptors, socket};
 
 /// No name or reason is longer, in characters.
 const MAX_TEXT: usize = 200;
@@ -73,7 +73,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
     let owner = UnixStream::from_std(owner).map_err(failed)?;
     let (ours, hubs) = socket::packet_pair().map_err(failed)?;
     let link = Rc::new(Link::new(hubs, version::MAX).map_err(failed)?);
-    let ours = socket::watch(ours).map_err(failed)?;
+    let ours = descriptors::watch(ours).map_err(failed)?;
     let identity = Identity {
         pid: request.pid,
         uid: request.uid,

@@ -1,9 +1,7 @@
 //! The daemon: everything around the machine that touches the world.
 //!
 //! - `control`: what administrators ask of it.
-//! - `rules`: what programs may have by where they belong, with `cgroup` for where that is.
-//! - `changes`: settings that were changed at run time, and `state`: how a file is written that outlives the daemon.
-//! - `socket`: system calls around sockets, the timer, the clock.
+//! - `changes`: settings that were changed at run time.
 //! - `clients`: the clients' connections, with `session` for what they may say, `outbox` for what they have not read
 //!   yet, `peer` for who they are and `complaints` for how often the log hears of them.
 //! - `pods`: what Kubernetes calls them.
@@ -13,7 +11,7 @@
 //! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
 //! - `host`: the host's memory.
 //! - `gpus`: NVML, with `accounting` for what follows from it, and `traffic` for what moves, of which `uvm` knows some.
-//! - `driver_limits`: what the driver itself is to bound, and `privileges`: what that takes.
+//! - `driver_limits`: what the driver itself is to bound.
 //! - `bus`: the D-Bus object, in a thread of its own. `bundle`: debug bundles.
 //! - `metrics`: metrics for monitoring, in a thread of its own, where somebody has asked for them.
 //! - `status`: what `systemctl status` shows.
@@ -42,12 +40,9 @@ mod node;
 mod outbox;
 mod peer;
 mod pods;
-mod privileges;
 mod resume;
 mod session;
 mod shared;
-pub(crate) mod socket;
-mod state;
 mod status;
 mod systemd;
 mod trace;
@@ -68,13 +63,15 @@ use tracing::{error, info, warn};
 
 use crate::config::paths::CLIENTS_SOCKET;
 use crate::config::{Config, LogLevel};
+use crate::sys::listen::{self, Bound};
+use crate::sys::socket::Kind;
+use crate::sys::{clock, descriptors, privileges};
 use bus::{Bus, BusServer, Holders};
 use changes::Changes;
 use control::Control;
 use gpus::Ask;
 use hub::Hub;
 use resume::Kept;
-use socket::{Bound, Kind};
 
 /// Anybody may be a client: what a client is allowed is decided by who it is, not by the file's mode.
 const CLIENTS_MODE: u32 = 0o666;
@@ -159,7 +156,7 @@ pub fn run(options: Options) -> Result<(), StartError> {
 }
 
 fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result<(), StartError> {
-    if let Err(e) = socket::raise_descriptor_limit() {
+    if let Err(e) = descriptors::raise_limit() {
         warn!("cannot raise the limit of file descriptors: {e}");
     }
     if options.in_pod {
@@ -210,8 +207,8 @@ impl Sockets {
             Some(socket) => socket,
             None => {
                 let (socket, ours) =
-                    socket::listen(&clients_path, Kind::Packets, CLIENTS_MODE).map_err(StartError::new)?;
-                in_lasting_directory = !ours.made_directory();
+                    listen::listen(&clients_path, Kind::Packets, CLIENTS_MODE).map_err(StartError::new)?;
+                in_lasting_directory = !ours.created_directory();
                 bound.push(ours);
                 socket
             }
@@ -220,7 +217,7 @@ impl Sockets {
             Some(socket) => Some(socket),
             None => {
                 let path = options.control_socket.clone().unwrap_or_else(|| control_path(&clients_path));
-                match socket::listen(&path, Kind::Stream, CONTROL_MODE) {
+                match listen::listen(&path, Kind::Stream, CONTROL_MODE) {
                     Ok((socket, ours)) => {
                         bound.push(ours);
                         Some(socket)
@@ -414,7 +411,7 @@ async fn sample(hub: Rc<RefCell<Hub>>) {
         }
         hub.borrow().ask_nvml(Ask::Sample);
         hub.borrow_mut().sample_host();
-        if socket::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
+        if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
             tokio::time::sleep(SAMPLE_BUSY).await;
         } else {
             let _ = tokio::time::timeout(SAMPLE_IDLE, signals.activity.notified()).await;

@@ -3,14 +3,14 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::socket;
 use crate::identity::{Cgroup, Identity};
+use crate::sys::credentials;
 
 /// What the kernel knows of the process at the other end, and a descriptor that tells of its death.
 pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<OwnedFd>)> {
-    let credentials = socket::credentials(socket)?;
-    let pidfd = socket::pidfd(socket, credentials.pid)?;
-    let groups = socket::groups(socket, credentials.gid)?;
+    let credentials = credentials::credentials(socket)?;
+    let pidfd = credentials::pidfd(socket, credentials.pid)?;
+    let groups = credentials::groups(socket, credentials.gid)?;
     let mut identity = Identity { pid: credentials.pid.max(0), uid: credentials.uid, groups, ..Identity::default() };
     if identity.pid > 0 {
         let read = |file: &str| std::fs::read(format!("/proc/{}/{file}", identity.pid)).unwrap_or_default();

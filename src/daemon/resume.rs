@@ -23,9 +23,10 @@ use tracing::{info, warn};
 use super::clients::{self, Counted, Hello, Link, Shared};
 use super::hub::{Arrival, Hub};
 use super::peer;
-use super::{socket, systemd};
+use super::systemd;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
+use crate::sys::{descriptors, socket};
 
 /// How long a client may take to answer. One that moves its memory just now takes a moment.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -154,11 +155,11 @@ fn ask(hub: &Rc<RefCell<Hub>>, name: Name, socket: OwnedFd, shared: &Shared) -> 
         lives && (name.began == 0 || peer::began(identity.pid).is_none_or(|began| began == name.began))
     });
     let Some((identity, pidfd)) = known.filter(|_| speaks && keeps) else {
-        socket::hang_up(socket.as_fd());
+        socket::shut_down(socket.as_fd());
         return None;
     };
     let link = Rc::new(Link::new(socket, name.version).ok()?);
-    let pidfd = pidfd.map(socket::watch).transpose().ok()?;
+    let pidfd = pidfd.map(descriptors::watch).transpose().ok()?;
     let (counted, _) = Counted::new(shared.connections.clone(), identity.uid);
     link.send(SchedulerMessage::Resume { client: name.client });
     Some(Asked { name, link, identity: Arc::new(identity), pidfd, counted })

@@ -14,7 +14,8 @@ use sd_notify::NotifyState;
 use tracing::warn;
 
 use super::resume::{Kept, Name};
-use super::socket::{self, Kind};
+use crate::sys::descriptors;
+use crate::sys::socket::{self, Kind};
 
 /// The names of the descriptors in `nvshare.socket` (`FileDescriptorName=`).
 const CLIENTS: &str = "clients";
@@ -46,7 +47,7 @@ pub fn activated() -> Result<Activated, String> {
         // SAFETY: systemd passed this descriptor to this process, and nothing else here knows of it.
         let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
         if let Some(name) = Name::parse(&name) {
-            if socket::prepare(fd.as_fd()).is_ok() {
+            if descriptors::prepare(fd.as_fd()).is_ok() {
                 sockets.kept.push(Kept { name, socket: fd });
             }
             continue;
@@ -66,7 +67,8 @@ pub fn activated() -> Result<Activated, String> {
                 "the socket {name:?} that systemd passed is not a listening one of the right kind: see nvshare.socket"
             ));
         }
-        socket::prepare(fd.as_fd()).map_err(|e| format!("cannot use the socket {name:?} that systemd passed: {e}"))?;
+        descriptors::prepare(fd.as_fd())
+            .map_err(|e| format!("cannot use the socket {name:?} that systemd passed: {e}"))?;
         match kind {
             Kind::Packets => sockets.clients = Some(fd),
             Kind::Stream => sockets.control = Some(fd),

@@ -11,9 +11,9 @@ use nvml_wrapper::enum_wrappers::device::PcieUtilCounter;
 use tracing::debug;
 
 use super::hub::Hub;
-use super::socket;
 use super::uvm::Faults;
 use crate::scheduler::{GpuId, Traffic};
+use crate::sys::clock;
 
 /// How often. NVML counts for 20 ms each way.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ pub struct Meter {
 impl Meter {
     /// Takes 40 ms.
     pub fn take(&mut self, gpu: GpuId, device: &Device<'_>) -> Traffic {
-        let faults = self.faults.rate(gpu, socket::now());
+        let faults = self.faults.rate(gpu, clock::now());
         // As the GPU sees it.
         let mut moves = |counter| {
             let rate = device.pcie_throughput(counter).map(|rate| u64::from(rate) * KILOBYTE);

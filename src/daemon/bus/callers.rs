@@ -96,8 +96,7 @@ impl Caller<'_> {
         let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
         match self.from {
             _ if self.uid == 0 => Ok(()),
-            // SAFETY: a plain call that cannot fail.
-            From::Peer if self.uid == unsafe { libc::geteuid() } => Ok(()),
+            From::Peer if self.uid == rustix::process::geteuid().as_raw() => Ok(()),
             From::Peer => Err(Error::NotAuthorized(only_root("on the control socket ")).into()),
             From::Bus { .. } => match self.ask(action).await? {
                 Answer::Absent => Err(Error::NotAuthorized(only_root("there is no polkit, so ")).into()),

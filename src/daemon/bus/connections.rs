@@ -18,7 +18,8 @@ use super::served::Served;
 use super::{Bus, Holders, Shared};
 use crate::bus;
 use crate::daemon::hub::Thrashing;
-use crate::daemon::{peer, socket};
+use crate::daemon::peer;
+use crate::sys::{credentials, descriptors, socket};
 
 /// How long to wait before the bus is tried again.
 const RETRY: Duration = Duration::from_secs(5);
@@ -68,7 +69,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
 
 /// Serves the control socket: the same object, without a bus between.
 pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
-    let listener = match socket::watch(listener) {
+    let listener = match descriptors::watch(listener) {
         Ok(listener) => listener,
         Err(e) => return error!("there is no control socket: {e}"),
     };
@@ -96,7 +97,7 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
 }
 
 async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
-    let socket::Credentials { uid, pid, .. } = socket::credentials(stream.as_fd())?;
+    let credentials::Credentials { uid, pid, .. } = credentials::credentials(stream.as_fd())?;
     if peer::is_in_another_namespace(pid) {
         // Somebody has mounted this socket into a container: it hears of no change either.
         shared.followed.holders = watch::channel(Holders::new()).1;

@@ -9,8 +9,8 @@ use nvshare_wire::Uuid;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::daemon::state;
 use crate::scheduler::GpuId;
+use crate::sys::atomic_file;
 
 const FILE: &str = "driver-limits.toml";
 const HEADER: &str = "# What the scheduler has set in the driver, and takes away again.\n";
@@ -72,7 +72,7 @@ impl Left {
         }
         self.written = places;
         let Some(path) = &self.path else { return };
-        if let Err(e) = state::write(path, &text(&self.written)) {
+        if let Err(e) = atomic_file::write(path, &text(&self.written)) {
             warn!("limits in the driver stay there if the scheduler is killed: {}: {e}", path.display());
         }
     }

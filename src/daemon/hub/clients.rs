@@ -16,9 +16,10 @@ use crate::daemon::gpus::{Ask, Sample};
 use crate::daemon::peer;
 use crate::daemon::resume::Name;
 use crate::daemon::session::{Meaning, Session, Violation};
-use crate::daemon::{socket, systemd};
+use crate::daemon::systemd;
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, UserId};
+use crate::sys::clock;
 
 /// GPUs that NVML does not know are believed to a client, up to this many: more is a client that makes them up.
 const MAX_UNKNOWN_GPUS: usize = 128;
@@ -105,7 +106,7 @@ impl Hub {
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
         self.active();
-        self.trace(socket::now(), client, None, traced, None);
+        self.trace(clock::now(), client, None, traced, None);
     }
 
     /// Has a connection outlive this daemon, where the client knows what to do then, and systemd is there to keep it. One
@@ -141,14 +142,14 @@ impl Hub {
         let Some(entry) = self.clients.get(&client) else { return };
         let gpus = entry.session.known(slots);
         if !gpus.is_empty() {
-            self.trace_all(socket::now(), client, &gpus, "held");
+            self.trace_all(clock::now(), client, &gpus, "held");
             self.apply(Event::Held { client, gpus });
         }
     }
 
     /// The client is gone, for whatever reason.
     pub fn disconnect(&mut self, client: ClientId, why: &str) {
-        let now = socket::now();
+        let now = clock::now();
         self.trace(now, client, None, "disconnect", None);
         let Some(gone) = self.clients.remove(&client) else { return };
         if let Some(name) = gone.kept {
@@ -176,7 +177,7 @@ impl Hub {
 
     /// One packet of a client, and the descriptors that came with it.
     pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
-        let now = socket::now();
+        let now = clock::now();
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
         let meaning = entry.session.receive(packet)?;
         self.active();

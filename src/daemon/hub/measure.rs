@@ -9,8 +9,8 @@ use super::{Gpu, Hub};
 use crate::daemon::accounting::{Accounting, Attached};
 use crate::daemon::gpus::{Ask, GpuDescription, Report, Sample};
 use crate::daemon::host::MemInfo;
-use crate::daemon::socket;
 use crate::scheduler::{Event, GpuId, Time};
+use crate::sys::clock;
 
 /// Programs that ran under an earlier scheduler are back within this time; until then nobody is taken for a stranger.
 const RETURN: Duration = Duration::from_secs(1);
@@ -62,7 +62,7 @@ impl Hub {
     pub fn sample_host(&mut self) {
         let Some(info) = MemInfo::read() else { return };
         let held = self.clients.values().flat_map(|c| c.uses.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
-        if let Some(bytes) = self.host.sample(socket::now(), info, held, self.config.swap_max) {
+        if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
             debug!(bytes, held, "host memory for what is swapped out");
             self.apply(Event::HostMemory { bytes });
         }
@@ -82,7 +82,7 @@ impl Hub {
                 self.signals.limits.notify_one();
             }
             Report::Driver(versions) => self.driver = versions,
-            Report::Traffic(seen) => self.traffic_seen(seen, socket::now()),
+            Report::Traffic(seen) => self.traffic_seen(seen, clock::now()),
         }
     }
 
@@ -139,7 +139,7 @@ impl Hub {
         if let Some(found) = found {
             let free = Some(total.saturating_sub(sample.used)).filter(|_| sample.steady);
             self.apply(Event::Measured { gpu, begun: sample.begun, free, found });
-            let now = socket::now();
+            let now = clock::now();
             attached.iter().for_each(|client| self.record_extent(client.client, gpu, now));
         }
     }

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use super::Hub;
 use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, Snapshot};
-use crate::daemon::socket;
 use crate::scheduler::{AttachmentView, GpuId};
+use crate::sys::clock;
 
 impl Hub {
     /// A copy, so that nothing of it is looked at on the scheduling loop.
     pub fn snapshot(&self) -> Snapshot {
-        let now = socket::now();
+        let now = clock::now();
         let views = self.machine.clients();
         let attachments: HashMap<_, _> = views
             .iter()

@@ -55,7 +55,6 @@ use super::pods::Pods;
 use super::resume::Name;
 use super::session::Session;
 use super::shared::Book;
-use super::socket::{self, Timer};
 use super::trace::Trace;
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
@@ -65,6 +64,7 @@ use crate::recorder::Recorder;
 use crate::scheduler::{
     ClientId, Command, Denial, Event, GpuId, GpuSet, GroupId, Machine, MemoryReport, Settings, Time, WaitReason,
 };
+use crate::sys::clock::{self, Timer};
 
 /// The machine asks for no tick sooner than this after one, so that a mistake in it cannot take a whole CPU.
 const MIN_TICK: Duration = Duration::from_micros(100);
@@ -224,7 +224,7 @@ impl Hub {
             config,
             clients: BTreeMap::new(),
             gpus: BTreeMap::new(),
-            shared: Book::new(socket::now()),
+            shared: Book::new(clock::now()),
             groups: BTreeMap::new(),
             next_group: 1,
             next_gang: 0,
@@ -235,7 +235,7 @@ impl Hub {
             timer: Rc::new(Timer::new()?),
             armed: None,
             ticked: Time::ZERO,
-            started: socket::now(),
+            started: clock::now(),
             host: HostMemory::default(),
             departed: BTreeMap::new(),
             stopped: BTreeSet::new(),
@@ -288,13 +288,13 @@ impl Hub {
 
     pub fn tick(&mut self) {
         self.armed = None;
-        self.ticked = socket::now();
+        self.ticked = clock::now();
         self.apply(Event::Tick);
     }
 
     /// Gives the machine an event and carries out what it decides.
     fn apply(&mut self, event: Event) {
-        let now = socket::now();
+        let now = clock::now();
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
             self.note_event(&event, now);
@@ -439,7 +439,7 @@ impl Hub {
     }
 
     fn active(&self) {
-        let now = socket::now();
+        let now = clock::now();
         let before = self.signals.last_activity.replace(now);
         if now.saturating_sub(before) > super::SAMPLE_QUIET {
             self.signals.activity.notify_one();

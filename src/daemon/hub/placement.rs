@@ -12,9 +12,9 @@ use crate::config::rules::variable;
 use crate::config::rules::{GpuName, Rule};
 use crate::daemon::peer;
 use crate::daemon::session::Ask;
-use crate::daemon::socket;
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Event, GpuId, Labels, Placement, PlacementError, PlacementRequest, Time};
+use crate::sys::clock;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ impl Hub {
         if ask.ahead && entry.identity.pid > 0 {
             let pid = entry.identity.pid;
             self.ahead.retain(|ahead| ahead.pid != pid); // one for each process, however often it asks
-            self.ahead.push(Ahead { pid, client, since: socket::now() });
+            self.ahead.push(Ahead { pid, client, since: clock::now() });
         }
         match self.choice(client, ask) {
             Choice::Free => self.unplaced(client, NoPlacement::Free, ""),
@@ -119,7 +119,7 @@ impl Hub {
 
     /// A client has come: perhaps it is what another process, or this one before, had asked a place for.
     pub(super) fn find_place(&mut self, client: ClientId) {
-        let now = socket::now();
+        let now = clock::now();
         self.ahead.retain(|ahead| now < ahead.since + REMEMBERED);
         let Some(mut pid) = self.clients.get(&client).map(|entry| entry.identity.pid) else { return };
         for _ in 0..MOST_ANCESTORS {

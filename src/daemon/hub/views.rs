@@ -11,9 +11,9 @@ use crate::bus;
 use crate::daemon::accounting::Basis;
 use crate::daemon::bus::Holders;
 use crate::daemon::lock::Wanted;
-use crate::daemon::socket;
 use crate::identity::Identity;
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};
+use crate::sys::clock;
 
 /// What the D-Bus object is told of a client; it leaves out what its caller may not see.
 #[derive(Debug, Clone)]
@@ -49,7 +49,7 @@ fn in_words(share: Share) -> String {
 
 impl Hub {
     pub fn list_clients(&self) -> Vec<ClientView> {
-        let now = socket::now();
+        let now = clock::now();
         let since = self.since();
         let view = |seen: scheduler::ClientView| {
             let client = self.clients.get(&seen.client)?;

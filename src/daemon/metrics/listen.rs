@@ -6,7 +6,9 @@ use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 
 use crate::config::metrics::Listen;
-use crate::daemon::socket::{self, Bound, Kind};
+use crate::sys::descriptors;
+use crate::sys::listen::{self, Bound};
+use crate::sys::socket::{self, Kind};
 
 /// The group may read them, as it may use the control socket.
 const MODE: u32 = 0o660;
@@ -17,7 +19,7 @@ pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String>
     match listen {
         Listen::Nowhere => Ok(None),
         Listen::Path(path) => {
-            let (socket, bound) = socket::listen(path, Kind::Metrics, MODE).map_err(|e| failed(&e))?;
+            let (socket, bound) = listen::listen(path, Kind::Metrics, MODE).map_err(|e| failed(&e))?;
             Ok(Some((socket, Some(bound))))
         }
         Listen::Address(address) => {
@@ -29,7 +31,7 @@ pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String>
                 _ => failed(&e),
             })?;
             let socket = OwnedFd::from(listener);
-            socket::prepare(socket.as_fd()).map_err(|e| failed(&e))?;
+            descriptors::prepare(socket.as_fd()).map_err(|e| failed(&e))?;
             Ok(Some((socket, None)))
         }
     }

@@ -1,10 +1,13 @@
-//! How a file is written that outlives the daemon, in the directory that systemd gives it.
+//! Replacing a file as a whole, so that it is complete whenever the power fails.
 
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// All of it or nothing, whenever the power fails. Nothing to say is no file.
+/// Writes `text` to a file beside `path`, syncs it and renames it over `path`. Empty text removes the file.
+///
+/// # Errors
+/// The error of the first call that failed; `path` then has its old content, unless the error came from syncing the directory.
 pub fn write(path: &Path, text: &str) -> io::Result<()> {
     if text.is_empty() {
         return match std::fs::remove_file(path) {

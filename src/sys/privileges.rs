@@ -1,14 +1,16 @@
-//! What the daemon's threads may do besides what any process may: nothing, but for the one that talks to NVML, where that
-//! is to set limits in the driver.
+//! Dropping capabilities. The daemon's threads have none, but for the NVML thread where it sets limits in the driver.
 
 use caps::{CapSet, Capability, CapsHashSet};
 use tracing::debug;
 
-/// What the driver wants of who sets a limit; and, where the kernel counts GPU memory itself, what it takes to write to
-/// the files of a control group, which are root's.
+/// The capabilities needed to set memory limits: the driver demands the first; writing to the files of a control group,
+/// which belong to root, takes the second, where the kernel itself accounts for GPU memory.
 pub const FOR_LIMITS: [Capability; 2] = [Capability::CAP_SYS_ADMIN, Capability::CAP_DAC_OVERRIDE];
 
-/// Has the calling thread, and those that it starts, keep no capability but these, as far as it has them.
+/// Drops all capabilities but `only` from every set of the calling thread, and so from the threads that it starts.
+///
+/// # Errors
+/// If a capability remains that should have been dropped.
 pub fn keep(only: &[Capability]) -> Result<(), String> {
     let read = |set| caps::read(None, set).map_err(|e| e.to_string());
     let kept: CapsHashSet = read(CapSet::Permitted)?.into_iter().filter(|one| only.contains(one)).collect();
