@@ -9,12 +9,12 @@ use nvshare_wire::version;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde_json::{Value, json};
 
-use super::gpus::{DriverVersions, Sample};
-use super::hub::ClientView;
 use crate::bus;
 use crate::config::metrics::Listen;
 use crate::config::{Config, names};
 use crate::ctl::status::{self, Status};
+use crate::daemon::gpus::{DriverVersions, Sample};
+use crate::daemon::hub::ClientView;
 use crate::recorder::Recording;
 use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, nanos};
 use crate::scheduler::{Placement, Time};
@@ -84,7 +84,7 @@ impl Snapshot {
 }
 
 fn visible(client: ClientView, command_lines: bool) -> bus::Client {
-    let client = super::bus::present(command_lines, client);
+    let client = crate::daemon::bus::present(command_lines, client);
     match command_lines {
         true => client,
         // The sentences of `environment_ignored` quote variables.

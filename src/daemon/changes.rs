@@ -12,10 +12,10 @@ use serde::{Deserialize, Deserializer};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
-use super::bus::Change;
 use crate::config::names::{anti_thrash_name, policy_name};
 use crate::config::rules::{Added, Addition};
 use crate::config::{Config, ConfigError, document, settings};
+use crate::daemon::bus::Change;
 use crate::scheduler::{AntiThrash, PolicyName};
 use crate::sys::atomic_file;
 

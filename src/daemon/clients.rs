@@ -15,11 +15,11 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 use tracing::{debug, error, warn};
 
-use super::complaints::Complaints;
-use super::hub::{Arrival, Hub};
-use super::outbox::Outbox;
-use super::peer;
-use super::session::Violation;
+use crate::daemon::hub::{Arrival, Hub};
+use crate::daemon::logging::log_rate_limit::LogRateLimit;
+use crate::daemon::outbox::Outbox;
+use crate::daemon::peer;
+use crate::daemon::session::Violation;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::descriptors::{self, Spare};
@@ -115,7 +115,7 @@ impl Link {
 /// What all connections have in common.
 #[derive(Debug)]
 pub struct Shared {
-    complaints: RefCell<Complaints>,
+    log_limit: RefCell<LogRateLimit>,
     /// Connections of each user, those that have not said Hello included.
     pub connections: Rc<RefCell<HashMap<u32, u32>>>,
     /// Turns true when clients of an earlier daemon have been taken over.
@@ -124,7 +124,7 @@ pub struct Shared {
 
 impl Shared {
     pub fn new(resumed: watch::Receiver<bool>) -> Self {
-        Self { complaints: RefCell::default(), connections: Rc::default(), resumed }
+        Self { log_limit: RefCell::default(), connections: Rc::default(), resumed }
     }
 
     /// Waits until clients of an earlier daemon have been taken over: before that nobody else is heard.
@@ -133,7 +133,7 @@ impl Shared {
     }
 
     fn complain(&self, identity: &Identity, what: std::fmt::Arguments<'_>) {
-        if self.complaints.borrow_mut().may("client", identity.uid) {
+        if self.log_limit.borrow_mut().allows("client", identity.uid) {
             let Identity { pid, uid, unit, name, .. } = identity;
             warn!(name: "client-refused", pid, uid, unit, "{name} {what}");
         }
@@ -144,7 +144,7 @@ impl Shared {
 pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>) -> io::Result<()> {
     let listener = descriptors::watch(listener)?;
     let mut spare = Spare::new();
-    let complaints = &shared.complaints;
+    let log_limit = &shared.log_limit;
     loop {
         let mut ready = listener.readable().await?;
         let accepted = match ready.try_io(|l| socket::accept(l.as_fd())) {
@@ -157,7 +157,7 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>
             }
             // Linux says so before it looks whether anybody waits, so there may be nobody to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
-                if complaints.borrow_mut().may("descriptors", 0) {
+                if log_limit.borrow_mut().allows("descriptors", 0) {
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
@@ -174,7 +174,7 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>
             // The client gave up before it was accepted.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNABORTED | libc::EINTR)) => {}
             Err(e) => {
-                if complaints.borrow_mut().may("accept", 0) {
+                if log_limit.borrow_mut().allows("accept", 0) {
                     error!("cannot accept a connection: {e}");
                 }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -232,7 +232,7 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
     let (identity, pidfd) = match peer::identify(socket.as_fd()) {
         Ok(known) => known,
         Err(e) => {
-            if shared.complaints.borrow_mut().may("identify", 0) {
+            if shared.log_limit.borrow_mut().allows("identify", 0) {
                 error!(name: "client-refused", "a program is refused: cannot tell who it is: {e}");
             }
             return refuse(&socket, Refusal::Identity, &format!("the scheduler cannot tell who this is: {e}"));

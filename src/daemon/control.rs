@@ -7,18 +7,21 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 use tracing::{info, warn};
 
-use super::bus::Request;
-use super::changes::Changes;
-use super::clients::Shared;
-use super::hub::Hub;
-use super::{Options, lock, log, systemd};
 use crate::bus::Error;
 use crate::config::Config;
 use crate::config::rules::Addition;
+use crate::daemon::Options;
+use crate::daemon::bus::Request;
+use crate::daemon::changes::Changes;
+use crate::daemon::clients::Shared;
+use crate::daemon::hub::Hub;
+use crate::daemon::lock;
+use crate::daemon::logging;
+use crate::daemon::systemd;
 
 pub struct Control {
     pub options: Options,
-    pub log: log::Control,
+    pub log: logging::Control,
     pub changes: Changes,
 }
 

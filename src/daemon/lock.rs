@@ -16,9 +16,9 @@ use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::task::spawn_local;
 
-use super::clients::{Counted, Link, Shared};
-use super::hub::{Arrival, Hub, printable};
 use crate::bus::Error;
+use crate::daemon::clients::{Counted, Link, Shared};
+use crate::daemon::hub::{Arrival, Hub, printable};
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};

@@ -25,16 +25,13 @@ mod bundle;
 mod bus;
 mod changes;
 mod clients;
-mod complaints;
 mod control;
 mod driver_limits;
 mod gpus;
 mod host;
 mod hub;
-mod journal;
 mod lock;
-pub mod log;
-mod messages;
+mod logging;
 mod metrics;
 mod node;
 mod outbox;
@@ -45,7 +42,6 @@ mod session;
 mod shared;
 mod status;
 mod systemd;
-mod trace;
 mod traffic;
 mod uvm;
 
@@ -71,7 +67,7 @@ use changes::Changes;
 use control::Control;
 use gpus::Ask;
 use hub::Hub;
-use resume::Kept;
+use systemd::fd_store::StoredConnection;
 
 /// Anybody may be a client: what a client is allowed is decided by who it is, not by the file's mode.
 const CLIENTS_MODE: u32 = 0o666;
@@ -142,7 +138,7 @@ impl std::error::Error for StartError {}
 pub fn run(options: Options) -> Result<(), StartError> {
     let config = Config::load(options.config.as_deref());
     let level = config.as_ref().map_or(LogLevel::Info, |config| config.log_level);
-    let log = log::start(options.log_level.unwrap_or(level));
+    let log = logging::start(options.log_level.unwrap_or(level));
     let result = config.map_err(StartError::new).and_then(|config| run_logged(options, config, log.clone()));
     let result = result.map_err(|mut e| {
         if log.is_journal() {
@@ -155,7 +151,7 @@ pub fn run(options: Options) -> Result<(), StartError> {
     result
 }
 
-fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result<(), StartError> {
+fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Result<(), StartError> {
     if let Err(e) = descriptors::raise_limit() {
         warn!("cannot raise the limit of file descriptors: {e}");
     }
@@ -174,7 +170,7 @@ fn run_logged(options: Options, mut config: Config, log: log::Control) -> Result
     systemd::start();
     let changes = Changes::open(state.as_deref());
     changes.apply(&mut config);
-    let trace = options.trace.as_deref().map(trace::Trace::create).transpose();
+    let trace = options.trace.as_deref().map(logging::trace::Trace::create).transpose();
     let trace = trace.map_err(|e| StartError::new(format!("cannot write the trace: {e}")))?;
 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
@@ -190,7 +186,7 @@ struct Sockets {
     control: Option<OwnedFd>,
     metrics: Vec<OwnedFd>,
     clients_path: PathBuf,
-    kept: Vec<Kept>,
+    kept: Vec<StoredConnection>,
     unknown: Vec<String>,
     /// Its directory stays when this daemon ends.
     in_lasting_directory: bool,
@@ -253,7 +249,7 @@ async fn serve(
     mut control: Control,
     config: Config,
     sockets: Sockets,
-    trace: Option<trace::Trace>,
+    trace: Option<logging::trace::Trace>,
     (nvml, state): (gpus::Thread, Option<PathBuf>),
 ) -> std::io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;

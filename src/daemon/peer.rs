@@ -45,7 +45,7 @@ pub fn is_stopped(pid: i32) -> bool {
 }
 
 /// When a process began, as `/proc/PID/stat` counts it: with its number this is a name that is never used twice.
-pub fn began(pid: i32) -> Option<u64> {
+pub fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|b| *b == b')')?;
     // The 22nd field; the state after the name is the third.

@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::bus::rules::table;
 use crate::bus::{self, MAX_PODS, is_pod_name, is_pod_uid};
 use crate::config::rules::{Origin, Rule, SUBJECT_KEYS, read_one};
+use crate::daemon::bus::rules::table;
 use crate::identity::Identity;
 
 /// By their UID.

@@ -7,7 +7,6 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -20,10 +19,11 @@ use tokio::task::spawn_local;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::clients::{self, Counted, Hello, Link, Shared};
-use super::hub::{Arrival, Hub};
-use super::peer;
-use super::systemd;
+use crate::daemon::clients::{self, Counted, Hello, Link, Shared};
+use crate::daemon::hub::{Arrival, Hub};
+use crate::daemon::peer;
+use crate::daemon::systemd;
+use crate::daemon::systemd::fd_store::{ConnectionName, StoredConnection};
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
@@ -35,44 +35,9 @@ const LOOK: Duration = Duration::from_millis(50);
 /// No client has more to say.
 const MAX_PACKETS: usize = 1024;
 
-/// What systemd knows a connection by, and the next daemon has to know before it can ask.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Name {
-    /// What is spoken on it.
-    pub version: u16,
-    pub client: u64,
-    /// When its process began, as the kernel counts; 0 where that is not known. It tells the process from a later one with
-    /// its number.
-    pub began: u64,
-}
-
-impl Name {
-    pub fn parse(text: &str) -> Option<Self> {
-        let mut parts = text.strip_prefix('v')?.split('.');
-        let version = parts.next()?.parse().ok()?;
-        let mut number = || u64::from_str_radix(parts.next()?, 16).ok();
-        let (client, began) = (number()?, number()?);
-        parts.next().is_none().then_some(Self { version, client, began })
-    }
-}
-
-impl fmt::Display for Name {
-    /// Short: the names of all connections together are one environment variable, which has 128 KiB at most.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "v{}.{:x}.{:x}", self.version, self.client, self.began)
-    }
-}
-
-/// A connection of the daemon before.
-#[derive(Debug)]
-pub struct Kept {
-    pub name: Name,
-    pub socket: OwnedFd,
-}
-
 /// A client that is asked.
 struct Asked {
-    name: Name,
+    name: ConnectionName,
     link: Rc<Link>,
     identity: Arc<Identity>,
     pidfd: Option<AsyncFd<OwnedFd>>,
@@ -88,12 +53,12 @@ struct Statement {
 }
 
 /// Takes over the connections that were kept; returns when everybody whose answer matters has given it.
-pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<Kept>, shared: &Rc<Shared>) {
+pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<StoredConnection>, shared: &Rc<Shared>) {
     let begin = Instant::now();
     let count = kept.len();
     let (answer, mut answers) = mpsc::unbounded_channel();
     let mut silent: BTreeMap<u64, (Rc<Link>, Arc<Identity>)> = BTreeMap::new();
-    for Kept { name, socket } in kept {
+    for StoredConnection { name, socket } in kept {
         hub.borrow_mut().reserve_id(ClientId(name.client));
         let Some(asked) = ask(hub, name, socket, shared) else {
             systemd::forget(&name.to_string());
@@ -146,13 +111,15 @@ pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<Kept>, shared: &Rc<Shared>) {
 }
 
 /// `None` where there is nobody to ask.
-fn ask(hub: &Rc<RefCell<Hub>>, name: Name, socket: OwnedFd, shared: &Shared) -> Option<Asked> {
+fn ask(hub: &Rc<RefCell<Hub>>, name: ConnectionName, socket: OwnedFd, shared: &Shared) -> Option<Asked> {
     let speaks = (version::RESUMING..=version::MAX).contains(&name.version);
     let keeps = hub.borrow().config.keep_connections;
     let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
         // A child of the process may have the connection still.
         let lives = identity.pid == 0 || pidfd.is_some();
-        lives && (name.began == 0 || peer::began(identity.pid).is_none_or(|began| began == name.began))
+        lives
+            && (name.start_time == 0
+                || peer::start_time(identity.pid).is_none_or(|start_time| start_time == name.start_time))
     });
     let Some((identity, pidfd)) = known.filter(|_| speaks && keeps) else {
         socket::shut_down(socket.as_fd());
@@ -176,7 +143,7 @@ async fn hear(asked: Asked) -> Option<Statement> {
     Some(Statement { asked, hello, packets, held })
 }
 
-async fn listen(link: &Link, name: Name) -> Option<(Hello, Vec<Vec<u8>>, SlotSet)> {
+async fn listen(link: &Link, name: ConnectionName) -> Option<(Hello, Vec<Vec<u8>>, SlotSet)> {
     let mut buffer = [0; MAX_LEN];
     let mut hello = None;
     let mut packets = Vec::new();
@@ -249,24 +216,4 @@ fn is_wish(packet: &[u8], version: u16) -> bool {
     use ClientMessage::{Open, Request, RequestLimit, Reserve};
     let message = ClientMessage::decode(packet, version);
     matches!(message, Ok(Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_read_as_they_are_written_and_short() {
-        let name = Name { version: 3, client: 0xabcdef, began: 0x12_3456_789a };
-        assert_eq!(Name::parse(&name.to_string()), Some(name));
-        for other in ["", "clients", "control", "v3", "v3.1", "v3.1.2.3", "vx.1.2", "v3.-1.2", "v3.1.2 "] {
-            assert_eq!(Name::parse(other), None, "{other}");
-        }
-        // As many as nvshare.service has kept at most, in one environment variable with the sockets' own.
-        let unit = include_str!("../../systemd/nvshare.service");
-        let most = unit.lines().find_map(|line| line.strip_prefix("FileDescriptorStoreMax="));
-        let most: usize = most.expect("nvshare.service keeps descriptors").parse().expect("a number");
-        let longest = Name { version: 99, client: 1 << 40, began: 1 << 44 }.to_string().len() + 1;
-        assert!(most * longest + 64 < 128 << 10);
-    }
 }

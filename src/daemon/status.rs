@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::hub::{ClientView, Hub};
-use super::systemd;
 use crate::bus;
+use crate::daemon::hub::{ClientView, Hub};
+use crate::daemon::systemd;
 
 /// Turns change many times a second; the line does not.
 const PAUSE: Duration = Duration::from_secs(1);

@@ -10,8 +10,8 @@ use nvml_wrapper::Device;
 use nvml_wrapper::enum_wrappers::device::PcieUtilCounter;
 use tracing::debug;
 
-use super::hub::Hub;
-use super::uvm::Faults;
+use crate::daemon::hub::Hub;
+use crate::daemon::uvm::Faults;
 use crate::scheduler::{GpuId, Traffic};
 use crate::sys::clock;
 

@@ -26,12 +26,12 @@ use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::debug;
 
-use super::bundle::Snapshot;
-use super::hub::{ClientView, Thrashing};
-use super::lock::LockRequest;
-use super::pods::{Pods, Refused};
 use crate::bus::{self, Error};
 use crate::config::rules::Addition;
+use crate::daemon::bundle::Snapshot;
+use crate::daemon::hub::{ClientView, Thrashing};
+use crate::daemon::lock::LockRequest;
+use crate::daemon::pods::{Pods, Refused};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 pub use object::present;

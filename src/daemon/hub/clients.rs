@@ -14,9 +14,9 @@ use crate::config::rules::EnvLimits;
 use crate::daemon::accounting::{Accounting, History};
 use crate::daemon::gpus::{Ask, Sample};
 use crate::daemon::peer;
-use crate::daemon::resume::Name;
 use crate::daemon::session::{Meaning, Session, Violation};
 use crate::daemon::systemd;
+use crate::daemon::systemd::fd_store::ConnectionName;
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, UserId};
 use crate::sys::clock;
@@ -32,7 +32,7 @@ impl Hub {
         let (version, user) = (arrival.version, UserId(arrival.identity.uid));
         let gang = self.gang(&arrival);
         let Identity { pid, uid, unit, name, .. } = &*arrival.identity.clone();
-        if self.complaints.may("connected", *uid) {
+        if self.log_limit.allows("connected", *uid) {
             let library = printable(&arrival.library);
             info!(name: "client-connected", client = client.0, pid, uid, unit, library, "{name} connected");
         }
@@ -45,10 +45,10 @@ impl Hub {
     }
 
     /// Lets a client in that an earlier daemon had let in, with the id that it had.
-    pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: Name) {
+    pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: ConnectionName) {
         let (gang, user) = (self.gang(&arrival), UserId(arrival.identity.uid));
         let Identity { pid, uid, unit, name: called, .. } = &*arrival.identity.clone();
-        if self.complaints.may("connected", *uid) {
+        if self.log_limit.allows("connected", *uid) {
             let library = printable(&arrival.library);
             info!(name: "client-resumed", client = client.0, pid, uid, unit, library, "{called} goes on");
         }
@@ -118,8 +118,8 @@ impl Hub {
         if !is_wanted || version < version::RESUMING || entry.kept.is_some() {
             return;
         }
-        let began = peer::began(entry.identity.pid).unwrap_or(0);
-        let name = Name { version, client: client.0, began };
+        let start_time = peer::start_time(entry.identity.pid).unwrap_or(0);
+        let name = ConnectionName { version, client: client.0, start_time };
         if systemd::keep(&name.to_string(), entry.link.socket()) {
             entry.kept = Some(name);
         }
@@ -158,7 +158,7 @@ impl Hub {
         }
         let Identity { pid, uid, unit, name, .. } = &*gone.identity;
         let identity = &gone.identity;
-        if self.complaints.may("gone", *uid) {
+        if self.log_limit.allows("gone", *uid) {
             info!(name: "client-gone", client = client.0, pid, uid, unit, "{name} {why}");
         }
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);

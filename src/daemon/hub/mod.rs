@@ -44,21 +44,21 @@ use tracing::{debug, info, warn};
 pub use traffic::Thrashing;
 pub use views::{ClientView, printable};
 
-use super::accounting::{Accounting, History};
-use super::clients::Link;
-use super::complaints::Complaints;
-use super::driver_limits::Wanted;
-use super::gpus::{Ask, DriverVersions, Sample};
-use super::host::HostMemory;
-use super::peer;
-use super::pods::Pods;
-use super::resume::Name;
-use super::session::Session;
-use super::shared::Book;
-use super::trace::Trace;
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
+use crate::daemon::accounting::{Accounting, History};
+use crate::daemon::clients::Link;
+use crate::daemon::driver_limits::Wanted;
+use crate::daemon::gpus::{Ask, DriverVersions, Sample};
+use crate::daemon::host::HostMemory;
+use crate::daemon::logging::log_rate_limit::LogRateLimit;
+use crate::daemon::logging::trace::Trace;
+use crate::daemon::peer;
+use crate::daemon::pods::Pods;
+use crate::daemon::session::Session;
+use crate::daemon::shared::Book;
+use crate::daemon::systemd::fd_store::ConnectionName;
 use crate::identity::Identity;
 use crate::recorder::Recorder;
 use crate::scheduler::{
@@ -96,7 +96,7 @@ pub struct Hub {
     /// Processes whose connection has closed, and when: what they had on a GPU is still there for a moment.
     departed: BTreeMap<u32, Time>,
     stopped: BTreeSet<ClientId>,
-    complaints: Complaints,
+    log_limit: LogRateLimit,
     counts: counts::Counts,
     trace: Option<Trace>,
     nvml: Option<std::sync::mpsc::Sender<Ask>>,
@@ -149,7 +149,7 @@ struct Client {
     /// What it was told by an earlier daemon, or on an earlier connection, may be something else.
     returns: bool,
     /// What systemd knows its connection by, if that outlives this daemon.
-    kept: Option<Name>,
+    kept: Option<ConnectionName>,
     /// It can be.
     lasts: bool,
 }
@@ -239,7 +239,7 @@ impl Hub {
             host: HostMemory::default(),
             departed: BTreeMap::new(),
             stopped: BTreeSet::new(),
-            complaints: Complaints::default(),
+            log_limit: LogRateLimit::default(),
             counts: counts::Counts::default(),
             trace,
             nvml: None,
@@ -441,7 +441,7 @@ impl Hub {
     fn active(&self) {
         let now = clock::now();
         let before = self.signals.last_activity.replace(now);
-        if now.saturating_sub(before) > super::SAMPLE_QUIET {
+        if now.saturating_sub(before) > crate::daemon::SAMPLE_QUIET {
             self.signals.activity.notify_one();
         }
     }

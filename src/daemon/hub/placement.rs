@@ -168,7 +168,7 @@ impl Hub {
         self.unplaced(client, NoPlacement::NoGpu, why);
         let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
         let Identity { pid, uid, unit, name, .. } = &*identity;
-        if !self.complaints.may("not-placed", *uid) {
+        if !self.log_limit.allows("not-placed", *uid) {
             return;
         }
         let rule = self.rule_of(client).map(Rule::to_string).unwrap_or_default();

@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn the_catalog_explains_every_id_and_no_other() {
-        let catalog = include_str!("../../systemd/nvshare.catalog");
+        let catalog = include_str!("../../../systemd/nvshare.catalog");
         let mut explained = BTreeMap::new();
         for entry in catalog.split("\n-- ").skip(1) {
             let (id, rest) = entry.split_once('\n').expect("an id on a line of its own");

@@ -3,17 +3,19 @@
 //! What it is told goes through a thread of its own: systemd reads when it has time, and the scheduling loop waits for
 //! nobody.
 
+pub mod fd_store;
+
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::mpsc::{self, Sender, SyncSender};
 use std::thread;
 use std::time::Duration;
 
+use fd_store::{ConnectionName, StoredConnection};
 use libsystemd::activation;
 use sd_notify::NotifyState;
 use tracing::warn;
 
-use super::resume::{Kept, Name};
 use crate::sys::descriptors;
 use crate::sys::socket::{self, Kind};
 
@@ -33,7 +35,7 @@ pub struct Activated {
     /// Any number of them: a unit can listen in several places.
     pub metrics: Vec<OwnedFd>,
     /// Connections of the daemon before.
-    pub kept: Vec<Kept>,
+    pub kept: Vec<StoredConnection>,
     /// Names of descriptors that nobody needs.
     pub unknown: Vec<String>,
 }
@@ -46,9 +48,9 @@ pub fn activated() -> Result<Activated, String> {
     for (descriptor, name) in given {
         // SAFETY: systemd passed this descriptor to this process, and nothing else here knows of it.
         let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
-        if let Some(name) = Name::parse(&name) {
+        if let Some(name) = ConnectionName::parse(&name) {
             if descriptors::prepare(fd.as_fd()).is_ok() {
-                sockets.kept.push(Kept { name, socket: fd });
+                sockets.kept.push(StoredConnection { name, socket: fd });
             }
             continue;
         }

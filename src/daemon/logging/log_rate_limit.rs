@@ -1,19 +1,19 @@
-//! Keeps one user's broken programs from filling the log: a few lines each, then one now and then.
+//! A rate limit for log lines about clients, so that one user's broken programs cannot fill the log.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// This many lines...
+/// Lines of one topic about one user that are logged in a window.
 const BURST: u32 = 10;
-/// (of programs that come and go: a job may be hundreds)
+/// The same for lines about clients that come and go: a job may be hundreds of processes.
 const BURST_OF_CLIENTS: u32 = 200;
-/// ...in this time.
 const WINDOW: Duration = Duration::from_secs(10);
-/// Users are forgotten beyond this many; a fleet of user ids must not cost memory.
-const MAX_KEPT: usize = 1024;
+/// Expired windows are dropped beyond this many, so that a fleet of user ids does not cost memory.
+const MAX_WINDOWS: usize = 1024;
 
+/// The current windows, by topic and user.
 #[derive(Debug, Default)]
-pub struct Complaints(HashMap<(&'static str, u32), Window>);
+pub struct LogRateLimit(HashMap<(&'static str, u32), Window>);
 
 #[derive(Debug)]
 struct Window {
@@ -21,12 +21,12 @@ struct Window {
     lines: u32,
 }
 
-impl Complaints {
-    /// Whether one more line of that topic about that user may be logged now.
-    pub fn may(&mut self, topic: &'static str, uid: u32) -> bool {
+impl LogRateLimit {
+    /// Whether one more line of that topic about that user may be logged now. Counts the line.
+    pub fn allows(&mut self, topic: &'static str, uid: u32) -> bool {
         let burst = if matches!(topic, "connected" | "gone") { BURST_OF_CLIENTS } else { BURST };
         let now = Instant::now();
-        if self.0.len() >= MAX_KEPT {
+        if self.0.len() >= MAX_WINDOWS {
             self.0.retain(|_, window| now - window.since < WINDOW);
         }
         let window = self.0.entry((topic, uid)).or_insert(Window { since: now, lines: 0 });
@@ -47,10 +47,10 @@ mod tests {
 
     #[test]
     fn a_flood_is_cut_for_its_user_only() {
-        let mut complaints = Complaints::default();
-        let logged = (0..1000).filter(|_| complaints.may("client", 1000)).count();
+        let mut limit = LogRateLimit::default();
+        let logged = (0..1000).filter(|_| limit.allows("client", 1000)).count();
         assert_eq!(logged, BURST as usize);
-        assert!(complaints.may("client", 1001));
-        assert!(complaints.may("accept", 1000));
+        assert!(limit.allows("client", 1001));
+        assert!(limit.allows("accept", 1000));
     }
 }

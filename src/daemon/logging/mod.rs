@@ -1,4 +1,12 @@
-//! Where log lines go: to the journal with their fields where systemd started us, else to stderr.
+//! The log: to the journal, with fields, where systemd started the daemon, else to stderr.
+//!
+//! - `journal`: log lines as entries of the journal; `messages`: their ids.
+//! - [`log_rate_limit`]: limits lines about one user's clients.
+//! - [`trace`]: the event trace, which is not for people.
+mod journal;
+pub mod log_rate_limit;
+mod messages;
+pub mod trace;
 
 use std::os::unix::fs::MetadataExt;
 
@@ -10,7 +18,6 @@ use tracing_subscriber::reload::{self, Handle};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry};
 
-use super::journal;
 use crate::config::LogLevel;
 
 /// Changes the level while the daemon runs.
