@@ -13,7 +13,7 @@ use crate::bus;
 use crate::config::metrics::Listen;
 use crate::config::{Config, names};
 use crate::ctl::status::{self, Status};
-use crate::daemon::gpus::{DriverVersions, Sample};
+use crate::daemon::gpu::nvml::{DriverVersions, Sample};
 use crate::daemon::hub::ClientView;
 use crate::recorder::Recording;
 use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, nanos};

@@ -1,7 +1,7 @@
 //! The clients' connections: accepting them, the handshake, reading packets one by one and sending without ever
 //! waiting. What a packet means is `session`'s, what it leads to is `hub`'s.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,14 +12,14 @@ use std::time::Duration;
 use nvshare_wire::scheduler::Refusal;
 use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, version};
 use tokio::io::unix::AsyncFd;
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tracing::{debug, error, warn};
 
 use crate::daemon::hub::{Arrival, Hub};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
-use crate::daemon::outbox::Outbox;
-use crate::daemon::peer;
-use crate::daemon::session::Violation;
+use crate::daemon::transport::connection::Connection;
+use crate::daemon::transport::peer;
+use crate::daemon::transport::session::Violation;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::descriptors::{self, Spare};
@@ -35,82 +35,6 @@ const MOST_LAST_WORDS: usize = 1024;
 const REFUSALS_AT_ONCE: u32 = 32;
 /// How long to wait before accepting again when that failed for a reason which waiting may cure.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// The sending side of a connection.
-#[derive(Debug)]
-pub struct Link {
-    socket: AsyncFd<OwnedFd>,
-    outbox: RefCell<Outbox>,
-    /// There is something in the outbox.
-    wake: Notify,
-    /// The outbox is full: the connection is to be closed.
-    overflow: Notify,
-    version: Cell<u16>,
-}
-
-impl Link {
-    /// `version` is 0 before the handshake.
-    pub fn new(socket: OwnedFd, version: u16) -> io::Result<Self> {
-        Ok(Self {
-            socket: descriptors::watch(socket)?,
-            outbox: RefCell::default(),
-            wake: Notify::new(),
-            overflow: Notify::new(),
-            version: Cell::new(version),
-        })
-    }
-
-    /// Sends at once, or when the client reads again.
-    pub fn send(&self, message: SchedulerMessage) {
-        let mut outbox = self.outbox.borrow_mut();
-        if outbox.is_empty() {
-            match socket::send(self.socket.as_fd(), message.encode(self.version.get()).as_bytes()) {
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                // On other errors the client is gone, which its task notices by itself.
-                _ => return,
-            }
-        }
-        if outbox.push(message).is_err() {
-            self.overflow.notify_one();
-        }
-        self.wake.notify_one();
-    }
-
-    /// Sends it now, with descriptors, which are never kept for later.
-    pub fn send_with(&self, message: SchedulerMessage, descriptors: &[OwnedFd]) -> io::Result<()> {
-        if !self.outbox.borrow().is_empty() {
-            return Err(io::ErrorKind::WouldBlock.into());
-        }
-        socket::send_with(self.socket.as_fd(), message.encode(self.version.get()).as_bytes(), descriptors)
-    }
-
-    pub fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-
-    /// Hangs up: both sides read the end.
-    pub fn close(&self) {
-        socket::shut_down(self.socket.as_fd());
-    }
-
-    /// Sends what waits, until no more can be sent: that is over by the reading side's end.
-    pub async fn flush(&self) {
-        loop {
-            if self.outbox.borrow().is_empty() {
-                self.wake.notified().await;
-                continue;
-            }
-            let Ok(mut ready) = self.socket.writable().await else { return };
-            let mut outbox = self.outbox.borrow_mut();
-            let Some(packet) = outbox.front().map(|message| message.encode(self.version.get())) else { continue };
-            match ready.try_io(|fd| socket::send(fd.as_fd(), packet.as_bytes())) {
-                Ok(Ok(())) => outbox.pop(),
-                Ok(Err(_)) => return,
-                Err(_would_block) => {}
-            }
-        }
-    }
-}
 
 /// What all connections have in common.
 #[derive(Debug)]
@@ -161,7 +85,7 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
-                    refuse(&socket, Refusal::TooMany, "the scheduler has no file descriptors left");
+                    refuse(socket.as_fd(), Refusal::TooMany, "the scheduler has no file descriptors left");
                 });
                 // Before anybody else runs, who could take the descriptor and keep it.
                 spare.refill();
@@ -185,14 +109,14 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>
 
 /// Tells a client why it is not served. What it sent is read first: a socket that is closed with something unread
 /// takes its last words with it.
-fn refuse(socket: &OwnedFd, reason: Refusal, text: &str) {
+fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
     let mut buffer = [0; MAX_LEN];
     let mut descriptors = Vec::new();
-    while socket::receive(socket.as_fd(), &mut buffer, &mut descriptors).is_ok_and(|n| n > 0) {
+    while socket::receive(socket, &mut buffer, &mut descriptors).is_ok_and(|n| n > 0) {
         descriptors.clear();
     }
     let message = SchedulerMessage::Refused { reason, text: Text::new(text) };
-    let _ = socket::send(socket.as_fd(), message.encode(0).as_bytes());
+    let _ = socket::send(socket, message.encode(0).as_bytes());
 }
 
 /// Counts a connection for its user while it lives.
@@ -235,7 +159,7 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
             if shared.log_limit.borrow_mut().allows("identify", 0) {
                 error!(name: "client-refused", "a program is refused: cannot tell who it is: {e}");
             }
-            return refuse(&socket, Refusal::Identity, &format!("the scheduler cannot tell who this is: {e}"));
+            return refuse(socket.as_fd(), Refusal::Identity, &format!("the scheduler cannot tell who this is: {e}"));
         }
     };
     let identity = Arc::new(identity);
@@ -245,14 +169,14 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
     if too_many && count > most + REFUSALS_AT_ONCE {
         return;
     }
-    let links =
-        Link::new(socket, 0).and_then(|link| pidfd.map(descriptors::watch).transpose().map(|pidfd| (link, pidfd)));
-    let (link, pidfd) = match links {
-        Ok((link, pidfd)) => (Rc::new(link), pidfd),
+    let watched = Connection::new(socket, 0)
+        .and_then(|connection| pidfd.map(descriptors::watch).transpose().map(|pidfd| (connection, pidfd)));
+    let (connection, pidfd) = match watched {
+        Ok((connection, pidfd)) => (Rc::new(connection), pidfd),
         Err(e) => return error!("cannot watch a connection: {e}"),
     };
 
-    let hello = match tokio::time::timeout(HELLO_TIMEOUT, hello(&link)).await {
+    let hello = match tokio::time::timeout(HELLO_TIMEOUT, hello(&connection)).await {
         Ok(Ok(Some(hello))) => hello,
         Ok(Ok(None)) => return,
         Ok(Err(violation)) => return complain(&identity, format_args!("is hung up on: {violation}")),
@@ -268,42 +192,49 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
         let text = format!(
             "no common protocol: library {min} to {max}, scheduler {oldest} to {newest}; install the same nvshare on both sides"
         );
-        return refuse(link.socket.get_ref(), Refusal::Version, &text);
+        return refuse(connection.socket(), Refusal::Version, &text);
     };
     if too_many {
         complain(&identity, format_args!("is refused: user {} has {most} programs connected", identity.uid));
         let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
-        return refuse(link.socket.get_ref(), Refusal::TooMany, &text);
+        return refuse(connection.socket(), Refusal::TooMany, &text);
     }
 
-    link.version.set(version);
+    connection.set_version(version);
     let library = library.as_str().to_owned();
     let returns = resume != 0;
-    let arrival =
-        Arrival { link: link.clone(), identity: identity.clone(), version, gang, library, lasts: true, returns };
+    let arrival = Arrival {
+        connection: connection.clone(),
+        identity: identity.clone(),
+        version,
+        gang,
+        library,
+        lasts: true,
+        returns,
+    };
     let client = hub.borrow_mut().connect(arrival);
     shared.resumed().await;
-    converse(&hub, client, &link, &identity, pidfd.as_ref(), &shared).await;
+    converse(&hub, client, &connection, &identity, pidfd.as_ref(), &shared).await;
 }
 
 /// All that is said with a client that has been let in, until one side ends it.
 pub async fn converse(
     hub: &RefCell<Hub>,
     client: ClientId,
-    link: &Link,
+    connection: &Connection,
     identity: &Identity,
     pidfd: Option<&AsyncFd<OwnedFd>>,
     shared: &Shared,
 ) {
     let end = tokio::select! {
-        end = read(hub, client, link) => end,
-        () = link.overflow.notified() => End::Broke(Violation::Unread),
+        end = read(hub, client, connection) => end,
+        () = connection.overflowed() => End::Broke(Violation::Unread),
         // Never the first to end.
-        () = async { link.flush().await; std::future::pending().await } => End::HungUp,
+        () = async { connection.flush().await; std::future::pending().await } => End::HungUp,
         () = died(pidfd) => End::Died,
     };
     if !matches!(end, End::Broke(_)) {
-        last_words(hub, client, link);
+        last_words(hub, client, connection);
     }
     let why = match end {
         End::HungUp => "disconnected",
@@ -314,15 +245,15 @@ pub async fn converse(
         }
     };
     hub.borrow_mut().disconnect(client, why);
-    link.close();
+    connection.close();
 }
 
 /// A process that ends may have said something that nobody has read: its end can be seen first.
-fn last_words(hub: &RefCell<Hub>, client: ClientId, link: &Link) {
+fn last_words(hub: &RefCell<Hub>, client: ClientId, connection: &Connection) {
     let mut buffer = [0; MAX_LEN];
     // Somebody else who has the socket can say things for ever.
     for _ in 0..MOST_LAST_WORDS {
-        let Ok(length @ 1..) = socket::receive(link.socket.get_ref().as_fd(), &mut buffer, &mut Vec::new()) else {
+        let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, &mut Vec::new()) else {
             return;
         };
         hub.borrow_mut().hear_last(client, buffer.get(..length).unwrap_or_default());
@@ -356,9 +287,9 @@ pub struct Hello {
 }
 
 /// The first packet; `None` where the connection ends without one.
-async fn hello(link: &Link) -> Result<Option<Hello>, Violation> {
+async fn hello(connection: &Connection) -> Result<Option<Hello>, Violation> {
     let mut buffer = [0; MAX_LEN];
-    let Some(packet) = packet(link, &mut buffer, &mut Vec::new()).await? else { return Ok(None) };
+    let Some(packet) = connection.receive(&mut buffer, &mut Vec::new()).await? else { return Ok(None) };
     match ClientMessage::decode(packet, 0) {
         Ok(ClientMessage::Hello { min_version, max_version, flags: _, resume, gang, library }) => {
             Ok(Some(Hello { min: min_version, max: max_version, resume, gang, library }))
@@ -368,12 +299,12 @@ async fn hello(link: &Link) -> Result<Option<Hello>, Violation> {
     }
 }
 
-async fn read(hub: &RefCell<Hub>, client: ClientId, link: &Link) -> End {
+async fn read(hub: &RefCell<Hub>, client: ClientId, connection: &Connection) -> End {
     let mut buffer = [0; MAX_LEN];
     loop {
         for _ in 0..BURST {
             let mut descriptors = Vec::new();
-            match packet(link, &mut buffer, &mut descriptors).await {
+            match connection.receive(&mut buffer, &mut descriptors).await {
                 Ok(Some(packet)) => {
                     if let Err(violation) = hub.borrow_mut().receive(client, packet, descriptors) {
                         return End::Broke(violation);
@@ -385,27 +316,4 @@ async fn read(hub: &RefCell<Hub>, client: ClientId, link: &Link) -> End {
         }
         tokio::task::yield_now().await;
     }
-}
-
-/// Waits for the next packet. `None` is the end of the connection.
-pub async fn packet<'a>(
-    link: &Link,
-    buffer: &'a mut [u8; MAX_LEN],
-    descriptors: &mut Vec<OwnedFd>,
-) -> Result<Option<&'a [u8]>, Violation> {
-    let length = loop {
-        let Ok(mut ready) = link.socket.readable().await else { return Ok(None) };
-        match ready.try_io(|fd| socket::receive(fd.as_fd(), buffer, descriptors)) {
-            Ok(Ok(length)) => break length,
-            Ok(Err(e)) if e.kind() == io::ErrorKind::Interrupted => {}
-            Ok(Err(_)) => return Ok(None),
-            Err(_would_block) => {}
-        }
-    };
-    if length == 0 {
-        return Ok(None);
-    }
-    // A packet that was cut off is longer than any message.
-    let oversized = Violation::Wire(nvshare_wire::WireError::Oversized { have: length });
-    buffer.get(..length).map(Some).ok_or(oversized)
 }

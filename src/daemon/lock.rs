@@ -17,8 +17,9 @@ use tokio::net::UnixStream;
 use tokio::task::spawn_local;
 
 use crate::bus::Error;
-use crate::daemon::clients::{Counted, Link, Shared};
+use crate::daemon::clients::{Counted, Shared};
 use crate::daemon::hub::{Arrival, Hub, printable};
+use crate::daemon::transport::connection::Connection;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
@@ -72,7 +73,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
     owner.set_nonblocking(true).map_err(failed)?;
     let owner = UnixStream::from_std(owner).map_err(failed)?;
     let (ours, hubs) = socket::packet_pair().map_err(failed)?;
-    let link = Rc::new(Link::new(hubs, version::MAX).map_err(failed)?);
+    let connection = Rc::new(Connection::new(hubs, version::MAX).map_err(failed)?);
     let ours = descriptors::watch(ours).map_err(failed)?;
     let identity = Identity {
         pid: request.pid,
@@ -82,7 +83,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
         ..Identity::default()
     };
     let arrival = Arrival {
-        link: link.clone(),
+        connection: connection.clone(),
         identity: Arc::new(identity),
         version: version::MAX,
         gang: 0,
@@ -110,7 +111,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
             () = keeper.obey() => {}
             () = keeper.owner_leaves() => {}
             // Never the first to end.
-            () = async { link.flush().await; std::future::pending().await } => {}
+            () = async { connection.flush().await; std::future::pending().await } => {}
         }
         hub.borrow_mut().disconnect(client, "no longer wants the lock");
         drop(counted);

@@ -20,30 +20,23 @@
 //!
 //! One thread, this one, runs the scheduling loop; nothing that can take long happens on it.
 
-mod accounting;
 mod bundle;
 mod bus;
 mod changes;
 mod clients;
 mod control;
-mod driver_limits;
-mod gpus;
-mod host;
+mod gpu;
 mod hub;
 mod lock;
 mod logging;
 mod metrics;
 mod node;
-mod outbox;
-mod peer;
 mod pods;
 mod resume;
-mod session;
 mod shared;
 mod status;
 mod systemd;
-mod traffic;
-mod uvm;
+mod transport;
 
 use std::cell::RefCell;
 use std::fmt;
@@ -65,7 +58,7 @@ use crate::sys::{clock, descriptors, privileges};
 use bus::{Bus, BusServer, Holders};
 use changes::Changes;
 use control::Control;
-use gpus::Ask;
+use gpu::nvml::Ask;
 use hub::Hub;
 use systemd::fd_store::StoredConnection;
 
@@ -86,6 +79,9 @@ const FOLLOWED: Duration = Duration::from_millis(100);
 
 /// How often the driver's limits change, at most. Programs try for longer to get memory that was promised to them.
 const BOUNDED: Duration = Duration::from_millis(20);
+
+/// How often traffic is measured where it matters. NVML counts for 20 ms each way.
+const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
 
 /// How often a stopped process is looked at.
 const STOPPED_PERIOD: Duration = Duration::from_millis(200);
@@ -160,9 +156,9 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
     }
     let sockets = Sockets::open(&options, &config)?;
     let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
-    let sets_limits = config.driver_limits || driver_limits::are_left(state.as_deref());
+    let sets_limits = config.driver_limits || gpu::driver_limits::are_left(state.as_deref());
     let unsure = |e| StartError::new(format!("cannot be sure to have no privilege: {e}"));
-    let nvml = gpus::Thread::new(sets_limits).map_err(unsure)?;
+    let nvml = gpu::nvml::Thread::new(sets_limits).map_err(unsure)?;
     // `/proc` and NVML answer everybody. As a service it has none from the beginning.
     privileges::keep(&[]).map_err(unsure)?;
     // From here on there are other threads, which have no more than this one.
@@ -250,7 +246,7 @@ async fn serve(
     config: Config,
     sockets: Sockets,
     trace: Option<logging::trace::Trace>,
-    (nvml, state): (gpus::Thread, Option<PathBuf>),
+    (nvml, state): (gpu::nvml::Thread, Option<PathBuf>),
 ) -> std::io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -319,7 +315,7 @@ async fn serve(
     spawn_local(ticks(hub.clone()));
     spawn_local(sample(hub.clone()));
     spawn_local(watch_stopped(hub.clone()));
-    spawn_local(traffic::watch(hub.clone()));
+    spawn_local(watch_traffic(hub.clone()));
     spawn_local(bound(hub.clone()));
     spawn_local({
         let hub = hub.clone();
@@ -411,6 +407,19 @@ async fn sample(hub: Rc<RefCell<Hub>>) {
             tokio::time::sleep(SAMPLE_BUSY).await;
         } else {
             let _ = tokio::time::timeout(SAMPLE_IDLE, signals.activity.notified()).await;
+        }
+    }
+}
+
+/// Asks for the figures for as long as they can matter, and then waits until they can again.
+async fn watch_traffic(hub: Rc<RefCell<Hub>>) {
+    let signals = hub.borrow().signals.clone();
+    loop {
+        if hub.borrow().may_be_crowded() {
+            hub.borrow().ask_about_traffic();
+            tokio::time::sleep(TRAFFIC_PERIOD).await;
+        } else {
+            signals.grants.notified().await;
         }
     }
 }

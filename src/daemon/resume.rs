@@ -19,11 +19,12 @@ use tokio::task::spawn_local;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use crate::daemon::clients::{self, Counted, Hello, Link, Shared};
+use crate::daemon::clients::{self, Counted, Hello, Shared};
 use crate::daemon::hub::{Arrival, Hub};
-use crate::daemon::peer;
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, StoredConnection};
+use crate::daemon::transport::connection::Connection;
+use crate::daemon::transport::peer;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
@@ -38,7 +39,7 @@ const MAX_PACKETS: usize = 1024;
 /// A client that is asked.
 struct Asked {
     name: ConnectionName,
-    link: Rc<Link>,
+    connection: Rc<Connection>,
     identity: Arc<Identity>,
     pidfd: Option<AsyncFd<OwnedFd>>,
     counted: Counted,
@@ -57,14 +58,14 @@ pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<StoredConnection>, shared: &R
     let begin = Instant::now();
     let count = kept.len();
     let (answer, mut answers) = mpsc::unbounded_channel();
-    let mut silent: BTreeMap<u64, (Rc<Link>, Arc<Identity>)> = BTreeMap::new();
+    let mut silent: BTreeMap<u64, (Rc<Connection>, Arc<Identity>)> = BTreeMap::new();
     for StoredConnection { name, socket } in kept {
         hub.borrow_mut().reserve_id(ClientId(name.client));
         let Some(asked) = ask(hub, name, socket, shared) else {
             systemd::forget(&name.to_string());
             continue;
         };
-        silent.insert(name.client, (asked.link.clone(), asked.identity.clone()));
+        silent.insert(name.client, (asked.connection.clone(), asked.identity.clone()));
         let answer = answer.clone();
         spawn_local(async move {
             let statement = hear(asked).await;
@@ -87,10 +88,10 @@ pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<StoredConnection>, shared: &R
             Err(_) => silent.retain(|_, (_, identity)| !peer::is_stopped(identity.pid)),
         }
     }
-    for (link, identity) in silent.values() {
+    for (connection, identity) in silent.values() {
         let Identity { pid, uid, unit, name, .. } = &**identity;
         warn!(name: "client-silent", pid, uid, unit, "{name} does not answer, and is hung up on");
-        link.close();
+        connection.close();
     }
     if count > 0 {
         let milliseconds = begin.elapsed().as_millis() as u64;
@@ -125,31 +126,31 @@ fn ask(hub: &Rc<RefCell<Hub>>, name: ConnectionName, socket: OwnedFd, shared: &S
         socket::shut_down(socket.as_fd());
         return None;
     };
-    let link = Rc::new(Link::new(socket, name.version).ok()?);
+    let connection = Rc::new(Connection::new(socket, name.version).ok()?);
     let pidfd = pidfd.map(descriptors::watch).transpose().ok()?;
     let (counted, _) = Counted::new(shared.connections.clone(), identity.uid);
-    link.send(SchedulerMessage::Resume { client: name.client });
-    Some(Asked { name, link, identity: Arc::new(identity), pidfd, counted })
+    connection.send(SchedulerMessage::Resume { client: name.client });
+    Some(Asked { name, connection, identity: Arc::new(identity), pidfd, counted })
 }
 
 /// Waits for all that one client says; `None` if it is gone.
 async fn hear(asked: Asked) -> Option<Statement> {
     let (hello, packets, held) = tokio::select! {
-        said = listen(&asked.link, asked.name) => said?,
+        said = listen(&asked.connection, asked.name) => said?,
         () = clients::died(asked.pidfd.as_ref()) => return None,
         // Never the first to end.
-        () = async { asked.link.flush().await; std::future::pending().await } => return None,
+        () = async { asked.connection.flush().await; std::future::pending().await } => return None,
     };
     Some(Statement { asked, hello, packets, held })
 }
 
-async fn listen(link: &Link, name: ConnectionName) -> Option<(Hello, Vec<Vec<u8>>, SlotSet)> {
+async fn listen(connection: &Connection, name: ConnectionName) -> Option<(Hello, Vec<Vec<u8>>, SlotSet)> {
     let mut buffer = [0; MAX_LEN];
     let mut hello = None;
     let mut packets = Vec::new();
     loop {
         // Descriptors come with answers to the daemon before: they are closed.
-        let packet = clients::packet(link, &mut buffer, &mut Vec::new()).await.ok()??;
+        let packet = connection.receive(&mut buffer, &mut Vec::new()).await.ok()??;
         match ClientMessage::decode(packet, name.version) {
             Ok(ClientMessage::Hello { min_version: min, max_version: max, flags: _, resume, gang, library }) => {
                 if resume != name.client || !(min..=max).contains(&name.version) {
@@ -178,7 +179,7 @@ fn admit(hub: &Rc<RefCell<Hub>>, mut statements: Vec<Statement>, shared: &Rc<Sha
     for Statement { asked, hello, packets, .. } in &mut statements {
         let client = ClientId(asked.name.client);
         let arrival = Arrival {
-            link: asked.link.clone(),
+            connection: asked.connection.clone(),
             identity: asked.identity.clone(),
             version: asked.name.version,
             gang: hello.gang,
@@ -203,10 +204,10 @@ fn admit(hub: &Rc<RefCell<Hub>>, mut statements: Vec<Statement>, shared: &Rc<Sha
         let _ = hub.borrow_mut().receive(client, &packet, Vec::new());
     }
     for Statement { asked, .. } in statements {
-        let Asked { name, link, identity, pidfd, counted } = asked;
+        let Asked { name, connection, identity, pidfd, counted } = asked;
         let (hub, shared) = (hub.clone(), shared.clone());
         spawn_local(async move {
-            clients::converse(&hub, ClientId(name.client), &link, &identity, pidfd.as_ref(), &shared).await;
+            clients::converse(&hub, ClientId(name.client), &connection, &identity, pidfd.as_ref(), &shared).await;
             drop(counted);
         });
     }

@@ -8,7 +8,7 @@ use zbus::message::{Flags, Header};
 use super::authority::{Action, Answer, Authority, Manner, Subject};
 use super::failure::Failure;
 use crate::bus::Error;
-use crate::daemon::peer;
+use crate::daemon::transport::peer;
 
 /// How callers are known.
 #[derive(Debug)]

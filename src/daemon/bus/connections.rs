@@ -18,7 +18,7 @@ use super::served::Served;
 use super::{Bus, Holders, Shared};
 use crate::bus;
 use crate::daemon::hub::Thrashing;
-use crate::daemon::peer;
+use crate::daemon::transport::peer;
 use crate::sys::{credentials, descriptors, socket};
 
 /// How long to wait before the bus is tried again.

@@ -6,8 +6,8 @@ use tokio::sync::oneshot;
 
 use super::{Client, Hub};
 use crate::config::rules::Instance;
-use crate::daemon::driver_limits::{self, Program, Wanted};
-use crate::daemon::gpus::Ask;
+use crate::daemon::gpu::driver_limits::{self, Program, Wanted};
+use crate::daemon::gpu::nvml::Ask;
 use crate::scheduler::{Amount, AttachmentView, ClientId};
 
 impl Hub {

@@ -11,12 +11,12 @@ use tracing::{debug, info};
 use super::views::printable;
 use super::{Arrival, Client, Gpu, Hub, Use};
 use crate::config::rules::EnvLimits;
-use crate::daemon::accounting::{Accounting, History};
-use crate::daemon::gpus::{Ask, Sample};
-use crate::daemon::peer;
-use crate::daemon::session::{Meaning, Session, Violation};
+use crate::daemon::gpu::nvml::{Ask, Sample};
+use crate::daemon::gpu::overhead::{Accounting, History};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::transport::peer;
+use crate::daemon::transport::session::{Meaning, Session, Violation};
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, UserId};
 use crate::sys::clock;
@@ -81,7 +81,7 @@ impl Hub {
     }
 
     fn enter(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival { link, mut identity, version, gang: named, library, lasts, returns } = arrival;
+        let Arrival { connection, mut identity, version, gang: named, library, lasts, returns } = arrival;
         self.pods.name(&mut identity);
         let library = printable(&library);
         let session = Session::new(client, version);
@@ -89,7 +89,7 @@ impl Hub {
         let (connected, rule, own, kept) = (SystemTime::now(), None, EnvLimits::default(), None);
         let gang = (named, gang);
         let entry = Client {
-            link,
+            connection,
             session,
             identity,
             library,
@@ -120,7 +120,7 @@ impl Hub {
         }
         let start_time = peer::start_time(entry.identity.pid).unwrap_or(0);
         let name = ConnectionName { version, client: client.0, start_time };
-        if systemd::keep(&name.to_string(), entry.link.socket()) {
+        if systemd::keep(&name.to_string(), entry.connection.socket()) {
             entry.kept = Some(name);
         }
     }

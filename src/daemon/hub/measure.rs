@@ -6,9 +6,9 @@ use std::time::Duration;
 use tracing::{debug, info};
 
 use super::{Gpu, Hub};
-use crate::daemon::accounting::{Accounting, Attached};
-use crate::daemon::gpus::{Ask, GpuDescription, Report, Sample};
-use crate::daemon::host::MemInfo;
+use crate::daemon::gpu::host_memory::MemInfo;
+use crate::daemon::gpu::nvml::{Ask, GpuDescription, Report, Sample};
+use crate::daemon::gpu::overhead::{Accounting, Attached};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
 

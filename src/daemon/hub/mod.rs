@@ -47,18 +47,18 @@ pub use views::{ClientView, printable};
 use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
-use crate::daemon::accounting::{Accounting, History};
-use crate::daemon::clients::Link;
-use crate::daemon::driver_limits::Wanted;
-use crate::daemon::gpus::{Ask, DriverVersions, Sample};
-use crate::daemon::host::HostMemory;
+use crate::daemon::gpu::driver_limits::Wanted;
+use crate::daemon::gpu::host_memory::HostMemory;
+use crate::daemon::gpu::nvml::{Ask, DriverVersions, Sample};
+use crate::daemon::gpu::overhead::{Accounting, History};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
 use crate::daemon::logging::trace::Trace;
-use crate::daemon::peer;
 use crate::daemon::pods::Pods;
-use crate::daemon::session::Session;
 use crate::daemon::shared::Book;
 use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::transport::connection::Connection;
+use crate::daemon::transport::peer;
+use crate::daemon::transport::session::Session;
 use crate::identity::Identity;
 use crate::recorder::Recorder;
 use crate::scheduler::{
@@ -132,7 +132,7 @@ pub struct Signals {
 
 /// A client that has been welcomed.
 struct Client {
-    link: Rc<Link>,
+    connection: Rc<Connection>,
     session: Session,
     identity: Arc<Identity>,
     library: String,
@@ -156,7 +156,7 @@ struct Client {
 
 /// A client that is let in.
 pub struct Arrival {
-    pub link: Rc<Link>,
+    pub connection: Rc<Connection>,
     pub identity: Arc<Identity>,
     pub version: u16,
     pub gang: u64,
@@ -414,7 +414,7 @@ impl Hub {
 
     fn send(&self, client: ClientId, message: SchedulerMessage) {
         if let Some(entry) = self.clients.get(&client) {
-            entry.link.send(message);
+            entry.connection.send(message);
         }
     }
 
@@ -480,7 +480,7 @@ impl Hub {
     /// if there is to be no other daemon.
     pub fn stop(&mut self) {
         for client in self.clients.values().filter(|client| client.kept.is_none()) {
-            client.link.close();
+            client.connection.close();
         }
     }
 }

@@ -76,7 +76,7 @@ impl Hub {
                 let bytes = self.machine.lowest_max(client, *gpu).unwrap_or(0);
                 let before = entry.foretold.insert(*gpu, bytes);
                 if before.unwrap_or(0) != bytes || (before.is_none() && entry.returns) {
-                    entry.link.send(SchedulerMessage::MemoryMax { uuid: gpu.0, bytes });
+                    entry.connection.send(SchedulerMessage::MemoryMax { uuid: gpu.0, bytes });
                 }
             }
         }

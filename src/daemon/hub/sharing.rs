@@ -52,11 +52,16 @@ impl Hub {
                     let outcome = if outcome == Sharing::Done { Sharing::Failed } else { outcome };
                     return self.answer(importer, ticket, outcome);
                 };
-                let Some(link) = self.clients.get(&importer).map(|entry| entry.link.clone()) else { return };
+                let Some(connection) = self.clients.get(&importer).map(|entry| entry.connection.clone()) else {
+                    return;
+                };
                 let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
                 // First, so that what it has open is never uncounted.
                 self.shared.pass(&question, gpu, bytes.min(total));
-                if link.send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors).is_err() {
+                if connection
+                    .send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors)
+                    .is_err()
+                {
                     self.answer(importer, ticket, Sharing::Failed);
                 }
             }

@@ -8,7 +8,7 @@ use tracing::{info, warn};
 
 use super::Hub;
 use crate::config::units;
-use crate::daemon::gpus::Ask;
+use crate::daemon::gpu::nvml::Ask;
 use crate::scheduler::{AntiThrash, Event, GpuId, Time, Traffic};
 
 /// GPUs on which programs push each other's memory off, by their UUIDs.

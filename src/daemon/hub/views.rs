@@ -8,8 +8,8 @@ use nvshare_wire::client::EngineReason;
 
 use super::{Gpu, Hub};
 use crate::bus;
-use crate::daemon::accounting::Basis;
 use crate::daemon::bus::Holders;
+use crate::daemon::gpu::overhead::Basis;
 use crate::daemon::lock::Wanted;
 use crate::identity::Identity;
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};

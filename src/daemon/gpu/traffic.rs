@@ -1,22 +1,16 @@
 //! What moves between GPUs and the host at this moment: over PCIe by NVML, and by page faults where the driver shows them.
 //! It is looked at only while somebody may be thrashing, since NVML takes its time.
 
-use std::cell::RefCell;
 use std::collections::BTreeSet;
-use std::rc::Rc;
-use std::time::Duration;
 
 use nvml_wrapper::Device;
 use nvml_wrapper::enum_wrappers::device::PcieUtilCounter;
 use tracing::debug;
 
-use crate::daemon::hub::Hub;
-use crate::daemon::uvm::Faults;
+use super::uvm::Faults;
 use crate::scheduler::{GpuId, Traffic};
 use crate::sys::clock;
 
-/// How often. NVML counts for 20 ms each way.
-const PERIOD: Duration = Duration::from_secs(1);
 /// In which NVML says it.
 const KILOBYTE: u64 = 1000;
 
@@ -44,19 +38,6 @@ impl Meter {
     fn note(&mut self, gpu: GpuId, what: &'static str, why: &dyn std::fmt::Display) {
         if self.missing.insert((gpu, what)) {
             debug!(gpu = %gpu.0, "whether programs push each other's memory off the GPU is decided without {what}: {why}");
-        }
-    }
-}
-
-/// Asks for the figures for as long as they can matter, and then waits until they can again.
-pub async fn watch(hub: Rc<RefCell<Hub>>) {
-    let signals = hub.borrow().signals.clone();
-    loop {
-        if hub.borrow().may_be_crowded() {
-            hub.borrow().ask_about_traffic();
-            tokio::time::sleep(PERIOD).await;
-        } else {
-            signals.grants.notified().await;
         }
     }
 }

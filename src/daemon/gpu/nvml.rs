@@ -17,8 +17,8 @@ use tokio::sync::mpsc::error::SendError;
 use tokio::sync::oneshot;
 use tracing::{debug, info};
 
-use crate::daemon::driver_limits::{Call, Driver, Keeper, Refusal, Wanted};
-use crate::daemon::traffic::Meter;
+use super::driver_limits::{Call, Driver, Keeper, Refusal, Wanted};
+use super::traffic::Meter;
 use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
 use crate::sys::{clock, privileges};
 

@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use crate::daemon::gpus::Sample;
+use super::nvml::Sample;
 use crate::scheduler::{ClientId, Found, Time};
 
 /// Smaller differences are not reported to the scheduler: the granularity of GPU memory.
