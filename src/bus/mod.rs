@@ -7,6 +7,9 @@ use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
 use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState};
 
+pub mod rules;
+pub mod status;
+
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
 

@@ -4,24 +4,12 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use nvshare_wire::client::EngineReason;
-use serde_json::{Value, json};
 
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
+use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse};
 use crate::config::units;
-
-/// What the scheduler says of itself, its GPUs and its clients.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Status {
-    pub version: String,
-    pub time_quantum: u32,
-    pub max_wait: u32,
-    pub anti_thrash: String,
-    pub policy: String,
-    pub gpus: Vec<Gpu>,
-    pub clients: Vec<Client>,
-}
 
 /// How it is shown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -327,97 +315,6 @@ fn user(uid: u32) -> String {
         (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
     });
     named.unwrap_or_else(|| uid.to_string())
-}
-
-/// For programs: the dictionaries of the D-Bus interface, with the same keys.
-pub fn json(status: &Status) -> Value {
-    json!({
-        "version": status.version,
-        "time-quantum": status.time_quantum,
-        "max-wait": status.max_wait,
-        "anti-thrash": status.anti_thrash,
-        "policy": status.policy,
-        "gpus": status.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
-        "clients": status.clients.iter().map(client_json).collect::<Vec<_>>(),
-    })
-}
-
-fn gpu_json(gpu: &Gpu) -> Value {
-    json!({
-        "uuid": gpu.uuid,
-        "kind": gpu.kind,
-        "name": gpu.name,
-        "index": gpu.index,
-        "total": gpu.total,
-        "capacity": gpu.capacity,
-        "overhead": gpu.overhead,
-        "accounting": gpu.accounting,
-        "shortfall": gpu.shortfall,
-        "demand": gpu.demand,
-        "resident": gpu.resident,
-        "swapped": gpu.swapped,
-        "clients": gpu.clients,
-        "holders": gpu.holders,
-        "queue": gpu.queue,
-        "thrashing": gpu.thrashing,
-        "serialized": gpu.serialized,
-    })
-}
-
-fn client_json(client: &Client) -> Value {
-    json!({
-        "id": client.id,
-        "pid": client.pid,
-        "uid": client.uid,
-        "name": client.name,
-        "command": client.command,
-        "why": client.why,
-        "unit": client.unit,
-        "slice": client.slice,
-        "container": client.container,
-        "pod": client.pod,
-        "pod-namespace": client.pod_namespace,
-        "pod-name": client.pod_name,
-        "pod-container": client.pod_container,
-        "library": client.library,
-        "rule": client.rule,
-        "rule-origin": client.rule_origin,
-        "share": client.share,
-        "environment": client.environment,
-        "environment-ignored": client.environment_ignored,
-        "gang": client.gang,
-        "placed": client.placed,
-        "connected-since": client.connected_since,
-        "stopped": client.stopped,
-        "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),
-    })
-}
-
-fn use_json(usage: &GpuUse) -> Value {
-    json!({
-        "uuid": usage.uuid,
-        "state": usage.state,
-        "since": usage.since,
-        "engine": usage.engine,
-        "engine-reason": usage.engine_reason,
-        "demand": usage.demand,
-        "resident": usage.resident,
-        "swapped": usage.swapped,
-        "pinned": usage.pinned,
-        "allowance": usage.allowance,
-        "limit": usage.limit,
-        "memory-max": usage.memory_max,
-        "environment-memory-max": usage.environment_memory_max,
-        "pending-limit": usage.pending_limit,
-        "unverified": usage.unverified,
-        "mapping-failures": usage.mapping_failures,
-        "untracked-work": usage.untracked_work,
-        "eviction-blocked": usage.eviction_blocked,
-        "utilization": usage.utilization,
-        "lock-time": usage.lock_time,
-        "wait-time": usage.wait_time,
-        "grants": usage.grants,
-    })
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 //! The clients' connections: accepting them, the handshake, reading packets one by one and sending without ever
-//! waiting. What a packet means is `session`'s, what it leads to is `hub`'s.
+//! waiting. What a packet means is `session`'s, what it leads to is `core`'s.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
 use tracing::{debug, error, warn};
 
-use crate::daemon::hub::{Arrival, Hub};
+use crate::daemon::core::{Arrival, Core};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
@@ -65,7 +65,7 @@ impl Shared {
 }
 
 /// Accepts connections for as long as the daemon runs.
-pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>) -> io::Result<()> {
+pub async fn accept(core: Rc<RefCell<Core>>, listener: OwnedFd, shared: Rc<Shared>) -> io::Result<()> {
     let listener = descriptors::watch(listener)?;
     let mut spare = Spare::new();
     let log_limit = &shared.log_limit;
@@ -77,7 +77,7 @@ pub async fn accept(hub: Rc<RefCell<Hub>>, listener: OwnedFd, shared: Rc<Shared>
         };
         match accepted {
             Ok(socket) => {
-                tokio::task::spawn_local(serve(hub.clone(), socket, shared.clone()));
+                tokio::task::spawn_local(serve(core.clone(), socket, shared.clone()));
             }
             // Linux says so before it looks whether anybody waits, so there may be nobody to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
@@ -151,7 +151,7 @@ impl Drop for Counted {
 }
 
 /// One connection from beginning to end.
-async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
+async fn serve(core: Rc<RefCell<Core>>, socket: OwnedFd, shared: Rc<Shared>) {
     let complain = |identity: &Identity, what: std::fmt::Arguments<'_>| shared.complain(identity, what);
     let (identity, pidfd) = match peer::identify(socket.as_fd()) {
         Ok(known) => known,
@@ -163,7 +163,7 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
         }
     };
     let identity = Arc::new(identity);
-    let most = hub.borrow().config.max_clients_per_user;
+    let most = core.borrow().config.max_clients_per_user;
     let (_counted, count) = Counted::new(shared.connections.clone(), identity.uid);
     let too_many = identity.uid != 0 && count > most;
     if too_many && count > most + REFUSALS_AT_ONCE {
@@ -202,24 +202,24 @@ async fn serve(hub: Rc<RefCell<Hub>>, socket: OwnedFd, shared: Rc<Shared>) {
 
     connection.set_version(version);
     let library = library.as_str().to_owned();
-    let returns = resume != 0;
+    let reconnects = resume != 0;
     let arrival = Arrival {
         connection: connection.clone(),
         identity: identity.clone(),
         version,
         gang,
         library,
-        lasts: true,
-        returns,
+        is_program: true,
+        reconnects,
     };
-    let client = hub.borrow_mut().connect(arrival);
+    let client = core.borrow_mut().connect(arrival);
     shared.resumed().await;
-    converse(&hub, client, &connection, &identity, pidfd.as_ref(), &shared).await;
+    converse(&core, client, &connection, &identity, pidfd.as_ref(), &shared).await;
 }
 
 /// All that is said with a client that has been let in, until one side ends it.
 pub async fn converse(
-    hub: &RefCell<Hub>,
+    core: &RefCell<Core>,
     client: ClientId,
     connection: &Connection,
     identity: &Identity,
@@ -227,14 +227,14 @@ pub async fn converse(
     shared: &Shared,
 ) {
     let end = tokio::select! {
-        end = read(hub, client, connection) => end,
+        end = read(core, client, connection) => end,
         () = connection.overflowed() => End::Broke(Violation::Unread),
         // Never the first to end.
         () = async { connection.flush().await; std::future::pending().await } => End::HungUp,
         () = died(pidfd) => End::Died,
     };
     if !matches!(end, End::Broke(_)) {
-        last_words(hub, client, connection);
+        last_words(core, client, connection);
     }
     let why = match end {
         End::HungUp => "disconnected",
@@ -244,19 +244,19 @@ pub async fn converse(
             "was hung up on"
         }
     };
-    hub.borrow_mut().disconnect(client, why);
+    core.borrow_mut().disconnect(client, why);
     connection.close();
 }
 
 /// A process that ends may have said something that nobody has read: its end can be seen first.
-fn last_words(hub: &RefCell<Hub>, client: ClientId, connection: &Connection) {
+fn last_words(core: &RefCell<Core>, client: ClientId, connection: &Connection) {
     let mut buffer = [0; MAX_LEN];
     // Somebody else who has the socket can say things for ever.
     for _ in 0..MOST_LAST_WORDS {
         let Ok(length @ 1..) = socket::receive(connection.socket(), &mut buffer, &mut Vec::new()) else {
             return;
         };
-        hub.borrow_mut().hear_last(client, buffer.get(..length).unwrap_or_default());
+        core.borrow_mut().receive_last(client, buffer.get(..length).unwrap_or_default());
     }
 }
 
@@ -299,14 +299,14 @@ async fn hello(connection: &Connection) -> Result<Option<Hello>, Violation> {
     }
 }
 
-async fn read(hub: &RefCell<Hub>, client: ClientId, connection: &Connection) -> End {
+async fn read(core: &RefCell<Core>, client: ClientId, connection: &Connection) -> End {
     let mut buffer = [0; MAX_LEN];
     loop {
         for _ in 0..BURST {
             let mut descriptors = Vec::new();
             match connection.receive(&mut buffer, &mut descriptors).await {
                 Ok(Some(packet)) => {
-                    if let Err(violation) = hub.borrow_mut().receive(client, packet, descriptors) {
+                    if let Err(violation) = core.borrow_mut().receive(client, packet, descriptors) {
                         return End::Broke(violation);
                     }
                 }

@@ -10,15 +10,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid, version};
+use nvshare_wire::client::{Engine, EngineReason, ReleaseReason};
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, version};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::task::spawn_local;
 
 use crate::bus::Error;
 use crate::daemon::clients::{Counted, Shared};
-use crate::daemon::hub::{Arrival, Hub, printable};
+use crate::daemon::core::views::printable;
+use crate::daemon::core::{Arrival, Core};
 use crate::daemon::transport::connection::Connection;
 use crate::identity::Identity;
 use crate::scheduler::ClientId;
@@ -43,18 +44,10 @@ pub struct LockRequest {
     pub pid: i32,
 }
 
-/// A GPU as it has to be named to the hub.
-#[derive(Debug, Clone, Copy)]
-pub struct Wanted {
-    pub uuid: Uuid,
-    pub kind: GpuKind,
-    pub total: u64,
-}
-
 /// Lets somebody in, and gives the end of the pair that is theirs.
-pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest) -> Result<OwnedFd, Error> {
+pub fn acquire(core: &Rc<RefCell<Core>>, shared: &Rc<Shared>, request: LockRequest) -> Result<OwnedFd, Error> {
     let failed = |e: io::Error| Error::Failed(format!("cannot make a lock: {e}"));
-    let wanted = hub.borrow().find_gpu(&request.gpu).map_err(Error::InvalidArgument)?;
+    let wanted = core.borrow().find_gpu(&request.gpu).map_err(Error::InvalidArgument)?;
     for (what, text) in [("who", &request.who), ("why", &request.why)] {
         if text.is_empty() || text.chars().count() > MAX_TEXT {
             return Err(Error::InvalidArgument(format!(
@@ -62,7 +55,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
             )));
         }
     }
-    let most = hub.borrow().config.max_clients_per_user;
+    let most = core.borrow().config.max_clients_per_user;
     let (counted, count) = Counted::new(shared.connections.clone(), request.uid);
     if request.uid != 0 && count > most {
         let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
@@ -88,14 +81,14 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
         version: version::MAX,
         gang: 0,
         library: "D-Bus".to_owned(),
-        lasts: false,
-        returns: false,
+        is_program: false,
+        reconnects: false,
     };
-    let client = hub.borrow_mut().connect(arrival);
-    let (hub, shared) = (hub.clone(), shared.clone());
+    let client = core.borrow_mut().connect(arrival);
+    let (core, shared) = (core.clone(), shared.clone());
     spawn_local(async move {
         shared.resumed().await;
-        let keeper = Keeper { hub: &hub, client, ours, owner };
+        let keeper = Keeper { core: &core, client, ours, owner };
         keeper.say(ClientMessage::Attach {
             slot: SLOT,
             uuid: wanted.uuid,
@@ -113,7 +106,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
             // Never the first to end.
             () = async { connection.flush().await; std::future::pending().await } => {}
         }
-        hub.borrow_mut().disconnect(client, "no longer wants the lock");
+        core.borrow_mut().disconnect(client, "no longer wants the lock");
         drop(counted);
     });
     Ok(theirs.into())
@@ -121,7 +114,7 @@ pub fn acquire(hub: &Rc<RefCell<Hub>>, shared: &Rc<Shared>, request: LockRequest
 
 /// What speaks for the owner of a lock.
 struct Keeper<'a> {
-    hub: &'a RefCell<Hub>,
+    core: &'a RefCell<Core>,
     client: ClientId,
     ours: AsyncFd<OwnedFd>,
     owner: UnixStream,
@@ -130,7 +123,7 @@ struct Keeper<'a> {
 impl Keeper<'_> {
     fn say(&self, message: ClientMessage) {
         // What is said here breaks no rule.
-        let _ = self.hub.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
+        let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
     }
 
     /// A line for the owner, who need not read it.

@@ -8,7 +8,7 @@
 //! - `node`: whether a daemon in a pod sees the processes of its node.
 //! - `resume`: connections that outlive the daemon.
 //! - `lock`: GPU locks for those who ask over D-Bus.
-//! - `hub`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
+//! - `core`: the machine and everybody it decides about, with `shared` for memory that one program lets another use.
 //! - `host`: the host's memory.
 //! - `gpus`: NVML, with `accounting` for what follows from it, and `traffic` for what moves, of which `uvm` knows some.
 //! - `driver_limits`: what the driver itself is to bound.
@@ -20,20 +20,17 @@
 //!
 //! One thread, this one, runs the scheduling loop; nothing that can take long happens on it.
 
-mod bundle;
 mod bus;
 mod changes;
 mod clients;
 mod control;
+mod core;
 mod gpu;
-mod hub;
 mod lock;
 mod logging;
 mod metrics;
 mod node;
-mod pods;
 mod resume;
-mod shared;
 mod status;
 mod systemd;
 mod transport;
@@ -50,16 +47,17 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::{error, info, warn};
 
+use self::core::views::Holders;
+use self::core::{Core, SAMPLE_QUIET};
 use crate::config::paths::CLIENTS_SOCKET;
 use crate::config::{Config, LogLevel};
 use crate::sys::listen::{self, Bound};
 use crate::sys::socket::Kind;
 use crate::sys::{clock, descriptors, privileges};
-use bus::{Bus, BusServer, Holders};
+use bus::{Bus, BusServer};
 use changes::Changes;
 use control::Control;
-use gpu::nvml::Ask;
-use hub::Hub;
+use gpu::nvml::Query;
 use systemd::fd_store::StoredConnection;
 
 /// Anybody may be a client: what a client is allowed is decided by who it is, not by the file's mode.
@@ -71,8 +69,6 @@ const FIRST_LOOK: Duration = Duration::from_secs(1);
 /// How often memory is sampled while clients do something, and while they do nothing.
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
-/// Clients do nothing when nothing came from any of them for this long.
-const SAMPLE_QUIET: Duration = Duration::from_secs(2);
 
 /// How often the bus is told who holds which lock, at most.
 const FOLLOWED: Duration = Duration::from_millis(100);
@@ -263,19 +259,19 @@ async fn serve(
     } = sockets;
     unknown.iter().for_each(|name| systemd::forget(name));
     let (settings, watching) = watch::channel(config.settings.clone());
-    let hub = Rc::new(RefCell::new(Hub::new(config, trace, settings)?));
+    let core = Rc::new(RefCell::new(Core::new(config, trace, settings)?));
 
     if let Some(directory) = clients_path.parent().filter(|_| in_lasting_directory) {
-        hub.borrow_mut().provide_in(directory);
+        core.borrow_mut().create_lock_files_in(directory);
     }
     let (report, mut reports) = mpsc::unbounded_channel();
     if let Some(ask) = nvml.start(report, state.as_deref()) {
-        hub.borrow_mut().use_nvml(ask);
+        core.borrow_mut().use_nvml(ask);
         // Which GPUs there are, and what is in use there: before anybody is told what there is room for.
         let first = async {
             for _ in 0..2 {
                 let Some(report) = reports.recv().await else { return };
-                hub.borrow_mut().heard(report);
+                core.borrow_mut().heard(report);
             }
         };
         if tokio::time::timeout(FIRST_LOOK, first).await.is_err() {
@@ -289,42 +285,43 @@ async fn serve(
         _ => Bus::System,
     };
     let (holders, following) = watch::channel(Holders::new());
-    let followed = bus::Followed { settings: watching, holders: following, thrashing: hub.borrow().follow_thrashing() };
+    let followed =
+        bus::Followed { settings: watching, holders: following, thrashing: core.borrow().follow_thrashing() };
     let (bus, attempted) = BusServer::start(bus, control_socket, request, followed)?;
-    spawn_local(follow(hub.clone(), holders));
+    spawn_local(follow(core.clone(), holders));
     let (question, mut questions) = mpsc::unbounded_channel();
     metrics::start(metrics, question)?;
 
     let (done, mut resumed) = watch::channel(false);
     let shared = Rc::new(clients::Shared::new(resumed.clone()));
     spawn_local({
-        let (hub, shared) = (hub.clone(), shared.clone());
+        let (core, shared) = (core.clone(), shared.clone());
         async move {
-            resume::all(&hub, kept, &shared).await;
+            resume::all(&core, kept, &shared).await;
             done.send_replace(true);
         }
     });
     spawn_local({
-        let (hub, shared) = (hub.clone(), shared.clone());
+        let (core, shared) = (core.clone(), shared.clone());
         async move {
-            if let Err(e) = clients::accept(hub, clients, shared).await {
+            if let Err(e) = clients::accept(core, clients, shared).await {
                 error!("cannot accept programs any more: {e}");
             }
         }
     });
-    spawn_local(ticks(hub.clone()));
-    spawn_local(sample(hub.clone()));
-    spawn_local(watch_stopped(hub.clone()));
-    spawn_local(watch_traffic(hub.clone()));
-    spawn_local(bound(hub.clone()));
+    spawn_local(ticks(core.clone()));
+    spawn_local(sample(core.clone()));
+    spawn_local(watch_stopped(core.clone()));
+    spawn_local(watch_traffic(core.clone()));
+    spawn_local(bound(core.clone()));
     spawn_local({
-        let hub = hub.clone();
+        let core = core.clone();
         async move {
             let _ = resumed.wait_for(|resumed| *resumed).await;
             let _ = tokio::time::timeout(BUS_PATIENCE, attempted).await;
             systemd::ready();
             if systemd::is_there() {
-                status::keep_current(hub).await;
+                status::keep_current(core).await;
             }
         }
     });
@@ -336,14 +333,14 @@ async fn serve(
         tokio::select! {
             // The machine has to get through an event, or systemd hears nothing.
             _ = feed.tick(), if watchdog.is_some() => {
-                hub.borrow_mut().tick();
+                core.borrow_mut().tick();
                 systemd::watchdog();
             }
-            Some(report) = reports.recv() => hub.borrow_mut().heard(report),
-            Some(reply) = questions.recv() => drop(reply.send(hub.borrow().snapshot())),
-            Some(request) = requests.recv() => control.answer(&hub, &shared, request),
+            Some(report) = reports.recv() => core.borrow_mut().heard(report),
+            Some(reply) = questions.recv() => drop(reply.send(core.borrow().snapshot())),
+            Some(request) = requests.recv() => control.answer(&core, &shared, request),
             _ = hang_up.recv() => {
-                let _ = control.reload(&hub);
+                let _ = control.reload(&core);
             }
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
@@ -351,29 +348,29 @@ async fn serve(
     }
     systemd::stopping();
     info!(name: "stopping", "nvshare-scheduler stops");
-    hub.borrow_mut().stop();
-    let lifted = hub.borrow().lift_driver_limits();
+    core.borrow_mut().stop();
+    let lifted = core.borrow().lift_driver_limits();
     let _ = tokio::time::timeout(LIFT_PATIENCE, lifted).await;
     bus.stop();
     Ok(())
 }
 
 /// Has the driver bound what it is to bound, once for all that changes at about the same moment.
-async fn bound(hub: Rc<RefCell<Hub>>) {
-    let signals = hub.borrow().signals.clone();
+async fn bound(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
     loop {
-        hub.borrow_mut().bound_by_driver();
+        core.borrow_mut().bound_by_driver();
         tokio::time::sleep(BOUNDED).await;
         signals.limits.notified().await;
     }
 }
 
 /// Tells the bus who holds which lock: turns change many times a second, and what is told does not.
-async fn follow(hub: Rc<RefCell<Hub>>, holders: watch::Sender<Holders>) {
-    let signals = hub.borrow().signals.clone();
+async fn follow(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
+    let signals = core.borrow().signals.clone();
     loop {
         signals.holders.notified().await;
-        let now = hub.borrow().holders();
+        let now = core.borrow().holders();
         holders.send_if_modified(|told| {
             let changed = *told != now;
             *told = now;
@@ -383,26 +380,26 @@ async fn follow(hub: Rc<RefCell<Hub>>, holders: watch::Sender<Holders>) {
     }
 }
 
-async fn ticks(hub: Rc<RefCell<Hub>>) {
-    let timer = hub.borrow().timer();
+async fn ticks(core: Rc<RefCell<Core>>) {
+    let timer = core.borrow().timer();
     while timer.expired().await.is_ok() {
-        hub.borrow_mut().tick();
+        core.borrow_mut().tick();
     }
 }
 
 /// Asks how much memory is in use: often while clients do something, rarely while they do nothing, never without any.
-async fn sample(hub: Rc<RefCell<Hub>>) {
-    let signals = hub.borrow().signals.clone();
-    hub.borrow_mut().sample_host();
+async fn sample(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
+    core.borrow_mut().sample_host();
     loop {
         if signals.clients.get() == 0 {
             // Once more when everything of the last one is gone: the next one is told what there is.
             tokio::time::sleep(SAMPLE_BUSY).await;
-            hub.borrow().ask_nvml(Ask::Sample);
+            core.borrow().query_nvml(Query::Sample);
             signals.activity.notified().await;
         }
-        hub.borrow().ask_nvml(Ask::Sample);
-        hub.borrow_mut().sample_host();
+        core.borrow().query_nvml(Query::Sample);
+        core.borrow_mut().sample_host();
         if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
             tokio::time::sleep(SAMPLE_BUSY).await;
         } else {
@@ -412,11 +409,11 @@ async fn sample(hub: Rc<RefCell<Hub>>) {
 }
 
 /// Asks for the figures for as long as they can matter, and then waits until they can again.
-async fn watch_traffic(hub: Rc<RefCell<Hub>>) {
-    let signals = hub.borrow().signals.clone();
+async fn watch_traffic(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
     loop {
-        if hub.borrow().may_be_crowded() {
-            hub.borrow().ask_about_traffic();
+        if core.borrow().may_be_crowded() {
+            core.borrow().ask_about_traffic();
             tokio::time::sleep(TRAFFIC_PERIOD).await;
         } else {
             signals.grants.notified().await;
@@ -424,13 +421,13 @@ async fn watch_traffic(hub: Rc<RefCell<Hub>>) {
     }
 }
 
-async fn watch_stopped(hub: Rc<RefCell<Hub>>) {
-    let signals = hub.borrow().signals.clone();
+async fn watch_stopped(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
     loop {
         signals.stopped.notified().await;
         loop {
             tokio::time::sleep(STOPPED_PERIOD).await;
-            if !hub.borrow_mut().check_stopped() {
+            if !core.borrow_mut().check_stopped() {
                 break;
             }
         }

@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use crate::daemon::clients::{self, Counted, Hello, Shared};
-use crate::daemon::hub::{Arrival, Hub};
+use crate::daemon::core::{Arrival, Core};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, StoredConnection};
 use crate::daemon::transport::connection::Connection;
@@ -54,14 +54,14 @@ struct Statement {
 }
 
 /// Takes over the connections that were kept; returns when everybody whose answer matters has given it.
-pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<StoredConnection>, shared: &Rc<Shared>) {
+pub async fn all(core: &Rc<RefCell<Core>>, kept: Vec<StoredConnection>, shared: &Rc<Shared>) {
     let begin = Instant::now();
     let count = kept.len();
     let (answer, mut answers) = mpsc::unbounded_channel();
     let mut silent: BTreeMap<u64, (Rc<Connection>, Arc<Identity>)> = BTreeMap::new();
     for StoredConnection { name, socket } in kept {
-        hub.borrow_mut().reserve_id(ClientId(name.client));
-        let Some(asked) = ask(hub, name, socket, shared) else {
+        core.borrow_mut().reserve_id(ClientId(name.client));
+        let Some(asked) = ask(core, name, socket, shared) else {
             systemd::forget(&name.to_string());
             continue;
         };
@@ -98,13 +98,13 @@ pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<StoredConnection>, shared: &R
         let resumed = statements.len();
         info!(name: "resumed", milliseconds, "{resumed} of {count} programs go on, after {milliseconds} ms");
     }
-    admit(hub, statements, shared);
+    admit(core, statements, shared);
 
-    let (hub, shared) = (hub.clone(), shared.clone());
+    let (core, shared) = (core.clone(), shared.clone());
     spawn_local(async move {
         while let Some((name, statement)) = answers.recv().await {
             match statement {
-                Some(statement) => admit(&hub, vec![statement], &shared),
+                Some(statement) => admit(&core, vec![statement], &shared),
                 None => systemd::forget(&name.to_string()),
             }
         }
@@ -112,9 +112,9 @@ pub async fn all(hub: &Rc<RefCell<Hub>>, kept: Vec<StoredConnection>, shared: &R
 }
 
 /// `None` where there is nobody to ask.
-fn ask(hub: &Rc<RefCell<Hub>>, name: ConnectionName, socket: OwnedFd, shared: &Shared) -> Option<Asked> {
+fn ask(core: &Rc<RefCell<Core>>, name: ConnectionName, socket: OwnedFd, shared: &Shared) -> Option<Asked> {
     let speaks = (version::RESUMING..=version::MAX).contains(&name.version);
-    let keeps = hub.borrow().config.keep_connections;
+    let keeps = core.borrow().config.keep_connections;
     let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
         // A child of the process may have the connection still.
         let lives = identity.pid == 0 || pidfd.is_some();
@@ -173,7 +173,7 @@ async fn listen(connection: &Connection, name: ConnectionName) -> Option<(Hello,
 }
 
 /// Lets clients in with all that they said: first what is where, then who has which lock, then what they want.
-fn admit(hub: &Rc<RefCell<Hub>>, mut statements: Vec<Statement>, shared: &Rc<Shared>) {
+fn admit(core: &Rc<RefCell<Core>>, mut statements: Vec<Statement>, shared: &Rc<Shared>) {
     statements.sort_by_key(|statement| statement.asked.name.client);
     let mut wishes = Vec::new();
     for Statement { asked, hello, packets, .. } in &mut statements {
@@ -184,30 +184,30 @@ fn admit(hub: &Rc<RefCell<Hub>>, mut statements: Vec<Statement>, shared: &Rc<Sha
             version: asked.name.version,
             gang: hello.gang,
             library: hello.library.as_str().to_owned(),
-            lasts: true,
-            returns: true,
+            is_program: true,
+            reconnects: true,
         };
-        hub.borrow_mut().resume(client, arrival, asked.name);
+        core.borrow_mut().resume(client, arrival, asked.name);
         for packet in std::mem::take(packets) {
             if is_wish(&packet, asked.name.version) {
                 wishes.push((client, packet));
             } else {
                 // What other threads of it said of a GPU, before it had said which GPU that is, it says again.
-                let _ = hub.borrow_mut().receive(client, &packet, Vec::new());
+                let _ = core.borrow_mut().receive(client, &packet, Vec::new());
             }
         }
     }
     for Statement { asked, held, .. } in &statements {
-        hub.borrow_mut().held(ClientId(asked.name.client), *held);
+        core.borrow_mut().resume_locks(ClientId(asked.name.client), *held);
     }
     for (client, packet) in wishes {
-        let _ = hub.borrow_mut().receive(client, &packet, Vec::new());
+        let _ = core.borrow_mut().receive(client, &packet, Vec::new());
     }
     for Statement { asked, .. } in statements {
         let Asked { name, connection, identity, pidfd, counted } = asked;
-        let (hub, shared) = (hub.clone(), shared.clone());
+        let (core, shared) = (core.clone(), shared.clone());
         spawn_local(async move {
-            clients::converse(&hub, ClientId(name.client), &connection, &identity, pidfd.as_ref(), &shared).await;
+            clients::converse(&core, ClientId(name.client), &connection, &identity, pidfd.as_ref(), &shared).await;
             drop(counted);
         });
     }

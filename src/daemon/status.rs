@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use crate::bus;
-use crate::daemon::hub::{ClientView, Hub};
+use crate::daemon::core::{Core, views::ClientView};
 use crate::daemon::systemd;
 
 /// Turns change many times a second; the line does not.
@@ -15,11 +15,11 @@ const PAUSE: Duration = Duration::from_secs(1);
 const MAX_LENGTH: usize = 400;
 
 /// Tells systemd whenever something has changed, for as long as the daemon runs.
-pub async fn keep_current(hub: Rc<RefCell<Hub>>) {
-    let signals = hub.borrow().signals.clone();
+pub async fn keep_current(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
     let mut told = String::new();
     loop {
-        let now = line(&hub.borrow().list_gpus(), &hub.borrow().list_clients());
+        let now = line(&core.borrow().list_gpus(), &core.borrow().list_clients());
         if now != told {
             systemd::status(&now);
             told = now;

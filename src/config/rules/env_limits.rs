@@ -49,7 +49,7 @@ struct Said {
 
 impl EnvLimits {
     /// Takes in what it says now.
-    pub fn hear(&mut self, limit: LimitName, text: &str) {
+    pub fn set(&mut self, limit: LimitName, text: &str) {
         self.0.insert(limit, Said { text: shortened(text), value: Value::read(limit, text) });
     }
 
@@ -230,7 +230,7 @@ mod tests {
 
     fn own(said: &[(LimitName, &str)]) -> EnvLimits {
         let mut own = EnvLimits::default();
-        said.iter().for_each(|(limit, text)| own.hear(*limit, text));
+        said.iter().for_each(|(limit, text)| own.set(*limit, text));
         own
     }
 

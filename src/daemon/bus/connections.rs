@@ -15,9 +15,10 @@ use super::authority::Authority;
 use super::callers::Callers;
 use super::object::Object;
 use super::served::Served;
-use super::{Bus, Holders, Shared};
+use super::{Bus, Shared};
 use crate::bus;
-use crate::daemon::hub::Thrashing;
+use crate::daemon::core::Thrashing;
+use crate::daemon::core::views::Holders;
 use crate::daemon::transport::peer;
 use crate::sys::{credentials, descriptors, socket};
 

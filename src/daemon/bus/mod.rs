@@ -2,7 +2,7 @@
 //! of anybody can delay a hand-over; it talks to the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
-//! - `object`: the methods and properties; `served` is how they are reached, `failure` how they fail, `rules` how rules look.
+//! - `object`: the methods and properties; `served` is how they are reached, `failure` how they fail.
 //! - `announce`: PropertiesChanged, and the signals.
 //! - `callers`: who calls, and what they may do; `authority` is polkit, which knows that of other users than root.
 
@@ -12,10 +12,8 @@ mod callers;
 mod connections;
 mod failure;
 mod object;
-pub mod rules;
 mod served;
 
-use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{self as blocking, RecvTimeoutError};
@@ -28,13 +26,15 @@ use tracing::debug;
 
 use crate::bus::{self, Error};
 use crate::config::rules::Addition;
-use crate::daemon::bundle::Snapshot;
-use crate::daemon::hub::{ClientView, Thrashing};
+use crate::daemon::core::bundle::Snapshot;
+use crate::daemon::core::pods::{Pods, Refused};
+use crate::daemon::core::{
+    Thrashing,
+    views::{ClientView, Holders},
+};
 use crate::daemon::lock::LockRequest;
-use crate::daemon::pods::{Pods, Refused};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
-pub use object::present;
 
 /// How long a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
@@ -77,9 +77,6 @@ impl Change {
         }
     }
 }
-
-/// Clients that hold the lock of each GPU, by its UUID.
-pub type Holders = HashMap<String, Vec<u64>>;
 
 /// The thread that serves the object.
 #[derive(Debug)]

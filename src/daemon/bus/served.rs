@@ -123,8 +123,9 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::daemon::bus::callers::Callers;
-    use crate::daemon::bus::{Followed, Holders, Shared};
-    use crate::daemon::hub::Thrashing;
+    use crate::daemon::bus::{Followed, Shared};
+    use crate::daemon::core::Thrashing;
+    use crate::daemon::core::views::Holders;
 
     /// XML without comments and blank lines, one element a line.
     fn bare(xml: &str) -> Vec<String> {

@@ -24,7 +24,7 @@ use crate::sys::{clock, privileges};
 
 /// What the loop wants to know, or to have done.
 #[derive(Debug)]
-pub enum Ask {
+pub enum Query {
     /// Which GPUs there are, and how much memory is in use.
     Scan,
     /// How much memory is in use.
@@ -48,14 +48,14 @@ struct Asked {
 }
 
 impl Asked {
-    fn add(&mut self, ask: Ask) {
+    fn add(&mut self, ask: Query) {
         match ask {
-            Ask::Scan => (self.scan, self.sample) = (true, true),
-            Ask::Sample => self.sample = true,
-            Ask::Traffic(mut gpus) => self.traffic.append(&mut gpus),
-            Ask::Limits(wanted) if self.lifted.is_none() => self.limits = Some(wanted),
-            Ask::Limits(_) => {}
-            Ask::Lift(lifted) => (self.limits, self.lifted) = (Some(Wanted::new()), Some(lifted)),
+            Query::Scan => (self.scan, self.sample) = (true, true),
+            Query::Sample => self.sample = true,
+            Query::Traffic(mut gpus) => self.traffic.append(&mut gpus),
+            Query::Limits(wanted) if self.lifted.is_none() => self.limits = Some(wanted),
+            Query::Limits(_) => {}
+            Query::Lift(lifted) => (self.limits, self.lifted) = (Some(Wanted::new()), Some(lifted)),
         }
     }
 }
@@ -113,7 +113,7 @@ pub struct Thread(mpsc::Sender<Start>);
 struct Start {
     reports: UnboundedSender<Report>,
     keeper: Keeper,
-    answer: mpsc::Sender<Result<mpsc::Sender<Ask>, String>>,
+    answer: mpsc::Sender<Result<mpsc::Sender<Query>, String>>,
 }
 
 impl Thread {
@@ -135,7 +135,7 @@ impl Thread {
 
     /// Has it begin, or says why there is no NVML. The GPUs that exist now are the first report. What an earlier daemon has
     /// set in the driver is in that directory.
-    pub fn start(self, reports: UnboundedSender<Report>, state: Option<&Path>) -> Option<mpsc::Sender<Ask>> {
+    pub fn start(self, reports: UnboundedSender<Report>, state: Option<&Path>) -> Option<mpsc::Sender<Query>> {
         let (answer, answered) = mpsc::channel();
         let _ = self.0.send(Start { reports, keeper: Keeper::new(state), answer });
         match answered.recv().unwrap_or_else(|e| Err(e.to_string())) {
@@ -155,7 +155,7 @@ fn serve(Start { reports, mut keeper, answer: answered }: Start) {
         Err(e) => return drop(answered.send(Err(e.to_string()))),
     };
     let (ask, requests) = mpsc::channel();
-    let _ = ask.send(Ask::Scan);
+    let _ = ask.send(Query::Scan);
     let _ = answered.send(Ok(ask));
     let (call, mut meter) = (Call::find(), Meter::default());
     while let Ok(first) = requests.recv() {

@@ -1,5 +1,5 @@
-//! One connection's protocol state: what it may say next, and what its slots mean. Turns a client's messages into the
-//! machine's events, and says what is wrong with those that break the protocol. No I/O.
+//! The protocol's state of one connection: its slots, and values that take several messages. Turns packets into
+//! [`ClientAction`]s, and rejects those that break the protocol. No I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
 use crate::config::rules::variable;
 use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
 
-/// A number of bytes beyond this is no memory that exists, and would overflow sums.
+/// Larger numbers of bytes are rejected: no such memory exists, and sums of them could overflow.
 const MAX_BYTES: u64 = 1 << 50;
-/// A list of GPUs is no longer: as many as a client can attach, each by its whole UUID.
+/// Bytes of the longest list of GPUs: as many as a client can attach, each by its whole UUID.
 const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
 
-/// What a client did that the protocol does not allow. Its connection is closed; nobody else is affected.
+/// A breach of the protocol. The client is disconnected; others are not affected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Violation {
     Wire(WireError),
@@ -42,14 +42,14 @@ impl fmt::Display for Violation {
             Self::Wire(error) => error.fmt(f),
             Self::NotHello => f.write_str("the first message is not Hello"),
             Self::SecondHello => f.write_str("a second Hello"),
-            Self::Held => f.write_str("a claim to locks, for which it was not asked"),
+            Self::Held => f.write_str("an unexpected Held: the scheduler did not ask for it"),
             Self::Slot { slot } => write!(f, "slot {slot}: there are slots 0 to {}", MAX_SLOTS - 1),
             Self::SlotTaken { slot } => write!(f, "slot {slot} is attached already"),
             Self::GpuTaken { slot, gpu } => write!(f, "GPU {} is attached already, as slot {slot}", gpu.0),
             Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
-            Self::NoGpu { message } => write!(f, "{message} of no GPU"),
+            Self::NoGpu { message } => write!(f, "{message} without a GPU"),
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
-            Self::TooManyGpus => f.write_str("one more GPU that only clients know: there are too many"),
+            Self::TooManyGpus => f.write_str("too many GPUs that NVML does not know"),
             Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
             Self::EnvLimit { limit } => {
                 write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)
@@ -65,10 +65,10 @@ impl From<WireError> for Violation {
     }
 }
 
-/// What a message means to the daemon.
+/// What the daemon does about a packet.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Meaning {
-    /// The machine has to know, and nobody else.
+pub enum ClientAction {
+    /// Passes the event to the machine.
     Event(Event),
     Attach {
         event: Event,
@@ -83,60 +83,63 @@ pub enum Meaning {
         gpu: GpuId,
         report: MemoryReport,
         device_free: Option<u64>,
-        /// Bytes of host memory that it holds.
+        /// Bytes of host memory that the client holds.
         host: u64,
         counts: Counts,
     },
-    /// Asks which GPUs it is to see.
-    Place(Ask),
-    /// Says what its environment allows it.
+    /// Decides which GPUs the client sees.
+    RequestPlacement(PlacementQuery),
+    /// Sets a limit from the client's environment.
     EnvLimit {
         limit: LimitName,
         text: String,
     },
-    /// Nothing yet: more follows.
-    Part,
-    /// About memory that one program lets another use, on that GPU where it names one.
-    Shared {
+    /// Waits for the rest of a value that takes several messages.
+    Incomplete,
+    /// Handles a message about shared memory, on the GPU that the message names, if any.
+    SharedMemory {
         message: ClientMessage,
         gpu: Option<GpuId>,
     },
 }
 
-/// What somebody says who asks which GPUs it is to see.
+/// A client's request to be told which GPUs it sees.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ask {
+pub struct PlacementQuery {
     pub chooser: Chooser,
-    /// Its list, where it has one.
+    /// Its list of GPUs, if it has one.
     pub choice: String,
-    /// 0: nothing is said of that.
+    /// Number of GPUs; 0: not given.
     pub count: u32,
     pub bytes: Option<u64>,
-    /// Device files that it can open, by number; 0: it does not know.
+    /// Set of minor numbers of the device files that it can open; 0: unknown.
     pub devices: u64,
-    /// For the program that it becomes or starts.
+    /// The GPUs are for a program that this process will execute or start.
     pub ahead: bool,
 }
 
-/// The slots of one client that has been welcomed.
+/// The state of one client that has been welcomed.
 #[derive(Debug)]
 pub struct Session {
     client: ClientId,
     pub version: u16,
     slots: Vec<Option<GpuId>>,
-    /// What it has said of its list of GPUs.
+    /// The parts of its list of GPUs that have arrived.
     choice: String,
-    /// What it has said of a value that goes on.
-    own: Option<(LimitName, String)>,
+    /// The parts of an environment limit that have arrived.
+    env_limit: Option<(LimitName, String)>,
 }
 
 impl Session {
     pub fn new(client: ClientId, version: u16) -> Self {
-        Self { client, version, slots: Vec::new(), choice: String::new(), own: None }
+        Self { client, version, slots: Vec::new(), choice: String::new(), env_limit: None }
     }
 
-    /// What one packet means.
-    pub fn receive(&mut self, packet: &[u8]) -> Result<Meaning, Violation> {
+    /// Decodes and checks one packet.
+    ///
+    /// # Errors
+    /// If it breaks the protocol.
+    pub fn receive(&mut self, packet: &[u8]) -> Result<ClientAction, Violation> {
         let client = self.client;
         Ok(match ClientMessage::decode(packet, self.version)? {
             ClientMessage::Hello { .. } => return Err(Violation::SecondHello),
@@ -148,14 +151,14 @@ impl Session {
                 }
                 self.attach(slot, gpu)?;
                 let event = Event::Attached { client, gpu, engine };
-                Meaning::Attach { event, slot, gpu, kind, total, name: name.as_str().to_owned(), reason }
+                ClientAction::Attach { event, slot, gpu, kind, total, name: name.as_str().to_owned(), reason }
             }
             ClientMessage::Detach { slot } => {
                 let gpu = self.gpu(slot)?;
-                if let Some(place) = self.slots.get_mut(slot as usize) {
-                    *place = None;
+                if let Some(gpu) = self.slots.get_mut(slot as usize) {
+                    *gpu = None;
                 }
-                Meaning::Event(Event::Detached { client, gpu })
+                ClientAction::Event(Event::Detached { client, gpu })
             }
             ClientMessage::Memory {
                 slot,
@@ -179,86 +182,93 @@ impl Session {
                 }
                 // Pinned bytes are a part of the mapped ones.
                 let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
-                // An older library says only what has contents.
+                // An older library reports only host memory with contents.
                 let host = host.max(swapped);
                 let device_free = (device_free != u64::MAX).then_some(device_free);
-                Meaning::Memory { gpu, report, device_free, host, counts }
+                ClientAction::Memory { gpu, report, device_free, host, counts }
             }
             ClientMessage::RequestLimit { slot, bytes } => {
-                Meaning::Event(Event::LimitRequested { client, gpu: self.gpu(slot)?, bytes })
+                ClientAction::Event(Event::LimitRequested { client, gpu: self.gpu(slot)?, bytes })
             }
             ClientMessage::Utilization { slot, permille } => {
-                Meaning::Event(Event::Utilization { client, gpu: self.gpu(slot)?, permille })
+                ClientAction::Event(Event::Utilization { client, gpu: self.gpu(slot)?, permille })
             }
             ClientMessage::Reserve { slot, bytes } => {
-                Meaning::Event(Event::ReservationRequested { client, gpu: self.gpu(slot)?, bytes })
+                ClientAction::Event(Event::ReservationRequested { client, gpu: self.gpu(slot)?, bytes })
             }
             ClientMessage::Request { gpus } => {
-                Meaning::Event(Event::Requested { client, gpus: self.gpus(gpus, "Request")? })
+                ClientAction::Event(Event::Requested { client, gpus: self.gpus(gpus, "Request")? })
             }
             ClientMessage::Cancel { gpus } => {
-                Meaning::Event(Event::Cancelled { client, gpus: self.gpus(gpus, "Cancel")? })
+                ClientAction::Event(Event::Cancelled { client, gpus: self.gpus(gpus, "Cancel")? })
             }
             ClientMessage::Release { gpus, reason, busy_us } => {
                 let gpus = self.gpus(gpus, "Release")?;
-                Meaning::Event(Event::Released { client, gpus, reason, busy: Duration::from_micros(busy_us) })
+                ClientAction::Event(Event::Released { client, gpus, reason, busy: Duration::from_micros(busy_us) })
             }
             ClientMessage::Stuck { gpus, reason } => {
-                Meaning::Event(Event::Stuck { client, gpus: self.gpus(gpus, "Stuck")?, reason })
+                ClientAction::Event(Event::Stuck { client, gpus: self.gpus(gpus, "Stuck")?, reason })
             }
             ClientMessage::VisibleDevices { text } => {
                 self.choice.push_str(text.as_str());
                 if self.choice.len() > MAX_CHOICE {
                     return Err(Violation::Choice);
                 }
-                Meaning::Part
+                ClientAction::Incomplete
             }
             ClientMessage::RequestPlacement { chooser, count, bytes, devices, ahead } => {
                 if bytes > MAX_BYTES {
                     return Err(Violation::Bytes { field: "bytes", bytes });
                 }
                 let (choice, bytes) = (std::mem::take(&mut self.choice), Some(bytes).filter(|bytes| *bytes > 0));
-                Meaning::Place(Ask { chooser, choice, count, bytes, devices, ahead: ahead != 0 })
+                ClientAction::RequestPlacement(PlacementQuery {
+                    chooser,
+                    choice,
+                    count,
+                    bytes,
+                    devices,
+                    ahead: ahead != 0,
+                })
             }
             ClientMessage::EnvLimit { limit, more, text: part } => {
-                let before = self.own.take().filter(|(other, _)| *other == limit);
+                let before = self.env_limit.take().filter(|(other, _)| *other == limit);
                 let mut text = before.map(|(_, text)| text).unwrap_or_default();
                 text.push_str(part.as_str());
                 if text.len() > env_limits::LONGEST {
                     return Err(Violation::EnvLimit { limit });
                 }
                 if more == 0 {
-                    return Ok(Meaning::EnvLimit { limit, text });
+                    return Ok(ClientAction::EnvLimit { limit, text });
                 }
-                self.own = Some((limit, text));
-                Meaning::Part
+                self.env_limit = Some((limit, text));
+                ClientAction::Incomplete
             }
             message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
                 if bytes > MAX_BYTES {
                     return Err(Violation::Bytes { field: "bytes", bytes });
                 }
-                Meaning::Shared { message, gpu: self.slots.get(slot as usize).copied().flatten() }
+                ClientAction::SharedMemory { message, gpu: self.slots.get(slot as usize).copied().flatten() }
             }
             message @ (ClientMessage::Exporter { .. }
             | ClientMessage::Open { .. }
             | ClientMessage::Withdrawn { .. }
             | ClientMessage::Adopted { .. }
-            | ClientMessage::Closed { .. }) => Meaning::Shared { message, gpu: None },
+            | ClientMessage::Closed { .. }) => ClientAction::SharedMemory { message, gpu: None },
         })
     }
 
-    /// The slot that a GPU has, for a message to the client.
+    /// The slot of a GPU, for a message to the client.
     pub fn slot(&self, gpu: GpuId) -> Option<u32> {
         self.slots.iter().position(|slot| *slot == Some(gpu)).map(|slot| slot as u32)
     }
 
-    /// The slots of those GPUs; one that was detached meanwhile is left out.
+    /// The slots of those GPUs that are still attached.
     pub fn slots(&self, gpus: &GpuSet) -> SlotSet {
         gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
     }
 
-    /// The GPUs of those slots; one that is not attached is left out.
-    pub fn known(&self, set: SlotSet) -> GpuSet {
+    /// The GPUs of those slots that are attached.
+    pub fn attached(&self, set: SlotSet) -> GpuSet {
         (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).filter_map(|slot| self.gpu(slot).ok()).collect()
     }
 
@@ -274,7 +284,7 @@ impl Session {
             self.slots.resize(index + 1, None);
         }
         match self.slots.get_mut(index) {
-            Some(place @ None) => *place = Some(gpu),
+            Some(free @ None) => *free = Some(gpu),
             _ => return Err(Violation::SlotTaken { slot }),
         }
         Ok(())

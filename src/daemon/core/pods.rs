@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use crate::bus::rules::table;
 use crate::bus::{self, MAX_PODS, is_pod_name, is_pod_uid};
 use crate::config::rules::{Origin, Rule, SUBJECT_KEYS, read_one};
-use crate::daemon::bus::rules::table;
 use crate::identity::Identity;
 
 /// By their UID.
@@ -71,7 +71,7 @@ impl Pods {
     }
 
     /// What pods rule for themselves.
-    pub fn wishes(&self) -> Vec<Rule> {
+    pub fn rules(&self) -> Vec<Rule> {
         self.0.values().filter_map(|pod| pod.rule.clone()).collect()
     }
 
@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn who_is_in_a_pod_has_its_names_and_keeps_them_no_longer_than_it_is_there() {
         let (pods, refused) = Pods::read(vec![pod(&[("memory-max", "8G")])]).expect("a pod");
-        assert_eq!((pods.wishes().len(), refused.len()), (1, 0));
+        assert_eq!((pods.rules().len(), refused.len()), (1, 0));
         let cgroup = Cgroup { path: format!("/kubepods/pod{UID}/{ID}") };
         let mut identity = Identity { cgroup, ..Identity::default() };
         identity.pod.uid = UID.into();
@@ -156,7 +156,7 @@ mod tests {
         let wrong = [("memory-max", "much"), ("user", "root"), ("pod", "*"), ("colour", "red"), ("time-min", "120%")];
         for (key, value) in wrong {
             let (pods, refused) = Pods::read(vec![pod(&[(key, value)])]).expect("a pod");
-            assert!(pods.wishes().is_empty() && pods.0.contains_key(UID), "{key}");
+            assert!(pods.rules().is_empty() && pods.0.contains_key(UID), "{key}");
             assert!(refused.get(UID).is_some_and(|why| why.contains(key) || why.contains(value)), "{key}: {refused:?}");
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nvshare_wire::{Counts as Said, version};
 
-use super::Hub;
+use super::state::Core;
 use crate::daemon::metrics::snapshot::{Counted, Waits};
 use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 
@@ -89,7 +89,7 @@ impl Counts {
     }
 
     /// What a client says that it has counted.
-    pub fn said(&mut self, client: ClientId, gpu: GpuId, said: Said) {
+    pub fn report(&mut self, client: ClientId, gpu: GpuId, said: Said) {
         let Some(before) = self.client(client, gpu).said.replace(said) else { return };
         let more = Counted {
             swapped_out: said.swapped_out.saturating_sub(before.swapped_out),
@@ -104,7 +104,7 @@ impl Counts {
     }
 }
 
-impl Hub {
+impl Core {
     /// Before the machine hears of it.
     pub(super) fn count_event(&mut self, event: &Event, now: Time) {
         match event {
@@ -214,7 +214,7 @@ mod tests {
     fn what_was_counted_before_and_what_gets_less_adds_nothing() {
         let mut counts = Counts::default();
         for swapped_out in [100, 130, 5, 7, u64::MAX, 0, u64::MAX] {
-            counts.said(ONE, GPU, Said { swapped_out, ..Said::default() });
+            counts.report(ONE, GPU, Said { swapped_out, ..Said::default() });
         }
         assert_eq!(counts.gpu(GPU).counted.swapped_out, u64::MAX, "it stays at the most that there is");
         assert_eq!(counts.client(OTHER, GPU).counted, Counted::default());

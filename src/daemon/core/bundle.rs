@@ -9,15 +9,16 @@ use nvshare_wire::version;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde_json::{Value, json};
 
-use crate::bus;
+use super::state::Core;
+use super::views::ClientView;
+use crate::bus::{self, status::Status};
 use crate::config::metrics::Listen;
 use crate::config::{Config, names};
-use crate::ctl::status::{self, Status};
 use crate::daemon::gpu::nvml::{DriverVersions, Sample};
-use crate::daemon::hub::ClientView;
 use crate::recorder::Recording;
 use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, nanos};
 use crate::scheduler::{Placement, Time};
+use crate::sys::clock;
 
 /// What a bundle is made of.
 #[derive(Debug)]
@@ -30,6 +31,22 @@ pub struct Snapshot {
     pub samples: Vec<(String, Sample)>,
     pub driver: DriverVersions,
     pub recording: Recording,
+}
+
+impl Core {
+    /// A copy, so that nothing of it is formatted or written on the scheduling loop.
+    pub fn debug_snapshot(&self) -> Snapshot {
+        let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
+        Snapshot {
+            now: clock::now(),
+            config: self.config.clone(),
+            gpus: self.list_gpus(),
+            clients: self.list_clients(),
+            samples: samples.collect(),
+            driver: self.driver.clone(),
+            recording: self.recorder.recording(),
+        }
+    }
 }
 
 impl Snapshot {
@@ -79,12 +96,12 @@ impl Snapshot {
             json!({ "uuid": uuid, "begun-ns": nanos(*begun), "steady": steady, "used": used, "processes": processes })
         });
         let nvml = json!({ "gpus": nvml.collect::<Vec<_>>() });
-        Circumstances { header, configuration: configuration(&config), status: status::json(&status), nvml }
+        Circumstances { header, configuration: configuration(&config), status: status.json(), nvml }
     }
 }
 
 fn visible(client: ClientView, command_lines: bool) -> bus::Client {
-    let client = crate::daemon::bus::present(command_lines, client);
+    let client = client.present(command_lines);
     match command_lines {
         true => client,
         // The sentences of `environment_ignored` quote variables.

@@ -4,13 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use nvshare_wire::client::EngineReason;
+use nvshare_wire::Uuid;
+use nvshare_wire::client::{EngineReason, GpuKind};
 
-use super::{Gpu, Hub};
+use super::state::{Core, Gpu};
 use crate::bus;
-use crate::daemon::bus::Holders;
 use crate::daemon::gpu::overhead::Basis;
-use crate::daemon::lock::Wanted;
 use crate::identity::Identity;
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};
 use crate::sys::clock;
@@ -34,6 +33,43 @@ pub struct ClientView {
     pub uses: Vec<bus::GpuUse>,
 }
 
+impl ClientView {
+    /// The client on D-Bus. Its command line is left out unless the caller `may_see` it.
+    pub fn present(self, may_see: bool) -> bus::Client {
+        let Self { identity, library, rule, own, .. } = self;
+        let since = self.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        bus::Client {
+            id: self.id.0,
+            pid: u32::try_from(identity.pid).unwrap_or(0),
+            uid: identity.uid,
+            name: identity.name.clone(),
+            command: may_see.then(|| identity.command.clone()),
+            why: identity.why.clone(),
+            unit: identity.unit.clone(),
+            slice: identity.slice.clone(),
+            container: identity.container.clone(),
+            pod: identity.pod.uid.clone(),
+            pod_namespace: identity.pod.namespace.clone(),
+            pod_name: identity.pod.name.clone(),
+            pod_container: identity.pod.container.clone(),
+            library,
+            rule: rule.0,
+            rule_origin: rule.1,
+            share: rule.2,
+            environment: own.0,
+            environment_ignored: own.1,
+            gang: self.gang_peers.iter().map(|peer| peer.0).collect(),
+            placed: self.placed,
+            connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
+            stopped: self.stopped,
+            gpus: self.uses,
+        }
+    }
+}
+
+/// Ids of the clients that hold the lock of each GPU, by the GPU's UUID.
+pub type Holders = HashMap<String, Vec<u64>>;
+
 /// What a rule says of time, as it is written: `weight 50, time-max 20%`.
 fn in_words(share: Share) -> String {
     let weight = if share.weight == 0 { "idle".to_owned() } else { share.weight.to_string() };
@@ -47,7 +83,7 @@ fn in_words(share: Share) -> String {
     all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-impl Hub {
+impl Core {
     pub fn list_clients(&self) -> Vec<ClientView> {
         let now = clock::now();
         let since = self.since();
@@ -55,27 +91,27 @@ impl Hub {
             let client = self.clients.get(&seen.client)?;
             let rule = self.rule_of(seen.client);
             let uses = seen.attachments.iter().map(|attachment| {
-                let usage = client.uses.get(&attachment.gpu);
+                let stats = client.gpus.get(&attachment.gpu);
                 let since = since.get(&(seen.client, attachment.gpu)).copied();
-                let since = since.or(usage.map(|usage| usage.idle_since)).unwrap_or(now);
+                let since = since.or(stats.map(|stats| stats.idle_since)).unwrap_or(now);
                 bus::GpuUse {
                     uuid: self.gpus.get(&attachment.gpu).map_or_else(String::new, |entry| entry.label(attachment.gpu)),
                     state: bus::state_name(attachment.state, attachment.attached).into(),
                     since: now.saturating_sub(since).as_secs_f64(),
                     engine: bus::engine_name(attachment.engine).into(),
-                    engine_reason: bus::engine_reason(usage.map_or(EngineReason::Unsaid, |usage| usage.reason)).into(),
+                    engine_reason: bus::engine_reason(stats.map_or(EngineReason::Unsaid, |stats| stats.reason)).into(),
                     demand: attachment.demand,
                     resident: attachment.mapped,
                     swapped: attachment.swapped,
                     pinned: attachment.pinned,
                     allowance: attachment.allowance,
-                    limit: usage.and_then(|usage| usage.limit),
+                    limit: stats.and_then(|stats| stats.limit),
                     memory_max: self.machine.memory_max(seen.client, attachment.gpu),
                     environment_memory_max: self.machine.env_memory_max(seen.client, attachment.gpu),
                     pending_limit: attachment.pending_limit,
                     unverified: attachment.disbelieved.map(|claimed| claimed.saturating_sub(attachment.mapped)),
                     mapping_failures: attachment.failures,
-                    untracked_work: usage.is_some_and(|usage| usage.untracked_work),
+                    untracked_work: stats.is_some_and(|stats| stats.untracked_work),
                     eviction_blocked: attachment.eviction_blocked.map_or("", bus::eviction_block_name).into(),
                     utilization: attachment.utilization,
                     lock_time: attachment.lock_time.as_secs_f64(),
@@ -90,7 +126,7 @@ impl Hub {
                 rule: rule.map_or_else(Default::default, |rule| {
                     (rule.name.clone(), rule.origin.to_string(), rule.limits.share.map_or_else(String::new, in_words))
                 }),
-                own: (client.own.in_words(rule), client.own.remarks(rule)),
+                own: (client.env_limits.in_words(rule), client.env_limits.remarks(rule)),
                 gang_peers: seen.gang_peers.clone(),
                 placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
                 connected: client.connected,
@@ -156,7 +192,7 @@ impl Hub {
     }
 
     /// The GPU of that UUID or number; of none, the only one there is.
-    pub fn find_gpu(&self, name: &str) -> Result<Wanted, String> {
+    pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
         let known = || self.gpus.iter().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
         let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
             gpu.label(**id).eq_ignore_ascii_case(name) || gpu.index.is_some_and(|index| index.to_string() == name)
@@ -168,8 +204,17 @@ impl Hub {
             _ => self.gpus.iter().find(is_meant),
         };
         let (id, gpu) = found.ok_or_else(|| format!("there is no GPU {name:?}: there are {}", known()))?;
-        Ok(Wanted { uuid: id.0, kind: gpu.kind, total: gpu.total })
+        Ok(NamedGpu { uuid: id.0, kind: gpu.kind, total: gpu.total })
     }
+}
+
+/// A GPU as a client names it in `Attach`.
+#[derive(Debug, Clone, Copy)]
+pub struct NamedGpu {
+    pub uuid: Uuid,
+    pub kind: GpuKind,
+    /// Bytes.
+    pub total: u64,
 }
 
 /// What a program says of itself, for people to read.

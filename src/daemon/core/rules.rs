@@ -1,4 +1,4 @@
-//! Who has which rule, with whom it counts, and what it says of itself; and what the clients hear of it before they use a GPU.
+//! Rules: the rule and the group of each client, limits from its environment, and the memory limits announced to it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,28 +6,28 @@ use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::debug;
 
-use super::Hub;
+use super::pods::{Pods, Refused};
+use super::state::Core;
 use crate::config::rules::{Instance, Rule, Rules, Subject};
-use crate::daemon::pods::{Pods, Refused};
 use crate::scheduler::{ClientId, Event, Group, GroupId};
 
-/// Groups that are known at the same moment, more where there are more clients.
-const MOST_GROUPS: usize = 1024;
+/// Groups that are kept although they have no clients; more if there are many clients.
+const MAX_GROUPS: usize = 1024;
 
-impl Hub {
-    /// The rule of a client that has come.
-    pub(super) fn rule(&mut self, client: ClientId) {
-        if let Some(group) = self.matched(client) {
+impl Core {
+    /// Applies its rule to a new client.
+    pub(super) fn apply_rule(&mut self, client: ClientId) {
+        if let Some(group) = self.find_group(client) {
             self.apply(Event::Groups { groups: BTreeMap::from([(client, Some(group))]) });
-            self.label([client]);
+            self.set_labels([client]);
         }
-        self.foretell([client]);
+        self.announce_limits([client]);
         self.signals.limits.notify_one();
     }
 
-    /// The rules are others than those: everybody's is looked up anew, all at once. Who counted together for a rule that is
-    /// there still, be it that it allows something else, has had what it has had.
-    pub(super) fn rule_anew(&mut self, before: &Rules) {
+    /// Applies changed rules to all clients at once. A group keeps its usage if a rule with the same subject remains, even if
+    /// that allows something else.
+    pub(super) fn reapply_rules(&mut self, before: &Rules) {
         let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
         let place =
             |rule: usize| now.iter().position(|subject| before.get(rule).is_some_and(|old| old.subject == **subject));
@@ -39,17 +39,17 @@ impl Hub {
         let kept: BTreeMap<Instance, GroupId> = kept.collect();
         self.groups = kept;
         let clients: Vec<ClientId> = self.clients.keys().copied().collect();
-        let groups = clients.iter().map(|client| (*client, self.matched(*client))).collect();
+        let groups = clients.iter().map(|client| (*client, self.find_group(*client))).collect();
         self.apply(Event::Groups { groups });
-        self.foretell_all();
-        self.label(clients);
+        self.announce_all_limits();
+        self.set_labels(clients);
     }
 
-    /// An agent says which pods there are. Wishes that cannot be kept are returned, with the reason.
+    /// Sets the pods of this node. Returns the rules of pods that contradict others, with the reasons.
     pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
         let rules = &self.config.rules;
-        let refused = pods.reconcile(|wish, kept| {
-            kept.iter().find_map(|other| wish.contradicts(other)).or_else(|| rules.contradicted(wish))
+        let refused = pods.reconcile(|rule, kept| {
+            kept.iter().find_map(|other| rule.contradicts(other)).or_else(|| rules.contradicted(rule))
         });
         if pods == self.pods {
             return refused;
@@ -59,14 +59,14 @@ impl Hub {
             self.pods.name(&mut client.identity);
         }
         let before = self.config.rules.clone();
-        self.config.rules.put_last(self.pods.wishes());
-        self.rule_anew(&before);
+        self.config.rules.put_last(self.pods.rules());
+        self.reapply_rules(&before);
         refused
     }
 
-    /// Tells clients what a rule allows them of each GPU's memory, where that is not what they know: programs ask how much
-    /// there is before they use a GPU, and plan with it.
-    fn foretell(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+    /// Tells clients the memory that a rule allows them on each GPU, where it has changed: programs query the size of memory
+    /// before they use a GPU, and plan by it.
+    fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
             let Some(entry) = self.clients.get_mut(&client) else { continue };
             if entry.session.version < version::ANNOUNCED_LIMITS {
@@ -74,24 +74,23 @@ impl Hub {
             }
             for gpu in self.gpus.keys() {
                 let bytes = self.machine.lowest_max(client, *gpu).unwrap_or(0);
-                let before = entry.foretold.insert(*gpu, bytes);
-                if before.unwrap_or(0) != bytes || (before.is_none() && entry.returns) {
+                let before = entry.announced_limits.insert(*gpu, bytes);
+                if before.unwrap_or(0) != bytes || (before.is_none() && entry.reconnects) {
                     entry.connection.send(SchedulerMessage::MemoryMax { uuid: gpu.0, bytes });
                 }
             }
         }
     }
 
-    pub(super) fn foretell_all(&mut self) {
-        self.foretell(self.clients.keys().copied().collect::<Vec<_>>());
+    pub(super) fn announce_all_limits(&mut self) {
+        self.announce_limits(self.clients.keys().copied().collect::<Vec<_>>());
     }
 
-    /// Looks up the rule of a client.
-    fn matched(&mut self, client: ClientId) -> Option<Group> {
+    /// Finds the rule of a client, and its group.
+    fn find_group(&mut self, client: ClientId) -> Option<Group> {
         self.forget_groups();
         let entry = self.clients.get_mut(&client)?;
-        // Who only holds a lock for somebody needs no memory.
-        let found = entry.lasts.then(|| self.config.rules.of(&entry.identity)).flatten();
+        let found = entry.is_program.then(|| self.config.rules.of(&entry.identity)).flatten();
         entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
         let (rule, instance) = found?;
         let next = &mut self.next_group;
@@ -102,30 +101,31 @@ impl Hub {
         Some(Group { id, limits: rule.limits })
     }
 
-    /// What a unit's programs have had counts for those that it starts next, so groups without clients are kept, up to a
-    /// number.
+    /// Drops groups without clients beyond a number. Up to that they are kept: the usage of a unit's programs counts for those
+    /// that it starts next.
     fn forget_groups(&mut self) {
-        if self.groups.len() >= MOST_GROUPS.max(2 * self.clients.len()) {
+        if self.groups.len() >= MAX_GROUPS.max(2 * self.clients.len()) {
             let present: BTreeSet<&Instance> =
                 self.clients.values().filter_map(|client| client.rule.as_ref()).collect();
             self.groups.retain(|instance, _| present.contains(instance));
         }
     }
 
-    /// A client says what its environment allows it.
+    /// Sets a limit from a client's environment.
     pub(super) fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
-        let before = entry.own.limits();
-        entry.own.hear(limit, text);
-        let limits = entry.own.limits();
-        if let Some(remark) = self.clients.get(&client).and_then(|entry| entry.own.remark(limit, self.rule_of(client)))
+        let before = entry.env_limits.limits();
+        entry.env_limits.set(limit, text);
+        let limits = entry.env_limits.limits();
+        if let Some(remark) =
+            self.clients.get(&client).and_then(|entry| entry.env_limits.remark(limit, self.rule_of(client)))
         {
             debug!(client = client.0, "{remark}");
             self.send(client, SchedulerMessage::Remark { text: Text::new(&remark) });
         }
         if limits != before {
             self.apply(Event::EnvLimits { client, limits });
-            self.foretell([client]);
+            self.announce_limits([client]);
         }
     }
 

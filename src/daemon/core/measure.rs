@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::{Gpu, Hub};
+use super::state::{Core, Gpu};
 use crate::daemon::gpu::host_memory::MemInfo;
-use crate::daemon::gpu::nvml::{Ask, GpuDescription, Report, Sample};
+use crate::daemon::gpu::nvml::{GpuDescription, Query, Report, Sample};
 use crate::daemon::gpu::overhead::{Accounting, Attached};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
@@ -21,7 +21,7 @@ const LEAVING: Duration = Duration::from_secs(5);
 /// A context that was not measured is taken to need up to this part of a GPU.
 const CONTEXT_PART: u64 = 16;
 
-impl Hub {
+impl Core {
     fn gpus_found(&mut self, found: Vec<GpuDescription>) {
         for GpuDescription { gpu, kind, name, total, index, minor, link } in found {
             let known = self.gpus.get_mut(&gpu);
@@ -43,13 +43,13 @@ impl Hub {
                         sample: None,
                     };
                     info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
-                    self.provide(gpu);
+                    self.create_lock_files(gpu);
                     self.gpus.insert(gpu, entry);
                 }
             }
             if changed {
                 self.apply(Event::GpuFound { gpu, total });
-                self.foretell_all();
+                self.announce_all_limits();
                 self.signals.limits.notify_one();
                 if let Some(rate) = link {
                     self.apply(Event::GpuLink { gpu, rate });
@@ -61,7 +61,7 @@ impl Hub {
     /// Looks how much memory the host has.
     pub fn sample_host(&mut self) {
         let Some(info) = MemInfo::read() else { return };
-        let held = self.clients.values().flat_map(|c| c.uses.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
+        let held = self.clients.values().flat_map(|c| c.gpus.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
         if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
             debug!(bytes, held, "host memory for what is swapped out");
             self.apply(Event::HostMemory { bytes });
@@ -93,13 +93,13 @@ impl Hub {
         for view in self.machine.clients() {
             let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
             let Some(client) = self.clients.get(&view.client) else { continue };
-            let (least, most) = client.uses.get(&gpu).map_or(extent, |usage| usage.history.at(sample.begun));
+            let (least, most) = client.gpus.get(&gpu).map_or(extent, |stats| stats.history.at(sample.begun));
             attached.push(Attached {
                 client: view.client,
                 pid: client.identity.pid.try_into().unwrap_or(0),
                 least,
                 most,
-                adopted: self.shared.adopted_by(view.client, gpu),
+                adopted: self.shared_memory.adopted_by(view.client, gpu),
                 is_new: !self.machine.has_context(view.client, gpu, sample.begun),
             });
         }
@@ -145,13 +145,13 @@ impl Hub {
     }
 
     /// The machine wants a GPU measured. Where that cannot be done, clients are believed.
-    pub(super) fn measure_anew(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
+    pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
         let measured = self.nvml.is_some() && self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
         if measured {
-            self.ask_nvml(Ask::Sample);
+            self.query_nvml(Query::Sample);
             return None;
         }
-        if !std::mem::replace(&mut self.believed, true) {
+        if !std::mem::replace(&mut self.logged_unverified, true) {
             info!("without NVML, programs are believed what memory they have freed, also where another user gets it");
         }
         Some(Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() })

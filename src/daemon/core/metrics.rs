@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::Hub;
+use super::state::Core;
 use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, Snapshot};
 use crate::scheduler::{AttachmentView, GpuId};
 use crate::sys::clock;
 
-impl Hub {
+impl Core {
     /// A copy, so that nothing of it is looked at on the scheduling loop.
     pub fn snapshot(&self) -> Snapshot {
         let now = clock::now();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use nvshare_wire::client::StuckReason;
 use tracing::{debug, info, warn};
 
-use super::Hub;
+use super::state::Core;
 use crate::bus;
 use crate::config::units;
 use crate::identity::Identity;
@@ -15,7 +15,7 @@ use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, Wa
 const REFUSAL_PAUSE: Duration = Duration::from_secs(10);
 const MOST_NAMED: usize = 5;
 
-impl Hub {
+impl Core {
     pub(super) fn note_event(&mut self, event: &Event, now: Time) {
         use Event::{Connected, Disconnected, Held, Released, Requested};
         if let Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } = event {
@@ -40,8 +40,8 @@ impl Hub {
                 self.trace_all(now, *client, gpus, "untracked-work");
                 let mut is_new = false;
                 for gpu in gpus {
-                    if let Some(usage) = self.usage(*client, *gpu) {
-                        is_new |= !std::mem::replace(&mut usage.untracked_work, true);
+                    if let Some(stats) = self.stats(*client, *gpu) {
+                        is_new |= !std::mem::replace(&mut stats.untracked_work, true);
                     }
                 }
                 let entry = self.clients.get(client).filter(|_| is_new);
@@ -63,12 +63,12 @@ impl Hub {
             Event::Detached { client, gpu } => {
                 self.trace(now, *client, Some(*gpu), "detach", None);
                 if let Some(entry) = self.clients.get_mut(client) {
-                    entry.uses.remove(gpu);
+                    entry.gpus.remove(gpu);
                 }
             }
             Event::Memory { client, gpu, report } => {
-                let Some(usage) = self.usage(*client, *gpu) else { return };
-                let before = std::mem::replace(&mut usage.mapped, report.mapped);
+                let Some(stats) = self.stats(*client, *gpu) else { return };
+                let before = std::mem::replace(&mut stats.mapped, report.mapped);
                 if report.mapped < before {
                     self.trace(now, *client, Some(*gpu), "freed", Some(before - report.mapped));
                 } else if report.mapped > before {
@@ -88,15 +88,15 @@ impl Hub {
             Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
             Command::Denied { client, gpu, bytes, why } => self.note_refusal(*client, *gpu, *bytes, *why, now),
             Command::Limit { client, gpu, bytes, .. } => {
-                if let Some(usage) = self.usage(*client, *gpu) {
-                    usage.limit = Some(*bytes);
+                if let Some(stats) = self.stats(*client, *gpu) {
+                    stats.limit = Some(*bytes);
                 }
             }
             Command::Allowance { client, gpu, bytes, .. } => {
-                let Some(usage) = self.usage(*client, *gpu) else { return };
-                let before = std::mem::replace(&mut usage.allowance, *bytes);
+                let Some(stats) = self.stats(*client, *gpu) else { return };
+                let before = std::mem::replace(&mut stats.allowance, *bytes);
                 let (what, by) = match *bytes {
-                    bytes if bytes < usage.mapped.min(before) => ("evict", before - bytes),
+                    bytes if bytes < stats.mapped.min(before) => ("evict", before - bytes),
                     bytes if bytes < before => ("take-back", before - bytes), // nothing has to leave
                     bytes => ("credit", bytes - before),
                 };
@@ -138,11 +138,11 @@ impl Hub {
             Command::EvictionBlocked { client, gpu, why } => {
                 self.trace(now, *client, Some(*gpu), "eviction-blocked", None);
                 let label = self.gpus.get(gpu).map(|entry| entry.label(*gpu));
-                let Some(usage) = self.usage(*client, *gpu) else { return };
-                if usage.eviction_blocked.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+                let Some(stats) = self.stats(*client, *gpu) else { return };
+                if stats.eviction_block_logged.is_some_and(|at| now < at + REFUSAL_PAUSE) {
                     return;
                 }
-                usage.eviction_blocked = Some(now);
+                stats.eviction_block_logged = Some(now);
                 let Some(Identity { pid, uid, unit, name, .. }) = self.clients.get(client).map(|c| &*c.identity) else {
                     return;
                 };
@@ -183,11 +183,11 @@ impl Hub {
     /// Says who has what somebody else could not get.
     fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
         debug!(client = client.0, gpu = %gpu.0, bytes, "denied");
-        let Some(usage) = self.usage(client, gpu) else { return };
-        if usage.refused.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+        let Some(stats) = self.stats(client, gpu) else { return };
+        if stats.refusal_logged.is_some_and(|at| now < at + REFUSAL_PAUSE) {
             return;
         }
-        usage.refused = Some(now);
+        stats.refusal_logged = Some(now);
         if matches!(why, Denial::NoContext | Denial::Unmappable) {
             return self.note_impossible(client, gpu, bytes, why);
         }
@@ -243,11 +243,11 @@ impl Hub {
     /// Says that a client was granted a GPU and could not use it, once until it can.
     fn note_failure(&mut self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
         let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
-        let Some(usage) = self.usage(client, gpu) else { return };
-        if failures > 1 || usage.failed.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+        let Some(stats) = self.stats(client, gpu) else { return };
+        if failures > 1 || stats.failure_logged.is_some_and(|at| now < at + REFUSAL_PAUSE) {
             return;
         }
-        usage.failed = Some(now);
+        stats.failure_logged = Some(now);
         let Some(Identity { pid, uid, unit, name, .. }) = self.clients.get(&client).map(|c| &*c.identity) else {
             return;
         };
@@ -330,7 +330,7 @@ impl Hub {
     fn note_beyond_own(&self, client: ClientId, gpu: GpuId, bytes: u64) {
         let Some(entry) = self.clients.get(&client) else { return };
         let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
-        let own = entry.own.in_words(self.rule_of(client));
+        let own = entry.env_limits.in_words(self.rule_of(client));
         let Identity { pid, uid, unit, name, .. } = &*entry.identity;
         info!(
             name: "memory-refused",
@@ -353,8 +353,8 @@ impl Hub {
 
     pub(super) fn idle(&mut self, client: ClientId, gpus: &GpuSet, now: Time) {
         for gpu in gpus {
-            if let Some(usage) = self.usage(client, *gpu) {
-                usage.idle_since = now;
+            if let Some(stats) = self.stats(client, *gpu) {
+                stats.idle_since = now;
             }
         }
     }

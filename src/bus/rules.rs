@@ -1,11 +1,14 @@
-//! Rules as D-Bus has them: dictionaries with the keys of the configuration file.
+//! Rules on D-Bus: dictionaries with the keys of the configuration file.
 
 use std::collections::HashMap;
 
 use toml::{Table, Value};
 use zbus::{OwnedVariant, Variant};
 
-/// What somebody sent, or a sentence about what is wrong with it.
+/// The rule in a dictionary.
+///
+/// # Errors
+/// A sentence if a value has a type that no key of a rule has.
 pub fn table(rule: &HashMap<String, OwnedVariant>) -> Result<Table, String> {
     rule.iter().map(|(key, value)| Ok((key.clone(), plain(key, value)?))).collect()
 }
@@ -27,7 +30,7 @@ fn plain(key: &str, value: &Variant<'_>) -> Result<Value, String> {
     }
 }
 
-/// What others are told.
+/// The dictionary of a rule, with its origin.
 pub fn present(keys: Table, origin: String) -> HashMap<String, OwnedVariant> {
     let value = |value| match value {
         Value::Integer(number) => Some(Variant::I64(number)),

@@ -4,26 +4,26 @@ use std::collections::BTreeMap;
 
 use tokio::sync::oneshot;
 
-use super::{Client, Hub};
+use super::state::{Client, Core};
 use crate::config::rules::Instance;
 use crate::daemon::gpu::driver_limits::{self, Program, Wanted};
-use crate::daemon::gpu::nvml::Ask;
+use crate::daemon::gpu::nvml::Query;
 use crate::scheduler::{Amount, AttachmentView, ClientId};
 
-impl Hub {
+impl Core {
     /// Tells the driver what it is to bound, where that is not what it was told.
     pub fn bound_by_driver(&mut self) {
         let wanted = if self.config.driver_limits { self.to_be_bounded() } else { Wanted::new() };
-        if self.bounded.as_ref() != Some(&wanted) {
-            self.ask_nvml(Ask::Limits(wanted.clone()));
-            self.bounded = Some(wanted);
+        if self.driver_limits.as_ref() != Some(&wanted) {
+            self.query_nvml(Query::Limits(wanted.clone()));
+            self.driver_limits = Some(wanted);
         }
     }
 
     /// Has the driver bound nothing any more. What is returned hears when that is so.
     pub fn lift_driver_limits(&self) -> oneshot::Receiver<()> {
         let (done, lifted) = oneshot::channel();
-        self.ask_nvml(Ask::Lift(done));
+        self.query_nvml(Query::Lift(done));
         lifted
     }
 
@@ -34,7 +34,7 @@ impl Hub {
         let mut attachments: BTreeMap<ClientId, Vec<AttachmentView>> =
             self.machine.clients().into_iter().map(|view| (view.client, view.attachments)).collect();
         // Who only holds a lock for somebody has no memory.
-        let programs = self.clients.iter().filter(|(_, entry)| entry.lasts).map(|(id, entry)| {
+        let programs = self.clients.iter().filter(|(_, entry)| entry.is_program).map(|(id, entry)| {
             let has = attachments
                 .remove(id)
                 .unwrap_or_default()

@@ -1,5 +1,5 @@
-//! Which GPUs a program is to see: what it chose itself, as far as its rule allows that, or the place that the machine
-//! gives it; and whose place is kept until its program is there.
+//! Placement: the GPUs that a program sees. These are the GPUs that it chose, as far as its rule and its environment allow,
+//! or those that the machine assigns.
 
 use nvshare_wire::env_limits::LimitName;
 use nvshare_wire::scheduler::NoPlacement;
@@ -7,95 +7,98 @@ use nvshare_wire::visible_devices::Chooser;
 use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::{debug, info};
 
-use super::{Client, Gpu, Hub};
+use super::state::{Client, Core, Gpu};
 use crate::config::rules::variable;
 use crate::config::rules::{GpuName, Rule};
 use crate::daemon::transport::peer;
-use crate::daemon::transport::session::Ask;
+use crate::daemon::transport::session::PlacementQuery;
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Event, GpuId, Labels, Placement, PlacementError, PlacementRequest, Time};
 use crate::sys::clock;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// For how long a process is remembered that asked for the program which it becomes or starts.
+/// Time for which a placement for a program waits for that program to connect.
 const REMEMBERED: Duration = Duration::from_secs(30);
-/// How far up it is looked for who started a program.
+/// Ancestors of a process that are searched for the one that requested its placement.
 const MOST_ANCESTORS: usize = 16;
 
-/// A process that has a place for a program which is still to come.
+/// A process that requested GPUs for a program which it will execute or start.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Ahead {
+pub(super) struct PendingPlacement {
     pid: i32,
     client: ClientId,
     since: Time,
 }
 
-/// A GPU, with what people know it by.
+/// A GPU with its label.
 type Known<'a> = (GpuId, &'a Gpu, String);
 
-impl Hub {
-    /// Answers which GPUs a client is to see.
-    pub(super) fn place(&mut self, client: ClientId, ask: &Ask) {
+impl Core {
+    /// Tells a client which GPUs it sees.
+    pub(super) fn place(&mut self, client: ClientId, query: &PlacementQuery) {
         let Some(entry) = self.clients.get(&client) else { return };
-        if ask.ahead && entry.identity.pid > 0 {
+        if query.ahead && entry.identity.pid > 0 {
             let pid = entry.identity.pid;
-            self.ahead.retain(|ahead| ahead.pid != pid); // one for each process, however often it asks
-            self.ahead.push(Ahead { pid, client, since: clock::now() });
+            self.pending_placements.retain(|ahead| ahead.pid != pid); // a process has one placement, however often it asks
+            self.pending_placements.push(PendingPlacement { pid, client, since: clock::now() });
         }
-        match self.choice(client, ask) {
+        match self.choice(client, query) {
             Choice::Free => self.unplaced(client, NoPlacement::Free, ""),
             Choice::Of(gpus) => self.placed(client, &gpus),
-            Choice::Nothing(why) => self.refuse_place(client, &why, ""),
-            Choice::Machines(request) => self.apply(Event::PlacementRequested { client, request }),
+            Choice::None(why) => self.refuse_place(client, &why, ""),
+            Choice::Machine(request) => self.apply(Event::PlacementRequested { client, request }),
         }
     }
 
-    fn choice(&self, client: ClientId, ask: &Ask) -> Choice {
-        let known = self.known(ask.devices);
+    fn choice(&self, client: ClientId, query: &PlacementQuery) -> Choice {
+        let known = self.known(query.devices);
         let ids = |gpus: &[&Known<'_>]| gpus.iter().map(|(id, ..)| *id).collect::<Vec<_>>();
         if known.is_empty() {
-            return Choice::Free; // nobody here knows what there is to choose from
+            return Choice::Free; // the scheduler does not know the GPUs yet
         }
         let rule = self.rule_of(client);
         let allowed = rule.and_then(|rule| rule.places.allowed.as_ref());
-        let own = self.clients.get(&client).and_then(|entry| entry.own.allowed());
+        let by_environment = self.clients.get(&client).and_then(|entry| entry.env_limits.allowed());
         let is_named = |names: &[GpuName], gpu: &Known<'_>| names.iter().any(|name| means(name, gpu, &known));
-        let is_ruled = |gpu: &&Known<'_>| allowed.is_none_or(|names| is_named(names, gpu));
-        let chosen: Vec<&Known<'_>> = match ask.chooser {
-            Chooser::List => listed(&ask.choice, &known),
+        let is_allowed_by_rule = |gpu: &&Known<'_>| allowed.is_none_or(|names| is_named(names, gpu));
+        let chosen: Vec<&Known<'_>> = match query.chooser {
+            Chooser::List => listed(&query.choice, &known),
             Chooser::Nobody | Chooser::Rank => known.iter().collect(),
         };
-        let ruled: Vec<&Known<'_>> = chosen.iter().copied().filter(is_ruled).collect();
-        if ruled.is_empty() && !chosen.is_empty() {
+        let allowed_by_rule: Vec<&Known<'_>> = chosen.iter().copied().filter(is_allowed_by_rule).collect();
+        if allowed_by_rule.is_empty() && !chosen.is_empty() {
             let rule = rule.map(Rule::to_string).unwrap_or_default();
-            return Choice::Nothing(format!("rule {rule} allows none of the GPUs that it could see"));
+            return Choice::None(format!("rule {rule} allows none of its GPUs"));
         }
-        let left: Vec<&Known<'_>> =
-            ruled.iter().copied().filter(|gpu| own.is_none_or(|names| is_named(names, gpu))).collect();
+        let left: Vec<&Known<'_>> = allowed_by_rule
+            .iter()
+            .copied()
+            .filter(|gpu| by_environment.is_none_or(|names| is_named(names, gpu)))
+            .collect();
         if left.is_empty() && !chosen.is_empty() {
             let name = variable(LimitName::AllowedGpus);
-            return Choice::Nothing(format!("{name} allows none of the GPUs that it could see"));
+            return Choice::None(format!("{name} allows none of its GPUs"));
         }
         let policy = self.config.settings.placement;
-        let asks = ask.count > 0 || ask.bytes.is_some();
-        if asks || (ask.chooser == Chooser::Nobody && policy != Placement::None) {
+        let is_request = query.count > 0 || query.bytes.is_some();
+        if is_request || (query.chooser == Chooser::Nobody && policy != Placement::None) {
             let mut candidates = ids(&left);
-            if ask.count > 1 {
+            if query.count > 1 {
                 // A process sees no more than one slice.
                 candidates = left.iter().filter(|(_, gpu, _)| !gpu.is_slice()).map(|(id, ..)| *id).collect();
             }
-            return Choice::Machines(PlacementRequest {
+            return Choice::Machine(PlacementRequest {
                 candidates,
-                count: ask.count,
-                bytes: ask.bytes,
-                ahead: ask.ahead,
+                count: query.count,
+                bytes: query.bytes,
+                ahead: query.ahead,
             });
         }
         if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
     }
 
-    /// GPUs that somebody can see, in the order in which people count them.
+    /// The GPUs among those device files, in the order of NVML's indices.
     fn known(&self, devices: u64) -> Vec<Known<'_>> {
         let is_seen = |gpu: &Gpu| {
             let number = gpu.minor.filter(|minor| *minor < u64::BITS && devices != 0);
@@ -107,8 +110,8 @@ impl Hub {
         known
     }
 
-    /// Says what a rule's programs mind of others.
-    pub(super) fn label(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+    /// Tells the machine the labels that clients' rules give them, for affinity.
+    pub(super) fn set_labels(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         let labels = |client| {
             let rule = self.rule_of(client);
             (client, rule.map_or_else(Labels::default, |rule| rule.places.labels.clone()))
@@ -117,19 +120,19 @@ impl Hub {
         self.apply(Event::Labels { labels });
     }
 
-    /// A client has come: perhaps it is what another process, or this one before, had asked a place for.
+    /// Gives a new client the placement that one of its ancestors, or an earlier program of its process, requested for it.
     pub(super) fn find_place(&mut self, client: ClientId) {
         let now = clock::now();
-        self.ahead.retain(|ahead| now < ahead.since + REMEMBERED);
+        self.pending_placements.retain(|ahead| now < ahead.since + REMEMBERED);
         let Some(mut pid) = self.clients.get(&client).map(|entry| entry.identity.pid) else { return };
         for _ in 0..MOST_ANCESTORS {
-            if pid <= 0 || self.ahead.is_empty() {
+            if pid <= 0 || self.pending_placements.is_empty() {
                 return;
             }
-            let is_meant = |ahead: &Ahead| ahead.pid == pid && !self.clients.contains_key(&ahead.client);
-            // The last to ask counts.
-            if let Some(at) = self.ahead.iter().rposition(is_meant) {
-                let from = self.ahead.remove(at).client;
+            let is_meant = |ahead: &PendingPlacement| ahead.pid == pid && !self.clients.contains_key(&ahead.client);
+            // The newest request counts.
+            if let Some(at) = self.pending_placements.iter().rposition(is_meant) {
+                let from = self.pending_placements.remove(at).client;
                 return self.apply(Event::PlacementTaken { client, from });
             }
             pid = peer::parent(pid).unwrap_or(0);
@@ -147,18 +150,18 @@ impl Hub {
         }
     }
 
-    /// The machine found no place.
-    pub(super) fn misfit(&mut self, client: ClientId, why: &PlacementError) {
+    /// The machine could not place a client.
+    pub(super) fn placement_failed(&mut self, client: ClientId, why: &PlacementError) {
         let (text, label) = match why {
-            PlacementError::TooFew { wanted, there } => (format!("it wants {wanted} GPUs, and can have {there}"), ""),
+            PlacementError::TooFew { wanted, there } => (format!("it requests {wanted} GPUs and may use {there}"), ""),
             PlacementError::Affinity(label) => {
-                (format!("affinity {label:?} has it where others of that label are, and it cannot be there"), &**label)
+                (format!("affinity {label:?}: it may use none of the GPUs of that label's programs"), &**label)
             }
             PlacementError::AntiAffinity(label) => {
-                (format!("anti-affinity {label:?}: others of that label are on every GPU that it could have"), &**label)
+                (format!("anti-affinity {label:?}: programs of that label use every GPU that it may use"), &**label)
             }
             PlacementError::Exclusion(label) => {
-                (format!("exclusion {label:?} keeps it from those that are on every GPU that it could have"), &**label)
+                (format!("exclusion {label:?}: other programs use every GPU that it may use"), &**label)
             }
         };
         self.refuse_place(client, &text, label);
@@ -178,7 +181,7 @@ impl Hub {
 
     fn unplaced(&self, client: ClientId, outcome: NoPlacement, why: &str) {
         if outcome == NoPlacement::Free {
-            debug!(client = client.0, "is not placed: it sees what it chooses");
+            debug!(client = client.0, "not placed: it sees the GPUs that it chooses");
         }
         self.answer_place(client, SchedulerMessage::Unplaced { outcome, text: Text::new(why) });
     }
@@ -190,16 +193,17 @@ impl Hub {
     }
 }
 
-/// Who decides, and how.
+/// The decision about a placement.
 enum Choice {
-    /// It sees what it would see anyway.
+    /// The client sees the GPUs that it would see anyway.
     Free,
     Of(Vec<GpuId>),
-    Nothing(String),
-    Machines(PlacementRequest),
+    None(String),
+    /// The machine assigns GPUs.
+    Machine(PlacementRequest),
 }
 
-/// Whether a name means that GPU, and no other but a slice of the same one.
+/// Whether a name denotes that GPU: an index, or a prefix of a UUID that is unique.
 fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
     let alone = || match name {
         GpuName::Number(_) => true,
@@ -208,8 +212,8 @@ fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bo
     name.fits(label, gpu.index) && alone()
 }
 
-/// The GPUs of a list as the driver reads it: it ends before the first name that means none, or one that is there already
-/// has it mean nothing at all.
+/// The GPUs of a list, by the driver's rules: the list ends before the first name that denotes no GPU, and a duplicate makes
+/// it empty.
 fn listed<'a, 'b>(list: &str, known: &'a [Known<'b>]) -> Vec<&'a Known<'b>> {
     let find = |name: &str| {
         let name = GpuName::parse(name.trim())?;

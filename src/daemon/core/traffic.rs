@@ -6,9 +6,9 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use super::Hub;
+use super::state::Core;
 use crate::config::units;
-use crate::daemon::gpu::nvml::Ask;
+use crate::daemon::gpu::nvml::Query;
 use crate::scheduler::{AntiThrash, Event, GpuId, Time, Traffic};
 
 /// GPUs on which programs push each other's memory off, by their UUIDs.
@@ -19,14 +19,14 @@ const PAUSE: Duration = Duration::from_secs(600);
 
 /// What the journal has of one GPU.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Noted {
+pub struct LogState {
     /// When it was last there that it began.
     began: Option<Time>,
     /// It is not there yet that it ended.
     is_open: bool,
 }
 
-impl Hub {
+impl Core {
     pub fn follow_thrashing(&self) -> watch::Receiver<Thrashing> {
         self.thrashing.subscribe()
     }
@@ -40,7 +40,7 @@ impl Hub {
     pub fn ask_about_traffic(&self) {
         let gpus = self.machine.watched();
         if !gpus.is_empty() {
-            self.ask_nvml(Ask::Traffic(gpus));
+            self.query_nvml(Query::Traffic(gpus));
         }
     }
 
@@ -56,7 +56,7 @@ impl Hub {
 
     pub(super) fn note_thrashing(&mut self, gpu: GpuId, begins: bool, demand: u64, now: Time) {
         let Some(label) = self.gpus.get(&gpu).map(|entry| entry.label(gpu)) else { return };
-        let noted = self.noted.entry(gpu).or_default();
+        let noted = self.thrashing_log.entry(gpu).or_default();
         let is_told = if begins { noted.began.is_none_or(|at| now >= at + PAUSE) } else { noted.is_open };
         noted.is_open = begins && is_told;
         if noted.is_open {
