@@ -271,7 +271,7 @@ async fn serve(
         let first = async {
             for _ in 0..2 {
                 let Some(report) = reports.recv().await else { return };
-                core.borrow_mut().heard(report);
+                core.borrow_mut().nvml_report(report);
             }
         };
         if tokio::time::timeout(FIRST_LOOK, first).await.is_err() {
@@ -336,7 +336,7 @@ async fn serve(
                 core.borrow_mut().tick();
                 systemd::watchdog();
             }
-            Some(report) = reports.recv() => core.borrow_mut().heard(report),
+            Some(report) = reports.recv() => core.borrow_mut().nvml_report(report),
             Some(reply) = questions.recv() => drop(reply.send(core.borrow().snapshot())),
             Some(request) = requests.recv() => control.answer(&core, &shared, request),
             _ = hang_up.recv() => {
@@ -359,7 +359,7 @@ async fn serve(
 async fn bound(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {
-        core.borrow_mut().bound_by_driver();
+        core.borrow_mut().update_driver_limits();
         tokio::time::sleep(BOUNDED).await;
         signals.limits.notified().await;
     }
@@ -412,8 +412,8 @@ async fn sample(core: Rc<RefCell<Core>>) {
 async fn watch_traffic(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {
-        if core.borrow().may_be_crowded() {
-            core.borrow().ask_about_traffic();
+        if core.borrow().may_thrash() {
+            core.borrow().query_traffic();
             tokio::time::sleep(TRAFFIC_PERIOD).await;
         } else {
             signals.grants.notified().await;

@@ -74,7 +74,7 @@ mod tests {
             identity: Arc::new(identity),
             library: String::new(),
             rule: Default::default(),
-            own: Default::default(),
+            env_limits: Default::default(),
             gang_peers: Vec::new(),
             placed: Vec::new(),
             connected: SystemTime::UNIX_EPOCH,

@@ -90,7 +90,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
             "slot 0 is not attached",
             vec![wire(attach(0, GPU)), wire(ClientMessage::Detach { slot: 0 }), wire(release())],
         ),
-        ("Request of no GPU", vec![wire(ClientMessage::Request { gpus: 0 })]),
+        ("Request without a GPU", vec![wire(ClientMessage::Request { gpus: 0 })]),
         ("demand cannot be", vec![wire(attach(0, GPU)), wire(memory(0, u64::MAX, 0))]),
     ];
     for (reason, packets) in cases {
@@ -342,7 +342,7 @@ fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
     holder.until(|message| matches!(message, SchedulerMessage::Revoke { gpus: 1 }));
     holder.send(ClientMessage::Stuck { gpus: 1, reason: StuckReason::LongWork });
     waiter.until_granted();
-    let warning = daemon.log.wait("cannot be drained: others run beside it");
+    let warning = daemon.log.wait("cannot be drained: other programs run beside it");
     assert!(warning.contains(&format!("pid={}", std::process::id())), "{warning}");
     let shown = daemon.ctl(&["status", "--json"]).stdout;
     assert!(shown.contains("\"undrainable\"") && shown.contains("\"holding\""), "{shown}");

@@ -45,7 +45,7 @@ fn a_program_is_refused_memory_exactly_at_what_it_allows_itself() {
     assert_eq!(reach(&machine, "44M"), 40);
     assert_eq!(reach(&machine, "infinity"), 60, "the rule's");
     let log = machine.scheduler_log();
-    assert!(log.contains("its own environment says memory-max 44 MiB"), "{log}");
+    assert!(log.contains("its environment sets memory-max 44 MiB"), "{log}");
     let report = machine.program("account --mem 16M").env("NVSHARE_MEMORY_MAX", "60M").start().finish();
     assert_eq!(["total", "free", "free_with"].map(|name| report.number(name) / MIB), [60, 56, 40]);
     let mut program = machine.program("stranger --mem 16M --seconds 600").env("NVSHARE_MEMORY_MAX", "44M").start();

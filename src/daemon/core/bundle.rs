@@ -1,4 +1,4 @@
-//! Debug bundles: what is copied on the scheduling loop, and how it is written to a memory file on another thread.
+//! Debug bundles: a snapshot is copied on the scheduling loop, and written to a memory file on another thread.
 
 use std::fs::File;
 use std::io::{BufWriter, Seek, Write};
@@ -20,21 +20,21 @@ use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, nanos};
 use crate::scheduler::{Placement, Time};
 use crate::sys::clock;
 
-/// What a bundle is made of.
+/// The content of a bundle.
 #[derive(Debug)]
 pub struct Snapshot {
     pub now: Time,
     pub config: Config,
     pub gpus: Vec<bus::Gpu>,
     pub clients: Vec<ClientView>,
-    /// The newest measurement of each GPU, by its name.
+    /// The newest measurement of each GPU, by its label.
     pub samples: Vec<(String, Sample)>,
     pub driver: DriverVersions,
     pub recording: Recording,
 }
 
 impl Core {
-    /// A copy, so that nothing of it is formatted or written on the scheduling loop.
+    /// A copy, so that it is formatted and written away from the scheduling loop.
     pub fn debug_snapshot(&self) -> Snapshot {
         let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
         Snapshot {
@@ -50,8 +50,8 @@ impl Core {
 }
 
 impl Snapshot {
-    /// Writes the bundle. Unless `command_lines`, nothing in it comes from the command line of a program or from what it
-    /// calls itself, and of its environment nothing but the numbers by which it limits itself.
+    /// Writes the bundle to a sealed memory file. Without `command_lines` it has neither command lines nor names of programs,
+    /// and only the numbers of limits from their environment.
     pub fn write(self, command_lines: bool) -> Result<OwnedFd, String> {
         let recording = self.recording.clone();
         let circumstances = self.circumstances(command_lines);
@@ -104,12 +104,12 @@ fn visible(client: ClientView, command_lines: bool) -> bus::Client {
     let client = client.present(command_lines);
     match command_lines {
         true => client,
-        // The sentences of `environment_ignored` quote variables.
+        // The remarks in `environment_ignored` quote variables.
         false => bus::Client { name: String::new(), why: String::new(), environment_ignored: Vec::new(), ..client },
     }
 }
 
-/// The keys of the configuration file, with the values that are in effect.
+/// The keys of the configuration file with the values in effect.
 fn configuration(config: &Config) -> Value {
     let Config { settings, max_clients_per_user, log_level, keep_connections, swap_max, driver_limits, metrics, rules } =
         config;

@@ -1,10 +1,10 @@
-//! What is counted for metrics, at the border of the machine: by the events that it is given, the commands that it gives, and
-//! what clients say that they have counted. Exact, and only ever more: a GPU's counts keep those of clients that have gone.
+//! Counters for metrics, from the machine's events and commands and from clients' own counters. They are exact and never
+//! decrease: those of a GPU include clients that have gone.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use nvshare_wire::{Counts as Said, version};
+use nvshare_wire::{Counts as Reported, version};
 
 use super::state::Core;
 use crate::daemon::metrics::snapshot::{Counted, Waits};
@@ -12,55 +12,55 @@ use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
 
 #[derive(Debug, Default)]
 pub struct Counts {
-    gpus: BTreeMap<GpuId, OfGpu>,
-    clients: BTreeMap<ClientId, BTreeMap<GpuId, OfClient>>,
+    gpus: BTreeMap<GpuId, GpuCounts>,
+    clients: BTreeMap<ClientId, BTreeMap<GpuId, ClientCounts>>,
 }
 
-/// Of one GPU.
+/// Counters of one GPU.
 #[derive(Debug, Clone, Default)]
-pub struct OfGpu {
-    /// `lock_time` is of attachments that are no more.
+pub struct GpuCounts {
+    /// `lock_time` covers attachments that have ended.
     pub counted: Counted,
     pub waits: Waits,
-    /// For how long anybody has had the lock, and since when somebody has it.
+    /// Time for which the lock was held, and since when it is held.
     held: Duration,
     held_since: Option<Time>,
-    /// Who was granted the lock last.
-    last: Option<ClientId>,
+    /// The client that was granted the lock last.
+    last_holder: Option<ClientId>,
 }
 
-impl OfGpu {
+impl GpuCounts {
     pub fn held(&self, now: Time) -> Duration {
         self.held + self.held_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
     }
 }
 
-/// Of one client on one GPU, for as long as it is connected.
+/// Counters of one client on one GPU, for as long as the client is connected.
 #[derive(Debug, Clone, Default)]
-pub struct OfClient {
-    /// `lock_time` is of attachments that are no more.
+pub struct ClientCounts {
+    /// `lock_time` covers attachments that have ended.
     pub counted: Counted,
-    /// What it said first on this attachment, and last. What it counted before is not of this daemon's time.
-    said: Option<Said>,
-    /// What the machine knows of this attachment's waits, as far as it has been counted.
+    /// The newest report of its own counters on this attachment. The first report is only a base for later ones.
+    reported: Option<Reported>,
+    /// The machine's sum of waits on this attachment, as far as it has been counted.
     waited: Duration,
 }
 
 impl Counts {
-    pub fn gpu(&self, gpu: GpuId) -> OfGpu {
+    pub fn gpu(&self, gpu: GpuId) -> GpuCounts {
         self.gpus.get(&gpu).cloned().unwrap_or_default()
     }
 
-    /// Clients that are here, with each GPU that they use or have used.
-    pub fn clients(&self) -> impl Iterator<Item = (ClientId, GpuId, &OfClient)> {
+    /// The connected clients, with each GPU that they use or have used.
+    pub fn clients(&self) -> impl Iterator<Item = (ClientId, GpuId, &ClientCounts)> {
         self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
     }
 
-    fn client(&mut self, client: ClientId, gpu: GpuId) -> &mut OfClient {
+    fn client(&mut self, client: ClientId, gpu: GpuId) -> &mut ClientCounts {
         self.clients.entry(client).or_default().entry(gpu).or_default()
     }
 
-    /// Adds to what both have counted.
+    /// Adds to the counters of both the client and the GPU.
     fn add(&mut self, client: ClientId, gpu: GpuId, more: &Counted) {
         self.client(client, gpu).counted.add(more);
         self.gpus.entry(gpu).or_default().counted.add(more);
@@ -71,31 +71,31 @@ impl Counts {
         let waited = turns.wait_time.saturating_sub(std::mem::replace(&mut count.waited, turns.wait_time));
         let of_gpu = self.gpus.entry(gpu).or_default();
         of_gpu.waits.add(waited);
-        let before = of_gpu.last.replace(client);
+        let before = of_gpu.last_holder.replace(client);
         let hand_overs = u64::from(before.is_some_and(|before| before != client));
         self.add(client, gpu, &Counted { grants: 1, hand_overs, wait_time: waited, ..Counted::default() });
     }
 
-    /// It has had the lock since an earlier daemon's time.
+    /// The client has held the lock since before this daemon started.
     fn holds(&mut self, client: ClientId, gpu: GpuId) {
-        self.gpus.entry(gpu).or_default().last = Some(client);
+        self.gpus.entry(gpu).or_default().last_holder = Some(client);
     }
 
-    /// The attachment is about to be no more.
-    fn seat_ends(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
+    /// The attachment ends.
+    fn detached(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
         let count = self.client(client, gpu);
-        (count.said, count.waited) = (None, Duration::ZERO);
+        (count.reported, count.waited) = (None, Duration::ZERO);
         self.add(client, gpu, &Counted { lock_time: turns.lock_time, ..Counted::default() });
     }
 
-    /// What a client says that it has counted.
-    pub fn report(&mut self, client: ClientId, gpu: GpuId, said: Said) {
-        let Some(before) = self.client(client, gpu).said.replace(said) else { return };
+    /// A client reports its own counters.
+    pub fn report(&mut self, client: ClientId, gpu: GpuId, reported: Reported) {
+        let Some(before) = self.client(client, gpu).reported.replace(reported) else { return };
         let more = Counted {
-            swapped_out: said.swapped_out.saturating_sub(before.swapped_out),
-            swapped_in: said.swapped_in.saturating_sub(before.swapped_in),
-            unmoved: said.unmoved.saturating_sub(before.unmoved),
-            refused: said.refused.saturating_sub(before.refused),
+            swapped_out: reported.swapped_out.saturating_sub(before.swapped_out),
+            swapped_in: reported.swapped_in.saturating_sub(before.swapped_in),
+            unmoved: reported.unmoved.saturating_sub(before.unmoved),
+            refused: reported.refused.saturating_sub(before.refused),
             ..Counted::default()
         };
         if more != Counted::default() {
@@ -105,28 +105,28 @@ impl Counts {
 }
 
 impl Core {
-    /// Before the machine hears of it.
+    /// Counts an event, before the machine handles it.
     pub(super) fn count_event(&mut self, event: &Event, now: Time) {
         match event {
             Event::Attached { client, gpu, .. } => drop(self.counts.client(*client, *gpu)),
-            Event::Detached { client, gpu } => self.count_seat(*client, *gpu, now),
+            Event::Detached { client, gpu } => self.count_detached(*client, *gpu, now),
             Event::Held { client, gpus } => gpus.iter().for_each(|gpu| self.counts.holds(*client, *gpu)),
             Event::Disconnected { client } => {
                 let gpus: GpuSet = self.counts.clients.get(client).into_iter().flatten().map(|(gpu, _)| *gpu).collect();
-                gpus.into_iter().for_each(|gpu| self.count_seat(*client, gpu, now));
+                gpus.into_iter().for_each(|gpu| self.count_detached(*client, gpu, now));
                 self.counts.clients.remove(client);
             }
             _ => {}
         }
     }
 
-    fn count_seat(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+    fn count_detached(&mut self, client: ClientId, gpu: GpuId, now: Time) {
         if let Some(turns) = self.machine.turns(client, gpu, now) {
-            self.counts.seat_ends(client, gpu, &turns);
+            self.counts.detached(client, gpu, &turns);
         }
     }
 
-    /// After the machine has decided it.
+    /// Counts a command of the machine.
     pub(super) fn count_command(&mut self, command: &Command, now: Time) {
         match command {
             Command::Grant { client, gpus } => {
@@ -139,7 +139,7 @@ impl Core {
             Command::MappingFailed { client, gpu, .. } => {
                 self.counts.add(*client, *gpu, &Counted { mapping_failures: 1, ..Counted::default() });
             }
-            // A newer library counts allocations that failed, for which it need not have asked.
+            // A newer library counts failed allocations itself, also those that it did not ask for.
             Command::Denied { client, gpu, .. }
                 if self.clients.get(client).is_some_and(|c| c.session.version < version::COUNTERS) =>
             {
@@ -149,7 +149,7 @@ impl Core {
         }
     }
 
-    /// After all that followed from an event.
+    /// Updates the time for which each lock is held, after an event has been handled.
     pub(super) fn count_held(&mut self, now: Time) {
         for (gpu, count) in &mut self.counts.gpus {
             match (self.machine.is_held(*gpu), count.held_since) {
@@ -200,7 +200,7 @@ mod tests {
         counts.granted(ONE, GPU, &turns(1, 2, 0));
         counts.granted(ONE, GPU, &turns(2, 2, 5));
         counts.granted(ONE, GPU, &turns(3, 9, 6));
-        counts.seat_ends(ONE, GPU, &turns(3, 9, 8));
+        counts.detached(ONE, GPU, &turns(3, 9, 8));
         // It attaches again: the machine begins anew.
         counts.granted(ONE, GPU, &turns(1, 4, 0));
         let of_gpu = counts.gpu(GPU);
@@ -214,7 +214,7 @@ mod tests {
     fn what_was_counted_before_and_what_gets_less_adds_nothing() {
         let mut counts = Counts::default();
         for swapped_out in [100, 130, 5, 7, u64::MAX, 0, u64::MAX] {
-            counts.report(ONE, GPU, Said { swapped_out, ..Said::default() });
+            counts.report(ONE, GPU, Reported { swapped_out, ..Reported::default() });
         }
         assert_eq!(counts.gpu(GPU).counted.swapped_out, u64::MAX, "it stays at the most that there is");
         assert_eq!(counts.client(OTHER, GPU).counted, Counted::default());

@@ -27,7 +27,7 @@ impl Core {
         let now = clock::now();
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
-            self.note_event(&event, now);
+            self.log_event(&event, now);
             self.count_event(&event, now);
             let reporter = match &event {
                 Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
@@ -66,7 +66,7 @@ impl Core {
 
     /// Carries out a command, mostly by a message to its client. A command that asks a question is answered with an event.
     fn carry_out(&mut self, command: Command, now: Time) -> Option<Event> {
-        self.note_command(&command, now);
+        self.log_command(&command, now);
         self.count_command(&command, now);
         let slot_of = |client: &ClientId, gpu: &GpuId| self.clients.get(client).and_then(|c| c.session.slot(*gpu));
         let slots_of = |client: &ClientId, gpus: &GpuSet| {

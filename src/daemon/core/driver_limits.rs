@@ -1,4 +1,4 @@
-//! What the driver is to bound: of whom that is known here, and when it is told.
+//! The memory limits that the driver is to enforce, computed from rules and clients.
 
 use std::collections::BTreeMap;
 
@@ -11,29 +11,28 @@ use crate::daemon::gpu::nvml::Query;
 use crate::scheduler::{Amount, AttachmentView, ClientId};
 
 impl Core {
-    /// Tells the driver what it is to bound, where that is not what it was told.
-    pub fn bound_by_driver(&mut self) {
-        let wanted = if self.config.driver_limits { self.to_be_bounded() } else { Wanted::new() };
+    /// Has the NVML thread set the limits, if they have changed.
+    pub fn update_driver_limits(&mut self) {
+        let wanted = if self.config.driver_limits { self.wanted_driver_limits() } else { Wanted::new() };
         if self.driver_limits.as_ref() != Some(&wanted) {
             self.query_nvml(Query::Limits(wanted.clone()));
             self.driver_limits = Some(wanted);
         }
     }
 
-    /// Has the driver bound nothing any more. What is returned hears when that is so.
+    /// Has all limits removed from the driver. The receiver is notified when that is done.
     pub fn lift_driver_limits(&self) -> oneshot::Receiver<()> {
         let (done, lifted) = oneshot::channel();
         self.query_nvml(Query::Lift(done));
         lifted
     }
 
-    fn to_be_bounded(&self) -> Wanted {
+    fn wanted_driver_limits(&self) -> Wanted {
         let margin = |total| self.config.settings.context_on(total);
         let gpus = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some());
         let gpus = gpus.map(|(id, gpu)| (*id, driver_limits::Gpu { total: gpu.total, margin: margin(gpu.total) }));
         let mut attachments: BTreeMap<ClientId, Vec<AttachmentView>> =
             self.machine.clients().into_iter().map(|view| (view.client, view.attachments)).collect();
-        // Who only holds a lock for somebody has no memory.
         let programs = self.clients.iter().filter(|(_, entry)| entry.is_program).map(|(id, entry)| {
             let has = attachments
                 .remove(id)
@@ -46,14 +45,13 @@ impl Core {
         driver_limits::wanted(&gpus.collect(), &programs)
     }
 
-    /// With whom a client counts, and what they may have.
+    /// The group of a client, and the memory that its rule allows it.
     fn limits<'a>(&'a self, entry: &'a Client) -> Option<(&'a Instance, Amount)> {
         let instance = entry.rule.as_ref()?;
         Some((instance, self.config.rules.get(instance.rule)?.limits.memory_max))
     }
 
-    /// The most that a client can have on a GPU: it maps what it needs, and that never comes to more than was promised to it;
-    /// and its context.
+    /// The most bytes that a client can have on a GPU: its committed memory, and its context.
     fn reach(&self, client: ClientId, attachment: &AttachmentView) -> u64 {
         let gpu = self.gpus.get(&attachment.gpu);
         let measured = gpu.and_then(|gpu| gpu.accounting.contexts().get(&client).copied());

@@ -1,22 +1,43 @@
-//! What is remembered of events and commands, for people: the log, the trace, times.
+//! Log lines and trace entries about events and commands.
 
 use std::time::Duration;
 
 use nvshare_wire::client::StuckReason;
-use tracing::{debug, info, warn};
+use tracing::debug;
 
 use super::state::Core;
 use crate::bus;
-use crate::config::units;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, WaitReason};
 
-/// A client that is refused memory over and over is in the log so often, and those that hold most are named.
-const REFUSAL_PAUSE: Duration = Duration::from_secs(10);
-const MOST_NAMED: usize = 5;
+/// A log line about a client and a GPU, with the fields that all such lines have.
+macro_rules! log_client {
+    ($level:ident, name: $event:literal, $client:expr, $identity:expr, gpu = $gpu:expr, $($rest:tt)+) => {{
+        let identity: &$crate::identity::Identity = $identity;
+        tracing::$level!(
+            name: $event,
+            client = $client.0,
+            pid = identity.pid,
+            uid = identity.uid,
+            unit = identity.unit.as_str(),
+            gpu = $gpu,
+            $($rest)+
+        );
+    }};
+}
+pub(super) use log_client;
+
+/// The same is logged about the same client and GPU only after this time.
+const REPEAT: Duration = Duration::from_secs(10);
+
+/// Whether a line that was logged `last` is not to be repeated yet.
+pub(super) fn is_recent(last: Option<Time>, now: Time) -> bool {
+    last.is_some_and(|at| now < at + REPEAT)
+}
 
 impl Core {
-    pub(super) fn note_event(&mut self, event: &Event, now: Time) {
+    /// Logs an event, before the machine handles it, and updates what is known about the client.
+    pub(super) fn log_event(&mut self, event: &Event, now: Time) {
         use Event::{Connected, Disconnected, Held, Released, Requested};
         if let Connected { .. } | Disconnected { .. } | Held { .. } | Released { .. } | Requested { .. } = event {
             self.signals.turns.notify_one();
@@ -29,12 +50,12 @@ impl Core {
             Event::Requested { client, gpus } => self.trace_all(now, *client, gpus, "request"),
             Event::Cancelled { client, gpus } => {
                 self.trace_all(now, *client, gpus, "cancel");
-                self.idle(*client, gpus, now);
+                self.set_idle(*client, gpus, now);
             }
             Event::Released { client, gpus, reason, busy } => {
                 debug!(client = client.0, ?gpus, ?reason, ?busy, "release");
                 self.trace_all(now, *client, gpus, "release");
-                self.idle(*client, gpus, now);
+                self.set_idle(*client, gpus, now);
             }
             Event::Stuck { client, gpus, reason: StuckReason::UntrackedWork } => {
                 self.trace_all(now, *client, gpus, "untracked-work");
@@ -44,16 +65,15 @@ impl Core {
                         is_new |= !std::mem::replace(&mut stats.untracked_work, true);
                     }
                 }
-                let entry = self.clients.get(client).filter(|_| is_new);
-                let Some(Identity { pid, uid, unit, name, .. }) = entry.map(|c| &*c.identity) else { return };
-                info!(
+                let Some(identity) = self.identity(*client).filter(|_| is_new) else { return };
+                log_client!(
+                    info,
                     name: "untracked-work",
-                    client = client.0,
-                    pid,
-                    uid,
-                    unit,
+                    client,
+                    identity,
                     gpu = self.labels(gpus),
-                    "{name} gives the GPU work that nvshare does not see: its memory stays there"
+                    "{} submits work to the GPU that nvshare cannot track: its memory stays on the GPU",
+                    identity.name
                 );
             }
             Event::Stuck { client, gpus, reason } => {
@@ -79,14 +99,15 @@ impl Core {
         }
     }
 
-    pub(super) fn note_command(&mut self, command: &Command, now: Time) {
+    /// Logs a command, and updates what is known about its client.
+    pub(super) fn log_command(&mut self, command: &Command, now: Time) {
         match command {
             Command::Reserved { client, gpu, bytes } => {
                 debug!(client = client.0, gpu = %gpu.0, bytes, "reserved");
                 self.trace(now, *client, Some(*gpu), "reserved", Some(*bytes));
             }
             Command::Prepare { client, gpu, bytes } => debug!(client = client.0, gpu = %gpu.0, bytes, "prepare"),
-            Command::Denied { client, gpu, bytes, why } => self.note_refusal(*client, *gpu, *bytes, *why, now),
+            Command::Denied { client, gpu, bytes, why } => self.log_refusal(*client, *gpu, *bytes, *why, now),
             Command::Limit { client, gpu, bytes, .. } => {
                 if let Some(stats) = self.stats(*client, *gpu) {
                     stats.limit = Some(*bytes);
@@ -119,58 +140,53 @@ impl Core {
             Command::MappingFailed { client, gpu, bytes, failures } => {
                 self.trace(now, *client, Some(*gpu), "mapping-failed", Some(*bytes));
                 debug!(client = client.0, gpu = %gpu.0, bytes, failures, "mapping failed");
-                self.note_failure(*client, *gpu, *bytes, *failures, now);
+                self.log_mapping_failure(*client, *gpu, *bytes, *failures, now);
             }
             Command::Undrainable { client, gpus } => {
                 self.trace_all(now, *client, gpus, "undrainable");
-                let Some(identity) = self.clients.get(client).map(|entry| &entry.identity) else { return };
-                let Identity { pid, uid, unit, name, .. } = &**identity;
-                warn!(
+                let Some(identity) = self.identity(*client) else { return };
+                log_client!(
+                    warn,
                     name: "undrainable",
-                    client = client.0,
-                    pid,
-                    uid,
-                    unit,
+                    client,
+                    identity,
                     gpu = self.labels(gpus),
-                    "{name} cannot be drained: others run beside it"
+                    "{} cannot be drained: other programs run beside it",
+                    identity.name
                 );
             }
             Command::EvictionBlocked { client, gpu, why } => {
                 self.trace(now, *client, Some(*gpu), "eviction-blocked", None);
-                let label = self.gpus.get(gpu).map(|entry| entry.label(*gpu));
                 let Some(stats) = self.stats(*client, *gpu) else { return };
-                if stats.eviction_block_logged.is_some_and(|at| now < at + REFUSAL_PAUSE) {
+                if is_recent(stats.eviction_block_logged, now) {
                     return;
                 }
                 stats.eviction_block_logged = Some(now);
-                let Some(Identity { pid, uid, unit, name, .. }) = self.clients.get(client).map(|c| &*c.identity) else {
-                    return;
-                };
-                warn!(
+                let Some(identity) = self.identity(*client) else { return };
+                log_client!(
+                    warn,
                     name: "eviction-blocked",
-                    client = client.0,
-                    pid,
-                    uid,
-                    unit,
-                    gpu = label,
-                    "the memory of {name} stays on the GPU: {}; others make room",
+                    client,
+                    identity,
+                    gpu = self.label(*gpu),
+                    "the memory of {} cannot be evicted: {}; other programs make room",
+                    identity.name,
                     bus::eviction_block_name(*why)
                 );
             }
             Command::Waiting { client, gpus, why: WaitReason::Context } => {
-                let Some(identity) = self.clients.get(client).map(|entry| &entry.identity) else { return };
-                let Identity { pid, uid, unit, name, .. } = &**identity;
-                info!(
+                let Some(identity) = self.identity(*client) else { return };
+                log_client!(
+                    info,
                     name: "context-waits",
-                    client = client.0,
-                    pid,
-                    uid,
-                    unit,
+                    client,
+                    identity,
                     gpu = self.labels(gpus),
-                    "{name} waits with its context: beside it, a program that has nearly all of the GPU could not run"
+                    "{} is waiting to create a CUDA context: another program would no longer fit",
+                    identity.name
                 );
             }
-            Command::Thrashing { gpu, begins, demand } => self.note_thrashing(*gpu, *begins, *demand, now),
+            Command::Thrashing { gpu, begins, demand } => self.log_thrashing(*gpu, *begins, *demand, now),
             Command::Waiting { client, gpus, why } => debug!(client = client.0, ?gpus, ?why, "waits"),
             Command::Attached { .. }
             | Command::Probe { .. }
@@ -180,178 +196,21 @@ impl Core {
         }
     }
 
-    /// Says who has what somebody else could not get.
-    fn note_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
-        debug!(client = client.0, gpu = %gpu.0, bytes, "denied");
-        let Some(stats) = self.stats(client, gpu) else { return };
-        if stats.refusal_logged.is_some_and(|at| now < at + REFUSAL_PAUSE) {
-            return;
-        }
-        stats.refusal_logged = Some(now);
-        if matches!(why, Denial::NoContext | Denial::Unmappable) {
-            return self.note_impossible(client, gpu, bytes, why);
-        }
-        if why == Denial::EnvLimit {
-            return self.note_beyond_own(client, gpu, bytes);
-        }
-        if why != Denial::NoRoom {
-            return self.note_beyond(client, gpu, bytes, why);
-        }
-        let mut holders: Vec<(u64, ClientId)> = Vec::new();
-        for view in self.machine.clients() {
-            let demand = view
-                .attachments
-                .iter()
-                .filter(|attachment| attachment.gpu == gpu)
-                .map(|attachment| attachment.demand)
-                .sum();
-            holders.push((demand, view.client));
-        }
-        holders.sort_unstable_by(|a, b| b.cmp(a));
-        let named = holders.iter().filter(|(demand, _)| *demand > 0).take(MOST_NAMED);
-        let named: Vec<String> = named
-            .filter_map(|(demand, client)| {
-                let identity = &self.clients.get(client)?.identity;
-                Some(format!("{} (pid {}) {}", identity.name, identity.pid, units::size(*demand)))
-            })
-            .collect();
-        let Some(entry) = self.clients.get(&client) else { return };
-        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
-        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
-        let (host, promised) = self.machine.host();
-        let host = host.unwrap_or(0);
-        warn!(
-            name: "memory-refused",
-            client = client.0,
-            pid,
-            uid,
-            unit,
-            gpu = self.gpus.get(&gpu).map(|entry| entry.label(gpu)),
-            bytes,
-            capacity,
-            host,
-            host_promised = promised,
-            "{name} is refused memory: it wants {} in all, and what does not fit on the GPU ({}) has no place in host \
-             memory ({}); most is held by {}: end one of them, or raise max in [swap]",
-            units::size(bytes),
-            units::size(capacity),
-            units::size(host),
-            if named.is_empty() { "nobody".into() } else { named.join(", ") }
-        );
+    pub(super) fn identity(&self, client: ClientId) -> Option<&Identity> {
+        self.clients.get(&client).map(|entry| &*entry.identity)
     }
 
-    /// Says that a client was granted a GPU and could not use it, once until it can.
-    fn note_failure(&mut self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
-        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
-        let Some(stats) = self.stats(client, gpu) else { return };
-        if failures > 1 || stats.failure_logged.is_some_and(|at| now < at + REFUSAL_PAUSE) {
-            return;
-        }
-        stats.failure_logged = Some(now);
-        let Some(Identity { pid, uid, unit, name, .. }) = self.clients.get(&client).map(|c| &*c.identity) else {
-            return;
-        };
-        warn!(
-            name: "mapping-failed",
-            client = client.0,
-            pid,
-            uid,
-            unit,
-            gpu = label,
-            bytes,
-            "the driver had no room for {} of {name} that should have fitted: memory of others is evicted to make room",
-            units::size(bytes)
-        );
+    pub(super) fn label(&self, gpu: GpuId) -> Option<String> {
+        self.gpus.get(&gpu).map(|entry| entry.label(gpu))
     }
 
-    /// Says that the GPU has no room for a context, or for memory that was allocated.
-    fn note_impossible(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) {
-        let Some(entry) = self.clients.get(&client) else { return };
-        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
-        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
-        let what = if why == Denial::NoContext {
-            "a CUDA context: beside it, a program that needs nearly all of the GPU could not run; on-memory-full = \"wait\" \
-             in its rule has it wait until that one has ended"
-                .to_owned()
-        } else {
-            let most = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
-            format!(
-                "memory: it needs {} in all, and the driver maps no more than {}, though no other program of nvshare has any \
-                 memory there",
-                units::size(bytes),
-                units::size(most)
-            )
-        };
-        warn!(
-            name: "memory-refused",
-            client = client.0,
-            pid,
-            uid,
-            unit,
-            gpu = label,
-            bytes,
-            "{name} is refused {what}"
-        );
-    }
-
-    /// Says which rule somebody met.
-    fn note_beyond(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) {
-        let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return };
-        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
-        let everywhere = why == Denial::SwapMax;
-        let (key, max) = match why {
-            Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
-            _ => ("memory-max", self.machine.memory_max(client, gpu).unwrap_or(0)),
-        };
-        let fellows = self.clients.iter().filter(|(id, other)| **id != client && other.rule == entry.rule);
-        let views = fellows.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.attachments);
-        let held = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
-        let held = held.fold(0, u64::saturating_add);
-        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
-        warn!(
-            name: "memory-refused",
-            client = client.0,
-            pid,
-            uid,
-            unit,
-            gpu = label,
-            bytes,
-            rule = rule.to_string(),
-            memory_max = max,
-            "{name} is refused memory: it wants {} in all, others that count with it have {}, and {key} of rule {rule} \
-             allows {} together, contexts included",
-            units::size(bytes),
-            units::size(held),
-            units::size(max)
-        );
-    }
-
-    /// Says that somebody met what it allows itself.
-    fn note_beyond_own(&self, client: ClientId, gpu: GpuId, bytes: u64) {
-        let Some(entry) = self.clients.get(&client) else { return };
-        let label = self.gpus.get(&gpu).map(|entry| entry.label(gpu));
-        let own = entry.env_limits.in_words(self.rule_of(client));
-        let Identity { pid, uid, unit, name, .. } = &*entry.identity;
-        info!(
-            name: "memory-refused",
-            client = client.0,
-            pid,
-            uid,
-            unit,
-            gpu = label,
-            bytes,
-            "{name} is refused memory: it wants {} in all, and its own environment says {own}, contexts included",
-            units::size(bytes)
-        );
-    }
-
-    /// GPUs as people know them.
+    /// The labels of several GPUs.
     pub(super) fn labels(&self, gpus: &GpuSet) -> String {
-        let labels: Vec<String> = gpus.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect();
+        let labels: Vec<String> = gpus.iter().filter_map(|id| self.label(*id)).collect();
         labels.join(" ")
     }
 
-    pub(super) fn idle(&mut self, client: ClientId, gpus: &GpuSet, now: Time) {
+    pub(super) fn set_idle(&mut self, client: ClientId, gpus: &GpuSet, now: Time) {
         for gpu in gpus {
             if let Some(stats) = self.stats(client, *gpu) {
                 stats.idle_since = now;

@@ -1,4 +1,4 @@
-//! GPUs and their memory, as NVML sees them, and the host's memory.
+//! Measurements of GPUs' memory and of the host's, reconciled with clients' reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,14 +12,15 @@ use crate::daemon::gpu::overhead::{Accounting, Attached};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
 
-/// Programs that ran under an earlier scheduler are back within this time; until then nobody is taken for a stranger.
-const RETURN: Duration = Duration::from_secs(1);
+/// Clients of an earlier daemon have reconnected after this time. Until then, memory of unknown processes is not overhead.
+const RECONNECT_TIME: Duration = Duration::from_secs(1);
 
-/// A process that ends closes its connection first and frees its memory later; after this time it is a stranger.
-const LEAVING: Duration = Duration::from_secs(5);
+/// A process that ends closes its connection first and frees its memory later, within this time. After that, the memory
+/// counts as another program's.
+const EXIT_TIME: Duration = Duration::from_secs(5);
 
-/// A context that was not measured is taken to need up to this part of a GPU.
-const CONTEXT_PART: u64 = 16;
+/// The estimate for a context that was not measured is at most the GPU's size divided by this.
+const CONTEXT_DIVISOR: u64 = 16;
 
 impl Core {
     fn gpus_found(&mut self, found: Vec<GpuDescription>) {
@@ -58,18 +59,18 @@ impl Core {
         }
     }
 
-    /// Looks how much memory the host has.
+    /// Measures host memory.
     pub fn sample_host(&mut self) {
         let Some(info) = MemInfo::read() else { return };
         let held = self.clients.values().flat_map(|c| c.gpus.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
         if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
-            debug!(bytes, held, "host memory for what is swapped out");
+            debug!(bytes, held, "host memory for swapped memory");
             self.apply(Event::HostMemory { bytes });
         }
     }
 
-    /// What NVML says.
-    pub fn heard(&mut self, report: Report) {
+    /// Handles a report of the NVML thread.
+    pub fn nvml_report(&mut self, report: Report) {
         match report {
             Report::Gpus(found) => self.gpus_found(found),
             Report::Used(used) => {
@@ -82,11 +83,11 @@ impl Core {
                 self.signals.limits.notify_one();
             }
             Report::Driver(versions) => self.driver = versions,
-            Report::Traffic(seen) => self.traffic_seen(seen, clock::now()),
+            Report::Traffic(seen) => self.measured_traffic(seen, clock::now()),
         }
     }
 
-    /// What is in use on a GPU, by NVML or by a client's own measurement.
+    /// Handles a measurement of memory in use on a GPU, by NVML or by a client.
     pub(super) fn measure(&mut self, sample: &Sample) {
         let gpu = sample.gpu;
         let mut attached = Vec::new();
@@ -108,15 +109,15 @@ impl Core {
         let total = entry.total;
         let before = (entry.accounting.overhead(), entry.accounting.basis());
         let is_measured = entry.index.is_some();
-        let settled = sample.begun >= self.started + RETURN;
-        self.departed.retain(|_, left| sample.begun < *left + LEAVING);
+        let settled = sample.begun >= self.started + RECONNECT_TIME;
+        self.departed.retain(|_, left| sample.begun < *left + EXIT_TIME);
         let departed = &self.departed;
         let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
         let processes = || sample.processes.iter().flat_map(BTreeMap::keys);
         let complete = settled || processes().all(|pid| clients.contains(pid) || departed.contains_key(pid));
         let is_own = |pid| !settled || departed.contains_key(&pid);
-        let guess = context.min(total / CONTEXT_PART);
-        let told = match sample.steady {
+        let guess = context.min(total / CONTEXT_DIVISOR);
+        let overhead = match sample.steady {
             true => entry.accounting.sample(sample, &attached, guess, is_own),
             false => None,
         };
@@ -125,15 +126,15 @@ impl Core {
             entry.accounting.forget_total();
         }
         let (contexts, basis) = (entry.accounting.contexts().clone(), entry.accounting.basis());
-        if is_measured && told.is_some() && before.1 != basis {
+        if is_measured && overhead.is_some() && before.1 != basis {
             info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
         }
         self.apply(Event::ContextSizes { gpu, bytes: contexts });
-        if let Some(bytes) = told {
+        if let Some(bytes) = overhead {
             if before.0 != Some(bytes) {
                 debug!(gpu = %gpu.0, bytes, "overhead");
             }
-            // Also when it is what it was: the machine waits for a measurement that knows a new context.
+            // Also if it is unchanged: the machine waits for a measurement that includes a new context.
             self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, complete });
         }
         if let Some(found) = found {
@@ -144,7 +145,7 @@ impl Core {
         }
     }
 
-    /// The machine wants a GPU measured. Where that cannot be done, clients are believed.
+    /// The machine asks for a new measurement of a GPU. Without NVML, clients' reports count as measured.
     pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
         let measured = self.nvml.is_some() && self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
         if measured {
@@ -152,7 +153,9 @@ impl Core {
             return None;
         }
         if !std::mem::replace(&mut self.logged_unverified, true) {
-            info!("without NVML, programs are believed what memory they have freed, also where another user gets it");
+            info!(
+                "without NVML, programs' reports of freed memory cannot be verified, even where another user gets the memory"
+            );
         }
         Some(Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() })
     }

@@ -1,4 +1,4 @@
-//! What metrics are made from, as it is at this moment.
+//! The snapshot that metrics are made from.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::scheduler::{AttachmentView, GpuId};
 use crate::sys::clock;
 
 impl Core {
-    /// A copy, so that nothing of it is looked at on the scheduling loop.
+    /// A copy, so that it is formatted away from the scheduling loop.
     pub fn snapshot(&self) -> Snapshot {
         let now = clock::now();
         let views = self.machine.clients();

@@ -6,7 +6,7 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
 //! - `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `driver_limits`: the memory limits that the driver is to enforce.
-//! - `event_log`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
+//! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;
@@ -19,6 +19,7 @@ mod measure;
 mod metrics;
 mod placement;
 pub mod pods;
+mod refusals;
 mod rules;
 mod shared_memory;
 mod sharing;

@@ -1,5 +1,5 @@
-//! Pods of this node, as an agent tells that asks Kubernetes: names for what control groups only number, and what pods rule
-//! for themselves.
+//! The pods of this node, as the agent learns them from Kubernetes: names for the UIDs in control groups, and rules from
+//! pods' annotations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::bus::{self, MAX_PODS, is_pod_name, is_pod_uid};
 use crate::config::rules::{Origin, Rule, SUBJECT_KEYS, read_one};
 use crate::identity::Identity;
 
-/// By their UID.
+/// Pods by UID.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Pods(BTreeMap<String, Known>);
 
@@ -22,17 +22,20 @@ struct Known {
     rule: Option<Rule>,
 }
 
-/// Why the rule of a pod counts for nothing, by the pod's UID.
+/// The reasons why pods' rules were refused, by the pod's UID.
 pub type Refused = HashMap<String, String>;
 
 impl Pods {
-    /// Reads what is told, or a sentence about what is wrong with it. A rule that is wrong is its pod's business alone.
-    pub fn read(told: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
-        if told.len() > MAX_PODS {
-            return Err(format!("{} pods are more than a node can have: {MAX_PODS} are allowed", told.len()));
+    /// Checks the pods of an agent. A wrong rule is refused for its pod alone.
+    ///
+    /// # Errors
+    /// A sentence if the list as a whole is wrong.
+    pub fn read(pods_of_node: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
+        if pods_of_node.len() > MAX_PODS {
+            return Err(format!("{} pods are more than a node can have: {MAX_PODS} are allowed", pods_of_node.len()));
         }
         let (mut pods, mut refused) = (Self::default(), Refused::new());
-        for pod in told {
+        for pod in pods_of_node {
             let bus::Pod { uid, namespace, name, containers, rule } = pod;
             if !is_pod_uid(&uid) {
                 return Err(format!("{uid:?} is not the UID of a pod"));
@@ -54,7 +57,7 @@ impl Pods {
         Ok((pods, refused))
     }
 
-    /// Takes out wishes that cannot be kept together with others, and says why.
+    /// Removes rules that contradict others, and returns the reasons.
     pub fn reconcile(&mut self, contradicted: impl Fn(&Rule, &[Rule]) -> Option<String>) -> Refused {
         let (mut kept, mut refused) = (Vec::new(), Refused::new());
         for (uid, pod) in &mut self.0 {
@@ -70,12 +73,12 @@ impl Pods {
         refused
     }
 
-    /// What pods rule for themselves.
+    /// The rules of pods.
     pub fn rules(&self) -> Vec<Rule> {
         self.0.values().filter_map(|pod| pod.rule.clone()).collect()
     }
 
-    /// Names the pod that a process is in, and its container there.
+    /// Sets the names of a process's pod and container.
     pub fn name(&self, identity: &mut Arc<Identity>) {
         if identity.pod.uid.is_empty() {
             return;
@@ -106,7 +109,7 @@ fn read_rule(
     }
     let mut keys = table(rule)?;
     if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
-        return Err(format!("a pod's rule is about that pod: {key} has no place in it"));
+        return Err(format!("a pod's rule applies to that pod: {key} is not allowed in it"));
     }
     keys.insert("pod".into(), uid.into());
     keys.insert("name".into(), format!("{namespace}/{name}").into());

@@ -1,4 +1,4 @@
-//! What moves between GPUs and the host, and who is told when programs push each other's memory off a GPU.
+//! Traffic between GPUs and the host, and reports of thrashing: programs that evict each other's pages.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,18 +11,18 @@ use crate::config::units;
 use crate::daemon::gpu::nvml::Query;
 use crate::scheduler::{AntiThrash, Event, GpuId, Time, Traffic};
 
-/// GPUs on which programs push each other's memory off, by their UUIDs.
+/// UUIDs of the GPUs that thrash.
 pub type Thrashing = BTreeSet<String>;
 
-/// Where it begins and ends over and over, the journal has it so often.
-const PAUSE: Duration = Duration::from_secs(600);
+/// Thrashing of one GPU that begins again and again is logged after this time.
+const REPEAT: Duration = Duration::from_secs(600);
 
-/// What the journal has of one GPU.
+/// The log lines about thrashing on one GPU.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LogState {
-    /// When it was last there that it began.
+    /// When the beginning was last logged.
     began: Option<Time>,
-    /// It is not there yet that it ended.
+    /// The beginning was logged, and the end was not.
     is_open: bool,
 }
 
@@ -31,21 +31,21 @@ impl Core {
         self.thrashing.subscribe()
     }
 
-    /// Whether `ask_about_traffic` can come to have something to ask without anything more being granted.
-    pub fn may_be_crowded(&self) -> bool {
+    /// Whether `query_traffic` may have something to query before the next grant.
+    pub fn may_thrash(&self) -> bool {
         self.machine.gpus().iter().any(|gpu| gpu.thrashes || gpu.holders.len() > 1)
     }
 
-    /// Asks for what moves now on GPUs of which the machine wants to know it.
-    pub fn ask_about_traffic(&self) {
+    /// Queries the traffic of the GPUs that the machine watches.
+    pub fn query_traffic(&self) {
         let gpus = self.machine.watched();
         if !gpus.is_empty() {
             self.query_nvml(Query::Traffic(gpus));
         }
     }
 
-    /// What was seen of those GPUs.
-    pub(super) fn traffic_seen(&mut self, seen: Vec<(GpuId, Traffic)>, now: Time) {
+    /// Handles measured traffic.
+    pub(super) fn measured_traffic(&mut self, seen: Vec<(GpuId, Traffic)>, now: Time) {
         for (gpu, traffic) in seen {
             if let (Some(trace), Some(sample)) = (&mut self.trace, self.machine.sample(gpu, traffic)) {
                 trace.traffic(now, gpu, &sample);
@@ -54,11 +54,11 @@ impl Core {
         }
     }
 
-    pub(super) fn note_thrashing(&mut self, gpu: GpuId, begins: bool, demand: u64, now: Time) {
+    pub(super) fn log_thrashing(&mut self, gpu: GpuId, begins: bool, demand: u64, now: Time) {
         let Some(label) = self.gpus.get(&gpu).map(|entry| entry.label(gpu)) else { return };
         let noted = self.thrashing_log.entry(gpu).or_default();
-        let is_told = if begins { noted.began.is_none_or(|at| now >= at + PAUSE) } else { noted.is_open };
-        noted.is_open = begins && is_told;
+        let is_logged = if begins { noted.began.is_none_or(|at| now >= at + REPEAT) } else { noted.is_open };
+        noted.is_open = begins && is_logged;
         if noted.is_open {
             noted.began = Some(now);
         }
@@ -70,7 +70,7 @@ impl Core {
             };
         });
         self.signals.turns.notify_one();
-        if !is_told {
+        if !is_logged {
             return;
         }
         if !begins {

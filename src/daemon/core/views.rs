@@ -1,4 +1,4 @@
-//! What people see.
+//! The state of GPUs and clients as D-Bus shows it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use crate::identity::Identity;
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};
 use crate::sys::clock;
 
-/// What the D-Bus object is told of a client; it leaves out what its caller may not see.
+/// A client, for the D-Bus object, which leaves out what its caller may not see.
 #[derive(Debug, Clone)]
 pub struct ClientView {
     pub id: ClientId,
     pub identity: Arc<Identity>,
     pub library: String,
-    /// The name of its rule, where that is written, and what it says of time.
+    /// Its rule: name, origin, and its share in words.
     pub rule: (String, String, String),
-    /// What it says of itself that has an effect, and why the rest has none.
-    pub own: (String, Vec<String>),
-    /// The others of its gang.
+    /// Its limits from the environment: those in effect, and remarks about those that are not.
+    pub env_limits: (String, Vec<String>),
+    /// The other members of its gang.
     pub gang_peers: Vec<ClientId>,
-    /// GPUs that it was given, where it did not choose.
+    /// Labels of the GPUs that the scheduler assigned to it.
     pub placed: Vec<String>,
     pub connected: SystemTime,
     pub stopped: bool,
@@ -36,7 +36,7 @@ pub struct ClientView {
 impl ClientView {
     /// The client on D-Bus. Its command line is left out unless the caller `may_see` it.
     pub fn present(self, may_see: bool) -> bus::Client {
-        let Self { identity, library, rule, own, .. } = self;
+        let Self { identity, library, rule, env_limits, .. } = self;
         let since = self.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         bus::Client {
             id: self.id.0,
@@ -56,8 +56,8 @@ impl ClientView {
             rule: rule.0,
             rule_origin: rule.1,
             share: rule.2,
-            environment: own.0,
-            environment_ignored: own.1,
+            environment: env_limits.0,
+            environment_ignored: env_limits.1,
             gang: self.gang_peers.iter().map(|peer| peer.0).collect(),
             placed: self.placed,
             connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
@@ -70,7 +70,7 @@ impl ClientView {
 /// Ids of the clients that hold the lock of each GPU, by the GPU's UUID.
 pub type Holders = HashMap<String, Vec<u64>>;
 
-/// What a rule says of time, as it is written: `weight 50, time-max 20%`.
+/// The share of a rule in words: `weight 50, time-max 20%`.
 fn in_words(share: Share) -> String {
     let weight = if share.weight == 0 { "idle".to_owned() } else { share.weight.to_string() };
     let all = [
@@ -126,7 +126,7 @@ impl Core {
                 rule: rule.map_or_else(Default::default, |rule| {
                     (rule.name.clone(), rule.origin.to_string(), rule.limits.share.map_or_else(String::new, in_words))
                 }),
-                own: (client.env_limits.in_words(rule), client.env_limits.remarks(rule)),
+                env_limits: (client.env_limits.in_words(rule), client.env_limits.remarks(rule)),
                 gang_peers: seen.gang_peers.clone(),
                 placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
                 connected: client.connected,
@@ -137,7 +137,7 @@ impl Core {
         self.machine.clients().into_iter().filter_map(view).collect()
     }
 
-    /// Since when each holder holds and each waiter waits.
+    /// Since when each holder has held, and each waiter waited.
     fn since(&self) -> HashMap<(ClientId, GpuId), Time> {
         let mut since = HashMap::new();
         for gpu in self.machine.gpus() {
@@ -147,7 +147,7 @@ impl Core {
         since
     }
 
-    /// Who holds the lock of each GPU.
+    /// The holders of each GPU's lock.
     pub fn holders(&self) -> Holders {
         let gpus = self.machine.gpus().into_iter();
         let view = |seen: scheduler::GpuView| {
@@ -186,12 +186,15 @@ impl Core {
         self.machine.gpus().into_iter().filter_map(view).collect()
     }
 
-    /// What the figures of a GPU rest on.
+    /// The source of a GPU's figures.
     fn basis(&self, entry: &Gpu) -> Basis {
         if self.nvml.is_some() && entry.index.is_some() { entry.accounting.basis() } else { Basis::Reports }
     }
 
-    /// The GPU of that UUID or number; of none, the only one there is.
+    /// The GPU with that UUID or index; for an empty name, the only GPU.
+    ///
+    /// # Errors
+    /// A sentence with the GPUs that there are.
     pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
         let known = || self.gpus.iter().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
         let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
@@ -199,7 +202,7 @@ impl Core {
         };
         let found = match name {
             "" if self.gpus.len() == 1 => self.gpus.iter().next(),
-            "" if self.gpus.is_empty() => return Err("there is no GPU here that the scheduler knows".into()),
+            "" if self.gpus.is_empty() => return Err("the scheduler knows no GPU".into()),
             "" => return Err(format!("there are several GPUs: say which of {}", known())),
             _ => self.gpus.iter().find(is_meant),
         };
@@ -217,7 +220,7 @@ pub struct NamedGpu {
     pub total: u64,
 }
 
-/// What a program says of itself, for people to read.
+/// Text that a program chose, without control characters.
 pub fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).collect()
 }
