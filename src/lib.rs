@@ -13,6 +13,8 @@ pub mod config;
 pub mod ctl;
 pub mod daemon;
 pub mod identity;
+#[cfg(test)]
+mod layers;
 pub mod recorder;
 pub mod simulate;
 mod sys;

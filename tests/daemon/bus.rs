@@ -275,14 +275,14 @@ fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
         assert!(text.contains("nvshare.toml:1:16: time-quantum"), "{text}");
         // SIGHUP is the same, and reports to the log.
         daemon.signal(libc::SIGHUP);
-        daemon.log.wait("the configuration stays as it was");
+        daemon.log.wait("the configuration is unchanged");
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
         assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
 
         std::fs::write(&config, "").expect("a file");
-        let before = daemon.log.count("the configuration was read again");
+        let before = daemon.log.count("the configuration was reloaded");
         daemon.signal(libc::SIGHUP);
-        while daemon.log.count("the configuration was read again") == before {
+        while daemon.log.count("the configuration was reloaded") == before {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 30, "what is not in the file is its default");

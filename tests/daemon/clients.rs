@@ -100,7 +100,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
         }
         client.until_end();
         // Lines about one user are limited, so the reason is looked for only while they are not.
-        if daemon.log.count("is hung up on") < 10 {
+        if daemon.log.count("is disconnected after a protocol violation") < 10 {
             daemon.log.wait(reason);
         }
     }
@@ -110,7 +110,11 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
         client.send_raw(b"junk");
         client.until_end();
     }
-    assert!(daemon.log.count("is hung up on") <= 12, "{}", daemon.log.count("is hung up on"));
+    assert!(
+        daemon.log.count("is disconnected after a protocol violation") <= 12,
+        "{}",
+        daemon.log.count("is disconnected after a protocol violation")
+    );
     bystander.release();
     bystander.request();
     bystander.until_granted();

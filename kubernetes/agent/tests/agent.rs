@@ -129,7 +129,7 @@ fn what_a_pod_may_not_wish_is_left_out_and_a_new_configuration_counts_at_once() 
 
     node.configure("[[namespaces]]\nname = 5\n");
     agent.signal(libc::SIGHUP);
-    agent.log.wait("the configuration stays as it was:");
+    agent.log.wait("the configuration is unchanged:");
     assert_eq!(said(&node.rules()["team-a/pod-1"], "weight").as_deref(), Some("200"));
     let output = node.ask_agent("--check-config");
     assert!(!output.status.success());

@@ -26,13 +26,13 @@ use tracing::debug;
 
 use crate::bus::{self, Error};
 use crate::config::rules::Addition;
+use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
     Thrashing,
     views::{ClientView, Holders},
 };
-use crate::daemon::lock::LockRequest;
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
 

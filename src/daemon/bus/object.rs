@@ -14,9 +14,9 @@ use super::{Change, Request, Shared, seconds};
 use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
 use crate::config::{names, settings};
+use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::views::{ClientView, Holders};
-use crate::daemon::lock::LockRequest;
 
 /// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
 /// the reason that [`super::served`] gives.

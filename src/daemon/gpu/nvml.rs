@@ -107,7 +107,7 @@ pub struct GpuDescription {
 
 /// The thread, before it has anything to do.
 #[derive(Debug)]
-pub struct Thread(mpsc::Sender<Start>);
+pub struct NvmlThread(mpsc::Sender<Start>);
 
 #[derive(Debug)]
 struct Start {
@@ -116,7 +116,7 @@ struct Start {
     answer: mpsc::Sender<Result<mpsc::Sender<Query>, String>>,
 }
 
-impl Thread {
+impl NvmlThread {
     /// Makes it, with what privileges of this one it needs: to set limits, or none.
     pub fn new(sets_limits: bool) -> Result<Self, String> {
         let (start, started) = mpsc::channel();

@@ -35,7 +35,7 @@ pub struct Activated {
     /// Any number of them: a unit can listen in several places.
     pub metrics: Vec<OwnedFd>,
     /// Connections of the daemon before.
-    pub kept: Vec<StoredConnection>,
+    pub stored: Vec<StoredConnection>,
     /// Names of descriptors that nobody needs.
     pub unknown: Vec<String>,
 }
@@ -50,7 +50,7 @@ pub fn activated() -> Result<Activated, String> {
         let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
         if let Some(name) = ConnectionName::parse(&name) {
             if descriptors::prepare(fd.as_fd()).is_ok() {
-                sockets.kept.push(StoredConnection { name, socket: fd });
+                sockets.stored.push(StoredConnection { name, socket: fd });
             }
             continue;
         }
@@ -90,7 +90,7 @@ enum Note {
 
 static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
 
-/// While systemd does not read, so much is put aside for it, and what comes then is left out: a connection is not kept, or
+/// While systemd does not read, so much is put aside for it, and what comes then is left out: a connection is not stored, or
 /// is let go of only when systemd sees that it has been hung up on.
 const MOST_NOTES: usize = 1024;
 

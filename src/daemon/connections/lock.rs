@@ -1,8 +1,8 @@
-//! GPU locks that somebody asks for over D-Bus, without the library: `AcquireLock`, and with it `nvsharectl lock`.
+//! GPU locks that are acquired over D-Bus, without the library: `AcquireLock`, and with it `nvsharectl lock`.
 //!
-//! Whoever asks becomes a client like any other, in the same line, for the same turns, counted against the same limit of its
-//! user: this end speaks for it. It gets one end of a pair of sockets; the lock, or the wait for it, is over when that is
-//! closed. When the lock is asked back, it goes to the next at once, whether the owner listens or not, and is asked for anew.
+//! The caller becomes a client like any other, in the same queue, with the same turns, counted against the same limit of its
+//! user; a [`LockKeeper`] speaks the protocol for it. The caller gets one end of a pair of sockets; closing it releases the
+//! lock, or ends the wait for it. A revoked lock is released at once, whether the caller reads or not, and requested again.
 
 use std::cell::RefCell;
 use std::io;
@@ -16,8 +16,8 @@ use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::task::spawn_local;
 
+use super::Connections;
 use crate::bus::Error;
-use crate::daemon::clients::{Counted, Shared};
 use crate::daemon::core::views::printable;
 use crate::daemon::core::{Arrival, Core};
 use crate::daemon::transport::connection::Connection;
@@ -25,18 +25,18 @@ use crate::identity::Identity;
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
-/// No name or reason is longer, in characters.
+/// Characters of a name or a reason.
 const MAX_TEXT: usize = 200;
-/// The only slot that such a client has.
+/// The only slot of such a client.
 const SLOT: u32 = 0;
 const GPUS: u64 = 1 << SLOT;
-/// It wants nobody beside it, however little the others need.
-const ALONE: u32 = 2000;
+/// Utilization in permille that lets no other client run beside this one.
+const EXCLUSIVE: u32 = 2000;
 
-/// What somebody asks for.
+/// The arguments of `AcquireLock`, and the caller.
 #[derive(Debug)]
 pub struct LockRequest {
-    /// By UUID or number; empty where there is only one.
+    /// UUID or index; empty if there is only one GPU.
     pub gpu: String,
     pub who: String,
     pub why: String,
@@ -44,19 +44,24 @@ pub struct LockRequest {
     pub pid: i32,
 }
 
-/// Lets somebody in, and gives the end of the pair that is theirs.
-pub fn acquire(core: &Rc<RefCell<Core>>, shared: &Rc<Shared>, request: LockRequest) -> Result<OwnedFd, Error> {
-    let failed = |e: io::Error| Error::Failed(format!("cannot make a lock: {e}"));
+/// Queues the caller for the lock. Returns the caller's end of the pair of sockets.
+///
+/// # Errors
+/// If an argument is wrong, or the user has too many clients.
+pub fn acquire(
+    core: &Rc<RefCell<Core>>,
+    connections: &Rc<Connections>,
+    request: LockRequest,
+) -> Result<OwnedFd, Error> {
+    let failed = |e: io::Error| Error::Failed(format!("cannot create a lock: {e}"));
     let wanted = core.borrow().find_gpu(&request.gpu).map_err(Error::InvalidArgument)?;
     for (what, text) in [("who", &request.who), ("why", &request.why)] {
         if text.is_empty() || text.chars().count() > MAX_TEXT {
-            return Err(Error::InvalidArgument(format!(
-                "{what} has to have 1 to {MAX_TEXT} characters, for people to read"
-            )));
+            return Err(Error::InvalidArgument(format!("{what} must have 1 to {MAX_TEXT} characters")));
         }
     }
     let most = core.borrow().config.max_clients_per_user;
-    let (counted, count) = Counted::new(shared.connections.clone(), request.uid);
+    let (counted, count) = connections.count(request.uid);
     if request.uid != 0 && count > most {
         let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
         return Err(Error::TooMany(text));
@@ -65,9 +70,9 @@ pub fn acquire(core: &Rc<RefCell<Core>>, shared: &Rc<Shared>, request: LockReque
     let (owner, theirs) = std::os::unix::net::UnixStream::pair().map_err(failed)?;
     owner.set_nonblocking(true).map_err(failed)?;
     let owner = UnixStream::from_std(owner).map_err(failed)?;
-    let (ours, hubs) = socket::packet_pair().map_err(failed)?;
-    let connection = Rc::new(Connection::new(hubs, version::MAX).map_err(failed)?);
-    let ours = descriptors::watch(ours).map_err(failed)?;
+    let (client_end, daemon_end) = socket::packet_pair().map_err(failed)?;
+    let connection = Rc::new(Connection::new(daemon_end, version::MAX).map_err(failed)?);
+    let client_end = descriptors::watch(client_end).map_err(failed)?;
     let identity = Identity {
         pid: request.pid,
         uid: request.uid,
@@ -85,11 +90,11 @@ pub fn acquire(core: &Rc<RefCell<Core>>, shared: &Rc<Shared>, request: LockReque
         reconnects: false,
     };
     let client = core.borrow_mut().connect(arrival);
-    let (core, shared) = (core.clone(), shared.clone());
+    let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
-        shared.resumed().await;
-        let keeper = Keeper { core: &core, client, ours, owner };
-        keeper.say(ClientMessage::Attach {
+        connections.resumed().await;
+        let keeper = LockKeeper { core: &core, client, client_end, owner };
+        keeper.send(ClientMessage::Attach {
             slot: SLOT,
             uuid: wanted.uuid,
             kind: wanted.kind,
@@ -98,12 +103,12 @@ pub fn acquire(core: &Rc<RefCell<Core>>, shared: &Rc<Shared>, request: LockReque
             name: Text::new(""),
             reason: EngineReason::default(),
         });
-        // At once: it makes no context, for which there would have to be room.
-        keeper.say(ClientMessage::Request { gpus: GPUS });
+        // At once, since there is no context to wait for.
+        keeper.send(ClientMessage::Request { gpus: GPUS });
         tokio::select! {
-            () = keeper.obey() => {}
-            () = keeper.owner_leaves() => {}
-            // Never the first to end.
+            () = keeper.serve() => {}
+            () = keeper.owner_closes() => {}
+            // Sending never ends the connection.
             () = async { connection.flush().await; std::future::pending().await } => {}
         }
         core.borrow_mut().disconnect(client, "no longer wants the lock");
@@ -112,30 +117,30 @@ pub fn acquire(core: &Rc<RefCell<Core>>, shared: &Rc<Shared>, request: LockReque
     Ok(theirs.into())
 }
 
-/// What speaks for the owner of a lock.
-struct Keeper<'a> {
+/// Speaks the protocol for the owner of a lock.
+struct LockKeeper<'a> {
     core: &'a RefCell<Core>,
     client: ClientId,
-    ours: AsyncFd<OwnedFd>,
+    client_end: AsyncFd<OwnedFd>,
     owner: UnixStream,
 }
 
-impl Keeper<'_> {
-    fn say(&self, message: ClientMessage) {
-        // What is said here breaks no rule.
+impl LockKeeper<'_> {
+    fn send(&self, message: ClientMessage) {
+        // These messages keep the protocol.
         let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
     }
 
-    /// A line for the owner, who need not read it.
+    /// Writes a line to the owner, who need not read it.
     fn tell(&self, line: &str) {
         let _ = self.owner.try_write(line.as_bytes());
     }
 
-    /// Does what the scheduler says, for as long as there is one.
-    async fn obey(&self) {
+    /// Handles the scheduler's messages.
+    async fn serve(&self) {
         let mut buffer = [0; MAX_LEN];
         loop {
-            let Ok(mut ready) = self.ours.readable().await else { return };
+            let Ok(mut ready) = self.client_end.readable().await else { return };
             let length = match ready.try_io(|fd| socket::receive(fd.as_fd(), &mut buffer, &mut Vec::new())) {
                 Ok(Ok(length)) if length > 0 => length,
                 Err(_would_block) => continue,
@@ -144,22 +149,22 @@ impl Keeper<'_> {
             let Some(packet) = buffer.get(..length) else { return };
             match SchedulerMessage::decode(packet, version::MAX) {
                 Ok(SchedulerMessage::Grant { .. }) => {
-                    self.say(ClientMessage::Utilization { slot: SLOT, permille: ALONE });
+                    self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });
                     self.tell("granted\n");
                 }
                 Ok(SchedulerMessage::Contended { waiters: 1.., .. }) => self.tell("wanted\n"),
                 Ok(SchedulerMessage::Revoke { .. }) => {
                     self.tell("revoked\n");
-                    self.say(ClientMessage::Release { gpus: GPUS, reason: ReleaseReason::Revoked, busy_us: 0 });
-                    self.say(ClientMessage::Request { gpus: GPUS });
+                    self.send(ClientMessage::Release { gpus: GPUS, reason: ReleaseReason::Revoked, busy_us: 0 });
+                    self.send(ClientMessage::Request { gpus: GPUS });
                 }
                 _ => {}
             }
         }
     }
 
-    /// Until the owner's end is closed. What it sends is read and forgotten.
-    async fn owner_leaves(&self) {
+    /// Waits until the owner's end is closed. What the owner writes is discarded.
+    async fn owner_closes(&self) {
         let mut buffer = [0; 64];
         while self.owner.readable().await.is_ok() {
             match self.owner.try_read(&mut buffer) {

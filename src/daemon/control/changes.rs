@@ -1,6 +1,6 @@
-//! Settings that were changed while the daemon ran (`nvsharectl set`, D-Bus): they outrank the configuration file, and
-//! outlive the daemon in a file of their own, in the directory that systemd gives it (`StateDirectory=`). Without one they
-//! last as long as the daemon. Nothing is ever written to the configuration file.
+//! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved
+//! in the directory that systemd provides (`StateDirectory=`); without one, they last as long as the daemon. The configuration
+//! file is never written.
 
 use std::io;
 use std::path::Path;
@@ -21,17 +21,17 @@ use crate::sys::atomic_file;
 
 const FILE: &str = "settings.toml";
 const HEADER: &str =
-    "# What was changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` forgets it.\n";
+    "# Settings changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` forgets them.\n";
 
-/// What was changed, and where that is kept.
+/// The changed settings, and the thread that saves them.
 #[derive(Debug, Default)]
 pub struct Changes {
     changed: Changed,
-    /// Writes the file, since that can take long.
+    /// Passes the file's text to a thread, since writing can take long.
     writer: Option<Sender<(String, oneshot::Sender<()>)>>,
 }
 
-/// The file as it is written; keys of later versions are left alone.
+/// The file's content. Keys of later versions are ignored.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Changed {
@@ -47,30 +47,30 @@ struct Changed {
     rule: Added,
 }
 
-/// Those that are wrong count for nothing, and the others do.
+/// Reads the rules. Wrong ones are ignored.
 fn read_rules<'de, D: Deserializer<'de>>(from: D) -> Result<Added, D::Error> {
     let (rules, wrong) = Added::read(Vec::deserialize(from)?);
     for e in wrong {
-        warn!(name: "settings-ignored", "a rule that was set at run time is ignored: {e}");
+        warn!(name: "settings-ignored", "a rule set at run time is ignored: {e}");
     }
     Ok(rules)
 }
 
 impl Changes {
-    /// Reads what an earlier daemon left in that directory. A file that is wrong is reported, and counts for nothing.
+    /// Reads the settings that an earlier daemon saved in `directory`. A wrong file is logged and ignored.
     pub fn open(directory: Option<&Path>) -> Self {
         let Some(directory) = directory else { return Self::default() };
         let path = directory.join(FILE);
         let changed = match read(&path) {
             Ok(changed) => changed,
             Err(e) => {
-                warn!(name: "settings-ignored", "settings that were changed at run time are ignored: {e}");
+                warn!(name: "settings-ignored", "settings changed at run time are ignored: {e}");
                 Changed::default()
             }
         };
         if changed != Changed::default() {
             let text = changed.summary();
-            info!(name: "settings-kept", "settings that were changed at run time outrank the configuration file: {text}");
+            info!(name: "settings-kept", "settings changed at run time take precedence over the configuration file: {text}");
         }
         let (writer, texts) = mpsc::channel::<(String, oneshot::Sender<()>)>();
         let thread = thread::Builder::new().name("state".into()).spawn(move || {
@@ -79,7 +79,7 @@ impl Changes {
                 if let Err(e) = atomic_file::write(&path, &text) {
                     warn!(
                         name: "settings-unsaved",
-                        "a changed setting is in effect, and will not outlive the scheduler: {}: {e}",
+                        "a changed setting is in effect, but could not be saved: {}: {e}",
                         path.display()
                     );
                 }
@@ -89,6 +89,7 @@ impl Changes {
         Self { changed, writer: thread.is_ok().then_some(writer) }
     }
 
+    /// Applies the changes to a configuration that was read from its file.
     pub fn apply(&self, config: &mut Config) {
         let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = self.changed;
         config.rules.put_first(rule);
@@ -99,7 +100,7 @@ impl Changes {
         settings.policy = policy.unwrap_or(settings.policy);
     }
 
-    /// Remembers one more. `written` hears when it is in the file.
+    /// Adds a change. `written` is notified when it is saved.
     pub fn change(&mut self, change: Change, written: oneshot::Sender<()>) {
         match change {
             Change::TimeQuantum(quantum) => self.changed.time_quantum = Some(quantum),
@@ -110,14 +111,17 @@ impl Changes {
         self.save(written);
     }
 
-    /// Sets a rule, or takes one away. `written` hears when that is in the file.
+    /// Sets or removes a rule. `written` is notified when that is saved.
+    ///
+    /// # Errors
+    /// If the rule is wrong, or there are too many.
     pub fn set_rule(&mut self, addition: Addition, written: oneshot::Sender<()>) -> Result<(), String> {
         self.changed.rule.set(addition)?;
         self.save(written);
         Ok(())
     }
 
-    /// Forgets them all.
+    /// Forgets all changes.
     pub fn reset(&mut self, written: oneshot::Sender<()>) {
         self.changed = Changed::default();
         self.save(written);
@@ -132,14 +136,14 @@ impl Changes {
 }
 
 impl Changed {
-    /// In a line, for the journal.
+    /// The changes in one line, for the log.
     fn summary(&self) -> String {
         let settings = self.settings().lines().map(str::to_owned).collect::<Vec<_>>();
         let rules = self.rule.names().map(|name| format!("rule {name:?}"));
         settings.into_iter().chain(rules).collect::<Vec<_>>().join(", ")
     }
 
-    /// Empty where nothing was changed.
+    /// The file's content; empty if nothing was changed.
     fn text(&self) -> String {
         self.settings() + &self.rule.text()
     }
