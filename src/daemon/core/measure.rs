@@ -6,9 +6,9 @@ use std::time::Duration;
 use tracing::{debug, info};
 
 use super::state::{Core, Gpu};
+use crate::daemon::gpu::accounting::{Accounting, Attached};
 use crate::daemon::gpu::host_memory::MemInfo;
 use crate::daemon::gpu::nvml::{GpuDescription, Query, Report, Sample};
-use crate::daemon::gpu::overhead::{Accounting, Attached};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
 

@@ -9,7 +9,7 @@ use nvshare_wire::client::{EngineReason, GpuKind};
 
 use super::state::{Core, Gpu};
 use crate::bus;
-use crate::daemon::gpu::overhead::Basis;
+use crate::daemon::gpu::accounting::Basis;
 use crate::identity::Identity;
 use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};
 use crate::sys::clock;
