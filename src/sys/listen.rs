@@ -72,7 +72,7 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// Whether the directory was created for the socket, and will be removed with it.
+    /// True if the directory was created for the socket, and will be removed with it.
     pub fn created_directory(&self) -> bool {
         self.created_directory.is_some()
     }

@@ -76,14 +76,14 @@ pub fn shut_down(socket: BorrowedFd<'_>) {
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
 }
 
-/// Whether a socket of another process's making listens and is of that kind.
+/// True if a socket that another process created listens and is of that kind.
 pub fn is_listening(socket: BorrowedFd<'_>, kind: Kind) -> bool {
     sockopt::socket_acceptconn(socket) == Ok(true)
         && sockopt::socket_type(socket) == Ok(kind.socket_type())
         && (is_local(socket) || (kind == Kind::Metrics && is_tcp(socket)))
 }
 
-/// Whether it is a Unix socket.
+/// True for a Unix socket.
 pub fn is_local(socket: BorrowedFd<'_>) -> bool {
     sockopt::socket_domain(socket) == Ok(AddressFamily::UNIX)
 }

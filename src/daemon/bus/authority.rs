@@ -234,7 +234,7 @@ impl Check<'_> {
     }
 }
 
-/// Whether there is no polkit, and none can be activated.
+/// True if there is no polkit, and none can be activated.
 fn is_absent(error: &zbus::Error) -> bool {
     match error {
         zbus::Error::FDO(error) => matches!(**error, fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_)),

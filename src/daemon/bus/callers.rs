@@ -124,7 +124,7 @@ impl Caller<'_> {
         }
     }
 
-    /// Whether the caller may see other users' command lines. Answers quickly, and never asks for a password.
+    /// True if the caller may see other users' command lines. Answers quickly, and never asks for a password.
     pub async fn sees_all(&self) -> bool {
         let From::Bus { authority, connection, subject, .. } = &self.from else { return self.uid == 0 };
         if self.uid == 0 {

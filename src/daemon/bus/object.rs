@@ -18,8 +18,8 @@ use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::pods::Pods;
 use crate::daemon::core::views::{ClientView, Holders};
 
-/// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
-/// the reason that [`super::served`] gives.
+/// The object to which zbus's macro dispatches. A call can wait while a user types a password, so every method takes
+/// `&self`, for the reason given in [`super::served`].
 #[derive(Debug)]
 pub struct Object {
     pub shared: Shared,
@@ -44,7 +44,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Client>, Error> {
-        // Who is not known sees what everybody sees.
+        // A caller that the bus does not identify sees what every user may see.
         let caller = self.callers.identify(Some(&header), connection).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
         let clients = self.ask(Request::Clients).await?;
@@ -102,7 +102,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(Error::InvalidArgument)?;
-        // First: what is read may have to be looked up elsewhere, which is not for everybody to cause.
+        // Before the rule is read: reading may look up users elsewhere, which takes authorization.
         self.callers.identify(Some(&header), connection).await?.may_change("change rules").await?;
         let addition = Addition::read(&name, &keys).map_err(Error::InvalidArgument)?;
         Ok(self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await??)
@@ -238,7 +238,7 @@ impl Object {
 }
 
 impl Object {
-    /// Changes a setting to a value that is allowed, for somebody who may.
+    /// Changes a setting to a valid value, if the caller is authorized.
     async fn change(
         &self,
         change: Change,
@@ -258,7 +258,7 @@ impl Object {
     }
 }
 
-/// Whether names and command lines of programs are wanted.
+/// Whether the options ask for names and command lines of programs.
 fn debug_options(options: &HashMap<String, OwnedVariant>) -> Result<bool, Error> {
     let mut command_lines = false;
     for (name, value) in options {

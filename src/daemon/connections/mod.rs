@@ -27,7 +27,7 @@ pub struct Connections {
     log_limit: RefCell<LogRateLimit>,
     /// Number of connections of each user, those before the handshake included.
     by_user: Rc<RefCell<HashMap<u32, u32>>>,
-    /// Whether clients of an earlier daemon have been taken over.
+    /// True once clients of an earlier daemon have been taken over.
     resumed: watch::Receiver<bool>,
 }
 

@@ -30,7 +30,7 @@ pub(super) use log_client;
 /// The same is logged about the same client and GPU only after this time.
 const REPEAT: Duration = Duration::from_secs(10);
 
-/// Whether a line that was logged `last` is not to be repeated yet.
+/// True if a line that was logged at `last` must not be repeated yet.
 pub(super) fn is_recent(last: Option<Time>, now: Time) -> bool {
     last.is_some_and(|at| now < at + REPEAT)
 }

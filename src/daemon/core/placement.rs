@@ -203,7 +203,7 @@ enum Choice {
     Machine(PlacementRequest),
 }
 
-/// Whether a name denotes that GPU: an index, or a prefix of a UUID that is unique.
+/// True if a name denotes that GPU: an index, or a prefix of a UUID that is unique.
 fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
     let alone = || match name {
         GpuName::Number(_) => true,

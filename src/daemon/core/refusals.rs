@@ -7,7 +7,7 @@ use super::state::Core;
 use crate::config::units;
 use crate::scheduler::{ClientId, Denial, GpuId, Time};
 
-/// Of the clients that have most memory, so many are named.
+/// Number of clients with most memory that are named.
 const MAX_NAMED: usize = 5;
 
 impl Core {
@@ -66,7 +66,7 @@ impl Core {
         );
     }
 
-    /// The GPU has no room for a context beside a program that is there.
+    /// The GPU has no room for a context beside another program.
     fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) {
         let Some(identity) = self.identity(client) else { return };
         log_client!(

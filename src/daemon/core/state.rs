@@ -1,4 +1,4 @@
-//! [`Core`]: the machine, its clients and GPUs, and what was last said about them.
+//! [`Core`]: the machine, its clients and GPUs, and the state of the log.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -118,7 +118,7 @@ pub(super) struct Client {
     pub env_limits: EnvLimits,
     /// The memory limits by rule that were announced to it, bytes by GPU.
     pub announced_limits: BTreeMap<GpuId, u64>,
-    /// It was connected before, and may have been told other limits then.
+    /// It was connected before, and may have received other limits then.
     pub reconnects: bool,
     /// The name of its connection in systemd's descriptor store, if it is there.
     pub stored_as: Option<ConnectionName>,
@@ -141,7 +141,7 @@ pub struct Arrival {
     pub reconnects: bool,
 }
 
-/// What the machine does not remember about a client on one GPU.
+/// State of a client on one GPU that the machine does not keep.
 pub(super) struct ClientGpuStats {
     /// When it last neither held nor awaited the lock.
     pub idle_since: Time,

@@ -31,7 +31,7 @@ impl Core {
         self.thrashing.subscribe()
     }
 
-    /// Whether `query_traffic` may have something to query before the next grant.
+    /// True if `query_traffic` may have something to query before the next grant.
     pub fn may_thrash(&self) -> bool {
         self.machine.gpus().iter().any(|gpu| gpu.thrashes || gpu.holders.len() > 1)
     }

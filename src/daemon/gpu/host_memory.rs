@@ -1,4 +1,4 @@
-//! How much memory of the host can hold what programs have swapped out: measured, and bounded by `[swap] max`.
+//! Host memory that is available for swapped memory: measured, and limited by `[swap] max`.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -6,23 +6,23 @@ use std::time::Duration;
 use crate::config::swap::SwapMax;
 use crate::scheduler::Time;
 
-/// Left to everybody else. The library makes no buffers when less than the first is left; the second is what an exchange
-/// needs beside what it exchanges, or a sixteenth of a small host.
+/// Bytes reserved for other use. The library allocates no buffers when less than the first is left; the second is
+/// what an exchange needs beside the memory that it exchanges, or a sixteenth of a small host.
 const RESERVE: u64 = 512 << 20;
 const EXCHANGE: u64 = 512 << 20;
 const SMALLEST_PART: u64 = 16;
 /// Less memory is believed when there was no more for so long: buffers are made before they are reported, and would
 /// count twice.
 const BELIEVED_AFTER: Duration = Duration::from_secs(2);
-/// Smaller changes are not worth weighing promises anew: this many bytes, and this part of what was told.
+/// Smaller changes do not lead to new limits: this many bytes, and the last figure divided by this.
 const WORTH_TELLING: u64 = 64 << 20;
 const WORTH_PART: u64 = 32;
 
-/// What the kernel says, in bytes.
+/// `/proc/meminfo`, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemInfo {
     pub total: u64,
-    /// What can be used without swapping.
+    /// Can be used without swapping.
     pub available: u64,
 }
 
@@ -40,7 +40,7 @@ impl MemInfo {
     }
 }
 
-/// What was measured lately.
+/// The recent measurements.
 #[derive(Debug, Default)]
 pub struct HostMemory {
     lately: VecDeque<(Time, u64)>,
@@ -48,8 +48,8 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// Takes a measurement; `held` is what clients say they hold of the host's memory. Returns what promises may count on,
-    /// where that is worth telling.
+    /// Processes a measurement; `held` is the host memory that clients report to hold. Returns the bytes that may be
+    /// committed, if they changed significantly.
     pub fn sample(&mut self, now: Time, info: MemInfo, held: u64, max: SwapMax) -> Option<u64> {
         let reserve = RESERVE + EXCHANGE.min(info.total / SMALLEST_PART);
         let measured = info.available.saturating_add(held).saturating_sub(reserve);

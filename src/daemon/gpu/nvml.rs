@@ -22,14 +22,14 @@ use super::traffic::Meter;
 use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
 use crate::sys::{clock, privileges};
 
-/// What the loop wants to know, or to have done.
+/// A query of the scheduling loop.
 #[derive(Debug)]
 pub enum Query {
     /// Which GPUs there are, and how much memory is in use.
     Scan,
-    /// How much memory is in use.
+    /// The memory in use.
     Sample,
-    /// What moves between those GPUs and the host.
+    /// The traffic between those GPUs and the host.
     Traffic(GpuSet),
     /// The driver is to have these limits, and no others.
     Limits(Wanted),
@@ -37,7 +37,7 @@ pub enum Query {
     Lift(oneshot::Sender<()>),
 }
 
-/// What was asked since the last answer: requests that piled up while a call took long are one request.
+/// The queries since the last answer: those that arrived during a slow call are merged.
 #[derive(Debug, Default)]
 struct Asked {
     scan: bool,
@@ -60,7 +60,7 @@ impl Asked {
     }
 }
 
-/// What NVML says.
+/// A report to the scheduling loop.
 #[derive(Debug)]
 pub enum Report {
     Gpus(Vec<GpuDescription>),
@@ -69,14 +69,14 @@ pub enum Report {
     Traffic(Vec<(GpuId, Traffic)>),
 }
 
-/// Versions of the NVIDIA driver and of NVML, as far as NVML says.
+/// Versions of the NVIDIA driver and of NVML; `None` if NVML does not know them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DriverVersions {
     pub driver: Option<String>,
     pub nvml: Option<String>,
 }
 
-/// What is in use on a GPU.
+/// The memory in use on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub gpu: GpuId,
@@ -84,7 +84,7 @@ pub struct Sample {
     pub begun: Time,
     /// Nothing changed meanwhile, so that the figures go together.
     pub steady: bool,
-    /// Bytes in use by anybody, the driver's own part included.
+    /// Bytes in use in total, the driver's own included.
     pub used: u64,
     /// Bytes in use by each process, by PID; `None` where NVML has no such figures, or knows processes by the numbers of
     /// another PID namespace.
@@ -133,8 +133,8 @@ impl NvmlThread {
         is_ready.recv().map_err(|e| e.to_string())?.map(|()| Self(start))
     }
 
-    /// Has it begin, or says why there is no NVML. The GPUs that exist now are the first report. What an earlier daemon has
-    /// set in the driver is in that directory.
+    /// Has the thread begin. The first report lists the GPUs. `state` is the directory in which an earlier daemon
+    /// recorded the limits that it set in the driver. `None` if there is no NVML, which is logged.
     pub fn start(self, reports: UnboundedSender<Report>, state: Option<&Path>) -> Option<mpsc::Sender<Query>> {
         let (answer, answered) = mpsc::channel();
         let _ = self.0.send(Start { reports, keeper: Keeper::new(state), answer });
@@ -148,7 +148,7 @@ impl NvmlThread {
     }
 }
 
-/// The thread's work, until nobody asks any more.
+/// The thread's loop, until the scheduling loop ends.
 fn serve(Start { reports, mut keeper, answer: answered }: Start) {
     let nvml = match Nvml::init() {
         Ok(nvml) => nvml,
@@ -198,7 +198,10 @@ impl Driver for Limits<'_> {
     }
 }
 
-/// What takes longest comes last. An error: nobody listens any more.
+/// Answers queries, the slowest last.
+///
+/// # Errors
+/// If the scheduling loop has ended.
 fn answer(
     devices: &[Found<'_>],
     asked: &Asked,
@@ -261,7 +264,7 @@ fn link(device: &Device<'_>) -> Option<u64> {
 
 /// Three quarters of the raw rate: an H200 reaches 46 of 59 GiB/s with copies both ways at once.
 fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
-    // What a lane carries a second, less the line code: 8 of 10 bits at first, 128 of 130 from the third generation on.
+    // Bytes per second of a lane, less the line code: 8 of 10 bits at first, 128 of 130 from the third generation on.
     let lane: u64 = match generation {
         0 => return None,
         1 | 2 => 250_000_000 << (generation - 1),
@@ -270,7 +273,7 @@ fn link_rate(generation: u32, lanes: u32) -> Option<u64> {
     (lanes > 0).then(|| u64::from(lanes.min(32)) * lane / 4 * 3)
 }
 
-/// How often a sample is tried again that something changed under.
+/// Attempts to take a sample during which nothing changes.
 const TRIES: usize = 3;
 
 /// The figures of a GPU are several calls, so they are taken again if the first has changed by the last, a few times.
@@ -294,7 +297,7 @@ fn sample((device, ..): &Found<'_>) -> Option<Sample> {
     Some(sample)
 }
 
-/// Whether these numbers are of processes here: most of them exist. One may just have ended.
+/// Whether these are process ids of this PID namespace: most of the processes exist. One may just have ended.
 fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     let (mut all, mut here) = (0, 0);
     for pid in pids {
@@ -304,7 +307,7 @@ fn are_here(pids: impl Iterator<Item = u32>) -> bool {
     2 * here >= all
 }
 
-/// What each process uses; `None` if that of any is not known.
+/// The memory of each process; `None` if that of any process is unknown.
 fn by_pid(all: &[ProcessInfo]) -> Option<BTreeMap<u32, u64>> {
     let mut processes = BTreeMap::new();
     for process in all {

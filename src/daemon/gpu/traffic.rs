@@ -1,5 +1,5 @@
-//! What moves between GPUs and the host at this moment: over PCIe by NVML, and by page faults where the driver shows them.
-//! It is looked at only while somebody may be thrashing, since NVML takes its time.
+//! Traffic between GPUs and the host: over PCIe by NVML, and by page faults where the driver shows them. It is
+//! measured only while a GPU may be thrashing, since NVML takes its time.
 
 use std::collections::BTreeSet;
 
@@ -11,14 +11,14 @@ use super::uvm::Faults;
 use crate::scheduler::{GpuId, Traffic};
 use crate::sys::clock;
 
-/// In which NVML says it.
+/// NVML's unit of traffic.
 const KILOBYTE: u64 = 1000;
 
 /// Takes the figures, in the thread that talks to NVML.
 #[derive(Debug, Default)]
 pub struct Meter {
     faults: Faults,
-    /// What could not be seen, of which the log has one line each.
+    /// Figures that are not available, each of which is logged once.
     missing: BTreeSet<(GpuId, &'static str)>,
 }
 

@@ -1,5 +1,5 @@
-//! Page faults of each GPU, as the driver's part for managed memory counts them. It shows them only where its module was
-//! loaded with `uvm_enable_debug_procfs=1`, to everybody, and for whole GPUs: not for MIG slices.
+//! Page faults of each GPU, as counted by the driver's module for managed memory. The module shows them only if it
+//! was loaded with `uvm_enable_debug_procfs=1`, and for whole GPUs, not for MIG slices.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,13 +13,13 @@ const FILE: &str = "fault_stats";
 /// The line with those that a kernel waits for, from the driver's start on.
 const COUNTER: &str = "replayable_faults";
 
-/// What was counted longer ago says nothing of now.
+/// Older counts are not used.
 const FRESH: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub struct Faults {
     directory: PathBuf,
-    /// What was counted last, and when.
+    /// The last count of each GPU, and its time.
     before: BTreeMap<GpuId, (Time, u64)>,
 }
 

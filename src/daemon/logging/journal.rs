@@ -1,6 +1,6 @@
-//! Log lines as the journal's native entries: each field by its name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), and the
-//! `MESSAGE_ID` that the catalog explains. A thread sends them, since journald reads when it has time: where it falls far
-//! behind, lines are left out and counted, and nobody waits.
+//! Log lines as native entries of the journal: each field by its name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), and the
+//! `MESSAGE_ID` that the catalog explains. A thread sends them, since journald may read late: if it falls far behind,
+//! lines are dropped and counted, and the scheduling loop never waits.
 
 use std::fmt::{self, Write as _};
 use std::io;
@@ -21,13 +21,13 @@ use super::messages;
 
 pub const SOCKET: &str = "/run/systemd/journal/socket";
 const IDENTIFIER: &str = "nvshare-scheduler";
-/// What is in front of the names of our own fields.
+/// The prefix of the names of our own fields.
 const PREFIX: &str = "NVSHARE_";
 /// Lines that may wait for journald.
 const MAX_WAITING: usize = 4096;
 /// Longer values are cut.
 const MAX_VALUE: usize = 4096;
-/// How long a daemon that ends waits for its last lines to be read.
+/// Time that a daemon which ends waits for its last lines to be read.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(300);
 
 #[derive(Debug)]
@@ -48,7 +48,7 @@ pub struct Journal {
 #[derive(Clone)]
 pub struct Sender {
     entries: SyncSender<Entry>,
-    /// What the thread is to have, before there is one.
+    /// The socket and the entries for the thread, until it is started.
     waiting: Arc<Mutex<Option<Waiting>>>,
 }
 
@@ -73,13 +73,13 @@ impl Sender {
         let run = move || {
             for entry in entries {
                 match entry {
-                    // By its path: a journal that was restarted is there again for the next one.
+                    // By the socket's path, so that a restarted journal receives the next line.
                     Entry::Line(line) => drop(socket.send_to(&line, &path)),
                     Entry::Flush(reply) => drop(reply.send(())),
                 }
             }
         };
-        // Without a thread there is no log, which nobody could be told.
+        // Without a thread there is no log, and no way to report that.
         let _ = thread::Builder::new().name("journal".into()).spawn(run);
     }
 

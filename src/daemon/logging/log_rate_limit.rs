@@ -22,7 +22,7 @@ struct Window {
 }
 
 impl LogRateLimit {
-    /// Whether one more line of that topic about that user may be logged now. Counts the line.
+    /// Counts one more line of that topic about that user. True if it may be logged.
     pub fn allows(&mut self, topic: &'static str, uid: u32) -> bool {
         let burst = if matches!(topic, "connected" | "gone") { BURST_OF_CLIENTS } else { BURST };
         let now = Instant::now();

@@ -41,7 +41,7 @@ impl Control {
         self.journal.iter().for_each(journal::Sender::begin);
     }
 
-    /// Waits a moment until what was logged is where it belongs.
+    /// Waits a moment until earlier lines have been written.
     pub fn flush(&self) {
         self.journal.iter().for_each(journal::Sender::flush);
     }
@@ -76,7 +76,7 @@ fn filter(level: LogLevel) -> Targets {
     Targets::new().with_target("nvshare", own).with_target("nvshare_scheduler", own).with_default(others)
 }
 
-/// Whether stderr is the journal's, as systemd says in `JOURNAL_STREAM` (device and inode of the stream).
+/// True if stderr is the journal's, by device and inode of the stream in `JOURNAL_STREAM`.
 fn stderr_is_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     let Ok(stderr) = std::fs::metadata("/proc/self/fd/2") else { return false };

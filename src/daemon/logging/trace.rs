@@ -22,7 +22,8 @@ impl Trace {
         self.put(now, json!({ "client": client.0, "pid": pid, "what": what }), gpu, bytes);
     }
 
-    /// What was seen to move, with what it is compared with; `null` where it could not be seen. It is no client's.
+    /// Writes a measurement of traffic, and the figures that it is compared with; `null` if it is not available. It
+    /// belongs to no client.
     pub fn traffic(&mut self, now: Time, gpu: GpuId, sample: &Sample) {
         let Traffic { to_gpu, from_gpu, faults } = sample.traffic;
         let Sample { demand, capacity, link, is_ordered, .. } = *sample;
@@ -44,7 +45,8 @@ impl Trace {
                 fields.insert("bytes".into(), bytes.into());
             }
         }
-        // One write a line, so that a reader who follows the file sees whole lines. A full disk must not stop anybody.
+        // One write for each line, so that a reader who follows the file sees whole lines. A full disk must not stop
+        // the daemon.
         let _ = self.0.write_all(format!("{line}\n").as_bytes());
     }
 }

@@ -1,4 +1,4 @@
-//! Where metrics are served: sockets that systemd passed, and what the configuration says.
+//! The sockets of metrics: passed by systemd, or bound as the configuration says.
 
 use std::fmt;
 use std::io;
@@ -13,7 +13,11 @@ use crate::sys::socket::{self, Kind};
 /// The group may read them, as it may use the control socket.
 const MODE: u32 = 0o660;
 
-/// Binds what the configuration says, before there are other threads. What is returned beside the socket removes its file.
+/// Binds the configured socket; call it before there are other threads. Dropping the second value removes the
+/// socket's file.
+///
+/// # Errors
+/// A sentence if the socket cannot be bound.
 pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String> {
     let failed = |e: &dyn fmt::Display| format!("cannot serve metrics on {listen}, as [metrics] listen says: {e}");
     match listen {
@@ -53,7 +57,7 @@ impl Listener {
         tokio::net::TcpListener::from_std(socket.into()).map(Self::Tcp)
     }
 
-    /// What it is bound to, for the log.
+    /// The address, for the log.
     pub fn place(&self) -> String {
         match self {
             Self::Unix(listener) => {

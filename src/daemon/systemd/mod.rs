@@ -1,7 +1,7 @@
-//! What systemd gives the daemon and wants to hear from it. Without systemd all of this does nothing.
+//! Socket activation, notifications to systemd and its descriptor store. Without systemd, all of this does nothing.
 //!
-//! What it is told goes through a thread of its own: systemd reads when it has time, and the scheduling loop waits for
-//! nobody.
+//! Notifications go through a thread of their own, since systemd may read them late and the scheduling loop must not
+//! wait.
 
 pub mod fd_store;
 
@@ -24,7 +24,7 @@ const CLIENTS: &str = "clients";
 const CONTROL: &str = "control";
 const METRICS: &str = "metrics";
 
-/// How long a daemon that ends waits for systemd to read what it was told.
+/// Time that a daemon which ends waits for systemd to read its notifications.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
 /// The descriptors that systemd has for us.
@@ -36,7 +36,7 @@ pub struct Activated {
     pub metrics: Vec<OwnedFd>,
     /// Connections of the daemon before.
     pub stored: Vec<StoredConnection>,
-    /// Names of descriptors that nobody needs.
+    /// Names of descriptors that this version does not know.
     pub unknown: Vec<String>,
 }
 
@@ -84,17 +84,17 @@ enum Note {
     Say(String),
     /// Has systemd keep a descriptor.
     Keep(String, OwnedFd),
-    /// Everything before this has been said.
+    /// Notifies the sender of this note once all earlier notes have been sent.
     Said(Sender<()>),
 }
 
 static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
 
-/// While systemd does not read, so much is put aside for it, and what comes then is left out: a connection is not stored, or
-/// is let go of only when systemd sees that it has been hung up on.
+/// Notes that wait for systemd to read. Beyond these, notes are dropped: a connection is not stored, or is removed
+/// from the store only when systemd sees that it was shut down.
 const MOST_NOTES: usize = 1024;
 
-/// Begins to tell systemd things, if it started us.
+/// Starts the thread for notifications, if systemd started the daemon.
 pub fn start() {
     if std::env::var_os("NOTIFY_SOCKET").is_none() {
         return;
@@ -124,12 +124,12 @@ pub fn start() {
     }
 }
 
-/// Whether systemd listens.
+/// True if systemd started the daemon and listens.
 pub fn is_there() -> bool {
     NOTES.get().is_some()
 }
 
-/// `false`: it will not hear of it.
+/// `false` if the note was dropped.
 fn tell(note: impl FnOnce() -> Note) -> bool {
     NOTES.get().is_some_and(|notes| notes.try_send(note()).is_ok())
 }
@@ -153,7 +153,7 @@ pub fn reloading() {
     }
 }
 
-/// The last thing that it hears.
+/// Tells systemd that the daemon stops, and waits until systemd has read all notes.
 pub fn stopping() {
     say(&[NotifyState::Stopping]);
     let (reply, said) = mpsc::channel();
@@ -165,7 +165,7 @@ pub fn watchdog() {
     say(&[NotifyState::Watchdog]);
 }
 
-/// How often systemd has to hear from the scheduling loop: twice as often as it would give up.
+/// The period for [`watchdog`]: half the time after which systemd would give up.
 pub fn watchdog_period() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| limit / 2)
 }

@@ -1,5 +1,5 @@
-//! What a client has still to be told when its socket is full. A client that is stopped reads nothing for hours, so
-//! the queue is kept short by meaning: of messages that state something, only the newest counts.
+//! Messages for a client whose socket is full. A stopped client reads nothing for hours, so the queue drops messages
+//! that newer ones supersede.
 
 use std::collections::VecDeque;
 
@@ -38,7 +38,7 @@ impl Outbox {
     }
 }
 
-/// Whether nobody needs `older` once `newer` is there. The lock's own moves are never dropped.
+/// True if `newer` supersedes `older`. Grants, revokes and other moves of the lock are never dropped.
 fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
     use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Reserved, Revoke, Waiting};
     match (newer, older) {

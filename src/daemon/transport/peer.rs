@@ -1,12 +1,13 @@
-//! Who a client is, as the kernel says: its user, process, command line, systemd unit and container. A client never
-//! says any of this itself, but for the name and the reason of one that is no program but holds a lock for somebody.
+//! The process at the other end of a connection, as the kernel describes it: user, process, command line, systemd
+//! unit and container. None of this is the client's own word, except the name and the reason of a lock acquired over
+//! D-Bus.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crate::identity::{Cgroup, Identity};
 use crate::sys::credentials;
 
-/// What the kernel knows of the process at the other end, and a descriptor that tells of its death.
+/// The identity of the process at the other end, and a descriptor that becomes readable when the process ends.
 pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<OwnedFd>)> {
     let credentials = credentials::credentials(socket)?;
     let pidfd = credentials::pidfd(socket, credentials.pid)?;
@@ -27,15 +28,16 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     Ok((identity, pidfd))
 }
 
-/// Whether the process is in a PID namespace below ours, as those in containers are; or in one that we cannot see into.
+/// True if the process is in a PID namespace below ours, as processes in containers are, or in one that is not
+/// visible.
 pub fn is_in_another_namespace(pid: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let of_each = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
-    // Kernels before 4.1 do not say; what has gone in the meantime says nothing either.
+    // Kernels before 4.1 do not show NSpid; a process that has ended has no status.
     pid <= 0 || of_each.is_some_and(|numbers| numbers.split_whitespace().count() > 1)
 }
 
-/// Whether the process is stopped, by a signal or by a debugger. One that is gone is not.
+/// True if the process is stopped, by a signal or by a debugger. False if it has ended.
 pub fn is_stopped(pid: i32) -> bool {
     if pid <= 0 {
         return false;
@@ -67,7 +69,7 @@ fn state(stat: &[u8]) -> Option<u8> {
     stat.get(end + 2).copied()
 }
 
-/// How much of a command line is kept.
+/// Bytes of a command line that are kept.
 const MAX_COMMAND: usize = 512;
 
 fn command_line(raw: &[u8]) -> String {

@@ -57,7 +57,7 @@ struct SetMemoryLimits {
     hard_limit: c_ulonglong,
 }
 
-/// Nothing is kept free for the control group: what would be is missing in what NVML says of the GPU.
+/// No memory is reserved for the control group: NVML would show that much less on the GPU.
 const NO_SOFT_LIMIT: c_ulonglong = 0;
 /// `NVML_DEVICE_MEMORY_LIMIT_MAX`: there is no limit.
 const NO_HARD_LIMIT: c_ulonglong = c_ulonglong::MAX;

@@ -1,5 +1,4 @@
-//! Brings the limits that the driver has to what is wanted, and says once what stands in the way. It lives in the thread
-//! that talks to NVML.
+//! Sets the wanted limits in the driver, in the NVML thread. What prevents a limit is logged once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
@@ -34,7 +33,8 @@ pub struct Keeper {
     root: PathBuf,
     /// Control groups of version 2 are there.
     is_version_2: bool,
-    /// This process' own: in a control group with a limit NVML tells that instead of the GPU's memory.
+    /// The control group of this process: in a control group with a limit, NVML shows that limit instead of the GPU's
+    /// memory.
     own: Cgroup,
     wanted: Wanted,
     set: BTreeMap<Place, Limit>,
@@ -42,11 +42,11 @@ pub struct Keeper {
     /// Nothing can be set or taken away here.
     gave_up: bool,
     slices: BTreeSet<GpuId>,
-    /// Control groups of which the log says that they have no limit.
+    /// Control groups for which the log has said that they have no limit.
     said: BTreeSet<String>,
-    /// It says so of all that the kernel does not account for.
+    /// The log has said so of all that the kernel does not account for.
     uncounted: bool,
-    /// It says so of those that we are in.
+    /// The log has said so of the control groups above this process's own.
     around: bool,
 }
 
@@ -90,7 +90,7 @@ impl Keeper {
         self.wanted = wanted;
     }
 
-    /// Sets and takes away what is to be. What the driver refuses now is tried again with the next call.
+    /// Sets and removes limits. What the driver refuses is tried again with the next call.
     pub fn keep(&mut self, driver: &impl Driver) {
         if self.gave_up || (self.set.is_empty() && self.wanted.is_empty()) {
             return;
@@ -111,7 +111,7 @@ impl Keeper {
                 due.push((place.clone(), Some(*bytes)));
             }
         }
-        // Before any is set, so that whoever comes after knows of all.
+        // Before any is set, so that a later daemon knows all of them.
         self.remember(&inodes);
         for (place, bytes) in due {
             self.change(driver, place, bytes, &inodes);

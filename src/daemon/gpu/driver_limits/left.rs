@@ -1,5 +1,5 @@
-//! Which control groups the driver bounds because of nvshare: a file in the directory that systemd gives the daemon, for one
-//! that comes after it was killed. A control group of the same name that was made later is another one.
+//! The control groups for which nvshare has set limits in the driver, in a file of the state directory: a daemon that
+//! follows one that was killed removes them. A later control group of the same name is another one.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,7 +20,7 @@ const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 /// The number of each control group, by GPU and path.
 pub type Places = BTreeMap<(GpuId, String), u64>;
 
-/// The file, where there is a directory for it, and what it says.
+/// The file, if there is a state directory, and its content.
 #[derive(Debug, Default)]
 pub struct Left {
     path: Option<PathBuf>,
@@ -41,7 +41,7 @@ struct Limit {
     inode: u64,
 }
 
-/// Whether an earlier daemon left any.
+/// Whether an earlier daemon left limits behind.
 pub fn are_left(directory: Option<&Path>) -> bool {
     directory.is_some_and(|directory| directory.join(FILE).exists())
 }
@@ -65,7 +65,7 @@ impl Left {
         &self.written
     }
 
-    /// From now on it says these.
+    /// Replaces the content of the file.
     pub fn write(&mut self, places: Places) {
         if places == self.written {
             return;

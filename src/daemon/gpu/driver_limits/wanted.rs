@@ -1,9 +1,9 @@
-//! What the driver is to bound: which control group, on which GPU, to how many bytes.
+//! Computes the limits that the driver is to enforce: bytes by control group and GPU.
 //!
-//! A limit of the driver is a wall, and nvshare's own are not: what has been promised must always be able to come to the
-//! GPU. So it is never below what those in the control group may have there by now, and leaves room for what is not
-//! measured. It holds for all that is in the control group, so whoever counts elsewhere has his part added, and where
-//! somebody in it is bound by nothing, neither is the control group.
+//! Unlike nvshare's own limits, one of the driver cannot be exceeded for a moment, and committed memory must always
+//! be able to come to the GPU. So a limit is never below what the programs of the control group may have by now, and
+//! leaves room for what is not measured. It covers all processes of the control group: the share of a program that
+//! counts with another group is added, and a control group with an unlimited program has no limit.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,13 +14,13 @@ use crate::scheduler::{Amount, GpuId};
 /// Bytes for each GPU and control group, by the path of that from the root of the hierarchy.
 pub type Wanted = BTreeMap<(GpuId, String), u64>;
 
-/// Where more is there than a rule allows, limits follow it in steps of so much: a chunk, in which memory moves.
+/// Where a group has more than its rule allows, its limits follow in steps of a chunk, in which memory moves.
 const STEP: u64 = 64 << 20;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Gpu {
     pub total: u64,
-    /// What a program may take beyond what is known of it: as much as a context is taken for.
+    /// Bytes that a program may use beyond its known memory: the size assumed for a context.
     pub margin: u64,
 }
 
@@ -45,7 +45,7 @@ struct Party<'a> {
 }
 
 impl Party<'_> {
-    /// What there may be of it on that GPU; `None`: anything.
+    /// The bytes that the control group may have on that GPU; `None`: unlimited.
     fn reach(&self, id: GpuId, gpu: Gpu) -> Option<u64> {
         let max = self.max.on(gpu.total)?;
         let has = self.has.get(&id).filter(|bytes| **bytes > max);
@@ -66,7 +66,7 @@ pub fn wanted(gpus: &BTreeMap<GpuId, Gpu>, programs: &[Program<'_>]) -> Wanted {
             *sum = sum.saturating_add(*bytes);
         }
     }
-    // Who is in each of those control groups; `None` is somebody without a rule.
+    // The groups with programs in each of those control groups; `None` is a program without a rule.
     let places = parties.values().filter(|party| party.max != Amount::Infinity).filter_map(|party| party.place);
     let mut within: BTreeMap<&str, BTreeSet<Option<&Instance>>> =
         places.map(|place| (place, BTreeSet::new())).collect();
