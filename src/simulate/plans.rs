@@ -68,7 +68,8 @@ fn fewest(given: &[usize], on: &[usize], number: usize) -> Vec<usize> {
     places
 }
 
-/// SplitMix64: enough for arrivals, and the same everywhere.
+/// SplitMix64. Own code, since a seed of a scenario must give the same arrivals on every machine and with every
+/// version.
 #[derive(Debug)]
 struct Dice(u64);
 
