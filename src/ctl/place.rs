@@ -1,5 +1,6 @@
-//! The GPUs of a command that `nvsharectl run` starts: it asks the scheduler, as the command itself could not before it has
-//! counted GPUs in its own ways. Over the programs' socket, which everybody may use, in containers too.
+//! The GPUs of a command that `nvsharectl run` starts. The scheduler is asked before the command starts, since a
+//! command may count GPUs in its own way first. This uses the programs' socket, which is open to every user, also in
+//! containers.
 
 use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,17 +20,20 @@ use crate::config::paths::CLIENTS_SOCKET;
 use crate::scheduler::GpuId;
 use crate::sys::socket::{self, Kind};
 
-/// How long a scheduler may take for one answer, as for programs.
+/// Time for one answer of the scheduler; the library uses the same.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// What the command line says of the place.
+/// The placement requested on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GpuRequest {
     pub gpus: Option<u32>,
     pub memory: Option<u64>,
 }
 
-/// `CUDA_VISIBLE_DEVICES` for the command; `None` where it is to stay as it is: also where no scheduler answers.
+/// `CUDA_VISIBLE_DEVICES` for the command; `None` to leave it unchanged, also if no scheduler answers.
+///
+/// # Errors
+/// If no GPU satisfies the request.
 pub fn ask(request: GpuRequest) -> Result<Option<OsString>, CtlError> {
     let is_off = std::env::var_os("NVSHARE_DISABLE").is_some_and(|value| !value.is_empty() && value != "0");
     if is_off {
@@ -92,7 +96,7 @@ impl Talk {
 
     fn send_request(&self, request: GpuRequest) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
-        // The command will say the same of itself.
+        // The command will send the same limits.
         if self.version >= version::ENV_LIMITS {
             for limit in LimitName::ALL {
                 let value = environment(limit.variable()).unwrap_or_default();
@@ -115,7 +119,7 @@ impl Talk {
         socket::send(self.socket.as_fd(), message.encode(self.version).as_bytes()).ok()
     }
 
-    /// Of what a scheduler may say to anybody, only this is meant.
+    /// Skips messages other than the answer.
     fn hear_answer(&self) -> Option<SchedulerMessage> {
         loop {
             let message = self.hear()?;

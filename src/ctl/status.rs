@@ -11,7 +11,7 @@ use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse};
 use crate::config::units;
 
-/// How it is shown.
+/// The format of the output.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Style {
     pub colour: bool,
@@ -20,7 +20,7 @@ pub struct Style {
 }
 
 impl Style {
-    /// What suits standard output: colour on a terminal only, and not if `NO_COLOR` says so.
+    /// The format for standard output: colour on a terminal only, and not if `NO_COLOR` is set.
     pub fn of_stdout() -> Self {
         use std::io::IsTerminal;
         if !std::io::stdout().is_terminal() {
@@ -252,7 +252,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     }
 }
 
-/// Where a client belongs: its pod, by the name that Kubernetes has for it, else its container, else its unit.
+/// A client's pod, by its name in Kubernetes, else its container, else its unit.
 fn place_of(client: &Client) -> String {
     match client {
         Client { pod_name: name, pod_namespace: namespace, .. } if !name.is_empty() => format!("{namespace}/{name}"),
@@ -269,7 +269,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// Whether there is more to say of its engine than the table does.
+/// True if a line about its engine is needed beside the table.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())

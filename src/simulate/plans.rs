@@ -1,4 +1,4 @@
-//! Which program comes when, whose it is, and which GPUs it is given: all of it before anything runs, and so the same under
+//! The arrival time, user and GPUs of each program, decided before the simulation, so that they are the same under
 //! every policy.
 
 use std::collections::BTreeMap;

@@ -1,24 +1,24 @@
-//! What programs find around them: the time, messages, the engines and links of GPUs, and the ledger.
+//! State that all programs share: the time, messages, the engines and links of GPUs, and statistics.
 
 use super::engines::Engines;
-use super::ledger::Ledger;
 use super::memory::Link;
 use super::queue::{Happening, Queue};
+use super::statistics::Statistics;
 use crate::scheduler::{Event, GpuId, Time, Uuid};
 
 #[derive(Debug)]
-pub struct Surroundings {
+pub struct Context {
     pub now: Time,
     pub queue: Queue,
     pub engines: Engines,
     pub links: Vec<Link>,
-    pub ledger: Ledger,
+    pub statistics: Statistics,
 }
 
-impl Surroundings {
-    /// A program says something to the scheduler.
-    pub fn say(&mut self, event: Event) {
-        self.queue.say(self.now, event);
+impl Context {
+    /// Sends an event to the scheduler.
+    pub fn send(&mut self, event: Event) {
+        self.queue.send(self.now, event);
     }
 
     pub fn at(&mut self, at: Time, what: Happening) {

@@ -1,5 +1,5 @@
-//! A scenario as people write it, in TOML: the keys, and values that are what they are said to be. Whether they go together
-//! is `scenario`'s business.
+//! The file format of a scenario, in TOML: its keys, and their values' types. `scenario` checks that they are
+//! consistent.
 
 use std::time::Duration;
 
@@ -74,7 +74,7 @@ pub struct Length(pub Duration);
 #[derive(Debug, Clone, Copy)]
 pub struct Size(pub u64);
 
-/// More than anybody simulates; a larger number is a slip of the unit.
+/// Longer than any simulation; a larger number is a mistake in the unit.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 impl<'de> Deserialize<'de> for Length {

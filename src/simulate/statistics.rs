@@ -1,5 +1,5 @@
-//! What is written down while programs run: how each ended, how long it waited, what was moved, and how much of a GPU its user
-//! could have had.
+//! Statistics collected during a simulation: the end of each program, its waiting time, moved bytes, and the GPU time
+//! that each user could have had.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::plans::Plan;
 use super::scenario::{FULL, Scenario};
 use crate::scheduler::{Time, UserId};
 
-/// How a program ended.
+/// The end of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Done(Time),
@@ -18,7 +18,7 @@ pub enum End {
 }
 
 #[derive(Debug)]
-pub struct Ledger {
+pub struct Statistics {
     pub ends: Vec<Option<End>>,
     /// From when a program had work and not the GPU until it ran there.
     pub waits: Counted,
@@ -33,7 +33,7 @@ pub struct Ledger {
     users: Vec<UserId>,
 }
 
-/// What a user's programs could have had of a GPU without all others.
+/// The GPU time that a user's programs could have had without all others.
 #[derive(Debug, Clone, Default)]
 struct Claim {
     /// Of those that have work now, in millionths of the GPU, and since when.
@@ -50,7 +50,7 @@ impl Claim {
     }
 }
 
-impl Ledger {
+impl Statistics {
     pub fn new(scenario: &Scenario, plans: &[Plan]) -> Self {
         let mut known: BTreeMap<(UserId, usize), usize> = BTreeMap::new();
         let mut claim = |user, gpu| {
