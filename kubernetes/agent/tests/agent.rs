@@ -144,7 +144,7 @@ fn a_wish_with_a_wrong_value_counts_for_nothing_and_the_log_says_why_once() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     node.until_rule("team-a/pod-2", "weight", "5");
-    let said = "pod team-a/pod-1: all of its wishes count for nothing: memory-max cannot be \"much\"";
+    let said = "pod team-a/pod-1: its rule is refused: memory-max cannot be \"much\"";
     agent.log.wait(said);
     node.api.put(pod(2, &[("nvshare.com/weight", "6")]));
     node.until_rule("team-a/pod-2", "weight", "6");

@@ -1,23 +1,22 @@
-//! What is wrong with pods, said once for each, and no more of one pod than a few lines: who writes annotations must not be
-//! able to fill the log.
+//! Warnings about pods, each logged once, and only a few for each pod: annotations must not be able to fill the log.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use tracing::warn;
 
-/// So much is said of one pod as long as it is there.
+/// Warnings about one pod.
 const MOST: usize = 10;
 
 /// A line is cut off there.
 const LONGEST: usize = 400;
 
-/// What was said of each pod, by its UID.
+/// The warnings about each pod, by its UID.
 #[derive(Debug, Default)]
-pub struct Complaints(BTreeMap<String, BTreeSet<String>>);
+pub struct PodWarnings(BTreeMap<String, BTreeSet<String>>);
 
-impl Complaints {
-    /// Says something of a pod, in a whole sentence, unless it was said.
-    pub fn tell(&mut self, uid: &str, pod: &str, what: &str) {
+impl PodWarnings {
+    /// Logs a sentence about a pod, unless it was logged before.
+    pub fn log(&mut self, uid: &str, pod: &str, what: &str) {
         if let Some(line) = self.line(uid, pod, what) {
             warn!("{line}");
         }
@@ -56,21 +55,21 @@ mod tests {
 
     #[test]
     fn the_same_is_said_once_and_again_of_another_pod() {
-        let mut complaints = Complaints::default();
-        assert_eq!(complaints.line("1", "a/b", "it is wrong").as_deref(), Some("pod a/b: it is wrong"));
-        assert_eq!(complaints.line("1", "a/b", "it is wrong"), None);
-        assert!(complaints.line("2", "a/b", "it is wrong").is_some());
-        complaints.keep(|uid| uid == "2");
-        assert!(complaints.line("1", "a/b", "it is wrong").is_some());
+        let mut warnings = PodWarnings::default();
+        assert_eq!(warnings.line("1", "a/b", "it is wrong").as_deref(), Some("pod a/b: it is wrong"));
+        assert_eq!(warnings.line("1", "a/b", "it is wrong"), None);
+        assert!(warnings.line("2", "a/b", "it is wrong").is_some());
+        warnings.keep(|uid| uid == "2");
+        assert!(warnings.line("1", "a/b", "it is wrong").is_some());
     }
 
     #[test]
     fn one_pod_cannot_fill_the_log() {
-        let mut complaints = Complaints::default();
-        let lines: Vec<_> = (0..1000).filter_map(|n| complaints.line("1", "a/b", &format!("wrong {n}"))).collect();
+        let mut warnings = PodWarnings::default();
+        let lines: Vec<_> = (0..1000).filter_map(|n| warnings.line("1", "a/b", &format!("wrong {n}"))).collect();
         assert_eq!(lines.len(), MOST + 1);
         assert!(lines.last().is_some_and(|line| line.contains("no more is said")), "{lines:?}");
-        let line = complaints.line("2", "a/b", &format!("\u{1b}[2J\n{}", "x".repeat(100_000))).expect("a line");
+        let line = warnings.line("2", "a/b", &format!("\u{1b}[2J\n{}", "x".repeat(100_000))).expect("a line");
         assert!(line.len() < 500 && !line.contains('\u{1b}') && !line.contains('\n'), "{line}");
     }
 }
