@@ -21,7 +21,7 @@ use crate::scheduler::GpuId;
 use crate::sys::socket::{self, Kind};
 
 /// Time for one answer of the scheduler; the library uses the same.
-const ANSWER: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The placement requested on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,21 +40,21 @@ pub fn ask(request: GpuRequest) -> Result<Option<OsString>, CtlError> {
         return Ok(None);
     }
     let path = std::env::var_os("NVSHARE_SOCKET").filter(|path| !path.is_empty());
-    match Talk::begin(Path::new(path.as_deref().unwrap_or(OsStr::new(CLIENTS_SOCKET)))) {
-        Some(talk) => talk.ask(request),
+    match PlacementClient::connect(Path::new(path.as_deref().unwrap_or(OsStr::new(CLIENTS_SOCKET)))) {
+        Some(client) => client.ask(request),
         None => Ok(None),
     }
 }
 
-struct Talk {
+struct PlacementClient {
     socket: OwnedFd,
     version: u16,
 }
 
-impl Talk {
-    fn begin(path: &Path) -> Option<Self> {
-        let mut talk = Self { socket: socket::connect(path, Kind::Packets).ok()?, version: 0 };
-        talk.say(&ClientMessage::Hello {
+impl PlacementClient {
+    fn connect(path: &Path) -> Option<Self> {
+        let mut client = Self { socket: socket::connect(path, Kind::Packets).ok()?, version: 0 };
+        client.send(&ClientMessage::Hello {
             min_version: version::MIN,
             max_version: version::MAX,
             flags: 0,
@@ -62,15 +62,15 @@ impl Talk {
             gang: 0,
             library: Text::new("nvsharectl"),
         })?;
-        match talk.hear()? {
-            SchedulerMessage::Welcome { version, .. } if version >= version::PLACEMENT => talk.version = version,
+        match client.receive()? {
+            SchedulerMessage::Welcome { version, .. } if version >= version::PLACEMENT => client.version = version,
             _ => return None, // an older one, which places nobody
         }
-        Some(talk)
+        Some(client)
     }
 
     fn ask(&self, request: GpuRequest) -> Result<Option<OsString>, CtlError> {
-        let Some(mut answer) = self.send_request(request).and_then(|()| self.hear_answer()) else { return Ok(None) };
+        let Some(mut answer) = self.send_request(request).and_then(|()| self.receive_answer()) else { return Ok(None) };
         let mut names: Vec<String> = Vec::new();
         loop {
             match answer {
@@ -87,7 +87,7 @@ impl Talk {
                 }
                 _ => return Ok(None),
             }
-            match self.hear_answer() {
+            match self.receive_answer() {
                 Some(next) => answer = next,
                 None => return Ok(None),
             }
@@ -100,13 +100,13 @@ impl Talk {
         if self.version >= version::ENV_LIMITS {
             for limit in LimitName::ALL {
                 let value = environment(limit.variable()).unwrap_or_default();
-                env_limits::parts(limit, &value).try_for_each(|part| self.say(&part))?;
+                env_limits::parts(limit, &value).try_for_each(|part| self.send(&part))?;
             }
         }
         for part in visible_devices::parts(&environment(visible_devices::VISIBLE).unwrap_or_default()) {
-            self.say(&part)?;
+            self.send(&part)?;
         }
-        self.say(&ClientMessage::RequestPlacement {
+        self.send(&ClientMessage::RequestPlacement {
             chooser: chooser(environment),
             count: request.gpus.unwrap_or(0),
             bytes: request.memory.unwrap_or(0),
@@ -115,22 +115,22 @@ impl Talk {
         })
     }
 
-    fn say(&self, message: &ClientMessage) -> Option<()> {
+    fn send(&self, message: &ClientMessage) -> Option<()> {
         socket::send(self.socket.as_fd(), message.encode(self.version).as_bytes()).ok()
     }
 
     /// Skips messages other than the answer.
-    fn hear_answer(&self) -> Option<SchedulerMessage> {
+    fn receive_answer(&self) -> Option<SchedulerMessage> {
         loop {
-            let message = self.hear()?;
+            let message = self.receive()?;
             if let SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } = message {
                 return Some(message);
             }
         }
     }
 
-    fn hear(&self) -> Option<SchedulerMessage> {
-        let end = Instant::now() + ANSWER;
+    fn receive(&self) -> Option<SchedulerMessage> {
+        let end = Instant::now() + ANSWER_TIMEOUT;
         let mut readable = [PollFd::new(&self.socket, PollFlags::IN)];
         loop {
             let left = Timespec::try_from(end.checked_duration_since(Instant::now())?).ok()?;

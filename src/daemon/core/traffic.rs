@@ -74,12 +74,12 @@ impl Core {
             return;
         }
         if !begins {
-            info!(name: "thrashing-ended", gpu = label, "programs no longer push each other's memory off {label}");
+            info!(name: "thrashing-ended", gpu = label, "thrashing on {label} has ended");
             return;
         }
         let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
         let advice = match self.machine.settings().anti_thrash {
-            AntiThrash::Off => "set anti-thrash to auto, or have them use engine swap",
+            AntiThrash::Off => "set anti-thrash to auto, or NVSHARE_ENGINE=swap for the programs",
             AntiThrash::Auto | AntiThrash::On => "they take turns for now",
         };
         warn!(
@@ -87,8 +87,7 @@ impl Core {
             gpu = label,
             bytes = demand,
             capacity,
-            "programs push each other's memory off {label}: those that run there together need {}, it has {} for them; \
-             {advice}",
+            "thrashing on {label}: the programs that run there together need {}, and the GPU has {} for them; {advice}",
             units::size(demand),
             units::size(capacity)
         );

@@ -37,7 +37,7 @@ impl Meter {
 
     fn note(&mut self, gpu: GpuId, what: &'static str, why: &dyn std::fmt::Display) {
         if self.missing.insert((gpu, what)) {
-            debug!(gpu = %gpu.0, "whether programs push each other's memory off the GPU is decided without {what}: {why}");
+            debug!(gpu = %gpu.0, "thrashing is detected without {what}: {why}");
         }
     }
 }
