@@ -459,9 +459,9 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
         daemon.client().attach();
         let none = format!("there is no GPU \"GPU-0\": there are {GPU_NAME}");
         assert_eq!(ask("GPU-0", "a", "b").await, said(&none));
-        let long = "why has to have 1 to 200 characters, for people to read";
+        let long = "why must have 1 to 200 characters";
         assert_eq!(ask("", "a", &"b".repeat(201)).await, said(long));
-        assert_eq!(ask("", "", "b").await, said("who has to have 1 to 200 characters, for people to read"));
+        assert_eq!(ask("", "", "b").await, said("who must have 1 to 200 characters"));
         let options = HashMap::from([("now", zbus::Variant::from(true))]);
         let refused = refusal(scheduler.acquire_lock("", "a", "b", options).await);
         assert_eq!(refused, said("there is no option \"now\""));
