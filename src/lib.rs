@@ -6,13 +6,17 @@
 //! - [`bus`]: the D-Bus interface as types, for the daemon and for `nvsharectl`.
 //! - [`recorder`]: the newest events and commands of the scheduler, for debug bundles.
 //! - [`simulate`]: what the scheduler would do with a described mix of programs, in virtual time.
+//! - `sys`: system calls: sockets, clocks, credentials.
 //! - [`ctl`]: what `nvsharectl` does, a file a command.
 pub mod bus;
 pub mod config;
 pub mod ctl;
 pub mod daemon;
 pub mod identity;
+#[cfg(test)]
+mod layers;
 pub mod recorder;
 pub mod simulate;
+mod sys;
 
 pub use nvshare_sched as scheduler;

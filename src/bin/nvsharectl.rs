@@ -85,11 +85,7 @@ fn toggle(command: &Preload, target: &Target, json: bool) -> Result<u8, CtlError
 
 fn show(target: &Target, json: bool) -> Result<(), CtlError> {
     let status = status::ask(target)?;
-    if json {
-        print(&format!("{:#}\n", status::json(&status)))
-    } else {
-        print(&status::text(&status, Style::of_stdout()))
-    }
+    if json { print(&format!("{:#}\n", status.json())) } else { print(&status::text(&status, Style::of_stdout())) }
 }
 
 /// Prints; a reader that went away (`| head`) is no error.

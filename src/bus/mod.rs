@@ -1,5 +1,5 @@
-//! The D-Bus interface `org.nvshare.Scheduler1` as types: names, dictionaries and the proxy. The daemon serves them and
-//! `nvsharectl` reads them; `dbus/org.nvshare.Scheduler1.xml` says what they mean.
+//! The D-Bus interface `org.nvshare.Scheduler1` as types: names, dictionaries and the proxy. The daemon serves them
+//! and `nvsharectl` reads them; `dbus/org.nvshare.Scheduler1.xml` documents them.
 
 use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
@@ -7,10 +7,13 @@ use zbus::{DeserializeDict, OwnedVariant, SerializeDict, Type, Variant};
 
 use crate::scheduler::{Engine, EvictionBlock, GpuId, LockState};
 
+pub mod rules;
+pub mod status;
+
 pub const NAME: &str = "org.nvshare.Scheduler1";
 pub const PATH: &str = "/org/nvshare/Scheduler1";
 
-/// What holds a lock, or waits for it, until it is closed.
+/// Holds a lock, or a place in its queue, until it is closed.
 pub use zbus::OwnedFd as LockFd;
 
 /// A file in memory that has a debug bundle.
@@ -69,7 +72,7 @@ pub struct Client {
     pub gpus: Vec<GpuUse>,
 }
 
-/// A pod of Kubernetes, as an agent tells the scheduler of it.
+/// A pod of Kubernetes, from the agent.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct Pod {
@@ -82,7 +85,7 @@ pub struct Pod {
     pub rule: HashMap<String, OwnedVariant>,
 }
 
-/// What a client does on one GPU.
+/// The state of a client on one GPU.
 #[derive(Debug, Clone, Default, PartialEq, SerializeDict, DeserializeDict, Type)]
 #[zbus(signature = "a{sv}", rename_all = "kebab-case")]
 pub struct GpuUse {
@@ -164,7 +167,7 @@ pub trait Scheduler {
 #[derive(Debug, zbus::DBusError)]
 #[zbus(prefix = "org.nvshare.Scheduler1.Error")]
 pub enum Error {
-    /// The value is not one that is allowed; the message says which are.
+    /// The value is invalid; the message lists the valid ones.
     InvalidArgument(String),
     /// The caller may not do this.
     NotAuthorized(String),
@@ -214,7 +217,7 @@ pub fn engine_reason(reason: EngineReason) -> &'static str {
     }
 }
 
-/// What a client is to the lock of a GPU; before it was let in, nothing yet.
+/// The name of a client's state on a GPU. Before it is attached, that is "attaching".
 pub fn state_name(state: LockState, attached: bool) -> &'static str {
     match state {
         LockState::Idle if !attached => "attaching",
@@ -240,17 +243,17 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     }
 }
 
-/// How many pods there can be: ten times the most that a node is known to have been given.
+/// Pods of one node: ten times the most that a node is known to have had.
 pub const MAX_PODS: usize = 5_000;
 /// The longest name that Kubernetes allows.
 const MAX_POD_NAME: usize = 253;
 
-/// Whether it can be the UID of a pod.
+/// True if the text has the form of a pod's UID.
 pub fn is_pod_uid(text: &str) -> bool {
     (32..=36).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-')
 }
 
-/// Whether something can have that name in Kubernetes.
+/// True if the text is a valid name in Kubernetes.
 pub fn is_pod_name(text: &str) -> bool {
     let is_of_a_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
     !text.is_empty() && text.len() <= MAX_POD_NAME && text.bytes().all(is_of_a_name)

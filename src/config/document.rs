@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de;
 
-/// What is wrong with a configuration file. The text is whole: it names the file and, where it is known, the place.
+/// A mistake in a configuration file. The text is a whole sentence that names the file and, if known, the place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConfigError {
     Unreadable { path: PathBuf, reason: String },
@@ -23,12 +23,15 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// Reads the text of a file, with errors that say where it is wrong.
+/// Parses the text of a file.
+///
+/// # Errors
+/// A sentence with the place of the mistake.
 pub fn parse<T: de::DeserializeOwned>(text: &str, path: &Path) -> Result<T, ConfigError> {
     toml::from_str(text).map_err(|e| wrong(text, path, e.span().map_or(0, |span| span.start), e.message().to_owned()))
 }
 
-/// What is wrong at that byte of a file.
+/// An error about that byte of a file.
 pub fn wrong(text: &str, path: &Path, at: usize, reason: String) -> ConfigError {
     let (line, column) = position(text, at);
     ConfigError::Invalid { path: path.into(), line, column, reason }

@@ -23,18 +23,18 @@ use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     pub settings: Settings,
-    /// How many connections one user may have; root has no limit.
+    /// Connections of one user; root has no limit.
     pub max_clients_per_user: u32,
     pub log_level: LogLevel,
-    /// Whether connections outlive the daemon, where systemd keeps them.
+    /// Connections outlive the daemon, if systemd can store them.
     pub keep_connections: bool,
-    /// How much host memory all programs together may take for what is swapped out.
+    /// Host memory that all programs together may use for swapped memory.
     pub swap_max: SwapMax,
-    /// Whether the driver is to bound what rules bound.
+    /// The driver enforces the memory limits of rules as well.
     pub driver_limits: bool,
     /// Where metrics are served, beside what systemd passes.
     pub metrics: Listen,
-    /// What programs may have, by where they belong.
+    /// Limits and shares of programs, by unit, slice, control group, user and so on.
     pub rules: Rules,
 }
 
@@ -84,8 +84,8 @@ impl Config {
         Self::read([(path, text)])
     }
 
-    /// Reads the texts of files, the main one first. Of a setting, the last one counts. Rules of drop-ins are tried before
-    /// those of the main file, so that a drop-in can say something else of somebody.
+    /// Reads the texts of files, the main one first. Of a setting, the last occurrence counts. Rules of drop-ins are
+    /// tried before those of the main file, so that a drop-in can override them.
     fn read<'a>(files: impl IntoIterator<Item = (&'a Path, &'a str)>) -> Result<Self, ConfigError> {
         let mut all = File::default();
         let mut rules: Vec<Vec<Rule>> = Vec::new();
@@ -179,7 +179,7 @@ struct File {
 }
 
 impl File {
-    /// What this file says, and, where it says nothing, what those before it say.
+    /// The settings of this file, and of `before` where this file has none.
     fn over(self, before: Self) -> Self {
         Self {
             time_quantum: self.time_quantum.or(before.time_quantum),

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::scalar::Scalar;
 
-/// How much is logged; each level has those before it.
+/// Verbosity of the log; each level includes those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogLevel {

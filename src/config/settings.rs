@@ -11,16 +11,16 @@ use super::scalar::Scalar;
 use super::units;
 use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 
-/// What a time quantum may be, in whole seconds. The original's default is 30 s too.
+/// Valid time quanta in whole seconds. The original's default is 30 s as well.
 pub const TIME_QUANTUM_SECONDS: RangeInclusive<u64> = 1..=3600;
 
-/// What the longest wait may be, in whole seconds; 0 stands for no bound.
+/// Valid longest waits in whole seconds; 0 stands for no bound.
 pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
 
 /// Over how many whole seconds parts of the time of a GPU can be counted.
 pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
 
-/// The scheduler's settings where the configuration says nothing else.
+/// The scheduler's default settings.
 pub fn defaults() -> Settings {
     Settings {
         time_quantum: Duration::from_secs(30),
@@ -36,7 +36,7 @@ pub fn defaults() -> Settings {
     }
 }
 
-/// What somebody says of the scheduler's settings. Of the others the default counts.
+/// The scheduler's settings as far as a file sets them. The others have their defaults.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SchedulerSettings {
     pub time_quantum: Option<Duration>,
@@ -87,7 +87,7 @@ fn whole_seconds(value: Duration, what: &str, allowed: RangeInclusive<u64>) -> R
     Err(format!("the {what} cannot be {given} seconds: whole seconds from {min} to {max} are allowed"))
 }
 
-/// What of it is the scheduler's own.
+/// The scheduler's own part of `[memory]`.
 #[derive(Debug, Clone, Copy, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct MemorySection {

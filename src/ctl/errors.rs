@@ -1,4 +1,4 @@
-//! What can go wrong, as sentences, and the exit code of each.
+//! Errors as sentences, and their exit codes.
 
 use std::fmt;
 
@@ -41,7 +41,7 @@ impl fmt::Display for CtlError {
 
 impl std::error::Error for CtlError {}
 
-/// Errors of a bus that mean that nobody has the scheduler's name and nobody could be started for it.
+/// Errors of a bus on which the scheduler's name has no owner and cannot be activated.
 const NOBODY: [&str; 5] = [
     "org.freedesktop.DBus.Error.ServiceUnknown",
     "org.freedesktop.DBus.Error.NameHasNoOwner",
@@ -65,7 +65,7 @@ impl From<zbus::Error> for CtlError {
         let text = text.unwrap_or_else(|| name.clone());
         match name.as_str() {
             name if NOBODY.contains(&name) => Self::not_running(text),
-            // What root may not either, sudo does not help.
+            // Where root is not authorized either, sudo does not help.
             "org.nvshare.Scheduler1.Error.NotAuthorized" if nix::unistd::geteuid().is_root() => Self::Failed(text),
             "org.nvshare.Scheduler1.Error.NotAuthorized" => Self::Failed(format!("{text} (try it with sudo)")),
             "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired" => {

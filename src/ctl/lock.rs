@@ -1,4 +1,4 @@
-//! `nvsharectl lock`: runs a command while nobody else has a GPU's lock, as `systemd-inhibit` runs one under its own.
+//! `nvsharectl lock`: runs a command with a GPU's lock held, as `systemd-inhibit` does with its own.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -33,7 +33,7 @@ pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Res
             password::call(&scheduler, "AcquireLock", &(&request.gpu, &who, &request.why, options)).await?;
         Ok(lock)
     })?;
-    // Closed by this process's end, however that comes; the command does not get it.
+    // Closed when this process ends, in whatever way; the command does not inherit it.
     let mut lines = BufReader::new(UnixStream::from(std::os::fd::OwnedFd::from(lock)));
     let mut line = String::new();
     while line != "granted\n" {

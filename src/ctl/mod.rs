@@ -1,16 +1,17 @@
-//! What `nvsharectl` does, a file a command.
+//! The commands of `nvsharectl`, a file each.
 //!
 //! - [`arguments`]: the command line.
-//! - [`status`]: who uses which GPU, as a table or as JSON.
-//! - [`rules`]: setting rules, and printing them.
+//! - [`status`]: GPUs and programs as a table.
+//! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
-//! - [`lock`]: running one command with a GPU's lock held.
-//! - [`run`]: running one command under nvshare; [`place`]: the GPUs that it is to see.
-//! - [`simulate`]: what the scheduler would do with a described mix of programs.
-//! - [`debug`]: saving a debug bundle; [`replay`]: what one shows.
-//! - [`preload`]: having every program of the machine load the library.
-//! - [`cdi`]: bringing GPUs and nvshare into containers.
-//! - `connect`: finding the scheduler. `password`: calls for which one may be asked. `errors`: what can go wrong, and the exit codes. `table`: aligned columns.
+//! - [`lock`]: running a command with a GPU's lock held.
+//! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
+//! - [`simulate`]: simulating a described mix of programs under each policy.
+//! - [`debug`]: saving a debug bundle; [`replay`]: analysing one.
+//! - [`preload`]: loading the library into every program of the machine.
+//! - [`cdi`]: GPUs and nvshare in containers.
+//! - `connect`: finding the scheduler. `password`: calls for which polkit may ask for a password. `errors`: errors
+//!   and exit codes. `table`: aligned columns.
 
 pub mod arguments;
 pub mod cdi;

@@ -1,4 +1,4 @@
-//! Calls that not everybody may make. Somebody on a terminal lets polkit ask for a password; a script is refused at once.
+//! Calls that need authorization. On a terminal, polkit may ask for a password; a script is refused at once.
 
 use std::io::IsTerminal;
 

@@ -1,8 +1,9 @@
-//! The GPUs of a command that `nvsharectl run` starts: it asks the scheduler, as the command itself could not before it has
-//! counted GPUs in its own ways. Over the programs' socket, which everybody may use, in containers too.
+//! The GPUs of a command that `nvsharectl run` starts. The scheduler is asked before the command starts, since a
+//! command may count GPUs in its own way first. This uses the programs' socket, which is open to every user, also in
+//! containers.
 
 use std::ffi::{CStr, OsStr, OsString};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,45 +12,49 @@ use nvshare_wire::env_limits::{self, LimitName};
 use nvshare_wire::scheduler::NoPlacement;
 use nvshare_wire::visible_devices::{self, chooser};
 use nvshare_wire::{ClientMessage, MAX_LEN, MAX_SLOTS, SchedulerMessage, Text, version};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::CtlError;
 use crate::bus;
 use crate::config::paths::CLIENTS_SOCKET;
-use crate::daemon::socket::{self, Kind};
 use crate::scheduler::GpuId;
+use crate::sys::socket::{self, Kind};
 
-/// How long a scheduler may take for one answer, as for programs.
-const ANSWER: Duration = Duration::from_secs(2);
+/// Time for one answer of the scheduler; the library uses the same.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the command line says of the place.
+/// The placement requested on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GpuRequest {
     pub gpus: Option<u32>,
     pub memory: Option<u64>,
 }
 
-/// `CUDA_VISIBLE_DEVICES` for the command; `None` where it is to stay as it is: also where no scheduler answers.
+/// `CUDA_VISIBLE_DEVICES` for the command; `None` to leave it unchanged, also if no scheduler answers.
+///
+/// # Errors
+/// If no GPU satisfies the request.
 pub fn ask(request: GpuRequest) -> Result<Option<OsString>, CtlError> {
     let is_off = std::env::var_os("NVSHARE_DISABLE").is_some_and(|value| !value.is_empty() && value != "0");
     if is_off {
         return Ok(None);
     }
     let path = std::env::var_os("NVSHARE_SOCKET").filter(|path| !path.is_empty());
-    match Talk::begin(Path::new(path.as_deref().unwrap_or(OsStr::new(CLIENTS_SOCKET)))) {
-        Some(talk) => talk.ask(request),
+    match PlacementClient::connect(Path::new(path.as_deref().unwrap_or(OsStr::new(CLIENTS_SOCKET)))) {
+        Some(client) => client.ask(request),
         None => Ok(None),
     }
 }
 
-struct Talk {
+struct PlacementClient {
     socket: OwnedFd,
     version: u16,
 }
 
-impl Talk {
-    fn begin(path: &Path) -> Option<Self> {
-        let mut talk = Self { socket: socket::connect(path, Kind::Packets).ok()?, version: 0 };
-        talk.say(&ClientMessage::Hello {
+impl PlacementClient {
+    fn connect(path: &Path) -> Option<Self> {
+        let mut client = Self { socket: socket::connect(path, Kind::Packets).ok()?, version: 0 };
+        client.send(&ClientMessage::Hello {
             min_version: version::MIN,
             max_version: version::MAX,
             flags: 0,
@@ -57,15 +62,15 @@ impl Talk {
             gang: 0,
             library: Text::new("nvsharectl"),
         })?;
-        match talk.hear()? {
-            SchedulerMessage::Welcome { version, .. } if version >= version::PLACEMENT => talk.version = version,
+        match client.receive()? {
+            SchedulerMessage::Welcome { version, .. } if version >= version::PLACEMENT => client.version = version,
             _ => return None, // an older one, which places nobody
         }
-        Some(talk)
+        Some(client)
     }
 
     fn ask(&self, request: GpuRequest) -> Result<Option<OsString>, CtlError> {
-        let Some(mut answer) = self.send_request(request).and_then(|()| self.hear_answer()) else { return Ok(None) };
+        let Some(mut answer) = self.send_request(request).and_then(|()| self.receive_answer()) else { return Ok(None) };
         let mut names: Vec<String> = Vec::new();
         loop {
             match answer {
@@ -82,7 +87,7 @@ impl Talk {
                 }
                 _ => return Ok(None),
             }
-            match self.hear_answer() {
+            match self.receive_answer() {
                 Some(next) => answer = next,
                 None => return Ok(None),
             }
@@ -91,17 +96,17 @@ impl Talk {
 
     fn send_request(&self, request: GpuRequest) -> Option<()> {
         let environment = |name: &CStr| std::env::var_os(OsStr::from_bytes(name.to_bytes())).map(OsString::into_vec);
-        // The command will say the same of itself.
+        // The command will send the same limits.
         if self.version >= version::ENV_LIMITS {
             for limit in LimitName::ALL {
                 let value = environment(limit.variable()).unwrap_or_default();
-                env_limits::parts(limit, &value).try_for_each(|part| self.say(&part))?;
+                env_limits::parts(limit, &value).try_for_each(|part| self.send(&part))?;
             }
         }
         for part in visible_devices::parts(&environment(visible_devices::VISIBLE).unwrap_or_default()) {
-            self.say(&part)?;
+            self.send(&part)?;
         }
-        self.say(&ClientMessage::RequestPlacement {
+        self.send(&ClientMessage::RequestPlacement {
             chooser: chooser(environment),
             count: request.gpus.unwrap_or(0),
             bytes: request.memory.unwrap_or(0),
@@ -110,27 +115,28 @@ impl Talk {
         })
     }
 
-    fn say(&self, message: &ClientMessage) -> Option<()> {
+    fn send(&self, message: &ClientMessage) -> Option<()> {
         socket::send(self.socket.as_fd(), message.encode(self.version).as_bytes()).ok()
     }
 
-    /// Of what a scheduler may say to anybody, only this is meant.
-    fn hear_answer(&self) -> Option<SchedulerMessage> {
+    /// Skips messages other than the answer.
+    fn receive_answer(&self) -> Option<SchedulerMessage> {
         loop {
-            let message = self.hear()?;
+            let message = self.receive()?;
             if let SchedulerMessage::Placed { .. } | SchedulerMessage::Unplaced { .. } = message {
                 return Some(message);
             }
         }
     }
 
-    fn hear(&self) -> Option<SchedulerMessage> {
-        let end = Instant::now() + ANSWER;
-        let mut entry = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        while entry.revents == 0 {
-            let left = end.checked_duration_since(Instant::now())?.as_millis() as libc::c_int;
-            // SAFETY: one entry, which lives through the call.
-            unsafe { libc::poll(&raw mut entry, 1, left + 1) };
+    fn receive(&self) -> Option<SchedulerMessage> {
+        let end = Instant::now() + ANSWER_TIMEOUT;
+        let mut readable = [PollFd::new(&self.socket, PollFlags::IN)];
+        loop {
+            let left = Timespec::try_from(end.checked_duration_since(Instant::now())?).ok()?;
+            if poll(&mut readable, Some(&left)).is_ok_and(|count| count > 0) {
+                break;
+            }
         }
         let mut buffer = [0; MAX_LEN];
         let length = socket::receive(self.socket.as_fd(), &mut buffer, &mut Vec::new()).ok()?;

@@ -15,7 +15,7 @@ use crate::recorder::bundle::{self, Bundle, Header, nanos};
 use crate::recorder::replay::{self, Difference, Moment, Replay, Tally, What};
 use crate::scheduler::{Command, GpuId, ReleaseReason, Time};
 
-/// What is to be printed, and the exit code: 1 where the commands differ from the recorded ones.
+/// The output, and the exit code: 1 if the commands differ from the recorded ones.
 #[derive(Debug)]
 pub struct Answer {
     pub text: String,

@@ -56,7 +56,7 @@ fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     Ok(found.next().unwrap_or_else(|| LIBRARY.into()))
 }
 
-/// The list with the library in it: before what is there already, and only once.
+/// The list with the library in front, once.
 fn preload(before: Option<&OsStr>, library: &Path) -> OsString {
     let before = before.filter(|list| !list.is_empty());
     let Some(list) = before else { return library.into() };

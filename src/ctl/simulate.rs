@@ -78,8 +78,8 @@ fn gpus(report: &Report) -> Vec<String> {
     table.lines()
 }
 
-/// How long the programs of each job took on average, and how often as long as alone; where none has ended, how much of the GPU
-/// time that all programs had was theirs.
+/// For each job: the mean completion time of its programs, and its ratio to a run without others. If no program has
+/// ended: its part of all GPU time.
 fn jobs(report: &Report) -> Vec<String> {
     let policies = report.policies.iter().map(|figures| figures.policy.to_uppercase());
     let names: Vec<String> = ["JOB".to_owned(), "ALONE".to_owned()].into_iter().chain(policies).collect();

@@ -4,26 +4,14 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use nvshare_wire::client::EngineReason;
-use serde_json::{Value, json};
 
 use super::table::{Align, Table};
 use super::{CtlError, Target, block_on};
+use crate::bus::status::Status;
 use crate::bus::{self, Client, Gpu, GpuUse};
 use crate::config::units;
 
-/// What the scheduler says of itself, its GPUs and its clients.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Status {
-    pub version: String,
-    pub time_quantum: u32,
-    pub max_wait: u32,
-    pub anti_thrash: String,
-    pub policy: String,
-    pub gpus: Vec<Gpu>,
-    pub clients: Vec<Client>,
-}
-
-/// How it is shown.
+/// The format of the output.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Style {
     pub colour: bool,
@@ -32,7 +20,7 @@ pub struct Style {
 }
 
 impl Style {
-    /// What suits standard output: colour on a terminal only, and not if `NO_COLOR` says so.
+    /// The format for standard output: colour on a terminal only, and not if `NO_COLOR` is set.
     pub fn of_stdout() -> Self {
         use std::io::IsTerminal;
         if !std::io::stdout().is_terminal() {
@@ -44,10 +32,8 @@ impl Style {
 }
 
 fn terminal_width() -> Option<usize> {
-    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
-    // SAFETY: the kernel fills in the struct.
-    let rc = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &raw mut size) };
-    (rc == 0 && size.ws_col > 0).then_some(size.ws_col.into())
+    let columns = rustix::termios::tcgetwinsize(std::io::stdout()).ok()?.ws_col;
+    (columns > 0).then_some(columns.into())
 }
 
 /// Asks the scheduler.
@@ -266,7 +252,7 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
     }
 }
 
-/// Where a client belongs: its pod, by the name that Kubernetes has for it, else its container, else its unit.
+/// A client's pod, by its name in Kubernetes, else its container, else its unit.
 fn place_of(client: &Client) -> String {
     match client {
         Client { pod_name: name, pod_namespace: namespace, .. } if !name.is_empty() => format!("{namespace}/{name}"),
@@ -283,7 +269,7 @@ fn rule(client: &Client) -> String {
     }
 }
 
-/// Whether there is more to say of its engine than the table does.
+/// True if a line about its engine is needed beside the table.
 fn is_unusual(usage: &GpuUse) -> bool {
     let usual = ["", bus::engine_reason(EngineReason::Best)];
     !usual.contains(&usage.engine_reason.as_str())
@@ -329,97 +315,6 @@ fn user(uid: u32) -> String {
         (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
     });
     named.unwrap_or_else(|| uid.to_string())
-}
-
-/// For programs: the dictionaries of the D-Bus interface, with the same keys.
-pub fn json(status: &Status) -> Value {
-    json!({
-        "version": status.version,
-        "time-quantum": status.time_quantum,
-        "max-wait": status.max_wait,
-        "anti-thrash": status.anti_thrash,
-        "policy": status.policy,
-        "gpus": status.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
-        "clients": status.clients.iter().map(client_json).collect::<Vec<_>>(),
-    })
-}
-
-fn gpu_json(gpu: &Gpu) -> Value {
-    json!({
-        "uuid": gpu.uuid,
-        "kind": gpu.kind,
-        "name": gpu.name,
-        "index": gpu.index,
-        "total": gpu.total,
-        "capacity": gpu.capacity,
-        "overhead": gpu.overhead,
-        "accounting": gpu.accounting,
-        "shortfall": gpu.shortfall,
-        "demand": gpu.demand,
-        "resident": gpu.resident,
-        "swapped": gpu.swapped,
-        "clients": gpu.clients,
-        "holders": gpu.holders,
-        "queue": gpu.queue,
-        "thrashing": gpu.thrashing,
-        "serialized": gpu.serialized,
-    })
-}
-
-fn client_json(client: &Client) -> Value {
-    json!({
-        "id": client.id,
-        "pid": client.pid,
-        "uid": client.uid,
-        "name": client.name,
-        "command": client.command,
-        "why": client.why,
-        "unit": client.unit,
-        "slice": client.slice,
-        "container": client.container,
-        "pod": client.pod,
-        "pod-namespace": client.pod_namespace,
-        "pod-name": client.pod_name,
-        "pod-container": client.pod_container,
-        "library": client.library,
-        "rule": client.rule,
-        "rule-origin": client.rule_origin,
-        "share": client.share,
-        "environment": client.environment,
-        "environment-ignored": client.environment_ignored,
-        "gang": client.gang,
-        "placed": client.placed,
-        "connected-since": client.connected_since,
-        "stopped": client.stopped,
-        "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),
-    })
-}
-
-fn use_json(usage: &GpuUse) -> Value {
-    json!({
-        "uuid": usage.uuid,
-        "state": usage.state,
-        "since": usage.since,
-        "engine": usage.engine,
-        "engine-reason": usage.engine_reason,
-        "demand": usage.demand,
-        "resident": usage.resident,
-        "swapped": usage.swapped,
-        "pinned": usage.pinned,
-        "allowance": usage.allowance,
-        "limit": usage.limit,
-        "memory-max": usage.memory_max,
-        "environment-memory-max": usage.environment_memory_max,
-        "pending-limit": usage.pending_limit,
-        "unverified": usage.unverified,
-        "mapping-failures": usage.mapping_failures,
-        "untracked-work": usage.untracked_work,
-        "eviction-blocked": usage.eviction_blocked,
-        "utilization": usage.utilization,
-        "lock-time": usage.lock_time,
-        "wait-time": usage.wait_time,
-        "grants": usage.grants,
-    })
 }
 
 #[cfg(test)]

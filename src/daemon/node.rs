@@ -1,5 +1,5 @@
-//! Whether a daemon in a container sees the processes of its host: it knows its clients by them, and to a process in another
-//! PID namespace the kernel says that the one at the other end of a socket is 0.
+//! A check that a daemon in a pod sees the processes of its node. It identifies clients by their processes, and the
+//! kernel gives 0 as the id of a peer in another PID namespace.
 
 use std::path::Path;
 
@@ -8,7 +8,8 @@ use crate::identity::Cgroup;
 /// The initial PID namespace of every Linux (`PROC_PID_INIT_INO`).
 const INITIAL: &str = "pid:[4026531836]";
 
-/// An error that says what to do, unless the processes of the host are seen.
+/// # Errors
+/// A sentence with the remedy if the daemon cannot see the node's processes.
 pub fn sees_the_host() -> Result<(), String> {
     let namespace = Path::new("/proc/self/ns/pid").read_link().unwrap_or_default();
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
@@ -21,7 +22,7 @@ pub fn sees_the_host() -> Result<(), String> {
         .into())
 }
 
-/// Whether a first process that is there is the node's: it is in no container, and not where we are.
+/// True if the first process is the node's: it is in no container, and its control group is not this process's own.
 fn is_of_a_node(first: &str, own: &str) -> bool {
     !first.is_empty() && Cgroup::read(first).container().is_empty() && first != own
 }

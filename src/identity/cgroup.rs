@@ -1,8 +1,9 @@
-//! Where a process belongs, by the path of its control group: systemd's units and slices, containers, and pods of Kubernetes.
+//! The unit, slice, container or pod of a process, by the path of its control group.
 //!
-//! Anybody may make control groups below what was given to them, by any name: `systemd-run --user --unit=jupyter.service`
-//! does. Names count for as much as who owns them, so what the system's manager made is told from the rest: its slices,
-//! and the first unit below them. It puts nothing into its units; what is there was made by whom the unit was given to.
+//! A user can create control groups below those delegated to them, with any name: `systemd-run --user
+//! --unit=jupyter.service` does. A name is as trustworthy as the owner of the control group, so the part of the path
+//! that the system manager created is distinguished from the rest: its slices, and the first unit below them. The
+//! system manager creates nothing inside its units; control groups there belong to the unit's owner.
 
 /// A control group.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -12,7 +13,7 @@ pub struct Cgroup {
     pub path: String,
 }
 
-/// What one manager owns of a path. All of it by its own path, from the root.
+/// The part of a path that one manager owns, from the root of the hierarchy.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Owned<'a> {
     /// From the outermost in.
@@ -20,7 +21,7 @@ pub struct Owned<'a> {
     pub unit: Option<&'a str>,
     /// The outermost container, and its whole id.
     pub container: Option<(&'a str, &'a str)>,
-    /// The outermost pod, and its UID as Kubernetes writes it. What is made inside a container is no pod.
+    /// The outermost pod, and its UID in Kubernetes' form. A control group inside a container is no pod.
     pub pod: Option<(&'a str, String)>,
 }
 
@@ -50,12 +51,12 @@ impl Cgroup {
         self.names().rev().find_map(container).map_or("", |id| id.get(..12).unwrap_or(id))
     }
 
-    /// What the system's manager made.
+    /// The part that the system manager created.
     pub fn of_system(&self) -> Owned<'_> {
         self.owned(0)
     }
 
-    /// What a user's manager made, and who that user is.
+    /// The part that a user's manager created, and that user's id.
     pub fn of_user(&self) -> Option<(u32, Owned<'_>)> {
         let unit = self.of_system().unit?;
         Some((manager(name(unit))?, self.owned(unit.len())))
@@ -71,7 +72,7 @@ impl Cgroup {
         self.path.split('/').filter(|name| !name.is_empty())
     }
 
-    /// What the manager owns whose root is so long.
+    /// The part of the manager whose root has that length.
     fn owned(&self, root: usize) -> Owned<'_> {
         let mut owned = Owned::default();
         let mut above = true;

@@ -1,5 +1,5 @@
-//! Who a process is: its user and groups, control group, systemd unit, container and pod. Rules match on it, and the
-//! scheduler shows it; it is the kernel's word (`daemon::transport::peer`), never the process's own.
+//! The identity of a process: its user and groups, control group, systemd unit, container and pod. Rules match on it,
+//! and the scheduler shows it. It comes from the kernel (`daemon::transport::peer`), never from the process itself.
 
 mod cgroup;
 
@@ -11,11 +11,11 @@ pub struct Identity {
     /// 0 where the process is in a PID namespace that we cannot see into.
     pub pid: i32,
     pub uid: u32,
-    /// The short name (`comm`), which everybody may know; empty where unknown.
+    /// The short name (`comm`), which every user may see; empty if unknown.
     pub name: String,
     /// The command line, which only its user and root may see.
     pub command: String,
-    /// What it wants the lock for, where it says so.
+    /// The reason given for a lock over D-Bus.
     pub why: String,
     /// The systemd unit, like `session-2.scope` or `jupyter.service`; empty where there is none.
     pub unit: String,
@@ -24,15 +24,15 @@ pub struct Identity {
     pub container: String,
     /// The pod of Kubernetes that it is in, as far as that is known.
     pub pod: Pod,
-    /// All groups of users that it is in. As the kernel kept them with the socket when it connected, as the user: what
-    /// `/proc` says later is of another moment, perhaps of another process, and nothing in another PID namespace.
+    /// All its groups, as the kernel recorded them when it connected. `/proc` would show those of a later moment,
+    /// perhaps of another process, and nothing of a process in another PID namespace.
     pub groups: Vec<u32>,
     pub cgroup: Cgroup,
-    /// The kernel said where it belongs: where nothing is said of a container, there is none.
+    /// The kernel showed its control group: then an empty container means that it is in none.
     pub placed: bool,
 }
 
-/// A pod, and the container in it. The kernel gives the UID; an agent that asks Kubernetes tells the rest.
+/// A pod, and the container in it. The UID comes from the kernel, the names from the agent that queries Kubernetes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Pod {
     /// Empty where there is no pod.
@@ -43,8 +43,9 @@ pub struct Pod {
 }
 
 impl Identity {
-    /// Whether one of the two may open memory that the other exports: they are of one user, in one container or both in
-    /// none. Of a process that cannot be seen, the container is not known.
+    /// True if one of the two may open memory that the other exports: both belong to the same user, and to the same
+    /// container or none. The container of a process that is not visible is unknown, so such a process shares with
+    /// none.
     pub fn may_share_with(&self, other: &Self) -> bool {
         self.placed && other.placed && (self.uid, &self.container) == (other.uid, &other.container)
     }

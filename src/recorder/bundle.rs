@@ -43,11 +43,11 @@ pub struct Header {
     pub made: u64,
     /// The time of entries at that moment.
     pub now_ns: u64,
-    /// Whether it has the names and command lines of programs.
+    /// The bundle has names and command lines of programs.
     pub command_lines: bool,
 }
 
-/// What is in a bundle besides the recording.
+/// The content of a bundle besides the recording.
 #[derive(Debug, Clone)]
 pub struct Circumstances {
     pub header: Header,
@@ -163,7 +163,7 @@ pub struct Entries<R> {
     is_over: bool,
 }
 
-/// What is wrong with a bundle, and on which line.
+/// A mistake in a bundle, and its line.
 #[derive(Debug)]
 pub struct ReadError {
     pub line: usize,
@@ -205,7 +205,7 @@ pub fn read<R: BufRead>(from: R) -> Result<Bundle<R>, ReadError> {
 }
 
 impl<R: BufRead> Entries<R> {
-    /// The next one; `None` after a line that says that it was the last.
+    /// Reads the next entry; `None` after the line that ends the bundle.
     fn read(&mut self) -> Result<Option<Entry>, ReadError> {
         loop {
             match self.lines.next()?.as_deref() {
@@ -257,7 +257,7 @@ struct Lines<R> {
 }
 
 impl<R: BufRead> Lines<R> {
-    /// Goes to the next line, and says its kind; `None` at the end of the file.
+    /// Reads the next line and returns its kind; `None` at the end of the file.
     fn next(&mut self) -> Result<Option<String>, ReadError> {
         self.text.clear();
         self.number += 1;

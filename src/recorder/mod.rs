@@ -26,13 +26,13 @@ use samples::Samples;
 
 /// So many entries are kept at least, unless they need more than [`MOST_BYTES`].
 pub const ENTRIES: u64 = 10_000;
-/// A span is closed, and a checkpoint taken, after so many entries or bytes.
+/// A span ends, and a checkpoint is taken, after this many entries or bytes.
 const SPAN_ENTRIES: u64 = 5_000;
 const SPAN_BYTES: usize = 4 << 20;
 /// The recording takes no more memory, checkpoints included, beyond one entry. Most entries take some 100 bytes; one that
 /// changes the limits of 1,000 clients takes 40 KB. [`Samples`] takes another 100 bytes for each client on each GPU.
 const MOST_BYTES: usize = 16 << 20;
-/// By so much the buffer grows, rather than by doubling.
+/// The buffer grows by this much, rather than by doubling.
 const GROWTH: usize = 256 << 10;
 
 /// An event and what it led to.
@@ -98,7 +98,7 @@ impl Recorder {
         commands
     }
 
-    /// What there is now, to be decoded elsewhere.
+    /// A copy of the recording, to be decoded elsewhere.
     pub fn recording(&self) -> Recording {
         Recording { spans: self.closed.iter().cloned().chain([Arc::new(self.open.clone())]).collect() }
     }
@@ -146,7 +146,7 @@ impl Span {
     }
 }
 
-/// What was recorded until a moment.
+/// The recording up to a moment.
 #[derive(Debug, Clone)]
 pub struct Recording {
     spans: Vec<Arc<Span>>,

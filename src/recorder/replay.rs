@@ -1,5 +1,5 @@
-//! What a recording shows: when locks and memory moved, and how long clients waited for GPUs and held them; and whether the
-//! machine, given the same events again, still returns the same commands.
+//! Replays a recording: the moves of locks and memory, the time that clients waited for GPUs and held them, and a
+//! check that the machine returns the same commands for the same events.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -47,7 +47,7 @@ pub enum What {
     Revoked,
     /// It had held the GPU for so long.
     Released(ReleaseReason, Duration),
-    /// It was told to move so many bytes to the host.
+    /// The client was told to move that many bytes to the host.
     Evicted(u64),
     /// So many bytes were refused.
     Denied(u64),
@@ -143,7 +143,7 @@ impl Observer {
         }
     }
 
-    /// Who waits for a GPU or holds it already is counted from then.
+    /// Counts times from that moment on, also those of clients that wait or hold already.
     fn begin(&mut self, at: Time) {
         for attachment in self.attachments.values_mut() {
             attachment.waits_since = attachment.waits_since.map(|_| at);

@@ -1,5 +1,5 @@
-//! Work that GPUs do. Who has work there and is let through has it done: alone as fast as it can; together, if they want
-//! more than the GPU has, each slowed down by the same factor. A program on several GPUs is as fast as on the slowest of them.
+//! The work of GPUs. Programs that hold a lock work: alone at full speed; together, if they need more than the GPU
+//! has, all slowed down by the same factor. A program on several GPUs is as fast as on the slowest of them.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ struct Engine {
     wanted: u64,
 }
 
-/// What one program has to do, and has done.
+/// A program's work.
 #[derive(Debug, Clone, Default)]
 pub struct Work {
     gpus: Vec<usize>,
@@ -68,7 +68,7 @@ impl Engines {
         self.programs.get(program).is_some_and(|work| work.since.is_some())
     }
 
-    /// It begins with so much to do.
+    /// Starts a program with that much work left.
     pub fn start(&mut self, program: usize, left: Duration, now: Time, queue: &mut Queue) {
         let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_none()) else { return };
         (work.left, work.since, work.rate) = (left.as_nanos() as f64, Some(now), 0.0);
@@ -81,7 +81,7 @@ impl Engines {
         self.rate(program, now, queue);
     }
 
-    /// It goes on later; what is left to do.
+    /// Interrupts a program. Returns the work left.
     pub fn stop(&mut self, program: usize, now: Time, queue: &mut Queue) -> Duration {
         let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_some()) else {
             return Duration::ZERO;
@@ -98,7 +98,7 @@ impl Engines {
         left
     }
 
-    /// Whether what was to be done is done, as the queue says.
+    /// Handles the queue's notice that a program's work is done. True if it still applies.
     pub fn done(&mut self, program: usize, number: u32, now: Time, queue: &mut Queue) -> bool {
         let Some(work) = self.programs.get_mut(program) else { return false };
         if work.number != number || work.since.is_none() {

@@ -1,9 +1,8 @@
-//! How figures are computed: percentiles of durations, of a few that are kept and of many that are only counted, and
-//! fairness.
+//! Computing figures: percentiles of durations, exact or from histograms, and fairness.
 
 use std::time::Duration;
 
-/// The mean of some durations, the shortest that so many are not longer than, and the longest.
+/// Mean, percentiles and maximum of durations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Spread {
     pub mean: Duration,
@@ -60,7 +59,7 @@ impl Counted {
         self.worst
     }
 
-    /// The shortest that so many percent are not longer than, to 2 percent of itself.
+    /// The shortest duration that at least this percentage does not exceed, to 2 percent of itself.
     pub fn percentile(&self, percent: u64) -> Duration {
         let rank = (u128::from(self.count) * u128::from(percent)).div_ceil(100);
         let mut seen = 0u128;

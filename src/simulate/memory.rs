@@ -1,13 +1,14 @@
-//! A program's memory on one GPU: what the scheduler promised and allows, what is there, and the copies over the GPU's link.
-//! It goes off the GPU and comes back as the library moves it (`preload/src/memory/`).
+//! A program's memory on one GPU: limit, allowance, resident bytes, and copies over the GPU's link. Memory is evicted
+//! and brought back as the library does it (`preload/src/memory/`).
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::scheduler::{MemoryReport, Time};
 
-/// What is copied at once, and reported. The library's own chunks are up to a quarter of it, which makes a hand-over some
-/// milliseconds shorter, and for a hundred programs on a GPU changes when the last one is done by less than 3 percent.
+/// Bytes copied and reported at once. The library's own chunks are at most a quarter of this, which makes a hand-over
+/// some milliseconds shorter, and for a hundred programs on a GPU changes the time at which the last one ends by less
+/// than 3 percent.
 const CHUNK: u64 = 256 << 20;
 
 /// The way between a GPU and the host: each direction carries one chunk after the other.
@@ -44,7 +45,7 @@ impl Link {
 
 #[derive(Debug, Default)]
 pub struct Place {
-    /// What it allocates, once it may.
+    /// Bytes that it allocates, as soon as its limit allows.
     size: u64,
     demand: u64,
     limit: u64,
@@ -89,7 +90,7 @@ impl Place {
         self.demand == self.size
     }
 
-    /// Allocates all that it is to have; false: that is more than it may.
+    /// Allocates its memory. False if its limit does not allow that.
     pub fn allocate(&mut self) -> bool {
         if self.limit < self.size {
             return false;
@@ -98,7 +99,7 @@ impl Place {
         true
     }
 
-    /// A new allowance came. Whether nothing has to leave first, which is reported.
+    /// Handles a new allowance. True if no memory has to leave first, which is reported.
     pub fn allow(&mut self, seq: u32, bytes: u64) -> bool {
         self.allowance = bytes;
         self.pending.push_back((seq, bytes));
@@ -118,13 +119,13 @@ impl Place {
         }
     }
 
-    /// Whether its program can run: all that it needs and may have is there.
+    /// True if its program can run: all memory that it needs is resident.
     pub fn is_complete(&self) -> bool {
         self.copying.is_none() && self.mapped >= self.demand.min(self.allowance) && self.mapped <= self.allowance
     }
 
-    /// Begins what is to be done next; says when that is done, if it takes time. `stays`: its program has the lock, and
-    /// nothing leaves. What has never been there comes without a copy.
+    /// Begins the next step. With `stays`, its program holds the lock and no memory leaves. Memory that has no
+    /// contents yet needs no copy.
     pub fn step(&mut self, now: Time, stays: bool, link: &mut Link) -> Step {
         if self.copying.is_some() {
             return Step::Nothing;
@@ -157,8 +158,8 @@ impl Place {
         Step::Copies(link.copy(now, way, bytes), way, bytes)
     }
 
-    /// The copy that was under way is done. Whether that is reported: what comes was there for the scheduler when it was allowed,
-    /// so only its end is.
+    /// Handles the end of a copy. True if that is reported: incoming memory counts from its allowance on, so only its
+    /// end is.
     pub fn copied(&mut self) -> bool {
         if let Some((Way::Out, bytes)) = self.copying.take() {
             self.mapped -= bytes;
@@ -170,14 +171,14 @@ impl Place {
     }
 }
 
-/// What comes of looking at a program's memory.
+/// The next step of a program's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// It is where it is to be, or on its way there.
+    /// None: the memory is where it should be, or on its way.
     Nothing,
-    /// It is where it is to be now.
+    /// A report: the memory is where it should be now.
     Reports,
-    /// So much is copied until then.
+    /// A copy of that many bytes, until then.
     Copies(Time, Way, u64),
 }
 

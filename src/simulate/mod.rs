@@ -1,21 +1,20 @@
-//! What the scheduler would do with a described mix of programs: its own state machine (`nvshare::scheduler::Machine`),
-//! and programs that answer it as `libnvshare.so` does, in virtual time. No GPU, no daemon, no clock: the same file gives the
-//! same figures.
+//! Simulation of a described mix of programs: the scheduler's own state machine (`nvshare::scheduler::Machine`), and
+//! programs that answer it as `libnvshare.so` does, in virtual time. There is no GPU, daemon or clock: the same file
+//! gives the same figures.
 //!
-//! - [`scenario`]: what is simulated; over `written`, the file as people write it.
-//! - `plans`: which program comes when, and to which GPUs.
-//! - [`policies`]: what is compared.
-//! - `world`: the machine, the programs and the time; over `queue`, what happens next.
-//! - `program`: one client, with `answers` for what it answers the scheduler, `turn` for the lock as it has it, and `memory` for
-//!   what it has on a GPU.
-//! - `engines`: work that GPUs do. `surroundings`: all that programs share.
+//! - [`scenario`]: the simulated GPUs, settings and jobs; `schema`: the file format.
+//! - `plans`: the arrival time and the GPUs of each program.
+//! - [`policies`]: the policies that are compared.
+//! - `world`: the machine, the programs and the time; `queue`: coming events.
+//! - `program`: one client; `answers`: its answers to the scheduler; `turn`: its lock; `memory`: its memory on a GPU.
+//! - `engines`: the work of GPUs. `context`: state that all programs share.
 //! - `serial`: the ideal that policies are compared with.
-//! - [`report`]: the figures; over `ledger`, where they are collected, and `figures`, how they are computed.
+//! - [`report`]: the figures; `statistics`: collects them; `figures`: computes them.
 
 mod answers;
+mod context;
 mod engines;
 pub mod figures;
-mod ledger;
 mod memory;
 mod plans;
 pub mod policies;
@@ -23,11 +22,11 @@ mod program;
 mod queue;
 pub mod report;
 pub mod scenario;
+mod schema;
 mod serial;
-mod surroundings;
+mod statistics;
 mod turn;
 mod world;
-mod written;
 
 use std::thread;
 
@@ -45,6 +44,6 @@ pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
         let threads: Vec<_> = policies.iter().map(|policy| scope.spawn(|| play(policy))).collect();
         threads.into_iter().map(|thread| thread.join().ok()).collect()
     });
-    // A policy whose thread panicked says so itself, and has no figures.
+    // A policy whose thread panicked has printed the panic, and has no figures.
     report::report(scenario, &plans, played.into_iter().flatten().chain([ideal]))
 }

@@ -1,4 +1,4 @@
-//! Which program comes when, whose it is, and which GPUs it is given: all of it before anything runs, and so the same under
+//! The arrival time, user and GPUs of each program, decided before the simulation, so that they are the same under
 //! every policy.
 
 use std::collections::BTreeMap;
@@ -68,7 +68,8 @@ fn fewest(given: &[usize], on: &[usize], number: usize) -> Vec<usize> {
     places
 }
 
-/// SplitMix64: enough for arrivals, and the same everywhere.
+/// SplitMix64. Own code, since a seed of a scenario must give the same arrivals on every machine and with every
+/// version.
 #[derive(Debug)]
 struct Dice(u64);
 

@@ -1,4 +1,4 @@
-//! What is compared: the one table of policies.
+//! The table of the policies that are compared.
 
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 
@@ -9,13 +9,13 @@ pub struct Policy {
     pub name: &'static str,
     pub mode: AntiThrash,
     pub order: PolicyName,
-    /// Whether the rules of the jobs count.
+    /// The rules of the jobs apply.
     pub rules: bool,
 }
 
-/// All policies, in the order in which they are shown. `fcfs`: first come, first served, as the mode modifies it; `rules`: the
-/// same, with the jobs' rules, which can say fixed shares; `adaptive`: who has had least goes first; `both`: within what the
-/// jobs' rules say.
+/// All policies, in the order of the output. `fcfs`: first come, first served, under each mode; `rules`: the same
+/// with the jobs' rules, which can set shares; `adaptive`: programs that have used the least GPU time run first;
+/// `both`: the same, within the jobs' rules.
 pub const POLICIES: [Policy; 12] = [
     Policy { name: "fcfs-on", mode: AntiThrash::On, order: PolicyName::Fcfs, rules: false },
     Policy { name: "fcfs-auto", mode: AntiThrash::Auto, order: PolicyName::Fcfs, rules: false },

@@ -1,16 +1,15 @@
-//! One simulated client: a program that pauses and has work for its GPUs, in turn. What the library in it answers the scheduler
-//! is in `answers`.
+//! One simulated client: a program that alternates between pauses and work for its GPUs.
 
 use std::time::Duration;
 
 use nvshare_idle_gap::IdleGapPredictor;
 
-use super::ledger::End;
+use super::context::{Context, gpu_id, place_of};
 use super::memory::Place;
 use super::plans::Plan;
 use super::queue::Happening;
 use super::scenario::Job;
-use super::surroundings::{Surroundings, gpu_id, place_of};
+use super::statistics::End;
 use super::turn::Turn;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, GpuSet, Group, ReleaseReason, Time};
 
@@ -37,7 +36,7 @@ pub struct Program {
     pub(super) waits_since: Option<Time>,
 }
 
-/// What a job says of its programs.
+/// A job's parameters for its programs.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     pub gpu_time: Duration,
@@ -102,18 +101,18 @@ impl Program {
         Some((at, self.places.get_mut(at)?))
     }
 
-    pub fn arrives(&mut self, around: &mut Surroundings) {
+    pub fn arrives(&mut self, context: &mut Context) {
         let client = self.client();
-        around.say(Event::Connected { client, gang: 0, user: self.plan.user });
+        context.send(Event::Connected { client, gang: 0, user: self.plan.user });
         if self.group.is_some() {
-            around.say(Event::Groups { groups: [(client, self.group)].into() });
+            context.send(Event::Groups { groups: [(client, self.group)].into() });
         }
         for gpu in &self.gpus {
-            around.say(Event::Attached { client, gpu: *gpu, engine: Engine::Swap });
+            context.send(Event::Attached { client, gpu: *gpu, engine: Engine::Swap });
         }
     }
 
-    pub fn has_work(&mut self, around: &mut Surroundings) {
+    pub fn has_work(&mut self, context: &mut Context) {
         if self.phase != Phase::Pauses {
             return;
         }
@@ -121,74 +120,74 @@ impl Program {
         self.now_left = if self.shape.is_steady { self.left } else { self.shape.gpu_time.min(self.left) };
         self.left -= self.now_left;
         if let Some(since) = self.idle_since.take() {
-            self.idle_gaps.record(around.now.saturating_sub(since));
+            self.idle_gaps.record(context.now.saturating_sub(since));
         }
         self.pauses += 1;
-        self.waits_since = Some(around.now);
-        around.ledger.has_work(self.at, around.now);
+        self.waits_since = Some(context.now);
+        context.statistics.has_work(self.at, context.now);
         match self.turn {
-            Turn::Over => self.request(around),
-            Turn::Held(_) => self.run(around),
+            Turn::Over => self.request(context),
+            Turn::Held(_) => self.run(context),
             Turn::Draining(_) => {} // it asks once it has given the lock back
         }
     }
 
-    pub fn work_done(&mut self, around: &mut Surroundings) {
+    pub fn work_done(&mut self, context: &mut Context) {
         self.now_left = Duration::ZERO;
-        around.ledger.has_none(self.at, around.now);
+        context.statistics.has_none(self.at, context.now);
         if let Turn::Held(held) = &mut self.turn {
-            held.rest(around.now);
+            held.rest(context.now);
         }
         if self.left.is_zero() {
-            return self.leave(around, End::Done(around.now));
+            return self.leave(context, End::Done(context.now));
         }
-        self.pause(around);
+        self.pause(context);
         match self.turn {
-            Turn::Draining(_) => self.release(around, ReleaseReason::Revoked),
-            Turn::Held(_) => self.idle(around),
+            Turn::Draining(_) => self.release(context, ReleaseReason::Revoked),
+            Turn::Held(_) => self.idle(context),
             Turn::Over => {}
         }
     }
 
     /// A pause before the next work, or none.
-    pub(super) fn pause(&mut self, around: &mut Surroundings) {
+    pub(super) fn pause(&mut self, context: &mut Context) {
         self.phase = Phase::Pauses;
         if self.shape.is_steady {
-            return self.has_work(around);
+            return self.has_work(context);
         }
-        let at = around.now + self.shape.cpu_time;
-        around.at(at, Happening::HasWork(self.at));
+        let at = context.now + self.shape.cpu_time;
+        context.at(at, Happening::HasWork(self.at));
     }
 
     /// Runs, if it has work, the lock and its memory.
-    pub(super) fn run(&mut self, around: &mut Surroundings) {
+    pub(super) fn run(&mut self, context: &mut Context) {
         let Turn::Held(held) = &mut self.turn else { return };
         if self.phase != Phase::HasWork || held.runs() || !self.places.iter().all(Place::is_complete) {
             return;
         }
-        held.run(around.now);
+        held.run(context.now);
         if let Some(since) = self.waits_since.take()
-            && since < around.now
+            && since < context.now
         {
-            around.ledger.waits.add(around.now - since);
+            context.statistics.waits.add(context.now - since);
         }
-        around.engines.start(self.at, self.now_left, around.now, &mut around.queue);
+        context.engines.start(self.at, self.now_left, context.now, &mut context.queue);
     }
 
-    pub(super) fn stop(&mut self, around: &mut Surroundings) {
-        if around.engines.runs(self.at) {
-            self.now_left = around.engines.stop(self.at, around.now, &mut around.queue);
-            self.waits_since = Some(around.now);
+    pub(super) fn stop(&mut self, context: &mut Context) {
+        if context.engines.runs(self.at) {
+            self.now_left = context.engines.stop(self.at, context.now, &mut context.queue);
+            self.waits_since = Some(context.now);
         }
     }
 
     /// The process ends.
-    pub(super) fn leave(&mut self, around: &mut Surroundings, end: End) {
+    pub(super) fn leave(&mut self, context: &mut Context, end: End) {
         self.phase = Phase::Over;
-        if let Some(place) = around.ledger.ends.get_mut(self.at) {
+        if let Some(place) = context.statistics.ends.get_mut(self.at) {
             *place = Some(end);
         }
         self.places = Vec::new();
-        around.say(Event::Disconnected { client: self.client() });
+        context.send(Event::Disconnected { client: self.client() });
     }
 }

@@ -1,4 +1,4 @@
-//! What happens next: messages on their way, which stay in order, and what programs and GPUs will have done by some moment.
+//! Coming events: messages, which stay in order, and events of programs and GPUs.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BinaryHeap, VecDeque};
@@ -10,26 +10,26 @@ use crate::scheduler::{ClientId, Command, Event, Time};
 /// the next program has read its grant (`bench/RESULTS.md`: 49 µs at the median).
 pub const LATENCY: Duration = Duration::from_micros(25);
 
-/// What comes about by itself.
+/// An event that no message causes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Happening {
-    /// A program comes.
+    /// A program starts.
     Arrives(usize),
     /// It has work for the GPU, after a pause.
     HasWork(usize),
-    /// The work that it has is done. The number tells whether that is still so.
+    /// A program's work is done. An outdated number means that this no longer applies.
     WorkDone(usize, u32),
-    /// It has been idle for as long as it is to wait. The number is that of the pause.
+    /// A program has been idle for its grace. The number is that of the pause.
     Quiet(usize, u32),
     /// It knows how full it keeps the GPU. The number is that of the turn, as in the next two.
     Sampled(usize, u32),
-    /// What was submitted before a revoke is done.
+    /// Work submitted before a revoke is done.
     Drained(usize, u32),
     /// That takes long.
     Lingers(usize, u32),
     /// A chunk has been copied, for the program, on that one of its GPUs.
     Copied(usize, usize),
-    /// What is on that GPU has been measured; it was asked for then.
+    /// A measurement of that GPU, requested at that time, is done.
     Measured(usize, Time),
 }
 
@@ -53,7 +53,7 @@ pub struct Queue {
 #[derive(Debug)]
 struct Entry {
     at: Time,
-    /// Of what happens at the same moment, what was known first comes first.
+    /// Orders events of the same moment by their creation.
     number: u64,
     what: Happening,
 }
@@ -84,7 +84,7 @@ impl Queue {
         self.heap.push(Reverse(Entry { at, number: self.counter, what }));
     }
 
-    pub fn say(&mut self, now: Time, event: Event) {
+    pub fn send(&mut self, now: Time, event: Event) {
         self.up.push_back((now + LATENCY, event));
     }
 

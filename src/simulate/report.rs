@@ -1,19 +1,19 @@
-//! What came of a scenario: for each policy, and in it for each job, the figures that are shown.
+//! The results of a scenario: figures for each policy, and for each job under it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::figures::{Counted, Spread, jain};
-use super::ledger::End;
 use super::plans::Plan;
 use super::scenario::Scenario;
+use super::statistics::End;
 use crate::scheduler::{Time, UserId};
 
-/// What was seen under one policy.
+/// The results under one policy.
 #[derive(Debug)]
 pub struct Outcome {
     pub policy: &'static str,
-    /// How each program ended; None: it has not.
+    /// The end of each program; `None` if it has not ended.
     pub ends: Vec<Option<End>>,
     pub waits: Counted,
     pub hand_overs: u64,
@@ -21,7 +21,7 @@ pub struct Outcome {
     pub swapped_in: u64,
     /// GPU time of each program, of each of its GPUs.
     pub had: Vec<Duration>,
-    /// What each user could have had without the others, where that was looked at.
+    /// The GPU time that each user could have had without the others, if it was collected.
     pub could: Option<BTreeMap<UserId, Duration>>,
     /// When there was nothing more to be seen.
     pub ended: Time,
@@ -41,7 +41,7 @@ pub struct Report {
 pub struct JobReport {
     pub name: String,
     pub programs: usize,
-    /// How long one of its programs takes alone.
+    /// The time that one of its programs takes alone.
     pub alone: Duration,
 }
 
@@ -73,7 +73,7 @@ pub struct Figures {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct JobFigures {
     pub done: usize,
-    /// How long they took, on average, and how often as long as alone.
+    /// Mean completion time, and its ratio to the time alone.
     pub completion: Option<Duration>,
     pub slowdown: Option<f64>,
     /// GPU time that they have had, of all GPUs.

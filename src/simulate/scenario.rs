@@ -1,5 +1,5 @@
-//! What is simulated: GPUs, the scheduler's settings, and jobs, which are programs of one kind. Read from a file (`written`)
-//! with errors that say where the mistake is and what is allowed.
+//! A scenario: GPUs, the scheduler's settings, and jobs, which are programs of one kind. Read from a file
+//! (`schema`), with errors that name the place of a mistake and the valid values.
 
 use std::fmt::Display;
 use std::ops::{Range, RangeInclusive};
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use toml::Spanned;
 
-use super::written::{self, Length, Size};
+use super::schema::{self, Length, Size};
 use crate::config::ConfigError;
 use crate::config::document::{self, position};
 use crate::config::rules::{self, Subject};
@@ -17,10 +17,10 @@ use crate::config::swap::SwapMax;
 use crate::config::swap::SwapSection;
 use crate::scheduler::{AntiThrash, RuleLimits, Settings};
 
-/// How many programs, and how many GPUs, there can be.
+/// Valid numbers of programs, and of GPUs.
 const PROGRAMS: RangeInclusive<u32> = 1..=100_000;
 const GPUS: RangeInclusive<u32> = 1..=10_000;
-/// What copies between an H200 and registered host memory reach in each direction, in bytes a second [H200, PCIe 5].
+/// Bytes per second of copies between an H200 and registered host memory in each direction [H200, PCIe 5].
 const LINK: u64 = 48 << 30;
 /// A link that is slower is a slip of the unit: 1 MiB a second.
 const SLOWEST_LINK: u64 = 1 << 20;
@@ -55,7 +55,7 @@ pub struct Job {
     pub count: u32,
     /// Whose programs they are, in turn.
     pub users: Vec<String>,
-    /// How many GPUs a program needs at the same moment.
+    /// GPUs that a program needs at the same moment.
     pub gpus: usize,
     /// Those that it can be given, by their places among all.
     pub on: Vec<usize>,
@@ -66,10 +66,10 @@ pub struct Job {
     /// The GPU part of an iteration, and before it the part without work for the GPU.
     pub gpu_time: Duration,
     pub cpu_time: Duration,
-    /// How long submitted work runs on after a revoke.
+    /// Time for which submitted work runs on after a revoke.
     pub drain: Duration,
     pub arrival: Arrival,
-    /// What a rule says of its programs, which it counts together.
+    /// The limits of the rule whose group its programs are.
     pub rule: Option<RuleLimits>,
 }
 
@@ -99,13 +99,13 @@ impl Scenario {
 
     /// Reads the text of a file; `path` is for messages only.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let file: written::File = document::parse(text, path)?;
+        let file: schema::File = document::parse(text, path)?;
         let line_of = |at| position(text, at).0;
         Self::check(file, path, line_of).map_err(|(span, reason)| document::wrong(text, path, span.start, reason))
     }
 
-    fn check(file: written::File, path: &Path, line_of: impl Fn(usize) -> usize) -> Result<Self, Mistake> {
-        let said = SchedulerSettings {
+    fn check(file: schema::File, path: &Path, line_of: impl Fn(usize) -> usize) -> Result<Self, Mistake> {
+        let settings = SchedulerSettings {
             time_quantum: file.time_quantum,
             max_wait: file.max_wait,
             time_period: file.time_period,
@@ -132,8 +132,8 @@ impl Scenario {
         let programs = jobs.iter().map(|job| job.count as usize).sum();
         within("programs", 0..0, programs, &PROGRAMS, "write [[job]] with name, memory and work")?;
         Ok(Self {
-            mode: said.anti_thrash,
-            settings: said.settings(),
+            mode: settings.anti_thrash,
+            settings: settings.settings(),
             swap,
             gpus,
             jobs,
@@ -148,23 +148,23 @@ impl Scenario {
 }
 
 impl Job {
-    /// Pauses that nobody notices: the gaps between launches of a program that keeps the GPU as busy as it can. The library
-    /// gives nothing back in a pause that is shorter.
+    /// Shorter pauses are gaps between launches of a program that keeps the GPU busy: the library releases nothing in
+    /// them.
     const NOTICED: Duration = Duration::from_millis(1);
 
-    /// Whether its pauses are so short that it has work at any time.
+    /// True if its pauses are so short that it always has work.
     pub fn is_steady(&self) -> bool {
         self.cpu_time < Self::NOTICED
     }
 
-    /// How much of a GPU it keeps busy while it has work and is alone there, in millionths.
+    /// The part of a GPU that it keeps busy while it has work and is alone there, in millionths.
     pub fn fullness(&self) -> u32 {
         let iteration = (self.gpu_time + self.cpu_time).as_nanos().max(1);
         let part = self.gpu_time.as_nanos() * u128::from(FULL) / iteration;
         if self.is_steady() { u32::try_from(part).unwrap_or(FULL).clamp(1, FULL) } else { FULL }
     }
 
-    /// How long one of its programs takes where it has the GPU for itself.
+    /// The time that one of its programs takes with the GPU for itself.
     pub fn alone(&self) -> Duration {
         let (work, part) = (self.work.as_nanos(), self.gpu_time.as_nanos().max(1));
         let nanos = if self.is_steady() {
@@ -180,7 +180,7 @@ impl Job {
 pub const FULL: u32 = 1_000_000;
 
 fn job(
-    raw: written::Job,
+    raw: schema::Job,
     all: usize,
     path: &Path,
     line_of: &impl Fn(usize) -> usize,
@@ -243,7 +243,7 @@ fn job(
     })
 }
 
-/// What a rule says of the job's programs.
+/// The limits of the job's rule.
 fn limits(
     rule: Spanned<rules::RawRule>,
     path: &Path,

@@ -4,11 +4,11 @@
 use std::time::Duration;
 
 use super::figures::Counted;
-use super::ledger::End;
 use super::plans::Plan;
 use super::policies::SERIAL;
 use super::report::Outcome;
 use super::scenario::Scenario;
+use super::statistics::End;
 use crate::scheduler::Time;
 
 pub fn outcome(scenario: &Scenario, plans: &[Plan]) -> Outcome {
@@ -27,7 +27,7 @@ pub fn outcome(scenario: &Scenario, plans: &[Plan]) -> Outcome {
         let free = plan.gpus.iter().filter_map(|gpu| free_at.get(*gpu)).max().copied().unwrap_or_default();
         let begins = free.max(plan.arrives);
         let (end, until) = (begins + job.alone(), scenario.until);
-        // What it has had of its work when everything ends.
+        // The part of its work that is done when the simulation ends.
         let part = until.saturating_sub(begins).as_secs_f64() / job.alone().as_secs_f64();
         had.push(if end <= until { job.work } else { job.work.mul_f64(part) });
         ends.push((end <= until).then_some(End::Done(end)));

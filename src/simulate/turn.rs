@@ -21,31 +21,31 @@ pub enum Turn {
 #[derive(Debug)]
 pub struct Held {
     pub since: Time,
-    /// Who waits: for each GPU, how long it may be idle.
+    /// Idle time allowed on each GPU for which another program waits.
     graces: Vec<(GpuId, Duration)>,
-    /// Since when it has looked how full the GPU is, and how long it had run until then; and what it said of that.
+    /// The beginning of utilization sampling and the running time until then; and the last report.
     sample: Option<(Time, Duration)>,
-    said: Option<u32>,
-    /// How long it has run in this turn, and since when it runs.
+    reported: Option<u32>,
+    /// Running time in this turn, and since when it runs.
     ran: Duration,
     runs_since: Option<Time>,
 }
 
 impl Held {
     pub fn new(since: Time) -> Self {
-        Self { since, graces: Vec::new(), sample: None, said: None, ran: Duration::ZERO, runs_since: None }
+        Self { since, graces: Vec::new(), sample: None, reported: None, ran: Duration::ZERO, runs_since: None }
     }
 
     pub fn is_contended(&self) -> bool {
         !self.graces.is_empty()
     }
 
-    /// How long it may be idle, if anybody waits.
+    /// The idle time allowed, if another program waits.
     pub fn grace(&self) -> Option<Duration> {
         self.graces.iter().map(|(_, grace)| *grace).min()
     }
 
-    /// Somebody waits for these GPUs, or nobody does any more.
+    /// Another program waits for these GPUs, or none does any more.
     pub fn contend(&mut self, gpus: &GpuSet, grace: Option<Duration>) {
         self.graces.retain(|(gpu, _)| !gpus.contains(gpu));
         if let Some(grace) = grace {
@@ -70,7 +70,7 @@ impl Held {
         self.ran + self.runs_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
     }
 
-    /// Begins to look how full the GPU is. Whether it did not before.
+    /// Begins to sample utilization. True if it did not before.
     pub fn look(&mut self, now: Time) -> bool {
         let is_new = self.sample.is_none();
         let ran = self.ran(now);
@@ -78,16 +78,16 @@ impl Held {
         is_new
     }
 
-    /// What is to be said of the GPU, of which the program keeps so much busy while it runs (in millionths); and whether to go
-    /// on looking: until it pauses, there is nothing more to be seen of one that ran all the time.
+    /// The utilization to report, for a program that keeps `fullness` millionths of the GPU busy while it runs; and
+    /// whether to go on sampling: a program that ran all the time has no more to show until it pauses.
     pub fn seen(&mut self, now: Time, fullness: u32) -> (Option<u32>, bool) {
         let Some((since, before)) = self.sample.take().filter(|_| self.is_contended()) else { return (None, false) };
         let (window, ran) = (now.saturating_sub(since), self.ran(now).saturating_sub(before));
         let busy = ran.as_nanos() * u128::from(fullness) / u128::from(FULL / 1000);
         let permille = u32::try_from(busy / window.as_nanos().max(1)).unwrap_or(u32::MAX);
-        let is_news = self.said.is_none_or(|said| said.abs_diff(permille) >= NEWS);
+        let is_news = self.reported.is_none_or(|reported| reported.abs_diff(permille) >= NEWS);
         if is_news {
-            self.said = Some(permille);
+            self.reported = Some(permille);
         }
         (is_news.then_some(permille), ran < window)
     }

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::context::{Context, gpu_id, place_of};
 use super::engines::{Engines, Work};
-use super::ledger::Ledger;
 use super::memory::Link;
 use super::plans::Plan;
 use super::policies::Policy;
@@ -13,17 +13,17 @@ use super::program::Program;
 use super::queue::{Happening, Next, Queue};
 use super::report::Outcome;
 use super::scenario::{FULL, Scenario};
-use super::surroundings::{Surroundings, gpu_id, place_of};
+use super::statistics::Statistics;
 use crate::scheduler::{ClientId, Command, Event, Group, GroupId, Machine, Time};
 
-/// How long it takes to measure what is on a GPU, as NVML does.
+/// Time of a measurement of a GPU's memory, as with NVML.
 const MEASUREMENT: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
 pub struct World {
     machine: Machine,
     programs: Vec<Program>,
-    around: Surroundings,
+    context: Context,
     until: Time,
     policy: &'static str,
     /// Events that the machine was given.
@@ -49,12 +49,12 @@ impl World {
             machine: Machine::new(policy.settings(&scenario.settings)),
             left: programs.len(),
             programs,
-            around: Surroundings {
+            context: Context {
                 now: Time::ZERO,
                 queue: Queue::default(),
                 engines: Engines::new(scenario.gpus.len(), works),
                 links: scenario.gpus.iter().map(|gpu| Link::new(gpu.link)).collect(),
-                ledger: Ledger::new(scenario, plans),
+                statistics: Statistics::new(scenario, plans),
             },
             until: scenario.until,
             policy: policy.name,
@@ -68,7 +68,7 @@ impl World {
             world.feed(Event::HostMemory { bytes });
         }
         for (at, plan) in plans.iter().enumerate() {
-            world.around.at(plan.arrives, Happening::Arrives(at));
+            world.context.at(plan.arrives, Happening::Arrives(at));
         }
         world
     }
@@ -76,29 +76,29 @@ impl World {
     /// Until all programs have ended, or the time is over, or nothing will ever happen again.
     pub fn play(mut self) -> Outcome {
         while self.left > 0 {
-            let next = self.around.queue.next().into_iter().chain(self.machine.deadline()).min();
+            let next = self.context.queue.next().into_iter().chain(self.machine.deadline()).min();
             let Some(next) = next else { break };
-            self.around.now = self.around.now.max(next.min(self.until));
+            self.context.now = self.context.now.max(next.min(self.until));
             if next > self.until {
                 break;
             }
-            match self.around.queue.pop(self.around.now) {
+            match self.context.queue.pop(self.context.now) {
                 Some(Next::ToMachine(event)) => self.feed(event),
                 Some(Next::ToProgram(client, command)) => self.tell(client, command),
                 Some(Next::Happening(what)) => self.happen(what),
                 None => self.feed(Event::Tick),
             }
         }
-        let Surroundings { now, mut ledger, mut engines, .. } = self.around;
+        let Context { now, mut statistics, mut engines, .. } = self.context;
         Outcome {
             policy: self.policy,
-            could: Some(ledger.could(now)),
+            could: Some(statistics.could(now)),
             had: engines.had(now),
-            ends: ledger.ends,
-            waits: ledger.waits,
-            hand_overs: ledger.hand_overs,
-            swapped_out: ledger.swapped_out,
-            swapped_in: ledger.swapped_in,
+            ends: statistics.ends,
+            waits: statistics.waits,
+            hand_overs: statistics.hand_overs,
+            swapped_out: statistics.swapped_out,
+            swapped_in: statistics.swapped_in,
             ended: now,
             events: self.events,
         }
@@ -109,13 +109,13 @@ impl World {
         if let Event::Disconnected { .. } = event {
             self.left -= 1;
         }
-        let now = self.around.now;
+        let now = self.context.now;
         for command in self.machine.handle(now, event) {
             match addressee(&command) {
-                Some(client) => self.around.queue.tell(now, client, command),
+                Some(client) => self.context.queue.tell(now, client, command),
                 None => {
                     if let Command::Measure { gpu } = command {
-                        self.around.at(now + MEASUREMENT, Happening::Measured(place_of(gpu), now));
+                        self.context.at(now + MEASUREMENT, Happening::Measured(place_of(gpu), now));
                     }
                 }
             }
@@ -125,30 +125,30 @@ impl World {
     fn tell(&mut self, client: ClientId, command: Command) {
         let program = usize::try_from(client.0).ok().and_then(|at| self.programs.get_mut(at));
         if let Some(program) = program {
-            program.receive(command, &mut self.around);
+            program.receive(command, &mut self.context);
         }
     }
 
     fn happen(&mut self, what: Happening) {
-        let around = &mut self.around;
-        let mut with = |at: usize, f: &mut dyn FnMut(&mut Program, &mut Surroundings)| {
+        let context = &mut self.context;
+        let mut with = |at: usize, f: &mut dyn FnMut(&mut Program, &mut Context)| {
             if let Some(program) = self.programs.get_mut(at) {
-                f(program, around);
+                f(program, context);
             }
         };
         match what {
-            Happening::Arrives(at) => with(at, &mut |program, around| program.arrives(around)),
-            Happening::HasWork(at) => with(at, &mut |program, around| program.has_work(around)),
-            Happening::WorkDone(at, number) => with(at, &mut |program, around| {
-                if around.engines.done(at, number, around.now, &mut around.queue) {
-                    program.work_done(around);
+            Happening::Arrives(at) => with(at, &mut |program, context| program.arrives(context)),
+            Happening::HasWork(at) => with(at, &mut |program, context| program.has_work(context)),
+            Happening::WorkDone(at, number) => with(at, &mut |program, context| {
+                if context.engines.done(at, number, context.now, &mut context.queue) {
+                    program.work_done(context);
                 }
             }),
-            Happening::Quiet(at, pause) => with(at, &mut |program, around| program.quiet(pause, around)),
-            Happening::Sampled(at, turn) => with(at, &mut |program, around| program.sampled(turn, around)),
-            Happening::Drained(at, turn) => with(at, &mut |program, around| program.drained(turn, around)),
-            Happening::Lingers(at, turn) => with(at, &mut |program, around| program.lingers(turn, around)),
-            Happening::Copied(at, place) => with(at, &mut |program, around| program.copied(place, around)),
+            Happening::Quiet(at, pause) => with(at, &mut |program, context| program.quiet(pause, context)),
+            Happening::Sampled(at, turn) => with(at, &mut |program, context| program.sampled(turn, context)),
+            Happening::Drained(at, turn) => with(at, &mut |program, context| program.drained(turn, context)),
+            Happening::Lingers(at, turn) => with(at, &mut |program, context| program.lingers(turn, context)),
+            Happening::Copied(at, place) => with(at, &mut |program, context| program.copied(place, context)),
             // Programs are believed: none of them lies.
             Happening::Measured(place, begun) => {
                 self.feed(Event::Measured { gpu: gpu_id(place), begun, free: None, found: BTreeMap::new() });
@@ -157,7 +157,7 @@ impl World {
     }
 }
 
-/// The program that is told, if any is: the others are for people and for what measures.
+/// The program that a command is sent to; others are for the log and for measurements.
 fn addressee(command: &Command) -> Option<ClientId> {
     match command {
         Command::Measure { .. }

@@ -266,14 +266,14 @@ fn reload_reads_the_file_again_and_a_wrong_one_changes_nothing() {
         assert!(text.contains("nvshare.toml:1:16: time-quantum"), "{text}");
         // SIGHUP is the same, and reports to the log.
         daemon.signal(libc::SIGHUP);
-        daemon.log.wait("the configuration stays as it was");
+        daemon.log.wait("the configuration is unchanged");
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 20);
         assert_eq!(scheduler.anti_thrash().await.expect("a value"), "auto");
 
         std::fs::write(&config, "").expect("a file");
-        let before = daemon.log.count("the configuration was read again");
+        let before = daemon.log.count("the configuration was reloaded");
         daemon.signal(libc::SIGHUP);
-        while daemon.log.count("the configuration was read again") == before {
+        while daemon.log.count("the configuration was reloaded") == before {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         assert_eq!(scheduler.time_quantum().await.expect("a value"), 30, "what is not in the file is its default");
@@ -446,13 +446,13 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
         };
         let invalid = "org.nvshare.Scheduler1.Error.InvalidArgument";
         let said = |text: &str| (invalid.to_owned(), text.to_owned());
-        assert_eq!(ask("", "a", "b").await, said("there is no GPU here that the scheduler knows"));
+        assert_eq!(ask("", "a", "b").await, said("the scheduler knows no GPU"));
         daemon.client().attach();
         let none = format!("there is no GPU \"GPU-0\": there are {GPU_NAME}");
         assert_eq!(ask("GPU-0", "a", "b").await, said(&none));
-        let long = "why has to have 1 to 200 characters, for people to read";
+        let long = "why must have 1 to 200 characters";
         assert_eq!(ask("", "a", &"b".repeat(201)).await, said(long));
-        assert_eq!(ask("", "", "b").await, said("who has to have 1 to 200 characters, for people to read"));
+        assert_eq!(ask("", "", "b").await, said("who must have 1 to 200 characters"));
         let options = HashMap::from([("now", zbus::Variant::from(true))]);
         let refused = refusal(scheduler.acquire_lock("", "a", "b", options).await);
         assert_eq!(refused, said("there is no option \"now\""));

@@ -90,7 +90,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
             "slot 0 is not attached",
             vec![wire(attach(0, GPU)), wire(ClientMessage::Detach { slot: 0 }), wire(release())],
         ),
-        ("Request of no GPU", vec![wire(ClientMessage::Request { gpus: 0 })]),
+        ("Request without a GPU", vec![wire(ClientMessage::Request { gpus: 0 })]),
         ("demand cannot be", vec![wire(attach(0, GPU)), wire(memory(0, u64::MAX, 0))]),
     ];
     for (reason, packets) in cases {
@@ -100,7 +100,7 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
         }
         client.until_end();
         // Lines about one user are limited, so the reason is looked for only while they are not.
-        if daemon.log.count("is hung up on") < 10 {
+        if daemon.log.count("is disconnected after a protocol violation") < 10 {
             daemon.log.wait(reason);
         }
     }
@@ -110,7 +110,11 @@ fn what_breaks_the_protocol_ends_its_own_connection_only() {
         client.send_raw(b"junk");
         client.until_end();
     }
-    assert!(daemon.log.count("is hung up on") <= 12, "{}", daemon.log.count("is hung up on"));
+    assert!(
+        daemon.log.count("is disconnected after a protocol violation") <= 12,
+        "{}",
+        daemon.log.count("is disconnected after a protocol violation")
+    );
     bystander.release();
     bystander.request();
     bystander.until_granted();
@@ -342,7 +346,7 @@ fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
     holder.until(|message| matches!(message, SchedulerMessage::Revoke { gpus: 1 }));
     holder.send(ClientMessage::Stuck { gpus: 1, reason: StuckReason::LongWork });
     waiter.until_granted();
-    let warning = daemon.log.wait("cannot be drained: others run beside it");
+    let warning = daemon.log.wait("cannot be drained: other programs run beside it");
     assert!(warning.contains(&format!("pid={}", std::process::id())), "{warning}");
     let shown = daemon.ctl(&["status", "--json"]).stdout;
     assert!(shown.contains("\"undrainable\"") && shown.contains("\"holding\""), "{shown}");

@@ -94,7 +94,7 @@ fn a_lock_and_its_bytes_outlive_a_daemon_that_is_killed() {
     resume(&holder, 12 * GIB, 12 * GIB, 1);
     resume(&waiter, 12 * GIB, 0, 0);
     waiter.request();
-    daemon.log.wait("2 of 2 programs go on");
+    daemon.log.wait("2 of 2 programs continue");
     assert_not_granted(&daemon, &waiter);
     let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json"]).stdout).expect("JSON");
     assert_eq!(status["gpus"][0]["holders"], serde_json::json!([holder.id]));
@@ -126,7 +126,7 @@ fn nobody_is_granted_anything_before_everybody_has_answered() {
     assert!(clients(&daemon).len() < 3);
     say_again(&holder, GIB, GIB);
     holder.send(ClientMessage::Held { gpus: 1 });
-    daemon.log.wait("2 of 2 programs go on");
+    daemon.log.wait("2 of 2 programs continue");
     holder.until(|message| matches!(message, SchedulerMessage::Contended { .. }));
     assert_not_granted(&daemon, &waiter);
     holder.release();
@@ -152,7 +152,7 @@ fn what_was_said_to_the_daemon_before_is_thrown_away() {
     client.request();
     say_again(&client, 4 * GIB, 4 * GIB);
     client.send(ClientMessage::Held { gpus: 1 });
-    daemon.log.wait("1 of 1 programs go on");
+    daemon.log.wait("1 of 1 programs continue");
     let seen = &clients(&daemon)[0]["gpus"][0];
     assert_eq!((&seen["state"], &seen["resident"]), (&"holding".into(), &(4 * GIB).into()));
 }
@@ -171,7 +171,7 @@ fn a_daemon_that_stops_leaves_connections_that_are_kept_and_hangs_up_on_others()
     assert_eq!(manager.kept().len(), 1);
     let daemon = Daemon::start_under(&manager, directory);
     resume(&client, 0, 0, 0);
-    daemon.log.wait("1 of 1 programs go on");
+    daemon.log.wait("1 of 1 programs continue");
     let directory = daemon.stop();
     // The unit is stopped for good.
     manager.close_all();
@@ -192,7 +192,7 @@ fn who_goes_is_no_longer_kept() {
     // In the very moment in which it is asked.
     drop(gone);
     resume(&stays, 0, 0, 0);
-    daemon.log.wait("of 2 programs go on");
+    daemon.log.wait("of 2 programs continue");
     until(|| clients(&daemon).len() == 1);
     until(|| manager.kept().len() == 1);
 }
@@ -217,7 +217,7 @@ fn who_answers_as_somebody_else_is_hung_up_on() {
     liar.send(hello_again(honest.id));
     resume(&honest, 0, 0, 0);
     liar.until_end();
-    daemon.log.wait("1 of 2 programs go on");
+    daemon.log.wait("1 of 2 programs continue");
     assert_eq!(clients(&daemon)[0]["id"], honest.id);
 }
 
@@ -227,7 +227,7 @@ fn locks_are_claimed_only_where_they_were_asked_for() {
     let client = resuming(&manager, &daemon);
     client.send(ClientMessage::Held { gpus: 1 });
     client.until_end();
-    daemon.log.wait("a claim to locks");
+    daemon.log.wait("an unexpected Held");
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn a_change_outlives_a_daemon_that_is_killed_the_moment_it_has_said_yes() {
     ctl(&daemon, &["set", "time-quantum", "45"]);
     let daemon = start(daemon.kill());
     assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
-    daemon.log.wait("outrank the configuration file");
+    daemon.log.wait("take precedence over the configuration file");
     // The file is read again, and what was changed stays.
     ctl(&daemon, &["reload"]);
     assert_eq!(get(&daemon), "time-quantum = \"45s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
@@ -61,7 +61,7 @@ fn a_state_file_that_is_wrong_is_reported_and_counts_for_nothing() {
         fs::create_dir_all(state(&directory.0)).expect("the state directory");
         fs::write(state(&directory.0).join("settings.toml"), wrong).expect("the state file");
         let daemon = start(directory);
-        daemon.log.wait("settings that were changed at run time are ignored");
+        daemon.log.wait("settings changed at run time are ignored");
         assert_eq!(
             get(&daemon),
             "time-quantum = \"20s\"\nmax-wait = \"60s\"\nanti-thrash = \"auto\"\npolicy = \"fcfs\"\n"
@@ -97,7 +97,7 @@ fn where_it_cannot_be_written_a_change_is_in_effect_all_the_same() {
     // Also for root, a directory that is not there cannot be written to.
     fs::remove_dir(&path).expect("an empty directory");
     ctl(&daemon, &["set", "time-quantum", "9"]);
-    daemon.log.wait("will not outlive the scheduler");
+    daemon.log.wait("could not be saved");
     assert!(get(&daemon).contains("\"9s\""));
     fs::create_dir(&path).expect("a directory");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its mode");

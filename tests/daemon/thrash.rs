@@ -92,9 +92,9 @@ fn thrashing_is_announced_and_ended_by_turns() {
         assert!(gpu.thrashing && !gpu.serialized, "{gpu:?}");
         assert_eq!(gpu.holders.len(), 2, "they are left to it");
     });
-    let line = daemon.log.wait("those that run there together need");
+    let line = daemon.log.wait("the programs that run there together need");
     assert!(line.contains(&name) && line.contains("set anti-thrash to auto"), "{line}");
-    assert_eq!(daemon.log.count("is decided without its page faults"), 1, "it is said once that they are not shown");
+    assert_eq!(daemon.log.count("is detected without its page faults"), 1, "it is said once that they are not shown");
     let text = daemon.ctl(&["status"]).stdout;
     assert!(text.contains("thrashing: programs push") && text.contains("nvsharectl set anti-thrash auto"), "{text}");
 
@@ -109,7 +109,7 @@ fn thrashing_is_announced_and_ended_by_turns() {
         let gpu = only(scheduler(&here).await.list_gpus().await.expect("GPUs"));
         assert!(!gpu.thrashing && gpu.serialized, "{gpu:?}");
     });
-    daemon.log.wait("programs no longer push each other's memory off");
+    daemon.log.wait(&format!("thrashing on {name} has ended"));
     let text = daemon.ctl(&["status"]).stdout;
     assert!(text.contains("programs take turns for now: together they thrashed"), "{text}");
     MOVES.store(false, Ordering::Relaxed);

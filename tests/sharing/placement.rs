@@ -115,7 +115,7 @@ fn run_gives_a_command_as_many_gpus_as_it_asks_for() {
     assert_eq!((report.number("gpus"), number_of(&machine, &report)), (2, 1), "the better one is the first");
     let mut refused = machine.run(&["--gpus", "3"], LOOK).quiet().start();
     assert_eq!(refused.wait().code(), Some(1));
-    let expected = "nvsharectl: there is no GPU for the command: it wants 3 GPUs, and can have 2\n";
+    let expected = "nvsharectl: there is no GPU for the command: it requests 3 GPUs and may use 2\n";
     assert_eq!(refused.stderr(), expected);
     drop(stays);
 }
@@ -149,10 +149,10 @@ fn a_rule_says_which_gpus_programs_may_see() {
         assert_eq!(only_gpu(&machine, machine.program(LOOK).env("LOCAL_RANK", "0")), 1);
         finds_none(machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", "0"));
         let log = machine.scheduler_log();
-        assert!(log.contains("allows none of the GPUs that it could see"), "{log}");
+        assert!(log.contains("allows none of its GPUs"), "{log}");
         let mut refused = machine.run(&[], LOOK).quiet().env("CUDA_VISIBLE_DEVICES", "0").start();
         assert_eq!(refused.wait().code(), Some(1));
-        assert!(refused.stderr().contains("nvshare.toml:9 allows none of the GPUs"), "{}", refused.stderr());
+        assert!(refused.stderr().contains("nvshare.toml:9 allows none of its GPUs"), "{}", refused.stderr());
     }
 }
 
@@ -173,7 +173,7 @@ fn programs_of_an_anti_affinity_share_none() {
     assert_eq!(settled(&machine, 2), [1, 1]);
     finds_none(machine.program(LOOK));
     let log = machine.scheduler_log();
-    assert!(log.contains("anti-affinity \"servers\": others of that label") && log.contains("\"apart\""), "{log}");
+    assert!(log.contains("anti-affinity \"servers\": programs of that label") && log.contains("\"apart\""), "{log}");
     let mut refused = machine.run(&[], LOOK).quiet().start();
     assert_eq!(refused.wait().code(), Some(1));
     first.kill();

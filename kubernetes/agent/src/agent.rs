@@ -20,10 +20,10 @@ use crate::{kubernetes, node, scheduler};
 /// Changes that wait to be looked at; more wait at the API server.
 const QUEUE: usize = 64;
 
-/// How long threads may take to end that look up names.
+/// Time for threads that look up names to end.
 const END: Duration = Duration::from_millis(200);
 
-/// What the command line says.
+/// The command line.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The node's name in Kubernetes.

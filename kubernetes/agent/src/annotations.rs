@@ -1,4 +1,4 @@
-//! A pod's annotations as its rule. What values can be is the scheduler's to say.
+//! Converts a pod's annotations to a rule. The scheduler checks the values.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,13 +7,13 @@ use zbus::{OwnedVariant, Variant};
 
 use crate::permissions::{KEYS, Permissions};
 
-/// What the names of annotations begin with that are meant for nvshare.
+/// The prefix of annotations for nvshare.
 pub const PREFIX: &str = "nvshare.com/";
 
 /// No value that means something is longer: a list of all slices of eight GPUs, by their UUIDs, has 2300 bytes.
 const LONGEST: usize = 4096;
 
-/// What somebody wishes, and what of it is left out, in a sentence each.
+/// The rule that a pod requests, and a sentence for each annotation that is left out.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PodRule {
     pub keys: BTreeMap<&'static str, Value>,
@@ -48,7 +48,7 @@ fn read_one(
         return Err(format!("its value has {} bytes, and {LONGEST} are the most", text.len()));
     }
     let text = text.trim();
-    // D-Bus has no texts with a NUL in them: all that the scheduler is told would be refused.
+    // D-Bus texts have no NUL: the scheduler would refuse the whole message.
     if text.chars().any(char::is_control) {
         return Err("its value is no line of text".into());
     }
@@ -57,13 +57,14 @@ fn read_one(
     Ok((key, value))
 }
 
-/// A value as a rule has it. What is not what it should be stays a text, for the scheduler to say so.
+/// The value as in a rule. An invalid one stays a text, for which the scheduler has an error message.
 fn value(namespace: &str, key: &str, text: &str) -> Value {
     match key {
         "weight" | "priority" => text.parse::<i64>().map_or_else(|_| text.into(), Value::Integer),
         "interactive" | "gang" => text.parse::<bool>().map_or_else(|_| text.into(), Value::Boolean),
         "allowed-gpus" => text.split(',').map(str::trim).filter(|gpu| !gpu.is_empty()).collect::<Vec<_>>().into(),
-        // Labels are a namespace's own: nobody gets beside other people's pods, or into their way, by guessing theirs.
+        // Labels belong to a namespace: a pod cannot get beside another namespace's pods, or into their way, by
+        // guessing labels.
         "affinity" | "anti-affinity" | "exclusion" if !text.is_empty() => format!("{namespace}/{text}").into(),
         _ => text.into(),
     }

@@ -1,5 +1,5 @@
-//! The configuration file `/etc/nvshare/agent.toml`: which pods may set what, what they weigh, and errors that say
-//! where a mistake is. What it means is in `permissions`; the command line is `main`'s.
+//! The configuration file `/etc/nvshare/agent.toml`: the keys that pods may set, and their weights, with errors that
+//! name the place of a mistake. `permissions` interprets it; the command line is in `main`.
 
 use std::path::Path;
 
@@ -39,14 +39,14 @@ impl Config {
         Ok(Self { namespaces, others: Permissions::default() })
     }
 
-    /// What pods of that namespace may set.
+    /// The permissions of pods of that namespace.
     pub fn of(&self, namespace: &str) -> &Permissions {
         let entry = self.namespaces.iter().find(|(pattern, _)| pattern.matches(namespace));
         entry.map_or(&self.others, |(_, permissions)| permissions)
     }
 }
 
-/// What is wrong at that byte of a file.
+/// A mistake at that byte of a file.
 struct Mistake {
     at: usize,
     what: String,

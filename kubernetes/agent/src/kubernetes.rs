@@ -1,8 +1,8 @@
-//! Asking the API server for the pods of a node: a list, and then what changes.
+//! Reads the pods of a node from the API server: a list, and then changes.
 //!
-//! It is done with kube's requests rather than with its watcher, which does not say when a watch that failed works again: on
-//! a quiet node nobody could tell whether the agent is connected. Where nothing is missed, a watch goes on where the last one
-//! ended; where that is too long ago, all is listed again.
+//! This uses kube's requests rather than its watcher, which does not report when a failed watch works again: on a
+//! quiet node the agent could not tell whether it is connected. A watch continues where the last one ended; if that
+//! is too long ago, all pods are listed again.
 
 use std::path::Path;
 use std::time::Duration;
@@ -22,15 +22,15 @@ use crate::node::Change;
 use crate::pod::Pod;
 use crate::retry::Retry;
 
-/// All pods; the selector says which.
+/// All pods; the selector restricts them.
 const PODS: &str = "/api/v1/pods";
 
-/// What the API server says where a watch cannot go on.
+/// The API server's status if a watch cannot continue.
 const GONE: u16 = 410;
 const UNAUTHORIZED: u16 = 401;
 const FORBIDDEN: u16 = 403;
 
-/// How long the API server may take to be reached, and to begin to answer.
+/// Time to connect to the API server, and for the beginning of its answer.
 const CONNECT: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
@@ -39,7 +39,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 const WATCH_SECONDS: u32 = 240;
 const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
-/// How long to wait at most before the API server is asked again.
+/// The longest pause before another attempt.
 const RETRY: Duration = Duration::from_secs(30);
 
 /// A watch that has lasted for so long has worked, though nothing came.
@@ -52,7 +52,7 @@ enum Over {
     Stale,
     /// The API server cannot be asked, or does not answer what was asked.
     Failed(String),
-    /// Nobody wants to know any more.
+    /// The receiver is gone.
     Unwanted,
 }
 
@@ -70,12 +70,12 @@ pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, String> {
         })?,
     };
     config.connect_timeout = Some(CONNECT);
-    // What fails is tried again here.
+    // Failed requests are retried in this module.
     config.default_retry = false;
     Client::try_from(config).map_err(|e| format!("the API server cannot be asked: {}", causes(&e)))
 }
 
-/// Reads the pods of that node, again and again, until nobody wants to know any more.
+/// Reads the pods of that node until the receiver is gone.
 pub async fn follow(client: Client, node: &str, changes: mpsc::Sender<Change>, mut link: Link) {
     let selector = format!("spec.nodeName={node}");
     let mut reader = Reader { client, selector, changes, version: String::new(), count: 0 };
@@ -90,14 +90,14 @@ pub async fn follow(client: Client, node: &str, changes: mpsc::Sender<Change>, m
     }
 }
 
-/// Who reads the pods of a node.
+/// Reads the pods of a node.
 struct Reader {
     client: Client,
     selector: String,
     changes: mpsc::Sender<Change>,
-    /// What was read last.
+    /// The resource version that was read last.
     version: String,
-    /// How many events have come.
+    /// The number of events.
     count: u64,
 }
 
@@ -122,7 +122,7 @@ impl Reader {
     }
 
     async fn list(&mut self) -> Result<(), Over> {
-        // What the API server has in memory will do: the watch brings what is newer.
+        // The API server's cache is enough: the watch brings newer changes.
         let params = ListParams::default().fields(&self.selector).match_any();
         let request = Request::new(PODS).list(&params).map_err(|e| Over::Failed(causes(&e)))?;
         let list: ObjectList<Pod> = match timeout(ANSWER, self.client.request(request)).await {
@@ -213,7 +213,7 @@ fn refused(what: &str, status: &Status) -> Over {
     }
 }
 
-/// An error and what has caused it, in one line, each said once.
+/// An error and its causes in one line, without repetitions.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,15 +1,15 @@
-//! Whether somebody the agent needs is there: said in the log when that changes, and known to the probe.
+//! The state of a connection that the agent needs: its changes are logged, and the probe reports it.
 
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// What is in the way; `None` once nothing is.
+/// The reason why a connection is down; `None` if it is up.
 pub type Trouble = Option<String>;
 
 /// The connection to one of them.
 #[derive(Debug)]
 pub struct Link {
-    /// Who it is, as in "the scheduler".
+    /// The name of the other end, as in "the scheduler".
     whom: &'static str,
     state: watch::Sender<Trouble>,
     said: Said,
@@ -23,7 +23,7 @@ enum Said {
 }
 
 impl Link {
-    /// Nobody is there yet. What is returned besides follows it.
+    /// A connection that is not up yet. The receiver follows its state.
     pub fn new(whom: &'static str) -> (Self, watch::Receiver<Trouble>) {
         let (state, followed) = watch::channel(Some(format!("{whom} has not answered yet")));
         (Self { whom, state, said: Said::Nothing }, followed)
@@ -36,7 +36,7 @@ impl Link {
         }
     }
 
-    /// `why` is a whole sentence. It is said once, whatever else is in the way until it is over.
+    /// Marks the connection as down. `why` is a whole sentence, and is logged once until the connection is up.
     pub fn is_down(&mut self, why: String) {
         if std::mem::replace(&mut self.said, Said::Down) != Said::Down {
             warn!("{why}; it is tried again until that works");

@@ -18,7 +18,7 @@ fn main() -> ExitCode {
         probe(&arguments.socket)
     } else {
         agent::run(Options {
-            // clap sees to it that it is there.
+            // clap requires it.
             node: arguments.node.unwrap_or_default(),
             config: arguments.config,
             kubeconfig: arguments.kubeconfig,

@@ -1,4 +1,4 @@
-//! All pods of the node, as they come and go, and what the scheduler is to be told of them.
+//! All pods of the node as they come and go, and the message to the scheduler.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use tokio::time::{Instant, timeout_at};
 use tracing::{debug, warn};
 
 use crate::annotations::{self, PodRule};
-use crate::complaints::Complaints;
 use crate::config::Config;
 use crate::pod::{KnownPod, Pod};
+use crate::pod_warnings::PodWarnings;
 
-/// What changes within this time is told at once: a pod that starts changes several times.
+/// Changes within this time are sent together: a pod that starts changes several times.
 const GATHER: Duration = Duration::from_millis(100);
 
-/// What Kubernetes says.
+/// A change reported by Kubernetes.
 #[derive(Debug)]
 pub enum Change {
     /// These there are, and no others.
@@ -26,14 +26,14 @@ pub enum Change {
     Deleted(Pod),
 }
 
-/// What the scheduler is to know; nothing until Kubernetes was asked.
+/// The pods for the scheduler; `None` until Kubernetes has listed them.
 pub type Told = Option<Arc<Vec<bus::Pod>>>;
 
 /// The pods, by the UIDs that they have in Kubernetes.
 #[derive(Debug, Default)]
 pub struct Node {
     pods: Option<BTreeMap<String, KnownPod>>,
-    complaints: Complaints,
+    warnings: PodWarnings,
     is_crowded: bool,
 }
 
@@ -48,7 +48,7 @@ impl Node {
             }
             (Change::Applied(pod), Some(pods)) => (known(pod), pods),
             (Change::Deleted(pod), Some(pods)) => ((pod.metadata.uid, None), pods),
-            // Nothing comes before the first list.
+            // No change comes before the first list.
             (_, None) => return,
         };
         match pods {
@@ -57,11 +57,11 @@ impl Node {
         }
     }
 
-    /// What the scheduler is to know of them. What is wrong with their annotations is logged, once.
+    /// The pods for the scheduler. Wrong annotations are logged, each once.
     pub fn told(&mut self, config: &Config) -> Told {
         let pods = self.pods.as_ref()?;
         let mut all: Vec<&KnownPod> = pods.values().collect();
-        // Two can have one UID only where somebody claims a pod of the node itself to be his: who was there first is right.
+        // Two pods have the same UID only if one of them falsely claims to be a static pod: the older one is right.
         all.sort_by(|a, b| (&a.uid, &a.created, a.full_name()).cmp(&(&b.uid, &b.created, b.full_name())));
         all.dedup_by(|later, first| later.uid == first.uid);
         let is_crowded = all.len() > MAX_PODS;
@@ -79,7 +79,7 @@ impl Node {
             let PodRule { keys, left_out } =
                 annotations::read(&pod.namespace, &pod.annotations, config.of(&pod.namespace));
             for what in left_out {
-                self.complaints.tell(&pod.uid, &pod.full_name(), &what);
+                self.warnings.log(&pod.uid, &pod.full_name(), &what);
             }
             there.insert(pod.uid.as_str());
             told.push(bus::Pod {
@@ -90,12 +90,12 @@ impl Node {
                 rule: annotations::variants(&keys),
             });
         }
-        self.complaints.keep(|uid| there.contains(uid));
+        self.warnings.keep(|uid| there.contains(uid));
         Some(Arc::new(told))
     }
 }
 
-/// Follows what Kubernetes says, and has the scheduler told of it, until nobody says anything any more.
+/// Follows changes, and sends the pods to the scheduler, until the sender of changes is gone.
 pub async fn keep(
     mut changes: mpsc::Receiver<Change>,
     mut config: watch::Receiver<Arc<Config>>,

@@ -1,5 +1,5 @@
-//! Which wishes pods of a namespace may have, and which they have without saying so. What the values of wishes can be
-//! at all is the scheduler's to say; where a permission depends on a value, it is read as the scheduler reads it.
+//! The keys that pods of a namespace may set, and their defaults. The scheduler decides which values are valid; a
+//! permission that depends on a value parses it as the scheduler does.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use nvshare::config::rules::{Origin, read_one};
 use nvshare::scheduler::Share;
 use toml::{Table, Value};
 
-/// What a pod can rule for.
+/// The keys that a pod can set.
 pub use nvshare::config::rules::TERM_KEYS as KEYS;
 
 /// Of these, what can take from others.
@@ -21,18 +21,18 @@ pub struct Ceilings {
     pub priority: i8,
 }
 
-/// What pods may rule for.
+/// The keys that pods may set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Permissions {
     pub may_set: BTreeSet<&'static str>,
     pub ceilings: Ceilings,
-    /// The weight of a pod that wishes for none. Without one it counts with its user's other programs, unless it wishes
-    /// for anything else of time.
+    /// The weight of a pod that sets none. Without one, the pod counts with its user's other programs, unless it sets
+    /// another key of its share of time.
     pub weight: Option<Value>,
 }
 
 impl Default for Permissions {
-    /// What can only take from the pod itself, or says beside whom it is placed.
+    /// The keys that can only restrict the pod itself, or decide beside which pods it is placed.
     fn default() -> Self {
         let default = Share::default();
         Self {
@@ -44,12 +44,15 @@ impl Default for Permissions {
 }
 
 impl Permissions {
-    /// Whether a pod of that namespace may have that, or a sentence that says what it may have.
+    /// Checks that a pod of that namespace may set a key to a value.
+    ///
+    /// # Errors
+    /// A sentence with the allowed values.
     pub fn check(&self, namespace: &str, key: &str, value: &Value) -> Result<(), String> {
         if !self.may_set.contains(key) {
             return Err(format!("pods of namespace {namespace} may not set it"));
         }
-        // A value that is wrong goes on to the scheduler, which refuses it and says what is allowed.
+        // An invalid value goes to the scheduler, which refuses it with the valid ones.
         let Ok(share) = share(key, value) else { return Ok(()) };
         let Ceilings { weight, time_min, priority } = self.ceilings;
         let most = match key {
@@ -62,7 +65,10 @@ impl Permissions {
     }
 }
 
-/// What one key says of time, as the scheduler reads it, or what is wrong with its value.
+/// Parses a key's share of time as the scheduler does.
+///
+/// # Errors
+/// A sentence about the mistake.
 pub fn share(key: &str, value: &Value) -> Result<Share, String> {
     let table = Table::from_iter([(key.to_owned(), value.clone())]);
     let rule = read_one(&table.to_string(), Origin { file: Default::default(), line: 0 })?;

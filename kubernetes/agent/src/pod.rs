@@ -1,4 +1,4 @@
-//! A pod as Kubernetes tells of it, as far as anybody here wants to know, and what is kept of it.
+//! A pod in Kubernetes' form, reduced to the fields that the agent needs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,8 +7,8 @@ use serde::Deserialize;
 
 use crate::annotations::PREFIX;
 
-/// What kubelet writes into the pods by which it shows those that a node has by itself: what such a pod is called in
-/// control groups, where the pod in Kubernetes has a UID of its own.
+/// kubelet's annotation on mirror pods, by which it shows the node's static pods: the pod's UID in control groups,
+/// while the mirror pod has a UID of its own.
 const MIRROR: &str = "kubernetes.io/config.mirror";
 const HASH: &str = "kubernetes.io/config.hash";
 
@@ -50,7 +50,7 @@ pub struct Container {
     pub id: Option<String>,
 }
 
-/// What is kept of a pod that can have programs.
+/// The fields of a pod that can have programs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownPod {
     /// As control groups have it.

@@ -1,4 +1,4 @@
-//! `nvshare-agent --probe`: whether the agent that runs has both whom it needs, as it says itself on a socket of its own.
+//! `nvshare-agent --probe`: asks the running agent, on a socket of its own, whether its connections are up.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -13,7 +13,7 @@ use tracing::debug;
 
 use crate::links::Trouble;
 
-/// Less than the second that kubelet gives a probe unless told otherwise.
+/// Less than kubelet's default timeout of a second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
 /// The answer where all is well.
@@ -22,7 +22,7 @@ const WELL: &str = "connected\n";
 /// No answer is longer.
 const LONGEST: u64 = 4096;
 
-/// The socket that an agent answers on. Its file goes away with it.
+/// The socket on which an agent answers probes. Dropping it removes the file.
 #[derive(Debug)]
 pub struct Socket {
     path: PathBuf,
@@ -30,7 +30,7 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Makes it, in place of one that nobody listens on any more.
+    /// Binds the socket, in place of one that no process listens on any more.
     pub fn bind(path: &Path) -> Result<Self, String> {
         if UnixStream::connect(path).is_ok() {
             return Err(format!("another agent answers at {}: end it first, or name another --socket", path.display()));
@@ -44,7 +44,7 @@ impl Socket {
         Ok(Self { path: path.to_owned(), listener })
     }
 
-    /// Answers everybody with what is in the way, if anything is.
+    /// Answers every connection with the reason why one of the agent's connections is down, if any is.
     pub async fn serve(&self, links: [watch::Receiver<Trouble>; 2]) {
         loop {
             let mut stream = match self.listener.accept().await {
@@ -69,7 +69,10 @@ impl Drop for Socket {
     }
 }
 
-/// Asks the agent that answers there. An error says what is wrong with it.
+/// Asks the agent that listens there.
+///
+/// # Errors
+/// If no agent answers, or one of its connections is down.
 pub fn probe(path: &Path) -> Result<(), String> {
     let silent = |e: io::Error| format!("no agent answers at {}: {e}", path.display());
     let stream = UnixStream::connect(path).map_err(silent)?;

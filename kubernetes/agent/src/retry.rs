@@ -18,7 +18,7 @@ impl Retry {
         Self { longest, last: None }
     }
 
-    /// How long to wait now: between a half and all of what it is this time.
+    /// The next pause: between half of the current maximum and all of it.
     pub fn wait(&mut self) -> Duration {
         let wait = self.last.map_or(FIRST, |last| last * 2).min(self.longest);
         self.last = Some(wait);

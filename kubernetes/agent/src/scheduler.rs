@@ -13,26 +13,26 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, info};
 use zbus::MessageStream;
 
-use crate::complaints::Complaints;
 use crate::links::Link;
 use crate::node::Told;
+use crate::pod_warnings::PodWarnings;
 use crate::retry::Retry;
 
-/// How long it may take to say that it is there, and to take what it is told. A restart takes it two seconds at most.
+/// Time for the scheduler to accept a connection and a message. A restart takes it two seconds at most.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// How long to wait before it is tried again: that costs next to nothing, and programs have no names until then.
+/// Pause between attempts, which are cheap; programs have no names until one succeeds.
 const RETRY: Duration = Duration::from_secs(2);
 
-/// At most a part of the time, one in this many, goes into telling, however fast pods come and go.
+/// At most one part in this many of the time is spent on sending, however fast pods come and go.
 const SHARE: u32 = 10;
 
 /// Tells it whatever is new, until nothing can be any more.
 pub async fn tell(control: PathBuf, mut told: watch::Receiver<Told>, mut link: Link) {
-    let (mut retry, mut complaints) = (Retry::up_to(RETRY), Complaints::default());
+    let (mut retry, mut warnings) = (Retry::up_to(RETRY), PodWarnings::default());
     loop {
-        match serve(&control, &mut told, &mut link, &mut retry, &mut complaints).await {
+        match serve(&control, &mut told, &mut link, &mut retry, &mut warnings).await {
             Ok(()) => return,
             Err(why) => link.is_down(why),
         }
@@ -40,13 +40,14 @@ pub async fn tell(control: PathBuf, mut told: watch::Receiver<Told>, mut link: L
     }
 }
 
-/// Tells one scheduler, as long as it is there. An error says why it is not; without one nothing new can come.
+/// Sends the pods to one scheduler for as long as it is connected. An error says why it is not; without one, there
+/// will be no more changes.
 async fn serve(
     control: &Path,
     told: &mut watch::Receiver<Told>,
     link: &mut Link,
     retry: &mut Retry,
-    complaints: &mut Complaints,
+    warnings: &mut PodWarnings,
 ) -> Result<(), String> {
     let connecting = timeout(HANDSHAKE, connect(control)).await;
     let (connection, proxy) =
@@ -65,7 +66,7 @@ async fn serve(
                 },
                 () = is_over(&mut end) => return Err(gone(control)),
             };
-            complain(&pods, refused, complaints);
+            warn_of_refused(&pods, refused, warnings);
             if std::mem::take(&mut is_first) {
                 info!("the scheduler knows {} pods of this node", pods.len());
             }
@@ -84,7 +85,7 @@ async fn serve(
     }
 }
 
-/// Returns when the connection has ended. What is said on it meanwhile is for others.
+/// Returns when the connection has ended. Other code handles its messages.
 async fn is_over(messages: &mut MessageStream) {
     while let Some(Ok(_)) = messages.next().await {}
 }
@@ -93,7 +94,7 @@ fn gone(control: &Path) -> String {
     format!("the scheduler at {} has gone", control.display())
 }
 
-/// What an error says, without the name that D-Bus has for it.
+/// The message of an error, without its D-Bus name.
 fn plain(error: &zbus::Error) -> String {
     match error {
         zbus::Error::MethodError(name, None, _) => name.to_string(),
@@ -102,13 +103,13 @@ fn plain(error: &zbus::Error) -> String {
     }
 }
 
-/// Says whose wishes count for nothing.
-fn complain(pods: &[bus::Pod], refused: HashMap<String, String>, complaints: &mut Complaints) {
+/// Logs the pods whose rules are refused.
+fn warn_of_refused(pods: &[bus::Pod], refused: HashMap<String, String>, warnings: &mut PodWarnings) {
     let by_uid: BTreeMap<&str, &bus::Pod> = pods.iter().map(|pod| (pod.uid.as_str(), pod)).collect();
-    complaints.keep(|uid| by_uid.contains_key(uid));
+    warnings.keep(|uid| by_uid.contains_key(uid));
     for (uid, why) in refused {
         let Some(pod) = by_uid.get(uid.as_str()) else { continue };
         let name = format!("{}/{}", pod.namespace, pod.name);
-        complaints.tell(&uid, &name, &format!("all of its wishes count for nothing: {why}"));
+        warnings.log(&uid, &name, &format!("its rule is refused: {why}"));
     }
 }

@@ -127,7 +127,7 @@ fn what_a_pod_may_not_wish_is_left_out_and_a_new_configuration_counts_at_once() 
 
     node.configure("[[namespaces]]\nname = 5\n");
     agent.signal(libc::SIGHUP);
-    agent.log.wait("the configuration stays as it was:");
+    agent.log.wait("the configuration is unchanged:");
     assert_eq!(said(&node.rules()["team-a/pod-1"], "weight").as_deref(), Some("200"));
     let output = node.ask_agent("--check-config");
     assert!(!output.status.success());
@@ -142,7 +142,7 @@ fn a_wish_with_a_wrong_value_counts_for_nothing_and_the_log_says_why_once() {
     let _scheduler = node.scheduler();
     let agent = node.agent();
     node.until_rule("team-a/pod-2", "weight", "5");
-    let said = "pod team-a/pod-1: all of its wishes count for nothing: memory-max cannot be \"much\"";
+    let said = "pod team-a/pod-1: its rule is refused: memory-max cannot be \"much\"";
     agent.log.wait(said);
     node.api.put(pod(2, &[("nvshare.com/weight", "6")]));
     node.until_rule("team-a/pod-2", "weight", "6");

@@ -32,7 +32,7 @@ fn annotations_of_any_kind_harm_nobody_else() {
     let agent = node.agent();
     node.until_rule("team-a/pod-9", "weight", "77");
     node.until_rule("team-a/pod-8", "pod", &uid(8));
-    agent.log.wait("all of its wishes count for nothing");
+    agent.log.wait("its rule is refused");
     let mut names: Vec<String> = node.rules().into_keys().collect();
     names.sort();
     assert_eq!(names, ["team-a/pod-8", "team-a/pod-9"]);

@@ -1,4 +1,4 @@
-//! How the command line of a program ends.
+//! The end of a program's `main`.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use nvshare::config::ConfigError;
 /// The answer of `--check-config`.
 ///
 /// # Errors
-/// What is wrong with the file, with its line.
+/// The mistake in the file, with its line.
 pub fn check_config<T>(path: &Path, read: Result<T, ConfigError>) -> Result<(), String> {
     read.map_err(|e| e.to_string())?;
     println!("{}: the configuration is right", path.display());

@@ -28,11 +28,11 @@ pub fn load<T: Default>(
 pub fn reloaded<T, E: fmt::Display>(read: Result<T, E>) -> Option<T> {
     match read {
         Ok(config) => {
-            info!("the configuration was read again");
+            info!("the configuration was reloaded");
             Some(config)
         }
         Err(e) => {
-            warn!("the configuration stays as it was: {e}");
+            warn!("the configuration is unchanged: {e}");
             None
         }
     }

@@ -1,7 +1,7 @@
-//! What `nvshare-agent` and `nvshare-device-plugin` have in common as programs in a container on a node of Kubernetes.
+//! Code shared by `nvshare-agent` and `nvshare-device-plugin`, which run in containers on a node of Kubernetes.
 //!
 //! - [`command`]: the end of `main`, and `--check-config`.
-//! - [`config`]: a configuration file that may be missing, and reading it again.
+//! - [`config`]: a configuration file that may be missing, and reloading it.
 //! - [`log`]: the log, which goes to stderr.
 //! - [`scheduler`]: connecting to the scheduler's control socket.
 //! - [`signals`]: the signals that end a program or make it reload.

@@ -7,7 +7,7 @@ use crate::config::Allocation;
 use crate::devices::Devices;
 use crate::names::quoted;
 
-/// What kubelet asks.
+/// kubelet's request.
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
     pub available: &'a [String],
@@ -49,7 +49,7 @@ pub fn prefer(devices: &Devices, allocation: Allocation, asked: Question<'_>) ->
     Ok(picked)
 }
 
-/// What can still be picked, and what has been, by the position of the GPU.
+/// The slots that are free and those that are chosen, by the position of the GPU.
 struct Choice<'a> {
     devices: &'a Devices,
     allocation: Allocation,

@@ -1,5 +1,5 @@
-//! The configuration file `/etc/nvshare/device-plugin.toml`: what can be set, what each setting is when nobody sets it, and
-//! errors that say where the mistake is. The command line is `main`'s; what settings do is said where they are used.
+//! The configuration file `/etc/nvshare/device-plugin.toml`: keys, defaults, and errors that name the place of a
+//! mistake. The command line is in `main`; settings are described where they are used.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -16,8 +16,8 @@ use crate::names::{self, GpuName};
 
 pub const DEFAULT_PATH: &str = "/etc/nvshare/device-plugin.toml";
 
-/// How many slots a GPU can have. kubelet takes lists of up to 4 MiB, as gRPC does unless told otherwise: that is what 8
-/// GPUs in 7 slices each come to with 1000 slots a slice.
+/// Slots of a GPU. kubelet accepts lists of up to 4 MiB, gRPC's default: as much as 8 GPUs in 7 slices each need with
+/// 1000 slots a slice.
 pub const SLOTS: RangeInclusive<u64> = 1..=1000;
 
 /// For how many whole seconds the scheduler may be silent. A restart takes it two at most.
@@ -31,13 +31,13 @@ const QUERY_INTERVAL_SECONDS: RangeInclusive<u64> = 1..=600;
 pub struct Config {
     /// The resource's name in Kubernetes.
     pub resource: String,
-    /// How many slots a GPU has that no entry of `gpus` says otherwise of.
+    /// Slots of a GPU without an entry in `gpus`.
     pub slots: u32,
     pub allocation: Allocation,
     pub inject: Inject,
     /// The kind of the CDI devices.
     pub cdi_kind: String,
-    /// What is said of some GPUs; the first entry that means a GPU counts.
+    /// Settings of some GPUs; the first entry that denotes a GPU applies.
     pub gpus: Vec<GpuSlots>,
     pub mounts: Mounts,
     pub health: HealthSettings,
@@ -53,7 +53,7 @@ pub enum Allocation {
     Pack,
 }
 
-/// How a container gets what it needs.
+/// The way in which a container gets its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Inject {
@@ -72,7 +72,7 @@ pub struct GpuSlots {
     pub slots: u32,
 }
 
-/// What containers get with [`Inject::Mounts`]. Paths are the host's.
+/// The files for containers with [`Inject::Mounts`]. Paths are the host's.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Mounts {
@@ -85,7 +85,7 @@ pub struct Mounts {
     /// The directory of the clients' socket, which is `/run/nvshare` in containers.
     #[serde(deserialize_with = "read_path")]
     pub sockets: PathBuf,
-    /// Whether the driver's device files are named too, for runtimes that are not NVIDIA's.
+    /// The driver's device files are passed as well, for runtimes other than NVIDIA's.
     pub device_nodes: bool,
 }
 
@@ -93,13 +93,13 @@ pub struct Mounts {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct HealthSettings {
-    /// How long the scheduler may be silent.
+    /// Time for which the scheduler may be silent.
     #[serde(deserialize_with = "read_scheduler_timeout")]
     pub scheduler_timeout: Duration,
-    /// How often each GPU is queried.
+    /// Period of queries of each GPU.
     #[serde(deserialize_with = "read_query_interval")]
     pub query_interval: Duration,
-    /// XIDs that say nothing about a GPU, besides those that are always programs' own fault.
+    /// XIDs that are ignored besides those that programs cause.
     pub ignored_xids: BTreeSet<u64>,
 }
 
@@ -162,7 +162,7 @@ impl Config {
         })
     }
 
-    /// How many slots that GPU has.
+    /// The number of slots of that GPU.
     pub fn slots_of(&self, uuid: &str, index: Option<u32>, name: &str) -> u32 {
         let entry = self.gpus.iter().find(|entry| entry.gpu.is(uuid, index, name));
         entry.map_or(self.slots, |entry| entry.slots)

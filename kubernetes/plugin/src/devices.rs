@@ -1,8 +1,9 @@
-//! What kubelet is told there is: each GPU as slots, made of what NVML and the scheduler say and of the configuration. Pure.
+//! The devices for kubelet: slots of each GPU, from the reports of NVML and the scheduler and the configuration.
+//! Pure.
 
 use crate::config::Config;
 
-/// What NVML says of a GPU or MIG slice.
+/// A GPU or MIG slice, as NVML reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NvmlGpu {
     pub uuid: String,
@@ -25,7 +26,7 @@ pub struct SchedulerGpu {
     pub index: Option<u32>,
 }
 
-/// What the scheduler says.
+/// The scheduler's report.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SchedulerView {
     /// The GPUs that it listed last.
@@ -104,7 +105,7 @@ impl Devices {
         Self { gpus }
     }
 
-    /// The position of the GPU that a device belongs to, and which of its slots it is.
+    /// The position of a device's GPU, and the number of the slot.
     pub fn find(&self, id: &str) -> Option<(usize, u32)> {
         let (uuid, slot) = id.rsplit_once(SEPARATOR)?;
         let (at, gpu) = self.gpus.iter().enumerate().find(|(_, gpu)| gpu.uuid == uuid)?;

@@ -1,5 +1,5 @@
-//! What a container is given for its slots: names of CDI devices, or mounts, environment and device files. Which slots it
-//! has is kubelet's decision; what the names of CDI devices stand for is in the specification that `nvsharectl` writes.
+//! The answer for a container with slots: names of CDI devices, or mounts, environment and device files. kubelet
+//! decides which slots it has; the CDI specification is written by `nvsharectl`.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -12,13 +12,13 @@ use crate::devices::{Devices, Gpu};
 use crate::names::quoted;
 use crate::protocol::{CdiDevice, ContainerAllocateResponse, DeviceSpec, Mount};
 
-/// What NVIDIA's container runtime takes GPUs from.
+/// The variable by which NVIDIA's container runtime selects GPUs.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
 /// The driver's files that are no GPU's own.
 const COMMON_NODES: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
 
-/// What a container with these slots gets.
+/// The answer for a container with these slots.
 pub fn answer(config: &Config, devices: &Devices, ids: &[String]) -> Result<ContainerAllocateResponse, Status> {
     let gpus = gpus(devices, ids)?;
     match config.inject {

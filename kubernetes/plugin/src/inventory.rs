@@ -1,5 +1,5 @@
-//! The list of devices as it changes: what NVML and the scheduler report and the configuration says, put together by
-//! `devices`, and published where something is different. What becomes of a GPU is logged here.
+//! The list of devices as it changes: reports of NVML and the scheduler and the configuration, combined by `devices`
+//! and published when it differs. Changes of a GPU's health are logged here.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::config::Config;
 use crate::devices::{Devices, Gpu, NvmlGpu, SchedulerView};
 use crate::health::Report;
 
-/// How long the first list waits for both: a driver that must wake its GPUs first takes seconds for each.
+/// Time that the first list waits for both: a driver that must wake its GPUs takes seconds for each.
 const START: Duration = Duration::from_secs(30);
 
-/// Keeps the list until nobody reports any more. `complete` hears when the first one is there.
+/// Keeps the list until no sender of reports remains. `complete` is notified of the first list.
 pub async fn keep(
     mut reports: UnboundedReceiver<Report>,
     mut config: watch::Receiver<Arc<Config>>,
@@ -56,7 +56,7 @@ pub async fn keep(
     }
 }
 
-/// What was reported last, and whether it was at all.
+/// The newest reports, if there are any.
 #[derive(Debug, Default)]
 struct Known {
     nvml: Option<Option<Vec<NvmlGpu>>>,

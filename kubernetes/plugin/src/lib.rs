@@ -1,14 +1,14 @@
 //! `nvshare-device-plugin`: the kubelet's view of the GPUs that nvshare's scheduler shares.
 //!
-//! - [`config`]: the configuration file; [`names`]: what resources, CDI devices and GPUs are called.
-//! - [`devices`]: what kubelet is told there is. [`allocation`]: which slots a container should get. [`injection`]: what it is
-//!   given for them. All pure.
-//! - [`health`]: what NVML and the scheduler say of GPUs. [`inventory`]: putting that together as it changes.
-//! - [`server`]: the services on the plugin's socket. [`lifecycle`]: having the socket, and kubelet know of it;
-//!   [`sockets`], [`notices`] and [`registration`] are the parts of that.
+//! - [`config`]: the configuration file; [`names`]: names of resources, CDI devices and GPUs.
+//! - [`devices`]: the devices for kubelet. [`allocation`]: preferred slots for a container. [`injection`]: the files
+//!   and variables that it gets. All pure.
+//! - [`health`]: reports of NVML and the scheduler about GPUs. [`inventory`]: combines them.
+//! - [`server`]: the services on the plugin's socket. [`lifecycle`]: keeps the socket and its registration with
+//!   kubelet; [`sockets`], [`notices`] and [`registration`] are parts of it.
 //! - [`probe`]: whether a running plugin is registered, for Kubernetes' probes.
 //! - [`plugin`]: all of it as one process.
-//! - [`protocol`]: kubelet's device plugin API, made from `proto/deviceplugin.proto`.
+//! - [`protocol`]: kubelet's device plugin API, generated from `proto/deviceplugin.proto`.
 
 pub mod allocation;
 pub mod arguments;
@@ -31,6 +31,6 @@ pub mod sockets;
 pub mod protocol {
     tonic::include_proto!("v1beta1");
 
-    /// The API's version, as registrations say it.
+    /// The API's version in registrations.
     pub const VERSION: &str = "v1beta1";
 }

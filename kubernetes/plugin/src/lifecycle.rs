@@ -14,7 +14,7 @@ use crate::registration::register;
 use crate::server::{Facts, Serving};
 use crate::sockets::{BindError, Identity, KUBELET, PLUGIN, PluginSocket, State};
 
-/// How often the directory is looked at although nothing was heard.
+/// Period of checks of the directory without a notice.
 const LOOK: Duration = Duration::from_secs(15);
 
 /// For how long a kubelet that has registered the plugin may not watch its list. Less than [`LOOK`].
@@ -44,7 +44,7 @@ pub async fn live(
             state = stay_registered(directory, resource, &socket, &serving, &mut notices, &mut trouble) => Some(state),
             _ = end.wait_for(|stopped| *stopped) => None,
         };
-        // Who connects from now on finds no socket rather than one that hangs up.
+        // New connections are refused from now on, rather than accepted and closed.
         drop(socket);
         serving.stop().await;
         match why {
@@ -74,7 +74,7 @@ async fn bind(
     }
 }
 
-/// Has kubelet know of the plugin as long as the socket is there; returns what has become of that.
+/// Keeps the plugin registered with kubelet while the socket exists. Returns the socket's fate.
 async fn stay_registered(
     directory: &Path,
     resource: &str,
@@ -124,7 +124,7 @@ async fn stay_registered(
     }
 }
 
-/// Returns when nobody has called ListAndWatch, or is in such a call, for some time.
+/// Returns when there has been no call of ListAndWatch for some time.
 async fn nobody_watches(watchers: &mut watch::Receiver<usize>) {
     loop {
         let is_over = watchers.wait_for(|count| *count == 0).await.is_err();
@@ -146,7 +146,7 @@ impl Retry {
     }
 }
 
-/// What is in the way, said once until it is over or something else is.
+/// The current problem, logged once until it is over or another one follows.
 #[derive(Debug, Default)]
 struct Trouble(Option<String>);
 

@@ -1,15 +1,15 @@
-//! What things are called: the resource in Kubernetes, the kind of CDI devices, GPUs in the configuration.
+//! Names: of the resource in Kubernetes, of CDI devices, and of GPUs in the configuration.
 
 use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 
-/// The longest name of a domain, and of what belongs to it, that Kubernetes takes.
+/// Characters of a domain name and of a name in it, by Kubernetes' limits.
 const DOMAIN_MAX: usize = 253;
 const LABEL_MAX: usize = 63;
 
-/// How many characters the name of a device may have.
+/// Characters of a device's name.
 pub const ID_MAX: usize = 63;
 
 /// Something that kubelet named, for a sentence: whatever it is, no more of it than the name of a device may have.
@@ -20,7 +20,8 @@ pub fn quoted(text: &str) -> String {
     }
 }
 
-/// Whether Kubernetes takes that name of an extended resource.
+/// # Errors
+/// If the text is not a valid name of an extended resource in Kubernetes.
 pub fn check_resource(text: &str) -> Result<(), String> {
     let is_right = |domain: &str, name: &str| {
         let is_label = |label: &str| {
@@ -42,7 +43,8 @@ pub fn check_resource(text: &str) -> Result<(), String> {
     ))
 }
 
-/// Whether CDI takes that kind.
+/// # Errors
+/// If the text is not a valid kind in CDI.
 pub fn check_cdi_kind(text: &str) -> Result<(), String> {
     let is_part = |part: &str| {
         is_framed(part, |b| b.is_ascii_alphanumeric(), |b| b"-_.".contains(&b))
@@ -54,7 +56,7 @@ pub fn check_cdi_kind(text: &str) -> Result<(), String> {
     Err(format!("{text:?} is no kind of CDI devices: write a vendor, /, and a class, like \"nvshare.com/gpu\""))
 }
 
-/// Whether a text begins and ends with an `edge`, and has those and `inner` between.
+/// True if a text begins and ends with an `edge`, and has those and `inner` between.
 fn is_framed(text: &str, edge: impl Fn(u8) -> bool, inner: impl Fn(u8) -> bool) -> bool {
     let bytes = text.as_bytes();
     bytes.first().is_some_and(|b| edge(*b))

@@ -1,5 +1,4 @@
-//! Hearing of changes in kubelet's directory as they happen, by inotify. Where that cannot be had, somebody who waits is told
-//! to look for himself every second.
+//! Notices of changes in kubelet's directory, by inotify. Without inotify, waiting ends every second.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -11,7 +10,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::time::sleep;
 use tracing::debug;
 
-/// How long to wait where there is nothing to be heard: the directory may not be there yet.
+/// Time to wait without inotify, for instance because the directory does not exist yet.
 const UNHEARD: Duration = Duration::from_secs(1);
 
 /// Room for many events; of one, the name has at most 255 bytes.
@@ -25,7 +24,7 @@ pub struct Notices {
 }
 
 impl Notices {
-    /// What happens from now on is heard.
+    /// Notices begin now.
     pub fn new(directory: &Path) -> Self {
         let mut notices = Self { directory: directory.to_owned(), inotify: None };
         notices.begin();

@@ -17,7 +17,7 @@ use crate::inventory;
 use crate::lifecycle;
 use crate::server::Facts;
 
-/// What the command line says.
+/// The command line.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub config: Option<PathBuf>,
@@ -58,7 +58,7 @@ async fn work(options: &Options, config: Config) -> Result<(), String> {
 
     let (stop, stopped) = watch::channel(false);
     let live = async {
-        // kubelet is not told of GPUs that only seem ill because nobody has been asked yet.
+        // GPUs are not reported as unhealthy before the first answers of NVML and the scheduler.
         let mut early = stopped.clone();
         tokio::select! {
             _ = completed => {}

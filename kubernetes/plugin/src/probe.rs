@@ -13,10 +13,13 @@ use crate::registration::causes;
 use crate::server::WHOLE_SERVER;
 use crate::sockets::PLUGIN;
 
-/// Less than the second that kubelet gives a probe unless told otherwise.
+/// Less than kubelet's default timeout of a second.
 const PATIENCE: Duration = Duration::from_millis(800);
 
-/// Asks the plugin whose socket is in that directory. An error says what is wrong with it.
+/// Asks the plugin whose socket is in that directory.
+///
+/// # Errors
+/// If no plugin answers, or it is not registered.
 pub fn probe(directory: &Path) -> Result<(), String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| format!("cannot start: {e}"))?;

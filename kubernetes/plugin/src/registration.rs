@@ -13,7 +13,10 @@ use crate::sockets::{KUBELET, PLUGIN};
 /// kubelet answers at once; one that hangs is tried again.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Registers with the kubelet of that directory, or says why that cannot be.
+/// Registers with the kubelet of that directory.
+///
+/// # Errors
+/// A sentence if that fails.
 pub async fn register(directory: &Path, resource: &str) -> Result<(), String> {
     let kubelet = directory.join(KUBELET);
     let calling = async {

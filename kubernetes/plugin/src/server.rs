@@ -1,5 +1,5 @@
-//! The services on the plugin's socket: what kubelet asks, and whether kubelet knows the plugin, for probes. What the answers
-//! are is decided in `devices`, `allocation` and `injection`.
+//! The services on the plugin's socket: kubelet's calls, and health checks for probes. `devices`, `allocation` and
+//! `injection` compute the answers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,17 +25,17 @@ use crate::protocol::{
     PreferredAllocationResponse, TopologyInfo,
 };
 
-/// How long requests that are being answered have, when the server is stopped.
+/// Time for pending requests when the server is stopped.
 const GRACE: Duration = Duration::from_millis(500);
 
 /// The name for all of the server in gRPC's health protocol.
 pub const WHOLE_SERVER: &str = "";
 
-/// What kubelet is told of this plugin when it registers, and when it asks.
+/// The plugin's options, for registration and for kubelet's call.
 pub const OPTIONS: DevicePluginOptions =
     DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true };
 
-/// What a server answers from.
+/// The data for answers.
 #[derive(Debug, Clone)]
 pub struct Facts {
     pub config: watch::Receiver<Arc<Config>>,
@@ -52,7 +52,7 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Begins to answer. Probes are told that kubelet does not know of it yet.
+    /// Starts the server. Probes are told that the plugin is not registered yet.
     pub async fn start(listener: UnixListener, facts: Facts) -> Self {
         let (stop, stopped) = watch::channel(false);
         let (count, watchers) = watch::channel(0);
@@ -69,18 +69,18 @@ impl Serving {
         Self { task, stop, reporter, watchers }
     }
 
-    /// What probes are told from now on.
+    /// Sets the answer to probes.
     pub async fn set_registered(&self, registered: bool) {
         let status = if registered { ServingStatus::Serving } else { ServingStatus::NotServing };
         self.reporter.set_service_status(WHOLE_SERVER, status).await;
     }
 
-    /// How many calls of ListAndWatch are going on.
+    /// The number of current calls of ListAndWatch.
     pub fn watchers(&self) -> watch::Receiver<usize> {
         self.watchers.clone()
     }
 
-    /// Whether it has ended by itself.
+    /// True if the server has ended by itself.
     pub fn is_over(&self) -> bool {
         self.task.is_finished()
     }
@@ -105,7 +105,7 @@ struct Plugin {
     count: watch::Sender<usize>,
 }
 
-/// Counts a call of ListAndWatch as long as it goes on.
+/// Counts a call of ListAndWatch until it is dropped.
 struct Watcher(watch::Sender<usize>);
 
 impl Watcher {

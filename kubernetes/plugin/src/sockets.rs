@@ -1,4 +1,4 @@
-//! The sockets in kubelet's directory, as files: the plugin's own, which is made here, and kubelet's, which comes and goes.
+//! The sockets in kubelet's directory, as files: the plugin's own, which is created here, and kubelet's.
 
 use std::fmt;
 use std::io;
@@ -36,7 +36,7 @@ impl Identity {
     }
 }
 
-/// What can be in the way of the plugin's socket.
+/// Why the plugin's socket cannot be bound.
 #[derive(Debug)]
 pub enum BindError {
     /// Another process answers on it.
@@ -57,17 +57,17 @@ impl fmt::Display for BindError {
 
 impl std::error::Error for BindError {}
 
-/// What has become of the plugin's socket.
+/// The state of the plugin's socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     Ours,
     /// kubelet removes all sockets of plugins when it starts.
     Gone,
-    /// Somebody else has put one there.
+    /// Another process has replaced it.
     Anothers,
 }
 
-/// The plugin's socket. Its file goes away with it.
+/// The plugin's socket. Dropping it removes the file.
 #[derive(Debug)]
 pub struct PluginSocket {
     path: PathBuf,
@@ -75,7 +75,7 @@ pub struct PluginSocket {
 }
 
 impl PluginSocket {
-    /// Makes it, in place of one that nobody listens on any more.
+    /// Binds the socket, in place of one that no process listens on any more.
     pub fn bind(directory: &Path) -> Result<(UnixListener, Self), BindError> {
         let path = directory.join(PLUGIN);
         if UnixStream::connect(&path).is_ok() {

@@ -223,7 +223,7 @@ async fn kubelet_is_advised_to_take_different_gpus() {
     }
     node.configure(&format!("allocation = \"pack\"\n{QUICK}"));
     process.signal(libc::SIGHUP);
-    process.log.wait("the configuration was read again");
+    process.log.wait("the configuration was reloaded");
     assert_eq!(plugin.prefer(&left, &[], 1).await.expect("there are enough"), [all[9].clone()]);
 }
 

@@ -1,5 +1,5 @@
-//! What a program says of itself, by its environment: as texts, read as those of a rule are. What means nothing, and what is no
-//! tighter than its rule, has no effect, and it is said why.
+//! Limits that a program sets for itself in its environment, with the syntax of a rule's values. Invalid values, and
+//! those that are not tighter than its rule, have no effect, and a remark says why.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,10 +19,10 @@ pub fn variable(limit: LimitName) -> &'static str {
     limit.variable().to_str().unwrap_or_default()
 }
 
-/// So much of a value is repeated to people.
+/// Characters of a value that are quoted in remarks.
 const SHOWN: usize = 48;
 
-/// What a value means.
+/// A parsed value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Value {
     MemoryMax(Amount),
@@ -36,47 +36,47 @@ enum Value {
     AllowedGpus(Vec<GpuName>),
 }
 
-/// All that one program says.
+/// The limits from one program's environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct EnvLimits(BTreeMap<LimitName, Said>);
+pub struct EnvLimits(BTreeMap<LimitName, EnvValue>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Said {
+struct EnvValue {
     text: String,
-    /// What it means; or a sentence about what is wrong with it.
+    /// The parsed value, or a sentence about the mistake in it.
     value: Result<Value, String>,
 }
 
 impl EnvLimits {
-    /// Takes in what it says now.
-    pub fn hear(&mut self, limit: LimitName, text: &str) {
-        self.0.insert(limit, Said { text: shortened(text), value: Value::read(limit, text) });
+    /// Sets or replaces a limit.
+    pub fn set(&mut self, limit: LimitName, text: &str) {
+        self.0.insert(limit, EnvValue { text: shortened(text), value: Value::read(limit, text) });
     }
 
     fn values(&self) -> impl Iterator<Item = &Value> {
-        self.0.values().filter_map(|said| said.value.as_ref().ok())
+        self.0.values().filter_map(|limit| limit.value.as_ref().ok())
     }
 
     /// As the machine knows it.
     pub fn limits(&self) -> scheduler::EnvLimits {
-        let mut own = scheduler::EnvLimits::default();
+        let mut limits = scheduler::EnvLimits::default();
         for value in self.values() {
             match value {
-                Value::MemoryMax(max) => own.memory_max = *max,
-                Value::MemoryLow(low) => own.memory_low = Some(*low),
-                Value::SwapMax(max) => own.swap_max = *max,
-                Value::Waits(waits) => own.waits = Some(*waits),
-                Value::Weight(weight) => own.weight = Some(*weight),
-                Value::TimeMax(max) => own.time_max = *max,
-                Value::Priority(priority) => own.priority = Some(*priority),
-                Value::Interactive(is_interactive) => own.batch = !is_interactive,
+                Value::MemoryMax(max) => limits.memory_max = *max,
+                Value::MemoryLow(low) => limits.memory_low = Some(*low),
+                Value::SwapMax(max) => limits.swap_max = *max,
+                Value::Waits(waits) => limits.waits = Some(*waits),
+                Value::Weight(weight) => limits.weight = Some(*weight),
+                Value::TimeMax(max) => limits.time_max = *max,
+                Value::Priority(priority) => limits.priority = Some(*priority),
+                Value::Interactive(is_interactive) => limits.batch = !is_interactive,
                 Value::AllowedGpus(_) => {}
             }
         }
-        own
+        limits
     }
 
-    /// The GPUs on which it may be; `None`: it says nothing of that.
+    /// The GPUs that the program may use; `None`: not limited.
     pub fn allowed(&self) -> Option<&[GpuName]> {
         self.values().find_map(|value| match value {
             Value::AllowedGpus(names) => Some(names.as_slice()),
@@ -84,25 +84,25 @@ impl EnvLimits {
         })
     }
 
-    /// Why what it says of that has no effect, if it has none.
+    /// The reason why a limit has no effect; `None` if it has one, or is not set.
     pub fn remark(&self, limit: LimitName, rule: Option<&Rule>) -> Option<String> {
-        let said = self.0.get(&limit)?;
+        let env = self.0.get(&limit)?;
         let name = variable(limit);
-        let value = match &said.value {
+        let value = match &env.value {
             Ok(value) => value,
             Err(why) => return Some(format!("{name}: {why}")),
         };
         let without = value.no_tighter_than(rule.map_or_else(RuleLimits::default, |rule| rule.limits))?;
         let by = rule.map_or_else(|| "without a rule".into(), |rule| format!("by rule {rule}"));
-        Some(format!("{name}={} has no effect: {by} the program has {without}, and can only have less", said.text))
+        Some(format!("{name}={} has no effect: {by} the program has {without}, and can only have less", env.text))
     }
 
-    /// The same of all that it says.
+    /// The remarks about all limits.
     pub fn remarks(&self, rule: Option<&Rule>) -> Vec<String> {
         self.0.keys().filter_map(|limit| self.remark(*limit, rule)).collect()
     }
 
-    /// What has an effect, as a rule would say it: `weight 10, time-max 20%`.
+    /// The limits in effect, in the syntax of a rule: `weight 10, time-max 20%`.
     pub fn in_words(&self, rule: Option<&Rule>) -> String {
         let limits = self.0.keys().filter(|limit| self.remark(**limit, rule).is_none());
         let words = limits.filter_map(|limit| Some(self.0.get(limit)?.value.as_ref().ok()?.to_string()));
@@ -134,31 +134,31 @@ impl Value {
         })
     }
 
-    /// What a program has by these limits, if the value is no tighter.
+    /// The limit that `limits` sets already, if the value is not tighter.
     fn no_tighter_than(&self, limits: RuleLimits) -> Option<String> {
         let share = limits.share.unwrap_or_default();
         let (is_no_tighter, has) = match self {
-            Self::MemoryMax(own) => {
-                (is_as_much(*own, limits.memory_max), Self::MemoryMax(limits.memory_max).to_string())
+            Self::MemoryMax(value) => {
+                (is_as_much(*value, limits.memory_max), Self::MemoryMax(limits.memory_max).to_string())
             }
-            Self::MemoryLow(own) => match limits.memory_low {
-                Some(low) => (is_as_much(*own, low), Self::MemoryLow(low).to_string()),
+            Self::MemoryLow(value) => match limits.memory_low {
+                Some(low) => (is_as_much(*value, low), Self::MemoryLow(low).to_string()),
                 None => (true, "no memory-low".into()),
             },
-            Self::SwapMax(own) => {
+            Self::SwapMax(value) => {
                 let most = |max: &Option<u64>| max.unwrap_or(u64::MAX);
-                (most(own) >= most(&limits.swap_max), Self::SwapMax(limits.swap_max).to_string())
+                (most(value) >= most(&limits.swap_max), Self::SwapMax(limits.swap_max).to_string())
             }
-            Self::Waits(own) => {
+            Self::Waits(value) => {
                 let waits = limits.on_memory_full != OnMemoryFull::Fail;
-                (*own == waits, Self::Waits(waits).to_string())
+                (*value == waits, Self::Waits(waits).to_string())
             }
-            Self::Weight(own) => (*own >= share.weight, Self::Weight(share.weight).to_string()),
-            Self::TimeMax(own) => (*own >= share.max, Self::TimeMax(share.max).to_string()),
-            Self::Priority(own) => (*own >= share.priority, Self::Priority(share.priority).to_string()),
-            Self::Interactive(own) => {
+            Self::Weight(value) => (*value >= share.weight, Self::Weight(share.weight).to_string()),
+            Self::TimeMax(value) => (*value >= share.max, Self::TimeMax(share.max).to_string()),
+            Self::Priority(value) => (*value >= share.priority, Self::Priority(share.priority).to_string()),
+            Self::Interactive(value) => {
                 let has = if share.interactive { "interactive" } else { "no interactive" };
-                (*own || !share.interactive, has.into())
+                (*value || !share.interactive, has.into())
             }
             // Which GPUs these are depends on who asks.
             Self::AllowedGpus(_) => (false, String::new()),
@@ -194,7 +194,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// Whether one is no less than the other, on every GPU.
+/// True if `one` is at least `other` on every GPU.
 fn is_as_much(one: Amount, other: Amount) -> bool {
     match (one, other) {
         (Amount::Infinity, _) | (Amount::Percent(100), Amount::Percent(_)) => true,
@@ -213,7 +213,7 @@ fn parse<T: for<'de> Deserialize<'de>>(text: &str) -> Result<T, String> {
     read(text).or_else(|_| read(&shortened(text))).map_err(|e| e.to_string())
 }
 
-/// As it is repeated to people. What is cut off ends with something that no value has.
+/// The text for remarks. A cut is marked by a character that no valid value has.
 fn shortened(text: &str) -> String {
     match text.char_indices().nth(SHOWN) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
@@ -228,10 +228,10 @@ mod tests {
 
     use crate::config::Config;
 
-    fn own(said: &[(LimitName, &str)]) -> EnvLimits {
-        let mut own = EnvLimits::default();
-        said.iter().for_each(|(limit, text)| own.hear(*limit, text));
-        own
+    fn env_limits(values: &[(LimitName, &str)]) -> EnvLimits {
+        let mut limits = EnvLimits::default();
+        values.iter().for_each(|(limit, text)| limits.set(*limit, text));
+        limits
     }
 
     fn rule(lines: &str) -> Rule {
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn values_are_read_as_those_of_a_rule() {
-        let said = own(&[
+        let limits = env_limits(&[
             (LimitName::MemoryMax, "8G"),
             (LimitName::MemoryLow, "25%"),
             (LimitName::SwapMax, "8589934592"),
@@ -263,17 +263,17 @@ mod tests {
             priority: Some(-5),
             batch: true,
         };
-        assert_eq!(said.limits(), expected);
+        assert_eq!(limits.limits(), expected);
         let names = ["GPU-8a6c", "1"].map(|name| GpuName::parse(name).expect("a name"));
-        assert_eq!(said.allowed(), Some(names.as_slice()));
+        assert_eq!(limits.allowed(), Some(names.as_slice()));
         let rule = rule("memory-low = \"50%\"\ninteractive = true");
         assert_eq!(
-            said.in_words(Some(&rule)),
+            limits.in_words(Some(&rule)),
             "memory-max 8 GiB, memory-low 25%, swap-max 8 GiB, on-memory-full wait, weight 10, time-max 30%, priority -5, \
              not interactive, allowed-gpus GPU-8a6c 1"
         );
-        assert_eq!(said.remarks(Some(&rule)), Vec::<String>::new());
-        assert_eq!(own(&[(LimitName::Weight, "idle")]).limits().weight, Some(0));
+        assert_eq!(limits.remarks(Some(&rule)), Vec::<String>::new());
+        assert_eq!(env_limits(&[(LimitName::Weight, "idle")]).limits().weight, Some(0));
     }
 
     #[test]
@@ -331,10 +331,10 @@ mod tests {
                 format!("NVSHARE_ALLOWED_GPUS: allowed-gpus cannot have \"first\": {gpus} is allowed"),
             ),
         ] {
-            let own = own(&[(limit, text)]);
-            assert_eq!(own.remark(limit, None), Some(expected.clone()), "{text}");
-            assert_eq!((own.limits(), own.allowed()), (scheduler::EnvLimits::default(), None), "{text}");
-            assert_eq!((own.in_words(None), own.remarks(None)), (String::new(), vec![expected]));
+            let limits = env_limits(&[(limit, text)]);
+            assert_eq!(limits.remark(limit, None), Some(expected.clone()), "{text}");
+            assert_eq!((limits.limits(), limits.allowed()), (scheduler::EnvLimits::default(), None), "{text}");
+            assert_eq!((limits.in_words(None), limits.remarks(None)), (String::new(), vec![expected]));
         }
     }
 
@@ -354,12 +354,12 @@ mod tests {
             (LimitName::Interactive, "0", "no interactive"),
             (LimitName::OnMemoryFull, "wait", "on-memory-full wait"),
         ] {
-            let (own, name) = (own(&[(limit, text)]), variable(limit));
+            let (limits, name) = (env_limits(&[(limit, text)]), variable(limit));
             let expected = format!(
                 "{name}={text} has no effect: by rule \"r\" (f:1) the program has {has}, and can only have less"
             );
-            assert_eq!(own.remark(limit, Some(&rule)), Some(expected), "{text}");
-            assert_eq!(own.in_words(Some(&rule)), "");
+            assert_eq!(limits.remark(limit, Some(&rule)), Some(expected), "{text}");
+            assert_eq!(limits.in_words(Some(&rule)), "");
         }
         // What cannot be compared without a GPU may be tighter.
         for (limit, text) in [
@@ -370,9 +370,9 @@ mod tests {
             (LimitName::Priority, "-4"),
             (LimitName::OnMemoryFull, "fail"),
         ] {
-            assert_eq!(own(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");
+            assert_eq!(env_limits(&[(limit, text)]).remark(limit, Some(&rule)), None, "{text}");
         }
-        let none = own(&[(LimitName::Weight, "101")]).remark(LimitName::Weight, None);
+        let none = env_limits(&[(LimitName::Weight, "101")]).remark(LimitName::Weight, None);
         let expected =
             "NVSHARE_WEIGHT=101 has no effect: without a rule the program has weight 100, and can only have less";
         assert_eq!(none.as_deref(), Some(expected));

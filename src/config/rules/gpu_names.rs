@@ -1,5 +1,5 @@
-//! How people name GPUs: as `nvidia-smi` prints their UUIDs, or the beginning of one that fits no other, or by number.
-//! Rules do, and so does `CUDA_VISIBLE_DEVICES`.
+//! Names of GPUs in rules and in `CUDA_VISIBLE_DEVICES`: a UUID as `nvidia-smi` prints it, a unique prefix of one, or
+//! an index.
 
 use std::fmt;
 
@@ -32,7 +32,7 @@ impl GpuName {
         (is_whole && is_hex).then(|| Self::Uuid(format!("{kind}{rest}")))
     }
 
-    /// Whether that GPU can be meant.
+    /// True if the name can denote that GPU.
     pub fn fits(&self, uuid: &str, index: Option<u32>) -> bool {
         match self {
             Self::Number(number) => index == Some(*number),
@@ -40,7 +40,7 @@ impl GpuName {
         }
     }
 
-    /// Whether both can mean the same GPU, as far as can be told without knowing any.
+    /// True if both names can denote the same GPU, as far as is certain without a list of GPUs.
     pub fn may_be(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Number(one), Self::Number(other)) => one == other,
@@ -90,7 +90,10 @@ impl<'de> Visitor<'de> for ListVisitor {
     }
 }
 
-/// Reads one, or says what is wrong with it.
+/// Parses a name.
+///
+/// # Errors
+/// A sentence about the mistake.
 pub(super) fn read(text: &str) -> Result<GpuName, String> {
     NameVisitor.visit_str(text).map_err(|e: de::value::Error| e.to_string())
 }

@@ -3,8 +3,7 @@
 use super::rule::{Origin, Rule, Subject};
 use super::runtime::Added;
 
-/// All rules, in the order in which they are tried: those that were set at run time, then those of files, then what pods
-/// wish for themselves.
+/// All rules, in the order in which they are tried: those set at run time, those of files, those of pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
     added: Vec<Rule>,
@@ -26,7 +25,7 @@ impl Rules {
         self.added = added.rules().cloned().collect();
     }
 
-    /// From now on these come after all others: an administrator's word goes before a pod's own.
+    /// Replaces the rules of pods, which come last: an administrator's rules take precedence over a pod's own.
     pub fn put_last(&mut self, wished: Vec<Rule>) {
         self.wished = wished;
     }

@@ -91,7 +91,7 @@ impl Subject {
 }
 
 impl Glob {
-    /// Whether it is the pod's namespace and name, or its UID. One whose name nobody has told has none.
+    /// True if the text is the pod's namespace and name, or its UID. A pod whose name is unknown matches by UID only.
     fn is_of(&self, pod: &Pod) -> bool {
         if !self.0.as_str().contains('/') {
             return self.0.matches(&pod.uid);

@@ -28,10 +28,10 @@ pub use places::Whereabouts;
 pub use rule::{Origin, Rule, Subject};
 pub use runtime::{Added, Addition};
 
-/// The keys of a rule that say whom it is about, as people expect them.
+/// The keys of a rule that select programs, in their usual order.
 pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
 
-/// Those that say what they may have.
+/// The keys of a rule that set limits and shares.
 pub const TERM_KEYS: [&str; 15] = [
     "memory-max",
     "memory-low",

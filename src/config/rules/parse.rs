@@ -14,7 +14,7 @@ use super::rule::{Origin, Rule, Subject};
 use super::values::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
 use crate::scheduler::{Amount, Labels, OnMemoryFull, RuleLimits, Share};
 
-/// What a rule can say.
+/// The keys of a rule.
 const KEYS: &str = "memory-max, memory-low, swap-max, on-memory-full, weight, time-min, time-max, priority, interactive, \
                     gang, allowed-gpus, affinity, anti-affinity or exclusion";
 
@@ -58,7 +58,7 @@ enum Account {
 /// A mistake, and where it is.
 pub type Mistake = (Range<usize>, String);
 
-/// Reads the rules of one file. `line_of` says in which line a place in the file is.
+/// Reads the rules of one file. `line_of` gives the line of a byte in the file.
 pub fn read(raw: Vec<Spanned<RawRule>>, file: &Path, line_of: impl Fn(usize) -> usize) -> Result<Vec<Rule>, Mistake> {
     let rule = |raw: Spanned<RawRule>| {
         let span = raw.span();
@@ -99,7 +99,7 @@ impl RawRule {
         Ok(Rule { origin, name, subject, limits, places })
     }
 
-    /// What the rule says of GPUs and of those who are there.
+    /// The rule's settings for placement.
     fn places(&self) -> Result<Whereabouts, Mistake> {
         let label = |key, label: &Option<Spanned<String>>| {
             let Some(label) = label else { return Ok(None) };
@@ -117,7 +117,7 @@ impl RawRule {
         Ok(Whereabouts { allowed: self.allowed_gpus.as_ref().map(|names| names.0.clone()), labels })
     }
 
-    /// What the rule says of memory, if it says anything.
+    /// The rule's limits of memory, if it has any.
     fn memory(&self) -> Result<Option<RuleLimits>, Mistake> {
         let low = self.memory_low.as_ref().map(|low| low.as_ref().0);
         let on_memory_full = match (self.on_memory_full, &self.wait_order) {
@@ -147,7 +147,7 @@ impl RawRule {
         Ok(Some(RuleLimits { memory_max, memory_low: low, swap_max, on_memory_full, ..RuleLimits::default() }))
     }
 
-    /// What the rule says of time, if it says anything.
+    /// The rule's share of time, if it has one.
     fn share(&self) -> Result<Option<Share>, Mistake> {
         let percent = |given: &Option<Spanned<Percent>>| given.as_ref().map(|percent| percent.as_ref().0);
         let (min, max) = (percent(&self.time_min), percent(&self.time_max));

@@ -7,7 +7,7 @@ use crate::scheduler::Labels;
 
 const LONGEST_LABEL: usize = 64;
 
-/// What a rule says of that.
+/// A rule's settings for placement.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Whereabouts {
     /// `None`: all.

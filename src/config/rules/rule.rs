@@ -24,7 +24,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// What a program must be, all of it, and what it then may have.
+/// The conditions for a program, all of which must hold, and the limits that apply then.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     pub origin: Origin,
@@ -92,7 +92,7 @@ impl Rule {
     }
 }
 
-/// Whom a rule is about: everybody, where it names nothing.
+/// The conditions of a rule. Without any, it applies to every program.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Subject {
     pub unit: Option<Glob>,
@@ -109,7 +109,7 @@ pub struct Subject {
 pub struct Glob(pub(super) glob::Pattern);
 
 impl Subject {
-    /// Whether whom the other is about is surely one of these: all that this names the other names as well.
+    /// True if every program that `other` applies to matches this one as well: it has all of this one's conditions.
     pub(super) fn covers(&self, other: &Self) -> bool {
         fn same<T: PartialEq>(mine: &Option<T>, theirs: &Option<T>) -> bool {
             mine.is_none() || mine == theirs
@@ -124,7 +124,8 @@ impl Subject {
 }
 
 impl Rule {
-    /// Why programs of this rule could never be beside those of the other, though both say that they are to be.
+    /// The reason why programs of this rule could never share a GPU with those of the other, although both request
+    /// it.
     pub fn contradicts(&self, other: &Self) -> Option<String> {
         let (mine, theirs) = (&self.places, &other.places);
         let label = mine.labels.affinity.as_ref().filter(|label| theirs.labels.affinity.as_ref() == Some(label))?;

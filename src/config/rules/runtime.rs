@@ -6,13 +6,13 @@ use toml::Table;
 use super::parse::read_one;
 use super::rule::{Origin, Rule};
 
-/// Where such a rule comes from, for people.
+/// The origin of such a rule in messages.
 const ORIGIN: &str = "set at run time";
 /// One may not grow without bound who can only change settings.
 const MOST: usize = 256;
 const LONGEST_NAME: usize = 64;
 
-/// What is to be set: it was read, and users were looked up. Without a rule, the one of that name goes.
+/// A parsed rule to set at run time, its users looked up. Without a rule, the rule of that name is removed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Addition {
     name: String,

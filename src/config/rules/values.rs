@@ -1,4 +1,4 @@
-//! What the values of a rule can be, and what is said of others.
+//! The types of a rule's values, with the messages about invalid ones.
 
 use std::fmt;
 
@@ -12,15 +12,15 @@ use crate::scheduler::{Amount, WaitOrder};
 const LEAST: u64 = 2 << 20;
 const MOST: u64 = 1 << 40;
 
-/// What each GPU can have of a group's memory.
+/// Memory of a group on each GPU, at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryMax(pub Amount);
 
-/// What each GPU keeps of it, if others have something to give.
+/// Memory of a group that is protected on each GPU while other groups have memory to give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLow(pub Amount);
 
-/// What the host can have of it.
+/// Host memory of a group, at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SwapMax(pub Option<u64>);
 
@@ -54,7 +54,7 @@ impl Order {
     }
 }
 
-/// What counts for how much when something is divided; 0: what nobody else wants.
+/// Weight of a share; 0 gets only time that no other program wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Weight(pub u16);
 
@@ -62,7 +62,7 @@ pub struct Weight(pub u16);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Percent(pub u8);
 
-/// Who goes before whom.
+/// Priority: higher ones run first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Priority(pub i8);
 

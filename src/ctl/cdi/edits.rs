@@ -1,5 +1,5 @@
-//! What a runtime changes of a container, as CDI writes it: variables, device nodes, mounts, hooks. What nvshare does not
-//! know of is passed on as it is.
+//! The changes that a runtime makes to a container, in CDI's form: variables, device nodes, mounts, hooks. Keys that
+//! nvshare does not know are passed on unchanged.
 
 use serde_json::{Map, Value, json};
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 pub struct Edits(Map<String, Value>);
 
 impl Edits {
-    /// What a file has under that key; nothing where the key is not there.
+    /// The edits under a key of the file; none if the key is missing.
     pub fn of(parent: &Value) -> Self {
         Self(parent.get("containerEdits").and_then(Value::as_object).cloned().unwrap_or_default())
     }
@@ -29,7 +29,7 @@ impl Edits {
 
     /// Shows something of the host in the container, which cannot write to it.
     pub fn mount(&mut self, host: &str, container: &str) {
-        // Its mounts are not followed: what is mounted below a socket's directory later is nobody's business.
+        // Not recursive: later mounts below a socket's directory do not concern containers.
         let options = ["ro", "nosuid", "nodev", "noexec", "bind"];
         // A library is mapped to be executed.
         let options: &[&str] = if container.ends_with(".so") { &["ro", "nosuid", "nodev", "bind"] } else { &options };

@@ -49,7 +49,7 @@ pub struct Generate {
     watch: bool,
 }
 
-/// How often `--watch` looks: GPUs come and drivers change a few times a year, and pods wait for them.
+/// Period of `--watch`: GPUs and drivers change a few times a year, and pods wait for them.
 const LOOK: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
@@ -65,8 +65,8 @@ pub struct Install {
     preload_list: PathBuf,
 }
 
-/// Puts what containers mount into a directory of the host, for a host that has nvshare in containers only. What is there
-/// is replaced in one step; containers that run keep what they have.
+/// Copies the files that containers mount into a directory of the host, for a host that has nvshare in containers
+/// only. The directory is replaced in one step; running containers keep the old one.
 pub fn install(asked: &Install) -> Result<(), CtlError> {
     let library = library::find(asked.library.as_deref())?;
     for (from, name) in [(&library, "libnvshare.so"), (&asked.preload_list, "ld.so.preload")] {
@@ -78,7 +78,7 @@ pub fn install(asked: &Install) -> Result<(), CtlError> {
     Ok(())
 }
 
-/// Writes the file, and says what there is to say about it.
+/// Writes the file, and passes remarks to `say`.
 pub fn generate(target: &Target, asked: &Generate, say: impl Fn(&str)) -> Result<(), CtlError> {
     if !asked.watch {
         return make(target, asked)?.publish(&asked.output, &say);
@@ -97,7 +97,7 @@ pub fn generate(target: &Target, asked: &Generate, say: impl Fn(&str)) -> Result
     }
 }
 
-/// The file, and what there is to say about it.
+/// The file, and remarks about it.
 #[derive(Debug, PartialEq)]
 struct Made {
     text: String,
@@ -143,7 +143,7 @@ fn make(target: &Target, asked: &Generate) -> Result<Made, CtlError> {
     Ok(Made { text: format!("{:#}\n", spec.json()), remarks })
 }
 
-/// What runtimes are to mount has to be there, by a path that means the same to them.
+/// Files that runtimes mount must exist, under a path that is valid for them, too.
 fn existing(path: &Path, option: &str) -> Result<String, CtlError> {
     let fail = |why: String| CtlError::Failed(format!("--{option} {}: {why}", path.display()));
     let whole = std::path::absolute(path).map_err(|e| fail(e.to_string()))?;

@@ -4,10 +4,10 @@ use std::path::Path;
 
 use super::edits::Edits;
 
-/// Where the driver says which GPU has which number.
+/// The directory in which the driver shows each GPU's minor number.
 const GPUS: &str = "/proc/driver/nvidia/gpus";
 
-/// What every program needs that uses a GPU.
+/// Device files that every CUDA program needs.
 const COMMON: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
 
 /// Those that are there for whatever GPU.

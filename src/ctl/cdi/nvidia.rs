@@ -1,5 +1,5 @@
-//! NVIDIA's CDI file (`nvidia-ctk cdi generate`): the driver's libraries, device nodes and hooks that a GPU needs in a
-//! container. CDI has no way to refer to another vendor's device, so what it says is taken over.
+//! NVIDIA's CDI file (`nvidia-ctk cdi generate`): the driver's libraries, device nodes and hooks that a GPU needs in
+//! a container. CDI cannot refer to another vendor's device, so the edits are copied.
 
 use std::path::{Path, PathBuf};
 
@@ -65,7 +65,7 @@ impl Nvidia {
         })
     }
 
-    /// What it says of a GPU, by its UUID or else its number. MIG slices have other numbers.
+    /// The edits of a GPU, by its UUID or else its index. MIG slices have other indices.
     pub fn device(&self, gpu: &Gpu) -> Option<&Edits> {
         let named = |name: &str| self.devices.iter().find(|(known, _)| known == name).map(|(_, edits)| edits);
         let number = gpu.index.filter(|_| gpu.kind != "mig").map(|index| index.to_string());

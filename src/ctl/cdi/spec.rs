@@ -15,7 +15,7 @@ const KIND: &str = "nvshare.com/gpu";
 /// The oldest version of CDI in which the name of a device may begin with a digit.
 const VERSION: &str = "0.5.0";
 
-/// What nvshare needs of the host, by its path there.
+/// The files of the host that nvshare needs in containers.
 #[derive(Debug, Clone)]
 pub struct FromHost {
     pub library: String,

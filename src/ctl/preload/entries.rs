@@ -1,8 +1,8 @@
-//! The text of `/etc/ld.so.preload`: which entries the loader reads in it, and the text with ours in it and without. Pure:
-//! bytes in, bytes out.
+//! The text of `/etc/ld.so.preload`: the entries that the loader reads in it, and the text with and without ours.
+//! Pure: bytes in, bytes out.
 //!
-//! What is not ours keeps every byte. What is put in is a line of its own at the end, so that taking it out again gives
-//! back the bytes that were there.
+//! All other bytes are kept. Our entry is added as a line of its own at the end, so that removing it restores the
+//! original bytes.
 
 use std::ops::Range;
 
@@ -43,7 +43,8 @@ pub fn names(text: &[u8]) -> Vec<&[u8]> {
     entries(text).into_iter().map(|entry| &text[entry]).collect()
 }
 
-/// Whether that name is a `libnvshare.so`. A line that ends in CR LF has the CR in its last name, as the loader sees it.
+/// True if the name is that of a `libnvshare.so`. In a line that ends in CR LF, the CR belongs to the last name, as
+/// for the loader.
 pub fn is_ours(name: &[u8]) -> bool {
     let name = name.strip_suffix(b"\r").unwrap_or(name);
     name.rsplit(|byte| *byte == b'/').next() == Some(LIBRARY)
@@ -96,7 +97,8 @@ fn ours(text: &[u8]) -> Vec<Range<usize>> {
     entries(text).into_iter().filter(|entry| is_ours(&text[entry.clone()])).collect()
 }
 
-/// What goes when an entry goes: its line if it is alone there, else one separator too. A NUL hides what stands behind it.
+/// The bytes to remove with an entry: its line if it is alone there, else one separator, too. A NUL hides the rest of
+/// the line.
 fn with_its_separator(text: &[u8], entry: &Range<usize>) -> Range<usize> {
     let Range { start, end } = *entry;
     let before = start.checked_sub(1).map(|at| text[at]);

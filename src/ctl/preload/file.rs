@@ -1,5 +1,5 @@
-//! `/etc/ld.so.preload` on disk: read, and replaced in one step, with the old file kept aside until the new one has proved
-//! itself. Whoever loses power or is killed at any point leaves the whole old file or the whole new one.
+//! `/etc/ld.so.preload` on disk: read, and replaced in one step, with the old file kept aside until the new one has
+//! proved itself. After a power failure or a kill there is either the whole old file or the whole new one.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io::{self, Read, Write};
@@ -13,13 +13,13 @@ use xattr::FileExt;
 use crate::ctl::CtlError;
 
 pub const FILE: &str = "/etc/ld.so.preload";
-/// What is written beside the file, and swept away if it was left there.
+/// Prefix of temporary files beside it, which are removed if they were left behind.
 const BESIDE: &str = ".ld.so.preload.nvshare-";
-/// Root's alone: nobody else can hold it. It is gone when the machine restarts.
+/// Only root can lock it. It does not survive a reboot.
 const LOCK: &str = "/run/nvshare-preload.lock";
-/// As long as a change may take that somebody else makes.
+/// Time to wait for another process that changes the file.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// More than anybody's has.
+/// Larger than any real file.
 const SIZE_MAX: u64 = 64 << 10;
 
 /// The file as it was found; where there is none, `before` is.
@@ -58,7 +58,7 @@ fn read_regular(path: &Path) -> io::Result<(Vec<u8>, Metadata)> {
     }
 }
 
-/// Waits until nobody else changes the file.
+/// Waits until no other process changes the file.
 pub fn lock() -> Result<File, CtlError> {
     let path = Path::new(LOCK);
     let open = File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
@@ -81,7 +81,7 @@ impl Found {
         self.before.as_ref().map_or(&[], |(text, _)| text)
     }
 
-    /// Whether the loader can read it for every user; where it cannot, it says nothing and loads nothing.
+    /// True if the loader cannot read it for some user; it then silently loads nothing.
     pub fn hidden(&self) -> bool {
         self.before.as_ref().is_some_and(|(_, metadata)| metadata.mode() & 0o044 != 0o044)
     }
@@ -129,7 +129,7 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
         let new = beside(directory, before.map(|(_, metadata)| metadata), old.as_deref(), text)?;
         match before {
             Some(_) => drop(new.persist(path)?),
-            // Somebody may have made one since.
+            // Another process may have created the file meanwhile.
             None => drop(new.persist_noclobber(path)?),
         }
     }
@@ -137,7 +137,7 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
     Ok(Replaced { path: path.into(), old })
 }
 
-/// A second name for the file, which goes with the value.
+/// A second link to the file, removed when the value is dropped.
 fn keep(path: &Path, directory: &Path) -> io::Result<TempPath> {
     let link = Builder::new().prefix(BESIDE).make_in(directory, |name| std::fs::hard_link(path, name));
     link.map(NamedTempFile::into_temp_path)

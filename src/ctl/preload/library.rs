@@ -38,7 +38,8 @@ pub fn find(asked: Option<&Path>) -> Result<PathBuf, CtlError> {
     })
 }
 
-/// Whether the loader could read that path in its list, and `disable` would know it again.
+/// # Errors
+/// If the loader cannot read that path in its list, or `disable` would not recognize it.
 pub fn check_name(path: &Path) -> Result<(), String> {
     let name = path.as_os_str().as_bytes();
     if !entries::is_ours(name) || name.ends_with(b"\r") {
@@ -53,7 +54,8 @@ pub fn check_name(path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether everybody can read it and nobody but root can change it, by itself or by its directories.
+/// # Errors
+/// If a user cannot read the file, or a user other than root can change it or one of its directories.
 pub fn check_owner(path: &Path) -> Result<(), String> {
     for (level, part) in path.ancestors().enumerate() {
         let part_name = part.display();

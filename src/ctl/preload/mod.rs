@@ -1,14 +1,15 @@
-//! `nvsharectl preload`: the entry in `/etc/ld.so.preload` that has every program of this machine load `libnvshare.so`.
+//! `nvsharectl preload`: the entry in `/etc/ld.so.preload` that loads `libnvshare.so` into every program of the
+//! machine.
 //!
 //! - `entries`: the text of that file, in bytes. `file`: the file on disk.
 //! - `library`: `libnvshare.so` as a file. `trial`: programs that are run with it.
-//! - `verify`: whether the library may be loaded everywhere. `state`: what is in force.
+//! - `verify`: checks that the library can be loaded everywhere. `state`: the current state.
 //!
-//! A library that cannot be loaded stops every program of the system from starting. So nothing is put in force that has
-//! not been tried: first by programs that alone see the new file, then, with the file in place, by programs that see it
-//! like all others; if these fail, the old file comes back. Between the two a system that loses power has a file that
-//! passed the first trial. `disable` starts no program, and where nvsharectl is linked statically (`make build` does so)
-//! it runs even when no other program does.
+//! A library that cannot be loaded stops every program of the system from starting. So a new file is tried first by
+//! programs that alone see it, then, once it is in place, by programs that see it like all others; if these fail, the
+//! old file is restored. After a power failure between the two, the system has a file that passed the first trial.
+//! `disable` starts no program, and where nvsharectl is linked statically (`make build` does so) it works even when
+//! no other program does.
 
 pub mod entries;
 mod file;
@@ -27,7 +28,7 @@ use verify::Report;
 
 use super::{CtlError, Target};
 
-/// What there is to print, and the exit code.
+/// The output and the exit code.
 #[derive(Debug)]
 pub struct Answer {
     pub text: String,

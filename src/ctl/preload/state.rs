@@ -1,4 +1,4 @@
-//! `nvsharectl preload status`: what the loader is told, and whether that is as it should be.
+//! `nvsharectl preload status`: the state of the preload list, and problems with it.
 
 use std::ffi::OsStr;
 use std::fmt::Write;
@@ -13,7 +13,7 @@ use super::{entries, library};
 use crate::bus;
 use crate::ctl::{CtlError, Target, block_on};
 
-/// A scheduler that is there answers within this time.
+/// Time for the scheduler to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
@@ -25,7 +25,7 @@ pub struct State {
     pub version: Option<String>,
     /// Of the scheduler that runs.
     pub scheduler: Option<String>,
-    /// What is not as it should be, as sentences.
+    /// Problems, as sentences.
     pub problems: Vec<String>,
 }
 

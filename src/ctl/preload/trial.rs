@@ -1,8 +1,8 @@
-//! Running real programs with the library in them, and saying what is wrong if they notice.
+//! Trials: real programs are run with the library, and failures are reported.
 //!
-//! What runs: `/bin/true`, which is nothing but the loader and the C library, so what harms it harms everything;
-//! a shell that starts it, for the fork between; `/bin/cat /proc/self/maps`, which shows whether the library was loaded at
-//! all; and a setuid program, where the loader hears no `LD_PRELOAD` but does read `/etc/ld.so.preload`.
+//! `/bin/true` is little more than the loader and the C library, so a defect that breaks it breaks everything; a
+//! shell that starts it adds a fork; `/bin/cat /proc/self/maps` shows whether the library was loaded; and for a
+//! setuid program the loader ignores `LD_PRELOAD` but reads `/etc/ld.so.preload`.
 
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -26,21 +26,21 @@ use super::file::FILE;
 const LIMIT: Duration = Duration::from_secs(20);
 /// As much of a program's output as is looked at.
 const OUTPUT_MAX: u64 = 256 << 10;
-/// The user and the group that own nothing: `nobody`, on every Linux.
+/// The user and group `nobody`, on every Linux.
 const NOBODY: u32 = 65534;
 
 /// A mount of its own, of a directory and what is mounted below.
 const CLONE: OpenTreeFlags =
     OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::AT_RECURSIVE).union(OpenTreeFlags::OPEN_TREE_CLOEXEC);
 
-/// How the library comes into a program.
+/// The way in which a program gets the library.
 #[derive(Debug, Clone, Copy)]
 pub enum By<'a> {
     /// `LD_PRELOAD`.
     Environment(&'a Path),
-    /// `/etc/ld.so.preload` as it is, for everybody.
+    /// The actual `/etc/ld.so.preload`.
     File,
-    /// `/etc/ld.so.preload` with this text, which nobody but the programs of this trial sees.
+    /// `/etc/ld.so.preload` with this text, visible only to the programs of this trial.
     Rehearsal(&'a [u8]),
 }
 
@@ -60,17 +60,20 @@ impl User {
     }
 }
 
-/// What was tried, in words, and how it went.
+/// A trial in words, and its result.
 #[derive(Debug)]
 pub struct Trial {
     pub what: String,
     pub result: Result<(), String>,
 }
 
-/// Tries the library as each of the users, up to the first failure. An error says why there could be no rehearsal.
+/// Tries the library as each of the users, up to the first failure.
+///
+/// # Errors
+/// If the trial could not be set up.
 pub fn all(by: By, library: &Path, users: &[User]) -> Result<Vec<Trial>, String> {
     let By::Rehearsal(text) = by else { return Ok(each(by, library, users)) };
-    // A mount namespace belongs to a thread, and to what that thread starts.
+    // A mount namespace belongs to a thread, and to the processes that the thread starts.
     std::thread::scope(|scope| {
         let rehearsal = scope.spawn(|| {
             stage(text).map_err(|e| format!("no mount namespace: {e}"))?;
@@ -134,7 +137,7 @@ fn setuid_program() -> Option<&'static str> {
     })
 }
 
-/// What a program has to say on its standard output; on the other, nothing.
+/// The expected standard output of a program; its standard error must be empty.
 #[derive(Debug, Clone, Copy)]
 enum Prints {
     Nothing,
@@ -189,7 +192,7 @@ fn output(by: By, user: User, words: &[&str]) -> Result<Output, String> {
         let _ = child.wait();
         return Err(format!("did not end within {} s", LIMIT.as_secs()));
     };
-    // What it left running may keep them open.
+    // A process that the program left running may keep them open.
     let read = |from: Receiver<Vec<u8>>| {
         let left = until.saturating_duration_since(Instant::now());
         from.recv_timeout(left).map_err(|_| "left something behind that keeps its output open".to_owned())

@@ -8,13 +8,13 @@ use serde_json::{Value, json};
 use super::trial::{self, By, Trial, User};
 use super::{entries, library};
 
-/// What was looked at and what was found.
+/// The trials and their results.
 #[derive(Debug)]
 pub struct Report {
     pub library: PathBuf,
     pub version: Option<String>,
     pub checks: Vec<Trial>,
-    /// What could not be tried here, and why.
+    /// Checks that were not possible here, and the reason.
     pub notes: Vec<String>,
 }
 
@@ -57,7 +57,7 @@ pub fn verify(path: &Path, rehearse: &[u8]) -> Report {
     report
 }
 
-/// Whether programs notice the other entries.
+/// True if programs fail because of the other entries.
 fn others_are_bad(rehearse: &[u8]) -> bool {
     let others = entries::without(rehearse);
     let trials = trial::all(By::Rehearsal(&others), Path::new(""), &[User::Caller]).unwrap_or_default();

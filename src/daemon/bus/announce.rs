@@ -12,7 +12,7 @@ use super::object::Object;
 use super::{Followed, Shared, seconds};
 use crate::bus;
 use crate::config::names;
-use crate::daemon::hub::Thrashing;
+use crate::daemon::core::Thrashing;
 
 /// Says every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {

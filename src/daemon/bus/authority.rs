@@ -1,8 +1,8 @@
-//! polkit, which knows what users other than root may do. It is asked about the sender of a message, by its name on the
-//! bus: that never is somebody else's, as a process id can be. The actions are in `dbus/org.nvshare.Scheduler1.policy`.
+//! Authorization by polkit of users other than root. The subject is the sender of a message by its unique name on the bus,
+//! which is never reused, unlike a process id. The actions are in `dbus/org.nvshare.Scheduler1.policy`.
 //!
-//! An answer can take as long as somebody types a password, and polkit can hang. So questions are few at a time, each has
-//! its limit, and one whose sender has left the bus is withdrawn.
+//! An answer can take as long as a user types a password, and polkit can hang. So the number of pending checks is limited,
+//! each has a timeout, and the check of a sender that leaves the bus is cancelled.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -10,30 +10,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use serde::Deserialize;
 use zbus::export::futures_core::Stream;
 use zbus::fdo::{self, DBusProxy};
 use zbus::names::OwnedUniqueName;
-use zbus::{Connection, MatchRule, Message, MessageStream, Type, Variant, message};
+use zbus::proxy::{CacheProperties, MethodFlags};
+use zbus::{Connection, MatchRule, MessageStream, message};
+use zbus_polkit::policykit1::{self as polkit, AuthorityProxy, AuthorizationResult, CheckAuthorizationFlags};
 
-const NAME: &str = "org.freedesktop.PolicyKit1";
-const PATH: &str = "/org/freedesktop/PolicyKit1/Authority";
-const INTERFACE: &str = "org.freedesktop.PolicyKit1.Authority";
-/// Flag of CheckAuthorization: a password can be asked for.
-const ALLOW_USER_INTERACTION: u32 = 1;
+/// Time to find a password and to type it.
+const INTERACTIVE_TIMEOUT: Duration = Duration::from_secs(120);
+/// For checks that must not delay the caller.
+const QUICK_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Time enough to find a password and to type it.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// For what has to be answered quickly, by what is known already.
-const QUICK: Duration = Duration::from_millis(500);
+/// Pending checks of one sender.
+const MAX_OF_SENDER: usize = 16;
+/// Pending checks of one user, who can have many connections to the bus.
+const MAX_OF_USER: usize = 32;
+/// Pending checks in all.
+const MAX_PENDING: usize = 128;
 
-/// Questions at a time.
-const MOST_OF_SENDER: usize = 16;
-/// A user can have many connections to the bus.
-const MOST_OF_USER: usize = 32;
-const MOST: usize = 128;
-
-/// What somebody may or may not do.
+/// An action that polkit authorizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     ChangeSettings,
@@ -56,53 +52,57 @@ impl Action {
     }
 }
 
-/// Who is asked about.
+/// The sender of a message.
 #[derive(Debug)]
 pub struct Subject {
-    pub sender: OwnedUniqueName,
-    pub uid: u32,
+    sender: OwnedUniqueName,
+    uid: u32,
+    polkit: polkit::Subject,
 }
 
-/// How long an answer may take.
+impl Subject {
+    /// `None` if the message has no sender.
+    pub fn new(header: &message::Header<'_>, uid: u32) -> Option<Self> {
+        let polkit = polkit::Subject::new_for_message_header(header).ok()?;
+        Some(Self { sender: header.sender()?.to_owned().into(), uid, polkit })
+    }
+}
+
+/// The time that an answer may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
-    /// As long as a password takes; it may be asked for.
+    /// As long as a user takes to type a password, which polkit may ask for.
     Interactive,
-    /// As long, but for nobody's password.
+    /// As long, but polkit may not ask for a password.
     Patient,
-    /// At once.
+    /// Half a second.
     Quick,
 }
 
-/// What polkit says.
+/// The answer of polkit.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
     Yes,
-    /// No; why, in words that follow a colon.
+    /// Not authorized; the reason, to follow a colon.
     No(String),
-    /// Not without a password, which could not be asked for.
+    /// Authorized only with a password, which polkit was not allowed to ask for.
     Challenge,
-    /// Nothing: this system has no polkit.
+    /// This system has no polkit.
     Absent,
 }
 
-/// The polkit of one bus, and the questions that it has not answered.
+/// The polkit of one bus, and its pending checks.
 #[derive(Debug, Default)]
 pub struct Authority {
     asked: AtomicU64,
     pending: Mutex<Vec<(OwnedUniqueName, u32)>>,
 }
 
-/// The reply of CheckAuthorization.
-#[derive(Debug, Deserialize, Type)]
-struct Outcome {
-    authorized: bool,
-    challenge: bool,
-    details: HashMap<String, String>,
-}
-
 impl Authority {
-    /// Asks. The error is that too much is being asked already.
+    /// Asks polkit whether the subject may do something.
+    ///
+    /// # Errors
+    /// `LimitsExceeded` if too many checks are pending.
     pub async fn check(
         &self,
         connection: &Connection,
@@ -111,22 +111,22 @@ impl Authority {
         manner: Manner,
     ) -> fdo::Result<Answer> {
         let _place = self.place(subject)?;
-        let question = Question {
+        let check = Check {
             connection,
-            sender: subject.sender.as_str(),
+            subject,
             action,
             interactive: manner == Manner::Interactive,
             id: format!("nvshare-{}", self.asked.fetch_add(1, Ordering::Relaxed)),
         };
-        let limit = if manner == Manner::Quick { QUICK } else { PATIENCE };
+        let limit = if manner == Manner::Quick { QUICK_TIMEOUT } else { INTERACTIVE_TIMEOUT };
         let gone = || Answer::No("the caller has left the bus".into());
-        let Ok(Some(leaving)) = question.watch().await else { return Ok(gone()) };
+        let Ok(Some(leaving)) = check.sender_leaves().await else { return Ok(gone()) };
         let answer = tokio::select! {
-            answer = question.ask() => return Ok(answer),
+            answer = check.run() => return Ok(answer),
             () = leaving => gone(),
             () = tokio::time::sleep(limit) => Answer::No(format!("there was no answer for {limit:?}")),
         };
-        question.withdraw().await;
+        check.cancel().await;
         Ok(answer)
     }
 
@@ -138,7 +138,7 @@ impl Authority {
         let mut pending = self.pending();
         let of_sender = pending.iter().filter(|(sender, _)| *sender == subject.sender).count();
         let of_user = pending.iter().filter(|(_, uid)| *uid == subject.uid).count();
-        if of_sender >= MOST_OF_SENDER || of_user >= MOST_OF_USER || pending.len() >= MOST {
+        if of_sender >= MAX_OF_SENDER || of_user >= MAX_OF_USER || pending.len() >= MAX_PENDING {
             let text = "too many calls wait for polkit's answer: try again when some of them have it";
             return Err(fdo::Error::LimitsExceeded(text.into()));
         }
@@ -147,7 +147,7 @@ impl Authority {
     }
 }
 
-/// A question that counts, until it is dropped.
+/// Counts a pending check until it is dropped.
 struct Place<'a> {
     authority: &'a Authority,
     subject: &'a Subject,
@@ -162,73 +162,79 @@ impl Drop for Place<'_> {
     }
 }
 
-struct Question<'a> {
+/// One check.
+struct Check<'a> {
     connection: &'a Connection,
-    sender: &'a str,
+    subject: &'a Subject,
     action: Action,
     interactive: bool,
-    /// By which it can be withdrawn.
+    /// Identifies the check when it is cancelled.
     id: String,
 }
 
-impl Question<'_> {
-    /// What is returned ends when the sender leaves; nothing where it has left.
-    async fn watch(&self) -> zbus::Result<Option<impl Future<Output = ()> + use<>>> {
+impl Check<'_> {
+    /// A future that completes when the sender leaves the bus. `None` if it has left already.
+    async fn sender_leaves(&self) -> zbus::Result<Option<impl Future<Output = ()> + use<>>> {
         let rule = MatchRule::builder()
             .msg_type(message::Type::Signal)
             .sender("org.freedesktop.DBus")
             .interface("org.freedesktop.DBus")
             .member("NameOwnerChanged")
-            .arg(0, self.sender)
+            .arg(0, self.subject.sender.as_str())
             .build()?;
         let mut changes = MessageStream::for_match_rule(rule, self.connection, None).await?;
-        if !DBusProxy::new(self.connection).await?.name_has_owner(self.sender.try_into()?).await? {
+        if !DBusProxy::new(self.connection).await?.name_has_owner(self.subject.sender.clone().into()).await? {
             return Ok(None);
         }
-        // A unique name changes its owner once, to nobody.
+        // A unique name changes its owner only when its connection closes.
         Ok(Some(async move {
             let _ = std::future::poll_fn(|cx| Pin::new(&mut changes).poll_next(cx)).await;
         }))
     }
 
-    async fn ask(&self) -> Answer {
-        let subject = ("system-bus-name", HashMap::from([("name", Variant::from(self.sender))]));
-        let details: HashMap<&str, &str> = HashMap::new();
-        let flags = if self.interactive { ALLOW_USER_INTERACTION } else { 0 };
-        let body = (subject, self.action.id(), details, flags, self.id.as_str());
-        let reply = self.connection.call_method(Some(NAME), PATH, Some(INTERFACE), "CheckAuthorization", &body).await;
-        match reply.and_then(|reply| reply.body().deserialize()) {
-            Ok(outcome) => self.read(&outcome),
+    async fn polkit(&self) -> zbus::Result<AuthorityProxy<'_>> {
+        // No property is read, so none need be cached.
+        AuthorityProxy::builder(self.connection).cache_properties(CacheProperties::No).build().await
+    }
+
+    async fn run(&self) -> Answer {
+        let mut flags = CheckAuthorizationFlags::empty();
+        flags.set(CheckAuthorizationFlags::ALLOW_USER_INTERACTION, self.interactive);
+        let result = async {
+            let polkit = self.polkit().await?;
+            polkit.check_authorization(&self.subject.polkit, self.action.id(), &HashMap::new(), flags, &self.id).await
+        };
+        match result.await {
+            Ok(result) => self.answer(&result),
             Err(e) if is_absent(&e) => Answer::Absent,
-            Err(e) => Answer::No(format!("polkit does not say ({e})")),
+            Err(e) => Answer::No(format!("polkit does not answer ({e})")),
         }
     }
 
-    fn read(&self, outcome: &Outcome) -> Answer {
-        match outcome {
-            Outcome { authorized: true, .. } => Answer::Yes,
-            Outcome { challenge: true, .. } if !self.interactive => Answer::Challenge,
-            Outcome { challenge: true, .. } => Answer::No("there is no polkit agent to ask for a password".into()),
-            outcome if outcome.details.contains_key("polkit.dismissed") => Answer::No("no password was given".into()),
+    fn answer(&self, result: &AuthorizationResult) -> Answer {
+        match result {
+            AuthorizationResult { is_authorized: true, .. } => Answer::Yes,
+            AuthorizationResult { is_challenge: true, .. } if !self.interactive => Answer::Challenge,
+            AuthorizationResult { is_challenge: true, .. } => {
+                Answer::No("there is no polkit agent to ask for a password".into())
+            }
+            result if result.details.contains_key("polkit.dismissed") => Answer::No("no password was given".into()),
             _ => Answer::No("polkit does not allow it".into()),
         }
     }
 
-    /// Says that nobody waits for the answer any more, and so that no password need be given.
-    async fn withdraw(&self) {
-        let message = Message::method_call(PATH, "CancelCheckAuthorization")
-            .destination(NAME)
-            .interface(INTERFACE)
-            .with_flags(message::Flags::NO_REPLY_EXPECTED | message::Flags::NO_AUTO_START)
-            .build(&self.id.as_str());
-        // A polkit that is gone has nothing to cancel.
-        if let Ok(message) = message {
-            let _ = self.connection.send(&message).await;
+    /// Cancels the check, so that polkit does not go on asking for a password. Does not wait for a reply.
+    async fn cancel(&self) {
+        let flags = MethodFlags::NO_REPLY_EXPECTED | MethodFlags::NO_AUTO_START;
+        if let Ok(polkit) = self.polkit().await {
+            // It is no error if polkit has gone.
+            let id = self.id.as_str();
+            let _ = polkit.inner().call_with_flags::<_, _, ()>("CancelCheckAuthorization", flags, &id).await;
         }
     }
 }
 
-/// Whether there is no polkit, and none can be started.
+/// True if there is no polkit, and none can be activated.
 fn is_absent(error: &zbus::Error) -> bool {
     match error {
         zbus::Error::FDO(error) => matches!(**error, fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_)),
@@ -239,27 +245,29 @@ fn is_absent(error: &zbus::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use zbus::Message;
+
     use super::*;
 
     #[test]
     fn questions_are_few_at_a_time() {
         let authority = Authority::default();
         let subject = |connection: usize, uid| {
-            let sender = OwnedUniqueName::try_from(format!(":1.{connection}")).expect("a name");
-            Subject { sender, uid }
+            let call = Message::method_call("/", "Call").sender(format!(":1.{connection}")).build(&()).expect("a call");
+            Subject::new(&call.header(), uid).expect("a sender")
         };
-        let subjects: Vec<Subject> = (0..MOST).map(|n| subject(n, u32::try_from(n / 2).expect("few"))).collect();
+        let subjects: Vec<Subject> = (0..MAX_PENDING).map(|n| subject(n, u32::try_from(n / 2).expect("few"))).collect();
         let mut places = Vec::new();
         for subject in &subjects {
-            for _ in 0..MOST_OF_SENDER {
+            for _ in 0..MAX_OF_SENDER {
                 places.extend(authority.place(subject));
             }
         }
-        assert_eq!(places.len(), MOST);
+        assert_eq!(places.len(), MAX_PENDING);
         places.clear();
-        for (connection, places_left) in [(0, MOST_OF_SENDER), (1, MOST_OF_USER - MOST_OF_SENDER), (2, 0)] {
+        for (connection, places_left) in [(0, MAX_OF_SENDER), (1, MAX_OF_USER - MAX_OF_SENDER), (2, 0)] {
             let subject: &'static Subject = Box::leak(Box::new(subject(connection, 1000)));
-            let got: Vec<_> = (0..MOST).map_while(|_| authority.place(subject).ok()).collect();
+            let got: Vec<_> = (0..MAX_PENDING).map_while(|_| authority.place(subject).ok()).collect();
             assert_eq!(got.len(), places_left, "of connection {connection}");
             places.extend(got);
         }

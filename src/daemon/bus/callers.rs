@@ -1,4 +1,4 @@
-//! Who calls, and what they may do.
+//! Callers of the D-Bus object, and their authorization.
 
 use tracing::debug;
 use zbus::Connection;
@@ -8,22 +8,22 @@ use zbus::message::{Flags, Header};
 use super::authority::{Action, Answer, Authority, Manner, Subject};
 use super::failure::Failure;
 use crate::bus::Error;
-use crate::daemon::peer;
+use crate::daemon::transport::peer;
 
-/// How callers are known.
+/// The way to identify callers.
 #[derive(Debug)]
 pub enum Callers {
-    /// The bus knows each sender, and polkit what they may do.
+    /// The bus identifies each sender, and polkit authorizes it.
     Bus(Authority),
-    /// There is one caller only, the peer, and the kernel said who it is.
+    /// The peer of a socket is the only caller; the kernel identifies it.
     Peer { uid: u32, pid: i32 },
 }
 
-/// Who sent a message.
+/// The sender of a message.
 #[derive(Debug)]
 pub struct Caller<'a> {
     pub uid: u32,
-    /// 0 where it is not known.
+    /// 0 if unknown.
     pub pid: i32,
     from: From<'a>,
 }
@@ -34,14 +34,17 @@ enum From<'a> {
         authority: &'a Authority,
         connection: &'a Connection,
         subject: Subject,
-        /// Whether they let themselves be asked for a password.
+        /// The call allows polkit to ask for a password.
         interactive: bool,
     },
     Peer,
 }
 
 impl Callers {
-    /// The sender of a message.
+    /// Identifies the sender of a message.
+    ///
+    /// # Errors
+    /// If the bus does not know it.
     pub async fn identify<'a>(
         &'a self,
         header: Option<&Header<'_>>,
@@ -58,21 +61,22 @@ impl Callers {
             let known = bus.get_connection_credentials(sender.clone().into()).await.ok()?;
             let uid = known.unix_user_id()?;
             let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
-            let subject = Subject { sender: sender.into(), uid };
+            let subject = Subject::new(header, uid)?;
             let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
             Some(Caller { uid, pid, from: From::Bus { authority, connection, subject, interactive } })
         };
-        known.await.ok_or_else(|| Error::NotAuthorized("the bus does not say who calls".into()))
+        known.await.ok_or_else(|| Error::NotAuthorized("the bus does not identify the caller".into()))
     }
 }
 
 impl Caller<'_> {
-    /// Whether they may see what others do.
+    /// # Errors
+    /// If the caller may not see other users' clients.
     pub fn may_see_others(&self) -> Result<(), Error> {
         self.is_of_the_host("see what others do")
     }
 
-    /// From within a container nobody may do any of this, whoever they are there.
+    /// Processes in containers are not authorized for anything, even as root.
     fn is_of_the_host(&self, what: &str) -> Result<(), Error> {
         if peer::is_in_another_namespace(self.pid) {
             let text = format!("a process in a container, or in another PID namespace, may not {what}");
@@ -81,12 +85,14 @@ impl Caller<'_> {
         Ok(())
     }
 
-    /// Whether they may change settings; what exactly, as in "may not ...", is for the message.
+    /// # Errors
+    /// If the caller may not change settings. `what` completes "may not ..." in the message.
     pub async fn may_change(&self, what: &str) -> Result<(), Failure> {
         self.may_administer(Action::ChangeSettings, what).await
     }
 
-    /// Whether they may have a debug bundle, which shows what all users do.
+    /// # Errors
+    /// If the caller may not have a debug bundle, which shows all users' clients.
     pub async fn may_debug(&self) -> Result<(), Failure> {
         self.may_administer(Action::Debug, "create a debug bundle").await
     }
@@ -96,8 +102,7 @@ impl Caller<'_> {
         let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
         match self.from {
             _ if self.uid == 0 => Ok(()),
-            // SAFETY: a plain call that cannot fail.
-            From::Peer if self.uid == unsafe { libc::geteuid() } => Ok(()),
+            From::Peer if self.uid == rustix::process::geteuid().as_raw() => Ok(()),
             From::Peer => Err(Error::NotAuthorized(only_root("on the control socket ")).into()),
             From::Bus { .. } => match self.ask(action).await? {
                 Answer::Absent => Err(Error::NotAuthorized(only_root("there is no polkit, so ")).into()),
@@ -106,7 +111,8 @@ impl Caller<'_> {
         }
     }
 
-    /// Whether they may have a lock.
+    /// # Errors
+    /// If the caller may not acquire a lock.
     pub async fn may_lock(&self) -> Result<(), Failure> {
         self.is_of_the_host("acquire a lock")?;
         match self.from {
@@ -118,7 +124,7 @@ impl Caller<'_> {
         }
     }
 
-    /// Whether they may see other users' command lines. Takes no time worth speaking of, and nobody is asked for a password.
+    /// True if the caller may see other users' command lines. Answers quickly, and never asks for a password.
     pub async fn sees_all(&self) -> bool {
         let From::Bus { authority, connection, subject, .. } = &self.from else { return self.uid == 0 };
         if self.uid == 0 {

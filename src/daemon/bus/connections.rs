@@ -15,19 +15,21 @@ use super::authority::Authority;
 use super::callers::Callers;
 use super::object::Object;
 use super::served::Served;
-use super::{Bus, Holders, Shared};
+use super::{Bus, Shared};
 use crate::bus;
-use crate::daemon::hub::Thrashing;
-use crate::daemon::{peer, socket};
+use crate::daemon::core::Thrashing;
+use crate::daemon::core::views::Holders;
+use crate::daemon::transport::peer;
+use crate::sys::{credentials, descriptors, socket};
 
-/// How long to wait before the bus is tried again.
+/// Time before another attempt to connect to the bus.
 const RETRY: Duration = Duration::from_secs(5);
 /// Connections to the control socket at a time; more wait.
 const MAX_PEERS: usize = 64;
 /// A peer that does not finish the handshake in this time is hung up on.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Stays on the bus for as long as there is one, and comes back to it.
+/// Keeps a connection to the bus, and connects again when it is lost.
 pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>) {
     let mut attempted = Some(attempted);
     let mut complained = false;
@@ -38,7 +40,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
             Bus::Address(address) => connection::Builder::address(address.as_str()),
         };
         let object = Object { shared: shared.clone(), callers: Callers::Bus(Authority::default()) };
-        // The name is requested once the object is there: nobody can find the one without the other.
+        // The name is requested last, so that its owner always has the object.
         let connected = builder
             .serve_at(bus::PATH, Served(object))
             .name(bus::NAME)
@@ -68,7 +70,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
 
 /// Serves the control socket: the same object, without a bus between.
 pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
-    let listener = match socket::watch(listener) {
+    let listener = match descriptors::watch(listener) {
         Ok(listener) => listener,
         Err(e) => return error!("there is no control socket: {e}"),
     };
@@ -96,9 +98,9 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
 }
 
 async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
-    let socket::Credentials { uid, pid, .. } = socket::credentials(stream.as_fd())?;
+    let credentials::Credentials { uid, pid, .. } = credentials::credentials(stream.as_fd())?;
     if peer::is_in_another_namespace(pid) {
-        // Somebody has mounted this socket into a container: it hears of no change either.
+        // The control socket was mounted into a container: the peer sees no changes either.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.thrashing = watch::channel(Thrashing::new()).1;
     }

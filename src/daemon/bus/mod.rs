@@ -1,10 +1,10 @@
 //! The D-Bus object, on the bus and on the control socket. It has a thread and a runtime of its own, so that no call
-//! of anybody can delay a hand-over; it talks to the scheduling loop through channels.
+//! can delay a hand-over; it talks to the scheduling loop through channels.
 //!
 //! - `connections`: the bus and the control socket.
-//! - `object`: the methods and properties; `served` is how they are reached, `failure` how they fail, `rules` how rules look.
-//! - `announce`: PropertiesChanged, and the signals.
-//! - `callers`: who calls, and what they may do; `authority` is polkit, which knows that of other users than root.
+//! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
+//! - `announce`: PropertiesChanged and the signals.
+//! - `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
 
 mod announce;
 mod authority;
@@ -12,10 +12,8 @@ mod callers;
 mod connections;
 mod failure;
 mod object;
-pub mod rules;
 mod served;
 
-use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{self as blocking, RecvTimeoutError};
@@ -26,20 +24,22 @@ use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::debug;
 
-use super::bundle::Snapshot;
-use super::hub::{ClientView, Thrashing};
-use super::lock::LockRequest;
-use super::pods::{Pods, Refused};
 use crate::bus::{self, Error};
 use crate::config::rules::Addition;
+use crate::daemon::connections::lock::LockRequest;
+use crate::daemon::core::bundle::Snapshot;
+use crate::daemon::core::pods::{Pods, Refused};
+use crate::daemon::core::{
+    Thrashing,
+    views::{ClientView, Holders},
+};
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
-pub use object::present;
 
-/// How long a stopping daemon waits for this thread.
+/// Time that a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
 
-/// What the object wants of the loop.
+/// A request of the object to the scheduling loop.
 #[derive(Debug)]
 pub enum Request {
     Clients(oneshot::Sender<Vec<ClientView>>),
@@ -48,17 +48,17 @@ pub enum Request {
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
     SetRule(Box<Addition>, oneshot::Sender<Result<(), Error>>),
-    /// All pods of this node. Answered with the wishes that are refused.
+    /// Sets all pods of this node. The answer has the rules that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
     Lock(LockRequest, oneshot::Sender<Result<OwnedFd, Error>>),
-    /// What a debug bundle is made of.
+    /// Copies the content of a debug bundle.
     Debug(oneshot::Sender<Box<Snapshot>>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.
     Reset(oneshot::Sender<Result<(), String>>),
 }
 
-/// A setting that was changed by somebody who may.
+/// A changed setting, of an authorized caller.
 #[derive(Debug, Clone, Copy)]
 pub enum Change {
     TimeQuantum(Duration),
@@ -78,9 +78,6 @@ impl Change {
     }
 }
 
-/// Clients that hold the lock of each GPU, by its UUID.
-pub type Holders = HashMap<String, Vec<u64>>;
-
 /// The thread that serves the object.
 #[derive(Debug)]
 pub struct BusServer {
@@ -89,7 +86,8 @@ pub struct BusServer {
 }
 
 impl BusServer {
-    /// Starts it. What is returned beside it is answered (or dropped) once the bus has been tried for the first time.
+    /// Starts the thread. The receiver is notified, or its sender dropped, after the first attempt to connect to the
+    /// bus.
     pub fn start(
         bus: Bus,
         control: Option<OwnedFd>,
@@ -132,7 +130,7 @@ pub enum Bus {
     Address(String),
 }
 
-/// What the loop has to say unasked.
+/// Values that the scheduling loop publishes.
 #[derive(Debug, Clone)]
 pub struct Followed {
     pub settings: watch::Receiver<Settings>,

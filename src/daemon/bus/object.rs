@@ -1,7 +1,7 @@
 //! The methods and properties of the object.
 
 use std::collections::HashMap;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tokio::sync::oneshot;
 use zbus::message::Header;
@@ -10,16 +10,16 @@ use zbus::{Connection, OwnedVariant, Variant};
 
 use super::callers::{Caller, Callers};
 use super::failure::Failure;
-use super::{Change, Holders, Request, Shared, rules, seconds};
-use crate::bus::{self, Error};
+use super::{Change, Request, Shared, seconds};
+use crate::bus::{self, Error, rules};
 use crate::config::rules::Addition;
 use crate::config::{names, settings};
-use crate::daemon::hub::ClientView;
-use crate::daemon::lock::LockRequest;
-use crate::daemon::pods::Pods;
+use crate::daemon::connections::lock::LockRequest;
+use crate::daemon::core::pods::Pods;
+use crate::daemon::core::views::{ClientView, Holders};
 
-/// The object as zbus's macro dispatches to it. A call can wait for somebody's password: every method takes `&self`, for
-/// the reason that [`super::served`] gives.
+/// The object to which zbus's macro dispatches. A call can wait while a user types a password, so every method takes
+/// `&self`, for the reason given in [`super::served`].
 #[derive(Debug)]
 pub struct Object {
     pub shared: Shared,
@@ -44,7 +44,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Client>, Error> {
-        // Who is not known sees what everybody sees.
+        // A caller that the bus does not identify sees what every user may see.
         let caller = self.callers.identify(Some(&header), connection).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
         let clients = self.ask(Request::Clients).await?;
@@ -55,7 +55,13 @@ impl Object {
             _ => false,
         };
         let may_see = |client: &ClientView| sees_all || Some(client.identity.uid) == uid;
-        Ok(clients.into_iter().map(|client| present(may_see(&client), client)).collect())
+        Ok(clients
+            .into_iter()
+            .map(|client| {
+                let may_see = may_see(&client);
+                client.present(may_see)
+            })
+            .collect())
     }
 
     #[zbus(out_args("lock"))]
@@ -96,7 +102,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         let keys = rules::table(&rule).map_err(Error::InvalidArgument)?;
-        // First: what is read may have to be looked up elsewhere, which is not for everybody to cause.
+        // Before the rule is read: reading may look up users elsewhere, which takes authorization.
         self.callers.identify(Some(&header), connection).await?.may_change("change rules").await?;
         let addition = Addition::read(&name, &keys).map_err(Error::InvalidArgument)?;
         Ok(self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await??)
@@ -232,7 +238,7 @@ impl Object {
 }
 
 impl Object {
-    /// Changes a setting to a value that is allowed, for somebody who may.
+    /// Changes a setting to a valid value, if the caller is authorized.
     async fn change(
         &self,
         change: Change,
@@ -252,7 +258,7 @@ impl Object {
     }
 }
 
-/// Whether names and command lines of programs are wanted.
+/// Whether the options ask for names and command lines of programs.
 fn debug_options(options: &HashMap<String, OwnedVariant>) -> Result<bool, Error> {
     let mut command_lines = false;
     for (name, value) in options {
@@ -268,36 +274,4 @@ fn debug_options(options: &HashMap<String, OwnedVariant>) -> Result<bool, Error>
         }
     }
     Ok(command_lines)
-}
-
-/// What a caller may see of a client.
-pub fn present(may_see: bool, client: ClientView) -> bus::Client {
-    let identity = &client.identity;
-    let since = client.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    bus::Client {
-        id: client.id.0,
-        pid: u32::try_from(identity.pid).unwrap_or(0),
-        uid: identity.uid,
-        name: identity.name.clone(),
-        command: may_see.then(|| identity.command.clone()),
-        why: identity.why.clone(),
-        unit: identity.unit.clone(),
-        slice: identity.slice.clone(),
-        container: identity.container.clone(),
-        pod: identity.pod.uid.clone(),
-        pod_namespace: identity.pod.namespace.clone(),
-        pod_name: identity.pod.name.clone(),
-        pod_container: identity.pod.container.clone(),
-        library: client.library,
-        rule: client.rule.0,
-        rule_origin: client.rule.1,
-        share: client.rule.2,
-        environment: client.own.0,
-        environment_ignored: client.own.1,
-        gang: client.gang_peers.iter().map(|peer| peer.0).collect(),
-        placed: client.placed,
-        connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
-        stopped: client.stopped,
-        gpus: client.uses,
-    }
 }

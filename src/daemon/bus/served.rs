@@ -1,9 +1,10 @@
-//! The object as it is served.
+//! The object as zbus serves it.
 //!
-//! Calls can take minutes, and zbus holds locks while one is carried out: to read, the interface's, and for a property
-//! those of `Properties` and of the tree of objects too. Readers do not keep each other waiting, but a writer would wait
-//! for them all, and everybody for the writer. So there is none: no method takes `&mut self`, which [`shared`] sees to, and
-//! nobody calls [`ObjectServer::at`] or `remove` once the object is there. Each call has a task of its own.
+//! Calls can take minutes, and zbus holds read locks during a call: the interface's, and for a property those of
+//! `Properties` and of the object tree as well. Readers do not block each other, but a writer would wait for all of
+//! them, and all later calls for the writer. So there are no writers: no method takes `&mut self`, which [`shared`]
+//! ensures, and [`ObjectServer::at`] and `remove` are not called once the object is registered. Each call has a task
+//! of its own.
 
 use std::collections::HashMap;
 
@@ -14,7 +15,7 @@ use zbus::{BoxDBusError, Connection, Message, ObjectServer, OwnedVariant, Varian
 
 use super::object::Object;
 
-/// [`Object`] as it is served: what it says of itself is the XML that is installed, where changes are announced.
+/// [`Object`] with the installed XML as its introspection data, which declares how changes are announced.
 pub struct Served(pub Object);
 
 const XML: &str = include_str!("../../../dbus/org.nvshare.Scheduler1.xml");
@@ -92,13 +93,13 @@ impl Interface for Served {
 
     fn introspect_to_writer(&self, writer: &mut dyn std::fmt::Write, level: usize) {
         for line in interface(XML).lines() {
-            // A writer that fails has nobody to tell.
+            // There is no way to report an error of the writer.
             let _ = writeln!(writer, "{:level$}{}", "", line.strip_prefix("  ").unwrap_or(line));
         }
     }
 }
 
-/// What can be done beside everything else; the rest is not found.
+/// Accepts calls that take `&self`; other methods are not found.
 fn shared(dispatched: DispatchResult<'_>) -> DispatchResult<'_> {
     match dispatched {
         DispatchResult::RequiresMut => DispatchResult::NotFound,
@@ -123,8 +124,9 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::daemon::bus::callers::Callers;
-    use crate::daemon::bus::{Followed, Holders, Shared};
-    use crate::daemon::hub::Thrashing;
+    use crate::daemon::bus::{Followed, Shared};
+    use crate::daemon::core::Thrashing;
+    use crate::daemon::core::views::Holders;
 
     /// XML without comments and blank lines, one element a line.
     fn bare(xml: &str) -> Vec<String> {

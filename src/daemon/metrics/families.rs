@@ -18,7 +18,7 @@ pub struct Family<T: 'static> {
     pub help: &'static str,
 }
 
-/// What kind of a value it is, and how to get at it.
+/// The type of a metric's value, and the function that reads it from a snapshot.
 #[derive(Debug)]
 pub enum Value<T: 'static> {
     Counter(fn(&T) -> u64),

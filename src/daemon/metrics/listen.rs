@@ -1,4 +1,4 @@
-//! Where metrics are served: sockets that systemd passed, and what the configuration says.
+//! The sockets of metrics: passed by systemd, or bound as the configuration says.
 
 use std::fmt;
 use std::io;
@@ -6,18 +6,24 @@ use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 
 use crate::config::metrics::Listen;
-use crate::daemon::socket::{self, Bound, Kind};
+use crate::sys::descriptors;
+use crate::sys::listen::{self, Bound};
+use crate::sys::socket::{self, Kind};
 
 /// The group may read them, as it may use the control socket.
 const MODE: u32 = 0o660;
 
-/// Binds what the configuration says, before there are other threads. What is returned beside the socket removes its file.
+/// Binds the configured socket; call it before there are other threads. Dropping the second value removes the
+/// socket's file.
+///
+/// # Errors
+/// A sentence if the socket cannot be bound.
 pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String> {
     let failed = |e: &dyn fmt::Display| format!("cannot serve metrics on {listen}, as [metrics] listen says: {e}");
     match listen {
         Listen::Nowhere => Ok(None),
         Listen::Path(path) => {
-            let (socket, bound) = socket::listen(path, Kind::Metrics, MODE).map_err(|e| failed(&e))?;
+            let (socket, bound) = listen::listen(path, Kind::Metrics, MODE).map_err(|e| failed(&e))?;
             Ok(Some((socket, Some(bound))))
         }
         Listen::Address(address) => {
@@ -29,7 +35,7 @@ pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String>
                 _ => failed(&e),
             })?;
             let socket = OwnedFd::from(listener);
-            socket::prepare(socket.as_fd()).map_err(|e| failed(&e))?;
+            descriptors::prepare(socket.as_fd()).map_err(|e| failed(&e))?;
             Ok(Some((socket, None)))
         }
     }
@@ -51,7 +57,7 @@ impl Listener {
         tokio::net::TcpListener::from_std(socket.into()).map(Self::Tcp)
     }
 
-    /// What it is bound to, for the log.
+    /// The address, for the log.
     pub fn place(&self) -> String {
         match self {
             Self::Unix(listener) => {

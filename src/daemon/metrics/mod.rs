@@ -1,11 +1,11 @@
-//! Metrics in the format of OpenMetrics, over HTTP, where somebody has asked for them. They have a thread and a runtime of their
-//! own, so that nobody who reads them can delay a hand-over: all that the scheduling loop does is to copy what it knows.
+//! Metrics in the OpenMetrics format over HTTP, if they are configured. They have a thread and a runtime of their
+//! own, so that no scraper can delay a hand-over: the scheduling loop only copies its figures.
 //!
 //! - `listen`: the sockets.
 //! - `server`: HTTP.
-//! - `source`: one text for all who ask at about the same time.
-//! - `text`: a snapshot as text, with `families`, the table of all metrics.
-//! - `snapshot`: what the scheduling loop says.
+//! - `source`: one text for all scrapers of about the same time.
+//! - `text`: formats a snapshot, by `families`, the table of all metrics.
+//! - `snapshot`: the figures that the scheduling loop copies.
 
 mod families;
 pub mod listen;

@@ -1,5 +1,5 @@
-//! HTTP: who asks for metrics gets them, whoever it is that can connect. Nobody holds anybody else up: there are so many
-//! connections, each carries one answer, and has an end.
+//! HTTP: every process that can connect may read metrics. Clients cannot delay each other for long: the number of
+//! connections is limited, each carries one answer and has a timeout.
 
 use std::convert::Infallible;
 use std::io;
@@ -29,9 +29,9 @@ const MAX_CONNECTIONS: usize = 64;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer that has not read all of the answer by then is hung up on: as long as Prometheus waits for one, by default.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
-/// What a request may take: metrics need none that is longer. hyper allows no less.
+/// Bytes of a request. hyper allows no less.
 const MAX_REQUEST: usize = 8 << 10;
-/// Before the next attempt where none can be accepted, for want of descriptors say.
+/// Pause after a connection could not be accepted, for instance without descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// The connections that there are, on all sockets.
@@ -41,7 +41,7 @@ pub fn places() -> Places {
     Arc::new(Semaphore::new(MAX_CONNECTIONS))
 }
 
-/// Answers everybody who connects there.
+/// Answers all connections to a socket.
 pub async fn serve(listener: Listener, places: Places, source: Rc<Source>) {
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return };

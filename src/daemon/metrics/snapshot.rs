@@ -1,4 +1,4 @@
-//! What the metrics are made from: a copy of what the scheduling loop knows at one moment.
+//! The figures that metrics are made of: a copy of the scheduling loop's at one moment.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ pub struct Snapshot {
     pub clients: Vec<OfClient>,
 }
 
-/// What only ever gets more.
+/// Counters, which never decrease.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counted {
     pub lock_time: Duration,
@@ -50,7 +50,7 @@ impl Counted {
     }
 }
 
-/// How long waits were.
+/// A histogram of waiting times.
 #[derive(Debug, Clone, Default)]
 pub struct Waits {
     sum: Duration,
@@ -129,12 +129,12 @@ pub struct OfClient {
     pub attachment: Option<Attachment>,
 }
 
-/// How a client stands on a GPU that it uses.
+/// The state of a client on a GPU that it uses.
 #[derive(Debug, Clone, Copy)]
 pub struct Attachment {
     pub memory: Memory,
     pub limit: u64,
-    /// What a rule allows it and those that count with it.
+    /// Bytes that a rule allows its group.
     pub memory_max: Option<u64>,
     pub waits: Duration,
 }

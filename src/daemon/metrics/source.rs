@@ -9,12 +9,12 @@ use tracing::error;
 use super::snapshot::Snapshot;
 use super::text;
 
-/// Who asks within this time gets the same answer: no number of them keeps the scheduling loop busy.
+/// Scrapers within this time get the same text, so that their number does not matter to the scheduling loop.
 const SHARED_FOR: Duration = Duration::from_millis(100);
 /// The scheduling loop answers within microseconds, or something is wrong with it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How the scheduling loop is asked for a snapshot.
+/// A request for a snapshot.
 pub type Question = oneshot::Sender<Snapshot>;
 
 #[derive(Debug)]
@@ -31,7 +31,7 @@ impl Source {
 
     /// `None`: the scheduling loop does not answer.
     pub async fn text(&self) -> Option<Bytes> {
-        // One asks, and the others wait for what it hears.
+        // One scraper requests it, and the others wait for the result.
         let mut newest = self.newest.lock().await;
         if let Some((at, text)) = &*newest
             && at.elapsed() < SHARED_FOR

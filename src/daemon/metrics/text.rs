@@ -1,7 +1,7 @@
-//! A snapshot as text in the format of OpenMetrics 1.0.
+//! Formats a snapshot as OpenMetrics 1.0.
 //!
-//! The registry's own metric types are not used: they hold values that a program changes, and a thousand clients that come
-//! and go would leave theirs behind. What a collector encodes is of the moment.
+//! The registry's own metric types are not used: they keep values between scrapes, and a thousand clients that come
+//! and go would leave theirs behind. A collector encodes current values only.
 
 use std::fmt::Error;
 
@@ -19,7 +19,7 @@ use crate::identity::Identity;
 
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// What a client's metrics come to, on average: room is made for so much at once.
+/// Bytes of a client's metrics on average, to allocate the text at once.
 const BYTES_A_CLIENT: usize = 4096;
 
 /// All of it.
@@ -42,7 +42,7 @@ impl Collector for Exposition {
     }
 }
 
-/// Of which there are none, nothing is said.
+/// Writes a family, unless it has no values.
 fn write<T: EncodeLabelSet>(encoder: &mut DescriptorEncoder, family: &Family<T>, all: &[T]) -> Result<(), Error> {
     let mut some = all.iter().filter(|one| family.value.is_there(one)).peekable();
     if some.peek().is_none() {

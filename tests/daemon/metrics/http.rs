@@ -99,7 +99,7 @@ fn where_it_is_served_does_not_change_while_it_runs() {
     let file = daemon.directory.0.join("nvshare.toml");
     std::fs::write(file, "[metrics]\nlisten = \"/run/elsewhere.sock\"\n").expect("a configuration");
     daemon.signal(libc::SIGHUP);
-    daemon.log.wait("[metrics] listen counts when the scheduler starts");
+    daemon.log.wait("[metrics] listen changed; restart the scheduler to apply it");
     scrape(&daemon.directory.0);
 }
 

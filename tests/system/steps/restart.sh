@@ -3,9 +3,9 @@
 # file, and stopped until its watchdog barks. Both end right, and neither connects a second time.
 . "$(dirname "$0")/../lib.sh"
 
-resumed=$(logged '^2 of 2 programs go on')
+resumed=$(logged '^2 of 2 programs continue')
 connected=$(logged 'cuda-program connected$')
-went_on() { has_logged $((resumed + $1)) '^2 of 2 programs go on' && [ "$(systemctl is-active $unit)" = active ]; }
+went_on() { has_logged $((resumed + $1)) '^2 of 2 programs continue' && [ "$(systemctl is-active $unit)" = active ]; }
 
 nvsharectl set time-quantum 1
 nvsharectl set anti-thrash on

@@ -1,34 +1,35 @@
-//! What is held against GPUs by the driver's events and answers: when a GPU becomes unhealthy, and by what it is healthy
-//! again. Pure; `nvml` feeds it.
+//! Faults of GPUs, by the driver's events and answers: when a GPU becomes unhealthy, and when it is healthy again.
+//! Pure; `nvml` provides the data.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// XIDs that a program can cause by its own mistakes, and that say nothing about the GPU: graphics engine exception, MMU
-/// fault, channel stopped because of another error, preemptive cleanup, video processor exception, context switch timeout.
+/// XIDs that programs cause by their own mistakes, and that are no faults of the GPU: graphics engine exception, MMU
+/// fault, channel stopped because of another error, preemptive cleanup, video processor exception, context switch
+/// timeout.
 pub const PROGRAMS_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
 
 /// For how long after an event the driver's word that nothing is to be done is not taken for an answer to it.
 pub const SETTLING: Duration = Duration::from_secs(2);
 
-/// Something that the driver tells unasked.
+/// An event of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     Xid(u64),
     DoubleBitEcc,
 }
 
-/// What the driver says is to be done about a GPU.
+/// The driver's recommended action for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Advice {
-    /// It does not say such things.
+    /// The driver has no recommendations.
     Unknown,
     Nothing,
     /// The number of an action: `NVML_GPU_RECOVERY_ACTION_*`.
     Action(u64),
 }
 
-/// What one query of a GPU came to.
+/// The result of a query of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
     /// It answers.
@@ -64,10 +65,10 @@ impl Faults {
         true
     }
 
-    /// Takes the answer to a query; returns why the GPU is unhealthy, if it is.
+    /// Handles the answer to a query. Returns the reason if the GPU is unhealthy.
     ///
-    /// A fault is over when the driver, asked a while later, says that nothing is to be done; where it does not say such
-    /// things, when the GPU was lost and answers again, because only a reset or a new driver does that.
+    /// A fault is over when the driver, queried a while later, recommends no action; without recommendations, when
+    /// the GPU was lost and answers again, because that takes a reset or a new driver.
     pub fn answered(&mut self, gpu: &str, answer: &Answer, now: Instant) -> Option<String> {
         let advice = match answer {
             Answer::Silent(why) => return Some(format!("NVML cannot read it: {why}")),
@@ -91,7 +92,7 @@ impl Faults {
     }
 }
 
-/// What the driver's actions are, by their numbers in `nvml.h`.
+/// The names of the driver's actions, by their numbers in `nvml.h`.
 fn action_name(action: u64) -> String {
     match action {
         1 => "a reset".into(),

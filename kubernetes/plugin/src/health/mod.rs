@@ -1,5 +1,5 @@
-//! What is known of GPUs' health, and from whom: `nvml` asks the driver, in a thread; `faults` (pure) says when what it says
-//! makes a GPU unhealthy and when it is healthy again; `scheduler` asks the scheduler.
+//! The health of GPUs: `nvml` queries the driver, in a thread; `faults` (pure) decides when a GPU becomes unhealthy
+//! and when it is healthy again; `scheduler` queries the scheduler.
 
 pub mod faults;
 pub mod nvml;
@@ -7,7 +7,7 @@ pub mod scheduler;
 
 use crate::devices::{NvmlGpu, SchedulerView};
 
-/// What one of them has found out.
+/// A report of one of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Report {
     /// `None`: there has been no NVML so far.

@@ -1,6 +1,6 @@
-//! NVML, in a thread of its own because its calls can take long: which GPUs and slices there are, where they are, and what
-//! their driver says of them, unasked (events) and asked (queries, which are all there is where events are not supported).
-//! A NVML that gives way is initialised anew, so that a driver which is loaded later, or again, is found.
+//! NVML, in a thread of its own because its calls can take long: the GPUs and slices, their places, and their faults
+//! by events and by queries, which are all there is where events are not supported. NVML is initialized again after a
+//! failure, so that a driver which is loaded later, or again, is found.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -29,10 +29,10 @@ const RECOVERY_ACTION: FieldId = FieldId(230);
 /// `NVML_ERROR_UNKNOWN` as an XID.
 const UNKNOWN_XID: u64 = 999;
 
-/// Where Linux says where PCI devices are.
+/// The directory of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 
-/// Starts the thread. It ends when nobody wants to know any more.
+/// Starts the thread. It ends when the receiver of reports is gone.
 pub fn start(config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) -> std::io::Result<()> {
     let thread = thread::Builder::new().name("nvml".into());
     thread.spawn(move || {
@@ -46,7 +46,7 @@ pub fn start(config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Repo
 struct Board {
     uuid: String,
     index: u32,
-    /// What work can run on: the board itself, or its slices.
+    /// The GPUs that work can run on: the board itself, or its slices.
     gpus: Vec<NvmlGpu>,
 }
 
@@ -56,11 +56,11 @@ struct Watch {
     faults: Faults,
     /// As they were seen last.
     boards: Vec<Board>,
-    /// What was said last of NVML or its events.
+    /// The last log line about NVML or its events.
     said: Option<String>,
 }
 
-/// Nobody listens any more.
+/// The receiver of reports is gone.
 struct Unheard;
 
 impl Watch {
@@ -82,7 +82,7 @@ impl Watch {
         }
     }
 
-    /// Once, until something else is to be said.
+    /// Logs a line unless it repeats the last one.
     fn say(&mut self, text: String) {
         if self.said.as_ref() != Some(&text) {
             info!("{text}");
@@ -155,7 +155,7 @@ impl Watch {
         events
     }
 
-    /// Takes events until then; says whether waiting for them does not work any more.
+    /// Handles events until that time. True if waiting for events no longer works.
     fn listen(&mut self, nvml: &Nvml, events: &EventSet<'_>, until: Instant) -> Result<bool, Unheard> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -190,7 +190,7 @@ impl Watch {
         }
     }
 
-    /// Asks each GPU and reports; says whether one does not answer.
+    /// Queries each GPU and reports. True if one does not answer.
     fn query(&mut self, nvml: &Nvml) -> Result<bool, Unheard> {
         let mut is_lost = false;
         self.report(|board| {
@@ -211,7 +211,7 @@ impl Watch {
     }
 }
 
-/// One that answers says how much memory it has, unless it shares the host's.
+/// A GPU that answers reports its memory, unless it shares the host's.
 fn ask(nvml: &Nvml, board: &Board) -> Answer {
     let asked = nvml.device_by_uuid(board.uuid.as_str()).and_then(|device| match device.memory_info() {
         Ok(_) | Err(NvmlError::NotSupported) => Ok(advice(&device)),
@@ -264,7 +264,7 @@ fn node(device: &Device<'_>) -> Option<u32> {
     numa_node(PCI_DEVICES.as_ref(), &format!("{:04x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device))
 }
 
-/// Linux says -1 of a device that is at no node.
+/// Linux shows -1 for a device without a NUMA node.
 fn numa_node(devices: &Path, address: &str) -> Option<u32> {
     std::fs::read_to_string(devices.join(address).join("numa_node")).ok()?.trim().parse().ok()
 }

@@ -1,5 +1,5 @@
-//! What the scheduler says: it is asked for its GPUs all the time, on its control socket, and is given some time before its
-//! silence counts, because a restart is nothing.
+//! The scheduler's report: it is queried for its GPUs on its control socket all the time. Its silence counts only
+//! after a while, because a restart is harmless.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use super::Report;
 use crate::config::Config;
 use crate::devices::{SchedulerGpu, SchedulerView};
 
-/// How often it is asked. Its answer takes it less than a millisecond.
+/// Period of queries. An answer takes less than a millisecond.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Asks until nobody wants to know any more.
+/// Queries until the receiver is gone.
 pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, reports: UnboundedSender<Report>) {
     let (mut proxy, mut gpus, mut heard) = (None, Vec::new(), Instant::now());
     loop {
@@ -41,7 +41,7 @@ pub async fn follow(control: PathBuf, config: watch::Receiver<Arc<Config>>, repo
         }
         let silence =
             silence.map(|why| format!("the scheduler has not answered for {} s or more: {why}", patience.as_secs()));
-        // Until it has been silent for long enough, what it said last counts.
+        // The last answer is valid until the scheduler has been silent for long enough.
         if silence.is_none() || heard.elapsed() >= patience {
             let view = SchedulerView { gpus: gpus.clone(), silence };
             if reports.send(Report::Scheduler(view)).is_err() {

@@ -1,0 +1,110 @@
+//! The status of the scheduler as one value, and as JSON: for `nvsharectl status --json` and debug bundles.
+
+use serde_json::{Value, json};
+
+use super::{Client, Gpu, GpuUse};
+
+/// The properties of the scheduler, its GPUs and its clients at one moment.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Status {
+    pub version: String,
+    pub time_quantum: u32,
+    pub max_wait: u32,
+    pub anti_thrash: String,
+    pub policy: String,
+    pub gpus: Vec<Gpu>,
+    pub clients: Vec<Client>,
+}
+
+impl Status {
+    /// The status as JSON, with the keys of the D-Bus interface.
+    pub fn json(&self) -> Value {
+        json!({
+            "version": self.version,
+            "time-quantum": self.time_quantum,
+            "max-wait": self.max_wait,
+            "anti-thrash": self.anti_thrash,
+            "policy": self.policy,
+            "gpus": self.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
+            "clients": self.clients.iter().map(client_json).collect::<Vec<_>>(),
+        })
+    }
+}
+
+fn gpu_json(gpu: &Gpu) -> Value {
+    json!({
+        "uuid": gpu.uuid,
+        "kind": gpu.kind,
+        "name": gpu.name,
+        "index": gpu.index,
+        "total": gpu.total,
+        "capacity": gpu.capacity,
+        "overhead": gpu.overhead,
+        "accounting": gpu.accounting,
+        "shortfall": gpu.shortfall,
+        "demand": gpu.demand,
+        "resident": gpu.resident,
+        "swapped": gpu.swapped,
+        "clients": gpu.clients,
+        "holders": gpu.holders,
+        "queue": gpu.queue,
+        "thrashing": gpu.thrashing,
+        "serialized": gpu.serialized,
+    })
+}
+
+fn client_json(client: &Client) -> Value {
+    json!({
+        "id": client.id,
+        "pid": client.pid,
+        "uid": client.uid,
+        "name": client.name,
+        "command": client.command,
+        "why": client.why,
+        "unit": client.unit,
+        "slice": client.slice,
+        "container": client.container,
+        "pod": client.pod,
+        "pod-namespace": client.pod_namespace,
+        "pod-name": client.pod_name,
+        "pod-container": client.pod_container,
+        "library": client.library,
+        "rule": client.rule,
+        "rule-origin": client.rule_origin,
+        "share": client.share,
+        "environment": client.environment,
+        "environment-ignored": client.environment_ignored,
+        "gang": client.gang,
+        "placed": client.placed,
+        "connected-since": client.connected_since,
+        "stopped": client.stopped,
+        "gpus": client.gpus.iter().map(use_json).collect::<Vec<_>>(),
+    })
+}
+
+fn use_json(usage: &GpuUse) -> Value {
+    json!({
+        "uuid": usage.uuid,
+        "state": usage.state,
+        "since": usage.since,
+        "engine": usage.engine,
+        "engine-reason": usage.engine_reason,
+        "demand": usage.demand,
+        "resident": usage.resident,
+        "swapped": usage.swapped,
+        "pinned": usage.pinned,
+        "allowance": usage.allowance,
+        "limit": usage.limit,
+        "memory-max": usage.memory_max,
+        "environment-memory-max": usage.environment_memory_max,
+        "pending-limit": usage.pending_limit,
+        "unverified": usage.unverified,
+        "mapping-failures": usage.mapping_failures,
+        "untracked-work": usage.untracked_work,
+        "eviction-blocked": usage.eviction_blocked,
+        "utilization": usage.utilization,
+        "lock-time": usage.lock_time,
+        "wait-time": usage.wait_time,
+        "grants": usage.grants,
+    })
+}

@@ -1,0 +1,77 @@
+//! The clients' listening socket: accepting connections, also when descriptors are short.
+
+use std::cell::RefCell;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
+use std::time::Duration;
+
+use nvshare_wire::scheduler::Refusal;
+use nvshare_wire::{MAX_LEN, SchedulerMessage, Text};
+use tracing::error;
+
+use super::{Connections, client};
+use crate::daemon::core::Core;
+use crate::sys::descriptors::{self, Spare};
+use crate::sys::socket;
+
+/// Time to wait before accepting again, after an error that may pass.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Accepts connections for as long as the daemon runs.
+///
+/// # Errors
+/// If the runtime cannot watch the listening socket.
+pub async fn accept(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<Connections>) -> io::Result<()> {
+    let listener = descriptors::watch(listener)?;
+    let mut spare = Spare::new();
+    let log_limit = &connections.log_limit;
+    loop {
+        let mut ready = listener.readable().await?;
+        let accepted = match ready.try_io(|l| socket::accept(l.as_fd())) {
+            Ok(accepted) => accepted,
+            Err(_would_block) => continue,
+        };
+        match accepted {
+            Ok(socket) => {
+                tokio::task::spawn_local(client::serve(core.clone(), socket, connections.clone()));
+            }
+            // Linux reports this before it looks for a waiting connection, so there may be none to refuse.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                if log_limit.borrow_mut().allows("descriptors", 0) {
+                    error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
+                }
+                let refused = spare.accept(listener.as_fd()).map(|socket| {
+                    refuse(socket.as_fd(), Refusal::TooMany, "the scheduler has no file descriptors left");
+                });
+                // Before another task runs, which could take the descriptor and keep it.
+                spare.refill();
+                match refused {
+                    Ok(()) => {}
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
+                    Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
+                }
+            }
+            // The client gave up before it was accepted.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNABORTED | libc::EINTR)) => {}
+            Err(e) => {
+                if log_limit.borrow_mut().allows("accept", 0) {
+                    error!("cannot accept a connection: {e}");
+                }
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Tells a client why it is refused. Its packets are read first: closing a socket with unread data discards what was sent
+/// on it.
+pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
+    let mut buffer = [0; MAX_LEN];
+    let mut descriptors = Vec::new();
+    while socket::receive(socket, &mut buffer, &mut descriptors).is_ok_and(|n| n > 0) {
+        descriptors.clear();
+    }
+    let message = SchedulerMessage::Refused { reason, text: Text::new(text) };
+    let _ = socket::send(socket, message.encode(0).as_bytes());
+}

@@ -1,0 +1,226 @@
+//! Connections of an earlier daemon, which systemd stored (`FDSTORE=1`). The new daemon does not know what was sent on them:
+//! messages that the earlier one had read and not handled are lost, and so are decisions that it had not sent. So each client
+//! is asked to send its whole state again (`Resume`), and packets before its answer are discarded.
+//!
+//! No lock is granted before all clients have answered: those that have not may hold it. Stopped processes are not waited
+//! for; they are taken over when they answer. Programs that connect meanwhile are welcomed, and their packets read afterwards.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, SlotSet, version};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::mpsc;
+use tokio::task::spawn_local;
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::client::{self, Hello};
+use super::{ConnectionCount, Connections};
+use crate::daemon::core::{Arrival, Core};
+use crate::daemon::systemd;
+use crate::daemon::systemd::fd_store::{ConnectionName, StoredConnection};
+use crate::daemon::transport::connection::Connection;
+use crate::daemon::transport::peer;
+use crate::identity::Identity;
+use crate::scheduler::ClientId;
+use crate::sys::{descriptors, socket};
+
+/// Time for a client to answer. One that is moving its memory takes a moment.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time between checks whether silent clients are stopped.
+const CHECK_PERIOD: Duration = Duration::from_millis(50);
+/// Packets of a client's whole state, at most.
+const MAX_PACKETS: usize = 1024;
+
+/// A client that was asked for its state.
+struct StoredClient {
+    name: ConnectionName,
+    connection: Rc<Connection>,
+    identity: Arc<Identity>,
+    pidfd: Option<AsyncFd<OwnedFd>>,
+    count: ConnectionCount,
+}
+
+/// The state of a client.
+struct ClientState {
+    asked: StoredClient,
+    hello: Hello,
+    packets: Vec<Vec<u8>>,
+    held: SlotSet,
+}
+
+/// Takes over stored connections. Returns when all clients have answered, but for those that are stopped.
+pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>, connections: &Rc<Connections>) {
+    let begin = Instant::now();
+    let count = stored.len();
+    let (answer, mut answers) = mpsc::unbounded_channel();
+    let mut silent: BTreeMap<u64, (Rc<Connection>, Arc<Identity>)> = BTreeMap::new();
+    for StoredConnection { name, socket } in stored {
+        core.borrow_mut().reserve_id(ClientId(name.client));
+        let Some(asked) = ask(core, name, socket, connections) else {
+            systemd::forget(&name.to_string());
+            continue;
+        };
+        silent.insert(name.client, (asked.connection.clone(), asked.identity.clone()));
+        let answer = answer.clone();
+        spawn_local(async move {
+            let state = read_state(asked).await;
+            let _ = answer.send((name, state));
+        });
+    }
+    drop(answer);
+
+    let mut states = Vec::new();
+    while !silent.is_empty() && begin.elapsed() < ANSWER_TIMEOUT {
+        match tokio::time::timeout(CHECK_PERIOD, answers.recv()).await {
+            Ok(Some((name, state))) => {
+                silent.remove(&name.client);
+                match state {
+                    Some(state) => states.push(state),
+                    None => systemd::forget(&name.to_string()),
+                }
+            }
+            Ok(None) => break,
+            Err(_) => silent.retain(|_, (_, identity)| !peer::is_stopped(identity.pid)),
+        }
+    }
+    for (connection, identity) in silent.values() {
+        let Identity { pid, uid, unit, name, .. } = &**identity;
+        warn!(name: "client-silent", pid, uid, unit, "{name} does not answer and is disconnected");
+        connection.close();
+    }
+    if count > 0 {
+        let milliseconds = begin.elapsed().as_millis() as u64;
+        let resumed = states.len();
+        info!(name: "resumed", milliseconds, "{resumed} of {count} programs continue, after {milliseconds} ms");
+    }
+    admit(core, states, connections);
+
+    let (core, connections) = (core.clone(), connections.clone());
+    spawn_local(async move {
+        while let Some((name, state)) = answers.recv().await {
+            match state {
+                Some(state) => admit(&core, vec![state], &connections),
+                None => systemd::forget(&name.to_string()),
+            }
+        }
+    });
+}
+
+/// Asks a client for its state. `None` if its process has ended, or the connection cannot be taken over.
+fn ask(
+    core: &Rc<RefCell<Core>>,
+    name: ConnectionName,
+    socket: OwnedFd,
+    connections: &Connections,
+) -> Option<StoredClient> {
+    let is_supported = (version::RESUMING..=version::MAX).contains(&name.version);
+    let is_wanted = core.borrow().config.keep_connections;
+    let known = peer::identify(socket.as_fd()).ok().filter(|(identity, pidfd)| {
+        // A child of the process may still have the connection.
+        let is_alive = identity.pid == 0 || pidfd.is_some();
+        is_alive
+            && (name.start_time == 0
+                || peer::start_time(identity.pid).is_none_or(|start_time| start_time == name.start_time))
+    });
+    let Some((identity, pidfd)) = known.filter(|_| is_supported && is_wanted) else {
+        socket::shut_down(socket.as_fd());
+        return None;
+    };
+    let connection = Rc::new(Connection::new(socket, name.version).ok()?);
+    let pidfd = pidfd.map(descriptors::watch).transpose().ok()?;
+    let (count, _) = connections.count(identity.uid);
+    connection.send(SchedulerMessage::Resume { client: name.client });
+    Some(StoredClient { name, connection, identity: Arc::new(identity), pidfd, count })
+}
+
+/// Waits for the state of one client. `None` if the client is gone.
+async fn read_state(asked: StoredClient) -> Option<ClientState> {
+    let (hello, packets, held) = tokio::select! {
+        answer = read_answer(&asked.connection, asked.name) => answer?,
+        () = client::died(asked.pidfd.as_ref()) => return None,
+        // Sending never ends the connection.
+        () = async { asked.connection.flush().await; std::future::pending().await } => return None,
+    };
+    Some(ClientState { asked, hello, packets, held })
+}
+
+async fn read_answer(connection: &Connection, name: ConnectionName) -> Option<(Hello, Vec<Vec<u8>>, SlotSet)> {
+    let mut buffer = [0; MAX_LEN];
+    let mut hello = None;
+    let mut packets = Vec::new();
+    loop {
+        // Descriptors belong to answers to the earlier daemon: they are closed.
+        let packet = connection.receive(&mut buffer, &mut Vec::new()).await.ok()??;
+        match ClientMessage::decode(packet, name.version) {
+            Ok(ClientMessage::Hello { min_version: min, max_version: max, flags: _, resume, gang, library }) => {
+                if resume != name.client || !(min..=max).contains(&name.version) {
+                    return None;
+                }
+                hello = Some(Hello { min, max, resume, gang, library });
+                packets.clear();
+            }
+            Ok(ClientMessage::Held { gpus }) if hello.is_some() => return Some((hello?, packets, gpus)),
+            Ok(_) if hello.is_some() => {
+                if packets.len() == MAX_PACKETS {
+                    return None;
+                }
+                packets.push(packet.to_vec());
+            }
+            _ => {}
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Takes clients over: first their memory, then the locks that they hold, then their requests.
+fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &Rc<Connections>) {
+    states.sort_by_key(|state| state.asked.name.client);
+    let mut requests = Vec::new();
+    for ClientState { asked, hello, packets, .. } in &mut states {
+        let client = ClientId(asked.name.client);
+        let arrival = Arrival {
+            connection: asked.connection.clone(),
+            identity: asked.identity.clone(),
+            version: asked.name.version,
+            gang: hello.gang,
+            library: hello.library.as_str().to_owned(),
+            is_program: true,
+            reconnects: true,
+        };
+        core.borrow_mut().resume(client, arrival, asked.name);
+        for packet in std::mem::take(packets) {
+            if is_request(&packet, asked.name.version) {
+                requests.push((client, packet));
+            } else {
+                // Packets about a GPU that another thread sent before the GPU was named break the protocol; they are sent again.
+                let _ = core.borrow_mut().receive(client, &packet, Vec::new());
+            }
+        }
+    }
+    for ClientState { asked, held, .. } in &states {
+        core.borrow_mut().resume_locks(ClientId(asked.name.client), *held);
+    }
+    for (client, packet) in requests {
+        let _ = core.borrow_mut().receive(client, &packet, Vec::new());
+    }
+    for ClientState { asked, .. } in states {
+        let StoredClient { name, connection, identity, pidfd, count } = asked;
+        let (core, connections) = (core.clone(), connections.clone());
+        spawn_local(async move {
+            client::converse(&core, ClientId(name.client), &connection, &identity, pidfd.as_ref(), &connections).await;
+            drop(count);
+        });
+    }
+}
+
+fn is_request(packet: &[u8], version: u16) -> bool {
+    use ClientMessage::{Open, Request, RequestLimit, Reserve};
+    let message = ClientMessage::decode(packet, version);
+    matches!(message, Ok(Open { .. } | Request { .. } | RequestLimit { .. } | Reserve { .. }))
+}

@@ -1,0 +1,146 @@
+//! Debug bundles: a snapshot is copied on the scheduling loop, and written to a memory file on another thread.
+
+use std::fs::File;
+use std::io::{BufWriter, Seek, Write};
+use std::os::fd::OwnedFd;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nvshare_wire::version;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use serde_json::{Value, json};
+
+use super::state::Core;
+use super::views::ClientView;
+use crate::bus::{self, status::Status};
+use crate::config::metrics::Listen;
+use crate::config::{Config, names};
+use crate::daemon::gpu::nvml::{DriverVersions, Sample};
+use crate::recorder::Recording;
+use crate::recorder::bundle::{self, Circumstances, FORMAT, Header, nanos};
+use crate::scheduler::{Placement, Time};
+use crate::sys::clock;
+
+/// The content of a bundle.
+#[derive(Debug)]
+pub struct Snapshot {
+    pub now: Time,
+    pub config: Config,
+    pub gpus: Vec<bus::Gpu>,
+    pub clients: Vec<ClientView>,
+    /// The newest measurement of each GPU, by its label.
+    pub samples: Vec<(String, Sample)>,
+    pub driver: DriverVersions,
+    pub recording: Recording,
+}
+
+impl Core {
+    /// A copy, so that it is formatted and written away from the scheduling loop.
+    pub fn debug_snapshot(&self) -> Snapshot {
+        let samples = self.gpus.iter().filter_map(|(id, gpu)| Some((gpu.label(*id), gpu.sample.clone()?)));
+        Snapshot {
+            now: clock::now(),
+            config: self.config.clone(),
+            gpus: self.list_gpus(),
+            clients: self.list_clients(),
+            samples: samples.collect(),
+            driver: self.driver.clone(),
+            recording: self.recorder.recording(),
+        }
+    }
+}
+
+impl Snapshot {
+    /// Writes the bundle to a sealed memory file. Without `command_lines` it has neither command lines nor names of programs,
+    /// and only the numbers of limits from their environment.
+    pub fn write(self, command_lines: bool) -> Result<OwnedFd, String> {
+        let recording = self.recording.clone();
+        let circumstances = self.circumstances(command_lines);
+        let written = || -> std::io::Result<OwnedFd> {
+            let file = File::from(memfd_create(c"nvshare-debug", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+            let mut buffer = BufWriter::with_capacity(64 << 10, file);
+            bundle::write(&mut buffer, &circumstances, &recording)?;
+            buffer.flush()?;
+            let mut file = buffer.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+            file.rewind()?;
+            fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
+            Ok(file.into())
+        };
+        written().map_err(|e| e.to_string())
+    }
+
+    fn circumstances(self, command_lines: bool) -> Circumstances {
+        let Self { now, config, gpus, clients, samples, driver, recording: _ } = self;
+        let settings = &config.settings;
+        let header = Header {
+            format: FORMAT,
+            version: env!("CARGO_PKG_VERSION").into(),
+            protocol: (version::MIN, version::MAX),
+            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().into(),
+            driver: driver.driver,
+            nvml: driver.nvml,
+            made: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64),
+            now_ns: nanos(now),
+            command_lines,
+        };
+        let status = Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            time_quantum: settings.time_quantum.as_secs() as u32,
+            max_wait: settings.max_wait.as_secs() as u32,
+            anti_thrash: names::anti_thrash_name(settings.anti_thrash).into(),
+            policy: names::policy_name(settings.policy).into(),
+            gpus,
+            clients: clients.into_iter().map(|client| visible(client, command_lines)).collect(),
+        };
+        let nvml = samples.iter().map(|(uuid, sample)| {
+            let Sample { gpu: _, begun, steady, used, processes } = sample;
+            json!({ "uuid": uuid, "begun-ns": nanos(*begun), "steady": steady, "used": used, "processes": processes })
+        });
+        let nvml = json!({ "gpus": nvml.collect::<Vec<_>>() });
+        Circumstances { header, configuration: configuration(&config), status: status.json(), nvml }
+    }
+}
+
+fn visible(client: ClientView, command_lines: bool) -> bus::Client {
+    let client = client.present(command_lines);
+    match command_lines {
+        true => client,
+        // The remarks in `environment_ignored` quote variables.
+        false => bus::Client { name: String::new(), why: String::new(), environment_ignored: Vec::new(), ..client },
+    }
+}
+
+/// The keys of the configuration file with the values in effect.
+fn configuration(config: &Config) -> Value {
+    let Config { settings, max_clients_per_user, log_level, keep_connections, swap_max, driver_limits, metrics, rules } =
+        config;
+    let rules = rules.all().map(|rule| {
+        let mut keys = rule.to_table();
+        keys.insert("origin".into(), rule.origin.to_string().into());
+        keys
+    });
+    let metrics = match metrics {
+        Listen::Nowhere => String::new(),
+        Listen::Path(path) => path.display().to_string(),
+        Listen::Address(address) => address.to_string(),
+    };
+    let placement = match settings.placement {
+        Placement::None => "none",
+        Placement::Pack => "pack",
+        Placement::Spread => "spread",
+    };
+    json!({
+        "time-quantum": format!("{}s", settings.time_quantum.as_secs()),
+        "max-wait": format!("{}s", settings.max_wait.as_secs()),
+        "time-period": format!("{}s", settings.time_period.as_secs()),
+        "anti-thrash": names::anti_thrash_name(settings.anti_thrash),
+        "policy": names::policy_name(settings.policy),
+        "placement": placement,
+        "max-clients-per-user": max_clients_per_user,
+        "log-level": log_level,
+        "keep-connections": keep_connections,
+        "memory": { "reserve": settings.reserve, "context": settings.context, "driver-limits": driver_limits },
+        "swap": { "max": swap_max.to_string() },
+        "metrics": { "listen": metrics },
+        "rule": rules.collect::<Vec<_>>(),
+    })
+}

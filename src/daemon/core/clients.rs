@@ -1,0 +1,285 @@
+//! Clients connect, send messages and disconnect.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::time::SystemTime;
+
+use nvshare_wire::client::{GpuKind, Sharing};
+use nvshare_wire::{SchedulerMessage, SlotSet, version};
+use tracing::{debug, info};
+
+use super::state::{Arrival, Client, ClientGpuStats, Core, Gpu};
+use super::views::printable;
+use crate::config::rules::EnvLimits;
+use crate::daemon::gpu::accounting::{Accounting, History};
+use crate::daemon::gpu::nvml::{Query, Sample};
+use crate::daemon::systemd;
+use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::transport::peer;
+use crate::daemon::transport::session::{ClientAction, Session, Violation};
+use crate::identity::Identity;
+use crate::scheduler::{ClientId, Engine, Event, GpuId, UserId};
+use crate::sys::clock;
+
+/// GPUs that only clients know, not NVML. A client that reports more is making them up.
+const MAX_UNKNOWN_GPUS: usize = 128;
+
+impl Core {
+    /// Welcomes a client that has sent Hello.
+    pub fn connect(&mut self, arrival: Arrival) -> ClientId {
+        let client = ClientId(self.next_client);
+        self.next_client += 1;
+        let (version, user) = (arrival.version, UserId(arrival.identity.uid));
+        let gang = self.gang(&arrival);
+        let Identity { pid, uid, unit, name, .. } = &*arrival.identity.clone();
+        if self.log_limit.allows("connected", *uid) {
+            let library = printable(&arrival.library);
+            info!(name: "client-connected", client = client.0, pid, uid, unit, library, "{name} connected");
+        }
+        self.add_client(client, arrival, gang, "connect");
+        self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
+        self.apply(Event::Connected { client, gang, user });
+        self.apply_rule(client);
+        self.find_place(client);
+        client
+    }
+
+    /// Takes over a client of an earlier daemon, with the id that it had.
+    pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: ConnectionName) {
+        let (gang, user) = (self.gang(&arrival), UserId(arrival.identity.uid));
+        let Identity { pid, uid, unit, name: called, .. } = &*arrival.identity.clone();
+        if self.log_limit.allows("connected", *uid) {
+            let library = printable(&arrival.library);
+            info!(name: "client-resumed", client = client.0, pid, uid, unit, library, "{called} continues");
+        }
+        self.add_client(client, arrival, gang, "resume");
+        if let Some(entry) = self.clients.get_mut(&client) {
+            entry.stored_as = Some(name);
+        }
+        self.apply(Event::Connected { client, gang, user });
+        self.apply_rule(client);
+    }
+
+    /// The machine's number of the gang that a client names. Members of one gang share the name, the user and the container.
+    fn gang(&mut self, arrival: &Arrival) -> u64 {
+        if arrival.gang == 0 {
+            return 0;
+        }
+        let same = |other: &&Client| other.gang.0 == arrival.gang && other.identity.may_share_with(&arrival.identity);
+        match self.clients.values().find(same) {
+            Some(peer) => peer.gang.1,
+            None => {
+                self.next_gang += 1;
+                self.next_gang
+            }
+        }
+    }
+
+    /// Keeps that id from being given to another client.
+    pub fn reserve_id(&mut self, client: ClientId) {
+        self.next_client = self.next_client.max(client.0.saturating_add(1));
+    }
+
+    fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
+        let Arrival { connection, mut identity, version, gang: named, library, is_program, reconnects } = arrival;
+        self.pods.name(&mut identity);
+        let entry = Client {
+            connection,
+            session: Session::new(client, version),
+            identity,
+            library: printable(&library),
+            connected: SystemTime::now(),
+            gpus: BTreeMap::new(),
+            gang: (named, gang),
+            rule: None,
+            env_limits: EnvLimits::default(),
+            announced_limits: BTreeMap::new(),
+            reconnects,
+            stored_as: None,
+            is_program,
+        };
+        self.clients.insert(client, entry);
+        self.signals.clients.set(self.clients.len());
+        self.mark_active();
+        self.trace(clock::now(), client, None, traced, None);
+    }
+
+    /// Puts a client's connection into systemd's descriptor store, so that it outlives the daemon. A client that is not
+    /// attached to a GPU yet loses nothing by connecting again, and an older library could not resume.
+    fn store(&mut self, client: ClientId) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        let version = entry.session.version;
+        let is_wanted = self.config.keep_connections && entry.is_program && !entry.gpus.is_empty();
+        if !is_wanted || version < version::RESUMING || entry.stored_as.is_some() {
+            return;
+        }
+        let start_time = peer::start_time(entry.identity.pid).unwrap_or(0);
+        let name = ConnectionName { version, client: client.0, start_time };
+        if systemd::keep(&name.to_string(), entry.connection.socket()) {
+            entry.stored_as = Some(name);
+        }
+    }
+
+    /// Puts all connections into systemd's descriptor store, or takes them out, after a change of the configuration.
+    pub(super) fn store_as_configured(&mut self) {
+        let clients: Vec<ClientId> = self.clients.keys().copied().collect();
+        for client in clients {
+            if self.config.keep_connections {
+                self.store(client);
+            } else if let Some(name) = self.clients.get_mut(&client).and_then(|entry| entry.stored_as.take()) {
+                systemd::forget(&name.to_string());
+            }
+        }
+    }
+
+    /// A client of an earlier daemon says which locks it holds.
+    pub fn resume_locks(&mut self, client: ClientId, slots: SlotSet) {
+        let Some(entry) = self.clients.get(&client) else { return };
+        let gpus = entry.session.attached(slots);
+        if !gpus.is_empty() {
+            self.trace_all(clock::now(), client, &gpus, "held");
+            self.apply(Event::Held { client, gpus });
+        }
+    }
+
+    /// Removes a client. `why` completes the log line "NAME ...".
+    pub fn disconnect(&mut self, client: ClientId, why: &str) {
+        let now = clock::now();
+        self.trace(now, client, None, "disconnect", None);
+        let Some(gone) = self.clients.remove(&client) else { return };
+        if let Some(name) = gone.stored_as {
+            systemd::forget(&name.to_string());
+        }
+        let Identity { pid, uid, unit, name, .. } = &*gone.identity;
+        let identity = &gone.identity;
+        if self.log_limit.allows("gone", *uid) {
+            info!(name: "client-gone", client = client.0, pid, uid, unit, "{name} {why}");
+        }
+        self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
+        self.stopped.remove(&client);
+        self.signals.clients.set(self.clients.len());
+        self.signals.limits.notify_one();
+        self.mark_active();
+        // Before the client's memory counts as free: what other clients have open of it stays in use.
+        let (adopters, unanswered) = self.shared_memory.leave(client);
+        self.ask_to_adopt(adopters);
+        for (importer, ticket) in unanswered.into_iter().filter_map(|request| request.importer) {
+            self.send_open_result(importer, ticket, Sharing::Unknown);
+        }
+        self.apply(Event::Disconnected { client });
+    }
+
+    /// Handles one packet of a client, and the descriptors that came with it.
+    ///
+    /// # Errors
+    /// If the client broke the protocol: its connection is to be closed.
+    pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
+        let now = clock::now();
+        let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
+        let action = entry.session.receive(packet)?;
+        self.mark_active();
+        match action {
+            ClientAction::Event(event) => {
+                if let Event::LimitRequested { .. } = event {
+                    self.sample_host(); // the decision needs current figures
+                }
+                self.apply(event);
+            }
+            ClientAction::Attach { event, slot, gpu, kind, total, name, reason } => {
+                let Event::Attached { engine, .. } = event else { return Ok(()) };
+                self.add_unknown_gpu(gpu, kind, total, name)?;
+                let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
+                let fresh = ClientGpuStats {
+                    idle_since: now,
+                    mapped: 0,
+                    allowance: 0,
+                    history: History::default(),
+                    limit: None,
+                    report: None,
+                    host: 0,
+                    refusal_logged: None,
+                    failure_logged: None,
+                    eviction_block_logged: None,
+                    untracked_work: false,
+                    reason,
+                };
+                entry.gpus.insert(gpu, fresh);
+                self.store(client);
+                debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
+                self.trace(now, client, Some(gpu), "attach", None);
+                self.apply(event);
+            }
+            ClientAction::Memory { gpu, mut report, device_free, host, counts } => {
+                self.counts.report(client, gpu, counts);
+                if let Some(stats) = self.stats(client, gpu) {
+                    stats.host = host;
+                }
+                let (total, measured) = self.gpus.get(&gpu).map_or((0, false), |gpu| (gpu.total, gpu.index.is_some()));
+                // Reports decide what other clients get, so none may exceed the GPU's size. Demand may, with managed memory.
+                let is_managed = self.machine.engine(client, gpu) == Some(Engine::Managed);
+                report.demand = if is_managed { report.demand } else { report.demand.min(total) };
+                report.mapped = report.mapped.min(total);
+                report.pinned = report.pinned.min(report.mapped);
+                if let Some(stats) = self.stats(client, gpu) {
+                    stats.report = Some(report);
+                }
+                self.shared_memory.reported(client, gpu);
+                self.report(client, gpu);
+                if let Some(free) = device_free.filter(|_| !measured) {
+                    let used = total.saturating_sub(free);
+                    self.measure(&Sample { gpu, begun: now, steady: true, used, processes: None });
+                }
+            }
+            ClientAction::Incomplete => {}
+            ClientAction::EnvLimit { limit, text } => self.set_env_limit(client, limit, &text),
+            ClientAction::RequestPlacement(request) => self.place(client, &request),
+            ClientAction::SharedMemory { message, gpu } => {
+                self.shared_memory_message(client, message, gpu, &descriptors, now)
+            }
+        }
+        let overdue = self.shared_memory.overdue(client, now);
+        self.ask_to_adopt(overdue);
+        Ok(())
+    }
+
+    /// Handles a packet of a client that has ended: only its counters still matter.
+    pub fn receive_last(&mut self, client: ClientId, packet: &[u8]) {
+        let action = self.clients.get_mut(&client).map(|entry| entry.session.receive(packet));
+        if let Some(Ok(ClientAction::Memory { gpu, counts, .. })) = action {
+            self.counts.report(client, gpu, counts);
+        }
+    }
+
+    /// Reports a client's memory on a GPU to the machine: its own report, plus shared memory that no report counts.
+    pub(super) fn report(&mut self, client: ClientId, gpu: GpuId) {
+        let extra = self.shared_memory.uncounted(client, gpu);
+        let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
+        let Some(mut report) = self.stats(client, gpu).and_then(|stats| stats.report) else { return };
+        for bytes in [&mut report.mapped, &mut report.pinned] {
+            *bytes = bytes.saturating_add(extra).min(total);
+        }
+        report.demand = report.demand.saturating_add(extra);
+        self.apply(Event::Memory { client, gpu, report });
+    }
+
+    /// Adds a GPU that a client named and that NVML does not know.
+    fn add_unknown_gpu(&mut self, gpu: GpuId, kind: GpuKind, total: u64, name: String) -> Result<(), Violation> {
+        if self.gpus.contains_key(&gpu) {
+            return Ok(());
+        }
+        if self.gpus.values().filter(|known| known.index.is_none()).count() >= MAX_UNKNOWN_GPUS {
+            return Err(Violation::TooManyGpus);
+        }
+        let name: String = name.chars().filter(|c| !c.is_control()).collect();
+        let entry =
+            Gpu { kind, name, total, index: None, minor: None, accounting: Accounting::default(), sample: None };
+        info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a client uses {}, which NVML does not know", entry.name);
+        self.create_lock_files(gpu);
+        self.gpus.insert(gpu, entry);
+        self.apply(Event::GpuFound { gpu, total });
+        self.announce_all_limits();
+        // It may be a MIG slice that was created just now.
+        self.query_nvml(Query::Scan);
+        Ok(())
+    }
+}

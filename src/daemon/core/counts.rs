@@ -1,0 +1,222 @@
+//! Counters for metrics, from the machine's events and commands and from clients' own counters. They are exact and never
+//! decrease: those of a GPU include clients that have gone.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use nvshare_wire::{Counts as Reported, version};
+
+use super::state::Core;
+use crate::daemon::metrics::snapshot::{Counted, Waits};
+use crate::scheduler::{ClientId, Command, Event, GpuId, GpuSet, Time, Turns};
+
+#[derive(Debug, Default)]
+pub struct Counts {
+    gpus: BTreeMap<GpuId, GpuCounts>,
+    clients: BTreeMap<ClientId, BTreeMap<GpuId, ClientCounts>>,
+}
+
+/// Counters of one GPU.
+#[derive(Debug, Clone, Default)]
+pub struct GpuCounts {
+    /// `lock_time` covers attachments that have ended.
+    pub counted: Counted,
+    pub waits: Waits,
+    /// Time for which the lock was held, and since when it is held.
+    held: Duration,
+    held_since: Option<Time>,
+    /// The client that was granted the lock last.
+    last_holder: Option<ClientId>,
+}
+
+impl GpuCounts {
+    pub fn held(&self, now: Time) -> Duration {
+        self.held + self.held_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
+    }
+}
+
+/// Counters of one client on one GPU, for as long as the client is connected.
+#[derive(Debug, Clone, Default)]
+pub struct ClientCounts {
+    /// `lock_time` covers attachments that have ended.
+    pub counted: Counted,
+    /// The newest report of its own counters on this attachment. The first report is only a base for later ones.
+    reported: Option<Reported>,
+    /// The machine's sum of waits on this attachment, as far as it has been counted.
+    waited: Duration,
+}
+
+impl Counts {
+    pub fn gpu(&self, gpu: GpuId) -> GpuCounts {
+        self.gpus.get(&gpu).cloned().unwrap_or_default()
+    }
+
+    /// The connected clients, with each GPU that they use or have used.
+    pub fn clients(&self) -> impl Iterator<Item = (ClientId, GpuId, &ClientCounts)> {
+        self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
+    }
+
+    fn client(&mut self, client: ClientId, gpu: GpuId) -> &mut ClientCounts {
+        self.clients.entry(client).or_default().entry(gpu).or_default()
+    }
+
+    /// Adds to the counters of both the client and the GPU.
+    fn add(&mut self, client: ClientId, gpu: GpuId, more: &Counted) {
+        self.client(client, gpu).counted.add(more);
+        self.gpus.entry(gpu).or_default().counted.add(more);
+    }
+
+    fn granted(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
+        let count = self.client(client, gpu);
+        let waited = turns.wait_time.saturating_sub(std::mem::replace(&mut count.waited, turns.wait_time));
+        let of_gpu = self.gpus.entry(gpu).or_default();
+        of_gpu.waits.add(waited);
+        let before = of_gpu.last_holder.replace(client);
+        let hand_overs = u64::from(before.is_some_and(|before| before != client));
+        self.add(client, gpu, &Counted { grants: 1, hand_overs, wait_time: waited, ..Counted::default() });
+    }
+
+    /// The client has held the lock since before this daemon started.
+    fn holds(&mut self, client: ClientId, gpu: GpuId) {
+        self.gpus.entry(gpu).or_default().last_holder = Some(client);
+    }
+
+    /// The attachment ends.
+    fn detached(&mut self, client: ClientId, gpu: GpuId, turns: &Turns) {
+        let count = self.client(client, gpu);
+        (count.reported, count.waited) = (None, Duration::ZERO);
+        self.add(client, gpu, &Counted { lock_time: turns.lock_time, ..Counted::default() });
+    }
+
+    /// A client reports its own counters.
+    pub fn report(&mut self, client: ClientId, gpu: GpuId, reported: Reported) {
+        let Some(before) = self.client(client, gpu).reported.replace(reported) else { return };
+        let more = Counted {
+            swapped_out: reported.swapped_out.saturating_sub(before.swapped_out),
+            swapped_in: reported.swapped_in.saturating_sub(before.swapped_in),
+            unmoved: reported.unmoved.saturating_sub(before.unmoved),
+            refused: reported.refused.saturating_sub(before.refused),
+            ..Counted::default()
+        };
+        if more != Counted::default() {
+            self.add(client, gpu, &more);
+        }
+    }
+}
+
+impl Core {
+    /// Counts an event, before the machine handles it.
+    pub(super) fn count_event(&mut self, event: &Event, now: Time) {
+        match event {
+            Event::Attached { client, gpu, .. } => drop(self.counts.client(*client, *gpu)),
+            Event::Detached { client, gpu } => self.count_detached(*client, *gpu, now),
+            Event::Held { client, gpus } => gpus.iter().for_each(|gpu| self.counts.holds(*client, *gpu)),
+            Event::Disconnected { client } => {
+                let gpus: GpuSet = self.counts.clients.get(client).into_iter().flatten().map(|(gpu, _)| *gpu).collect();
+                gpus.into_iter().for_each(|gpu| self.count_detached(*client, gpu, now));
+                self.counts.clients.remove(client);
+            }
+            _ => {}
+        }
+    }
+
+    fn count_detached(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+        if let Some(turns) = self.machine.turns(client, gpu, now) {
+            self.counts.detached(client, gpu, &turns);
+        }
+    }
+
+    /// Counts a command of the machine.
+    pub(super) fn count_command(&mut self, command: &Command, now: Time) {
+        match command {
+            Command::Grant { client, gpus } => {
+                for gpu in gpus {
+                    if let Some(turns) = self.machine.turns(*client, *gpu, now) {
+                        self.counts.granted(*client, *gpu, &turns);
+                    }
+                }
+            }
+            Command::MappingFailed { client, gpu, .. } => {
+                self.counts.add(*client, *gpu, &Counted { mapping_failures: 1, ..Counted::default() });
+            }
+            // A newer library counts failed allocations itself, also those that it did not ask for.
+            Command::Denied { client, gpu, .. }
+                if self.clients.get(client).is_some_and(|c| c.session.version < version::COUNTERS) =>
+            {
+                self.counts.add(*client, *gpu, &Counted { refused: 1, ..Counted::default() });
+            }
+            _ => {}
+        }
+    }
+
+    /// Updates the time for which each lock is held, after an event has been handled.
+    pub(super) fn count_held(&mut self, now: Time) {
+        for (gpu, count) in &mut self.counts.gpus {
+            match (self.machine.is_held(*gpu), count.held_since) {
+                (true, None) => count.held_since = Some(now),
+                (false, Some(since)) => {
+                    count.held += now.saturating_sub(since);
+                    count.held_since = None;
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scheduler::Uuid;
+
+    const GPU: GpuId = GpuId(Uuid([1; 16]));
+    const ONE: ClientId = ClientId(1);
+    const OTHER: ClientId = ClientId(2);
+
+    fn turns(grants: u64, waited: u64, held: u64) -> Turns {
+        let seconds = Duration::from_secs;
+        Turns { grants, lock_time: seconds(held), wait_time: seconds(waited), waits: Duration::ZERO }
+    }
+
+    #[test]
+    fn a_hand_over_is_a_grant_to_another_than_before() {
+        let mut counts = Counts::default();
+        for client in [ONE, ONE, OTHER, OTHER, ONE] {
+            counts.granted(client, GPU, &turns(1, 0, 0));
+        }
+        let Counted { grants, hand_overs, .. } = counts.gpu(GPU).counted;
+        assert_eq!((grants, hand_overs), (5, 2));
+        assert_eq!(counts.client(ONE, GPU).counted.hand_overs, 1);
+        // Also where the one before had it from an earlier daemon.
+        let mut counts = Counts::default();
+        counts.holds(ONE, GPU);
+        counts.granted(OTHER, GPU, &turns(1, 0, 0));
+        assert_eq!(counts.gpu(GPU).counted.hand_overs, 1);
+    }
+
+    #[test]
+    fn each_wait_is_counted_once() {
+        let mut counts = Counts::default();
+        counts.granted(ONE, GPU, &turns(1, 2, 0));
+        counts.granted(ONE, GPU, &turns(2, 2, 5));
+        counts.granted(ONE, GPU, &turns(3, 9, 6));
+        counts.detached(ONE, GPU, &turns(3, 9, 8));
+        // It attaches again: the machine begins anew.
+        counts.granted(ONE, GPU, &turns(1, 4, 0));
+        let of_gpu = counts.gpu(GPU);
+        assert_eq!((of_gpu.waits.count(), of_gpu.waits.sum()), (4, Duration::from_secs(13)));
+        assert_eq!(of_gpu.counted.wait_time, Duration::from_secs(13));
+        assert_eq!(of_gpu.counted.lock_time, Duration::from_secs(8));
+        assert_eq!(counts.client(ONE, GPU).counted, of_gpu.counted);
+    }
+
+    #[test]
+    fn what_was_counted_before_and_what_gets_less_adds_nothing() {
+        let mut counts = Counts::default();
+        for swapped_out in [100, 130, 5, 7, u64::MAX, 0, u64::MAX] {
+            counts.report(ONE, GPU, Reported { swapped_out, ..Reported::default() });
+        }
+        assert_eq!(counts.gpu(GPU).counted.swapped_out, u64::MAX, "it stays at the most that there is");
+        assert_eq!(counts.client(OTHER, GPU).counted, Counted::default());
+    }
+}

@@ -1,0 +1,166 @@
+//! Events into the machine, and its commands out to the clients.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use nvshare_wire::{SchedulerMessage, scheduler as wire, version};
+use tracing::debug;
+
+use super::state::Core;
+use crate::daemon::transport::peer;
+use crate::scheduler::{ClientId, Command, Denial, Event, GpuId, GpuSet, Time, WaitReason};
+use crate::sys::clock;
+
+/// The shortest time between two ticks, so that a mistake in the machine cannot take a whole CPU.
+const MIN_TICK: Duration = Duration::from_micros(100);
+
+impl Core {
+    /// The machine's deadline has come, or systemd's watchdog needs proof that the loop works.
+    pub fn tick(&mut self) {
+        self.armed = None;
+        self.ticked = clock::now();
+        self.apply(Event::Tick);
+    }
+
+    /// Feeds the machine an event, and its commands to the clients. Answers to commands are further events.
+    pub(super) fn apply(&mut self, event: Event) {
+        let now = clock::now();
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            self.log_event(&event, now);
+            self.count_event(&event, now);
+            let reporter = match &event {
+                Event::Memory { client, gpu, .. } => Some((*client, *gpu)),
+                _ => None,
+            };
+            let commands = self.recorder.handle(&mut self.machine, now, event);
+            let allowed = commands.iter().filter_map(|command| match command {
+                Command::Allowance { client, gpu, .. } => Some((*client, *gpu)),
+                _ => None,
+            });
+            let moved: Vec<(ClientId, GpuId)> = reporter.into_iter().chain(allowed).collect();
+            for (client, gpu) in moved {
+                self.record_extent(client, gpu, now);
+            }
+            for command in commands {
+                if let Some(answer) = self.carry_out(command, now) {
+                    events.push_back(answer);
+                }
+            }
+            self.count_held(now);
+        }
+        let deadline = self.machine.deadline().map(|at| at.max(self.ticked + MIN_TICK));
+        if deadline != self.armed {
+            self.timer.set(deadline);
+            self.armed = deadline;
+        }
+    }
+
+    /// Records the bounds on a client's mapped memory from now on.
+    pub(super) fn record_extent(&mut self, client: ClientId, gpu: GpuId, now: Time) {
+        let Some(extent) = self.machine.extent(client, gpu) else { return };
+        if let Some(stats) = self.stats(client, gpu) {
+            stats.history.record(now, extent);
+        }
+    }
+
+    /// Carries out a command, mostly by a message to its client. A command that asks a question is answered with an event.
+    fn carry_out(&mut self, command: Command, now: Time) -> Option<Event> {
+        self.log_command(&command, now);
+        self.count_command(&command, now);
+        let slot_of = |client: &ClientId, gpu: &GpuId| self.clients.get(client).and_then(|c| c.session.slot(*gpu));
+        let slots_of = |client: &ClientId, gpus: &GpuSet| {
+            self.clients.get(client).map(|c| c.session.slots(gpus)).filter(|slots| *slots != 0)
+        };
+        let (client, message) = match command {
+            Command::Attached { client, gpu } => (client, SchedulerMessage::Attached { slot: slot_of(&client, &gpu)? }),
+            Command::Limit { client, gpu, bytes, seq, most, spare, max } => {
+                let (slot, max) = (slot_of(&client, &gpu)?, max.unwrap_or(0));
+                (client, SchedulerMessage::Limit { slot, bytes, seq, most, spare, max })
+            }
+            Command::Reserved { client, gpu, bytes } => {
+                (client, SchedulerMessage::Reserved { slot: slot_of(&client, &gpu)?, bytes })
+            }
+            Command::Denied { client, gpu, bytes, why } => {
+                let what = match why {
+                    Denial::NoContext => wire::Denial::Context,
+                    Denial::Unmappable => wire::Denial::Mapping,
+                    _ => wire::Denial::Limit,
+                };
+                let version = self.clients.get(&client)?.session.version;
+                if what != wire::Denial::Limit && version < version::DENIALS {
+                    return None; // an older library would take it for the answer to its limit request
+                }
+                (client, SchedulerMessage::Denied { slot: slot_of(&client, &gpu)?, bytes, what })
+            }
+            Command::Prepare { client, gpu, bytes } => {
+                if self.clients.get(&client)?.session.version < version::LIMITS {
+                    return None;
+                }
+                (client, SchedulerMessage::Prepare { slot: slot_of(&client, &gpu)?, bytes })
+            }
+            Command::Allowance { client, gpu, seq, bytes } => {
+                (client, SchedulerMessage::Allowance { slot: slot_of(&client, &gpu)?, seq, bytes })
+            }
+            Command::Grant { client, gpus } => (client, SchedulerMessage::Grant { gpus: slots_of(&client, &gpus)? }),
+            Command::Revoke { client, gpus } => (client, SchedulerMessage::Revoke { gpus: slots_of(&client, &gpus)? }),
+            Command::Contended { client, gpus, waiters, grace } => {
+                let grace_us = u32::try_from(grace.as_micros()).unwrap_or(u32::MAX);
+                (client, SchedulerMessage::Contended { gpus: slots_of(&client, &gpus)?, waiters, grace_us })
+            }
+            Command::Waiting { client, gpus, why } => {
+                let is_new = matches!(why, WaitReason::Context | WaitReason::Memory);
+                if is_new && self.clients.get(&client)?.session.version < version::CONTEXT_WAIT {
+                    return None;
+                }
+                (client, SchedulerMessage::Waiting { gpus: slots_of(&client, &gpus)?, why })
+            }
+            Command::Probe { client } => {
+                let entry = self.clients.get(&client)?;
+                let stopped = peer::is_stopped(entry.identity.pid);
+                if stopped && self.stopped.insert(client) {
+                    debug!(client = client.0, pid = entry.identity.pid, "the process is stopped");
+                    self.signals.stopped.notify_one();
+                }
+                return Some(Event::Stopped { client, stopped });
+            }
+            Command::Measure { gpu } => return self.remeasure(gpu, now),
+            Command::Placed { client, gpus } => {
+                self.placed(client, &gpus);
+                return None;
+            }
+            Command::Unplaced { client, why } => {
+                self.placement_failed(client, &why);
+                return None;
+            }
+            Command::Undrainable { .. }
+            | Command::EvictionBlocked { .. }
+            | Command::Thrashing { .. }
+            | Command::MappingFailed { .. } => return None,
+        };
+        self.send(client, message);
+        None
+    }
+
+    pub(super) fn send(&self, client: ClientId, message: SchedulerMessage) {
+        if let Some(entry) = self.clients.get(&client) {
+            entry.connection.send(message);
+        }
+    }
+
+    /// Tells the machine about stopped processes that run again. Returns whether any is still stopped.
+    pub fn check_stopped(&mut self) -> bool {
+        let running: Vec<ClientId> = self
+            .stopped
+            .iter()
+            .filter(|client| !self.clients.get(client).is_some_and(|c| peer::is_stopped(c.identity.pid)))
+            .copied()
+            .collect();
+        for client in running {
+            self.stopped.remove(&client);
+            debug!(client = client.0, "the process runs again");
+            self.apply(Event::Stopped { client, stopped: false });
+        }
+        !self.stopped.is_empty()
+    }
+}

@@ -1,0 +1,162 @@
+//! Measurements of GPUs' memory and of the host's, reconciled with clients' reports.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use tracing::{debug, info};
+
+use super::state::{Core, Gpu};
+use crate::daemon::gpu::accounting::{Accounting, Attached};
+use crate::daemon::gpu::host_memory::MemInfo;
+use crate::daemon::gpu::nvml::{GpuDescription, Query, Report, Sample};
+use crate::scheduler::{Event, GpuId, Time};
+use crate::sys::clock;
+
+/// Clients of an earlier daemon have reconnected after this time. Until then, memory of unknown processes is not overhead.
+const RECONNECT_TIME: Duration = Duration::from_secs(1);
+
+/// A process that ends closes its connection first and frees its memory later, within this time. After that, the memory
+/// counts as another program's.
+const EXIT_TIME: Duration = Duration::from_secs(5);
+
+/// The estimate for a context that was not measured is at most the GPU's size divided by this.
+const CONTEXT_DIVISOR: u64 = 16;
+
+impl Core {
+    fn gpus_found(&mut self, found: Vec<GpuDescription>) {
+        for GpuDescription { gpu, kind, name, total, index, minor, link } in found {
+            let known = self.gpus.get_mut(&gpu);
+            let changed = known.as_ref().is_none_or(|known| known.total != total);
+            match known {
+                Some(known) => {
+                    known.total = total;
+                    (known.index, known.minor) = (Some(index), minor);
+                    known.name = name;
+                }
+                None => {
+                    let entry = Gpu {
+                        kind,
+                        name,
+                        total,
+                        index: Some(index),
+                        minor,
+                        accounting: Accounting::default(),
+                        sample: None,
+                    };
+                    info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
+                    self.create_lock_files(gpu);
+                    self.gpus.insert(gpu, entry);
+                }
+            }
+            if changed {
+                self.apply(Event::GpuFound { gpu, total });
+                self.announce_all_limits();
+                self.signals.limits.notify_one();
+                if let Some(rate) = link {
+                    self.apply(Event::GpuLink { gpu, rate });
+                }
+            }
+        }
+    }
+
+    /// Measures host memory.
+    pub fn sample_host(&mut self) {
+        let Some(info) = MemInfo::read() else { return };
+        let held = self.clients.values().flat_map(|c| c.gpus.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
+        if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
+            debug!(bytes, held, "host memory for swapped memory");
+            self.apply(Event::HostMemory { bytes });
+        }
+    }
+
+    /// Handles a report of the NVML thread.
+    pub fn nvml_report(&mut self, report: Report) {
+        match report {
+            Report::Gpus(found) => self.gpus_found(found),
+            Report::Used(used) => {
+                for sample in used {
+                    self.measure(&sample);
+                    if let Some(entry) = self.gpus.get_mut(&sample.gpu) {
+                        entry.sample = Some(sample);
+                    }
+                }
+                self.signals.limits.notify_one();
+            }
+            Report::Driver(versions) => self.driver = versions,
+            Report::Traffic(seen) => self.measured_traffic(seen, clock::now()),
+        }
+    }
+
+    /// Handles a measurement of memory in use on a GPU, by NVML or by a client.
+    pub(super) fn measure(&mut self, sample: &Sample) {
+        let gpu = sample.gpu;
+        let mut attached = Vec::new();
+        for view in self.machine.clients() {
+            let Some(extent) = self.machine.extent(view.client, gpu) else { continue };
+            let Some(client) = self.clients.get(&view.client) else { continue };
+            let (least, most) = client.gpus.get(&gpu).map_or(extent, |stats| stats.history.at(sample.begun));
+            attached.push(Attached {
+                client: view.client,
+                pid: client.identity.pid.try_into().unwrap_or(0),
+                least,
+                most,
+                adopted: self.shared_memory.adopted_by(view.client, gpu),
+                is_new: !self.machine.has_context(view.client, gpu, sample.begun),
+            });
+        }
+        let context = self.config.settings.context;
+        let Some(entry) = self.gpus.get_mut(&gpu) else { return };
+        let total = entry.total;
+        let before = (entry.accounting.overhead(), entry.accounting.basis());
+        let is_measured = entry.index.is_some();
+        let settled = sample.begun >= self.started + RECONNECT_TIME;
+        self.departed.retain(|_, left| sample.begun < *left + EXIT_TIME);
+        let departed = &self.departed;
+        let clients: BTreeSet<u32> = attached.iter().map(|client| client.pid).collect();
+        let processes = || sample.processes.iter().flat_map(BTreeMap::keys);
+        let complete = settled || processes().all(|pid| clients.contains(pid) || departed.contains_key(pid));
+        let is_own = |pid| !settled || departed.contains_key(&pid);
+        let guess = context.min(total / CONTEXT_DIVISOR);
+        let overhead = match sample.steady {
+            true => entry.accounting.sample(sample, &attached, guess, is_own),
+            false => None,
+        };
+        let found = entry.accounting.found(sample, &attached, guess).filter(|_| is_measured);
+        if !settled {
+            entry.accounting.forget_total();
+        }
+        let (contexts, basis) = (entry.accounting.contexts().clone(), entry.accounting.basis());
+        if is_measured && overhead.is_some() && before.1 != basis {
+            info!(name: "accounting", gpu = entry.label(gpu), basis = basis.name(), "{}", basis.in_words());
+        }
+        self.apply(Event::ContextSizes { gpu, bytes: contexts });
+        if let Some(bytes) = overhead {
+            if before.0 != Some(bytes) {
+                debug!(gpu = %gpu.0, bytes, "overhead");
+            }
+            // Also if it is unchanged: the machine waits for a measurement that includes a new context.
+            self.apply(Event::GpuOverhead { gpu, begun: sample.begun, bytes, complete });
+        }
+        if let Some(found) = found {
+            let free = Some(total.saturating_sub(sample.used)).filter(|_| sample.steady);
+            self.apply(Event::Measured { gpu, begun: sample.begun, free, found });
+            let now = clock::now();
+            attached.iter().for_each(|client| self.record_extent(client.client, gpu, now));
+        }
+    }
+
+    /// The machine asks for a new measurement of a GPU. Without NVML, clients' reports count as measured.
+    pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
+        let measured = self.nvml.is_some() && self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
+        if measured {
+            self.query_nvml(Query::Sample);
+            return None;
+        }
+        if !std::mem::replace(&mut self.logged_unverified, true) {
+            info!(
+                "without NVML, programs' reports of freed memory cannot be verified, even where another user gets the memory"
+            );
+        }
+        Some(Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() })
+    }
+}

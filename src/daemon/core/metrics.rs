@@ -1,0 +1,77 @@
+//! The snapshot that metrics are made from.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::state::Core;
+use crate::daemon::metrics::snapshot::{Attachment, Memory, OfClient, OfGpu, Snapshot};
+use crate::scheduler::{AttachmentView, GpuId};
+use crate::sys::clock;
+
+impl Core {
+    /// A copy, so that it is formatted away from the scheduling loop.
+    pub fn snapshot(&self) -> Snapshot {
+        let now = clock::now();
+        let views = self.machine.clients();
+        let attachments: HashMap<_, _> = views
+            .iter()
+            .flat_map(|view| view.attachments.iter().map(|attachment| ((view.client, attachment.gpu), attachment)))
+            .collect();
+        let mut gpus: HashMap<GpuId, OfGpu> = HashMap::new();
+        for view in self.machine.gpus() {
+            let Some(entry) = self.gpus.get(&view.gpu) else { continue };
+            let count = self.counts.gpu(view.gpu);
+            let figures = OfGpu {
+                uuid: entry.label(view.gpu).into(),
+                index: entry.index,
+                name: entry.name.clone(),
+                total: view.total,
+                capacity: view.capacity,
+                overhead: view.overhead,
+                shortfall: view.shortfall,
+                committed: view.committed,
+                memory: Memory::default(),
+                clients: 0,
+                holders: view.holders.len() as u64,
+                waiters: view.waiters.len() as u64,
+                held: count.held(now),
+                waits: count.waits,
+                counted: count.counted,
+            };
+            gpus.insert(view.gpu, figures);
+        }
+        let mut clients = Vec::with_capacity(attachments.len());
+        for (client, id, count) in self.counts.clients() {
+            let (Some(entry), Some(gpu)) = (self.clients.get(&client), gpus.get_mut(&id)) else { continue };
+            let mut counted = count.counted.clone();
+            let turns = self.machine.turns(client, id, now).unwrap_or_default();
+            counted.lock_time += turns.lock_time;
+            gpu.counted.lock_time += turns.lock_time;
+            let attachment = attachments.get(&(client, id)).map(|attachment| {
+                let memory = memory(attachment);
+                gpu.memory.add(memory);
+                gpu.clients += 1;
+                Attachment {
+                    memory,
+                    limit: attachment.limit,
+                    memory_max: self.machine.memory_max(client, id),
+                    waits: turns.waits,
+                }
+            });
+            let (gpu, identity) = (Arc::clone(&gpu.uuid), entry.identity.clone());
+            clients.push(OfClient { gpu, client: client.0, identity, counted, attachment });
+        }
+        let mut gpus: Vec<OfGpu> = gpus.into_values().collect();
+        gpus.sort_unstable_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
+        Snapshot { gpus, clients }
+    }
+}
+
+fn memory(attachment: &AttachmentView) -> Memory {
+    Memory {
+        demand: attachment.demand,
+        resident: attachment.mapped,
+        swapped: attachment.swapped,
+        pinned: attachment.pinned,
+    }
+}

@@ -1,0 +1,31 @@
+//! The scheduler's state machine with all that it decides about, on one thread. When a call returns, its consequences have
+//! been sent to every client concerned.
+//!
+//! - `state`: [`Core`], which owns everything; `dispatch`: events into the machine, commands out of it.
+//! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
+//!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
+//! - `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
+//! - `driver_limits`: the memory limits that the driver is to enforce.
+//! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
+//! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
+
+pub mod bundle;
+mod clients;
+mod counts;
+mod dispatch;
+mod driver_limits;
+mod event_log;
+mod measure;
+mod metrics;
+mod placement;
+pub mod pods;
+mod refusals;
+mod rules;
+mod shared_memory;
+mod sharing;
+mod state;
+mod traffic;
+pub mod views;
+
+pub use state::{Arrival, Core, SAMPLE_QUIET};
+pub use traffic::Thrashing;

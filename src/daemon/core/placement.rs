@@ -1,0 +1,230 @@
+//! Placement: the GPUs that a program sees. These are the GPUs that it chose, as far as its rule and its environment allow,
+//! or those that the machine assigns.
+
+use nvshare_wire::env_limits::LimitName;
+use nvshare_wire::scheduler::NoPlacement;
+use nvshare_wire::visible_devices::Chooser;
+use nvshare_wire::{SchedulerMessage, Text, version};
+use tracing::{debug, info};
+
+use super::state::{Client, Core, Gpu};
+use crate::config::rules::variable;
+use crate::config::rules::{GpuName, Rule};
+use crate::daemon::transport::peer;
+use crate::daemon::transport::session::PlacementQuery;
+use crate::identity::Identity;
+use crate::scheduler::{ClientId, Event, GpuId, Labels, Placement, PlacementError, PlacementRequest, Time};
+use crate::sys::clock;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Time for which a placement for a program waits for that program to connect.
+const REMEMBERED: Duration = Duration::from_secs(30);
+/// Ancestors of a process that are searched for the one that requested its placement.
+const MOST_ANCESTORS: usize = 16;
+
+/// A process that requested GPUs for a program which it will execute or start.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PendingPlacement {
+    pid: i32,
+    client: ClientId,
+    since: Time,
+}
+
+/// A GPU with its label.
+type Known<'a> = (GpuId, &'a Gpu, String);
+
+impl Core {
+    /// Tells a client which GPUs it sees.
+    pub(super) fn place(&mut self, client: ClientId, query: &PlacementQuery) {
+        let Some(entry) = self.clients.get(&client) else { return };
+        if query.ahead && entry.identity.pid > 0 {
+            let pid = entry.identity.pid;
+            self.pending_placements.retain(|ahead| ahead.pid != pid); // a process has one placement, however often it asks
+            self.pending_placements.push(PendingPlacement { pid, client, since: clock::now() });
+        }
+        match self.choice(client, query) {
+            Choice::Free => self.unplaced(client, NoPlacement::Free, ""),
+            Choice::Of(gpus) => self.placed(client, &gpus),
+            Choice::None(why) => self.refuse_place(client, &why, ""),
+            Choice::Machine(request) => self.apply(Event::PlacementRequested { client, request }),
+        }
+    }
+
+    fn choice(&self, client: ClientId, query: &PlacementQuery) -> Choice {
+        let known = self.known(query.devices);
+        let ids = |gpus: &[&Known<'_>]| gpus.iter().map(|(id, ..)| *id).collect::<Vec<_>>();
+        if known.is_empty() {
+            return Choice::Free; // the scheduler does not know the GPUs yet
+        }
+        let rule = self.rule_of(client);
+        let allowed = rule.and_then(|rule| rule.places.allowed.as_ref());
+        let by_environment = self.clients.get(&client).and_then(|entry| entry.env_limits.allowed());
+        let is_named = |names: &[GpuName], gpu: &Known<'_>| names.iter().any(|name| means(name, gpu, &known));
+        let is_allowed_by_rule = |gpu: &&Known<'_>| allowed.is_none_or(|names| is_named(names, gpu));
+        let chosen: Vec<&Known<'_>> = match query.chooser {
+            Chooser::List => listed(&query.choice, &known),
+            Chooser::Nobody | Chooser::Rank => known.iter().collect(),
+        };
+        let allowed_by_rule: Vec<&Known<'_>> = chosen.iter().copied().filter(is_allowed_by_rule).collect();
+        if allowed_by_rule.is_empty() && !chosen.is_empty() {
+            let rule = rule.map(Rule::to_string).unwrap_or_default();
+            return Choice::None(format!("rule {rule} allows none of its GPUs"));
+        }
+        let left: Vec<&Known<'_>> = allowed_by_rule
+            .iter()
+            .copied()
+            .filter(|gpu| by_environment.is_none_or(|names| is_named(names, gpu)))
+            .collect();
+        if left.is_empty() && !chosen.is_empty() {
+            let name = variable(LimitName::AllowedGpus);
+            return Choice::None(format!("{name} allows none of its GPUs"));
+        }
+        let policy = self.config.settings.placement;
+        let is_request = query.count > 0 || query.bytes.is_some();
+        if is_request || (query.chooser == Chooser::Nobody && policy != Placement::None) {
+            let mut candidates = ids(&left);
+            if query.count > 1 {
+                // A process sees no more than one slice.
+                candidates = left.iter().filter(|(_, gpu, _)| !gpu.is_slice()).map(|(id, ..)| *id).collect();
+            }
+            return Choice::Machine(PlacementRequest {
+                candidates,
+                count: query.count,
+                bytes: query.bytes,
+                ahead: query.ahead,
+            });
+        }
+        if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
+    }
+
+    /// The GPUs among those device files, in the order of NVML's indices.
+    fn known(&self, devices: u64) -> Vec<Known<'_>> {
+        let is_seen = |gpu: &Gpu| {
+            let number = gpu.minor.filter(|minor| *minor < u64::BITS && devices != 0);
+            number.is_none_or(|minor| devices & 1 << minor != 0)
+        };
+        let seen = self.gpus.iter().filter(|(_, gpu)| is_seen(gpu));
+        let mut known: Vec<Known<'_>> = seen.map(|(id, gpu)| (*id, gpu, gpu.label(*id))).collect();
+        known.sort_by_key(|(id, gpu, _)| (gpu.index.is_none(), gpu.index, *id));
+        known
+    }
+
+    /// Tells the machine the labels that clients' rules give them, for affinity.
+    pub(super) fn set_labels(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+        let labels = |client| {
+            let rule = self.rule_of(client);
+            (client, rule.map_or_else(Labels::default, |rule| rule.places.labels.clone()))
+        };
+        let labels: BTreeMap<ClientId, Labels> = clients.into_iter().map(labels).collect();
+        self.apply(Event::Labels { labels });
+    }
+
+    /// Gives a new client the placement that one of its ancestors, or an earlier program of its process, requested for it.
+    pub(super) fn find_place(&mut self, client: ClientId) {
+        let now = clock::now();
+        self.pending_placements.retain(|ahead| now < ahead.since + REMEMBERED);
+        let Some(mut pid) = self.clients.get(&client).map(|entry| entry.identity.pid) else { return };
+        for _ in 0..MOST_ANCESTORS {
+            if pid <= 0 || self.pending_placements.is_empty() {
+                return;
+            }
+            let is_meant = |ahead: &PendingPlacement| ahead.pid == pid && !self.clients.contains_key(&ahead.client);
+            // The newest request counts.
+            if let Some(at) = self.pending_placements.iter().rposition(is_meant) {
+                let from = self.pending_placements.remove(at).client;
+                return self.apply(Event::PlacementTaken { client, from });
+            }
+            pid = peer::parent(pid).unwrap_or(0);
+        }
+    }
+
+    pub(super) fn placed(&self, client: ClientId, gpus: &[GpuId]) {
+        let names: Vec<String> = gpus.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect();
+        let pid = self.clients.get(&client).map(|entry| entry.identity.pid);
+        debug!(client = client.0, pid, gpu = names.join(" "), "placed");
+        for (at, id) in (0..).zip(gpus) {
+            let Some(gpu) = self.gpus.get(id) else { continue };
+            let of = gpus.len() as u32;
+            self.answer_place(client, SchedulerMessage::Placed { at, of, uuid: id.0, kind: gpu.kind });
+        }
+    }
+
+    /// The machine could not place a client.
+    pub(super) fn placement_failed(&mut self, client: ClientId, why: &PlacementError) {
+        let (text, label) = match why {
+            PlacementError::TooFew { wanted, there } => (format!("it requests {wanted} GPUs and may use {there}"), ""),
+            PlacementError::Affinity(label) => {
+                (format!("affinity {label:?}: it may use none of the GPUs of that label's programs"), &**label)
+            }
+            PlacementError::AntiAffinity(label) => {
+                (format!("anti-affinity {label:?}: programs of that label use every GPU that it may use"), &**label)
+            }
+            PlacementError::Exclusion(label) => {
+                (format!("exclusion {label:?}: other programs use every GPU that it may use"), &**label)
+            }
+        };
+        self.refuse_place(client, &text, label);
+    }
+
+    fn refuse_place(&mut self, client: ClientId, why: &str, label: &str) {
+        self.unplaced(client, NoPlacement::NoGpu, why);
+        let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
+        let Identity { pid, uid, unit, name, .. } = &*identity;
+        if !self.log_limit.allows("not-placed", *uid) {
+            return;
+        }
+        let rule = self.rule_of(client).map(Rule::to_string).unwrap_or_default();
+        let by = if rule.is_empty() { String::new() } else { format!(" (rule {rule})") };
+        info!(name: "not-placed", client = client.0, pid, uid, unit, rule, label, "there is no GPU for {name}: {why}{by}");
+    }
+
+    fn unplaced(&self, client: ClientId, outcome: NoPlacement, why: &str) {
+        if outcome == NoPlacement::Free {
+            debug!(client = client.0, "not placed: it sees the GPUs that it chooses");
+        }
+        self.answer_place(client, SchedulerMessage::Unplaced { outcome, text: Text::new(why) });
+    }
+
+    fn answer_place(&self, client: ClientId, message: SchedulerMessage) {
+        if self.clients.get(&client).is_some_and(|entry: &Client| entry.session.version >= version::PLACEMENT) {
+            self.send(client, message);
+        }
+    }
+}
+
+/// The decision about a placement.
+enum Choice {
+    /// The client sees the GPUs that it would see anyway.
+    Free,
+    Of(Vec<GpuId>),
+    None(String),
+    /// The machine assigns GPUs.
+    Machine(PlacementRequest),
+}
+
+/// True if a name denotes that GPU: an index, or a prefix of a UUID that is unique.
+fn means(name: &GpuName, (_, gpu, label): &Known<'_>, known: &[Known<'_>]) -> bool {
+    let alone = || match name {
+        GpuName::Number(_) => true,
+        GpuName::Uuid(_) => known.iter().filter(|(_, gpu, label)| name.fits(label, gpu.index)).count() == 1,
+    };
+    name.fits(label, gpu.index) && alone()
+}
+
+/// The GPUs of a list, by the driver's rules: the list ends before the first name that denotes no GPU, and a duplicate makes
+/// it empty.
+fn listed<'a, 'b>(list: &str, known: &'a [Known<'b>]) -> Vec<&'a Known<'b>> {
+    let find = |name: &str| {
+        let name = GpuName::parse(name.trim())?;
+        known.iter().find(|gpu| means(&name, gpu, known))
+    };
+    let mut gpus: Vec<&Known<'_>> = Vec::new();
+    for gpu in list.split(',').map_while(find) {
+        if gpus.iter().any(|other| other.0 == gpu.0) {
+            return Vec::new();
+        }
+        gpus.push(gpu);
+    }
+    gpus
+}

@@ -1,0 +1,174 @@
+//! The pods of this node, as the agent learns them from Kubernetes: names for the UIDs in control groups, and rules from
+//! pods' annotations.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use crate::bus::rules::table;
+use crate::bus::{self, MAX_PODS, is_pod_name, is_pod_uid};
+use crate::config::rules::{Origin, Rule, SUBJECT_KEYS, read_one};
+use crate::identity::Identity;
+
+/// Pods by UID.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Pods(BTreeMap<String, Known>);
+
+#[derive(Debug, Clone, PartialEq)]
+struct Known {
+    namespace: String,
+    name: String,
+    /// The name of each container, by its id.
+    containers: HashMap<String, String>,
+    rule: Option<Rule>,
+}
+
+/// The reasons why pods' rules were refused, by the pod's UID.
+pub type Refused = HashMap<String, String>;
+
+impl Pods {
+    /// Checks the pods of an agent. A wrong rule is refused for its pod alone.
+    ///
+    /// # Errors
+    /// A sentence if the list as a whole is wrong.
+    pub fn read(pods_of_node: Vec<bus::Pod>) -> Result<(Self, Refused), String> {
+        if pods_of_node.len() > MAX_PODS {
+            return Err(format!("{} pods are more than a node can have: {MAX_PODS} are allowed", pods_of_node.len()));
+        }
+        let (mut pods, mut refused) = (Self::default(), Refused::new());
+        for pod in pods_of_node {
+            let bus::Pod { uid, namespace, name, containers, rule } = pod;
+            if !is_pod_uid(&uid) {
+                return Err(format!("{uid:?} is not the UID of a pod"));
+            }
+            for text in [&namespace, &name].into_iter().chain(containers.values()) {
+                if !is_pod_name(text) {
+                    return Err(format!("pod {uid}: {text:?} is not a name in Kubernetes"));
+                }
+            }
+            let rule = match read_rule(&uid, &namespace, &name, &rule) {
+                Ok(rule) => rule,
+                Err(why) => {
+                    refused.insert(uid.clone(), why);
+                    None
+                }
+            };
+            pods.0.insert(uid, Known { namespace, name, containers, rule });
+        }
+        Ok((pods, refused))
+    }
+
+    /// Removes rules that contradict others, and returns the reasons.
+    pub fn reconcile(&mut self, contradicted: impl Fn(&Rule, &[Rule]) -> Option<String>) -> Refused {
+        let (mut kept, mut refused) = (Vec::new(), Refused::new());
+        for (uid, pod) in &mut self.0 {
+            let Some(rule) = &pod.rule else { continue };
+            match contradicted(rule, &kept) {
+                None => kept.push(rule.clone()),
+                Some(why) => {
+                    refused.insert(uid.clone(), why);
+                    pod.rule = None;
+                }
+            }
+        }
+        refused
+    }
+
+    /// The rules of pods.
+    pub fn rules(&self) -> Vec<Rule> {
+        self.0.values().filter_map(|pod| pod.rule.clone()).collect()
+    }
+
+    /// Sets the names of a process's pod and container.
+    pub fn name(&self, identity: &mut Arc<Identity>) {
+        if identity.pod.uid.is_empty() {
+            return;
+        }
+        let known = self.0.get(&identity.pod.uid);
+        let mut pod = identity.pod.clone();
+        let of_container = || {
+            let (_, id) = identity.cgroup.of_system().container?;
+            Some(known?.containers.get(id)?.clone())
+        };
+        pod.container = of_container().unwrap_or_default();
+        pod.namespace = known.map_or_else(String::new, |known| known.namespace.clone());
+        pod.name = known.map_or_else(String::new, |known| known.name.clone());
+        if pod != identity.pod {
+            Arc::make_mut(identity).pod = pod;
+        }
+    }
+}
+
+fn read_rule(
+    uid: &str,
+    namespace: &str,
+    name: &str,
+    rule: &HashMap<String, zbus::OwnedVariant>,
+) -> Result<Option<Rule>, String> {
+    if rule.is_empty() {
+        return Ok(None);
+    }
+    let mut keys = table(rule)?;
+    if let Some(key) = SUBJECT_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
+        return Err(format!("a pod's rule applies to that pod: {key} is not allowed in it"));
+    }
+    keys.insert("pod".into(), uid.into());
+    keys.insert("name".into(), format!("{namespace}/{name}").into());
+    read_one(&keys.to_string(), Origin { file: "the pod's annotations".into(), line: 0 }).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use zbus::{OwnedVariant, Variant};
+
+    use super::*;
+    use crate::identity::Cgroup;
+
+    const UID: &str = "01234567-89ab-cdef-0123-456789abcdef";
+    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+    fn pod(rule: &[(&str, &str)]) -> bus::Pod {
+        let value = |text: &str| OwnedVariant::try_from(Variant::from(text)).expect("a value");
+        bus::Pod {
+            uid: UID.into(),
+            namespace: "team-a".into(),
+            name: "train-0".into(),
+            containers: HashMap::from([(ID.to_owned(), "main".to_owned())]),
+            rule: rule.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect(),
+        }
+    }
+
+    #[test]
+    fn who_is_in_a_pod_has_its_names_and_keeps_them_no_longer_than_it_is_there() {
+        let (pods, refused) = Pods::read(vec![pod(&[("memory-max", "8G")])]).expect("a pod");
+        assert_eq!((pods.rules().len(), refused.len()), (1, 0));
+        let cgroup = Cgroup { path: format!("/kubepods/pod{UID}/{ID}") };
+        let mut identity = Identity { cgroup, ..Identity::default() };
+        identity.pod.uid = UID.into();
+        let mut identity = Arc::new(identity);
+        pods.name(&mut identity);
+        assert_eq!(
+            (&*identity.pod.namespace, &*identity.pod.name, &*identity.pod.container),
+            ("team-a", "train-0", "main")
+        );
+        Pods::default().name(&mut identity);
+        assert_eq!((&*identity.pod.uid, &*identity.pod.name), (UID, ""));
+    }
+
+    #[test]
+    fn a_wish_that_is_wrong_is_refused_and_the_pod_is_known_all_the_same() {
+        let wrong = [("memory-max", "much"), ("user", "root"), ("pod", "*"), ("colour", "red"), ("time-min", "120%")];
+        for (key, value) in wrong {
+            let (pods, refused) = Pods::read(vec![pod(&[(key, value)])]).expect("a pod");
+            assert!(pods.rules().is_empty() && pods.0.contains_key(UID), "{key}");
+            assert!(refused.get(UID).is_some_and(|why| why.contains(key) || why.contains(value)), "{key}: {refused:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_pod_is_an_error() {
+        for (uid, name) in [("x", "a"), (UID, ""), (UID, "a b"), (UID, "a\u{1b}"), (UID, &"x".repeat(254))] {
+            let pod = bus::Pod { uid: uid.into(), name: name.into(), ..pod(&[]) };
+            assert!(Pods::read(vec![pod]).is_err(), "{uid} {name:?}");
+        }
+    }
+}

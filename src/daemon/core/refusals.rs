@@ -1,0 +1,171 @@
+//! Log lines about memory that a client did not get, with the reason and a remedy.
+
+use tracing::debug;
+
+use super::event_log::{is_recent, log_client};
+use super::state::Core;
+use crate::config::units;
+use crate::scheduler::{ClientId, Denial, GpuId, Time};
+
+/// Number of clients with most memory that are named.
+const MAX_NAMED: usize = 5;
+
+impl Core {
+    /// Logs that a client is refused memory, and why.
+    pub(super) fn log_refusal(&mut self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial, now: Time) {
+        debug!(client = client.0, gpu = %gpu.0, bytes, "denied");
+        let Some(stats) = self.stats(client, gpu) else { return };
+        if is_recent(stats.refusal_logged, now) {
+            return;
+        }
+        stats.refusal_logged = Some(now);
+        match why {
+            Denial::NoContext => self.log_no_context(client, gpu, bytes),
+            Denial::Unmappable => self.log_unmappable(client, gpu, bytes),
+            Denial::EnvLimit => self.log_env_limit(client, gpu, bytes),
+            Denial::NoRoom => self.log_no_room(client, gpu, bytes),
+            _ => self.log_rule_limit(client, gpu, bytes, why),
+        }
+    }
+
+    /// Neither the GPU nor host memory has room.
+    fn log_no_room(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+        let demand = |attachments: &[crate::scheduler::AttachmentView]| -> u64 {
+            attachments.iter().filter(|attachment| attachment.gpu == gpu).map(|attachment| attachment.demand).sum()
+        };
+        let views = self.machine.clients();
+        let mut users: Vec<(u64, ClientId)> =
+            views.iter().map(|view| (demand(&view.attachments), view.client)).collect();
+        users.sort_unstable_by(|a, b| b.cmp(a));
+        let named = users.iter().filter(|(demand, _)| *demand > 0).take(MAX_NAMED).filter_map(|(demand, client)| {
+            let identity = self.identity(*client)?;
+            Some(format!("{} (pid {}) {}", identity.name, identity.pid, units::size(*demand)))
+        });
+        let named: Vec<String> = named.collect();
+        let Some(identity) = self.identity(client) else { return };
+        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
+        let (host, promised) = self.machine.host();
+        let host = host.unwrap_or(0);
+        log_client!(
+            warn,
+            name: "memory-refused",
+            client,
+            identity,
+            gpu = self.label(gpu),
+            bytes,
+            capacity,
+            host,
+            host_promised = promised,
+            "{} is refused memory: it requests {} in total, and what does not fit on the GPU ({}) does not fit in host memory \
+             ({}) either; the largest users are {}: end one of them, or raise max in [swap]",
+            identity.name,
+            units::size(bytes),
+            units::size(capacity),
+            units::size(host),
+            if named.is_empty() { "none".into() } else { named.join(", ") }
+        );
+    }
+
+    /// The GPU has no room for a context beside another program.
+    fn log_no_context(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+        let Some(identity) = self.identity(client) else { return };
+        log_client!(
+            warn,
+            name: "memory-refused",
+            client,
+            identity,
+            gpu = self.label(gpu),
+            bytes,
+            "{} is refused a CUDA context: another program, which needs nearly all of the GPU, would no longer fit; with \
+             on-memory-full = \"wait\" in its rule, it waits until that program ends",
+            identity.name
+        );
+    }
+
+    /// The driver cannot map as much memory as the client has allocated.
+    fn log_unmappable(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+        let Some(identity) = self.identity(client) else { return };
+        let capacity = self.machine.gpu(gpu).map_or(0, |view| view.capacity);
+        log_client!(
+            warn,
+            name: "memory-refused",
+            client,
+            identity,
+            gpu = self.label(gpu),
+            bytes,
+            "{} is refused memory: it requests {} in total, and the driver maps no more than {}, although no other client \
+             has memory on the GPU",
+            identity.name,
+            units::size(bytes),
+            units::size(capacity)
+        );
+    }
+
+    /// A rule limits the client's group.
+    fn log_rule_limit(&self, client: ClientId, gpu: GpuId, bytes: u64, why: Denial) {
+        let (Some(entry), Some(rule)) = (self.clients.get(&client), self.rule_of(client)) else { return };
+        let everywhere = why == Denial::SwapMax;
+        let (key, max) = match why {
+            Denial::SwapMax => ("swap-max", rule.limits.swap_max.unwrap_or(0)),
+            _ => ("memory-max", self.machine.memory_max(client, gpu).unwrap_or(0)),
+        };
+        let group = self.clients.iter().filter(|(id, other)| **id != client && other.rule == entry.rule);
+        let views = group.filter_map(|(id, _)| self.machine.client(*id)).flat_map(|view| view.attachments);
+        let used = views.filter(|attachment| everywhere || attachment.gpu == gpu).map(|attachment| attachment.demand);
+        let used = used.fold(0, u64::saturating_add);
+        log_client!(
+            warn,
+            name: "memory-refused",
+            client,
+            &entry.identity,
+            gpu = self.label(gpu),
+            bytes,
+            rule = rule.to_string(),
+            memory_max = max,
+            "{} is refused memory: it requests {} in total, other programs of its group have {}, and {key} of rule {rule} \
+             allows the group {}, contexts included",
+            entry.identity.name,
+            units::size(bytes),
+            units::size(used),
+            units::size(max)
+        );
+    }
+
+    /// The client's own environment limits it.
+    fn log_env_limit(&self, client: ClientId, gpu: GpuId, bytes: u64) {
+        let Some(entry) = self.clients.get(&client) else { return };
+        let limits = entry.env_limits.in_words(self.rule_of(client));
+        log_client!(
+            info,
+            name: "memory-refused",
+            client,
+            &entry.identity,
+            gpu = self.label(gpu),
+            bytes,
+            "{} is refused memory: it requests {} in total, and its environment sets {limits}, contexts included",
+            entry.identity.name,
+            units::size(bytes)
+        );
+    }
+
+    /// Logs the first of several times in a row that a client was granted a GPU and the driver could not map its memory.
+    pub(super) fn log_mapping_failure(&mut self, client: ClientId, gpu: GpuId, bytes: u64, failures: u32, now: Time) {
+        let Some(stats) = self.stats(client, gpu) else { return };
+        if failures > 1 || is_recent(stats.failure_logged, now) {
+            return;
+        }
+        stats.failure_logged = Some(now);
+        let Some(identity) = self.identity(client) else { return };
+        log_client!(
+            warn,
+            name: "mapping-failed",
+            client,
+            identity,
+            gpu = self.label(gpu),
+            bytes,
+            "the driver could not map {} of {}, for which there should have been room: memory of other programs is evicted",
+            units::size(bytes),
+            identity.name
+        );
+    }
+}

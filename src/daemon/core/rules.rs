@@ -1,0 +1,135 @@
+//! Rules: the rule and the group of each client, limits from its environment, and the memory limits announced to it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use nvshare_wire::env_limits::LimitName;
+use nvshare_wire::{SchedulerMessage, Text, version};
+use tracing::debug;
+
+use super::pods::{Pods, Refused};
+use super::state::Core;
+use crate::config::rules::{Instance, Rule, Rules, Subject};
+use crate::scheduler::{ClientId, Event, Group, GroupId};
+
+/// Groups that are kept although they have no clients; more if there are many clients.
+const MAX_GROUPS: usize = 1024;
+
+impl Core {
+    /// Applies its rule to a new client.
+    pub(super) fn apply_rule(&mut self, client: ClientId) {
+        if let Some(group) = self.find_group(client) {
+            self.apply(Event::Groups { groups: BTreeMap::from([(client, Some(group))]) });
+            self.set_labels([client]);
+        }
+        self.announce_limits([client]);
+        self.signals.limits.notify_one();
+    }
+
+    /// Applies changed rules to all clients at once. A group keeps its usage if a rule with the same subject remains, even if
+    /// that allows something else.
+    pub(super) fn reapply_rules(&mut self, before: &Rules) {
+        let now: Vec<&Subject> = self.config.rules.all().map(|rule| &rule.subject).collect();
+        let place =
+            |rule: usize| now.iter().position(|subject| before.get(rule).is_some_and(|old| old.subject == **subject));
+        let groups = std::mem::take(&mut self.groups).into_iter();
+        let kept = groups.filter_map(|(instance, id)| {
+            let rule = place(instance.rule)?;
+            Some((instance.of_rule(rule), id))
+        });
+        let kept: BTreeMap<Instance, GroupId> = kept.collect();
+        self.groups = kept;
+        let clients: Vec<ClientId> = self.clients.keys().copied().collect();
+        let groups = clients.iter().map(|client| (*client, self.find_group(*client))).collect();
+        self.apply(Event::Groups { groups });
+        self.announce_all_limits();
+        self.set_labels(clients);
+    }
+
+    /// Sets the pods of this node. Returns the rules of pods that contradict others, with the reasons.
+    pub fn set_pods(&mut self, mut pods: Pods) -> Refused {
+        let rules = &self.config.rules;
+        let refused = pods.reconcile(|rule, kept| {
+            kept.iter().find_map(|other| rule.contradicts(other)).or_else(|| rules.contradicted(rule))
+        });
+        if pods == self.pods {
+            return refused;
+        }
+        self.pods = pods;
+        for client in self.clients.values_mut() {
+            self.pods.name(&mut client.identity);
+        }
+        let before = self.config.rules.clone();
+        self.config.rules.put_last(self.pods.rules());
+        self.reapply_rules(&before);
+        refused
+    }
+
+    /// Tells clients the memory that a rule allows them on each GPU, where it has changed: programs query the size of memory
+    /// before they use a GPU, and plan by it.
+    fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+        for client in clients {
+            let Some(entry) = self.clients.get_mut(&client) else { continue };
+            if entry.session.version < version::ANNOUNCED_LIMITS {
+                continue;
+            }
+            for gpu in self.gpus.keys() {
+                let bytes = self.machine.lowest_max(client, *gpu).unwrap_or(0);
+                let before = entry.announced_limits.insert(*gpu, bytes);
+                if before.unwrap_or(0) != bytes || (before.is_none() && entry.reconnects) {
+                    entry.connection.send(SchedulerMessage::MemoryMax { uuid: gpu.0, bytes });
+                }
+            }
+        }
+    }
+
+    pub(super) fn announce_all_limits(&mut self) {
+        self.announce_limits(self.clients.keys().copied().collect::<Vec<_>>());
+    }
+
+    /// Finds the rule of a client, and its group.
+    fn find_group(&mut self, client: ClientId) -> Option<Group> {
+        self.forget_groups();
+        let entry = self.clients.get_mut(&client)?;
+        let found = entry.is_program.then(|| self.config.rules.of(&entry.identity)).flatten();
+        entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
+        let (rule, instance) = found?;
+        let next = &mut self.next_group;
+        let id = *self.groups.entry(instance).or_insert_with(|| {
+            *next += 1;
+            GroupId(*next)
+        });
+        Some(Group { id, limits: rule.limits })
+    }
+
+    /// Drops groups without clients beyond a number. Up to that they are kept: the usage of a unit's programs counts for those
+    /// that it starts next.
+    fn forget_groups(&mut self) {
+        if self.groups.len() >= MAX_GROUPS.max(2 * self.clients.len()) {
+            let present: BTreeSet<&Instance> =
+                self.clients.values().filter_map(|client| client.rule.as_ref()).collect();
+            self.groups.retain(|instance, _| present.contains(instance));
+        }
+    }
+
+    /// Sets a limit from a client's environment.
+    pub(super) fn set_env_limit(&mut self, client: ClientId, limit: LimitName, text: &str) {
+        let Some(entry) = self.clients.get_mut(&client) else { return };
+        let before = entry.env_limits.limits();
+        entry.env_limits.set(limit, text);
+        let limits = entry.env_limits.limits();
+        if let Some(remark) =
+            self.clients.get(&client).and_then(|entry| entry.env_limits.remark(limit, self.rule_of(client)))
+        {
+            debug!(client = client.0, "{remark}");
+            self.send(client, SchedulerMessage::Remark { text: Text::new(&remark) });
+        }
+        if limits != before {
+            self.apply(Event::EnvLimits { client, limits });
+            self.announce_limits([client]);
+        }
+    }
+
+    pub(super) fn rule_of(&self, client: ClientId) -> Option<&Rule> {
+        self.config.rules.get(self.clients.get(&client)?.rule.as_ref()?.rule)
+    }
+}

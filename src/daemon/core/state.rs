@@ -1,0 +1,319 @@
+//! [`Core`]: the machine, its clients and GPUs, and the state of the log.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{OpenOptions, Permissions};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use nvshare_wire::client::{EngineReason, GpuKind};
+use tokio::sync::{Notify, watch};
+use tracing::{debug, info, warn};
+
+use super::pods::Pods;
+use super::shared_memory::SharedMemoryRegistry;
+use super::traffic::Thrashing;
+use super::{counts, placement, traffic};
+use crate::bus;
+use crate::config::rules::{EnvLimits, Instance};
+use crate::config::{Config, names};
+use crate::daemon::gpu::accounting::{Accounting, History};
+use crate::daemon::gpu::driver_limits::Wanted;
+use crate::daemon::gpu::host_memory::HostMemory;
+use crate::daemon::gpu::nvml::{DriverVersions, Query, Sample};
+use crate::daemon::logging::log_rate_limit::LogRateLimit;
+use crate::daemon::logging::trace::Trace;
+use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::transport::connection::Connection;
+use crate::daemon::transport::session::Session;
+use crate::identity::Identity;
+use crate::recorder::Recorder;
+use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, Settings, Time};
+use crate::sys::clock::{self, Timer};
+
+/// Clients are idle when no message has come from any of them for this long: memory is then sampled less often.
+pub const SAMPLE_QUIET: Duration = Duration::from_secs(2);
+
+/// The machine and all that it decides about.
+pub struct Core {
+    pub config: Config,
+    pub(super) machine: Machine,
+    pub(super) recorder: Recorder,
+    pub(super) clients: BTreeMap<ClientId, Client>,
+    pub(super) gpus: BTreeMap<GpuId, Gpu>,
+    pub(super) shared_memory: SharedMemoryRegistry,
+    /// The machine's ids of the groups that rules define.
+    pub(super) groups: BTreeMap<Instance, GroupId>,
+    pub(super) next_group: u64,
+    pub(super) next_gang: u64,
+    /// Kubernetes' names of the pods of this node.
+    pub(super) pods: Pods,
+    /// Processes to which GPUs were assigned for a program that they are yet to start.
+    pub(super) pending_placements: Vec<placement::PendingPlacement>,
+    /// The directory of the clients' socket, if it outlives the daemon: lock files are created there.
+    lock_directory: Option<PathBuf>,
+    pub(super) next_client: u64,
+    pub(super) timer: Rc<Timer>,
+    /// Time that the timer is set to.
+    pub(super) armed: Option<Time>,
+    /// Time of the machine's last tick.
+    pub(super) ticked: Time,
+    pub(super) started: Time,
+    pub(super) host: HostMemory,
+    /// Processes that have disconnected, and when: their GPU memory is freed only a moment later.
+    pub(super) departed: BTreeMap<u32, Time>,
+    pub(super) stopped: BTreeSet<ClientId>,
+    pub(super) log_limit: LogRateLimit,
+    pub(super) counts: counts::Counts,
+    pub(super) trace: Option<Trace>,
+    pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
+    pub(super) driver: DriverVersions,
+    /// The log has said that clients' reports cannot be verified.
+    pub(super) logged_unverified: bool,
+    settings: watch::Sender<Settings>,
+    pub(super) thrashing: watch::Sender<Thrashing>,
+    pub(super) thrashing_log: BTreeMap<GpuId, traffic::LogState>,
+    /// The limits that the driver was last asked to enforce.
+    pub(super) driver_limits: Option<Wanted>,
+    pub signals: Rc<Signals>,
+}
+
+/// Wakes the periodic jobs.
+#[derive(Debug, Default)]
+pub struct Signals {
+    /// A client's process is stopped: it is checked until it runs again.
+    pub stopped: Notify,
+    /// Clients came or went, or locks moved: for the status line of systemd.
+    pub turns: Notify,
+    /// The same, for the D-Bus property `Holders`.
+    pub holders: Notify,
+    /// A client was granted a lock.
+    pub grants: Notify,
+    /// The limits that the driver is to enforce may have changed.
+    pub limits: Notify,
+    /// A client did something after [`SAMPLE_QUIET`].
+    pub activity: Notify,
+    pub last_activity: Cell<Time>,
+    /// Number of clients.
+    pub clients: Cell<usize>,
+}
+
+/// A client that has been welcomed.
+pub(super) struct Client {
+    pub connection: Rc<Connection>,
+    pub session: Session,
+    pub identity: Arc<Identity>,
+    pub library: String,
+    pub connected: SystemTime,
+    /// The GPUs that it is attached to.
+    pub gpus: BTreeMap<GpuId, ClientGpuStats>,
+    /// Its gang, by the number that the client sent and by the machine's; 0: none.
+    pub gang: (u64, u64),
+    /// Its rule, and the group that it counts with.
+    pub rule: Option<Instance>,
+    /// Limits from its environment.
+    pub env_limits: EnvLimits,
+    /// The memory limits by rule that were announced to it, bytes by GPU.
+    pub announced_limits: BTreeMap<GpuId, u64>,
+    /// It was connected before, and may have received other limits then.
+    pub reconnects: bool,
+    /// The name of its connection in systemd's descriptor store, if it is there.
+    pub stored_as: Option<ConnectionName>,
+    /// It is a program with the library, not a lock that was acquired over D-Bus. Only programs have memory, rules and a
+    /// connection that can outlive the daemon.
+    pub is_program: bool,
+}
+
+/// A client about to be welcomed.
+pub struct Arrival {
+    pub connection: Rc<Connection>,
+    pub identity: Arc<Identity>,
+    pub version: u16,
+    /// The number of its gang, as the client sent it; 0: none.
+    pub gang: u64,
+    pub library: String,
+    /// As in the client's record: it is no lock acquired over D-Bus.
+    pub is_program: bool,
+    /// It was connected before, to this daemon or an earlier one.
+    pub reconnects: bool,
+}
+
+/// State of a client on one GPU that the machine does not keep.
+pub(super) struct ClientGpuStats {
+    /// When it last neither held nor awaited the lock.
+    pub idle_since: Time,
+    /// Bytes.
+    pub mapped: u64,
+    /// Bytes.
+    pub allowance: u64,
+    /// Bounds on its mapped memory in the recent past.
+    pub history: History,
+    /// Bytes.
+    pub limit: Option<u64>,
+    /// Its own newest report.
+    pub report: Option<MemoryReport>,
+    /// Bytes of host memory that it holds.
+    pub host: u64,
+    /// When the log last said that it was refused memory.
+    pub refusal_logged: Option<Time>,
+    /// When the log last said that mapping its memory failed.
+    pub failure_logged: Option<Time>,
+    /// When the log last said that its memory cannot be evicted.
+    pub eviction_block_logged: Option<Time>,
+    /// It submits work in a way that passes no gate.
+    pub untracked_work: bool,
+    /// Why it has its engine.
+    pub reason: EngineReason,
+}
+
+pub(super) struct Gpu {
+    pub kind: GpuKind,
+    pub name: String,
+    /// Bytes.
+    pub total: u64,
+    /// NVML's index; `None` while only clients know the GPU.
+    pub index: Option<u32>,
+    /// Minor number of its device file; a MIG slice has its GPU's.
+    pub minor: Option<u32>,
+    pub accounting: Accounting,
+    /// The newest measurement by NVML.
+    pub sample: Option<Sample>,
+}
+
+impl Gpu {
+    pub fn label(&self, gpu: GpuId) -> String {
+        bus::gpu_name(self.kind, gpu)
+    }
+
+    pub fn is_slice(&self) -> bool {
+        self.kind == GpuKind::Mig
+    }
+}
+
+impl Core {
+    /// # Errors
+    /// If the process has no file descriptors left.
+    pub fn new(config: Config, trace: Option<Trace>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
+        let machine = Machine::new(config.settings.clone());
+        Ok(Self {
+            recorder: Recorder::new(&machine),
+            machine,
+            config,
+            clients: BTreeMap::new(),
+            gpus: BTreeMap::new(),
+            shared_memory: SharedMemoryRegistry::new(clock::now()),
+            groups: BTreeMap::new(),
+            next_group: 1,
+            next_gang: 0,
+            pods: Pods::default(),
+            pending_placements: Vec::new(),
+            lock_directory: None,
+            next_client: 1,
+            timer: Rc::new(Timer::new()?),
+            armed: None,
+            ticked: Time::ZERO,
+            started: clock::now(),
+            host: HostMemory::default(),
+            departed: BTreeMap::new(),
+            stopped: BTreeSet::new(),
+            log_limit: LogRateLimit::default(),
+            counts: counts::Counts::default(),
+            trace,
+            nvml: None,
+            driver: DriverVersions::default(),
+            logged_unverified: false,
+            settings,
+            thrashing: watch::Sender::default(),
+            thrashing_log: BTreeMap::new(),
+            driver_limits: None,
+            signals: Rc::default(),
+        })
+    }
+
+    /// Expires at the machine's next deadline.
+    pub fn timer(&self) -> Rc<Timer> {
+        self.timer.clone()
+    }
+
+    /// Has the lock files created there by which clients take turns while there is no daemon.
+    pub fn create_lock_files_in(&mut self, directory: &Path) {
+        self.lock_directory = Some(directory.to_owned());
+    }
+
+    /// Creates the lock files of a GPU. Where that fails, clients use another place.
+    pub(super) fn create_lock_files(&self, gpu: GpuId) {
+        let Some(directory) = &self.lock_directory else { return };
+        for what in ["turn", "here"] {
+            let path = directory.join(format!("nvshare-{}.{what}", gpu.0));
+            let file =
+                OpenOptions::new().write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
+            // Every user needs to open them for reading in order to lock them, whatever the umask is.
+            if let Err(e) = file.and_then(|file| file.set_permissions(Permissions::from_mode(0o644))) {
+                debug!("cannot create {}: {e}", path.display());
+            }
+        }
+    }
+
+    pub fn use_nvml(&mut self, queries: std::sync::mpsc::Sender<Query>) {
+        self.nvml = Some(queries);
+    }
+
+    pub fn query_nvml(&self, query: Query) {
+        if let Some(nvml) = &self.nvml {
+            let _ = nvml.send(query);
+        }
+    }
+
+    pub(super) fn stats(&mut self, client: ClientId, gpu: GpuId) -> Option<&mut ClientGpuStats> {
+        self.clients.get_mut(&client)?.gpus.get_mut(&gpu)
+    }
+
+    pub(super) fn mark_active(&self) {
+        let now = clock::now();
+        let before = self.signals.last_activity.replace(now);
+        if now.saturating_sub(before) > SAMPLE_QUIET {
+            self.signals.activity.notify_one();
+        }
+    }
+
+    /// Applies a configuration.
+    pub fn configure(&mut self, config: Config) {
+        let before = std::mem::replace(&mut self.config, config);
+        self.config.rules.put_last(self.pods.rules());
+        if before.keep_connections != self.config.keep_connections {
+            self.store_as_configured();
+        }
+        if before.rules != self.config.rules {
+            self.reapply_rules(&before.rules);
+        }
+        if before.metrics != self.config.metrics {
+            warn!("[metrics] listen changed; restart the scheduler to apply it");
+        }
+        let settings = self.config.settings.clone();
+        if *self.settings.borrow() != settings {
+            info!(
+                name: "settings-changed",
+                time_quantum = settings.time_quantum.as_secs(),
+                max_wait = settings.max_wait.as_secs(),
+                anti_thrash = names::anti_thrash_name(settings.anti_thrash),
+                policy = names::policy_name(settings.policy),
+                "settings changed"
+            );
+            self.apply(Event::Configure(settings.clone()));
+            self.settings.send_replace(settings);
+        }
+        self.sample_host();
+        self.signals.limits.notify_one();
+    }
+
+    /// Closes connections because the daemon stops. Connections in systemd's descriptor store stay open: systemd closes them
+    /// if no other daemon follows.
+    pub fn stop(&mut self) {
+        for client in self.clients.values().filter(|client| client.stored_as.is_none()) {
+            client.connection.close();
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The state of GPUs and clients as D-Bus shows it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use nvshare_wire::Uuid;
+use nvshare_wire::client::{EngineReason, GpuKind};
+
+use super::state::{Core, Gpu};
+use crate::bus;
+use crate::daemon::gpu::accounting::Basis;
+use crate::identity::Identity;
+use crate::scheduler::{self, AttachmentView, ClientId, GpuId, Share, Time};
+use crate::sys::clock;
+
+/// A client, for the D-Bus object, which leaves out what its caller may not see.
+#[derive(Debug, Clone)]
+pub struct ClientView {
+    pub id: ClientId,
+    pub identity: Arc<Identity>,
+    pub library: String,
+    /// Its rule: name, origin, and its share in words.
+    pub rule: (String, String, String),
+    /// Its limits from the environment: those in effect, and remarks about those that are not.
+    pub env_limits: (String, Vec<String>),
+    /// The other members of its gang.
+    pub gang_peers: Vec<ClientId>,
+    /// Labels of the GPUs that the scheduler assigned to it.
+    pub placed: Vec<String>,
+    pub connected: SystemTime,
+    pub stopped: bool,
+    pub uses: Vec<bus::GpuUse>,
+}
+
+impl ClientView {
+    /// The client on D-Bus. Its command line is left out unless the caller `may_see` it.
+    pub fn present(self, may_see: bool) -> bus::Client {
+        let Self { identity, library, rule, env_limits, .. } = self;
+        let since = self.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        bus::Client {
+            id: self.id.0,
+            pid: u32::try_from(identity.pid).unwrap_or(0),
+            uid: identity.uid,
+            name: identity.name.clone(),
+            command: may_see.then(|| identity.command.clone()),
+            why: identity.why.clone(),
+            unit: identity.unit.clone(),
+            slice: identity.slice.clone(),
+            container: identity.container.clone(),
+            pod: identity.pod.uid.clone(),
+            pod_namespace: identity.pod.namespace.clone(),
+            pod_name: identity.pod.name.clone(),
+            pod_container: identity.pod.container.clone(),
+            library,
+            rule: rule.0,
+            rule_origin: rule.1,
+            share: rule.2,
+            environment: env_limits.0,
+            environment_ignored: env_limits.1,
+            gang: self.gang_peers.iter().map(|peer| peer.0).collect(),
+            placed: self.placed,
+            connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
+            stopped: self.stopped,
+            gpus: self.uses,
+        }
+    }
+}
+
+/// Ids of the clients that hold the lock of each GPU, by the GPU's UUID.
+pub type Holders = HashMap<String, Vec<u64>>;
+
+/// The share of a rule in words: `weight 50, time-max 20%`.
+fn in_words(share: Share) -> String {
+    let weight = if share.weight == 0 { "idle".to_owned() } else { share.weight.to_string() };
+    let all = [
+        Some(format!("weight {weight}")),
+        (share.min > 0).then(|| format!("time-min {}%", share.min)),
+        (share.max < 100).then(|| format!("time-max {}%", share.max)),
+        (share.priority != 0).then(|| format!("priority {}", share.priority)),
+        share.interactive.then(|| "interactive".to_owned()),
+    ];
+    all.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+impl Core {
+    pub fn list_clients(&self) -> Vec<ClientView> {
+        let now = clock::now();
+        let since = self.since();
+        let view = |seen: scheduler::ClientView| {
+            let client = self.clients.get(&seen.client)?;
+            let rule = self.rule_of(seen.client);
+            let uses = seen.attachments.iter().map(|attachment| {
+                let stats = client.gpus.get(&attachment.gpu);
+                let since = since.get(&(seen.client, attachment.gpu)).copied();
+                let since = since.or(stats.map(|stats| stats.idle_since)).unwrap_or(now);
+                bus::GpuUse {
+                    uuid: self.gpus.get(&attachment.gpu).map_or_else(String::new, |entry| entry.label(attachment.gpu)),
+                    state: bus::state_name(attachment.state, attachment.attached).into(),
+                    since: now.saturating_sub(since).as_secs_f64(),
+                    engine: bus::engine_name(attachment.engine).into(),
+                    engine_reason: bus::engine_reason(stats.map_or(EngineReason::Unsaid, |stats| stats.reason)).into(),
+                    demand: attachment.demand,
+                    resident: attachment.mapped,
+                    swapped: attachment.swapped,
+                    pinned: attachment.pinned,
+                    allowance: attachment.allowance,
+                    limit: stats.and_then(|stats| stats.limit),
+                    memory_max: self.machine.memory_max(seen.client, attachment.gpu),
+                    environment_memory_max: self.machine.env_memory_max(seen.client, attachment.gpu),
+                    pending_limit: attachment.pending_limit,
+                    unverified: attachment.disbelieved.map(|claimed| claimed.saturating_sub(attachment.mapped)),
+                    mapping_failures: attachment.failures,
+                    untracked_work: stats.is_some_and(|stats| stats.untracked_work),
+                    eviction_blocked: attachment.eviction_blocked.map_or("", bus::eviction_block_name).into(),
+                    utilization: attachment.utilization,
+                    lock_time: attachment.lock_time.as_secs_f64(),
+                    wait_time: attachment.wait_time.as_secs_f64(),
+                    grants: attachment.grants,
+                }
+            });
+            Some(ClientView {
+                id: seen.client,
+                identity: client.identity.clone(),
+                library: client.library.clone(),
+                rule: rule.map_or_else(Default::default, |rule| {
+                    (rule.name.clone(), rule.origin.to_string(), rule.limits.share.map_or_else(String::new, in_words))
+                }),
+                env_limits: (client.env_limits.in_words(rule), client.env_limits.remarks(rule)),
+                gang_peers: seen.gang_peers.clone(),
+                placed: seen.placed.iter().filter_map(|id| Some(self.gpus.get(id)?.label(*id))).collect(),
+                connected: client.connected,
+                stopped: seen.stopped,
+                uses: uses.collect(),
+            })
+        };
+        self.machine.clients().into_iter().filter_map(view).collect()
+    }
+
+    /// Since when each holder has held, and each waiter waited.
+    fn since(&self) -> HashMap<(ClientId, GpuId), Time> {
+        let mut since = HashMap::new();
+        for gpu in self.machine.gpus() {
+            since.extend(gpu.holders.iter().map(|holder| ((holder.client, gpu.gpu), holder.since)));
+            since.extend(gpu.waiters.iter().map(|waiter| ((waiter.client, gpu.gpu), waiter.since)));
+        }
+        since
+    }
+
+    /// The holders of each GPU's lock.
+    pub fn holders(&self) -> Holders {
+        let gpus = self.machine.gpus().into_iter();
+        let view = |seen: scheduler::GpuView| {
+            let label = self.gpus.get(&seen.gpu)?.label(seen.gpu);
+            Some((label, seen.holders.iter().map(|holder| holder.client.0).collect()))
+        };
+        gpus.filter_map(view).collect()
+    }
+
+    pub fn list_gpus(&self) -> Vec<bus::Gpu> {
+        let attachments: Vec<AttachmentView> =
+            self.machine.clients().into_iter().flat_map(|client| client.attachments).collect();
+        let view = |seen: scheduler::GpuView| {
+            let entry = self.gpus.get(&seen.gpu)?;
+            let attachments = || attachments.iter().filter(|attachment| attachment.gpu == seen.gpu);
+            Some(bus::Gpu {
+                uuid: entry.label(seen.gpu),
+                kind: bus::kind_name(entry.kind).into(),
+                name: entry.name.clone(),
+                index: entry.index,
+                total: entry.total,
+                capacity: seen.capacity,
+                overhead: entry.accounting.overhead(),
+                accounting: self.basis(entry).name().into(),
+                shortfall: seen.shortfall,
+                demand: attachments().map(|attachment| attachment.demand).sum(),
+                resident: attachments().map(|attachment| attachment.mapped).sum(),
+                swapped: attachments().map(|attachment| attachment.swapped).sum(),
+                clients: attachments().count() as u32,
+                holders: seen.holders.iter().map(|holder| holder.client.0).collect(),
+                queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
+                thrashing: seen.thrashes,
+                serialized: seen.serialized,
+            })
+        };
+        self.machine.gpus().into_iter().filter_map(view).collect()
+    }
+
+    /// The source of a GPU's figures.
+    fn basis(&self, entry: &Gpu) -> Basis {
+        if self.nvml.is_some() && entry.index.is_some() { entry.accounting.basis() } else { Basis::Reports }
+    }
+
+    /// The GPU with that UUID or index; for an empty name, the only GPU.
+    ///
+    /// # Errors
+    /// A sentence with the GPUs that there are.
+    pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
+        let known = || self.gpus.iter().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
+        let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
+            gpu.label(**id).eq_ignore_ascii_case(name) || gpu.index.is_some_and(|index| index.to_string() == name)
+        };
+        let found = match name {
+            "" if self.gpus.len() == 1 => self.gpus.iter().next(),
+            "" if self.gpus.is_empty() => return Err("the scheduler knows no GPU".into()),
+            "" => return Err(format!("there are several GPUs: say which of {}", known())),
+            _ => self.gpus.iter().find(is_meant),
+        };
+        let (id, gpu) = found.ok_or_else(|| format!("there is no GPU {name:?}: there are {}", known()))?;
+        Ok(NamedGpu { uuid: id.0, kind: gpu.kind, total: gpu.total })
+    }
+}
+
+/// A GPU as a client names it in `Attach`.
+#[derive(Debug, Clone, Copy)]
+pub struct NamedGpu {
+    pub uuid: Uuid,
+    pub kind: GpuKind,
+    /// Bytes.
+    pub total: u64,
+}
+
+/// Text that a program chose, without control characters.
+pub fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
+}

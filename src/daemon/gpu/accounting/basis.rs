@@ -1,0 +1,36 @@
+//! The source of the figures for a GPU.
+
+/// The source of the figures for a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Basis {
+    /// Clients' reports: NVML is not available.
+    #[default]
+    Reports,
+    /// NVML's figures for the whole GPU. It has none for processes, or knows the processes by the ids of another PID
+    /// namespace.
+    Total,
+    /// NVML's figures for each process.
+    Processes,
+}
+
+impl Basis {
+    /// A sentence for the log.
+    pub fn in_words(self) -> &'static str {
+        match self {
+            Self::Reports => "NVML is not available: programs' reports of memory cannot be verified",
+            Self::Total => {
+                "NVML shows no memory of programs' processes: reports are verified against the memory in use in total"
+            }
+            Self::Processes => "reports are verified against the memory that NVML shows for each process",
+        }
+    }
+
+    /// The name in the status and on D-Bus.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reports => "reports",
+            Self::Total => "total",
+            Self::Processes => "processes",
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Bounds on a client's mapped memory in the recent past.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::scheduler::Time;
+
+/// Time that a report takes to arrive.
+const REPORT_DELAY: Duration = Duration::from_millis(50);
+/// Time between the beginning of a sample and its handling, at most.
+const MAX_SAMPLE_AGE: Duration = Duration::from_secs(2);
+/// Changes that are kept; older ones are merged.
+const MAX_CHANGES: usize = 32;
+
+/// Bounds on a client's mapped memory over the last seconds.
+#[derive(Debug, Default)]
+pub struct History(VecDeque<(Time, (u64, u64))>);
+
+impl History {
+    /// The bytes mapped from now on are between the two of `extent`.
+    pub fn record(&mut self, now: Time, extent: (u64, u64)) {
+        if self.0.back().is_some_and(|(_, last)| *last == extent) {
+            return;
+        }
+        self.0.push_back((now, extent));
+        while self.0.get(1).is_some_and(|(at, _)| *at + MAX_SAMPLE_AGE < now) {
+            self.0.pop_front();
+        }
+        if self.0.len() > MAX_CHANGES
+            && let Some((at, first)) = self.0.pop_front()
+            && let Some(second) = self.0.front_mut()
+        {
+            *second = (at, union(first, second.1));
+        }
+    }
+
+    /// The bounds on the bytes mapped at a moment between `begun` and now, with regard to the delay of reports.
+    pub fn at(&self, begun: Time) -> (u64, u64) {
+        let from = begun.saturating_sub(REPORT_DELAY);
+        let later = self.0.iter().skip(1).map(|(at, _)| Some(*at)).chain([None]);
+        let counts = self.0.iter().zip(later).filter(|(_, until)| until.is_none_or(|until| until > from));
+        counts.map(|((_, extent), _)| *extent).reduce(union).unwrap_or_default()
+    }
+}
+
+fn union(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {
+    (a.0.min(b.0), a.1.max(b.1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn history_covers_what_was_on_its_way() {
+        let ms = Duration::from_millis;
+        let mut history = History::default();
+        assert_eq!(history.at(ms(0)), (0, 0));
+        history.record(ms(100), (5, 5));
+        history.record(ms(200), (5, 9));
+        history.record(ms(240), (7, 7));
+        assert_eq!(history.at(ms(300)), (7, 7));
+        assert_eq!(history.at(ms(289)), (5, 9), "what counted until 240 ms");
+        assert_eq!(history.at(ms(120)), (5, 9));
+        for i in 0..1000 {
+            history.record(ms(1000 + i), (i, 2 * i));
+        }
+        assert!(history.0.len() <= MAX_CHANGES);
+        assert_eq!(history.at(ms(3000)), (999, 1998));
+        assert_eq!(history.at(ms(1049)), (0, 1998));
+    }
+}

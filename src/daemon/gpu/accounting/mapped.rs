@@ -1,0 +1,66 @@
+//! Bounds on the memory that each client has mapped, by NVML's figures.
+
+use std::collections::BTreeMap;
+
+use super::{Accounting, Attached, Basis, Process, SIGNIFICANT, by_process};
+use crate::daemon::gpu::nvml::Sample;
+use crate::scheduler::{ClientId, Found};
+
+impl Accounting {
+    /// Bounds on the bytes that each client has mapped; `None` if the sample does not show them.
+    pub fn found(&self, sample: &Sample, clients: &[Attached], guess: u64) -> Option<BTreeMap<ClientId, Found>> {
+        let processes = sample.processes.as_ref().filter(|_| self.basis == Basis::Processes);
+        let Some(processes) = processes else { return self.found_in_total(sample, clients) };
+        let of_clients = by_process(processes, clients);
+        // A context that was not measured may be of any size up to the guess, or not exist.
+        let context = |process: &Process| self.contexts.get(&process.first).copied();
+        let shared = |(pid, process): (&u32, &Process)| {
+            let bytes = process.used.saturating_sub(context(process).unwrap_or(0));
+            let bytes = bytes.saturating_add(self.adopted.get(pid).copied().unwrap_or(0));
+            (*pid, Shared { bytes, least: process.least, clients: process.clients })
+        };
+        let mut in_use: BTreeMap<u32, Shared> = of_clients.iter().map(shared).collect();
+        let found = clients.iter().filter_map(|client| {
+            let process = of_clients.get(&client.pid)?;
+            let large = context(process).unwrap_or(guess);
+            // The rest may belong to other clients of the process.
+            let others = process.most - client.most;
+            let least = process.used.saturating_sub(large).saturating_sub(others).saturating_sub(SIGNIFICANT);
+            Some((client.client, Found { least, most: in_use.get_mut(&client.pid)?.take(client) }))
+        });
+        Some(found.collect())
+    }
+
+    /// Without figures for processes: bytes that no client reports may be any client's, but only one client's.
+    fn found_in_total(&self, sample: &Sample, clients: &[Attached]) -> Option<BTreeMap<ClientId, Found>> {
+        let overhead = self.total.filter(|_| sample.steady)?;
+        let least = clients.iter().fold(0u64, |sum, client| sum.saturating_add(client.least));
+        let mut in_use = Shared { bytes: sample.used.saturating_sub(overhead), least, clients: clients.len() };
+        let found = clients.iter().map(|client| {
+            let most = in_use.take(client);
+            (client.client, Found { least: most.saturating_sub(SIGNIFICANT), most })
+        });
+        Some(found.collect())
+    }
+}
+
+/// Bytes that several clients share. They count once: each client takes what it may have mapped and the others need not have,
+/// and the last takes the rest.
+#[derive(Debug)]
+struct Shared {
+    bytes: u64,
+    /// Of the clients that have not taken theirs yet: their least bytes in sum, and their number.
+    least: u64,
+    clients: usize,
+}
+
+impl Shared {
+    fn take(&mut self, client: &Attached) -> u64 {
+        self.least = self.least.saturating_sub(client.least);
+        self.clients = self.clients.saturating_sub(1);
+        let free = self.bytes.saturating_sub(self.least);
+        let taken = if self.clients == 0 { free } else { free.min(client.most) };
+        self.bytes -= taken;
+        taken
+    }
+}

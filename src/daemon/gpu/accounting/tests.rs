@@ -1,0 +1,211 @@
+use super::*;
+use crate::scheduler::{GpuId, Uuid};
+
+const MIB: u64 = 1 << 20;
+const GUESS: u64 = 600 * MIB;
+
+fn sample(used: u64, processes: &[(u32, u64)]) -> Sample {
+    let processes = Some(processes.iter().map(|(pid, mib)| (*pid, mib * MIB)).collect());
+    Sample { gpu: GpuId(Uuid([0; 16])), begun: Default::default(), steady: true, used: used * MIB, processes }
+}
+
+/// At rest.
+fn client(id: u64, mapped: u64) -> Attached {
+    moving(id, mapped, mapped)
+}
+
+fn moving(id: u64, least: u64, most: u64) -> Attached {
+    Attached { client: ClientId(id), pid: id as u32, least: least * MIB, most: most * MIB, adopted: 0, is_new: false }
+}
+
+fn told(accounting: &mut Accounting, sample: &Sample, clients: &[Attached]) -> u64 {
+    accounting.sample(sample, clients, GUESS, |_| false).expect("a figure") / MIB
+}
+
+fn told_in_total(accounting: &mut Accounting, used: u64, clients: &[Attached]) -> u64 {
+    let sample = Sample { processes: None, ..sample(used, &[]) };
+    accounting.sample(&sample, clients, GUESS, |_| false).expect("a figure") / MIB
+}
+
+#[test]
+fn other_programs_and_contexts_count() {
+    let mut accounting = Accounting::default();
+    let told = told(&mut accounting, &sample(9000, &[(1, 4500), (7, 3000)]), &[client(1, 4000)]);
+    assert_eq!(told, 5000, "500 of context, 3000 of process 7, 1500 of no process");
+    assert_eq!(accounting.basis(), Basis::Processes);
+}
+
+#[test]
+fn moving_memory_changes_nothing() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]);
+    // It has unmapped 3 GiB, or mapped 2 GiB, and not reported it.
+    for (used, process) in [(2000, 1500), (7000, 6500)] {
+        let clients = [moving(1, 1000, 6000)];
+        assert_eq!(told(&mut accounting, &sample(used, &[(1, process)]), &clients), 1000);
+    }
+}
+
+/// The standstill of two servers that were started at once: a part of each context was taken for the whole, and the
+/// figure was kept, as their memory was never at rest afterwards.
+#[test]
+fn a_context_that_is_being_created_is_not_measured() {
+    let mut accounting = Accounting::default();
+    let new = |id| Attached { is_new: true, ..client(id, 0) };
+    told(&mut accounting, &sample(1040, &[(1, 20), (2, 20)]), &[new(1), new(2)]);
+    // Their contexts are complete, and both keep growing.
+    let clients = [moving(1, 4000, 4064), moving(2, 5000, 5064)];
+    let told = told(&mut accounting, &sample(11_054, &[(1, 4527), (2, 5527)]), &clients);
+    assert_eq!(told, 1000 + 2 * 527);
+}
+
+#[test]
+fn a_wrong_estimate_ends_with_the_next_sample() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(4020, &[(1, 4020)]), &[client(1, 4000)]);
+    // The context has grown while memory moves: it cannot be smaller than 527 - 64.
+    let told = told(&mut accounting, &sample(5027, &[(1, 5027)]), &[moving(1, 4500, 4564)]);
+    assert_eq!(told, 461);
+}
+
+#[test]
+fn a_context_that_was_never_measured_is_guessed() {
+    let mut accounting = Accounting::default();
+    assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[moving(1, 0, 4500)]), 1100);
+    assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]), 1000);
+}
+
+#[test]
+fn a_context_larger_than_guessed_counts_before_it_is_complete() {
+    let mut accounting = Accounting::default();
+    let new = Attached { is_new: true, ..client(1, 0) };
+    assert_eq!(told(&mut accounting, &sample(1000, &[(1, 1000)]), &[new]), 398);
+}
+
+#[test]
+fn processes_that_have_left_or_will_reconnect_are_no_overhead() {
+    let mut accounting = Accounting::default();
+    let overhead = accounting.sample(&sample(5000, &[(1, 4500)]), &[], GUESS, |_| true);
+    assert_eq!(overhead, Some(500 * MIB));
+    assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[]), 5000);
+}
+
+#[test]
+fn a_new_clients_context_is_the_schedulers_to_count() {
+    let mut accounting = Accounting::default();
+    let new = Attached { is_new: true, ..client(1, 4000) };
+    assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[new]), 500);
+}
+
+#[test]
+fn a_client_that_leaves_leaves_nothing() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]);
+    assert_eq!(told(&mut accounting, &sample(500, &[]), &[]), 500);
+}
+
+#[test]
+fn without_figures_for_processes_only_sums_are_compared() {
+    let mut accounting = Accounting::default();
+    assert_eq!(told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]), 1500);
+    assert_eq!(told_in_total(&mut accounting, 9000, &[client(1, 4000), moving(2, 1000, 4000)]), 1500);
+    // What has left or comes back is the clients'.
+    assert_eq!(told_in_total(&mut accounting, 6000, &[moving(1, 0, 4000), moving(2, 0, 4000)]), 1500);
+    assert_eq!(told_in_total(&mut accounting, 7000, &[client(1, 4000), client(2, 1000)]), 2000);
+    assert_eq!(accounting.basis(), Basis::Total);
+}
+
+#[test]
+fn what_a_client_has_is_what_its_process_has_less_its_context() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(9000, &[(1, 4500), (2, 1500)]), &[client(1, 4000)]);
+    // It reports to have freed 3 GiB, and has freed 1.
+    let clients = [moving(1, 1000, 4000), moving(2, 0, 900)];
+    let found = accounting.found(&sample(8000, &[(1, 3500), (2, 1500)]), &clients, GUESS).expect("figures");
+    assert_eq!((found[&ClientId(1)].least, found[&ClientId(1)].most), (2998 * MIB, 3000 * MIB));
+    let second = found[&ClientId(2)];
+    assert_eq!((second.least, second.most), (898 * MIB, 1500 * MIB), "its context was never measured");
+}
+
+#[test]
+fn a_process_that_nvml_does_not_list_has_nothing() {
+    let mut accounting = Accounting::default();
+    let clients = [client(1, 4000), Attached { least: 0, ..client(2, 8000) }];
+    assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &clients), 1000);
+    let found = accounting.found(&sample(5000, &[(1, 4500)]), &clients, GUESS).expect("figures");
+    assert_eq!(found[&ClientId(2)].most, 0);
+    assert_eq!(found[&ClientId(1)].most, 4000 * MIB);
+}
+
+#[test]
+fn clients_of_one_process_share_its_figures() {
+    let mut accounting = Accounting::default();
+    let clients = [client(1, 4000), Attached { pid: 1, ..client(2, 1000) }];
+    assert_eq!(told(&mut accounting, &sample(6000, &[(1, 5500)]), &clients), 1000);
+    let found = accounting.found(&sample(6000, &[(1, 5500)]), &clients, GUESS).expect("figures");
+    assert_eq!((found[&ClientId(1)].most, found[&ClientId(2)].most), (4000 * MIB, 1000 * MIB));
+}
+
+#[test]
+fn what_a_process_has_counts_once_whatever_its_clients_claim() {
+    let mut accounting = Accounting::default();
+    let of_one = |id, least, most| Attached { pid: 1, ..moving(id, least, most) };
+    told(&mut accounting, &sample(8500, &[(1, 8500)]), &[of_one(1, 8000, 8000)]);
+    let clients: Vec<Attached> = (1..=10).map(|id| of_one(id, if id == 1 { 8000 } else { 0 }, 8000)).collect();
+    let found = accounting.found(&sample(8500, &[(1, 8500)]), &clients, GUESS).expect("figures");
+    assert_eq!(found.values().map(|found| found.most).sum::<u64>(), 8000 * MIB);
+}
+
+#[test]
+fn what_was_adopted_counts_for_who_has_it_wherever_it_is_shown() {
+    let adopter = Attached { adopted: 300 * MIB, ..moving(2, 0, 300) };
+    let found = |used: u64, processes: &[(u32, u64)], clients: &[Attached]| {
+        let mut accounting = Accounting::default();
+        told(&mut accounting, &sample(1000, &[(1, 500), (2, 500)]), &[client(1, 0), client(2, 0)]);
+        let sample = sample(used, processes);
+        let overhead = told(&mut accounting, &sample, clients);
+        (accounting.found(&sample, clients, GUESS).expect("figures")[&ClientId(2)].most / MIB, overhead)
+    };
+    let exporter = client(1, 0);
+    assert_eq!(found(1300, &[(1, 500), (2, 800)], &[exporter, adopter]), (300, 1000), "its own process");
+    let given_up = moving(1, 0, 300);
+    assert_eq!(found(1300, &[(1, 800), (2, 500)], &[given_up, adopter]), (300, 1000), "the exporter's process");
+    assert_eq!(found(800, &[(2, 500)], &[adopter]), (300, 500), "no process");
+    // What is not there, or the exporter accounts for, was not adopted.
+    assert_eq!(found(1000, &[(1, 500), (2, 500)], &[exporter, adopter]).0, 0);
+    assert_eq!(found(1300, &[(1, 800), (2, 500)], &[client(1, 300), adopter]).0, 0);
+}
+
+#[test]
+fn the_overhead_is_kept_where_figures_for_processes_are_missing_for_once() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(9000, &[(1, 4500), (2, 0)]), &[client(1, 4000), client(2, 0)]);
+    // The second claims 4 GiB, which are not there.
+    let clients = [client(1, 4000), moving(2, 0, 4000)];
+    assert_eq!(told_in_total(&mut accounting, 9000, &clients), 5000);
+    let unlisted = Sample { processes: None, ..sample(9000, &[]) };
+    let found = accounting.found(&unlisted, &clients, GUESS).expect("figures");
+    assert_eq!(found[&ClientId(2)].most, 0);
+}
+
+#[test]
+fn without_figures_for_processes_a_claim_needs_bytes_that_are_in_use() {
+    let mut accounting = Accounting::default();
+    told_in_total(&mut accounting, 6500, &[client(1, 4000), client(2, 1000)]);
+    // The second reports 3 GiB more, which are not there.
+    let clients = [client(1, 4000), moving(2, 1000, 4000)];
+    let found = accounting.found(&sample(6500, &[]), &clients, GUESS).expect("figures");
+    assert_eq!(found[&ClientId(2)].most, 1000 * MIB);
+    // Now they are.
+    let found = accounting.found(&sample(9500, &[]), &clients, GUESS).expect("figures");
+    assert_eq!(found[&ClientId(2)].most, 4000 * MIB);
+    let unsteady = Sample { steady: false, ..sample(9500, &[]) };
+    assert!(accounting.found(&unsteady, &clients, GUESS).is_none());
+}
+
+#[test]
+fn small_changes_do_not_count() {
+    let mut accounting = Accounting::default();
+    assert_eq!(told(&mut accounting, &sample(500, &[]), &[]), 500);
+    assert_eq!(told(&mut accounting, &sample(501, &[]), &[]), 500);
+}

@@ -1,0 +1,13 @@
+//! GPUs and memory, as NVML, the driver and the kernel measure them.
+//!
+//! - [`nvml`]: the thread that talks to NVML.
+//! - [`accounting`]: reconciles clients' reports with measurements: overhead, and the memory that clients really have.
+//! - [`traffic`]: bytes that move between GPUs and the host; `uvm`: page faults.
+//! - [`host_memory`]: host memory that is available for swapped memory.
+//! - [`driver_limits`]: memory limits that the driver enforces.
+pub mod accounting;
+pub mod driver_limits;
+pub mod host_memory;
+pub mod nvml;
+pub mod traffic;
+mod uvm;

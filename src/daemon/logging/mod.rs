@@ -1,0 +1,84 @@
+//! The log: to the journal, with fields, where systemd started the daemon, else to stderr.
+//!
+//! - `journal`: log lines as entries of the journal; `messages`: their ids.
+//! - [`log_rate_limit`]: limits lines about one user's clients.
+//! - [`trace`]: the event trace, which is not for people.
+mod journal;
+pub mod log_rate_limit;
+mod messages;
+pub mod trace;
+
+use std::os::unix::fs::MetadataExt;
+
+use tracing::Level;
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::reload::{self, Handle};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, Registry};
+
+use crate::config::LogLevel;
+
+/// Changes the level while the daemon runs.
+#[derive(Debug, Clone)]
+pub struct Control {
+    filter: Handle<Targets, Registry>,
+    journal: Option<journal::Sender>,
+}
+
+impl Control {
+    pub fn set(&self, level: LogLevel) {
+        let _ = self.filter.reload(filter(level));
+    }
+
+    pub fn is_journal(&self) -> bool {
+        self.journal.is_some()
+    }
+
+    /// Lines are kept until this is called: it starts a thread.
+    pub fn begin(&self) {
+        self.journal.iter().for_each(journal::Sender::begin);
+    }
+
+    /// Waits a moment until earlier lines have been written.
+    pub fn flush(&self) {
+        self.journal.iter().for_each(journal::Sender::flush);
+    }
+}
+
+/// Starts logging. Call it once.
+pub fn start(level: LogLevel) -> Control {
+    let (filter, handle) = reload::Layer::new(filter(level));
+    let journal = if stderr_is_journal() { journal::connect(journal::SOCKET.as_ref()).ok() } else { None };
+    let (journal, sender) = journal.unzip();
+    let sink: Box<dyn Layer<_> + Send + Sync> = match journal {
+        Some(journal) => Box::new(journal),
+        None => Box::new(
+            tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false).compact(),
+        ),
+    };
+    // The filter is under the sink, so that it can be changed whatever the sink is.
+    tracing_subscriber::registry().with(filter).with(sink).init();
+    Control { filter: handle, journal: sender }
+}
+
+/// Our own lines at the level that was asked for, those of libraries only from warnings on.
+fn filter(level: LogLevel) -> Targets {
+    let own = match level {
+        LogLevel::Error => Level::ERROR,
+        LogLevel::Warn => Level::WARN,
+        LogLevel::Info => Level::INFO,
+        LogLevel::Debug => Level::DEBUG,
+        LogLevel::Trace => Level::TRACE,
+    };
+    let others = LevelFilter::from_level(own).min(LevelFilter::WARN);
+    Targets::new().with_target("nvshare", own).with_target("nvshare_scheduler", own).with_default(others)
+}
+
+/// True if stderr is the journal's, by device and inode of the stream in `JOURNAL_STREAM`.
+fn stderr_is_journal() -> bool {
+    let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
+    let Ok(stderr) = std::fs::metadata("/proc/self/fd/2") else { return false };
+    stream == format!("{}:{}", stderr.dev(), stderr.ino())
+}

@@ -1,0 +1,335 @@
+//! Startup, the scheduling loop and shutdown.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{LocalSet, spawn_local};
+use tracing::{error, info, warn};
+
+use crate::config::paths::CLIENTS_SOCKET;
+use crate::config::{Config, LogLevel};
+use crate::daemon::bus::{self, Bus, BusServer};
+use crate::daemon::connections::{Connections, accept, resume};
+use crate::daemon::control::Control;
+use crate::daemon::control::changes::Changes;
+use crate::daemon::core::Core;
+use crate::daemon::core::views::Holders;
+use crate::daemon::gpu::driver_limits;
+use crate::daemon::gpu::nvml::{NvmlThread, Report};
+use crate::daemon::logging::{self, trace::Trace};
+use crate::daemon::systemd::fd_store::StoredConnection;
+use crate::daemon::{metrics, node, systemd, tasks};
+use crate::sys::listen::{self, Bound};
+use crate::sys::socket::Kind;
+use crate::sys::{descriptors, privileges};
+
+/// Every user may connect: the identity of a client decides what it is allowed, not the mode of the socket.
+const CLIENTS_MODE: u32 = 0o666;
+const CONTROL_MODE: u32 = 0o660;
+
+/// Time to wait for the first reports of NVML.
+const FIRST_REPORTS_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Time to wait at the end until limits are removed from the driver.
+const LIFT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Time to wait for the name on the bus before systemd is told that the daemon is ready.
+const BUS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The command line.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// The clients' socket, unless systemd passes one.
+    pub socket: Option<PathBuf>,
+    pub control_socket: Option<PathBuf>,
+    pub config: Option<PathBuf>,
+    pub log_level: Option<LogLevel>,
+    pub trace: Option<PathBuf>,
+    /// The address of a bus instead of the system bus.
+    pub bus_address: Option<String>,
+    pub no_bus: bool,
+    /// The daemon is a node's scheduler in a pod.
+    pub in_pod: bool,
+}
+
+/// A sentence that says why the daemon cannot start.
+#[derive(Debug)]
+pub struct StartError {
+    text: String,
+    /// The journal has it already.
+    pub is_logged: bool,
+}
+
+impl StartError {
+    fn new(text: impl fmt::Display) -> Self {
+        Self { text: text.to_string(), is_logged: false }
+    }
+}
+
+impl fmt::Display for StartError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl std::error::Error for StartError {}
+
+/// Runs the daemon until SIGTERM or SIGINT. Call it from the only thread of the process.
+///
+/// # Errors
+/// If the daemon cannot start.
+pub fn run(options: Options) -> Result<(), StartError> {
+    let config = Config::load(options.config.as_deref());
+    let level = config.as_ref().map_or(LogLevel::Info, |config| config.log_level);
+    let log = logging::start(options.log_level.unwrap_or(level));
+    let result = config.map_err(StartError::new).and_then(|config| run_logged(options, config, log.clone()));
+    let result = result.map_err(|mut e| {
+        if log.is_journal() {
+            error!(name: "cannot-start", "{e}");
+            e.is_logged = true;
+        }
+        e
+    });
+    log.flush();
+    result
+}
+
+fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Result<(), StartError> {
+    if let Err(e) = descriptors::raise_limit() {
+        warn!("cannot raise the limit of file descriptors: {e}");
+    }
+    if options.in_pod {
+        node::sees_the_host().map_err(StartError::new)?;
+    }
+    let sockets = Sockets::open(&options, &config)?;
+    let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
+    let sets_limits = config.driver_limits || driver_limits::are_left(state.as_deref());
+    let failed = |e| StartError::new(format!("cannot drop privileges: {e}"));
+    let nvml = NvmlThread::new(sets_limits).map_err(failed)?;
+    // This thread needs none: `/proc` and NVML answer every user. As a service it starts without any.
+    privileges::keep(&[]).map_err(failed)?;
+    // Threads started from here on inherit no privileges either.
+    log.begin();
+    systemd::start();
+    let changes = Changes::open(state.as_deref());
+    changes.apply(&mut config);
+    let trace = options.trace.as_deref().map(Trace::create).transpose();
+    let trace = trace.map_err(|e| StartError::new(format!("cannot write the trace: {e}")))?;
+
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    let runtime = runtime.map_err(|e| StartError::new(format!("cannot start: {e}")))?;
+    let bus = match &options {
+        Options { no_bus: true, .. } | Options { in_pod: true, .. } => Bus::None,
+        Options { bus_address: Some(address), .. } => Bus::Address(address.clone()),
+        _ => Bus::System,
+    };
+    let control = Control { config: options.config, log_level: options.log_level, log, changes };
+    let daemon = Startup { control, config, sockets, trace, bus, nvml, state };
+    let result = LocalSet::new().block_on(&runtime, daemon.serve());
+    result.map_err(|e| StartError::new(format!("cannot start: {e}")))
+}
+
+/// The listening sockets.
+struct Sockets {
+    clients: OwnedFd,
+    control: Option<OwnedFd>,
+    metrics: Vec<OwnedFd>,
+    clients_path: PathBuf,
+    stored: Vec<StoredConnection>,
+    /// Names of descriptors that this version does not know.
+    unknown: Vec<String>,
+    /// The directory of the clients' socket remains when the daemon ends.
+    directory_remains: bool,
+    /// Removes the files of sockets that the daemon bound itself.
+    _bound: Vec<Bound>,
+}
+
+impl Sockets {
+    fn open(options: &Options, config: &Config) -> Result<Self, StartError> {
+        let given = systemd::activated().map_err(StartError::new)?;
+        let mut all_bound = Vec::new();
+        let clients_path = options.socket.clone().unwrap_or_else(|| CLIENTS_SOCKET.into());
+        let mut directory_remains = true;
+        let clients = match given.clients {
+            Some(socket) => socket,
+            None => {
+                let (socket, bound) =
+                    listen::listen(&clients_path, Kind::Packets, CLIENTS_MODE).map_err(StartError::new)?;
+                directory_remains = !bound.created_directory();
+                all_bound.push(bound);
+                socket
+            }
+        };
+        let control = match given.control {
+            Some(socket) => Some(socket),
+            None => {
+                let path = options.control_socket.clone().unwrap_or_else(|| control_path(&clients_path));
+                match listen::listen(&path, Kind::Stream, CONTROL_MODE) {
+                    Ok((socket, bound)) => {
+                        all_bound.push(bound);
+                        Some(socket)
+                    }
+                    Err(e) if options.control_socket.is_some() => return Err(StartError::new(e)),
+                    Err(e) => {
+                        warn!("there is no control socket: {e}");
+                        None
+                    }
+                }
+            }
+        };
+        let mut metrics = given.metrics;
+        if let Some((socket, bound)) = metrics::listen::bind(&config.metrics).map_err(StartError::new)? {
+            metrics.push(socket);
+            all_bound.extend(bound);
+        }
+        let (stored, unknown) = (given.stored, given.unknown);
+        Ok(Self { clients, control, metrics, clients_path, stored, unknown, directory_remains, _bound: all_bound })
+    }
+}
+
+/// The control socket that belongs to a clients' socket: in a directory beside that one's, which containers may see.
+fn control_path(clients: &Path) -> PathBuf {
+    let directory = clients.parent().filter(|d| d.file_name().is_some()).unwrap_or(Path::new("nvshare"));
+    let mut control = directory.as_os_str().to_owned();
+    control.push("-control");
+    Path::new(&control).join("control.sock")
+}
+
+/// All that the scheduling loop starts with.
+struct Startup {
+    control: Control,
+    config: Config,
+    sockets: Sockets,
+    trace: Option<Trace>,
+    bus: Bus,
+    nvml: NvmlThread,
+    /// The directory for files that outlive the daemon.
+    state: Option<PathBuf>,
+}
+
+impl Startup {
+    /// Starts everything else, and runs the scheduling loop.
+    async fn serve(self) -> std::io::Result<()> {
+        let Self { mut control, config, sockets, trace, bus, nvml, state } = self;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut hang_up = signal(SignalKind::hangup())?;
+        let Sockets {
+            clients,
+            control: control_socket,
+            metrics,
+            clients_path,
+            stored,
+            unknown,
+            directory_remains,
+            _bound,
+        } = sockets;
+        unknown.iter().for_each(|name| systemd::forget(name));
+
+        let (settings, settings_changed) = watch::channel(config.settings.clone());
+        let core = Rc::new(RefCell::new(Core::new(config, trace, settings)?));
+        if let Some(directory) = clients_path.parent().filter(|_| directory_remains) {
+            core.borrow_mut().create_lock_files_in(directory);
+        }
+        let mut reports = start_nvml(&core, nvml, state.as_deref()).await;
+        let (holders, holders_changed) = watch::channel(Holders::new());
+        let (request, mut requests) = mpsc::unbounded_channel();
+        let thrashing = core.borrow().follow_thrashing();
+        let followed = bus::Followed { settings: settings_changed, holders: holders_changed, thrashing };
+        let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
+        let (scrape, mut scrapes) = mpsc::unbounded_channel();
+        metrics::start(metrics, scrape)?;
+        let connections = start_connections(&core, clients, stored, bus_attempted);
+        tasks::start(&core, holders);
+        info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
+
+        let watchdog = systemd::watchdog_period();
+        let mut feed = tokio::time::interval(watchdog.unwrap_or(Duration::from_secs(3600)));
+        loop {
+            tokio::select! {
+                // The machine must handle an event for systemd to see that the loop works.
+                _ = feed.tick(), if watchdog.is_some() => {
+                    core.borrow_mut().tick();
+                    systemd::watchdog();
+                }
+                Some(report) = reports.recv() => core.borrow_mut().nvml_report(report),
+                Some(reply) = scrapes.recv() => drop(reply.send(core.borrow().snapshot())),
+                Some(request) = requests.recv() => control.answer(&core, &connections, request),
+                _ = hang_up.recv() => {
+                    let _ = control.reload(&core);
+                }
+                _ = terminate.recv() => break,
+                _ = interrupt.recv() => break,
+            }
+        }
+        systemd::stopping();
+        info!(name: "stopping", "nvshare-scheduler stops");
+        core.borrow_mut().stop();
+        let lifted = core.borrow().lift_driver_limits();
+        let _ = tokio::time::timeout(LIFT_TIMEOUT, lifted).await;
+        bus.stop();
+        Ok(())
+    }
+}
+
+/// Has the NVML thread begin, and waits for its first reports: the GPUs and the memory in use there should be known before
+/// the first client asks for memory.
+async fn start_nvml(core: &RefCell<Core>, nvml: NvmlThread, state: Option<&Path>) -> mpsc::UnboundedReceiver<Report> {
+    let (report, mut reports) = mpsc::unbounded_channel();
+    let Some(queries) = nvml.start(report, state) else { return reports };
+    core.borrow_mut().use_nvml(queries);
+    let first = async {
+        for _ in 0..2 {
+            let Some(report) = reports.recv().await else { return };
+            core.borrow_mut().nvml_report(report);
+        }
+    };
+    if tokio::time::timeout(FIRST_REPORTS_TIMEOUT, first).await.is_err() {
+        info!("NVML takes long to list the GPUs");
+    }
+    reports
+}
+
+/// Takes over stored connections, accepts new ones, and tells systemd that the daemon is ready when both are possible.
+fn start_connections(
+    core: &Rc<RefCell<Core>>,
+    listener: OwnedFd,
+    stored: Vec<StoredConnection>,
+    bus_attempted: oneshot::Receiver<()>,
+) -> Rc<Connections> {
+    let (done, mut resumed) = watch::channel(false);
+    let connections = Rc::new(Connections::new(resumed.clone()));
+    spawn_local({
+        let (core, connections) = (core.clone(), connections.clone());
+        async move {
+            resume::resume_all(&core, stored, &connections).await;
+            done.send_replace(true);
+        }
+    });
+    spawn_local({
+        let (core, connections) = (core.clone(), connections.clone());
+        async move {
+            if let Err(e) = accept::accept(core, listener, connections).await {
+                error!("cannot accept programs any more: {e}");
+            }
+        }
+    });
+    spawn_local({
+        let core = core.clone();
+        async move {
+            let _ = resumed.wait_for(|resumed| *resumed).await;
+            let _ = tokio::time::timeout(BUS_TIMEOUT, bus_attempted).await;
+            systemd::ready();
+            if systemd::is_there() {
+                tasks::keep_status_line(core).await;
+            }
+        }
+    });
+    connections
+}

@@ -1,0 +1,181 @@
+//! Socket activation, notifications to systemd and its descriptor store. Without systemd, all of this does nothing.
+//!
+//! Notifications go through a thread of their own, since systemd may read them late and the scheduling loop must not
+//! wait.
+
+pub mod fd_store;
+
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::OnceLock;
+use std::sync::mpsc::{self, Sender, SyncSender};
+use std::thread;
+use std::time::Duration;
+
+use fd_store::{ConnectionName, StoredConnection};
+use libsystemd::activation;
+use sd_notify::NotifyState;
+use tracing::warn;
+
+use crate::sys::descriptors;
+use crate::sys::socket::{self, Kind};
+
+/// The names of the descriptors in `nvshare.socket` (`FileDescriptorName=`).
+const CLIENTS: &str = "clients";
+const CONTROL: &str = "control";
+const METRICS: &str = "metrics";
+
+/// Time that a daemon which ends waits for systemd to read its notifications.
+const STOP_PATIENCE: Duration = Duration::from_millis(300);
+
+/// The descriptors that systemd has for us.
+#[derive(Debug, Default)]
+pub struct Activated {
+    pub clients: Option<OwnedFd>,
+    pub control: Option<OwnedFd>,
+    /// Any number of them: a unit can listen in several places.
+    pub metrics: Vec<OwnedFd>,
+    /// Connections of the daemon before.
+    pub stored: Vec<StoredConnection>,
+    /// Names of descriptors that this version does not know.
+    pub unknown: Vec<String>,
+}
+
+/// Takes over the descriptors. Call it once, before there are other threads: it changes the environment.
+pub fn activated() -> Result<Activated, String> {
+    let given = activation::receive_descriptors_with_names(true)
+        .map_err(|e| format!("cannot take over the sockets that systemd passed: {e}"))?;
+    let mut sockets = Activated::default();
+    for (descriptor, name) in given {
+        // SAFETY: systemd passed this descriptor to this process, and nothing else here knows of it.
+        let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
+        if let Some(name) = ConnectionName::parse(&name) {
+            if descriptors::prepare(fd.as_fd()).is_ok() {
+                sockets.stored.push(StoredConnection { name, socket: fd });
+            }
+            continue;
+        }
+        let kind = match name.as_str() {
+            CLIENTS => Kind::Packets,
+            CONTROL => Kind::Stream,
+            METRICS => Kind::Metrics,
+            _ => {
+                warn!("systemd passed a descriptor named {name:?}, of which this version knows nothing");
+                sockets.unknown.push(name);
+                continue;
+            }
+        };
+        if !socket::is_listening(fd.as_fd(), kind) {
+            return Err(format!(
+                "the socket {name:?} that systemd passed is not a listening one of the right kind: see nvshare.socket"
+            ));
+        }
+        descriptors::prepare(fd.as_fd())
+            .map_err(|e| format!("cannot use the socket {name:?} that systemd passed: {e}"))?;
+        match kind {
+            Kind::Packets => sockets.clients = Some(fd),
+            Kind::Stream => sockets.control = Some(fd),
+            Kind::Metrics => sockets.metrics.push(fd),
+        }
+    }
+    Ok(sockets)
+}
+
+enum Note {
+    Say(String),
+    /// Has systemd keep a descriptor.
+    Keep(String, OwnedFd),
+    /// Notifies the sender of this note once all earlier notes have been sent.
+    Said(Sender<()>),
+}
+
+static NOTES: OnceLock<SyncSender<Note>> = OnceLock::new();
+
+/// Notes that wait for systemd to read. Beyond these, notes are dropped: a connection is not stored, or is removed
+/// from the store only when systemd sees that it was shut down.
+const MOST_NOTES: usize = 1024;
+
+/// Starts the thread for notifications, if systemd started the daemon.
+pub fn start() {
+    if std::env::var_os("NOTIFY_SOCKET").is_none() {
+        return;
+    }
+    let (sender, notes) = mpsc::sync_channel(MOST_NOTES);
+    let thread = thread::Builder::new().name("systemd".into()).spawn(move || {
+        for note in notes {
+            let told = match note {
+                Note::Say(text) => sd_notify::notify(&[NotifyState::Custom(&text)]),
+                Note::Keep(name, fd) => {
+                    let keep = [NotifyState::FdStore, NotifyState::FdName(&name)];
+                    sd_notify::notify_with_fds(&keep, &[fd.as_fd()])
+                }
+                Note::Said(reply) => {
+                    let _ = reply.send(());
+                    Ok(())
+                }
+            };
+            if let Err(e) = told {
+                warn!("cannot notify systemd: {e}");
+            }
+        }
+    });
+    match thread {
+        Ok(_) => drop(NOTES.set(sender)),
+        Err(e) => warn!("cannot notify systemd: no thread for it: {e}"),
+    }
+}
+
+/// True if systemd started the daemon and listens.
+pub fn is_there() -> bool {
+    NOTES.get().is_some()
+}
+
+/// `false` if the note was dropped.
+fn tell(note: impl FnOnce() -> Note) -> bool {
+    NOTES.get().is_some_and(|notes| notes.try_send(note()).is_ok())
+}
+
+fn say(states: &[NotifyState<'_>]) {
+    let _ = tell(|| Note::Say(states.iter().map(|state| state.to_string()).collect::<Vec<_>>().join("\n")));
+}
+
+pub fn ready() {
+    say(&[NotifyState::Ready]);
+}
+
+pub fn status(status: &str) {
+    say(&[NotifyState::Status(status)]);
+}
+
+pub fn reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => say(&[NotifyState::Reloading, now]),
+        Err(_) => say(&[NotifyState::Reloading]),
+    }
+}
+
+/// Tells systemd that the daemon stops, and waits until systemd has read all notes.
+pub fn stopping() {
+    say(&[NotifyState::Stopping]);
+    let (reply, said) = mpsc::channel();
+    let _ = tell(|| Note::Said(reply));
+    let _ = said.recv_timeout(STOP_PATIENCE);
+}
+
+pub fn watchdog() {
+    say(&[NotifyState::Watchdog]);
+}
+
+/// The period for [`watchdog`]: half the time after which systemd would give up.
+pub fn watchdog_period() -> Option<Duration> {
+    sd_notify::watchdog_enabled().map(|limit| limit / 2)
+}
+
+/// Has systemd keep a connection for the daemon after this one. `false`: it will not.
+pub fn keep(name: &str, connection: BorrowedFd<'_>) -> bool {
+    is_there() && connection.try_clone_to_owned().is_ok_and(|copy| tell(|| Note::Keep(name.to_owned(), copy)))
+}
+
+/// Has systemd close what it keeps under that name.
+pub fn forget(name: &str) {
+    say(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
+}

@@ -1,0 +1,140 @@
+//! Periodic jobs of the scheduling loop. Each sleeps until a signal of the core says that there may be something to do.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::spawn_local;
+
+use crate::daemon::control::status_line;
+use crate::daemon::core::views::Holders;
+use crate::daemon::core::{Core, SAMPLE_QUIET};
+use crate::daemon::gpu::nvml::Query;
+use crate::daemon::systemd;
+use crate::sys::clock;
+
+/// Time between samples of memory while clients are active, and while they are idle.
+const SAMPLE_BUSY: Duration = Duration::from_millis(200);
+const SAMPLE_IDLE: Duration = Duration::from_secs(5);
+
+/// Shortest time between two changes of the D-Bus property `Holders`.
+const HOLDERS_PERIOD: Duration = Duration::from_millis(100);
+
+/// Shortest time between two changes of the driver's limits. Programs retry for longer to get memory that they may have.
+const LIMITS_PERIOD: Duration = Duration::from_millis(20);
+
+/// Time between measurements of traffic. NVML counts for 20 ms in each direction.
+const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
+
+/// Time between checks of stopped processes.
+const STOPPED_PERIOD: Duration = Duration::from_millis(200);
+
+/// Shortest time between two changes of the status line: turns change many times a second.
+const STATUS_PERIOD: Duration = Duration::from_secs(1);
+
+/// Starts all jobs but [`keep_status_line`].
+pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
+    spawn_local(tick(core.clone()));
+    spawn_local(sample_memory(core.clone()));
+    spawn_local(check_stopped(core.clone()));
+    spawn_local(watch_traffic(core.clone()));
+    spawn_local(update_driver_limits(core.clone()));
+    spawn_local(publish_holders(core.clone(), holders));
+}
+
+/// Wakes the machine at its deadlines.
+async fn tick(core: Rc<RefCell<Core>>) {
+    let timer = core.borrow().timer();
+    while timer.expired().await.is_ok() {
+        core.borrow_mut().tick();
+    }
+}
+
+/// Measures memory: often while clients are active, rarely while they are idle, and never while there are none.
+async fn sample_memory(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
+    core.borrow_mut().sample_host();
+    loop {
+        if signals.clients.get() == 0 {
+            // Once more when the last client's memory has been freed, for the next client to come.
+            tokio::time::sleep(SAMPLE_BUSY).await;
+            core.borrow().query_nvml(Query::Sample);
+            signals.activity.notified().await;
+        }
+        core.borrow().query_nvml(Query::Sample);
+        core.borrow_mut().sample_host();
+        if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
+            tokio::time::sleep(SAMPLE_BUSY).await;
+        } else {
+            let _ = tokio::time::timeout(SAMPLE_IDLE, signals.activity.notified()).await;
+        }
+    }
+}
+
+/// Watches stopped processes until they run again.
+async fn check_stopped(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
+    loop {
+        signals.stopped.notified().await;
+        loop {
+            tokio::time::sleep(STOPPED_PERIOD).await;
+            if !core.borrow_mut().check_stopped() {
+                break;
+            }
+        }
+    }
+}
+
+/// Measures traffic while a GPU may be thrashing.
+async fn watch_traffic(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
+    loop {
+        if core.borrow().may_thrash() {
+            core.borrow().query_traffic();
+            tokio::time::sleep(TRAFFIC_PERIOD).await;
+        } else {
+            signals.grants.notified().await;
+        }
+    }
+}
+
+/// Updates the driver's limits, once for all changes of about the same moment.
+async fn update_driver_limits(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
+    loop {
+        core.borrow_mut().update_driver_limits();
+        tokio::time::sleep(LIMITS_PERIOD).await;
+        signals.limits.notified().await;
+    }
+}
+
+/// Publishes the holders of locks for D-Bus.
+async fn publish_holders(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
+    let signals = core.borrow().signals.clone();
+    loop {
+        signals.holders.notified().await;
+        let now = core.borrow().holders();
+        holders.send_if_modified(|published| {
+            let changed = *published != now;
+            *published = now;
+            changed
+        });
+        tokio::time::sleep(HOLDERS_PERIOD).await;
+    }
+}
+
+/// Keeps the line that `systemctl status` shows current.
+pub async fn keep_status_line(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
+    let mut shown = String::new();
+    loop {
+        let line = status_line::format(&core.borrow().list_gpus(), &core.borrow().list_clients());
+        if line != shown {
+            systemd::status(&line);
+            shown = line;
+        }
+        tokio::time::sleep(STATUS_PERIOD).await;
+        signals.turns.notified().await;
+    }
+}

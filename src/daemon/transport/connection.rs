@@ -1,0 +1,128 @@
+//! One connection to a client: packets in and out. Sending never waits for the client.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use nvshare_wire::{MAX_LEN, SchedulerMessage, WireError};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::Notify;
+
+use super::outbox::Outbox;
+use super::session::Violation;
+use crate::sys::{descriptors, socket};
+
+/// A client's socket, and the messages that the client has yet to read.
+#[derive(Debug)]
+pub struct Connection {
+    socket: AsyncFd<OwnedFd>,
+    outbox: RefCell<Outbox>,
+    /// The outbox is not empty.
+    wake: Notify,
+    /// The outbox is full: the connection is to be closed.
+    overflow: Notify,
+    version: Cell<u16>,
+}
+
+impl Connection {
+    /// `version` is the protocol version, 0 before the handshake.
+    pub fn new(socket: OwnedFd, version: u16) -> io::Result<Self> {
+        Ok(Self {
+            socket: descriptors::watch(socket)?,
+            outbox: RefCell::default(),
+            wake: Notify::new(),
+            overflow: Notify::new(),
+            version: Cell::new(version),
+        })
+    }
+
+    /// Sets the protocol version, once the handshake has negotiated it.
+    pub fn set_version(&self, version: u16) {
+        self.version.set(version);
+    }
+
+    /// Sends at once, or queues the message until the client reads again.
+    pub fn send(&self, message: SchedulerMessage) {
+        let mut outbox = self.outbox.borrow_mut();
+        if outbox.is_empty() {
+            match socket::send(self.socket(), message.encode(self.version.get()).as_bytes()) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                // On other errors the client is gone, which the reading side notices.
+                _ => return,
+            }
+        }
+        if outbox.push(message).is_err() {
+            self.overflow.notify_one();
+        }
+        self.wake.notify_one();
+    }
+
+    /// Sends a message with descriptors, which are never queued.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the client has messages to read before this one.
+    pub fn send_with(&self, message: SchedulerMessage, descriptors: &[OwnedFd]) -> io::Result<()> {
+        if !self.outbox.borrow().is_empty() {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        socket::send_with(self.socket(), message.encode(self.version.get()).as_bytes(), descriptors)
+    }
+
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.get_ref().as_fd()
+    }
+
+    /// Shuts the connection down: both sides read its end.
+    pub fn close(&self) {
+        socket::shut_down(self.socket());
+    }
+
+    /// Sends queued messages as the client reads. Returns when sending fails, which the reading side notices as the end of
+    /// the connection.
+    pub async fn flush(&self) {
+        loop {
+            if self.outbox.borrow().is_empty() {
+                self.wake.notified().await;
+                continue;
+            }
+            let Ok(mut ready) = self.socket.writable().await else { return };
+            let mut outbox = self.outbox.borrow_mut();
+            let Some(packet) = outbox.front().map(|message| message.encode(self.version.get())) else { continue };
+            match ready.try_io(|fd| socket::send(fd.as_fd(), packet.as_bytes())) {
+                Ok(Ok(())) => outbox.pop(),
+                Ok(Err(_)) => return,
+                Err(_would_block) => {}
+            }
+        }
+    }
+
+    /// Waits until the client has left too many messages unread.
+    pub async fn overflowed(&self) {
+        self.overflow.notified().await;
+    }
+
+    /// Waits for the next packet and its descriptors. `None` is the end of the connection.
+    ///
+    /// # Errors
+    /// If the packet is longer than any message.
+    pub async fn receive<'a>(
+        &self,
+        buffer: &'a mut [u8; MAX_LEN],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> Result<Option<&'a [u8]>, Violation> {
+        let length = loop {
+            let Ok(mut ready) = self.socket.readable().await else { return Ok(None) };
+            match ready.try_io(|fd| socket::receive(fd.as_fd(), buffer, descriptors)) {
+                Ok(Ok(length)) => break length,
+                Ok(Err(e)) if e.kind() == io::ErrorKind::Interrupted => {}
+                Ok(Err(_)) => return Ok(None),
+                Err(_would_block) => {}
+            }
+        };
+        if length == 0 {
+            return Ok(None);
+        }
+        // The kernel reports the length of a packet that it cut off.
+        buffer.get(..length).map(Some).ok_or(Violation::Wire(WireError::Oversized { have: length }))
+    }
+}

@@ -1,0 +1,81 @@
+//! Messages for a client whose socket is full. A stopped client reads nothing for hours, so the queue drops messages
+//! that newer ones supersede.
+
+use std::collections::VecDeque;
+
+use nvshare_wire::SchedulerMessage;
+
+/// More than a client can cause by being stopped; one that sends without ever reading gets here.
+const MAX_QUEUED: usize = 1024;
+
+#[derive(Debug, Default)]
+pub struct Outbox(VecDeque<SchedulerMessage>);
+
+/// The queue is full.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Full;
+
+impl Outbox {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn push(&mut self, message: SchedulerMessage) -> Result<(), Full> {
+        self.0.retain(|older| !replaces(&message, older));
+        if self.0.len() >= MAX_QUEUED {
+            return Err(Full);
+        }
+        self.0.push_back(message);
+        Ok(())
+    }
+
+    pub fn front(&self) -> Option<&SchedulerMessage> {
+        self.0.front()
+    }
+
+    pub fn pop(&mut self) {
+        self.0.pop_front();
+    }
+}
+
+/// True if `newer` supersedes `older`. Grants, revokes and other moves of the lock are never dropped.
+fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
+    use SchedulerMessage::{Allowance, Contended, Denied, Limit, MemoryMax, Prepare, Reserved, Revoke, Waiting};
+    match (newer, older) {
+        (Allowance { slot: new, .. }, Allowance { slot: old, .. }) => new == old,
+        (Limit { slot: new, .. }, Limit { slot: old, .. }) => new == old,
+        (MemoryMax { uuid: new, .. }, MemoryMax { uuid: old, .. }) => new == old,
+        (Reserved { slot: new, .. }, Reserved { slot: old, .. }) => new == old,
+        (Prepare { slot: new, .. }, Prepare { slot: old, .. }) => new == old,
+        (Denied { slot: new, what: a, .. }, Denied { slot: old, what: b, .. }) => new == old && a == b,
+        (Contended { gpus: new, .. }, Contended { gpus: old, .. }) => new == old,
+        (Waiting { .. }, Waiting { .. }) => true,
+        (Revoke { gpus: new }, Revoke { gpus: old }) => new == old,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_newest_state_is_kept() {
+        let mut outbox = Outbox::default();
+        for seq in 0..100_000 {
+            outbox.push(SchedulerMessage::Allowance { slot: seq % 2, seq, bytes: 0 }).expect("room");
+            outbox.push(SchedulerMessage::Contended { gpus: 1, waiters: seq, grace_us: 0 }).expect("room");
+        }
+        assert_eq!(outbox.0.len(), 3);
+        assert_eq!(outbox.0.back(), Some(&SchedulerMessage::Contended { gpus: 1, waiters: 99_999, grace_us: 0 }));
+    }
+
+    #[test]
+    fn grants_are_never_dropped_and_the_queue_has_an_end() {
+        let mut outbox = Outbox::default();
+        for _ in 0..MAX_QUEUED {
+            outbox.push(SchedulerMessage::Grant { gpus: 1 }).expect("room");
+        }
+        assert_eq!(outbox.push(SchedulerMessage::Grant { gpus: 1 }), Err(Full));
+    }
+}

@@ -1,0 +1,303 @@
+//! The protocol's state of one connection: its slots, and values that take several messages. Turns packets into
+//! [`ClientAction`]s, and rejects those that break the protocol. No I/O.
+
+use std::fmt;
+use std::time::Duration;
+
+use nvshare_wire::client::{EngineReason, GpuKind};
+use nvshare_wire::env_limits::{self, LimitName};
+use nvshare_wire::visible_devices::Chooser;
+use nvshare_wire::{ClientMessage, Counts, MAX_SLOTS, SlotSet, WireError};
+
+use crate::config::rules::variable;
+use crate::scheduler::{ClientId, Event, GpuId, GpuSet, MemoryReport};
+
+/// Larger numbers of bytes are rejected: no such memory exists, and sums of them could overflow.
+const MAX_BYTES: u64 = 1 << 50;
+/// Bytes of the longest list of GPUs: as many as a client can attach, each by its whole UUID.
+const MAX_CHOICE: usize = MAX_SLOTS as usize * 64;
+
+/// A breach of the protocol. The client is disconnected; others are not affected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Violation {
+    Wire(WireError),
+    NotHello,
+    SecondHello,
+    Held,
+    Slot { slot: u32 },
+    SlotTaken { slot: u32 },
+    GpuTaken { slot: u32, gpu: GpuId },
+    NotAttached { slot: u32 },
+    NoGpu { message: &'static str },
+    Bytes { field: &'static str, bytes: u64 },
+    TooManyGpus,
+    Choice,
+    EnvLimit { limit: LimitName },
+    Unread,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Wire(error) => error.fmt(f),
+            Self::NotHello => f.write_str("the first message is not Hello"),
+            Self::SecondHello => f.write_str("a second Hello"),
+            Self::Held => f.write_str("an unexpected Held: the scheduler did not ask for it"),
+            Self::Slot { slot } => write!(f, "slot {slot}: there are slots 0 to {}", MAX_SLOTS - 1),
+            Self::SlotTaken { slot } => write!(f, "slot {slot} is attached already"),
+            Self::GpuTaken { slot, gpu } => write!(f, "GPU {} is attached already, as slot {slot}", gpu.0),
+            Self::NotAttached { slot } => write!(f, "slot {slot} is not attached"),
+            Self::NoGpu { message } => write!(f, "{message} without a GPU"),
+            Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
+            Self::TooManyGpus => f.write_str("too many GPUs that NVML does not know"),
+            Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
+            Self::EnvLimit { limit } => {
+                write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)
+            }
+            Self::Unread => f.write_str("it does not read what it is sent"),
+        }
+    }
+}
+
+impl From<WireError> for Violation {
+    fn from(error: WireError) -> Self {
+        Self::Wire(error)
+    }
+}
+
+/// What the daemon does about a packet.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ClientAction {
+    /// Passes the event to the machine.
+    Event(Event),
+    Attach {
+        event: Event,
+        slot: u32,
+        gpu: GpuId,
+        kind: GpuKind,
+        total: u64,
+        name: String,
+        reason: EngineReason,
+    },
+    Memory {
+        gpu: GpuId,
+        report: MemoryReport,
+        device_free: Option<u64>,
+        /// Bytes of host memory that the client holds.
+        host: u64,
+        counts: Counts,
+    },
+    /// Decides which GPUs the client sees.
+    RequestPlacement(PlacementQuery),
+    /// Sets a limit from the client's environment.
+    EnvLimit {
+        limit: LimitName,
+        text: String,
+    },
+    /// Waits for the rest of a value that takes several messages.
+    Incomplete,
+    /// Handles a message about shared memory, on the GPU that the message names, if any.
+    SharedMemory {
+        message: ClientMessage,
+        gpu: Option<GpuId>,
+    },
+}
+
+/// A client's request to be told which GPUs it sees.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlacementQuery {
+    pub chooser: Chooser,
+    /// Its list of GPUs, if it has one.
+    pub choice: String,
+    /// Number of GPUs; 0: not given.
+    pub count: u32,
+    pub bytes: Option<u64>,
+    /// Set of minor numbers of the device files that it can open; 0: unknown.
+    pub devices: u64,
+    /// The GPUs are for a program that this process will execute or start.
+    pub ahead: bool,
+}
+
+/// The state of one client that has been welcomed.
+#[derive(Debug)]
+pub struct Session {
+    client: ClientId,
+    pub version: u16,
+    slots: Vec<Option<GpuId>>,
+    /// The parts of its list of GPUs that have arrived.
+    choice: String,
+    /// The parts of an environment limit that have arrived.
+    env_limit: Option<(LimitName, String)>,
+}
+
+impl Session {
+    pub fn new(client: ClientId, version: u16) -> Self {
+        Self { client, version, slots: Vec::new(), choice: String::new(), env_limit: None }
+    }
+
+    /// Decodes and checks one packet.
+    ///
+    /// # Errors
+    /// If it breaks the protocol.
+    pub fn receive(&mut self, packet: &[u8]) -> Result<ClientAction, Violation> {
+        let client = self.client;
+        Ok(match ClientMessage::decode(packet, self.version)? {
+            ClientMessage::Hello { .. } => return Err(Violation::SecondHello),
+            ClientMessage::Held { .. } => return Err(Violation::Held),
+            ClientMessage::Attach { slot, uuid, kind, engine, total, name, reason } => {
+                let gpu = GpuId(uuid);
+                if total == 0 || total > MAX_BYTES {
+                    return Err(Violation::Bytes { field: "total", bytes: total });
+                }
+                self.attach(slot, gpu)?;
+                let event = Event::Attached { client, gpu, engine };
+                ClientAction::Attach { event, slot, gpu, kind, total, name: name.as_str().to_owned(), reason }
+            }
+            ClientMessage::Detach { slot } => {
+                let gpu = self.gpu(slot)?;
+                if let Some(gpu) = self.slots.get_mut(slot as usize) {
+                    *gpu = None;
+                }
+                ClientAction::Event(Event::Detached { client, gpu })
+            }
+            ClientMessage::Memory {
+                slot,
+                ack,
+                demand,
+                mapped,
+                swapped,
+                pinned,
+                device_free,
+                limit_ack,
+                host,
+                counts,
+            } => {
+                let gpu = self.gpu(slot)?;
+                for (field, bytes) in
+                    [("demand", demand), ("mapped", mapped), ("swapped", swapped), ("pinned", pinned), ("host", host)]
+                {
+                    if bytes > MAX_BYTES {
+                        return Err(Violation::Bytes { field, bytes });
+                    }
+                }
+                // Pinned bytes are a part of the mapped ones.
+                let report = MemoryReport { ack, demand, mapped, swapped, pinned: pinned.min(mapped), limit_ack };
+                // An older library reports only host memory with contents.
+                let host = host.max(swapped);
+                let device_free = (device_free != u64::MAX).then_some(device_free);
+                ClientAction::Memory { gpu, report, device_free, host, counts }
+            }
+            ClientMessage::RequestLimit { slot, bytes } => {
+                ClientAction::Event(Event::LimitRequested { client, gpu: self.gpu(slot)?, bytes })
+            }
+            ClientMessage::Utilization { slot, permille } => {
+                ClientAction::Event(Event::Utilization { client, gpu: self.gpu(slot)?, permille })
+            }
+            ClientMessage::Reserve { slot, bytes } => {
+                ClientAction::Event(Event::ReservationRequested { client, gpu: self.gpu(slot)?, bytes })
+            }
+            ClientMessage::Request { gpus } => {
+                ClientAction::Event(Event::Requested { client, gpus: self.gpus(gpus, "Request")? })
+            }
+            ClientMessage::Cancel { gpus } => {
+                ClientAction::Event(Event::Cancelled { client, gpus: self.gpus(gpus, "Cancel")? })
+            }
+            ClientMessage::Release { gpus, reason, busy_us } => {
+                let gpus = self.gpus(gpus, "Release")?;
+                ClientAction::Event(Event::Released { client, gpus, reason, busy: Duration::from_micros(busy_us) })
+            }
+            ClientMessage::Stuck { gpus, reason } => {
+                ClientAction::Event(Event::Stuck { client, gpus: self.gpus(gpus, "Stuck")?, reason })
+            }
+            ClientMessage::VisibleDevices { text } => {
+                self.choice.push_str(text.as_str());
+                if self.choice.len() > MAX_CHOICE {
+                    return Err(Violation::Choice);
+                }
+                ClientAction::Incomplete
+            }
+            ClientMessage::RequestPlacement { chooser, count, bytes, devices, ahead } => {
+                if bytes > MAX_BYTES {
+                    return Err(Violation::Bytes { field: "bytes", bytes });
+                }
+                let (choice, bytes) = (std::mem::take(&mut self.choice), Some(bytes).filter(|bytes| *bytes > 0));
+                ClientAction::RequestPlacement(PlacementQuery {
+                    chooser,
+                    choice,
+                    count,
+                    bytes,
+                    devices,
+                    ahead: ahead != 0,
+                })
+            }
+            ClientMessage::EnvLimit { limit, more, text: part } => {
+                let before = self.env_limit.take().filter(|(other, _)| *other == limit);
+                let mut text = before.map(|(_, text)| text).unwrap_or_default();
+                text.push_str(part.as_str());
+                if text.len() > env_limits::LONGEST {
+                    return Err(Violation::EnvLimit { limit });
+                }
+                if more == 0 {
+                    return Ok(ClientAction::EnvLimit { limit, text });
+                }
+                self.env_limit = Some((limit, text));
+                ClientAction::Incomplete
+            }
+            message @ (ClientMessage::Exported { slot, bytes, .. } | ClientMessage::Imported { slot, bytes, .. }) => {
+                if bytes > MAX_BYTES {
+                    return Err(Violation::Bytes { field: "bytes", bytes });
+                }
+                ClientAction::SharedMemory { message, gpu: self.slots.get(slot as usize).copied().flatten() }
+            }
+            message @ (ClientMessage::Exporter { .. }
+            | ClientMessage::Open { .. }
+            | ClientMessage::Withdrawn { .. }
+            | ClientMessage::Adopted { .. }
+            | ClientMessage::Closed { .. }) => ClientAction::SharedMemory { message, gpu: None },
+        })
+    }
+
+    /// The slot of a GPU, for a message to the client.
+    pub fn slot(&self, gpu: GpuId) -> Option<u32> {
+        self.slots.iter().position(|slot| *slot == Some(gpu)).map(|slot| slot as u32)
+    }
+
+    /// The slots of those GPUs that are still attached.
+    pub fn slots(&self, gpus: &GpuSet) -> SlotSet {
+        gpus.iter().filter_map(|gpu| self.slot(*gpu)).fold(0, |set, slot| set | 1 << slot)
+    }
+
+    /// The GPUs of those slots that are attached.
+    pub fn attached(&self, set: SlotSet) -> GpuSet {
+        (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).filter_map(|slot| self.gpu(slot).ok()).collect()
+    }
+
+    fn attach(&mut self, slot: u32, gpu: GpuId) -> Result<(), Violation> {
+        if slot >= MAX_SLOTS {
+            return Err(Violation::Slot { slot });
+        }
+        if let Some(slot) = self.slot(gpu) {
+            return Err(Violation::GpuTaken { slot, gpu });
+        }
+        let index = slot as usize;
+        if self.slots.len() <= index {
+            self.slots.resize(index + 1, None);
+        }
+        match self.slots.get_mut(index) {
+            Some(free @ None) => *free = Some(gpu),
+            _ => return Err(Violation::SlotTaken { slot }),
+        }
+        Ok(())
+    }
+
+    fn gpu(&self, slot: u32) -> Result<GpuId, Violation> {
+        self.slots.get(slot as usize).copied().flatten().ok_or(Violation::NotAttached { slot })
+    }
+
+    fn gpus(&self, set: SlotSet, message: &'static str) -> Result<GpuSet, Violation> {
+        if set == 0 {
+            return Err(Violation::NoGpu { message });
+        }
+        (0..MAX_SLOTS).filter(|slot| set & (1 << slot) != 0).map(|slot| self.gpu(slot)).collect()
+    }
+}

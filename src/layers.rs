@@ -1,0 +1,107 @@
+//! A test that modules are layers: each uses those below it, never those above. So there is no circle of imports between
+//! modules, and each can be read without those above it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Modules of the crate, from the lowest to the highest.
+const CRATE: [&str; 8] = ["sys", "identity", "config", "bus", "recorder", "simulate", "daemon", "ctl"];
+
+/// Modules of the daemon, from the lowest to the highest.
+const DAEMON: [&str; 12] = [
+    "logging",
+    "node",
+    "systemd",
+    "transport",
+    "gpu",
+    "metrics",
+    "core",
+    "connections",
+    "bus",
+    "control",
+    "tasks",
+    "run",
+];
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry of a folder").path());
+    entries
+        .flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] })
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
+        .collect()
+}
+
+/// A source without its comments and unit tests.
+fn code(source: &str) -> String {
+    let source = source.split("#[cfg(test)]").next().unwrap_or_default();
+    source.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+}
+
+/// The names right behind each `prefix`, also those of a list in braces.
+fn used(code: &str, prefix: &str) -> Vec<String> {
+    let name = |text: &str| -> String { text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
+    let mut used = Vec::new();
+    for rest in code.split(prefix).skip(1) {
+        let Some(list) = rest.strip_prefix('{') else {
+            used.push(name(rest));
+            continue;
+        };
+        let (mut depth, mut begins) = (0, true);
+        for (at, c) in list.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth == 0 => break,
+                '}' => depth -= 1,
+                ',' if depth == 0 => begins = true,
+                c if c.is_whitespace() => {}
+                _ if begins && depth == 0 => {
+                    used.push(name(&list[at..]));
+                    begins = false;
+                }
+                _ => {}
+            }
+        }
+    }
+    used
+}
+
+/// Uses of a layer above the one that a file is in. `prefix` is the path of the module that has the layers, with `::`.
+fn upward(folder: &Path, prefix: &str, layers: &[&str]) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let mut checked = 0;
+    for file in files(folder) {
+        let path = file.strip_prefix(folder).expect("below the folder");
+        let first = path.components().next().expect("a name").as_os_str().to_str().expect("UTF-8");
+        let layer = first.trim_end_matches(".rs");
+        if ["lib", "mod", "layers", "bin", "scheduler"].contains(&layer) {
+            continue;
+        }
+        let rank = |name: &str| layers.iter().position(|layer| *layer == name);
+        let own = rank(layer).unwrap_or_else(|| panic!("{layer} is no layer: add it to the list"));
+        let code = code(&fs::read_to_string(&file).expect("a source"));
+        // Other layers are named by their whole path, so that this test finds them.
+        let is_root = path.components().count() == 1 || path == Path::new(layer).join("mod.rs");
+        if code.contains("super::super::") || (is_root && code.contains("super::")) {
+            wrong.push(format!("{} names another module by super::", path.display()));
+        }
+        let uses = used(&code, prefix);
+        checked += uses.len();
+        let above = uses.into_iter().filter(|name| rank(name).is_some_and(|rank| rank > own));
+        wrong.extend(above.map(|name| format!("{} uses {name}", path.display())));
+    }
+    assert!(checked > 50, "only {checked} uses were found");
+    wrong
+}
+
+#[test]
+fn names_behind_a_prefix_are_found() {
+    let code = code("use crate::{a::{self, b}, c, // crate::d\n e::f}; crate::g::h();\n#[cfg(test)] crate::i;");
+    assert_eq!(used(&code, "crate::"), ["a", "c", "e", "g"]);
+}
+
+#[test]
+fn no_module_uses_one_above_it() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    assert_eq!(upward(&source, "crate::", &CRATE), [""; 0]);
+    assert_eq!(upward(&source.join("daemon"), "crate::daemon::", &DAEMON), [""; 0]);
+}

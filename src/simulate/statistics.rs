@@ -1,0 +1,111 @@
+//! Statistics collected during a simulation: the end of each program, its waiting time, moved bytes, and the GPU time
+//! that each user could have had.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::figures::Counted;
+use super::plans::Plan;
+use super::scenario::{FULL, Scenario};
+use crate::scheduler::{Time, UserId};
+
+/// The end of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    Done(Time),
+    /// It could not have its memory.
+    Failed,
+}
+
+#[derive(Debug)]
+pub struct Statistics {
+    pub ends: Vec<Option<End>>,
+    /// From when a program had work and not the GPU until it ran there.
+    pub waits: Counted,
+    pub hand_overs: u64,
+    pub swapped_out: u64,
+    pub swapped_in: u64,
+    /// The program that last had each GPU.
+    last: Vec<Option<usize>>,
+    /// A user on a GPU each, and which of them a program is part of.
+    claims: Vec<Claim>,
+    claims_of: Vec<(Vec<usize>, u32)>,
+    users: Vec<UserId>,
+}
+
+/// The GPU time that a user's programs could have had without all others.
+#[derive(Debug, Clone, Default)]
+struct Claim {
+    /// Of those that have work now, in millionths of the GPU, and since when.
+    wanted: u64,
+    since: Time,
+    could: f64,
+}
+
+impl Claim {
+    fn change(&mut self, now: Time, by: impl Fn(u64) -> u64) {
+        let part = self.wanted.min(FULL.into()) as f64 / f64::from(FULL);
+        self.could += now.saturating_sub(self.since).as_secs_f64() * part;
+        (self.since, self.wanted) = (now, by(self.wanted));
+    }
+}
+
+impl Statistics {
+    pub fn new(scenario: &Scenario, plans: &[Plan]) -> Self {
+        let mut known: BTreeMap<(UserId, usize), usize> = BTreeMap::new();
+        let mut claim = |user, gpu| {
+            let next = known.len();
+            *known.entry((user, gpu)).or_insert(next)
+        };
+        let of = |plan: &Plan| {
+            let fullness = scenario.jobs.get(plan.job).map_or(FULL, |job| job.fullness());
+            (plan.gpus.iter().map(|gpu| claim(plan.user, *gpu)).collect(), fullness)
+        };
+        let claims_of: Vec<_> = plans.iter().map(of).collect();
+        let mut users: Vec<_> = known.iter().map(|((user, _), at)| (*at, *user)).collect();
+        users.sort_unstable();
+        Self {
+            ends: vec![None; plans.len()],
+            waits: Counted::default(),
+            hand_overs: 0,
+            swapped_out: 0,
+            swapped_in: 0,
+            last: vec![None; scenario.gpus.len()],
+            claims: vec![Claim::default(); known.len()],
+            claims_of,
+            users: users.into_iter().map(|(_, user)| user).collect(),
+        }
+    }
+
+    pub fn has_work(&mut self, program: usize, now: Time) {
+        self.claim(program, now, |wanted, fullness| wanted + fullness);
+    }
+
+    pub fn has_none(&mut self, program: usize, now: Time) {
+        self.claim(program, now, |wanted, fullness| wanted - fullness);
+    }
+
+    fn claim(&mut self, program: usize, now: Time, by: impl Fn(u64, u64) -> u64) {
+        let Some((claims, fullness)) = self.claims_of.get(program) else { return };
+        for at in claims {
+            if let Some(claim) = self.claims.get_mut(*at) {
+                claim.change(now, |wanted| by(wanted, (*fullness).into()));
+            }
+        }
+    }
+
+    pub fn granted(&mut self, program: usize, gpu: usize) {
+        let Some(last) = self.last.get_mut(gpu) else { return };
+        self.hand_overs += u64::from(last.replace(program).is_some_and(|other| other != program));
+    }
+
+    /// GPU time that each user's programs could have had without those of others, until then.
+    pub fn could(&mut self, now: Time) -> BTreeMap<UserId, Duration> {
+        let mut could: BTreeMap<UserId, Duration> = BTreeMap::new();
+        for (claim, user) in self.claims.iter_mut().zip(&self.users) {
+            claim.change(now, |wanted| wanted);
+            *could.entry(*user).or_default() += Duration::from_secs_f64(claim.could);
+        }
+        could
+    }
+}

@@ -1,0 +1,58 @@
+//! The monotonic clock, and a timer on it.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use rustix::time::{
+    ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, clock_gettime, timerfd_create,
+    timerfd_settime,
+};
+use tokio::io::unix::AsyncFd;
+
+use super::descriptors;
+
+/// `CLOCK_MONOTONIC`, since boot.
+pub fn now() -> Duration {
+    let time = clock_gettime(ClockId::Monotonic);
+    Duration::new(time.tv_sec.try_into().unwrap_or(0), time.tv_nsec.try_into().unwrap_or(0))
+}
+
+/// A timer on `CLOCK_MONOTONIC` with the kernel's resolution; tokio's own timers have a resolution of one millisecond.
+#[derive(Debug)]
+pub struct Timer(AsyncFd<OwnedFd>);
+
+impl Timer {
+    /// # Errors
+    /// If the process has no file descriptors left.
+    pub fn new() -> io::Result<Self> {
+        let fd = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
+        descriptors::watch(fd).map(Self)
+    }
+
+    /// Arms the timer to expire at that time, or disarms it. Replaces the earlier time.
+    pub fn set(&self, at: Option<Duration>) {
+        let never = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let it_value = at.map_or(never, |at| Timespec {
+            tv_sec: at.as_secs().try_into().unwrap_or(i64::MAX),
+            // Zero would disarm the timer, so a time of zero becomes the nanosecond after it.
+            tv_nsec: at.subsec_nanos().max(1).into(),
+        });
+        let set = timerfd_settime(&self.0, TimerfdTimerFlags::ABSTIME, &Itimerspec { it_interval: never, it_value });
+        debug_assert!(set.is_ok());
+    }
+
+    /// Waits until the timer expires.
+    ///
+    /// # Errors
+    /// If the runtime is shutting down.
+    pub async fn expired(&self) -> io::Result<()> {
+        loop {
+            let mut ready = self.0.readable().await?;
+            let mut count = [0; 8];
+            if let Ok(result) = ready.try_io(|fd| Ok(rustix::io::read(fd, &mut count)?)) {
+                return result.map(drop);
+            }
+        }
+    }
+}

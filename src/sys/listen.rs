@@ -1,0 +1,169 @@
+//! A listening socket that only one process can own: it holds a lock file beside the socket, and removes both at the end.
+
+use std::fmt;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::Mode;
+use rustix::process::umask;
+
+use super::socket::{self, Kind};
+
+/// The kernel limits the backlog to `net.core.somaxconn`.
+const BACKLOG: i32 = 4096;
+
+/// Why a socket cannot be bound, with a remedy where there is one.
+#[derive(Debug)]
+pub enum BindError {
+    /// Another daemon holds the lock file.
+    Locked {
+        path: PathBuf,
+        pid: String,
+    },
+    /// A process that does not use the lock file answers on the socket.
+    Answers {
+        path: PathBuf,
+    },
+    /// The file of that name is not a socket.
+    NotASocket {
+        path: PathBuf,
+    },
+    Os {
+        what: &'static str,
+        path: PathBuf,
+        error: io::Error,
+    },
+}
+
+impl fmt::Display for BindError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Locked { path, pid } => write!(
+                f,
+                "another nvshare-scheduler ({pid}) already serves {}: stop it first, or choose another path with --socket",
+                path.display()
+            ),
+            Self::Answers { path } => write!(
+                f,
+                "another process already answers on {}: stop it first, or choose another path with --socket",
+                path.display()
+            ),
+            Self::NotASocket { path } => {
+                write!(f, "{} exists and is not a socket: move it away, or choose another path", path.display())
+            }
+            Self::Os { what, path, error } => write!(f, "cannot {what} {}: {error}", path.display()),
+        }
+    }
+}
+
+impl std::error::Error for BindError {}
+
+/// The files of a socket that this process bound. Dropping it removes them.
+#[derive(Debug)]
+pub struct Bound {
+    path: PathBuf,
+    lock_path: PathBuf,
+    /// Locked for as long as the socket exists.
+    _lock: File,
+    created_directory: Option<PathBuf>,
+}
+
+impl Bound {
+    /// True if the directory was created for the socket, and will be removed with it.
+    pub fn created_directory(&self) -> bool {
+        self.created_directory.is_some()
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        // The lock is still held, so this is not another daemon's socket.
+        let _ = std::fs::remove_file(&self.path);
+        let _ = std::fs::remove_file(&self.lock_path);
+        if let Some(directory) = &self.created_directory {
+            let _ = std::fs::remove_dir(directory);
+        }
+    }
+}
+
+/// Binds `path` with the file mode `mode`, and listens. Replaces the socket of a daemon that has died.
+///
+/// Changes the umask of the process for a moment: call it before there are other threads.
+///
+/// # Errors
+/// If another process serves the socket, if `path` is not a socket, or if a system call fails.
+pub fn listen(path: &Path, kind: Kind, mode: u32) -> Result<(OwnedFd, Bound), BindError> {
+    let os = |what, error| BindError::Os { what, path: path.into(), error };
+    let created_directory = create_directory(path).map_err(|e| os("create the directory of", e))?;
+    let lock_path = {
+        let mut name = path.as_os_str().to_owned();
+        name.push(".lock");
+        PathBuf::from(name)
+    };
+    let lock = take_lock(&lock_path, path)?;
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if !found.file_type().is_socket() => return Err(BindError::NotASocket { path: path.into() }),
+        Ok(_) => match socket::connect(path, kind) {
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+                std::fs::remove_file(path).map_err(|e| os("remove the stale socket", e))?;
+            }
+            // The connection succeeded, or a process listens that is slow or speaks another protocol.
+            _ => return Err(BindError::Answers { path: path.into() }),
+        },
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(os("look at", e)),
+    }
+    let socket = socket::create(kind).map_err(|e| os("create a socket for", e))?;
+    let address = socket::address(path).map_err(|e| os("bind", e))?;
+    // The umask gives the file its mode at bind, so that the mode is never wider than it should be.
+    let before = umask(Mode::from_bits_truncate(!mode & 0o777));
+    let bound = rustix::net::bind(&socket, &address);
+    umask(before);
+    bound.map_err(|e| os("bind", e.into()))?;
+    let bound = Bound { path: path.into(), lock_path, _lock: lock, created_directory };
+    rustix::net::listen(&socket, BACKLOG).map_err(|e| os("listen on", e.into()))?;
+    Ok((socket, bound))
+}
+
+fn create_directory(path: &Path) -> io::Result<Option<PathBuf>> {
+    let Some(directory) = path.parent().filter(|d| !d.as_os_str().is_empty() && !d.exists()) else { return Ok(None) };
+    std::fs::create_dir_all(directory)?;
+    Ok(Some(directory.into()))
+}
+
+/// Takes the lock file. Its holder removes the file at the end, so a lock counts only if the file of that name is still
+/// the one that was locked.
+fn take_lock(lock_path: &Path, path: &Path) -> Result<File, BindError> {
+    let os = |error| BindError::Os { what: "open", path: lock_path.into(), error };
+    loop {
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(lock_path)
+            .map_err(os)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::Error(error)) => return Err(os(error)),
+            Err(TryLockError::WouldBlock) => {
+                let mut pid = String::new();
+                let _ = file.read_to_string(&mut pid);
+                let pid = if pid.is_empty() { "starting now".into() } else { format!("process {}", pid.trim()) };
+                return Err(BindError::Locked { path: path.into(), pid });
+            }
+        }
+        let ours = file.metadata().map_err(os)?;
+        let named = std::fs::symlink_metadata(lock_path).ok();
+        if named.is_some_and(|named| named.ino() == ours.ino() && named.dev() == ours.dev()) {
+            let _ =
+                file.set_len(0).and_then(|()| file.rewind()).and_then(|()| writeln!(file, "{}", std::process::id()));
+            return Ok(file);
+        }
+    }
+}

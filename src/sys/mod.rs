@@ -1,0 +1,16 @@
+//! System calls as the programs need them, on rustix wherever it has them. Nothing here knows about GPUs or the protocol.
+//!
+//! - [`atomic_file`]: replacing a file as a whole.
+//! - [`clock`]: the monotonic clock, and a timer on it.
+//! - [`credentials`]: the identity of a socket's peer.
+//! - [`descriptors`]: file descriptors: their limit, a spare one, the runtime's view of them.
+//! - [`listen`]: a listening socket that only one process can own.
+//! - [`privileges`]: dropping capabilities.
+//! - [`socket`]: connections, packets and the descriptors that they carry.
+pub mod atomic_file;
+pub mod clock;
+pub mod credentials;
+pub mod descriptors;
+pub mod listen;
+pub mod privileges;
+pub mod socket;

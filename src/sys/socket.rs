@@ -1,0 +1,126 @@
+//! Connections over Unix sockets: packets, and the file descriptors that they carry.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use nvshare_wire::MAX_DESCRIPTORS;
+use rustix::cmsg_space;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
+
+/// Sockets never block, and are never passed on to another program by accident.
+const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+/// Bytes of the path in `struct sockaddr_un`, without the final NUL.
+const MAX_PATH: usize = 107;
+
+/// The use of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// The clients' socket: packets.
+    Packets,
+    /// The control socket, for D-Bus: a stream.
+    Stream,
+    /// The metrics socket: a stream, over a Unix socket or TCP.
+    Metrics,
+}
+
+impl Kind {
+    fn socket_type(self) -> SocketType {
+        match self {
+            Self::Packets => SocketType::SEQPACKET,
+            Self::Stream | Self::Metrics => SocketType::STREAM,
+        }
+    }
+}
+
+/// Connects to a Unix socket without waiting.
+pub fn connect(path: &Path, kind: Kind) -> io::Result<OwnedFd> {
+    let socket = create(kind)?;
+    rustix::net::connect(&socket, &address(path)?)?;
+    Ok(socket)
+}
+
+/// A Unix socket that is not connected.
+pub(super) fn create(kind: Kind) -> io::Result<OwnedFd> {
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, kind.socket_type(), FLAGS, None)?)
+}
+
+pub(super) fn address(path: &Path) -> io::Result<SocketAddrUnix> {
+    SocketAddrUnix::new(path).map_err(|e| match e {
+        Errno::NAMETOOLONG => io::Error::other(format!(
+            "the path of a socket has at most {MAX_PATH} bytes, this one {}",
+            path.as_os_str().len()
+        )),
+        e => e.into(),
+    })
+}
+
+/// The two ends of one connection, for packets.
+pub fn packet_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?)
+}
+
+/// Accepts the next connection, or fails with `WouldBlock`.
+pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    Ok(rustix::net::accept_with(listener, FLAGS)?)
+}
+
+/// Shuts a connection down for every process that shares it: both sides read its end.
+pub fn shut_down(socket: BorrowedFd<'_>) {
+    // A connection that the peer has closed already is fine.
+    let _ = rustix::net::shutdown(socket, Shutdown::Both);
+}
+
+/// True if a socket that another process created listens and is of that kind.
+pub fn is_listening(socket: BorrowedFd<'_>, kind: Kind) -> bool {
+    sockopt::socket_acceptconn(socket) == Ok(true)
+        && sockopt::socket_type(socket) == Ok(kind.socket_type())
+        && (is_local(socket) || (kind == Kind::Metrics && is_tcp(socket)))
+}
+
+/// True for a Unix socket.
+pub fn is_local(socket: BorrowedFd<'_>) -> bool {
+    sockopt::socket_domain(socket) == Ok(AddressFamily::UNIX)
+}
+
+fn is_tcp(socket: BorrowedFd<'_>) -> bool {
+    matches!(sockopt::socket_domain(socket), Ok(AddressFamily::INET | AddressFamily::INET6))
+}
+
+/// Receives one packet, and appends the descriptors that came with it. Returns the length of the packet, which is more than
+/// the length of the buffer if the packet was cut off; 0 is the end of the connection.
+pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    // The kernel closes descriptors for which there is no room.
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
+    let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            descriptors.extend(received);
+        }
+    }
+    Ok(received.bytes)
+}
+
+/// Sends one packet, or fails with `WouldBlock`.
+pub fn send(socket: BorrowedFd<'_>, packet: &[u8]) -> io::Result<()> {
+    Ok(rustix::net::send(socket, packet, SendFlags::NOSIGNAL | SendFlags::DONTWAIT).map(drop)?)
+}
+
+/// Sends one packet with up to `MAX_DESCRIPTORS` descriptors, or fails with `WouldBlock`.
+pub fn send_with(socket: BorrowedFd<'_>, packet: &[u8], descriptors: &[OwnedFd]) -> io::Result<()> {
+    let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().take(MAX_DESCRIPTORS).map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(&descriptors));
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    Ok(rustix::net::sendmsg(socket, &[IoSlice::new(packet)], &mut control, flags).map(drop)?)
+}
