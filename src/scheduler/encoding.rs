@@ -1,32 +1,8 @@
 //! Serde for the state, events and commands: types of `nvshare-wire`, which has no dependencies, and maps whose keys
 //! are not strings, which JSON does not allow.
 
-use nvshare_wire::Uuid;
 use nvshare_wire::{client, scheduler};
-use serde::de::Error;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-use crate::api::GpuId;
-
-/// The UUID in the form of `nvidia-smi` in human-readable formats, its bytes in others.
-impl Serialize for GpuId {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match serializer.is_human_readable() {
-            true => serializer.collect_str(&self.0),
-            false => self.0.0.serialize(serializer),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for GpuId {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        if !deserializer.is_human_readable() {
-            return Ok(Self(Uuid(<[u8; 16]>::deserialize(deserializer)?)));
-        }
-        let text = String::deserialize(deserializer)?;
-        Uuid::parse(&text).map(Self).ok_or_else(|| Error::custom(format_args!("{text:?} is not a UUID")))
-    }
-}
+use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "client::Engine", rename_all = "kebab-case")]
@@ -69,7 +45,9 @@ pub(crate) enum WaitReason {
 
 /// An optional [`scheduler::WaitReason`].
 pub(crate) mod wait_reason {
-    use super::*;
+    use crate::encoding::WaitReason;
+    use nvshare_wire::scheduler;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
     #[derive(Serialize, Deserialize)]
     struct Given(#[serde(with = "WaitReason")] scheduler::WaitReason);
@@ -85,7 +63,7 @@ pub(crate) mod wait_reason {
 
 /// A map as a sequence of pairs.
 pub(crate) mod pairs {
-    use super::*;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
     use std::collections::BTreeMap;
 
     pub fn serialize<K, V, S>(map: &BTreeMap<K, V>, serializer: S) -> Result<S::Ok, S::Error>

@@ -15,6 +15,7 @@
 //!   service.
 //! - `placement`: the choice of a GPU for programs that do not choose one.
 //! - [`thrash`]: detects programs that push each other's memory off a GPU.
+//! - `entity`: what is queued and granted as one: a client or a gang.
 //! - `rules`: what rules and environments say about each client.
 //! - `effects`: commands, GPUs to settle and wake-ups that follow from a decision.
 //! - `timers`: wake-ups, one per reason.
@@ -24,6 +25,7 @@
 pub mod api;
 mod effects;
 mod encoding;
+mod entity;
 mod fairness;
 mod lock;
 mod machine;

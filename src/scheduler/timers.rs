@@ -1,7 +1,7 @@
 //! Wake-ups, one for each reason. A wake-up that finds nothing to do is harmless, so none has to be cancelled
 //! precisely.
 
-use crate::{api::*, lock::Entity};
+use crate::{api::*, entity::Entity};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The reason for a wake-up.

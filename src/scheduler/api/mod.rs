@@ -4,6 +4,7 @@
 
 mod command;
 mod event;
+mod placement;
 mod rules;
 mod settings;
 
@@ -12,11 +13,12 @@ pub use event::{Event, Found, MemoryReport, Traffic};
 pub use rules::{Amount, EnvLimits, Group, GroupId, OnMemoryFull, RuleLimits, Share, WaitOrder};
 pub use settings::{AntiThrash, PolicyName, Settings};
 
-pub use crate::placement::{Labels, Placement, PlacementError, PlacementRequest};
 pub use nvshare_wire::Uuid;
 pub use nvshare_wire::client::{Engine, ReleaseReason, StuckReason};
 pub use nvshare_wire::scheduler::WaitReason;
+pub use placement::{Labels, Placement, PlacementError, PlacementRequest};
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -37,3 +39,23 @@ pub struct UserId(pub u32);
 
 /// A set of GPUs. Ordered, so that the machine is deterministic.
 pub type GpuSet = BTreeSet<GpuId>;
+
+/// The UUID in the form of `nvidia-smi` in human-readable formats, its bytes in others.
+impl Serialize for GpuId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match serializer.is_human_readable() {
+            true => serializer.collect_str(&self.0),
+            false => self.0.0.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for GpuId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if !deserializer.is_human_readable() {
+            return Ok(Self(Uuid(<[u8; 16]>::deserialize(deserializer)?)));
+        }
+        let text = String::deserialize(deserializer)?;
+        Uuid::parse(&text).map(Self).ok_or_else(|| Error::custom(format_args!("{text:?} is not a UUID")))
+    }
+}

@@ -1,6 +1,6 @@
 //! Settings that an administrator can change at run time.
 
-use crate::placement::Placement;
+use super::Placement;
 use std::time::Duration;
 
 /// The anti-thrash mode: whether holders of one GPU exclude each other.

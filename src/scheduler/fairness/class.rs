@@ -3,46 +3,10 @@
 use super::{Shares, bound};
 use crate::{
     api::*,
-    lock::{Entity, Gang},
+    lock::{Class, Entity, Gang, Tier},
+    policy::Precedence,
 };
 use std::cmp::{Ordering, Reverse};
-
-/// A client's class. The smallest is served first, regardless of arrival.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Class {
-    pub tier: Tier,
-    interactive_first: Reverse<bool>,
-    below_minimum: Reverse<bool>,
-}
-
-/// The part of a class that the rule alone decides. A better tier is smaller.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(crate) enum Tier {
-    /// The priority of the rule; the highest is served first.
-    Ordinary(Reverse<i8>),
-    /// Weight 0: served only while no other client wants the GPU.
-    Idle,
-}
-
-impl Default for Tier {
-    fn default() -> Self {
-        Self::Ordinary(Reverse(0))
-    }
-}
-
-/// The precedence of a waiting request over a holder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Precedence {
-    /// The request does not wait for the turn to end, nor, in `auto`, for the holder to drain.
-    Before,
-    /// The request waits only for a short turn to end: its owner is below its minimum and the holder's is not, or both
-    /// are interactive and the request's owner has used no more than its share.
-    BelowMinimum,
-    #[default]
-    Equal,
-    /// The request waits until the holder has no work, or is no longer below its minimum.
-    After,
-}
 
 impl Share {
     fn tier(self) -> Tier {

@@ -18,8 +18,6 @@ mod class;
 mod finish_tag;
 mod usage;
 
-pub(crate) use class::{Class, Precedence};
-
 use crate::{api::*, lock::Lock, policy, rules::Rules};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

@@ -1,26 +1,12 @@
 //! Gangs: clients whose kernels wait for each other and which therefore have to run at the same time. A client names
 //! its gang, or a rule makes all clients that it counts together a gang.
 
-use crate::api::{ClientId, GroupId, Time};
+use crate::api::{ClientId, Time};
+use crate::entity::Gang;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A job has no more processes than this on one host: a few for each of its GPUs.
 const MOST_OF_A_JOB: usize = 64;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(crate) enum Gang {
-    /// The name that its members gave.
-    Named(u64),
-    /// The clients of a group, by its rule.
-    Group(GroupId),
-}
-
-impl Gang {
-    /// The gang of a client that gave this name; 0: none.
-    pub fn named(name: u64) -> Option<Self> {
-        (name != 0).then_some(Self::Named(name))
-    }
-}
 
 /// The members of each gang, and the beginning of each gang's turn.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]

@@ -12,14 +12,16 @@
 //! - `gang`: clients that are granted and revoked together.
 //! - `drain_time`: the time that a client takes to finish its work and release the lock.
 
+mod class;
 pub(crate) mod drain_time;
 pub(crate) mod gang;
 pub(crate) mod hold;
 pub(crate) mod queue;
 
-pub(crate) use gang::Gang;
+pub(crate) use crate::entity::{Entity, Gang};
+pub(crate) use class::{Class, Tier};
 pub(crate) use hold::{ClientLock, Hold, Revoked};
-pub(crate) use queue::{Blocked, Entity, QueueKey, Request};
+pub(crate) use queue::{Blocked, QueueKey, Request};
 
 use crate::{api::*, effects::Effects};
 use gang::Gangs;

@@ -1,24 +1,8 @@
 //! Requests, and the queue of each GPU.
 
-use super::Gang;
-use crate::{api::*, fairness::Class};
+use super::Class;
+use crate::{api::*, entity::Entity};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// The unit of granting: a client, or the members of a gang together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(crate) enum Entity {
-    Solo(ClientId),
-    Gang(Gang),
-}
-
-impl Entity {
-    pub fn gang(self) -> Option<Gang> {
-        match self {
-            Self::Solo(_) => None,
-            Self::Gang(gang) => Some(gang),
-        }
-    }
-}
 
 /// A request of an entity for the locks of one or several GPUs.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]

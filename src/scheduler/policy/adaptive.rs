@@ -22,7 +22,7 @@
 use super::{Holder, Policy, SHORTEST_TURN, Waiter, fcfs::Fcfs, progress};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    fairness::Precedence,
+    policy::Precedence,
     policy::utilization::MEASURED,
 };
 use std::time::Duration;

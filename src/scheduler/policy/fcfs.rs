@@ -20,7 +20,7 @@
 use super::{Holder, Policy, SHORTEST_GRACE, SHORTEST_TURN, Waiter};
 use crate::{
     api::{AntiThrash, Settings, Time},
-    fairness::Precedence,
+    policy::Precedence,
     policy::utilization::MEASURED,
 };
 use std::time::Duration;

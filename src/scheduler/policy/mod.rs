@@ -15,7 +15,6 @@ pub(crate) mod utilization;
 pub(crate) use history::Histories;
 
 use crate::api::{PolicyName, Settings, Time};
-use crate::fairness::Precedence;
 use std::fmt::Debug;
 use std::time::Duration;
 
@@ -25,6 +24,20 @@ pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
 /// A turn lasts at least this many times as long as moving memory for the next one.
 const MOVES_PER_TURN: u32 = 5;
+
+/// The precedence of a waiting request over a holder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Precedence {
+    /// The request does not wait for the turn to end, nor, in `auto`, for the holder to drain.
+    Before,
+    /// The request waits only for a short turn to end: its owner is below its minimum and the holder's is not, or both
+    /// are interactive and the request's owner has used no more than its share.
+    BelowMinimum,
+    #[default]
+    Equal,
+    /// The request waits until the holder has no work, or is no longer below its minimum.
+    After,
+}
 
 /// A waiting request, as far as a policy's decisions depend on it.
 #[derive(Debug, Clone, Copy, Default)]

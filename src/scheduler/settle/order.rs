@@ -2,10 +2,10 @@
 
 use crate::{
     api::*,
-    fairness::{Precedence, ShareOwner, Shares},
+    fairness::{ShareOwner, Shares},
     lock::{Blocked, Entity, Hold, QueueKey, Request},
     machine::Machine,
-    policy::{self, Waiter},
+    policy::{self, Precedence, Waiter},
 };
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 use crate::{
     api::*,
-    fairness::Class,
+    lock::Class,
     lock::{Blocked, Entity, Hold, QueueKey, Request, Revoked},
     machine::Machine,
     settle::unresponsive::STUCK,

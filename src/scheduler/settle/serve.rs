@@ -3,9 +3,9 @@
 use super::Pressure;
 use crate::{
     api::*,
-    fairness::Precedence,
     lock::{Blocked, Entity},
     machine::Machine,
+    policy::Precedence,
     policy::Waiter,
 };
 

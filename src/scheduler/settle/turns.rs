@@ -4,9 +4,9 @@
 use super::Pressure;
 use crate::{
     api::*,
-    fairness::Precedence,
     lock::{Entity, Hold},
     machine::Machine,
+    policy::Precedence,
     policy::{SHORTEST_GRACE, Waiter},
 };
 use std::time::Duration;

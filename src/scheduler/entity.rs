@@ -1,0 +1,35 @@
+//! Entities: what is queued and granted as one.
+
+use crate::api::{ClientId, GroupId};
+
+/// The unit of granting: a client, or the members of a gang together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Entity {
+    Solo(ClientId),
+    Gang(Gang),
+}
+
+impl Entity {
+    pub fn gang(self) -> Option<Gang> {
+        match self {
+            Self::Solo(_) => None,
+            Self::Gang(gang) => Some(gang),
+        }
+    }
+}
+
+/// Clients whose kernels wait for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Gang {
+    /// The name that its members gave.
+    Named(u64),
+    /// The clients of a group, by its rule.
+    Group(GroupId),
+}
+
+impl Gang {
+    /// The gang of a client that gave this name; 0: none.
+    pub fn named(name: u64) -> Option<Self> {
+        (name != 0).then_some(Self::Named(name))
+    }
+}
