@@ -30,8 +30,6 @@ pub struct Config {
     pub keep_connections: bool,
     /// Host memory that all programs together may use for swapped memory.
     pub swap_max: SwapMax,
-    /// The driver enforces the memory limits of rules as well.
-    pub driver_limits: bool,
     /// Where metrics are served, beside what systemd passes.
     pub metrics: Listen,
     /// Limits and shares of programs, by unit, slice, control group, user and so on.
@@ -48,7 +46,6 @@ impl Default for Config {
             // Swapped memory is locked in RAM: what the host itself needs must not be.
             swap_max: SwapMax::Percent(80),
             // It takes a privilege.
-            driver_limits: false,
             metrics: Listen::Nowhere,
             rules: Rules::default(),
         }
@@ -118,7 +115,6 @@ impl Config {
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
-            driver_limits: all.memory.driver_limits.unwrap_or(default.driver_limits),
             metrics: all.metrics.listen.unwrap_or(default.metrics),
             rules,
         })
@@ -194,7 +190,6 @@ impl File {
             memory: FileMemory {
                 reserve: self.memory.reserve.or(before.memory.reserve),
                 context: self.memory.context.or(before.memory.context),
-                driver_limits: self.memory.driver_limits.or(before.memory.driver_limits),
             },
             swap: SwapSection { max: self.swap.max.or(before.swap.max) },
             metrics: MetricsSection { listen: self.metrics.listen.or(before.metrics.listen) },
@@ -210,8 +205,6 @@ struct FileMemory {
     reserve: Option<u64>,
     #[serde(default, deserialize_with = "read_context")]
     context: Option<u64>,
-    #[serde(default)]
-    driver_limits: Option<bool>,
 }
 
 #[cfg(test)]
@@ -248,7 +241,7 @@ mod tests {
     fn every_setting_is_read() {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
-                    [memory]\nreserve = \"1G\"\ncontext = 1048576\ndriver-limits = true\n[swap]\nmax = \"64G\"\n\
+                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n\
                     [metrics]\nlisten = \"/run/m.sock\"\n";
         let expected = Config {
             settings: Settings {
@@ -265,7 +258,6 @@ mod tests {
             log_level: LogLevel::Debug,
             keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
-            driver_limits: true,
             metrics: Listen::Path("/run/m.sock".into()),
             rules: Rules::default(),
         };

@@ -20,8 +20,7 @@ use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
 use crate::daemon::core::Core;
 use crate::daemon::core::views::Holders;
-use crate::daemon::gpu::driver_limits;
-use crate::daemon::gpu::nvml::{NvmlThread, Report};
+use crate::daemon::gpu::nvml::{self, Report};
 use crate::daemon::logging::{self, trace::Trace};
 use crate::daemon::systemd::fd_store::StoredConnection;
 use crate::daemon::{metrics, node, systemd, tasks};
@@ -35,9 +34,6 @@ const CONTROL_MODE: u32 = 0o660;
 
 /// Time to wait for the first reports of NVML.
 const FIRST_REPORTS_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Time to wait at the end until limits are removed from the driver.
-const LIFT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time to wait for the name on the bus before systemd is told that the daemon is ready.
 const BUS_TIMEOUT: Duration = Duration::from_secs(2);
@@ -108,15 +104,12 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         node::sees_the_host().map_err(StartError::new)?;
     }
     let sockets = Sockets::open(&options, &config)?;
-    let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
-    let sets_limits = config.driver_limits || driver_limits::are_left(state.as_deref());
-    let failed = |e| StartError::new(format!("cannot drop privileges: {e}"));
-    let nvml = NvmlThread::new(sets_limits).map_err(failed)?;
-    // This thread needs none: `/proc` and NVML answer every user. As a service it starts without any.
-    privileges::keep(&[]).map_err(failed)?;
-    // Threads started from here on inherit no privileges either.
+    // It needs none: `/proc` and NVML answer every user. As a service it starts without any. Threads inherit none either, so
+    // none is started before.
+    privileges::drop_all().map_err(|e| StartError::new(format!("cannot drop privileges: {e}")))?;
     log.begin();
     systemd::start();
+    let state = std::env::var_os("STATE_DIRECTORY").map(PathBuf::from);
     let changes = Changes::open(state.as_deref());
     changes.apply(&mut config);
     let trace = options.trace.as_deref().map(Trace::create).transpose();
@@ -130,7 +123,7 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         _ => Bus::System,
     };
     let control = Control { config: options.config, log_level: options.log_level, log, changes };
-    let daemon = Startup { control, config, sockets, trace, bus, nvml, state };
+    let daemon = Startup { control, config, sockets, trace, bus };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     result.map_err(|e| StartError::new(format!("cannot start: {e}")))
 }
@@ -208,15 +201,12 @@ struct Startup {
     sockets: Sockets,
     trace: Option<Trace>,
     bus: Bus,
-    nvml: NvmlThread,
-    /// The directory for files that outlive the daemon.
-    state: Option<PathBuf>,
 }
 
 impl Startup {
     /// Starts everything else, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { mut control, config, sockets, trace, bus, nvml, state } = self;
+        let Self { mut control, config, sockets, trace, bus } = self;
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut hang_up = signal(SignalKind::hangup())?;
@@ -237,7 +227,7 @@ impl Startup {
         if let Some(directory) = clients_path.parent().filter(|_| directory_remains) {
             core.borrow_mut().create_lock_files_in(directory);
         }
-        let mut reports = start_nvml(&core, nvml, state.as_deref()).await;
+        let mut reports = start_nvml(&core).await;
         let (holders, holders_changed) = watch::channel(Holders::new());
         let (request, mut requests) = mpsc::unbounded_channel();
         let thrashing = core.borrow().follow_thrashing();
@@ -271,18 +261,16 @@ impl Startup {
         systemd::stopping();
         info!(name: "stopping", "nvshare-scheduler stops");
         core.borrow_mut().stop();
-        let lifted = core.borrow().lift_driver_limits();
-        let _ = tokio::time::timeout(LIFT_TIMEOUT, lifted).await;
         bus.stop();
         Ok(())
     }
 }
 
-/// Has the NVML thread begin, and waits for its first reports: the GPUs and the memory in use there should be known before
+/// Starts the NVML thread, and waits for its first reports: the GPUs and the memory in use there should be known before
 /// the first client asks for memory.
-async fn start_nvml(core: &RefCell<Core>, nvml: NvmlThread, state: Option<&Path>) -> mpsc::UnboundedReceiver<Report> {
+async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
     let (report, mut reports) = mpsc::unbounded_channel();
-    let Some(queries) = nvml.start(report, state) else { return reports };
+    let Some(queries) = nvml::start(report) else { return reports };
     core.borrow_mut().use_nvml(queries);
     let first = async {
         for _ in 0..2 {

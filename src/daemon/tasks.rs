@@ -21,9 +21,6 @@ const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 /// Shortest time between two changes of the D-Bus property `Holders`.
 const HOLDERS_PERIOD: Duration = Duration::from_millis(100);
 
-/// Shortest time between two changes of the driver's limits. Programs retry for longer to get memory that they may have.
-const LIMITS_PERIOD: Duration = Duration::from_millis(20);
-
 /// Time between measurements of traffic. NVML counts for 20 ms in each direction.
 const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
 
@@ -39,7 +36,6 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
     spawn_local(watch_traffic(core.clone()));
-    spawn_local(update_driver_limits(core.clone()));
     spawn_local(publish_holders(core.clone(), holders));
 }
 
@@ -96,16 +92,6 @@ async fn watch_traffic(core: Rc<RefCell<Core>>) {
         } else {
             signals.grants.notified().await;
         }
-    }
-}
-
-/// Updates the driver's limits, once for all changes of about the same moment.
-async fn update_driver_limits(core: Rc<RefCell<Core>>) {
-    let signals = core.borrow().signals.clone();
-    loop {
-        core.borrow_mut().update_driver_limits();
-        tokio::time::sleep(LIMITS_PERIOD).await;
-        signals.limits.notified().await;
     }
 }
 

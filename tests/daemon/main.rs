@@ -3,7 +3,6 @@
 
 mod bus;
 mod clients;
-mod driver_limits;
 mod fake_polkit;
 mod metrics;
 mod polkit;

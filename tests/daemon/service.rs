@@ -278,3 +278,23 @@ fn the_trace_has_every_move() {
     assert_eq!((&mapped["bytes"], &mapped["pid"]), (&GIB.into(), &std::process::id().into()));
     std::io::stdout().flush().expect("stdout");
 }
+
+#[test]
+fn no_thread_has_a_capability() {
+    let directory = Directory::new();
+    std::fs::copy(artifact("libnvidia_ml.so"), directory.0.join("libnvidia-ml.so.1")).expect("NVML");
+    let libraries = directory.0.clone();
+    let daemon = Daemon::start_in(Directory::new(), None, |command, _| {
+        command.env("LD_LIBRARY_PATH", libraries);
+    });
+    daemon.log.wait("found");
+    let threads = std::fs::read_dir(format!("/proc/{}/task", daemon.child.id())).expect("it runs");
+    let statuses: Vec<String> =
+        threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("status")).ok()).collect();
+    assert!(statuses.len() > 2, "NVML has a thread of its own: {statuses:?}");
+    for status in statuses {
+        for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+            assert!(status.contains(&format!("{set}:\t0000000000000000\n")), "{status}");
+        }
+    }
+}

@@ -3,7 +3,6 @@
 mod accounting;
 mod crowd;
 mod drain;
-mod driver_limits;
 mod engine;
 mod environment;
 mod faults;

@@ -111,8 +111,7 @@ fn visible(client: ClientView, command_lines: bool) -> bus::Client {
 
 /// The keys of the configuration file with the values in effect.
 fn configuration(config: &Config) -> Value {
-    let Config { settings, max_clients_per_user, log_level, keep_connections, swap_max, driver_limits, metrics, rules } =
-        config;
+    let Config { settings, max_clients_per_user, log_level, keep_connections, swap_max, metrics, rules } = config;
     let rules = rules.all().map(|rule| {
         let mut keys = rule.to_table();
         keys.insert("origin".into(), rule.origin.to_string().into());
@@ -138,7 +137,7 @@ fn configuration(config: &Config) -> Value {
         "max-clients-per-user": max_clients_per_user,
         "log-level": log_level,
         "keep-connections": keep_connections,
-        "memory": { "reserve": settings.reserve, "context": settings.context, "driver-limits": driver_limits },
+        "memory": { "reserve": settings.reserve, "context": settings.context },
         "swap": { "max": swap_max.to_string() },
         "metrics": { "listen": metrics },
         "rule": rules.collect::<Vec<_>>(),

@@ -158,7 +158,6 @@ impl Core {
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
         self.stopped.remove(&client);
         self.signals.clients.set(self.clients.len());
-        self.signals.limits.notify_one();
         self.mark_active();
         // Before the client's memory counts as free: what other clients have open of it stays in use.
         let (adopters, unanswered) = self.shared_memory.leave(client);

@@ -51,7 +51,6 @@ impl Core {
             if changed {
                 self.apply(Event::GpuFound { gpu, total });
                 self.announce_all_limits();
-                self.signals.limits.notify_one();
                 if let Some(rate) = link {
                     self.apply(Event::GpuLink { gpu, rate });
                 }
@@ -80,7 +79,6 @@ impl Core {
                         entry.sample = Some(sample);
                     }
                 }
-                self.signals.limits.notify_one();
             }
             Report::Driver(versions) => self.driver = versions,
             Report::Traffic(seen) => self.measured_traffic(seen, clock::now()),

@@ -5,7 +5,6 @@
 //! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
 //! - `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
-//! - `driver_limits`: the memory limits that the driver is to enforce.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
@@ -13,7 +12,6 @@ pub mod bundle;
 mod clients;
 mod counts;
 mod dispatch;
-mod driver_limits;
 mod event_log;
 mod measure;
 mod metrics;

@@ -22,7 +22,6 @@ impl Core {
             self.set_labels([client]);
         }
         self.announce_limits([client]);
-        self.signals.limits.notify_one();
     }
 
     /// Applies changed rules to all clients at once. A group keeps its usage if a rule with the same subject remains, even if

@@ -21,7 +21,6 @@ use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
 use crate::daemon::gpu::accounting::{Accounting, History};
-use crate::daemon::gpu::driver_limits::Wanted;
 use crate::daemon::gpu::host_memory::HostMemory;
 use crate::daemon::gpu::nvml::{DriverVersions, Query, Sample};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
@@ -76,8 +75,6 @@ pub struct Core {
     settings: watch::Sender<Settings>,
     pub(super) thrashing: watch::Sender<Thrashing>,
     pub(super) thrashing_log: BTreeMap<GpuId, traffic::LogState>,
-    /// The limits that the driver was last asked to enforce.
-    pub(super) driver_limits: Option<Wanted>,
     pub signals: Rc<Signals>,
 }
 
@@ -92,8 +89,6 @@ pub struct Signals {
     pub holders: Notify,
     /// A client was granted a lock.
     pub grants: Notify,
-    /// The limits that the driver is to enforce may have changed.
-    pub limits: Notify,
     /// A client did something after [`SAMPLE_QUIET`].
     pub activity: Notify,
     pub last_activity: Cell<Time>,
@@ -228,7 +223,6 @@ impl Core {
             settings,
             thrashing: watch::Sender::default(),
             thrashing_log: BTreeMap::new(),
-            driver_limits: None,
             signals: Rc::default(),
         })
     }
@@ -306,7 +300,6 @@ impl Core {
             self.settings.send_replace(settings);
         }
         self.sample_host();
-        self.signals.limits.notify_one();
     }
 
     /// Closes connections because the daemon stops. Connections in systemd's descriptor store stay open: systemd closes them

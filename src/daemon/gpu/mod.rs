@@ -4,9 +4,7 @@
 //! - [`accounting`]: reconciles clients' reports with measurements: overhead, and the memory that clients really have.
 //! - [`traffic`]: bytes that move between GPUs and the host; `uvm`: page faults.
 //! - [`host_memory`]: host memory that is available for swapped memory.
-//! - [`driver_limits`]: memory limits that the driver enforces.
 pub mod accounting;
-pub mod driver_limits;
 pub mod host_memory;
 pub mod nvml;
 pub mod traffic;

@@ -1,5 +1,5 @@
 //! NVML, in a thread of its own because its calls can take long: which GPUs and MIG slices there are, how much of their
-//! memory is in use, (by `traffic`) what moves between them and the host, and (by `driver_limits`) what the driver bounds.
+//! memory is in use, and (by `traffic`) what moves between them and the host.
 //! A host without NVML works too; then GPUs are known from the clients that use them.
 
 use std::collections::BTreeMap;
@@ -14,13 +14,11 @@ use nvshare_wire::Uuid;
 use nvshare_wire::client::GpuKind;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::mpsc::error::SendError;
-use tokio::sync::oneshot;
 use tracing::{debug, info};
 
-use super::driver_limits::{Call, Driver, Keeper, Refusal, Wanted};
 use super::traffic::Meter;
 use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
-use crate::sys::{clock, privileges};
+use crate::sys::clock;
 
 /// A query of the scheduling loop.
 #[derive(Debug)]
@@ -31,10 +29,6 @@ pub enum Query {
     Sample,
     /// The traffic between those GPUs and the host.
     Traffic(GpuSet),
-    /// The driver is to have these limits, and no others.
-    Limits(Wanted),
-    /// It is to have none at all, and the thread to end.
-    Lift(oneshot::Sender<()>),
 }
 
 /// The queries since the last answer: those that arrived during a slow call are merged.
@@ -43,8 +37,6 @@ struct Asked {
     scan: bool,
     sample: bool,
     traffic: GpuSet,
-    limits: Option<Wanted>,
-    lifted: Option<oneshot::Sender<()>>,
 }
 
 impl Asked {
@@ -53,9 +45,6 @@ impl Asked {
             Query::Scan => (self.scan, self.sample) = (true, true),
             Query::Sample => self.sample = true,
             Query::Traffic(mut gpus) => self.traffic.append(&mut gpus),
-            Query::Limits(wanted) if self.lifted.is_none() => self.limits = Some(wanted),
-            Query::Limits(_) => {}
-            Query::Lift(lifted) => (self.limits, self.lifted) = (Some(Wanted::new()), Some(lifted)),
         }
     }
 }
@@ -105,73 +94,33 @@ pub struct GpuDescription {
     pub link: Option<u64>,
 }
 
-/// The thread, before it has anything to do.
-#[derive(Debug)]
-pub struct NvmlThread(mpsc::Sender<Start>);
-
-#[derive(Debug)]
-struct Start {
-    reports: UnboundedSender<Report>,
-    keeper: Keeper,
-    answer: mpsc::Sender<Result<mpsc::Sender<Query>, String>>,
+/// Starts the thread. Its first reports list the GPUs and the memory in use. `None` if there is no NVML, which is logged.
+pub fn start(reports: UnboundedSender<Report>) -> Option<mpsc::Sender<Query>> {
+    let (answer, answered) = mpsc::channel();
+    let started = thread::Builder::new().name("nvml".into()).spawn(move || serve(&reports, &answer));
+    let result = match started {
+        Ok(_) => answered.recv().unwrap_or_else(|e| Err(e.to_string())),
+        Err(e) => Err(format!("no thread for it: {e}")),
+    };
+    let unusable = |e| info!(name: "no-nvml", "GPUs are known from their clients only: NVML cannot be used: {e}");
+    result.map_err(unusable).ok()
 }
 
-impl NvmlThread {
-    /// Makes it, with what privileges of this one it needs: to set limits, or none.
-    pub fn new(sets_limits: bool) -> Result<Self, String> {
-        let (start, started) = mpsc::channel();
-        let (ready, is_ready) = mpsc::channel();
-        let run = move || {
-            let kept = privileges::keep(if sets_limits { &privileges::FOR_LIMITS } else { &[] });
-            let may_go_on = kept.is_ok();
-            let _ = ready.send(kept);
-            if let Some(start) = may_go_on.then(|| started.recv().ok()).flatten() {
-                serve(start);
-            }
-        };
-        thread::Builder::new().name("nvml".into()).spawn(run).map_err(|e| format!("no thread for NVML: {e}"))?;
-        is_ready.recv().map_err(|e| e.to_string())?.map(|()| Self(start))
-    }
-
-    /// Has the thread begin. The first report lists the GPUs. `state` is the directory in which an earlier daemon
-    /// recorded the limits that it set in the driver. `None` if there is no NVML, which is logged.
-    pub fn start(self, reports: UnboundedSender<Report>, state: Option<&Path>) -> Option<mpsc::Sender<Query>> {
-        let (answer, answered) = mpsc::channel();
-        let _ = self.0.send(Start { reports, keeper: Keeper::new(state), answer });
-        match answered.recv().unwrap_or_else(|e| Err(e.to_string())) {
-            Ok(ask) => Some(ask),
-            Err(e) => {
-                info!(name: "no-nvml", "GPUs are known from their clients only: NVML cannot be used: {e}");
-                None
-            }
-        }
-    }
-}
-
-/// The thread's loop, until the scheduling loop ends.
-fn serve(Start { reports, mut keeper, answer: answered }: Start) {
+/// The thread's loop, until the scheduling loop ends. The answer is where the thread takes queries.
+fn serve(reports: &UnboundedSender<Report>, answer: &mpsc::Sender<Result<mpsc::Sender<Query>, String>>) {
     let nvml = match Nvml::init() {
         Ok(nvml) => nvml,
-        Err(e) => return drop(answered.send(Err(e.to_string()))),
+        Err(e) => return drop(answer.send(Err(e.to_string()))),
     };
     let (ask, requests) = mpsc::channel();
     let _ = ask.send(Query::Scan);
-    let _ = answered.send(Ok(ask));
-    let (call, mut meter) = (Call::find(), Meter::default());
+    let _ = answer.send(Ok(ask));
+    let mut meter = Meter::default();
     while let Ok(first) = requests.recv() {
         let mut asked = Asked::default();
         asked.add(first);
         requests.try_iter().for_each(|next| asked.add(next));
-        let devices = devices(&nvml);
-        if let Some(wanted) = asked.limits.take() {
-            keeper.want(wanted);
-        }
-        keeper.keep(&Limits { devices: &devices, call: call.as_ref() });
-        if let Some(lifted) = asked.lifted.take() {
-            let _ = lifted.send(());
-            return;
-        }
-        if answer(&devices, &asked, &mut meter, &reports).is_err() {
+        if report(&devices(&nvml), &asked, &mut meter, reports).is_err() {
             return;
         }
         if asked.scan {
@@ -181,28 +130,11 @@ fn serve(Start { reports, mut keeper, answer: answered }: Start) {
     }
 }
 
-/// The driver, for who keeps limits there.
-struct Limits<'a> {
-    devices: &'a [Found<'a>],
-    call: Option<&'a Call>,
-}
-
-impl Driver for Limits<'_> {
-    fn set(&self, gpu: GpuId, cgroup: &Path, bytes: Option<u64>) -> Result<(), Refusal> {
-        let call = self.call.ok_or(Refusal::Unknown)?;
-        let found = self.devices.iter().find(|(device, ..)| id(device) == Some(gpu)).ok_or(Refusal::NoGpu)?;
-        match found {
-            (_, GpuKind::Mig, ..) => Err(Refusal::Slice),
-            (device, ..) => Ok(call.set(device, cgroup, bytes)?),
-        }
-    }
-}
-
 /// Answers queries, the slowest last.
 ///
 /// # Errors
 /// If the scheduling loop has ended.
-fn answer(
+fn report(
     devices: &[Found<'_>],
     asked: &Asked,
     meter: &mut Meter,

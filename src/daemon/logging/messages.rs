@@ -24,7 +24,6 @@ const IDS: &[(&str, &str)] = &[
     ("thrashing", "a09a4f8ec319451a862d5a1afd098ecd"),
     ("thrashing-ended", "fd8db5564a7e402dbbbe35e870320221"),
     ("gpu-found", "c254032c48eb42339f89efb2a2c6461f"),
-    ("driver-limits", "9f959607ec1844bfb40ed422bf5613af"),
     ("no-nvml", "9d5c1cc55b21452a90aac2c372fa83fc"),
     ("no-descriptors", "5f8443659767433c9253f462590595d2"),
     ("settings-changed", "6622fe9022e34528a03ecc4f8c472d74"),

@@ -3,7 +3,6 @@
 use crate::{
     Config, EngineKind, MAX_GPUS,
     fork::close_in_child,
-    limits::{self, Limit},
     lock::{LockFile, flock, open_shared},
     shared::{self, Shared},
     traffic,
@@ -107,7 +106,7 @@ impl Account {
     #[must_use]
     pub fn take(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
-        if !within_limits(gpu, bytes) || !self.make_room(gpu, bytes) {
+        if !self.make_room(gpu, bytes) {
             return false;
         }
         self.words[plain_word(gpu)].fetch_add(bytes, Ordering::Relaxed);
@@ -236,33 +235,6 @@ fn strangers(gpu: usize, used: u64) -> Vec<Stranger> {
         left -= stranger.bytes;
     }
     strangers
-}
-
-/// With everybody locked: what the processes have together that such a limit is about. Managed memory does not count.
-fn used_within(limit: &Limit, processes: &[Process]) -> u64 {
-    processes.iter().filter(|p| limit.covers(p.pid)).map(|p| p.gpus[limit.gpu].plain).sum()
-}
-
-/// With everybody locked: whether this process may have so much more.
-fn within_limits(gpu: usize, bytes: u64) -> bool {
-    let limits: Vec<Limit> = limits::all().into_iter().filter(|l| l.gpu == gpu && l.covers(process::id())).collect();
-    if limits.is_empty() {
-        return true;
-    }
-    let all = living();
-    limits.iter().all(|limit| used_within(limit, &all).saturating_add(bytes) <= limit.hard)
-}
-
-/// What the control group of a limit has of that GPU.
-pub fn used_by(limit: &Limit) -> u64 {
-    Everybody::lock().map_or(0, |_all| used_within(limit, &living()))
-}
-
-/// Sets a limit, or takes it away. One that is below what is there is refused.
-#[must_use]
-pub fn set_limit(limit: &Limit, is_limit: bool) -> bool {
-    let Ok(_all) = Everybody::lock() else { return false };
-    (!is_limit || used_within(limit, &living()) <= limit.hard) && limits::put(limit, is_limit).is_ok()
 }
 
 /// Every living process that has an account.

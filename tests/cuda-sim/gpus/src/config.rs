@@ -53,21 +53,8 @@ pub struct Config {
     pub vmm: bool,
     /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
     pub driver: i32,
-    /// `CUDA_SIM_LIMITS`: who may set limits of memory for control groups.
-    pub limits: Setters,
     /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails with out of memory.
     pub fail: HashMap<String, BTreeSet<u64>>,
-}
-
-/// Who may set limits of memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Setters {
-    /// The driver has none.
-    Unknown,
-    /// Threads with CAP_SYS_ADMIN.
-    Root,
-    Anybody,
-    Nobody,
 }
 
 /// What NVML says of the processes that use a GPU.
@@ -111,7 +98,6 @@ impl Config {
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
             driver: size("CUDA_SIM_DRIVER", 13000) as i32,
-            limits: setters(),
             fail: env::var("CUDA_SIM_FAIL").map(|text| failures(&text)).unwrap_or_default(),
         }
     }
@@ -152,16 +138,6 @@ fn dir() -> PathBuf {
     // SAFETY: getuid has no preconditions.
     let uid = unsafe { libc::getuid() };
     env::var_os("CUDA_SIM_DIR").map_or_else(|| PathBuf::from(format!("/dev/shm/cuda-sim-{uid}")), PathBuf::from)
-}
-
-fn setters() -> Setters {
-    match env::var("CUDA_SIM_LIMITS").as_deref() {
-        Err(_) | Ok("no") => Setters::Unknown,
-        Ok("root") => Setters::Root,
-        Ok("anybody") => Setters::Anybody,
-        Ok("nobody") => Setters::Nobody,
-        Ok(other) => panic!("CUDA_SIM_LIMITS={other}: want no, root, anybody or nobody"),
-    }
 }
 
 fn listing() -> Listing {

@@ -1,6 +1,6 @@
 //! The simulated GPUs as all processes see them: what they are ([`config`]), who has how much of their memory
-//! ([`account`], [`shared`]), what control groups may have of it ([`limits`]), whose work they execute at this moment ([`engine`]), how far
-//! it is ([`mark`]), what has moved between them and the host ([`traffic`]), and what ails them ([`trouble`]).
+//! ([`account`], [`shared`]), whose work they execute at this moment ([`engine`]), how far it is ([`mark`]), what has moved
+//! between them and the host ([`traffic`]), and what ails them ([`trouble`]).
 //!
 //! Processes share nothing but files in one directory. Whatever a process holds is held by a `flock`, so that the
 //! kernel gives it back when the process is killed. The simulated driver and the simulated NVML both build on this.
@@ -9,7 +9,6 @@ pub mod account;
 pub mod config;
 pub mod engine;
 mod fork;
-pub mod limits;
 mod lock;
 pub mod mark;
 pub mod shared;

@@ -1,20 +1,13 @@
 //! A simulated `libnvidia-ml.so.1`: the GPUs of `cuda-sim-gpus`, with the memory and the processes that their accounts
-//! say. It knows what a monitor asks, and sets limits of memory; utilisation is always 0. Events are in `events`.
+//! say. It knows what a monitor asks; utilisation is always 0. Events are in `events`.
 
 // The symbols are called from C, and checked pointers are the API's contract; tests call them from Rust as well.
 #![allow(clippy::not_unsafe_ptr_arg_deref)]
 
-use cuda_sim_gpus::{
-    Config,
-    account::{self, Figures},
-    config::{Listing, Setters},
-    limits,
-    limits::Limit,
-    traffic, trouble,
-};
+use cuda_sim_gpus::{Config, account::Figures, config::Listing, traffic, trouble};
 use std::{
     ffi::{CStr, c_char},
-    fs, thread,
+    thread,
     time::Duration,
 };
 
@@ -24,13 +17,11 @@ struct Error(u32);
 
 const INVALID_ARGUMENT: Error = Error(2);
 const NOT_SUPPORTED: Error = Error(3);
-const NO_PERMISSION: Error = Error(4);
 const NOT_FOUND: Error = Error(6);
 const INSUFFICIENT_SIZE: Error = Error(7);
 const DRIVER_NOT_LOADED: Error = Error(9);
 const TIMEOUT: Error = Error(10);
 const GPU_IS_LOST: Error = Error(15);
-const IN_USE: Error = Error(19);
 const VERSION_MISMATCH: Error = Error(25);
 
 const ERRORS: &[(u32, &CStr)] = &[
@@ -85,25 +76,6 @@ pub struct Process {
     bytes: u64,
     gpu_instance: u32,
     compute_instance: u32,
-}
-
-/// `nvmlSetMemoryLimits_v1_t`
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct SetLimits {
-    pub name_space: *const c_char,
-    pub soft: u64,
-    pub hard: u64,
-}
-
-/// `nvmlGetMemoryLimits_v1_t`
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct GetLimits {
-    pub name_space: *const c_char,
-    pub soft: u64,
-    pub hard: u64,
-    pub used: u64,
 }
 
 /// `nvmlUtilization_t`
@@ -253,54 +225,6 @@ fn throughput(handle: usize, counter: u32) -> Result<u32, Error> {
     Ok(u32::try_from(u128::from(bytes) / COUNTED.as_millis()).unwrap_or(u32::MAX))
 }
 
-/// A control group's limit as it is when none is set.
-fn no_limit(handle: usize, name_space: *const c_char) -> Result<Limit, Error> {
-    let gpu = gpu(handle)?;
-    if Config::get().limits == Setters::Unknown {
-        return Err(NOT_SUPPORTED);
-    }
-    if name_space.is_null() {
-        return Err(INVALID_ARGUMENT);
-    }
-    // SAFETY: the program passes a C string.
-    let cgroup = unsafe { CStr::from_ptr(name_space) }.to_str().map_err(|_| INVALID_ARGUMENT)?;
-    Ok(Limit { gpu, soft: 0, hard: u64::MAX, cgroup: cgroup.into() })
-}
-
-fn set_limits(handle: usize, wanted: SetLimits) -> Result<(), Error> {
-    let none = no_limit(handle, wanted.name_space)?;
-    let may = match Config::get().limits {
-        Setters::Anybody => true,
-        Setters::Root => is_admin(),
-        Setters::Nobody | Setters::Unknown => false,
-    };
-    if !may {
-        return Err(NO_PERMISSION);
-    }
-    if !none.cgroup.is_dir() {
-        return Err(NOT_FOUND);
-    }
-    let limit = Limit { soft: wanted.soft, hard: wanted.hard, ..none.clone() };
-    if account::set_limit(&limit, limit != none) { Ok(()) } else { Err(IN_USE) }
-}
-
-fn get_limits(handle: usize, of: GetLimits) -> Result<GetLimits, Error> {
-    let none = no_limit(handle, of.name_space)?;
-    let set = limits::all().into_iter().find(|limit| (limit.gpu, &limit.cgroup) == (none.gpu, &none.cgroup));
-    let limit = set.unwrap_or(none);
-    Ok(GetLimits { name_space: of.name_space, soft: limit.soft, hard: limit.hard, used: account::used_by(&limit) })
-}
-
-/// The number of CAP_SYS_ADMIN.
-const SYS_ADMIN: u32 = 21;
-
-/// Whether the calling thread has it, as the driver asks.
-fn is_admin() -> bool {
-    let status = fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).is_some_and(|set| set >> SYS_ADMIN & 1 == 1)
-}
-
 /// What the link is, where that is to be said.
 fn link(handle: usize, value: impl Fn(u32) -> u32) -> Result<u32, Error> {
     gpu(handle)?;
@@ -399,14 +323,6 @@ exports! {
             MEMORY_2 => out(to, memory(handle)?),
             _ => Err(VERSION_MISMATCH),
         }
-    }
-    nvmlDeviceSetMemoryLimits_v1(handle: usize, limits: *mut SetLimits) {
-        // SAFETY: where it is not null, the program passes a whole structure.
-        set_limits(handle, *unsafe { limits.as_ref() }.ok_or(INVALID_ARGUMENT)?)
-    }
-    nvmlDeviceGetMemoryLimits_v1(handle: usize, limits: *mut GetLimits) {
-        // SAFETY: as above.
-        out(limits, get_limits(handle, *unsafe { limits.as_ref() }.ok_or(INVALID_ARGUMENT)?)?)
     }
     nvmlDeviceGetUtilizationRates(handle: usize, rates: *mut Utilization) {
         gpu(handle)?;

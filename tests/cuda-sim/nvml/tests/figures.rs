@@ -63,28 +63,6 @@ fn memory_and_processes() {
     assert_eq!(nvmlDeviceGetPcieThroughput(handle, 2, &mut 0), 2);
     assert_eq!(nvmlDeviceGetMaxPcieLinkWidth(handle, &mut 0), 3, "nobody told what the link is");
 
-    // A limit for everybody who is in the control group; the root is everybody.
-    let limit = |hard: u64| {
-        let mut limits = SetLimits { name_space: c"/sys/fs/cgroup".as_ptr(), soft: 0, hard };
-        nvmlDeviceSetMemoryLimits_v1(handle, &mut limits)
-    };
-    let limits = || {
-        let mut limits = GetLimits { name_space: c"/sys/fs/cgroup".as_ptr(), soft: 1, hard: 1, used: 1 };
-        assert_eq!(nvmlDeviceGetMemoryLimits_v1(handle, &mut limits), 0);
-        (limits.soft, limits.hard, limits.used)
-    };
-    assert_eq!(limits(), (0, u64::MAX, 0));
-    assert_eq!(limit(20 * M), 0);
-    assert!(Account::get().take(1, 15 * M) && !Account::get().take(1, 6 * M));
-    assert!(Account::get().take(0, 50 * M), "it is for one GPU");
-    assert_eq!(limits(), (0, 20 * M, 15 * M));
-    assert_eq!(limit(14 * M), 19, "more than that is there");
-    assert_eq!(limit(u64::MAX), 0);
-    assert_eq!(limits(), (0, u64::MAX, 15 * M));
-    assert!(Account::get().take(1, 6 * M));
-    let mut nowhere = SetLimits { name_space: c"/sys/fs/cgroup/no/such".as_ptr(), soft: 0, hard: M };
-    assert_eq!(nvmlDeviceSetMemoryLimits_v1(handle, &mut nowhere), 6);
-
     let mut uuid = [0; 96];
     assert_eq!(nvmlDeviceGetUUID(handle, uuid.as_mut_ptr(), 96), 0);
     // SAFETY: NVML ended the text with NUL.
