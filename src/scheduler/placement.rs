@@ -10,7 +10,7 @@ use std::time::Duration;
 /// need is expected to take what its rule allows: about what an interpreter takes to load its libraries from a cold
 /// disk.
 const EXPECTED: Duration = Duration::from_secs(30);
-/// The most placements of one user that wait for their programs. Beyond that, the oldest is dropped.
+/// The most placements of one tenant that wait for their programs. Beyond that, the oldest is dropped.
 const MOST_WAITING: usize = 64;
 
 /// A placement that was given.
@@ -22,7 +22,7 @@ struct Place {
     is_declared: bool,
     ahead: bool,
     since: Time,
-    user: UserId,
+    tenant: TenantId,
     labels: Labels,
 }
 
@@ -73,7 +73,7 @@ impl Placements {
     pub fn set(
         &mut self,
         client: ClientId,
-        user: UserId,
+        tenant: TenantId,
         request: &PlacementRequest,
         now: Time,
         needs: Vec<(GpuId, u64)>,
@@ -83,7 +83,7 @@ impl Placements {
             is_declared: request.bytes.is_some(),
             ahead: request.ahead,
             since: now,
-            user,
+            tenant,
             labels: self.labels(client),
         };
         self.places.insert(client, place);
@@ -104,13 +104,17 @@ impl Placements {
     pub fn leave(&mut self, client: ClientId, is_here: impl Fn(&ClientId) -> bool) {
         self.labels.remove(&client);
         let Some(place) = self.places.get(&client) else { return };
-        let user = place.user;
+        let tenant = place.tenant;
         if !place.ahead {
             self.places.remove(&client);
             return;
         }
-        let waiting: Vec<ClientId> =
-            self.places.iter().filter(|(id, place)| place.user == user && !is_here(id)).map(|(id, _)| *id).collect();
+        let waiting: Vec<ClientId> = self
+            .places
+            .iter()
+            .filter(|(id, place)| place.tenant == tenant && !is_here(id))
+            .map(|(id, _)| *id)
+            .collect();
         if let Some(oldest) = waiting.first().filter(|_| waiting.len() >= MOST_WAITING) {
             self.places.remove(oldest);
         }

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::scenario::{Gap, Scenario};
-use crate::scheduler::{Time, UserId};
+use crate::scheduler::{TenantId, Time};
 
 /// One program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// Its job, by its place in the scenario.
     pub job: usize,
-    pub user: UserId,
+    pub tenant: TenantId,
     pub arrives: Time,
     /// Its GPUs, by their places, in their order.
     pub gpus: Vec<usize>,
@@ -21,7 +21,7 @@ pub struct Plan {
 /// All programs, in the order in which they come. Each is given those of the GPUs it can have that the fewest were given
 /// before it.
 pub fn plans(scenario: &Scenario) -> Vec<Plan> {
-    let mut users: BTreeMap<&str, UserId> = BTreeMap::new();
+    let mut tenants: BTreeMap<&str, TenantId> = BTreeMap::new();
     let mut plans = Vec::new();
     for (at, job) in scenario.jobs.iter().enumerate() {
         let mut dice = Dice::new(scenario.seed, at);
@@ -33,9 +33,9 @@ pub fn plans(scenario: &Scenario) -> Vec<Plan> {
                     Gap::Random(mean) => dice.gap(mean),
                 });
             }
-            let next = UserId(u32::try_from(users.len()).unwrap_or(u32::MAX));
-            let user = *users.entry(user).or_insert(next);
-            plans.push(Plan { job: at, user, arrives, gpus: Vec::new() });
+            let next = TenantId(u32::try_from(tenants.len()).unwrap_or(u32::MAX));
+            let tenant = *tenants.entry(user).or_insert(next);
+            plans.push(Plan { job: at, tenant, arrives, gpus: Vec::new() });
         }
     }
     plans.sort_by_key(|plan| plan.arrives); // stable: of those that come at once, as they are written
@@ -122,7 +122,7 @@ mod tests {
             "[[gpu]]\nmemory = \"1G\"\n[[job]]\nname = \"a\"\nmemory = 1\nwork = 1\ncount = 3\nusers = 2\n\
              [[job]]\nname = \"b\"\nmemory = 1\nwork = 1\nuser = \"a-2\"\n[[job]]\nname = \"c\"\nmemory = 1\nwork = 1",
         );
-        let users: Vec<u32> = plans.iter().map(|plan| plan.user.0).collect();
+        let users: Vec<u32> = plans.iter().map(|plan| plan.tenant.0).collect();
         assert_eq!(users, [0, 1, 0, 1, 2]);
     }
 

@@ -103,7 +103,7 @@ impl Program {
 
     pub fn arrives(&mut self, context: &mut Context) {
         let client = self.client();
-        context.send(Event::Connected { client, gang: 0, user: self.plan.user });
+        context.send(Event::Connected { client, gang: 0, tenant: self.plan.tenant });
         if self.group.is_some() {
             context.send(Event::Groups { groups: [(client, self.group)].into() });
         }

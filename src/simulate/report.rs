@@ -7,7 +7,7 @@ use super::figures::{Counted, Spread, jain};
 use super::plans::Plan;
 use super::scenario::Scenario;
 use super::statistics::End;
-use crate::scheduler::{Time, UserId};
+use crate::scheduler::{TenantId, Time};
 
 /// The results under one policy.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub struct Outcome {
     /// GPU time of each program, of each of its GPUs.
     pub had: Vec<Duration>,
     /// The GPU time that each user could have had without the others, if it was collected.
-    pub could: Option<BTreeMap<UserId, Duration>>,
+    pub could: Option<BTreeMap<TenantId, Duration>>,
     /// When there was nothing more to be seen.
     pub ended: Time,
     pub events: u64,
@@ -81,7 +81,7 @@ pub struct JobFigures {
 }
 
 pub fn report(scenario: &Scenario, plans: &[Plan], outcomes: impl Iterator<Item = Outcome>) -> Report {
-    let users: BTreeMap<UserId, ()> = plans.iter().map(|plan| (plan.user, ())).collect();
+    let users: BTreeMap<TenantId, ()> = plans.iter().map(|plan| (plan.tenant, ())).collect();
     let job = |(at, job): (usize, &super::scenario::Job)| JobReport {
         name: job.name.clone(),
         programs: plans.iter().filter(|plan| plan.job == at).count(),
@@ -104,11 +104,11 @@ fn figures(scenario: &Scenario, plans: &[Plan], outcome: Outcome) -> Figures {
     let had = || plans.iter().zip(&had).map(|(plan, had)| (plan, had.saturating_mul(plan.gpus.len() as u32)));
     let busy: Duration = had().map(|(_, had)| had).sum();
     let fairness = could.filter(|users| users.len() > 1).and_then(|could| {
-        let mut parts: BTreeMap<UserId, f64> = BTreeMap::new();
+        let mut parts: BTreeMap<TenantId, f64> = BTreeMap::new();
         for (plan, had) in had() {
-            *parts.entry(plan.user).or_default() += had.as_secs_f64();
+            *parts.entry(plan.tenant).or_default() += had.as_secs_f64();
         }
-        let part = |(user, could): (&UserId, &Duration)| {
+        let part = |(user, could): (&TenantId, &Duration)| {
             let had = parts.get(user).copied().unwrap_or_default();
             (!could.is_zero()).then(|| had / could.as_secs_f64())
         };

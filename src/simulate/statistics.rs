@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::figures::Counted;
 use super::plans::Plan;
 use super::scenario::{FULL, Scenario};
-use crate::scheduler::{Time, UserId};
+use crate::scheduler::{TenantId, Time};
 
 /// The end of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub struct Statistics {
     /// A user on a GPU each, and which of them a program is part of.
     claims: Vec<Claim>,
     claims_of: Vec<(Vec<usize>, u32)>,
-    users: Vec<UserId>,
+    users: Vec<TenantId>,
 }
 
 /// The GPU time that a user's programs could have had without all others.
@@ -52,14 +52,14 @@ impl Claim {
 
 impl Statistics {
     pub fn new(scenario: &Scenario, plans: &[Plan]) -> Self {
-        let mut known: BTreeMap<(UserId, usize), usize> = BTreeMap::new();
+        let mut known: BTreeMap<(TenantId, usize), usize> = BTreeMap::new();
         let mut claim = |user, gpu| {
             let next = known.len();
             *known.entry((user, gpu)).or_insert(next)
         };
         let of = |plan: &Plan| {
             let fullness = scenario.jobs.get(plan.job).map_or(FULL, |job| job.fullness());
-            (plan.gpus.iter().map(|gpu| claim(plan.user, *gpu)).collect(), fullness)
+            (plan.gpus.iter().map(|gpu| claim(plan.tenant, *gpu)).collect(), fullness)
         };
         let claims_of: Vec<_> = plans.iter().map(of).collect();
         let mut users: Vec<_> = known.iter().map(|((user, _), at)| (*at, *user)).collect();
@@ -100,8 +100,8 @@ impl Statistics {
     }
 
     /// GPU time that each user's programs could have had without those of others, until then.
-    pub fn could(&mut self, now: Time) -> BTreeMap<UserId, Duration> {
-        let mut could: BTreeMap<UserId, Duration> = BTreeMap::new();
+    pub fn could(&mut self, now: Time) -> BTreeMap<TenantId, Duration> {
+        let mut could: BTreeMap<TenantId, Duration> = BTreeMap::new();
         for (claim, user) in self.claims.iter_mut().zip(&self.users) {
             claim.change(now, |wanted| wanted);
             *could.entry(*user).or_default() += Duration::from_secs_f64(claim.could);

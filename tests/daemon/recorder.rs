@@ -44,7 +44,7 @@ fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
         world.add(Plan {
             gpus: GpuSet::from([gpu(rng.below(gpus)), gpu(rng.below(gpus))]),
             gang: if rng.one_in(3) { 1 + rng.below(2) } else { 0 },
-            user: UserId(n as u32 % 3),
+            tenant: TenantId(n as u32 % 3),
             group: rng.one_in(3).then_some(Group { id: GroupId(n % 2), limits }),
             own: EnvLimits { weight: rng.one_in(3).then_some(40), ..EnvLimits::default() },
             fullness: [None, Some(1000), Some(100)][rng.below(3) as usize],
@@ -140,7 +140,7 @@ proptest! {
 fn ticks(count: u64) -> Vec<(Time, Event)> {
     let first = [
         Event::GpuFound { gpu: gpu(0), total: 16 * GIB },
-        Event::Connected { client: client(1), gang: 0, user: UserId(0) },
+        Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) },
     ];
     let ticks = (0..count).map(|n| Event::GpuOverhead { gpu: gpu(0), begun: ms(n), bytes: n << 20, complete: true });
     (0..).map(Duration::from_secs).zip(first.into_iter().chain(ticks)).collect()

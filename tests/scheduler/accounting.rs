@@ -40,7 +40,7 @@ const MEASURE: Command = Command::Measure { gpu: GpuId(Uuid([0; 16])) };
 #[test]
 fn a_client_is_not_believed_to_have_what_no_measurement_shows() {
     let mut t = measured(AntiThrash::On);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(7) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     let commands = t.report(1, 15 * GIB, 15 * GIB, 15 * GIB);
     assert!(commands.contains(&MEASURE), "{commands:?}");
@@ -75,7 +75,7 @@ fn a_client_that_does_not_answer_keeps_what_is_measured() {
 #[test]
 fn what_a_measurement_confirms_counts() {
     let mut t = measured(AntiThrash::On);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(7) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     // Memory that the driver allocated, not nvshare: arrays, pools.
     t.report(1, 3 * GIB, 3 * GIB, 3 * GIB);
@@ -106,7 +106,7 @@ fn what_was_allowed_since_the_measurement_is_believed() {
 #[test]
 fn without_measurements_clients_are_believed() {
     let mut t = Talk::in_mode(AntiThrash::On);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(7) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(7) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     t.report(1, 8 * GIB, 8 * GIB, 8 * GIB);
     assert_eq!((t.attachment(1).charge, t.attachment(1).disbelieved), (8 * GIB, None));
@@ -329,7 +329,7 @@ fn failures_change_nothing_for_others() {
 #[test]
 fn a_failure_beside_pinned_memory_leaves_the_client_enough() {
     let mut t = measured(AntiThrash::On);
-    t.say(Event::Connected { client: client(3), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(3), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(3), gpu: gpu(0), engine: Engine::Swap });
     t.report(3, 4 * GIB, 4 * GIB, 4 * GIB);
     found(&mut t, 12 * GIB, &[(3, 4 * GIB)]);
@@ -375,7 +375,7 @@ fn another_client_that_maps_after_a_failure_does_not_hide_that_the_first_was_alo
 #[test]
 fn a_client_that_comes_back_does_not_wait_for_ever_for_a_measurement() {
     let mut t = measured(AntiThrash::On);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     t.report(1, 10 * GIB, 10 * GIB, 0);
     t.request(1);
@@ -389,7 +389,7 @@ fn a_client_that_comes_back_does_not_wait_for_ever_for_a_measurement() {
 fn a_client_may_try_on_each_of_its_gpus() {
     let mut t = measured(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     for n in [0, 1] {
         t.say(Event::GpuOverhead { gpu: gpu(n), begun: t.now, bytes: 6 * GIB, complete: true });
         t.say(Event::Attached { client: client(1), gpu: gpu(n), engine: Engine::Swap });
@@ -415,7 +415,7 @@ fn a_client_that_tries_to_map_more_takes_nothing_from_contexts() {
 fn a_client_that_comes_back_with_memory_is_measured_before_it_is_asked_for_any() {
     let mut t = measured(AntiThrash::On);
     t.measured(10 * GIB); // its own, before it was known
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     let commands = t.report(1, 10 * GIB, 10 * GIB, 0);
     assert_eq!((allowances(&commands), commands.contains(&MEASURE)), (vec![], true), "{commands:?}");
@@ -468,7 +468,7 @@ fn what_may_be_mapped_ahead_is_given_back_to_who_needs_it() {
 #[test]
 fn a_limit_holds_for_what_is_mapped_ahead() {
     let mut t = Talk::in_mode(AntiThrash::On);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.group(1, Amount::Bytes(GIB + 128 * MIB));
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     t.report(1, GIB, 0, 0);

@@ -19,8 +19,8 @@ fn world(settings: Settings) -> World {
     world
 }
 
-fn user(n: u32) -> UserId {
-    UserId(n)
+fn user(n: u32) -> TenantId {
+    TenantId(n)
 }
 
 fn ended(world: &World, client: ClientId) -> Duration {
@@ -39,8 +39,8 @@ fn longest_wait(world: &World) -> Duration {
 #[test]
 fn who_has_had_less_passes_who_has_had_much() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
-    let long = world.add(Plan { gpu: s(200), user: user(1), ..Plan::default() });
-    let short = world.add(Plan { gpu: s(3), start: s(20), user: user(2), ..Plan::default() });
+    let long = world.add(Plan { gpu: s(200), tenant: user(1), ..Plan::default() });
+    let short = world.add(Plan { gpu: s(3), start: s(20), tenant: user(2), ..Plan::default() });
     assert!(world.run(s(300)));
     for c in &world.commands {
         eprintln!("{c:?}");
@@ -52,7 +52,7 @@ fn who_has_had_less_passes_who_has_had_much() {
 #[test]
 fn equals_without_room_for_each_other_run_nearly_one_after_another() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(60)));
-    let job = |n| Plan { demand: 12 * GIB, gpu: s(60), user: user(n), ..Plan::default() };
+    let job = |n| Plan { demand: 12 * GIB, gpu: s(60), tenant: user(n), ..Plan::default() };
     let jobs = [1, 2, 3].map(|n| world.add(job(n)));
     assert!(world.run(s(400)));
     for client in jobs {
@@ -66,7 +66,7 @@ fn equals_without_room_for_each_other_run_nearly_one_after_another() {
 #[test]
 fn jobs_count_and_not_their_users() {
     let mut world = world(adaptive(AntiThrash::Auto, s(5), s(10)));
-    let job = |n| Plan { gpu: s(400), user: user(n), ..Plan::default() };
+    let job = |n| Plan { gpu: s(400), tenant: user(n), ..Plan::default() };
     let many = [1, 1, 1].map(|n| world.add(job(n)));
     let one = world.add(job(2));
     world.run(s(120));
@@ -80,9 +80,9 @@ fn nobody_waits_longer_than_eight_times_as_long_as_if_all_took_turns() {
     for mode in [AntiThrash::Auto, AntiThrash::On] {
         let mut world = world(adaptive(mode, s(1), s(4)));
         // Two that are long, and newcomers that alone would fill the GPU.
-        let long = [1, 2].map(|n| world.add(Plan { gpu: s(60), user: user(n), ..Plan::default() }));
+        let long = [1, 2].map(|n| world.add(Plan { gpu: s(60), tenant: user(n), ..Plan::default() }));
         for n in 0..400 {
-            world.add(Plan { gpu: ms(950), start: s(n), user: user(3), ..Plan::default() });
+            world.add(Plan { gpu: ms(950), start: s(n), tenant: user(3), ..Plan::default() });
         }
         world.run(s(400));
         assert!(long.iter().all(|client| grants(&world, *client) > 5), "{mode:?}: {}", grants(&world, long[0]));
@@ -100,7 +100,7 @@ fn memory_leaves_from_those_first_who_run_last() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(0)));
     for n in 1..=4 {
         let start = ms(500 * u64::from(n));
-        world.add(Plan { demand: 4 * GIB, gpu: s(400), user: user(n), start, ..Plan::default() });
+        world.add(Plan { demand: 4 * GIB, gpu: s(400), tenant: user(n), start, ..Plan::default() });
     }
     world.run(s(100));
     let line: Vec<ClientId> = world.machine.gpus()[0].waiters.iter().map(|waiter| waiter.client).collect();
@@ -110,7 +110,7 @@ fn memory_leaves_from_those_first_who_run_last() {
     };
     let last = *line.last().expect("three wait");
     assert!(line.iter().any(|client| had_it(*client) < had_it(last)), "another one ran less recently: {line:?}");
-    world.add(Plan { demand: 2 * GIB, gpu: ms(100), start: s(101), user: user(9), ..Plan::default() });
+    world.add(Plan { demand: 2 * GIB, gpu: ms(100), start: s(101), tenant: user(9), ..Plan::default() });
     world.run(s(101) + ms(10));
     let evicted = world.commands.iter().find_map(|(at, command)| match command {
         Command::Allowance { client, bytes, .. } if *at > s(101) && *bytes < 4 * GIB => Some(*client),
@@ -144,7 +144,7 @@ fn those_without_a_rule_count_for_as_many_groups_as_they_have_users() {
     let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
     let ruled = world.add(Plan { gpu: s(400), group, ..Plan::default() });
     for n in [1, 2, 2] {
-        world.add(Plan { gpu: s(400), user: user(n), ..Plan::default() });
+        world.add(Plan { gpu: s(400), tenant: user(n), ..Plan::default() });
     }
     world.run(s(600)); // turns are of up to 64 s
     let had = world.machine.client(ruled).expect("a client").attachments[0].lock_time.as_secs_f64() / 600.0;
@@ -161,7 +161,7 @@ fn a_least_and_a_greatest_part_hold() {
     let owed = world.add(Plan { gpu: s(900), group: group(1, 60, 100), ..Plan::default() });
     let capped = world.add(Plan { gpu: s(900), group: group(2, 0, 10), ..Plan::default() });
     for n in 1..4 {
-        world.add(Plan { gpu: s(900), user: user(n), ..Plan::default() });
+        world.add(Plan { gpu: s(900), tenant: user(n), ..Plan::default() });
     }
     world.run(s(200));
     let had = |client| world.machine.client(client).expect("a client").attachments[0].lock_time.as_secs_f64() / 200.0;
@@ -176,7 +176,7 @@ fn who_is_interactive_waits_for_no_turn_to_end() {
     let person = Plan { gpu: ms(50), cpu: s(1), phases: 20, group, start: s(1), ..Plan::default() };
     let person = world.add(person);
     for n in 1..4 {
-        world.add(Plan { gpu: s(100), user: user(n), ..Plan::default() });
+        world.add(Plan { gpu: s(100), tenant: user(n), ..Plan::default() });
     }
     world.run(s(60));
     let worst = world.models[&person].waits.iter().max().copied().unwrap_or_default();

@@ -28,7 +28,7 @@ fn wish(t: &mut Talk, n: u64, bytes: u64) -> Vec<Command> {
 
 /// One that says this of itself, and has nothing yet.
 fn arrive(t: &mut Talk, n: u64, own: EnvLimits) -> Vec<Command> {
-    t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
     say(t, n, own);
     t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap })
 }

@@ -66,7 +66,7 @@ fn with_one_that_drains() -> Talk {
     for (n, gang) in [(1, 7), (2, 7), (3, 0)] {
         t.join(n, GIB);
         t.say(Event::Disconnected { client: client(n) });
-        t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang, tenant: TenantId(0) });
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         t.report(n, GIB, 0, 0);
         t.map(n);

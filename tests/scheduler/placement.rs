@@ -32,7 +32,7 @@ impl Host {
     }
 
     fn connect(&mut self, n: u64, labels: Labels) {
-        self.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        self.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
         self.say(Event::Labels { labels: BTreeMap::from([(client(n), labels)]) });
     }
 

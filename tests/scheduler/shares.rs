@@ -35,7 +35,7 @@ fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
     let n = world.models.len() as u64 + 1;
     let group =
         share.map(|share| Group { id: GroupId(n), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
-    world.add(Plan { user: UserId(n as u32), group, ..plan })
+    world.add(Plan { tenant: TenantId(n as u32), group, ..plan })
 }
 
 /// Percent of the time that each had the lock between these moments.
@@ -142,7 +142,7 @@ fn members_of_a_group_have_one_share() {
     let mut world = World::with_gpu(AntiThrash::On, s(1), 16 * GIB);
     for (group, user) in [(1, 1), (1, 2), (1, 3), (2, 4)] {
         let group = Group { id: GroupId(group), limits: RuleLimits { share: weight(100), ..RuleLimits::default() } };
-        world.add(Plan { user: UserId(user), group: Some(group), gpu: s(100_000), ..Plan::default() });
+        world.add(Plan { tenant: TenantId(user), group: Some(group), gpu: s(100_000), ..Plan::default() });
     }
     let parts = parts(&mut world, s(20), s(320));
     near(&[parts[..3].iter().sum(), parts[3]], &[50.0, 50.0]);
@@ -228,7 +228,7 @@ fn nobody_goes_first_by_joining_a_gang() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
     let group = Group { id: GroupId(9), limits: RuleLimits { share: Some(urgent), ..RuleLimits::default() } };
-    let plan = Plan { gang: 7, start: s(1), gpu: s(1), user: UserId(9), ..Plan::default() };
+    let plan = Plan { gang: 7, start: s(1), gpu: s(1), tenant: TenantId(9), ..Plan::default() };
     let urgent = world.add(Plan { group: Some(group), ..plan.clone() });
     let other = world.add(plan.clone());
     world.run(s(20));
@@ -256,7 +256,7 @@ fn one_that_cannot_drain_keeps_its_fellows_from_nothing() {
     let group = Some(Group { id: GroupId(1), limits: RuleLimits { share: bounds(0, 50), ..RuleLimits::default() } });
     let stuck = world.add(Plan { group, endless: true, gpu: ENDLESS, ..Plan::default() });
     let fellow = world.add(Plan { group, start: s(1), gpu: s(10), ..Plan::default() });
-    let other = world.add(Plan { user: UserId(5), start: s(1), gpu: s(20), ..Plan::default() });
+    let other = world.add(Plan { tenant: TenantId(5), start: s(1), gpu: s(20), ..Plan::default() });
     world.run(s(120));
     assert!(world.finished(fellow) < s(120), "{:?}", world.machine.client(fellow));
     assert!(world.finished(other) < s(120), "{:?}", world.machine.client(other));
@@ -344,9 +344,9 @@ fn who_stands_in_line_behind_a_better_one_leaves_other_gpus_to_others() {
     (0..2).for_each(|n| world.add_gpu(gpu(n), 16 * GIB, 0));
     let share = |priority| share(Share { priority, ..Share::default() });
     // On one GPU two take turns that are better, so that one of them always waits there.
-    let best = [UserId(1), UserId(2)];
+    let best = [TenantId(1), TenantId(2)];
     best.into_iter().for_each(|user| {
-        add(&mut world, share(10), Plan { user, gpus: gpus([1]), gpu: s(20), ..Plan::default() });
+        add(&mut world, share(10), Plan { tenant: user, gpus: gpus([1]), gpu: s(20), ..Plan::default() });
     });
     let low = add(&mut world, share(0), Plan { gpus: gpus([0]), gpu: s(30), ..Plan::default() });
     let both = add(&mut world, share(5), Plan { gpus: gpus([0, 1]), start: s(1), gpu: s(5), ..Plan::default() });
@@ -360,7 +360,7 @@ fn the_class_of_a_gang_that_waits_changes_with_its_members() {
     let mut world = busy(AntiThrash::On, ms(1), &[None]);
     let urgent = Share { priority: 1, ..Share::default() };
     let group = Group { id: GroupId(9), limits: RuleLimits { share: Some(urgent), ..RuleLimits::default() } };
-    let plan = Plan { gang: 7, start: s(1), gpu: s(1), user: UserId(9), ..Plan::default() };
+    let plan = Plan { gang: 7, start: s(1), gpu: s(1), tenant: TenantId(9), ..Plan::default() };
     let urgent = world.add(Plan { group: Some(group), ..plan.clone() });
     world.add(Plan { killed: Some(ms(1_500)), ..plan });
     world.run(s(20));
@@ -387,8 +387,8 @@ fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, 
     world.most_steps = 3_000_000;
     for (id, share, own) in members {
         let group = Group { id: GroupId(*id), limits: RuleLimits { share: *share, ..RuleLimits::default() } };
-        let user = UserId(*id as u32);
-        world.add(Plan { user, group: Some(group), own: *own, drain, gpu: s(100_000), ..Plan::default() });
+        let user = TenantId(*id as u32);
+        world.add(Plan { tenant: user, group: Some(group), own: *own, drain, gpu: s(100_000), ..Plan::default() });
     }
     world
 }
@@ -468,7 +468,7 @@ fn a_program_can_stand_behind_its_fellows_and_give_up_that_it_is_interactive() {
     let waits = |own: EnvLimits, share: Option<Share>| {
         let mut world = tightened(AntiThrash::On, ms(2), &[(1, share, own)]);
         let group = Some(Group { id: GroupId(1), limits: RuleLimits { share, ..RuleLimits::default() } });
-        let fellow = world.add(Plan { user: UserId(1), group, ..bursts.clone() });
+        let fellow = world.add(Plan { tenant: TenantId(1), group, ..bursts.clone() });
         world.run(s(100));
         world.models[&fellow].waits.clone()
     };
@@ -485,7 +485,7 @@ fn a_program_can_stand_behind_its_fellows_and_give_up_that_it_is_interactive() {
     let first = |own| {
         let mut world = busy(AntiThrash::On, ms(2), &[None]);
         let group = Some(Group { id: GroupId(9), limits: RuleLimits { share: interactive, ..RuleLimits::default() } });
-        let one = world.add(Plan { user: UserId(9), group, own, ..bursts.clone() });
+        let one = world.add(Plan { tenant: TenantId(9), group, own, ..bursts.clone() });
         world.run(s(100));
         world.models[&one].waits.clone()
     };

@@ -40,11 +40,11 @@ impl Talk {
 
     /// A client on the GPU that needs so much and has it all mapped, if that was free.
     pub fn join(&mut self, n: u64, demand: u64) -> Vec<Command> {
-        self.join_of(UserId(0), n, demand)
+        self.join_of(TenantId(0), n, demand)
     }
 
-    pub fn join_of(&mut self, user: UserId, n: u64, demand: u64) -> Vec<Command> {
-        self.say(Event::Connected { client: client(n), gang: 0, user });
+    pub fn join_of(&mut self, tenant: TenantId, n: u64, demand: u64) -> Vec<Command> {
+        self.say(Event::Connected { client: client(n), gang: 0, tenant });
         self.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         let commands = self.report(n, demand, 0, 0);
         self.map(n);

@@ -35,7 +35,7 @@ impl Scene {
     fn with(mode: AntiThrash, engine: Engine, demands: &[u64]) -> Self {
         let mut scene = Self::new(mode);
         for (n, demand) in (1..).zip(demands) {
-            scene.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+            scene.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
             scene.say(Event::Attached { client: client(n), gpu: gpu(0), engine });
             scene.report(n, *demand);
             scene.report(n, *demand);
@@ -166,7 +166,7 @@ fn what_the_scheduler_has_moved_is_not_taken_for_thrashing() {
     let mut scene = Scene::with(AntiThrash::Off, Engine::Managed, &[10 * GIB, 9 * GIB]);
     // Two of another engine that take turns beside them.
     for n in 3..=4 {
-        scene.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        scene.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
         scene.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         scene.report(n, 10 * GIB);
         scene.report(n, 10 * GIB);

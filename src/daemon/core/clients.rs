@@ -18,7 +18,7 @@ use crate::daemon::systemd::fd_store::ConnectionName;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::{ClientAction, Session, Violation};
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, Engine, Event, GpuId, UserId};
+use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
 /// GPUs that only clients know, not NVML. A client that reports more is making them up.
@@ -29,7 +29,7 @@ impl Core {
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
         let client = ClientId(self.next_client);
         self.next_client += 1;
-        let (version, user) = (arrival.version, UserId(arrival.identity.uid));
+        let (version, tenant) = (arrival.version, TenantId(arrival.identity.uid));
         let gang = self.gang(&arrival);
         let Identity { pid, uid, unit, name, .. } = &*arrival.identity.clone();
         if self.log_limit.allows("connected", *uid) {
@@ -38,7 +38,7 @@ impl Core {
         }
         self.add_client(client, arrival, gang, "connect");
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
-        self.apply(Event::Connected { client, gang, user });
+        self.apply(Event::Connected { client, gang, tenant });
         self.apply_rule(client);
         self.find_place(client);
         client
@@ -46,7 +46,7 @@ impl Core {
 
     /// Takes over a client of an earlier daemon, with the id that it had.
     pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: ConnectionName) {
-        let (gang, user) = (self.gang(&arrival), UserId(arrival.identity.uid));
+        let (gang, tenant) = (self.gang(&arrival), TenantId(arrival.identity.uid));
         let Identity { pid, uid, unit, name: called, .. } = &*arrival.identity.clone();
         if self.log_limit.allows("connected", *uid) {
             let library = printable(&arrival.library);
@@ -56,7 +56,7 @@ impl Core {
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.stored_as = Some(name);
         }
-        self.apply(Event::Connected { client, gang, user });
+        self.apply(Event::Connected { client, gang, tenant });
         self.apply_rule(client);
     }
 

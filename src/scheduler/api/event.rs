@@ -80,7 +80,7 @@ pub enum Event {
     HostMemory { bytes: u64 },
 
     /// A client connected and was identified. Clients with the same nonzero `gang` are granted and revoked together.
-    Connected { client: ClientId, gang: u64, user: UserId },
+    Connected { client: ClientId, gang: u64, tenant: TenantId },
     /// From the daemon, when a client connects or rules change: these clients are now in that group, or in none. The
     /// limits of a group apply to all of its members.
     Groups { groups: BTreeMap<ClientId, Option<Group>> },

@@ -33,9 +33,10 @@ pub struct GpuId(pub Uuid);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct ClientId(pub u64);
 
-/// The user that a client runs as. Users take turns, whatever the number of their clients.
+/// A tenant: whose clients take turns as one, whatever their number, and trust each other's reports. The caller decides what
+/// a tenant is; the daemon takes the user (uid) that a client runs as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
-pub struct UserId(pub u32);
+pub struct TenantId(pub u32);
 
 /// A set of GPUs. Ordered, so that the machine is deterministic.
 pub type GpuSet = BTreeSet<GpuId>;

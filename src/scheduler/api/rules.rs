@@ -24,7 +24,7 @@ pub struct RuleLimits {
     /// limit.
     pub swap_max: Option<u64>,
     pub on_memory_full: OnMemoryFull,
-    /// The group's share of GPU time. `None`: its clients take turns with all other clients of their user.
+    /// The group's share of GPU time. `None`: its clients take turns with all other clients of their tenant.
     pub share: Option<Share>,
     /// Makes the group's clients one gang, whatever gang they name themselves.
     pub gang: bool,
@@ -72,8 +72,8 @@ impl Default for EnvLimits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Share {
-    /// The group's part of the time that is divided among the groups and users that want the GPU, relative to their
-    /// weights. A user has weight 100. 0: the group runs only while no other client wants the GPU.
+    /// The group's part of the time that is divided among the groups and tenants that want the GPU, relative to their
+    /// weights. A tenant has weight 100. 0: the group runs only while no other client wants the GPU.
     pub weight: u16,
     /// The least GPU time that the group gets if it wants that much, and the most, in percent of
     /// [`Settings::time_period`](super::Settings::time_period).

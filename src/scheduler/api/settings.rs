@@ -21,7 +21,7 @@ pub enum AntiThrash {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicyName {
-    /// First come, first served; users take turns.
+    /// First come, first served; tenants take turns.
     #[default]
     Fcfs,
     /// Least attained service: clients that have used the least GPU time run first, which shortens mean completion

@@ -1,11 +1,11 @@
 //! Weighted fair queueing with virtual finish times (Demers, Keshav and Shenker, "Analysis and Simulation of a Fair
-//! Queueing Algorithm", SIGCOMM 1989), between owners of turns ([`ShareOwner`]: users, or groups whose rule gives them
+//! Queueing Algorithm", SIGCOMM 1989), between owners of turns ([`ShareOwner`]: tenants, or groups whose rule gives them
 //! a share). The policy orders the clients of one owner.
 //!
 //! An owner that held the lock while others waited has used some of their time. Its *finish tag* is the time at which
 //! it will have waited that off: the time it used, scaled by the weights of the waiting owners over its own weight. Its
 //! next request is queued by that tag. Time in which no client could run because the owner's memory was being moved in
-//! counts as used. So a user with ten clients gets no more turns than a user with one, and a new client does not wait
+//! counts as used. So a tenant with ten clients gets no more turns than a tenant with one, and a new client does not wait
 //! for others to catch up with it.
 //!
 //! Tags are times on the machine's clock.
@@ -63,7 +63,7 @@ impl Shares<'_> {
     }
 
     /// The summed weights of the other owners of the same tier that wait for a GPU, each for no more than its clients
-    /// that wait. For the client's own tag, other clients of its group or user count as well.
+    /// that wait. For the client's own tag, other clients of its group or tenant count as well.
     fn weights_of_others(&self, client: ClientId, owner: ShareOwner, id: GpuId) -> u32 {
         let own = self.owner(client);
         let mut others: BTreeMap<ShareOwner, u32> = BTreeMap::new();

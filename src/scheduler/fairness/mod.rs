@@ -1,6 +1,6 @@
 //! Fairness: the order in which clients are served, and the part of a GPU's time that each gets.
 //!
-//! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by user, with equal weights.
+//! Rules give groups *shares* of a GPU's time. Clients without such a rule take turns by tenant, with equal weights.
 //!
 //! - **Weight**: scales the finish tag (`finish_tag`).
 //! - **Priority**, and weight 0 (idle): tiers of a class (`class`). A higher tier goes first and does not wait for the
@@ -26,18 +26,18 @@ use usage::Usage;
 /// The owner of turns: clients with the same owner take turns as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) enum ShareOwner {
-    User(UserId),
+    Tenant(TenantId),
     Group(GroupId),
-    /// A client with limits from its environment, beside its user or group.
+    /// A client with limits from its environment, beside its tenant or group.
     Client(ClientId),
-    /// All clients without a share, where the policy does not make users take turns.
+    /// All clients without a share, where the policy does not make tenants take turns.
     Others,
 }
 
 /// What owners have used of each GPU.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Fairness {
-    users: BTreeMap<ClientId, UserId>,
+    tenants: BTreeMap<ClientId, TenantId>,
     gpus: BTreeMap<GpuId, GpuTime>,
 }
 
@@ -67,12 +67,12 @@ impl Fairness {
         self.gpus.entry(id).or_default();
     }
 
-    pub fn connected(&mut self, client: ClientId, user: UserId) {
-        self.users.insert(client, user);
+    pub fn connected(&mut self, client: ClientId, tenant: TenantId) {
+        self.tenants.insert(client, tenant);
     }
 
     pub fn disconnected(&mut self, client: ClientId) {
-        self.users.remove(&client);
+        self.tenants.remove(&client);
         for gpu in self.gpus.values_mut() {
             gpu.finish_tags.remove(&ShareOwner::Client(client));
             gpu.used.remove(&ShareOwner::Client(client));
@@ -126,24 +126,24 @@ impl Fairness {
 }
 
 impl<'a> Shares<'a> {
-    /// The owner of a client's turns: its group if that has a share, otherwise its user or [`ShareOwner::Others`].
+    /// The owner of a client's turns: its group if that has a share, otherwise its tenant or [`ShareOwner::Others`].
     /// `None`: the client is unknown.
     pub fn owner(&self, client: ClientId) -> Option<ShareOwner> {
-        let user = *self.state.users.get(&client)?;
+        let tenant = *self.state.tenants.get(&client)?;
         let has_share = |group: &GroupId| self.rules.limits(*group).is_some_and(|limits| limits.share.is_some());
         let group = self.rules.group(client).filter(has_share);
-        let others = if self.users_take_turns() { ShareOwner::User(user) } else { ShareOwner::Others };
+        let others = if self.tenants_take_turns() { ShareOwner::Tenant(tenant) } else { ShareOwner::Others };
         Some(group.map_or(others, ShareOwner::Group))
     }
 
-    pub fn users_take_turns(&self) -> bool {
-        policy::named(self.settings.policy).users_take_turns()
+    pub fn tenants_take_turns(&self) -> bool {
+        policy::named(self.settings.policy).tenants_take_turns()
     }
 
     /// The share of an owner.
     pub fn share(&self, owner: ShareOwner) -> Share {
         match owner {
-            ShareOwner::User(_) | ShareOwner::Others => Share::default(),
+            ShareOwner::Tenant(_) | ShareOwner::Others => Share::default(),
             ShareOwner::Group(group) => self.rules.limits(group).and_then(|limits| limits.share).unwrap_or_default(),
             ShareOwner::Client(client) => {
                 let default = Share::default();
@@ -162,7 +162,7 @@ impl<'a> Shares<'a> {
         self.rules.env(client).map_or(share, |limits| limits.tighten(share))
     }
 
-    /// The owners that are charged for a client's turns: its group or user, and the client itself where its environment
+    /// The owners that are charged for a client's turns: its group or tenant, and the client itself where its environment
     /// sets a lower weight. It is queued by the later of their finish tags.
     pub fn owners(&self, client: ClientId) -> impl Iterator<Item = ShareOwner> + use<> {
         let owner = self.owner(client);
@@ -175,16 +175,17 @@ impl<'a> Shares<'a> {
         u32::from(self.share(owner).weight.max(1))
     }
 
-    /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each user that waits there or holds it.
+    /// The weight of an owner on a GPU. [`ShareOwner::Others`] counts once for each tenant that waits there or holds it.
     fn weight_on(&self, owner: ShareOwner, id: GpuId) -> u32 {
-        let users = || {
+        let tenants = || {
             let waiting = self.lock.queue(id).flat_map(|(_, entity)| self.lock.clients_of(entity));
             let clients = waiting.chain(self.lock.holders(id));
             let others = clients.filter(|client| self.owner(*client) == Some(ShareOwner::Others));
-            let users: BTreeSet<UserId> = others.filter_map(|client| self.state.users.get(&client).copied()).collect();
-            u32::try_from(users.len()).unwrap_or(u32::MAX).max(1)
+            let tenants: BTreeSet<TenantId> =
+                others.filter_map(|client| self.state.tenants.get(&client).copied()).collect();
+            u32::try_from(tenants.len()).unwrap_or(u32::MAX).max(1)
         };
-        self.weight(owner).saturating_mul(if owner == ShareOwner::Others { users() } else { 1 })
+        self.weight(owner).saturating_mul(if owner == ShareOwner::Others { tenants() } else { 1 })
     }
 
     /// The weight of a client within the weight of its owner.

@@ -22,7 +22,7 @@ impl Machine {
             }
             return;
         }
-        gpu.attach(now, client, state.user, engine);
+        gpu.attach(now, client, state.tenant, engine);
         self.quota.attach(client, id);
         self.lock.attach(now, client, id);
         self.histories.begin(now, client, id);

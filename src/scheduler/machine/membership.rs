@@ -14,13 +14,13 @@ use crate::{
 use std::collections::{BTreeMap, BTreeSet};
 
 impl Machine {
-    pub(super) fn connected(&mut self, id: ClientId, gang: u64, user: UserId) {
+    pub(super) fn connected(&mut self, id: ClientId, gang: u64, tenant: TenantId) {
         if self.clients.contains_key(&id) {
             return;
         }
-        let client = Client { named: gang, user, stopped: false, probed: None };
+        let client = Client { named: gang, tenant, stopped: false, probed: None };
         self.clients.insert(id, client);
-        self.fairness.connected(id, user);
+        self.fairness.connected(id, tenant);
         self.enter_gang(id, Gang::named(gang));
     }
 
@@ -117,7 +117,7 @@ impl Machine {
     }
 
     pub(super) fn request_placement(&mut self, client: ClientId, request: &PlacementRequest) {
-        let Some(user) = self.clients.get(&client).map(|state| state.user) else { return };
+        let Some(tenant) = self.clients.get(&client).map(|state| state.tenant) else { return };
         self.end_expected_placements();
         self.places.forget(client);
         let Self { now, settings, rules, memory, places, .. } = &*self;
@@ -125,7 +125,7 @@ impl Machine {
             Err(why) => self.effects.command(Command::Unplaced { client, why }),
             Ok(needs) => {
                 let gpus = needs.iter().map(|(id, _)| *id).collect();
-                self.places.set(client, user, request, self.now, needs);
+                self.places.set(client, tenant, request, self.now, needs);
                 self.effects.command(Command::Placed { client, gpus });
             }
         }

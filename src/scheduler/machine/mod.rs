@@ -52,7 +52,7 @@ pub struct Machine {
 pub(crate) struct Client {
     /// The gang that the client named; 0: none. A rule may put it into another one.
     pub named: u64,
-    pub user: UserId,
+    pub tenant: TenantId,
     pub stopped: bool,
     /// When the daemon was last asked to probe the process, and the least time until the next probe.
     pub probed: Option<(Time, Duration)>,
@@ -137,7 +137,7 @@ impl Machine {
             }
             Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.quota.host_memory(bytes),
-            Event::Connected { client, gang, user } => self.connected(client, gang, user),
+            Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
             Event::Groups { groups } => self.grouped(&groups),
             Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),
             Event::Labels { labels } => self.places.label(&labels),

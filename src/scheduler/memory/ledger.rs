@@ -5,7 +5,7 @@
 //! can break it; then the excess is evicted first.
 
 use super::Account;
-use crate::api::{ClientId, Time, UserId};
+use crate::api::{ClientId, TenantId, Time};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// An account's contribution to the sums, in bytes.
@@ -58,7 +58,7 @@ pub(crate) enum State {
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct Entry {
-    user: UserId,
+    tenant: TenantId,
     state: State,
     account: Account,
     /// The entry's contribution to the ledger's sums.
@@ -73,8 +73,8 @@ pub(crate) struct Ledger {
     charged: u64,
     unevictable: u64,
     evicting: u64,
-    /// Unverified frees, by the user of the client that reported them.
-    unverified: BTreeMap<UserId, u64>,
+    /// Unverified frees, by the tenant of the client that reported them.
+    unverified: BTreeMap<TenantId, u64>,
     /// Idle clients with evictable bytes, least recently run first.
     lru: BTreeSet<(Time, ClientId)>,
     /// `unevictable` fell since this was last cleared, so requests that it blocked may be served now.
@@ -83,14 +83,14 @@ pub(crate) struct Ledger {
 
 impl Ledger {
     /// Opens an account for an idle client.
-    pub fn open(&mut self, now: Time, client: ClientId, user: UserId, account: Account) {
-        let entry = Entry { user, state: State::Idle(now), account, sums: Sums::default() };
+    pub fn open(&mut self, now: Time, client: ClientId, tenant: TenantId, account: Account) {
+        let entry = Entry { tenant, state: State::Idle(now), account, sums: Sums::default() };
         self.accounts.insert(client, entry);
     }
 
     pub fn close(&mut self, client: ClientId) {
         if let Some(entry) = self.accounts.remove(&client) {
-            self.replace((client, entry.user), entry.sums, Sums::default());
+            self.replace((client, entry.tenant), entry.sums, Sums::default());
         }
     }
 
@@ -115,9 +115,9 @@ impl Ledger {
 
     fn sum_up(&mut self, client: ClientId) {
         let Some(entry) = self.accounts.get_mut(&client) else { return };
-        let (user, new) = (entry.user, entry.account.divide(entry.state));
+        let (tenant, new) = (entry.tenant, entry.account.divide(entry.state));
         let old = std::mem::replace(&mut entry.sums, new);
-        self.replace((client, user), old, new);
+        self.replace((client, tenant), old, new);
     }
 
     /// Bytes of a client's charge that cannot leave.
@@ -137,9 +137,9 @@ impl Ledger {
         self.evicting
     }
 
-    /// Unverified frees of clients of other users than `user`.
-    pub fn unverified_for(&self, user: UserId) -> u64 {
-        let others = self.unverified.iter().filter(|(other, _)| **other != user);
+    /// Unverified frees of clients of other tenants than `tenant`.
+    pub fn unverified_for(&self, tenant: TenantId) -> u64 {
+        let others = self.unverified.iter().filter(|(other, _)| **other != tenant);
         others.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
@@ -158,7 +158,7 @@ impl Ledger {
         std::mem::take(&mut self.unevictable_fell)
     }
 
-    fn replace(&mut self, (client, user): (ClientId, UserId), old: Sums, new: Sums) {
+    fn replace(&mut self, (client, tenant): (ClientId, TenantId), old: Sums, new: Sums) {
         if old == new {
             return;
         }
@@ -166,7 +166,7 @@ impl Ledger {
         self.unevictable = self.unevictable + new.unevictable - old.unevictable;
         self.evicting = self.evicting + new.evicting - old.evicting;
         if old.unverified != new.unverified {
-            let unverified = self.unverified.entry(user).or_default();
+            let unverified = self.unverified.entry(tenant).or_default();
             *unverified = *unverified + new.unverified - old.unverified;
             self.unverified.retain(|_, bytes| *bytes > 0);
         }
@@ -193,11 +193,11 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Two clients of two users with so many bytes, none of them pinned.
+    /// Two clients of two tenants with so many bytes, none of them pinned.
     fn ledger(a: u64, b: u64) -> Ledger {
         let mut ledger = Ledger::default();
-        for (client, user, bytes) in [(A, UserId(1), a), (B, UserId(2), b)] {
-            ledger.open(at(client.0), client, user, Account::default());
+        for (client, tenant, bytes) in [(A, TenantId(1), a), (B, TenantId(2), b)] {
+            ledger.open(at(client.0), client, tenant, Account::default());
             ledger.change(client, |account| account.set(at(10), bytes));
             report(&mut ledger, client, bytes, 0);
         }
@@ -220,11 +220,11 @@ mod tests {
         assert_eq!((ledger.charged(), ledger.evicting()), (8, 4), "all of it may still be mapped");
         report(&mut ledger, A, 1, 0);
         assert_eq!((ledger.charged(), ledger.evicting()), (4, 0));
-        assert_eq!(ledger.unverified_for(UserId(2)), 4, "no measurement has confirmed it");
-        assert_eq!(ledger.unverified_for(UserId(1)), 0);
+        assert_eq!(ledger.unverified_for(TenantId(2)), 4, "no measurement has confirmed it");
+        assert_eq!(ledger.unverified_for(TenantId(1)), 0);
         ledger.close(A);
         ledger.close(B);
-        assert_eq!((ledger.charged(), ledger.unevictable(), ledger.unverified_for(UserId(2))), (0, 0, 0));
+        assert_eq!((ledger.charged(), ledger.unevictable(), ledger.unverified_for(TenantId(2))), (0, 0, 0));
     }
 
     #[test]

@@ -104,12 +104,12 @@ impl GpuMemory {
     }
 
     /// Opens an account for a client that is about to create a context.
-    pub fn attach(&mut self, now: Time, client: ClientId, user: UserId, engine: Engine) {
+    pub fn attach(&mut self, now: Time, client: ClientId, tenant: TenantId, engine: Engine) {
         let mut account = Account::default();
         if self.verifies {
             account.distrust();
         }
-        self.ledger.open(now, client, user, account);
+        self.ledger.open(now, client, tenant, account);
         self.clients.insert(client, ClientMemory::new(engine));
         self.unmeasured.insert(client);
         self.contexts.push(now, client);

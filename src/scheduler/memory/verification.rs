@@ -1,5 +1,5 @@
-//! Frees that clients report and no measurement has confirmed. Other clients of the same user get such bytes at once;
-//! clients of other users get them after a measurement that began later than the report.
+//! Frees that clients report and no measurement has confirmed. Other clients of the same tenant get such bytes at once;
+//! clients of other tenants get them after a measurement that began later than the report.
 //!
 //! An account's charge is the most that its client can have mapped if its reports are true. If they are not, it can
 //! have as much as the highest charge since the last measurement; the difference is *unverified*. It expires after

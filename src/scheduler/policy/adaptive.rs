@@ -5,7 +5,7 @@
 //! **Queue.** A client's level is the power of four of the GPU time that it has attained (`progress`). Lower levels go
 //! first. Within a level the order is that of entering it, and a client whose memory need not move precedes one whose
 //! memory must: clients that do not fit together run one after another, each until its level ends, instead of swapping
-//! each other out every turn. Time is divided by job, not by user. Groups whose rule gives them a share have that
+//! each other out every turn. Time is divided by job, not by tenant. Groups whose rule gives them a share have that
 //! share; all other clients are one owner beside them (`fairness`).
 //!
 //! **Turns.** A holder continues while no client of a lower level waits; otherwise it has the shortest turn that pays
@@ -80,7 +80,7 @@ impl Policy for Adaptive {
         Some(if waiter.several { all } else { all.saturating_mul(AGEING_FACTOR) })
     }
 
-    fn users_take_turns(&self) -> bool {
+    fn tenants_take_turns(&self) -> bool {
         false
     }
 

@@ -9,7 +9,7 @@
 //! not wait for the turn to end, a lower one waits until the holder has no work. With many waiting clients, `auto`
 //! shortens turns so that the last one waits no longer than `max-wait`.
 //!
-//! **Queue**, among the clients of one user: order of arrival. In `auto` the rank is the arrival plus the expected time
+//! **Queue**, among the clients of one tenant: order of arrival. In `auto` the rank is the arrival plus the expected time
 //! (the burst, and moving memory both ways), rounded down to a power of four. Short bursts pass long ones, equals keep
 //! their order, and ageing is built in: a client is never passed by one that arrived more than a time quantum later.
 //! Moving counts, so a client whose memory is on the GPU goes first.
@@ -70,7 +70,7 @@ impl Policy for Fcfs {
         None
     }
 
-    fn users_take_turns(&self) -> bool {
+    fn tenants_take_turns(&self) -> bool {
         true
     }
 

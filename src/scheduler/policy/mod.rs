@@ -105,8 +105,8 @@ pub(crate) trait Policy: Debug + Sync {
     /// The time after which a waiting request goes before all others of its owner. `None`: never; its rank already
     /// bounds its wait.
     fn ages_after(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration>;
-    /// Whether users take turns, however many clients they have. Otherwise all clients without a share are one owner.
-    fn users_take_turns(&self) -> bool;
+    /// Whether tenants take turns, however many clients they have. Otherwise all clients without a share are one owner.
+    fn tenants_take_turns(&self) -> bool;
     /// How long a contended holder may be idle before it releases the lock, if the hand-over moves memory for `moving`.
     fn grace(&self, settings: &Settings, moving: Duration) -> Duration;
     /// How long a client is expected to stay idle that has been idle for `idle` and has `before` requests ahead of its

@@ -22,10 +22,10 @@ impl Machine {
         self.touch(id);
     }
 
-    /// Bytes of other users' clients that are unverified for this client.
+    /// Bytes of other tenants' clients that are unverified for this client.
     pub(crate) fn unverified_for(&self, client: ClientId, id: GpuId) -> u64 {
-        let user = self.clients.get(&client).map(|c| c.user);
-        user.zip(self.memory.get(&id)).map_or(0, |(user, gpu)| gpu.ledger.unverified_for(user))
+        let tenant = self.clients.get(&client).map(|c| c.tenant);
+        tenant.zip(self.memory.get(&id)).map_or(0, |(tenant, gpu)| gpu.ledger.unverified_for(tenant))
     }
 
     /// Bytes that are free for a client: not charged, reserved or unverified.

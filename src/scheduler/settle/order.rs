@@ -41,7 +41,7 @@ impl Machine {
     /// Since when the owner of a request that arrives now has waited for these GPUs; 0 where no rule divides the time,
     /// so that there is only one owner.
     pub(crate) fn joined(&self, client: ClientId, wants: &GpuSet) -> Time {
-        if self.policy().users_take_turns() || !self.shares().have_classes() {
+        if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
         }
         let owner = self.shares().owner(client);
@@ -53,7 +53,7 @@ impl Machine {
     /// Owners with queued requests, where the policy orders the requests of one owner by rank alone: their finish tags
     /// are kept even in the past, as the key that those requests share.
     fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
-        let is_by_rank = !self.policy().users_take_turns() && self.shares().have_classes();
+        let is_by_rank = !self.policy().tenants_take_turns() && self.shares().have_classes();
         let queue = is_by_rank.then(|| self.lock.queue(id)).into_iter().flatten();
         queue.filter_map(|(_, entity)| self.owner_of(entity)).collect()
     }
@@ -136,7 +136,7 @@ impl Machine {
     /// How much longer a holder can run until its owner has used more than another owner that waits. `None`: no other
     /// owner waits, or the policy leaves that to the length of turns.
     fn other_owner_after(&self, client: ClientId, id: GpuId, hold: &Hold) -> Option<Duration> {
-        if self.policy().users_take_turns() || !self.shares().have_classes() {
+        if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return None;
         }
         let owner = self.shares().owner(client)?;

@@ -82,8 +82,8 @@ impl World {
             if *bytes <= allowed || charge(*client) <= earlier || self.overdrawn.contains_key(gpu) {
                 continue;
             }
-            let user = self.models[client].plan.user;
-            let others = self.models.iter().filter(|(_, m)| m.plan.user != user);
+            let user = self.models[client].plan.tenant;
+            let others = self.models.iter().filter(|(_, m)| m.plan.tenant != user);
             let has = others.filter_map(|(other, m)| Some((*other, m.places.get(gpu)?)));
             let hidden: u64 = has.map(|(other, p)| (p.mapped + p.hidden).saturating_sub(charge(other))).sum();
             let charged: u64 = charges.iter().filter(|((_, on), _)| on == gpu).map(|(_, charge)| charge).sum();

@@ -63,7 +63,7 @@ pub struct Model {
 impl World {
     pub(crate) fn start(&mut self, id: ClientId) {
         let plan = self.models[&id].plan.clone();
-        self.say(id, Event::Connected { client: id, gang: plan.gang, user: plan.user });
+        self.say(id, Event::Connected { client: id, gang: plan.gang, tenant: plan.tenant });
         if plan.group.is_some() {
             self.say(id, Event::Groups { groups: [(id, plan.group)].into() });
         }

@@ -13,7 +13,7 @@ pub struct Plan {
     /// Its work and that of all others of this job, where it is not 0, run only together: each spins until the others are
     /// there, and cannot drain meanwhile.
     pub job: u64,
-    pub user: UserId,
+    pub tenant: TenantId,
     /// What it counts with others for, and how much that may be.
     pub group: Option<Group>,
     /// What it says of itself.
@@ -61,7 +61,7 @@ impl Default for Plan {
             gpus: gpus([0]),
             gang: 0,
             job: 0,
-            user: UserId(0),
+            tenant: TenantId(0),
             group: None,
             own: EnvLimits::default(),
             fullness: None,

@@ -49,7 +49,7 @@ fn the_dead_are_told_nothing() {
 #[test]
 fn a_client_of_an_earlier_scheduler_keeps_its_memory() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     let report =
         MemoryReport { ack: 0, demand: 6 * GIB, mapped: 5 * GIB, swapped: GIB, pinned: 0, limit_ack: u32::MAX };

@@ -8,7 +8,7 @@ use std::time::Duration;
 #[test]
 fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
     let mut t = Talk::in_mode(AntiThrash::On);
-    t.join_of(UserId(1), 3, 3 * GIB);
+    t.join_of(TenantId(1), 3, 3 * GIB);
     t.join(1, 8 * GIB);
     t.report(1, 0, 8 * GIB, 0);
     t.join(2, 12 * GIB);
@@ -18,7 +18,7 @@ fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
     assert_eq!(t.state(2), LockState::Holding);
     t.map(2);
     t.release(2, ReleaseReason::Idle);
-    t.join_of(UserId(1), 4, 8 * GIB + 4096);
+    t.join_of(TenantId(1), 4, 8 * GIB + 4096);
     let allowed = |t: &Talk| -> u64 { [1, 2, 3].map(|n| t.attachment(n).allowance).iter().sum() };
     let before = allowed(&t);
     assert_eq!((before, t.attachment(4).allowance), (16 * GIB, 0));
@@ -30,8 +30,8 @@ fn bytes_in_doubt_are_waited_for_only_where_they_are_free() {
 fn what_is_in_doubt_for_a_holder_goes_to_nobody_in_line() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.join(1, 8 * GIB);
-    t.join_of(UserId(1), 2, 4 * GIB);
-    t.join_of(UserId(1), 3, 4 * GIB);
+    t.join_of(TenantId(1), 2, 4 * GIB);
+    t.join_of(TenantId(1), 3, 4 * GIB);
     t.request(1);
     t.request(2);
     t.report(2, 5 * GIB, 4 * GIB, 0);
@@ -53,7 +53,7 @@ fn nearly_full() -> Talk {
 }
 
 fn arrive(t: &mut Talk, n: u64, gang: u64) -> Vec<Command> {
-    t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+    t.say(Event::Connected { client: client(n), gang, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap })
 }
 
@@ -77,7 +77,7 @@ fn a_context_for_which_there_is_no_room_is_refused_in_the_end() {
 #[test]
 fn a_context_waits_for_as_long_as_it_takes_where_a_rule_has_allocations_wait() {
     let mut t = nearly_full();
-    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     t.put(&[2], RuleLimits { on_memory_full: OnMemoryFull::Wait(WaitOrder::Fifo), ..RuleLimits::default() });
     assert_eq!(arrive(&mut t, 2, 0), [waiting(2, WaitReason::Context)]);
     assert_eq!(t.after(Duration::from_secs(3600)), []);

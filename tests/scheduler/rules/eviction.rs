@@ -134,7 +134,7 @@ fn room_for_a_context_is_made_before_the_client_may_create_it() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.join(1, 20 * GIB);
     assert_eq!(t.attachment(1).allowance, 15 * GIB);
-    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
     assert!(commands.contains(&limit(1, 14 * GIB, 2)));
     assert_eq!(allowances(&commands).last(), Some(&(1, 14 * GIB)));
@@ -257,7 +257,7 @@ fn one_that_needs_more_than_the_gpu_leaves_less_to_others() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.join(1, 22 * GIB);
     t.say(Event::HostMemory { bytes: 16 * GIB });
-    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
     assert_eq!(limits(&commands), [(1, 22 * GIB), (2, 10 * GIB)], "the limit is never below what is needed already");
 }

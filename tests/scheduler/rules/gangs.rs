@@ -10,7 +10,7 @@ fn requests_are_served_in_their_order_and_sets_whole() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in 1..=4 {
-        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
         for g in [0, 1] {
             t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
         }
@@ -38,7 +38,7 @@ fn a_set_does_not_pass_one_that_waits_for_a_part_of_it() {
         t.say(Event::GpuFound { gpu: gpu(g), total: 16 * GIB });
     }
     for n in 1..=3 {
-        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
         for g in 0..3 {
             t.say(Event::Attached { client: client(n), gpu: gpu(g), engine: Engine::Swap });
         }
@@ -80,7 +80,7 @@ fn a_gang_waits_for_its_members_and_is_granted_whole() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in [1, 2] {
-        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
         t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
     }
     assert_eq!(t.say(Event::Requested { client: client(1), gpus: gpus([0]) }), []);
@@ -97,7 +97,7 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in [1, 2] {
-        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(n as u32) });
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n as u32) });
         t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
     }
     let rule = |gang| {
@@ -131,7 +131,7 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
 fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2] {
-        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
     }
     t.after(Duration::from_secs(2));
@@ -148,7 +148,7 @@ fn a_gang_waits_for_nobody_who_has_not_run_for_long() {
 fn a_gang_of_one_is_no_gang_until_another_joins() {
     let mut t = Talk::in_mode(AntiThrash::On);
     let arrive = |t: &mut Talk, n| {
-        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
     };
     arrive(&mut t, 1);
@@ -168,7 +168,7 @@ fn one_stopped_process_holds_up_a_gang_that_says_it_is_one_but_no_other() {
         t.request(3);
         for n in [1, 2] {
             let gang = if by_rule { 0 } else { 9 };
-            t.say(Event::Connected { client: client(n), gang, user: UserId(0) });
+            t.say(Event::Connected { client: client(n), gang, tenant: TenantId(0) });
             t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         }
         if by_rule {

@@ -23,7 +23,7 @@ fn on_a_small_host() -> Talk {
 fn whoever_is_alone_is_promised_the_whole_gpu_whatever_the_host_has() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 0 });
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     let commands = t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
     assert_eq!(limits(&commands), [(1, 16 * GIB)]);
 }
@@ -33,7 +33,7 @@ fn where_the_host_has_little_everybody_is_promised_what_it_needs_and_an_equal_pa
     let mut t = Talk::in_mode(AntiThrash::Auto);
     t.say(Event::HostMemory { bytes: 8 * GIB });
     t.join(1, 2 * GIB);
-    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     let commands = t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
     assert_eq!(limits(&commands), [(1, 13 * GIB)], "it has to know before anybody else has it");
     assert!(!commands.contains(&Command::Attached { client: client(2), gpu: gpu(0) }));
@@ -161,7 +161,7 @@ fn whoever_leaves_leaves_its_promise_to_others() {
 fn in_a_group(most: Amount, clients: u64) -> Talk {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=clients {
-        t.say(Event::Connected { client: client(n), gang: 0, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(0) });
         t.group(n, most);
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         // Each has to know what it no longer has before the next one can have it.
@@ -275,7 +275,7 @@ fn who_says_to_need_more_than_it_was_promised_is_promised_no_more() {
     // Nor for saying that it needs nothing: what it was promised counts.
     let mut t = in_a_group(Amount::Bytes(8 * GIB), 1);
     t.report(1, 0, 0, 0);
-    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     t.group(2, Amount::Bytes(8 * GIB));
     t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Swap });
     assert_eq!(t.attachment(2).limit, 0);
@@ -305,7 +305,7 @@ fn a_group_and_a_small_host_bound_both() {
 fn whoever_cannot_be_given_room_for_a_context_gets_the_drivers_own_answer() {
     let mut t = Talk::new(Settings { context: GIB, ..settings(AntiThrash::Auto, Duration::from_secs(1)) });
     t.measured(16 * GIB);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     assert_eq!(t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap }), []);
     assert_eq!(t.machine.deadline(), Some(t.now + Duration::from_secs(2)));
     assert!(t.after(Duration::from_secs(2)).contains(&Command::Attached { client: client(1), gpu: gpu(0) }));

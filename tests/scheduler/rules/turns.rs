@@ -65,7 +65,7 @@ fn off_asks_nothing_of_managed_memory() {
     let mut t = Talk::in_mode(AntiThrash::Off);
     t.join(1, 16 * GIB);
     t.request(1);
-    t.say(Event::Connected { client: client(2), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(2), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(2), gpu: gpu(0), engine: Engine::Managed });
     t.report(2, 40 * GIB, 0, 0);
     assert_eq!(t.request(2), [grant(2)]);

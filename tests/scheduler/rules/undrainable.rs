@@ -246,7 +246,7 @@ fn a_client_that_gives_the_gpu_work_unseen_can_drain_as_others_do() {
 fn the_fellows_of_a_holder_that_cannot_drain_run_beside_it() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in [1, 2, 3] {
-        t.say(Event::Connected { client: client(n), gang: 9, user: UserId(0) });
+        t.say(Event::Connected { client: client(n), gang: 9, tenant: TenantId(0) });
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
     }
     t.join(4, GIB);
