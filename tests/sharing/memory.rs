@@ -205,8 +205,7 @@ fn what_neither_the_gpu_nor_the_host_has_room_for_is_refused_at_once() {
     assert_eq!(refused.0["failed"], "cuMemAlloc_v2");
     let got = refused.number("allocated");
     assert!(got <= all - 160 * MIB && got + 32 * MIB > all - 160 * MIB - 16 * MIB, "{got} of {all} less 160 MiB");
-    let log = machine.scheduler_log();
-    let line = log.lines().find(|line| line.contains("is refused memory")).expect("a line that says so");
+    let line = machine.wait_for_log("is refused memory");
     assert!(line.contains("WARN") && line.contains(&format!("(pid {}) 160 MiB", first.pid())), "{line}");
     first.kill();
 
@@ -255,7 +254,7 @@ fn a_program_that_has_all_of_the_gpu_goes_on_when_others_come() {
     let machine = Machine::with_scheduler(Setup::default());
     // All but what its checks need: beside it there is no room for a context.
     let memory = machine.setup.capacity(1) - 2 * MIB;
-    let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds 60")).start();
+    let mut all = machine.program(&format!("mix --mem {memory} --chunks 1 --reps 1 --rounds 20")).start();
     machine.wait_for_grants(&all, 1);
     let others: Vec<Program> = (0..4).map(|_| machine.program("stranger --mem 1M --seconds 600").start()).collect();
     wait_for("the others to wait with their contexts", || {

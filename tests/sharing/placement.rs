@@ -148,8 +148,7 @@ fn a_rule_says_which_gpus_programs_may_see() {
         assert_eq!(only_gpu(&machine, machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", "0,1")), 1);
         assert_eq!(only_gpu(&machine, machine.program(LOOK).env("LOCAL_RANK", "0")), 1);
         finds_none(machine.program(LOOK).env("CUDA_VISIBLE_DEVICES", "0"));
-        let log = machine.scheduler_log();
-        assert!(log.contains("allows none of its GPUs"), "{log}");
+        machine.wait_for_log("allows none of its GPUs");
         let mut refused = machine.run(&[], LOOK).quiet().env("CUDA_VISIBLE_DEVICES", "0").start();
         assert_eq!(refused.wait().code(), Some(1));
         assert!(refused.stderr().contains("nvshare.toml:9 allows none of its GPUs"), "{}", refused.stderr());
@@ -172,8 +171,8 @@ fn programs_of_an_anti_affinity_share_none() {
     let second = machine.program(STAY).start();
     assert_eq!(settled(&machine, 2), [1, 1]);
     finds_none(machine.program(LOOK));
-    let log = machine.scheduler_log();
-    assert!(log.contains("anti-affinity \"servers\": programs of that label") && log.contains("\"apart\""), "{log}");
+    let line = machine.wait_for_log("anti-affinity \"servers\": programs of that label");
+    assert!(line.contains("\"apart\""), "{line}");
     let mut refused = machine.run(&[], LOOK).quiet().start();
     assert_eq!(refused.wait().code(), Some(1));
     first.kill();

@@ -255,6 +255,15 @@ impl Machine {
             .collect()
     }
 
+    /// Waits until a line of the scheduler's log contains the text, and returns that line: programs may hear of something
+    /// before it is logged.
+    #[track_caller]
+    pub fn wait_for_log(&self, text: &str) -> String {
+        wait_for(&format!("the log to say {text:?}"), || {
+            self.scheduler_log().lines().find(|line| line.contains(text)).map(str::to_owned)
+        })
+    }
+
     // ---- programs ------------------------------------------------------------------------------------------------
 
     /// The simulated machine as a process sees it.

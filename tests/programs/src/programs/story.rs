@@ -13,6 +13,8 @@ use crate::{
 use std::{error::Error, thread, time::Duration};
 
 const LOOK: Duration = Duration::from_millis(2);
+/// Figures that have not changed for this long are settled.
+const SETTLED: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, PartialEq)]
 struct Reading {
@@ -85,6 +87,12 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
             thread::sleep(LOOK);
         }
         reading = asked.read()?;
+        // How much there is follows in one message, and what is free in the next: when others have let go of it.
+        let mut before = None;
+        while before.replace(reading.clone()).as_ref() != Some(&reading) {
+            thread::sleep(SETTLED);
+            reading = asked.read()?;
+        }
         tell(report, number, &reading)?;
     }
     Ok(())
