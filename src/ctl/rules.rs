@@ -6,7 +6,7 @@ use toml::Value;
 use zbus::{OwnedVariant, Variant};
 
 use super::{CtlError, Target, block_on, password};
-use crate::config::rules::{SUBJECT_KEYS, TERM_KEYS};
+use crate::config::rules::{LIMIT_KEYS, SUBJECT_KEYS};
 
 /// Keys whose value is a list; commas are between its parts.
 const LISTS: [&str; 1] = ["allowed-gpus"];
@@ -32,7 +32,7 @@ pub fn set(target: &Target, name: &str, keys: &[(String, Value)]) -> Result<(), 
             other => Variant::from(other.as_str().unwrap_or_default()),
         };
         if rule.insert(key.as_str(), value).is_some() {
-            return Err(CtlError::Failed(format!("{key} is said twice")));
+            return Err(CtlError::Failed(format!("{key} is given twice")));
         }
     }
     block_on(async { Ok(password::call(&target.connect().await?, "SetRule", &(name, rule)).await?) })
@@ -44,7 +44,7 @@ pub fn text(rules: Vec<HashMap<String, OwnedVariant>>) -> String {
         let origin = rule.remove("origin").and_then(|origin| String::try_from(origin).ok()).unwrap_or_default();
         let mut keys: Vec<(String, OwnedVariant)> = rule.into_iter().collect();
         // Keys of later versions come before all others.
-        let place = |key: &str| SUBJECT_KEYS.iter().chain(&TERM_KEYS).position(|known| *known == key);
+        let place = |key: &str| SUBJECT_KEYS.iter().chain(&LIMIT_KEYS).position(|known| *known == key);
         keys.sort_by_key(|(key, _)| (place(key), key.clone()));
         let lines = keys.into_iter().filter_map(|(key, value)| Some(format!("{key} = {}\n", plain(&value)?)));
         format!("\n# {origin}\n[[rule]]\n{}", lines.collect::<String>())

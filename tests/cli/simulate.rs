@@ -319,8 +319,8 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         ),
         (
             both("rule = {}"),
-            "7:8: the rule allows and forbids nothing: say memory-max, memory-low, swap-max, on-memory-full, weight, time-min, \
-             time-max, priority, interactive, gang, allowed-gpus, affinity, anti-affinity or exclusion",
+            "7:8: the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, wait-order, \
+             weight, time-min, time-max, priority, interactive, gang, allowed-gpus, affinity, anti-affinity, exclusion",
         ),
         (
             both("[swap]\nmax = \"80%\""),

@@ -129,11 +129,11 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
     ctl(&daemon, &["reload"]);
     assert_eq!(get(&daemon), format!("{settings}{five}{batch}{written}"));
     for (wrong, expected) in [
-        (&["set-rule", "five", "user=5"][..], "the rule allows and forbids nothing"),
+        (&["set-rule", "five", "user=5"][..], "the rule sets nothing"),
         (&["set-rule", "six", "weight=0"], "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
         (&["set-rule", "six", "wait=5"], "unknown field `wait`"),
         (&["set-rule", "six", "user=nobody-of-this-name", "weight=5"], "there is no user \"nobody-of-this-name\" here"),
-        (&["set-rule", "six", "weight=5", "weight=6"], "weight is said twice"),
+        (&["set-rule", "six", "weight=5", "weight=6"], "weight is given twice"),
         (&["unset-rule", "six"], "no rule \"six\" was set at run time"),
     ] {
         let output = daemon.ctl(wrong);

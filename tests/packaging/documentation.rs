@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use clap::CommandFactory;
+use nvshare::config::rules::{LIMIT_KEYS, SUBJECT_KEYS};
 use nvshare::ctl::arguments::Arguments;
 
 fn read(name: &str) -> String {
@@ -52,22 +53,26 @@ fn nvsharectl_1_has_every_command_and_option() {
     }
 }
 
+/// Settings are commented lines of the file with their defaults; keys of rules are named in its comments.
 #[test]
-fn nvshare_toml_5_has_every_setting() {
+fn nvshare_toml_and_its_page_have_every_setting_and_every_key_of_a_rule() {
     let file = read("etc/nvshare.toml");
-    let keys: Vec<&str> = file
+    let settings: Vec<&str> = file
         .lines()
         .filter_map(|line| line.strip_prefix('#')?.split_once(" = "))
         .map(|(key, _)| key)
         .filter(|key| key.chars().all(|c| c.is_ascii_lowercase() || c == '-'))
         .collect();
-    assert!(keys.len() > 7, "{keys:?}");
+    assert!(settings.len() > 7, "{settings:?}");
+    let of_rules = [&SUBJECT_KEYS[..], &LIMIT_KEYS[..]].concat();
     let items = items("man/nvshare.toml.5");
-    for key in keys {
-        assert!(
-            items.iter().any(|item| item.split(' ').any(|word| word == key)),
-            "{key} is not in the page: {items:?}"
-        );
+    for key in settings.iter().chain(&of_rules) {
+        let is_there = items.iter().any(|item| item.split(' ').any(|word| word == *key));
+        assert!(is_there, "{key} is not in the page: {items:?}");
+    }
+    for key in of_rules {
+        let is_word = |line: &str| line.split(|c: char| !(c.is_alphanumeric() || c == '-')).any(|word| word == key);
+        assert!(file.lines().any(is_word), "{key} is not in etc/nvshare.toml");
     }
 }
 

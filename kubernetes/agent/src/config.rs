@@ -127,7 +127,7 @@ impl Entry {
         match Pattern::new(text) {
             Ok(pattern) => Ok(pattern),
             Err(e) => mistake(format!(
-                "name: {text:?} is no pattern ({}): * stands for anything, ? for one character, [ab] for one of these",
+                "name: {text:?} is not a valid pattern ({}): * stands for anything, ? for one character, [ab] for one of these",
                 e.msg
             )),
         }
@@ -183,7 +183,7 @@ mod tests {
                 "agent.toml:3:1: unknown field `may`, expected one of `name`, `may-set`",
             ),
             ("[[namespaces]]\nname = \"\"", "agent.toml:2:8: name: \"\" matches no namespace"),
-            ("[[namespaces]]\nname = \"a[\"", "agent.toml:2:8: name: \"a[\" is no pattern"),
+            ("[[namespaces]]\nname = \"a[\"", "agent.toml:2:8: name: \"a[\" is not a valid pattern"),
             (
                 "[[namespaces]]\nname = \"a\"\nmay-set = [\"weight\", \"colour\"]",
                 "agent.toml:3:22: may-set cannot have \"colour\": memory-max, memory-low,",

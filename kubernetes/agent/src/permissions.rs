@@ -8,10 +8,23 @@ use nvshare::scheduler::Share;
 use toml::{Table, Value};
 
 /// The keys that a pod can set.
-pub use nvshare::config::rules::TERM_KEYS as KEYS;
+pub use nvshare::config::rules::LIMIT_KEYS as KEYS;
 
-/// Of these, what can take from others.
-const TAKES: [&str; 4] = ["memory-low", "time-min", "interactive", "exclusion"];
+/// Of these, what pods may set by default: what only restricts the pod itself, or decides beside which pods it is placed. A
+/// key that can take from others is not among them.
+const HARMLESS: [&str; 11] = [
+    "memory-max",
+    "swap-max",
+    "on-memory-full",
+    "wait-order",
+    "weight",
+    "time-max",
+    "priority",
+    "gang",
+    "allowed-gpus",
+    "affinity",
+    "anti-affinity",
+];
 
 /// The highest values that are allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,11 +45,10 @@ pub struct Permissions {
 }
 
 impl Default for Permissions {
-    /// The keys that can only restrict the pod itself, or decide beside which pods it is placed.
     fn default() -> Self {
         let default = Share::default();
         Self {
-            may_set: KEYS.into_iter().filter(|key| !TAKES.contains(key)).collect(),
+            may_set: HARMLESS.into(),
             ceilings: Ceilings { weight: default.weight, time_min: default.max, priority: default.priority },
             weight: None,
         }
@@ -99,7 +111,7 @@ mod tests {
             assert_eq!(said(&default, key, value), "", "{key}");
         }
         assert_eq!(said(&default, "gang", true), "");
-        for key in TAKES {
+        for key in ["memory-low", "time-min", "interactive", "exclusion"] {
             assert_eq!(said(&default, key, "1%"), "pods of namespace team-a may not set it", "{key}");
         }
         assert_eq!(said(&default, "weight", 100), "");

@@ -32,7 +32,7 @@ pub use runtime::{Added, Addition};
 pub const SUBJECT_KEYS: [&str; 7] = ["name", "unit", "slice", "container", "pod", "user", "group"];
 
 /// The keys of a rule that set limits and shares.
-pub const TERM_KEYS: [&str; 15] = [
+pub const LIMIT_KEYS: [&str; 15] = [
     "memory-max",
     "memory-low",
     "swap-max",

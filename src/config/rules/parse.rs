@@ -7,16 +7,13 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, Visitor};
 use toml::Spanned;
 
+use super::LIMIT_KEYS;
 use super::gpu_names::GpuNames;
 use super::patterns::{contradiction, pattern};
 use super::places::{self, Whereabouts};
 use super::rule::{Origin, Rule, Subject};
 use super::values::{MemoryLow, MemoryMax, OnFull, Order, Percent, Priority, SwapMax, Weight};
 use crate::scheduler::{Amount, Labels, OnMemoryFull, RuleLimits, Share};
-
-/// The keys of a rule.
-const KEYS: &str = "memory-max, memory-low, swap-max, on-memory-full, weight, time-min, time-max, priority, interactive, \
-                    gang, allowed-gpus, affinity, anti-affinity or exclusion";
 
 /// A rule in a file.
 #[derive(Debug, Deserialize)]
@@ -89,7 +86,7 @@ impl RawRule {
             group: self.group.map(|group| account("group", group, group_id)).transpose()?,
         };
         if memory.is_none() && share.is_none() && self.gang.is_none() && places == Whereabouts::default() {
-            return Err((span, format!("the rule allows and forbids nothing: say {KEYS}")));
+            return Err((span, format!("the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", "))));
         }
         let name = self.name.unwrap_or_default();
         if name.chars().any(char::is_control) {
@@ -141,7 +138,7 @@ impl RawRule {
             _ => false,
         };
         if let Some(low) = self.memory_low.as_ref().filter(|_| is_more) {
-            return Err((low.span(), "memory-low: more than memory-max can never be there".into()));
+            return Err((low.span(), "memory-low cannot exceed memory-max".into()));
         }
         let swap_max = self.swap_max.and_then(|max| max.0);
         Ok(Some(RuleLimits { memory_max, memory_low: low, swap_max, on_memory_full, ..RuleLimits::default() }))
@@ -168,9 +165,7 @@ impl RawRule {
                 let text = format!("time-min cannot be {}%: time-max is {}%", share.min, share.max);
                 Err((least.span(), text))
             }
-            (Some(least), 0) => {
-                Err((least.span(), "time-min: what is idle has no least time: leave one of them out".into()))
-            }
+            (Some(least), 0) => Err((least.span(), "time-min cannot be combined with weight = \"idle\"".into())),
             _ => Ok(Some(share)),
         }
     }
@@ -239,6 +234,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::config::rules::Rules;
+    use crate::config::rules::SUBJECT_KEYS;
 
     fn rules(text: &str) -> Rules {
         Config::parse(text, Path::new("nvshare.toml")).unwrap_or_else(|e| panic!("{text}: {e}")).rules
@@ -335,7 +331,7 @@ mod tests {
             ),
             (
                 "user = \"root\"",
-                format!("1:1: the rule allows and forbids nothing: say {KEYS}"),
+                format!("1:1: the rule sets nothing: it needs at least one of {}", LIMIT_KEYS.join(", ")),
             ),
             (
                 "weight = 0",
@@ -357,7 +353,7 @@ mod tests {
             ("time-max = \"20%\"\ntime-min = \"30%\"", "3:12: time-min cannot be 30%: time-max is 20%".to_owned()),
             (
                 "weight = \"idle\"\ntime-min = \"30%\"",
-                "3:12: time-min: what is idle has no least time: leave one of them out".to_owned(),
+                "3:12: time-min cannot be combined with weight = \"idle\"".to_owned(),
             ),
             (
                 "priority = 200",
@@ -369,10 +365,10 @@ mod tests {
             ),
             (
                 "memory-high = \"1G\"",
-                "2:1: unknown field `memory-high`, expected one of `name`, `unit`, `slice`, `container`, `pod`, `user`, `group`, \
-                 `memory-max`, `memory-low`, `swap-max`, `on-memory-full`, `wait-order`, `weight`, `time-min`, `time-max`, \
-                 `priority`, `interactive`, `gang`, `allowed-gpus`, `affinity`, `anti-affinity`, `exclusion`"
-                    .to_owned(),
+                format!(
+                    "2:1: unknown field `memory-high`, expected one of `{}`",
+                    [&SUBJECT_KEYS[..], &LIMIT_KEYS[..]].concat().join("`, `")
+                ),
             ),
             (
                 "swap-max = \"50%\"",
@@ -380,7 +376,7 @@ mod tests {
             ),
             (
                 "memory-low = \"2G\"\nmemory-max = \"1G\"",
-                "2:14: memory-low: more than memory-max can never be there".to_owned(),
+                "2:14: memory-low cannot exceed memory-max".to_owned(),
             ),
             (
                 "on-memory-full = \"kill\"",
@@ -408,7 +404,7 @@ mod tests {
             ),
             (
                 "unit = \"a[.service\"\nmemory-max = \"1G\"",
-                format!("2:8: unit: \"a[.service\" is no pattern (invalid range pattern): {PATTERNS}"),
+                format!("2:8: unit: \"a[.service\" is not a valid pattern (invalid range pattern): {PATTERNS}"),
             ),
             (
                 "unit = \"jupyter\"\nmemory-max = \"1G\"",

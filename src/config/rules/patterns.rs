@@ -19,7 +19,8 @@ pub fn pattern(key: &str, text: Spanned<String>) -> Result<(Glob, Range<usize>),
     if text.is_empty() {
         return Err(wrong("matches nothing: leave the key out to match everybody".into()));
     }
-    let glob = glob::Pattern::new(&text).map_err(|e| wrong(format!("is no pattern ({}): {PATTERNS}", e.msg)))?;
+    let glob =
+        glob::Pattern::new(&text).map_err(|e| wrong(format!("is not a valid pattern ({}): {PATTERNS}", e.msg)))?;
     let is_path = text.contains('/');
     if key == "container" && is_path {
         return Err(wrong("can match no container: write its id, or * for any".into()));

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::gpu_names::GpuName;
 use super::places::Whereabouts;
 use super::values::Order;
-use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, WaitOrder};
+use crate::scheduler::{Amount, OnMemoryFull, RuleLimits, Share, WaitOrder};
 
 /// Where a rule is written; without a line where it is not in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,8 +66,8 @@ impl Rule {
         };
         let is_empty = self.limits == RuleLimits::default() && self.places == Whereabouts::default();
         let memory_max = (memory_max != Amount::Infinity || is_empty).then(|| amount(memory_max));
-        let share = says.unwrap_or_default();
-        let weight = if share.weight == 0 { "idle".into() } else { i64::from(share.weight).into() };
+        let Share { weight, min, max, priority, interactive } = says.unwrap_or_default();
+        let weight = if weight == 0 { "idle".into() } else { i64::from(weight).into() };
         let pairs = [
             ("name", (!self.name.is_empty()).then(|| self.name.as_str().into())),
             ("unit", glob(unit)),
@@ -82,10 +82,10 @@ impl Rule {
             ("on-memory-full", waits),
             ("wait-order", order),
             ("weight", says.map(|_| weight)),
-            ("time-min", (share.min > 0).then(|| format!("{}%", share.min).into())),
-            ("time-max", (share.max < 100).then(|| format!("{}%", share.max).into())),
-            ("priority", (share.priority != 0).then(|| i64::from(share.priority).into())),
-            ("interactive", share.interactive.then(|| true.into())),
+            ("time-min", (min > 0).then(|| format!("{min}%").into())),
+            ("time-max", (max < 100).then(|| format!("{max}%").into())),
+            ("priority", (priority != 0).then(|| i64::from(priority).into())),
+            ("interactive", interactive.then(|| true.into())),
             ("gang", gang.then(|| true.into())),
         ];
         pairs.into_iter().chain(self.places.pairs()).filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()

@@ -143,8 +143,8 @@ mod tests {
             (
                 "two",
                 "user = 5",
-                "the rule allows and forbids nothing: say memory-max, memory-low, swap-max, on-memory-full, weight, time-min, \
-                 time-max, priority, interactive, gang, allowed-gpus, affinity, anti-affinity or exclusion",
+                "the rule sets nothing: it needs at least one of memory-max, memory-low, swap-max, on-memory-full, wait-order, \
+                 weight, time-min, time-max, priority, interactive, gang, allowed-gpus, affinity, anti-affinity, exclusion",
             ),
             ("two", "weight = 0", "weight cannot be 0: a number from 1 to 10000, or \"idle\" is allowed"),
             ("two", "name = \"x\"\nweight = 5", "a rule has one name"),

@@ -119,7 +119,7 @@ fn replace(path: &Path, before: Option<&(Vec<u8>, Metadata)>, text: &[u8]) -> io
     if let (Some(old), Some((read, _))) = (&old, before)
         && read_regular(old)?.0 != *read
     {
-        return Err(io::Error::other("somebody else has just changed it: try again"));
+        return Err(io::Error::other("another process has just changed it: try again"));
     }
     if text.is_empty() && path == Path::new(FILE) {
         if before.is_some() {

@@ -71,14 +71,14 @@ impl ClientView {
 pub type Holders = HashMap<String, Vec<u64>>;
 
 /// The share of a rule in words: `weight 50, time-max 20%`.
-fn in_words(share: Share) -> String {
-    let weight = if share.weight == 0 { "idle".to_owned() } else { share.weight.to_string() };
+fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String {
+    let weight = if weight == 0 { "idle".to_owned() } else { weight.to_string() };
     let all = [
         Some(format!("weight {weight}")),
-        (share.min > 0).then(|| format!("time-min {}%", share.min)),
-        (share.max < 100).then(|| format!("time-max {}%", share.max)),
-        (share.priority != 0).then(|| format!("priority {}", share.priority)),
-        share.interactive.then(|| "interactive".to_owned()),
+        (min > 0).then(|| format!("time-min {min}%")),
+        (max < 100).then(|| format!("time-max {max}%")),
+        (priority != 0).then(|| format!("priority {priority}")),
+        interactive.then(|| "interactive".to_owned()),
     ];
     all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
@@ -203,7 +203,7 @@ impl Core {
         let found = match name {
             "" if self.gpus.len() == 1 => self.gpus.iter().next(),
             "" if self.gpus.is_empty() => return Err("the scheduler knows no GPU".into()),
-            "" => return Err(format!("there are several GPUs: say which of {}", known())),
+            "" => return Err(format!("there are several GPUs: choose one of {}", known())),
             _ => self.gpus.iter().find(is_meant),
         };
         let (id, gpu) = found.ok_or_else(|| format!("there is no GPU {name:?}: there are {}", known()))?;

@@ -61,13 +61,14 @@ impl Machine {
             };
             let (before, now) = (self.rules.join(*client, group), group.limits);
             self.quota.count_member(*client, group.id, true);
-            let memory = |limits: &RuleLimits| (limits.memory_max, limits.swap_max, limits.on_memory_full);
-            if memory(&before) != memory(&now) {
+            // Memory is protected by what a rule says when memory leaves, so `memory_low` takes effect by itself.
+            let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, share, gang } = before;
+            if (memory_max, swap_max, on_memory_full) != (now.memory_max, now.swap_max, now.on_memory_full) {
                 bounds_changed.extend(self.rules.members(group.id));
             }
-            shares_changed |= before.share != now.share;
+            shares_changed |= share != now.share;
             self.update_gang(*client);
-            if before.gang != now.gang {
+            if gang != now.gang {
                 self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|other| self.update_gang(other));
             }
         }
