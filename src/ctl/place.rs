@@ -20,7 +20,7 @@ use crate::config::paths::CLIENTS_SOCKET;
 use crate::scheduler::GpuId;
 use crate::sys::socket::{self, Kind};
 
-/// Time for one answer of the scheduler; the library uses the same.
+/// Time to wait for one answer of the scheduler.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The placement requested on the command line.

@@ -24,7 +24,7 @@ impl Effects {
         std::mem::take(&mut self.commands)
     }
 
-    /// Marks a GPU on which something changed: it is settled before the event has been handled.
+    /// Marks a GPU on which something changed: it is settled before `Machine::handle` returns.
     pub fn touch(&mut self, gpu: GpuId) {
         self.touched.insert(gpu);
     }

@@ -2,7 +2,7 @@
 //!
 //! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
 //! little-endian. [`client`] has what a client says, [`scheduler`] what the scheduler says, [`version`] how the
-//! two agree on a protocol version, [`choice`] who chooses a program's GPUs, [`own`] what its environment allows it, [`counts`] what it
+//! two agree on a protocol version, [`visible_devices`] who chooses a program's GPUs, [`env_limits`] what its environment allows it, [`counts`] what it
 //! counts, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
 //!
 //! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's

@@ -1,4 +1,4 @@
-//! Sharing a GPU without a scheduler, one that is gone or never was there.
+//! Sharing a GPU without a scheduler: one that has stopped, or never ran.
 //!
 //! A program runs only while all of its memory is on the GPU, with a scheduler or without. So programs whose memory does not fit
 //! together never run at once, whatever happens here. What remains to be decided is which of them has its memory there: the one

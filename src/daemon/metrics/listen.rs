@@ -29,9 +29,9 @@ pub fn bind(listen: &Listen) -> Result<Option<(OwnedFd, Option<Bound>)>, String>
         Listen::Address(address) => {
             let listener = TcpListener::bind(address).map_err(|e| match e.raw_os_error() {
                 // The unit has it so.
-                Some(libc::EAFNOSUPPORT) => failed(
-                    &"as a service the scheduler may open no such socket: systemd can, see nvshare-metrics.socket",
-                ),
+                Some(libc::EAFNOSUPPORT) => {
+                    failed(&"the service must not open TCP sockets: enable nvshare-metrics.socket instead")
+                }
                 _ => failed(&e),
             })?;
             let socket = OwnedFd::from(listener);

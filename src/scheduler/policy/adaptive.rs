@@ -2,7 +2,7 @@
 //! completion time when run times are unknown and heavy-tailed (a multi-level feedback queue; compare Tiresias, NSDI
 //! 2019).
 //!
-//! **Queue.** A client's level is the power of four of the GPU time that it has attained (`progress`). Lower levels go
+//! **Queue.** A client's level is the base-4 logarithm of the GPU time that it has attained (`progress`). Lower levels go
 //! first. Within a level the order is that of entering it, and a client whose memory need not move precedes one whose
 //! memory must: clients that do not fit together run one after another, each until its level ends, instead of swapping
 //! each other out every turn. Time is divided by job, not by tenant. Groups whose rule gives them a share have that

@@ -1,5 +1,5 @@
-//! Limits on what clients may allocate: Σ committed ≤ Σ capacity + host memory, and less where rules or environments
-//! set limits.
+//! Limits on what clients may allocate: what is committed beyond the capacities of the GPUs fits in host memory, Σ over GPUs of
+//! max(0, Σ committed − capacity) ≤ host memory; and less where rules or environments set limits.
 //!
 //! Memory that does not fit on a GPU lives in host memory, which all GPUs share. Where host memory allows it, every
 //! client may allocate a whole GPU. Otherwise each client's limit is its demand and an equal part of the rest (its

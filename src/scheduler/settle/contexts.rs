@@ -1,5 +1,6 @@
-//! Admission of CUDA contexts: a client that is about to create one waits until there is room for it. It is deferred
-//! for as long as its context would leave an attached client too little memory to ever run.
+//! Admission of CUDA contexts: a client that is about to create one waits until there is room for it, at most
+//! [`ATTACH_TIMEOUT`]. A context that would leave an attached client too little memory to ever run again is *deferred*: it waits
+//! longer, and is refused after [`CONTEXT_TIMEOUT`].
 
 use crate::{api::*, lock::Gang, machine::Machine, memory::context_queue::PendingContext, quota::FIRST_LIMIT_TIMEOUT};
 use std::collections::BTreeSet;
@@ -13,8 +14,7 @@ const CONTEXT_APPEARS: Duration = Duration::from_secs(10);
 /// allocations wait.
 const CONTEXT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a client that attaches waits for room. Where other programs leave none, it gets the driver's own answer
-/// then.
+/// How long a client that attaches waits for room. Then it is admitted in any case, and the driver decides.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Machine {

@@ -1,8 +1,8 @@
-//! The steps that bring one GPU to rest after an event: memory first, then the lock, then messages to holders. Settling
+//! The steps that bring one GPU up to date after an event: memory first, then the lock, then messages to holders. Settling
 //! a GPU on which nothing changed does nothing.
 //!
-//! Components keep their state and do not decide about each other; every decision that needs more than one of them is
-//! here.
+//! Each component owns its state and knows nothing of the others' decisions; every decision that needs more than one of
+//! them is here.
 //!
 //! Memory:
 //! - `serve`: bytes for holders, then for the queue, and grants.
@@ -14,7 +14,7 @@
 //! - `requests`: from request to release. `order`: the order of queues.
 //! - `turns`: when holders have to release the lock. `corun`: which clients may hold it together.
 //! - `gangs`, `gang_conflict`: clients that run together or not at all.
-//! - `unresponsive`: clients that do not answer. `traffic`: clients that thrash.
+//! - `unresponsive`: clients that do not answer. `traffic`: clients that thrash, by the traffic between GPU and host.
 
 mod contexts;
 mod corun;
@@ -49,7 +49,7 @@ struct Pressure {
     short: u64,
     /// The holder that lacks them itself, and so is not asked for them.
     grower: Option<ClientId>,
-    /// More than the queue lacks bytes: holders or reservations do, too.
+    /// Holders or reservations lack bytes, not only the queue.
     overdue: bool,
     /// The first request in the queue, or a gang that waits for these holders from other queues.
     first: Option<Entity>,
@@ -72,7 +72,7 @@ impl Pressure {
 }
 
 impl Machine {
-    /// Brings a GPU to rest. Called for each GPU that an event marked.
+    /// Brings a GPU up to date. Called for each GPU that an event marked.
     pub(crate) fn settle(&mut self, id: GpuId) {
         // The number of contexts, the capacity, and the order of the queue.
         self.count_deferred(id);
@@ -81,8 +81,8 @@ impl Machine {
         self.enqueue_unblocked(id);
         let reclassified = self.reclassify(id);
 
-        // Memory, in the order in which clients get it: overdrawn bytes and holders, then reservations, then the queue.
-        // `reserved_ahead` bytes of those being freed are reserved for clients that come before the queue.
+        // Memory, in the order in which clients get it: contexts and holders, then reservations, then the queue. Of the bytes
+        // that are being freed, `reserved_ahead` are for what comes before the queue.
         let mut pressure = Pressure::default();
         let holders_lack = self.serve_holders(id, &mut pressure);
         let reserved = self.serve_reservations(id, holders_lack);
@@ -123,7 +123,7 @@ impl Machine {
         }
     }
 
-    /// Requeues requests that waited for one of a better class, which has gone.
+    /// Requeues requests that had to wait for a request of a higher class, if that one has gone.
     fn enqueue_unblocked(&mut self, id: GpuId) {
         let free: Vec<Entity> = self.lock.behind(id).filter(|entity| !self.waits_behind(*entity, id)).collect();
         free.into_iter().for_each(|entity| self.enqueue(entity));
