@@ -1,4 +1,4 @@
-//! How fields become bytes and back: fixed sizes, little-endian, bounds always checked.
+//! The encoding of fields: fixed sizes, little-endian, every access checked.
 
 use crate::{HEADER_LEN, MAX_LEN, WireError, header::Header};
 use core::fmt;
@@ -38,7 +38,7 @@ impl fmt::Debug for Uuid {
     }
 }
 
-/// 128 random bits: who knows them has been told. They appear in no log.
+/// 128 random bits that authorize whoever knows them. They are never logged.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Secret(pub [u8; 16]);
 
@@ -48,7 +48,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A short text of at most `N` bytes, padded with zeros. For people to read; nothing is decided by it.
+/// A short text of at most `N` bytes, padded with zeros. Only for display.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Text<const N: usize>([u8; N]);
 
@@ -66,7 +66,7 @@ impl<const N: usize> Text<N> {
         Self(bytes)
     }
 
-    /// The text up to the first NUL; what is not UTF-8 is left out.
+    /// The text up to the first NUL, without what is not UTF-8.
     pub fn as_str(&self) -> &str {
         let end = self.0.iter().position(|b| *b == 0).unwrap_or(N);
         let bytes = self.0.get(..end).unwrap_or(&[]);
@@ -111,7 +111,7 @@ impl<'a> Reader<'a> {
         self.bytes().map(u32::from_le_bytes)
     }
 
-    /// Nothing may follow the last field.
+    /// Checks that nothing follows the last field.
     pub(crate) fn finish(self) -> Result<(), WireError> {
         match self.packet.len() - self.at {
             0 => Ok(()),

@@ -1,4 +1,4 @@
-//! What a client has counted on one GPU since its process began. Only ever more; whoever reads it counts the difference.
+//! Counters of a client on one GPU since its process started. They never decrease.
 
 use crate::{
     WireError,
@@ -7,12 +7,12 @@ use crate::{
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
-    /// Bytes that were moved from the GPU to host memory, and from there to the GPU.
+    /// Bytes copied from the GPU to host memory, and from host memory to the GPU.
     pub swapped_out: u64,
     pub swapped_in: u64,
-    /// Bytes that left the GPU or came back, and that nothing had to be moved for: constant, or in host memory still.
+    /// Bytes that left the GPU or came back without a copy, because they were constant or still in host memory.
     pub unmoved: u64,
-    /// Allocations that failed since there was to be no memory for them.
+    /// Allocations that were refused.
     pub refused: u64,
 }
 

@@ -1,5 +1,5 @@
-//! What a program's own environment allows it: by which variables, and how their values are said; the same for the library
-//! and for what starts programs. What a value means, and whether it means anything, is the scheduler's to say.
+//! The environment variables by which a program limits itself, and the messages that carry their values. The library and
+//! `nvsharectl run` share this. The scheduler alone interprets the values.
 
 use crate::{
     ClientMessage,
@@ -8,13 +8,13 @@ use crate::{
 };
 use core::ffi::CStr;
 
-/// Longer values are not said: a list of as many GPUs as a client can attach, each by its whole UUID, is no longer.
+/// The longest value that is sent, in bytes: a list of the whole UUIDs of as many GPUs as a client can attach.
 pub const LONGEST: usize = 4096;
-/// Said in their place, which means nothing.
+/// Sent instead of a longer value; the scheduler reports it as invalid.
 const TOO_LONG: &[u8] = b"(too long)";
 
 byte_enum! {
-    /// What a value is about: the keys of a rule.
+    /// The key of a rule that a variable tightens.
     pub enum LimitName {
         MemoryMax = 0,
         MemoryLow = 1,
@@ -41,7 +41,7 @@ impl LimitName {
         Self::AllowedGpus,
     ];
 
-    /// The variable in which a program says it.
+    /// The environment variable.
     pub const fn variable(self) -> &'static CStr {
         match self {
             Self::MemoryMax => c"NVSHARE_MEMORY_MAX",
@@ -57,7 +57,7 @@ impl LimitName {
     }
 }
 
-/// A value as it is said. An empty one says nothing, as everywhere.
+/// The messages that carry a value. None if it is empty: an empty variable counts as not set.
 pub fn parts(limit: LimitName, value: &[u8]) -> impl Iterator<Item = ClientMessage> {
     let value = if value.len() > LONGEST { TOO_LONG } else { value };
     let last = value.len().div_ceil(PART).saturating_sub(1);

@@ -1,4 +1,4 @@
-//! What can be wrong with a packet. Each says what was expected, so that a log line needs nothing else.
+//! Errors in a packet. Each says what was expected.
 
 use core::fmt;
 

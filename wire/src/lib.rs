@@ -1,9 +1,11 @@
 //! The messages between `libnvshare.so` (a client) and `nvshare-scheduler`.
 //!
 //! One message is one `SOCK_SEQPACKET` packet: a header ([`header`]) and a body of fixed layout, all integers
-//! little-endian. [`client`] has what a client says, [`scheduler`] what the scheduler says, [`version`] how the
-//! two agree on a protocol version, [`visible_devices`] who chooses a program's GPUs, [`env_limits`] what its environment allows it, [`counts`] what it
-//! counts, [`codec`] how fields become bytes, [`error`] what can be wrong with a packet.
+//! little-endian.
+//!
+//! - [`client`]: messages of the client; [`scheduler`]: messages of the scheduler; [`version`]: protocol versions.
+//! - [`visible_devices`]: variables by which a program chooses its GPUs; [`env_limits`]: variables by which it limits itself.
+//! - [`counts`]: counters of a client; [`codec`]: the encoding of fields; [`error`]: malformed packets.
 //!
 //! The crate has no dependencies and neither allocates nor panics: one side of it runs inside other people's
 //! processes.
@@ -13,29 +15,29 @@
 //! client                              scheduler
 //! Hello ────────────────────────────▶
 //!       ◀──────────────────────────── Welcome            (or Refused, and the end)
-//! EnvLimit(weight, "10") ────────────────▶                     what its environment allows it, if anything; perhaps a Remark
-//!       ◀──────────────────────────── MemoryMax(GPU by UUID)    for each whose memory a rule bounds
+//! EnvLimit(weight, "10") ───────────▶                     one for each variable that is set; a Remark if it has no effect
+//!       ◀──────────────────────────── MemoryMax(GPU by UUID)    one for each GPU of which a rule limits its memory
 //! Attach(slot 0 = GPU by UUID) ─────▶                     before it creates a context there
-//!       ◀──────────────────────────── Attached            room for the context is made; limit and first allowance
+//!       ◀──────────────────────────── Attached            there is room for the context; limit and first allowance
 //! Memory(demand 2 GiB, mapped 0) ───▶                     a state, not a change: the newest report replaces all others
 //! Request(GPUs {0}) ────────────────▶
 //!       ◀──────────────────────────── Allowance(2 GiB)    may map that much
 //!       ◀──────────────────────────── Grant(GPUs {0})     may submit work
-//!       ◀──────────────────────────── Contended           somebody waits: release as soon as idle
+//!       ◀──────────────────────────── Contended           another client waits: release as soon as idle
 //!       ◀──────────────────────────── Revoke              drain, then
 //! Release(GPUs {0}) ────────────────▶
 //!       ◀──────────────────────────── Allowance(0)        evict: copy out, unmap
 //! Memory(mapped 0, ack) ────────────▶
 //! ```
-//! Memory that one program lets another use goes the same way, on demand; the scheduler keeps none of it:
+//! The scheduler also passes on memory that one program shares with another, as descriptors, and keeps none of them:
 //! ```text
 //! importer                            scheduler                            exporter
 //! Open(ticket, secret) ─────────────▶ same user, same container? Export ──▶
 //!       ◀─────── Opened + descriptors      ◀──────── Exported + descriptors
 //! ```
-//! The *GPU lock* (Grant, Revoke, Release) says who may submit; the *allowance* says how many bytes a client may have
-//! mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed. The *limit* says what
-//! it may allocate: a promise that there is a place for it, on the GPU or in the host (RequestLimit asks for a higher one).
+//! The holder of the *GPU lock* (Grant, Revoke, Release) may submit work. The *allowance* is the number of bytes that a client
+//! may have mapped. They are separate: a client that lost the lock keeps its memory until the bytes are needed. The *limit* is
+//! what it may allocate: a promise that there is room on the GPU or in the host (RequestLimit asks for a higher one).
 
 #![cfg_attr(not(test), no_std)]
 

@@ -1,4 +1,4 @@
-//! The two macros that declare messages: a message is its kind's number, its name and its fields, nothing else.
+//! The macros that declare messages: each has a number, a name and fields.
 
 /// Declares one direction's messages as an enum with `encode(version)` and `decode(packet, version)`.
 ///

@@ -1,6 +1,6 @@
-//! How two sides that were built at different times agree on what they speak.
+//! Negotiation of the protocol version.
 //!
-//! A client names the oldest and the newest version it speaks; the scheduler takes the newest that both know. A
+//! A client names the oldest and the newest version that it speaks; the scheduler takes the newest that both know. A
 //! scheduler keeps every version down to [`MIN`], because a library lives on in running programs and in containers
 //! long after the host's packages were upgraded. A version's layouts never change once released.
 
@@ -8,28 +8,28 @@
 pub const MIN: u16 = 1;
 /// The newest version this build speaks.
 pub const MAX: u16 = 6;
-/// The version from which on limits are promises: numbered, acknowledged, and raised or refused when asked for.
+/// From this version on, limits are promises: numbered, acknowledged, and raised or denied on request.
 pub const LIMITS: u16 = 2;
-/// The version from which on programs share memory through the scheduler.
+/// From this version on, programs share memory through the scheduler.
 pub const SHARING: u16 = 2;
 
-/// The version from which on a connection outlives the scheduler: a new one that was handed it says
+/// From this version on, a connection outlives the scheduler: a new scheduler that takes it over sends
 /// [`Resume`](crate::SchedulerMessage::Resume).
 pub const RESUMING: u16 = 3;
-/// The version from which on a client waits to create a context for as long as it is told to.
+/// From this version on, a client waits with its context until it is answered.
 pub const CONTEXT_WAIT: u16 = 3;
-/// The version from which on a client says how full it keeps a GPU.
+/// From this version on, a client reports its utilization of a GPU.
 pub const UTILIZATION: u16 = 3;
-/// The version from which on a scheduler says which GPUs a program is to see.
+/// From this version on, the scheduler can choose the GPUs that a program sees.
 pub const PLACEMENT: u16 = 3;
-/// The version from which on a client says what its own environment allows it.
+/// From this version on, a client sends the limits of its environment.
 pub const ENV_LIMITS: u16 = 4;
 
-/// The version from which on a client hears what a rule allows it of a GPU that it does not use yet.
+/// From this version on, a client is sent what a rule allows it on GPUs that it does not use yet.
 pub const ANNOUNCED_LIMITS: u16 = 4;
-/// The version from which on a client says what it has counted.
+/// From this version on, reports have counters.
 pub const COUNTERS: u16 = 5;
-/// The version from which on a client hears that it cannot have a context, or that its memory cannot be mapped.
+/// From this version on, contexts and mappings can be denied.
 pub const DENIALS: u16 = 6;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.

@@ -1,29 +1,29 @@
-//! Who chooses a program's GPUs, as far as its environment tells: the same answer for the library and for what starts
-//! programs. What becomes of that is the scheduler's to say.
+//! Who chooses a program's GPUs, judged by its environment variables. The library and `nvsharectl run` share this; the scheduler
+//! decides.
 
 use crate::{ClientMessage, Text, message::byte_enum};
 use core::ffi::CStr;
 
-/// By which the driver knows which GPUs a process is to see.
+/// The variable that tells the driver which GPUs a process sees.
 pub const VISIBLE: &CStr = c"CUDA_VISIBLE_DEVICES";
 
-/// How much of the list travels in one message.
+/// Bytes of the list in one message.
 pub const PART: usize = 192;
 
 byte_enum! {
-    /// Who chooses.
+    /// Who chooses a program's GPUs.
     pub enum Chooser {
-        /// Nobody: the program takes the first GPU that it sees, or all of them.
+        /// None does: the program takes the first GPU that it sees, or all of them.
         Nobody = 0,
-        /// Whoever has set `CUDA_VISIBLE_DEVICES`. The list came before, in [`Choice`](ClientMessage::VisibleDevices).
+        /// `CUDA_VISIBLE_DEVICES` is set. Its list was sent before, in [`VisibleDevices`](ClientMessage::VisibleDevices).
         List = 1,
-        /// The program, by the number that its launcher gave it.
+        /// The program does, by the rank that its launcher gave it.
         Rank = 2,
     }
 }
 
-/// Numbers that launchers give to each process of a job on a host, and by which such processes choose; with the variables
-/// that tell how many there are, where the number is there for a process alone as well.
+/// Variables in which launchers pass each process its rank on the host, by which it chooses a GPU. If the launcher sets a rank
+/// for single processes as well, a second variable has the number of processes.
 const RANKS: [(&CStr, &[&CStr]); 3] = [
     (c"LOCAL_RANK", &[]),
     (c"OMPI_COMM_WORLD_LOCAL_RANK", &[]),
@@ -37,7 +37,7 @@ pub fn chooser<T: AsRef<[u8]>>(environment: impl Fn(&CStr) -> Option<T>) -> Choo
         count.is_some_and(|count| count > 1)
     };
     let is_set = |name: &CStr| environment(name).is_some_and(|text| !text.as_ref().is_empty());
-    // An empty list is a choice: of no GPU.
+    // An empty list chooses no GPU.
     if environment(VISIBLE).is_some() {
         Chooser::List
     } else if RANKS.iter().any(|(rank, sizes)| is_set(rank) && (sizes.is_empty() || sizes.iter().any(several))) {
@@ -47,17 +47,17 @@ pub fn chooser<T: AsRef<[u8]>>(environment: impl Fn(&CStr) -> Option<T>) -> Choo
     }
 }
 
-/// Whether a list names any GPU: as the driver reads it, it ends before the first name that it does not know.
+/// Whether a list names any GPU. The driver ignores the first name that it does not know and everything after it.
 pub fn names_any(list: &[u8]) -> bool {
     matches!(list.trim_ascii_start().first(), Some(b'0'..=b'9' | b'G' | b'M'))
 }
 
-/// The list as it is said. No name of a GPU has other characters than ASCII's.
+/// The messages that carry the list. Names of GPUs are ASCII.
 pub fn parts(list: &[u8]) -> impl Iterator<Item = ClientMessage> {
     list.chunks(PART).map(|part| ClientMessage::VisibleDevices { text: ascii(part) })
 }
 
-/// A part as a text; what is no character of ASCII's is a question mark in it.
+/// A part as text, with a question mark for each byte that is not ASCII.
 pub(crate) fn ascii(part: &[u8]) -> Text<PART> {
     let mut ascii = [0; PART];
     for (to, from) in ascii.iter_mut().zip(part) {

@@ -1,20 +1,21 @@
-//! Which rule a program has, and who counts with it.
+//! Matches programs with rules: the rule that applies to a program, and the programs that count together under it.
 //!
-//! Units, slices and containers count where the system's manager made them. Those of a user's own manager count only for
-//! rules that name this user too, since users call their units what they like; or by a pattern of the whole path.
+//! Rules match units, slices and containers of the system manager. Units of a user's own manager match only rules that also
+//! name this user, or patterns of the whole path, since users can give their units any name.
 
 use super::list::Rules;
 use super::rule::{Glob, Rule, Subject};
 use crate::identity::{self, Identity, Owned, Pod};
 
-/// Those who count together under a rule: by all that the rule names, as far as there can be several. A rule for a unit is
-/// for each unit that it matches, one for a user's programs for all of them, one for a group for each user of it.
+/// The programs that count together under a rule. A rule that names a unit, slice, container or pod limits each one that it
+/// matches separately; a rule that names a user limits all programs of the user together; a rule that names a group limits
+/// each of its users separately.
 ///
-/// A rule that names nothing is for each container and each unit, but for each user where the unit is but one of a user's
-/// sessions: there can be as many of them as the user likes.
+/// A rule that names nothing limits each container and each unit separately. Programs in sessions of a user count together,
+/// since a user can open any number of sessions.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Instance {
-    /// The number of the rule.
+    /// The position of the rule in the list.
     pub rule: usize,
     container: Option<String>,
     pod: Option<String>,
@@ -24,12 +25,12 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// The same where the rule has another number.
+    /// The same programs, for a rule at another position.
     pub fn of_rule(self, rule: usize) -> Self {
         Self { rule, ..self }
     }
 
-    /// The path of the control group that they are all in; of several, the innermost.
+    /// The path of the innermost control group that contains all of them.
     pub fn place(&self) -> Option<&str> {
         [&self.container, &self.pod, &self.unit, &self.slice]
             .into_iter()
@@ -39,7 +40,7 @@ impl Instance {
 }
 
 impl Rules {
-    /// The rule that a program has, if it has one.
+    /// The rule that applies to a program: the first that matches.
     pub fn of(&self, who: &Identity) -> Option<(&Rule, Instance)> {
         self.all().enumerate().find_map(|(at, rule)| Some((rule, rule.subject.matches(who, at)?)))
     }
@@ -55,7 +56,7 @@ impl Subject {
             return Some(Self::everybody(who, &system, rule));
         }
         let users = who.cgroup.of_user().filter(|(uid, _)| self.user == Some(*uid)).map(|(_, owned)| owned);
-        // All of one manager's.
+        // All names must be of the same manager.
         let by_name = |owned: &Owned<'_>| self.places(who, owned, rule);
         by_name(&system).or_else(|| by_name(&users?))
     }
@@ -100,7 +101,8 @@ impl Glob {
         !pod.name.is_empty() && self.0.matches_with(&format!("{}/{}", pod.namespace, pod.name), options)
     }
 
-    /// The first of these that it matches, by name; or, by its path, any control group that the program is in.
+    /// The path of the first control group in `owned` whose name the pattern matches. A pattern with a `/` is compared with the
+    /// paths of all control groups that the program is in instead.
     fn find<'a>(&self, owned: &[&'a str], who: &'a Identity) -> Option<&'a str> {
         let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
         if self.0.as_str().contains('/') {

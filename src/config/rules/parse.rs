@@ -1,4 +1,4 @@
-//! `[[rule]]` as it is written, and what is wrong with it: each mistake with its place and what is allowed.
+//! Parses and checks `[[rule]]`. An error has the position of the mistake and says which values are allowed.
 
 use std::ops::Range;
 use std::path::Path;
@@ -52,7 +52,7 @@ enum Account {
     Number(u32),
 }
 
-/// A mistake, and where it is.
+/// The position and the description of a mistake.
 pub type Mistake = (Range<usize>, String);
 
 /// Reads the rules of one file. `line_of` gives the line of a byte in the file.
@@ -65,7 +65,10 @@ pub fn read(raw: Vec<Spanned<RawRule>>, file: &Path, line_of: impl Fn(usize) -> 
     raw.into_iter().map(rule).collect()
 }
 
-/// Reads the keys of one rule that is in no file.
+/// Parses the keys of one rule that is not in a file.
+///
+/// # Errors
+/// A sentence about the first mistake.
 pub fn read_one(text: &str, origin: Origin) -> Result<Rule, String> {
     let raw: RawRule = toml::from_str(text).map_err(|e| e.message().to_owned())?;
     raw.check(0..0, origin).map_err(|(_, reason)| reason)
@@ -114,7 +117,7 @@ impl RawRule {
         Ok(Whereabouts { allowed: self.allowed_gpus.as_ref().map(|names| names.0.clone()), labels })
     }
 
-    /// The rule's limits of memory, if it has any.
+    /// The rule's memory limits, if it sets any.
     fn memory(&self) -> Result<Option<RuleLimits>, Mistake> {
         let low = self.memory_low.as_ref().map(|low| low.as_ref().0);
         let on_memory_full = match (self.on_memory_full, &self.wait_order) {
@@ -131,7 +134,7 @@ impl RawRule {
             return Ok(None);
         }
         let memory_max = self.memory_max.map_or(Amount::Infinity, |max| max.0);
-        // Parts of a GPU and sizes cannot be compared here.
+        // A percentage of a GPU and a size can only be compared where the GPU is known.
         let is_more = match (low, memory_max) {
             (Some(Amount::Bytes(low)), Amount::Bytes(max)) => low > max,
             (Some(Amount::Percent(low)), Amount::Percent(max)) => low > max,
@@ -144,7 +147,7 @@ impl RawRule {
         Ok(Some(RuleLimits { memory_max, memory_low: low, swap_max, on_memory_full, ..RuleLimits::default() }))
     }
 
-    /// The rule's share of time, if it has one.
+    /// The rule's share of GPU time, if it sets one.
     fn share(&self) -> Result<Option<Share>, Mistake> {
         let percent = |given: &Option<Spanned<Percent>>| given.as_ref().map(|percent| percent.as_ref().0);
         let (min, max) = (percent(&self.time_min), percent(&self.time_max));
@@ -215,7 +218,7 @@ impl Visitor<'_> for AccountVisitor {
     }
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<Account, E> {
-        // The last one stands for "none" in system calls.
+        // System calls use the highest ID for "none".
         let id = u32::try_from(value).ok().filter(|id| *id != u32::MAX);
         id.map(Account::Number).ok_or_else(|| E::custom(format!("{value} cannot be {}", Account::ALLOWED)))
     }

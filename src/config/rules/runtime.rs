@@ -1,18 +1,18 @@
-//! Rules that were set while the daemon runs (`nvsharectl set-rule`, D-Bus): each has a name, and the one that was set last is
-//! tried first.
+//! Rules that are set at run time (`nvsharectl set-rule`, D-Bus). Each has a name. The newest rule comes first, before those of
+//! files.
 
 use toml::Table;
 
 use super::parse::read_one;
 use super::rule::{Origin, Rule};
 
-/// The origin of such a rule in messages.
+/// The origin of these rules in messages.
 const ORIGIN: &str = "set at run time";
-/// One may not grow without bound who can only change settings.
+/// Bounds the daemon's memory: the caller may change settings, not exhaust the host.
 const MOST: usize = 256;
 const LONGEST_NAME: usize = 64;
 
-/// A parsed rule to set at run time, its users looked up. Without a rule, the rule of that name is removed.
+/// A change: sets a rule, whose user and group names have been looked up, or removes the rule of that name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Addition {
     name: String,
@@ -31,7 +31,10 @@ impl Addition {
         self.rule.as_ref().map(|(_, rule)| rule)
     }
 
-    /// Reads what is to be set, or a sentence about what is wrong with it. That may ask a directory service for users.
+    /// Parses a change; without keys, it removes the rule. May block on a directory service that looks up users.
+    ///
+    /// # Errors
+    /// A sentence about the first mistake.
     pub fn read(name: &str, keys: &Table) -> Result<Self, String> {
         if name.is_empty() || name.len() > LONGEST_NAME || name.chars().any(char::is_control) {
             return Err(format!("the name of a rule is one line of text, of 1 to {LONGEST_NAME} bytes"));
@@ -51,7 +54,10 @@ impl Addition {
 }
 
 impl Added {
-    /// Sets a rule, in the place of one of that name, or takes it away; or a sentence about why that cannot be.
+    /// Sets a rule, which replaces a rule of the same name at its position, or removes it.
+    ///
+    /// # Errors
+    /// A sentence, if there is no rule to remove or there are too many.
     pub fn set(&mut self, Addition { name, rule }: Addition) -> Result<(), String> {
         let Some(rule) = rule else {
             let before = self.0.len();
@@ -69,7 +75,7 @@ impl Added {
         Ok(())
     }
 
-    /// Those in a file that was written before, and a sentence about each that is wrong now.
+    /// Reads the rules of a file that [`Self::text`] wrote. Returns a sentence about each that is no longer valid.
     pub fn read(tables: Vec<Table>) -> (Self, Vec<String>) {
         let (mut all, mut wrong) = (Self::default(), Vec::new());
         for mut table in tables.into_iter().rev() {
@@ -94,7 +100,7 @@ impl Added {
         self.0.iter().map(|(_, rule)| rule)
     }
 
-    /// As it is written.
+    /// The text of a file with these rules.
     pub fn text(&self) -> String {
         self.0.iter().map(|(table, _)| format!("\n[[rule]]\n{table}")).collect()
     }

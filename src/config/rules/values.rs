@@ -8,19 +8,19 @@ use serde::de::{self, Deserializer, Visitor};
 use crate::config::units;
 use crate::scheduler::{Amount, WaitOrder};
 
-/// The least that a limit can be: the GPU's own granularity; and the most, as everywhere in the file.
+/// The smallest limit, which is the granularity of GPU memory, and the largest, which is that of all sizes in the file; bytes.
 const LEAST: u64 = 2 << 20;
 const MOST: u64 = 1 << 40;
 
-/// Memory of a group on each GPU, at most.
+/// The most memory that a group may have on each GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryMax(pub Amount);
 
-/// Memory of a group that is protected on each GPU while other groups have memory to give.
+/// Memory of a group on each GPU that is evicted last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLow(pub Amount);
 
-/// Host memory of a group, at most.
+/// The most memory that a group may allocate on all GPUs. `None`: no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SwapMax(pub Option<u64>);
 
@@ -58,7 +58,7 @@ impl Order {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Weight(pub u16);
 
-/// A part of the time.
+/// A part of GPU time, in percent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Percent(pub u8);
 
@@ -78,7 +78,7 @@ impl SwapMax {
     const KEY: &'static str = "swap-max";
 }
 
-/// An amount of memory: a size, all there is, and perhaps a part of a GPU.
+/// Reads an amount of memory: a size, `infinity`, and where allowed a percentage of a GPU.
 struct Memory {
     key: &'static str,
     of_a_gpu: bool,
@@ -151,7 +151,7 @@ impl Visitor<'_> for Memory {
     }
 }
 
-/// A number within bounds, or a text.
+/// Reads a number within bounds, or a text that stands for one.
 struct Small {
     key: &'static str,
     allowed: &'static str,
