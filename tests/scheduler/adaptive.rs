@@ -1,5 +1,6 @@
 //! The policy `adaptive`: who goes before whom, whose memory stays, and that nobody starves.
 
+use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
 use std::time::Duration;
@@ -93,6 +94,30 @@ fn nobody_waits_longer_than_eight_times_as_long_as_if_all_took_turns() {
         };
         assert!(longest_wait(&world) < bound, "{mode:?}: {:?}", longest_wait(&world));
     }
+}
+
+/// Half a second at a hundredth of the weight is waited off after 50 seconds.
+#[test]
+fn a_client_with_a_lower_weight_of_its_own_waits_that_off_and_no_longer() {
+    let mut t = Talk::new(adaptive(AntiThrash::On, ms(500), s(0)));
+    (1..=3).for_each(|n| drop(t.join(n, GIB)));
+    let limits = EnvLimits { weight: Some(1), ..EnvLimits::default() };
+    t.say(Event::EnvLimits { client: client(2), limits });
+    t.request(2);
+    t.request(1);
+    t.after(ms(500));
+    t.release(2, ReleaseReason::Idle);
+    t.request(3);
+    t.request(2);
+    let queue = |t: &Talk| t.machine.gpus()[0].waiters.iter().map(|waiter| waiter.client).collect::<Vec<_>>();
+    assert_eq!((t.state(1), queue(&t)), (LockState::Holding, vec![client(3), client(2)]));
+    t.release(1, ReleaseReason::Idle);
+    t.request(1);
+    assert_eq!(queue(&t), [client(1), client(2)]);
+    t.after(s(51));
+    t.release(3, ReleaseReason::Idle);
+    t.request(3);
+    assert_eq!((t.state(2), queue(&t)), (LockState::Holding, vec![client(1), client(3)]));
 }
 
 #[test]

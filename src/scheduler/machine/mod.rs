@@ -103,7 +103,10 @@ impl Machine {
             match wake {
                 Wake::Gpu(gpu) => self.touch(gpu),
                 Wake::Client(client) => self.check(client),
-                Wake::Entity(entity) => self.enqueue(entity),
+                Wake::Entity(entity) => {
+                    self.requeue(entity);
+                    self.enqueue(entity);
+                }
                 Wake::Eviction(client, gpu) => self.unblock_eviction(client, gpu),
                 Wake::Verification(gpu) => self.expire_unverified(gpu),
                 Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),

@@ -152,8 +152,28 @@ impl Machine {
     /// The key that one client's part of a request has now.
     fn queue_key(&self, client: ClientId, wants: &GpuSet, before: QueueKey) -> QueueKey {
         let class = self.shares().class(client, wants);
-        let served = wants.iter().map(|id| self.shares().latest_finish_tag(client, *id)).max().unwrap_or_default();
+        let owner = self.shares().owner(client);
+        let tags = |id: &GpuId| [owner.and_then(|owner| self.shares().tag_of(owner, *id)), self.own_tag(client, *id)];
+        let served = wants.iter().flat_map(tags).flatten().max().unwrap_or_default();
         QueueKey { class, at: self.policy().key_among_owners(served, before.rank, before.joined), ..before }
+    }
+
+    /// The finish tag of a client whose environment sets a lower weight, as far as it holds the client back. Where the policy
+    /// orders the clients of one owner by rank, they share a key, and the tag counts until that time has come: after that,
+    /// the client would stay behind every client without a tag of its own.
+    fn own_tag(&self, client: ClientId, id: GpuId) -> Option<Time> {
+        let tag = self.shares().tag_of(ShareOwner::Client(client), id)?;
+        (self.policy().tenants_take_turns() || tag > self.now).then_some(tag)
+    }
+
+    /// When the position of a request changes by itself, since a client's own finish tag no longer holds it back.
+    pub(crate) fn position_changes_at(&self, entity: Entity) -> Option<Time> {
+        if self.policy().tenants_take_turns() {
+            return None;
+        }
+        let wants =
+            self.lock.request(entity)?.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
+        wants.filter_map(|(client, id)| self.own_tag(client, id)).min()
     }
 
     /// Charges a client's owners for a hold that ended, `waited` of which was contended: their finish tags rise, and
@@ -201,8 +221,7 @@ impl Machine {
             false => self.policy().key_among_owners(Time::ZERO, arrives, Time::ZERO),
         };
         // Clients of one owner have the same finish tag, unless one has a lower weight of its own.
-        let own_tag =
-            || self.lock.first_client(other).and_then(|client| tag(ShareOwner::Client(client))).unwrap_or_default();
+        let own_tag = || self.lock.first_client(other).and_then(|client| self.own_tag(client, id)).unwrap_or_default();
         let other_at = if is_same_owner { key.rank.max(own_tag()) } else { key.at };
         // While the holder goes on, its arrival would advance as fast as time does.
         let mut ahead = other_at.checked_sub(arrival);

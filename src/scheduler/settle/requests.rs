@@ -108,7 +108,8 @@ impl Machine {
             return self.block(entity, Blocked::Behind(*behind));
         }
         let Some(request) = self.lock.request(entity) else { return };
-        let next = request.gathers.into_iter().chain(request.ages).filter(|at| *at > self.now).min();
+        let changes = self.position_changes_at(entity);
+        let next = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
         self.lock.join_queues(&mut self.effects, entity);
         self.touch_conflicting_gangs(entity);
         self.effects.wake(Wake::Entity(entity), next);
