@@ -10,7 +10,7 @@
 //! between one and two milliseconds as between one and two seconds. A gap that has lasted for a while is then likely to last as
 //! long again.
 //!
-//! The crate is used by `libnvshare.so` and by `nvsharectl simulate`, which must predict what the library does. It has no
+//! The crate is used by `libnvshare.so` and by the simulated client, which must do what the library does. It has no
 //! dependencies and does not allocate: the library runs inside other people's processes.
 
 #![cfg_attr(not(test), no_std)]

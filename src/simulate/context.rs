@@ -1,7 +1,7 @@
 //! State that all programs share: the time, messages, the engines and links of GPUs, and statistics.
 
 use super::engines::Engines;
-use super::memory::Link;
+use super::link::Link;
 use super::queue::{Happening, Queue};
 use super::statistics::Statistics;
 use crate::scheduler::{Event, GpuId, Time, Uuid};

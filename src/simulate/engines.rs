@@ -64,10 +64,6 @@ impl Engines {
         self.programs.iter_mut().map(had).collect()
     }
 
-    pub fn runs(&self, program: usize) -> bool {
-        self.programs.get(program).is_some_and(|work| work.since.is_some())
-    }
-
     /// Starts a program with that much work left.
     pub fn start(&mut self, program: usize, left: Duration, now: Time, queue: &mut Queue) {
         let Some(work) = self.programs.get_mut(program).filter(|work| work.since.is_none()) else { return };

@@ -1,21 +1,20 @@
 //! Simulation of a described mix of programs: the scheduler's own state machine (`nvshare::scheduler::Machine`), and
-//! programs that answer it as `libnvshare.so` does, in virtual time. There is no GPU, daemon or clock: the same file
-//! gives the same figures.
+//! programs whose clients (`nvshare_simulated_client::Client`) answer it as `libnvshare.so` does, in virtual time. There
+//! is no GPU, daemon or clock: the same file gives the same figures.
 //!
 //! - [`scenario`]: the simulated GPUs, settings and jobs; `schema`: the file format.
 //! - `plans`: the arrival time and the GPUs of each program.
 //! - [`policies`]: the policies that are compared.
 //! - `world`: the machine, the programs and the time; `queue`: coming events.
-//! - `program`: one client; `answers`: its answers to the scheduler; `turn`: its lock; `memory`: its memory on a GPU.
-//! - `engines`: the work of GPUs. `context`: state that all programs share.
+//! - `program`: one program and its client. `engines`: the work of GPUs; `link`: copies between them and the host.
+//! - `context`: state that all programs share.
 //! - `serial`: the ideal that policies are compared with.
 //! - [`report`]: the figures; `statistics`: collects them; `figures`: computes them.
 
-mod answers;
 mod context;
 mod engines;
 pub mod figures;
-mod memory;
+mod link;
 mod plans;
 pub mod policies;
 mod program;
@@ -25,7 +24,6 @@ pub mod scenario;
 mod schema;
 mod serial;
 mod statistics;
-mod turn;
 mod world;
 
 use std::thread;

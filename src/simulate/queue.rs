@@ -4,7 +4,9 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::{BinaryHeap, VecDeque};
 use std::time::Duration;
 
-use crate::scheduler::{ClientId, Command, Event, Time};
+use nvshare_simulated_client::{Timer, Way};
+
+use crate::scheduler::{ClientId, Command, Event, GpuId, Time};
 
 /// From a program to the scheduler, or back: half of what a hand-over takes, from the packet that releases a lock to the moment
 /// the next program has read its grant (`bench/RESULTS.md`: 49 µs at the median).
@@ -19,16 +21,10 @@ pub enum Happening {
     HasWork(usize),
     /// A program's work is done. An outdated number means that this no longer applies.
     WorkDone(usize, u32),
-    /// A program has been idle for its grace. The number is that of the pause.
-    Quiet(usize, u32),
-    /// It knows how full it keeps the GPU. The number is that of the turn, as in the next two.
-    Sampled(usize, u32),
-    /// Work submitted before a revoke is done.
-    Drained(usize, u32),
-    /// That takes long.
-    Lingers(usize, u32),
-    /// A chunk has been copied, for the program, on that one of its GPUs.
-    Copied(usize, usize),
+    /// Its client asked to be woken.
+    Wakes(usize, Timer),
+    /// Bytes of a program have been copied to or from that GPU.
+    Moved(usize, GpuId, Way, u64),
     /// A measurement of that GPU, requested at that time, is done.
     Measured(usize, Time),
 }

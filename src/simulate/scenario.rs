@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use toml::Spanned;
 
+pub use nvshare_simulated_client::FULL;
+
 use super::schema::{self, Length, Size};
 use crate::config::ConfigError;
 use crate::config::document::{self, position};
@@ -175,9 +177,6 @@ impl Job {
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 }
-
-/// A GPU that is busy all the time.
-pub const FULL: u32 = 1_000_000;
 
 fn job(
     raw: schema::Job,

@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use nvshare_simulated_client::addressee;
+
 use super::context::{Context, gpu_id, place_of};
 use super::engines::{Engines, Work};
-use super::memory::Link;
+use super::link::Link;
 use super::plans::Plan;
 use super::policies::Policy;
 use super::program::Program;
@@ -111,13 +113,10 @@ impl World {
         }
         let now = self.context.now;
         for command in self.machine.handle(now, event) {
-            match addressee(&command) {
-                Some(client) => self.context.queue.tell(now, client, command),
-                None => {
-                    if let Command::Measure { gpu } = command {
-                        self.context.at(now + MEASUREMENT, Happening::Measured(place_of(gpu), now));
-                    }
-                }
+            if let Some(client) = addressee(&command) {
+                self.context.queue.tell(now, client, command);
+            } else if let Command::Measure { gpu } = command {
+                self.context.at(now + MEASUREMENT, Happening::Measured(place_of(gpu), now));
             }
         }
     }
@@ -144,39 +143,16 @@ impl World {
                     program.work_done(context);
                 }
             }),
-            Happening::Quiet(at, pause) => with(at, &mut |program, context| program.quiet(pause, context)),
-            Happening::Sampled(at, turn) => with(at, &mut |program, context| program.sampled(turn, context)),
-            Happening::Drained(at, turn) => with(at, &mut |program, context| program.drained(turn, context)),
-            Happening::Lingers(at, turn) => with(at, &mut |program, context| program.lingers(turn, context)),
-            Happening::Copied(at, place) => with(at, &mut |program, context| program.copied(place, context)),
+            Happening::Wakes(at, timer) => with(at, &mut |program, context| {
+                program.client_does(context, |client, now| client.wake(now, timer));
+            }),
+            Happening::Moved(at, gpu, way, bytes) => with(at, &mut |program, context| {
+                program.client_does(context, |client, now| client.moved(now, gpu, way, bytes));
+            }),
             // Programs are believed: none of them lies.
             Happening::Measured(place, begun) => {
                 self.feed(Event::Measured { gpu: gpu_id(place), begun, free: None, found: BTreeMap::new() });
             }
         }
-    }
-}
-
-/// The program that a command is sent to; others are for the log and for measurements.
-fn addressee(command: &Command) -> Option<ClientId> {
-    match command {
-        Command::Measure { .. }
-        | Command::EvictionBlocked { .. }
-        | Command::Undrainable { .. }
-        | Command::MappingFailed { .. }
-        | Command::Placed { .. }
-        | Command::Unplaced { .. }
-        | Command::Thrashing { .. } => None,
-        Command::Attached { client, .. }
-        | Command::Limit { client, .. }
-        | Command::Denied { client, .. }
-        | Command::Allowance { client, .. }
-        | Command::Grant { client, .. }
-        | Command::Revoke { client, .. }
-        | Command::Contended { client, .. }
-        | Command::Waiting { client, .. }
-        | Command::Reserved { client, .. }
-        | Command::Prepare { client, .. }
-        | Command::Probe { client } => Some(*client),
     }
 }

@@ -1,0 +1,428 @@
+//! One client: its requests and turns, and when its memory moves.
+
+use crate::memory::{Memory, Way};
+use crate::utilization::{SAMPLED, Utilization};
+use crate::{Effect, Setup, Timer};
+use nvshare_idle_gap::IdleGapPredictor;
+use nvshare_sched::{ClientId, Command, Engine, Event, GpuId, GpuSet, ReleaseReason, StuckReason, Time};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// After so short a grace the lock is released whatever is known of the program's pauses.
+const SHORTEST: Duration = Duration::from_millis(1);
+/// A drain that takes longer is reported (`preload/src/client/turn.rs`).
+const LONG: Duration = Duration::from_secs(2);
+/// The interval between attempts to map memory, and after those of a while have failed.
+const RETRY_SOON: Duration = Duration::from_millis(5);
+const RETRY_LATE: Duration = Duration::from_millis(50);
+
+#[derive(Debug)]
+pub struct Client {
+    id: ClientId,
+    setup: Setup,
+    memories: BTreeMap<GpuId, Memory>,
+    /// The GPUs whose lock it has; those that it is to release once its work is done; the grace on those for which
+    /// another client waits.
+    held: GpuSet,
+    draining: GpuSet,
+    graces: BTreeMap<GpuId, Duration>,
+    is_requested: bool,
+    /// The program has work for its GPUs; it is running.
+    has_work: bool,
+    runs: bool,
+    /// When the turn began.
+    since: Time,
+    utilization: Utilization,
+    idle_gaps: IdleGapPredictor,
+    /// Since when it has been idle, while others wait or since it released the lock for that.
+    idle_since: Option<Time>,
+    /// Numbers for timers.
+    turn: u32,
+    drain: u32,
+    pause: u32,
+    effects: Vec<Effect>,
+}
+
+impl Client {
+    pub fn new(id: ClientId, setup: Setup) -> Self {
+        Self {
+            id,
+            memories: setup.gpus.iter().map(|gpu| (*gpu, Memory::new(setup.pinned))).collect(),
+            setup,
+            held: GpuSet::new(),
+            draining: GpuSet::new(),
+            graces: BTreeMap::new(),
+            is_requested: false,
+            has_work: false,
+            runs: false,
+            since: Time::ZERO,
+            utilization: Utilization::default(),
+            idle_gaps: IdleGapPredictor::default(),
+            idle_since: None,
+            turn: 0,
+            drain: 0,
+            pause: 0,
+            effects: Vec::new(),
+        }
+    }
+
+    /// Whether it may use all of its GPUs.
+    pub fn is_attached(&self) -> bool {
+        self.memories.values().all(Memory::is_attached)
+    }
+
+    /// Whether the program has all memory that it wants.
+    pub fn is_allocated(&self) -> bool {
+        self.memories.values().all(Memory::is_allocated)
+    }
+
+    pub fn memory(&self, gpu: GpuId) -> Option<&Memory> {
+        self.memories.get(&gpu)
+    }
+
+    /// The GPUs whose lock it has.
+    pub fn held(&self) -> &GpuSet {
+        &self.held
+    }
+
+    /// Those of them that it is to release.
+    pub fn draining(&self) -> &GpuSet {
+        &self.draining
+    }
+
+    /// Connects, and attaches to its GPUs.
+    pub fn connect(&mut self) -> Vec<Effect> {
+        let (client, group, limits) = (self.id, self.setup.group, self.setup.limits);
+        self.send(Event::Connected { client, gang: self.setup.gang, tenant: self.setup.tenant });
+        if group.is_some() {
+            self.send(Event::Groups { groups: [(client, group)].into() });
+        }
+        if limits != Default::default() {
+            self.send(Event::EnvLimits { client, limits });
+        }
+        for gpu in self.setup.gpus.clone() {
+            self.send(Event::Attached { client, gpu, engine: self.setup.engine });
+        }
+        self.take_effects()
+    }
+
+    /// Handles a message of the scheduler.
+    pub fn handle(&mut self, now: Time, command: Command) -> Vec<Effect> {
+        match command {
+            Command::Attached { gpu, .. } => {
+                if let Some(memory) = self.memories.get_mut(&gpu) {
+                    memory.attach();
+                }
+            }
+            Command::Limit { gpu, bytes, seq, .. } => {
+                if let Some(memory) = self.memories.get_mut(&gpu) {
+                    memory.set_limit(bytes, seq);
+                    self.allocate_on(now, gpu);
+                }
+            }
+            Command::Denied { gpu, .. } => {
+                if let Some(memory) = self.memories.get_mut(&gpu) {
+                    memory.refuse();
+                    self.effects.push(Effect::Denied(gpu));
+                }
+            }
+            Command::Allowance { gpu, seq, bytes, .. } => {
+                if self.memories.get_mut(&gpu).is_some_and(|memory| memory.allow(seq, bytes)) {
+                    self.report(gpu);
+                }
+                self.move_memory(gpu);
+                self.run(now);
+            }
+            Command::Grant { gpus, .. } => {
+                self.graces.retain(|gpu, _| !gpus.contains(gpu));
+                self.held.extend(gpus);
+                self.is_requested &= self.held != self.setup.gpus;
+                self.since = now;
+                self.turn = self.turn.wrapping_add(1);
+                self.utilization = Utilization::default();
+                self.run(now);
+            }
+            Command::Revoke { gpus, .. } => self.revoke(now, &gpus),
+            Command::Contended { gpus, waiters, grace, .. } => {
+                self.contend(now, &gpus, (waiters > 0).then_some(grace));
+            }
+            // The others are for the daemon, or change nothing.
+            _ => {}
+        }
+        self.take_effects()
+    }
+
+    /// From now on the program wants so many bytes on each GPU. Where the limit is lower than that, it allocates `part`,
+    /// and requests a higher limit for the rest.
+    pub fn allocate(&mut self, now: Time, bytes: u64, part: u64) -> Vec<Effect> {
+        for gpu in self.setup.gpus.clone() {
+            if let Some(memory) = self.memories.get_mut(&gpu) {
+                memory.want(bytes, part);
+            }
+            if self.memory(gpu).is_some_and(Memory::is_attached) {
+                self.allocate_on(now, gpu);
+            }
+        }
+        self.take_effects()
+    }
+
+    /// The program goes on with what its limit allows there.
+    pub fn make_do(&mut self, now: Time, gpu: GpuId) -> Vec<Effect> {
+        if let Some(memory) = self.memories.get_mut(&gpu) {
+            memory.make_do();
+            self.allocate_on(now, gpu);
+        }
+        self.take_effects()
+    }
+
+    /// The program has work from now on: it runs as soon as it has the lock and its memory.
+    pub fn begin_work(&mut self, now: Time) -> Vec<Effect> {
+        self.has_work = true;
+        if let Some(since) = self.idle_since.take() {
+            self.idle_gaps.record(now.saturating_sub(since));
+        }
+        self.pause = self.pause.wrapping_add(1);
+        self.request();
+        self.run(now);
+        self.take_effects()
+    }
+
+    /// The program's work is done.
+    pub fn end_work(&mut self, now: Time) -> Vec<Effect> {
+        (self.has_work, self.runs) = (false, false);
+        self.utilization.rest(now);
+        if self.draining.is_empty() {
+            self.idle(now);
+        } else {
+            self.release(now, self.draining.clone(), ReleaseReason::Revoked);
+            self.turn_is_over();
+        }
+        self.take_effects()
+    }
+
+    /// A move has ended. `bytes` is what was asked for, or less where memory could not be mapped.
+    pub fn moved(&mut self, now: Time, gpu: GpuId, way: Way, bytes: u64) -> Vec<Effect> {
+        let Some(memory) = self.memories.get_mut(&gpu) else { return Vec::new() };
+        if memory.moved(bytes) {
+            self.report(gpu);
+        }
+        if way == Way::Out || self.has_mapped(now, gpu, bytes) {
+            self.move_memory(gpu);
+            self.run(now);
+        }
+        self.take_effects()
+    }
+
+    /// The time of a timer has come.
+    pub fn wake(&mut self, now: Time, timer: Timer) -> Vec<Effect> {
+        match timer {
+            Timer::Quiet(pause) => {
+                let gpus: GpuSet = self.held.difference(&self.draining).copied().collect();
+                if !self.has_work && self.pause == pause && !self.graces.is_empty() && !gpus.is_empty() {
+                    self.release(now, gpus, ReleaseReason::Idle);
+                    self.turn_is_over();
+                }
+            }
+            Timer::Sampled(turn) => self.sampled(now, turn),
+            Timer::Drained(drain) if self.drain == drain && !self.draining.is_empty() => {
+                self.halt(now);
+                self.release(now, self.draining.clone(), ReleaseReason::Revoked);
+                self.turn_is_over();
+            }
+            Timer::Lingers(drain) if self.drain == drain && !self.draining.is_empty() => {
+                let gpus = self.draining.clone();
+                self.send(Event::Stuck { client: self.id, gpus, reason: StuckReason::LongWork });
+            }
+            Timer::Retry(gpu) => {
+                if let Some(memory) = self.memories.get_mut(&gpu) {
+                    memory.retries = false;
+                }
+                self.move_memory(gpu);
+            }
+            Timer::Drained(_) | Timer::Lingers(_) => {}
+        }
+        self.take_effects()
+    }
+
+    fn take_effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.effects)
+    }
+
+    fn send(&mut self, event: Event) {
+        self.effects.push(Effect::Send(event));
+    }
+
+    fn wake_at(&mut self, at: Time, timer: Timer) {
+        self.effects.push(Effect::Wake(at, timer));
+    }
+
+    fn report(&mut self, gpu: GpuId) {
+        let Some(report) = self.memory(gpu).map(Memory::report) else { return };
+        self.send(Event::Memory { client: self.id, gpu, report });
+    }
+
+    /// Requests the lock, unless a request waits or is to follow a release.
+    fn request(&mut self) {
+        if self.has_work && !self.is_requested && self.draining.is_empty() && self.held != self.setup.gpus {
+            self.is_requested = true;
+            self.send(Event::Requested { client: self.id, gpus: self.setup.gpus.clone() });
+        }
+    }
+
+    /// Runs, if the program has work, the lock and its memory.
+    fn run(&mut self, now: Time) {
+        let is_paged = self.setup.engine == Engine::Managed;
+        let can_run = self.has_work && self.draining.is_empty() && self.held == self.setup.gpus;
+        if can_run && !self.runs && self.memories.values().all(|memory| memory.is_ready(is_paged)) {
+            self.runs = true;
+            self.utilization.run(now);
+            self.effects.push(Effect::Run);
+        }
+    }
+
+    fn halt(&mut self, now: Time) {
+        if std::mem::take(&mut self.runs) {
+            self.utilization.rest(now);
+            self.effects.push(Effect::Halt);
+        }
+    }
+
+    fn revoke(&mut self, now: Time, gpus: &GpuSet) {
+        let gpus: GpuSet = self.held.iter().filter(|gpu| self.setup.peers || gpus.contains(gpu)).copied().collect();
+        if gpus.is_subset(&self.draining) {
+            return;
+        }
+        if !self.runs {
+            self.release(now, gpus, ReleaseReason::Revoked);
+            return self.turn_is_over();
+        }
+        let drains_already = !self.draining.is_empty();
+        self.draining.extend(gpus);
+        if drains_already {
+            return;
+        }
+        self.drain = self.drain.wrapping_add(1);
+        let drain = self.setup.drain;
+        if drain.is_none_or(|drain| drain > LONG) {
+            self.wake_at(now + LONG, Timer::Lingers(self.drain));
+        }
+        if let Some(drain) = drain {
+            self.wake_at(now + drain, Timer::Drained(self.drain));
+        }
+    }
+
+    /// Another client waits for these GPUs, or none does any more.
+    fn contend(&mut self, now: Time, gpus: &GpuSet, grace: Option<Duration>) {
+        let was_contended = !self.graces.is_empty();
+        for gpu in gpus.intersection(&self.held).filter(|gpu| !self.draining.contains(gpu)) {
+            match grace {
+                Some(grace) => self.graces.insert(*gpu, grace),
+                None => self.graces.remove(gpu),
+            };
+        }
+        match (was_contended, !self.graces.is_empty()) {
+            (false, true) => {
+                self.sample(now);
+                self.idle(now);
+            }
+            (true, false) => {
+                self.idle_since = None;
+                self.pause = self.pause.wrapping_add(1);
+            }
+            _ => {}
+        }
+    }
+
+    /// In a pause while others wait, the lock is released after a while.
+    fn idle(&mut self, now: Time) {
+        let Some(grace) = self.graces.values().min().copied().filter(|_| !self.has_work) else { return };
+        self.idle_since = Some(now);
+        self.pause = self.pause.wrapping_add(1);
+        let timeout = if grace <= SHORTEST { grace } else { self.idle_gaps.timeout(grace) };
+        self.wake_at(now + timeout, Timer::Quiet(self.pause));
+        if timeout > SAMPLED {
+            self.sample(now);
+        }
+    }
+
+    fn sample(&mut self, now: Time) {
+        if self.setup.fullness.is_some() && self.utilization.begin(now) {
+            self.wake_at(now + SAMPLED, Timer::Sampled(self.turn));
+        }
+    }
+
+    fn sampled(&mut self, now: Time, turn: u32) {
+        let Some(fullness) = self.setup.fullness else { return };
+        if self.turn != turn || self.held.is_empty() || !self.draining.is_empty() {
+            return;
+        }
+        let (permille, goes_on) = self.utilization.end(now, fullness, !self.graces.is_empty());
+        if let Some(permille) = permille {
+            for gpu in self.held.clone() {
+                self.send(Event::Utilization { client: self.id, gpu, permille });
+            }
+        }
+        if goes_on {
+            self.sample(now);
+        }
+    }
+
+    fn release(&mut self, now: Time, gpus: GpuSet, reason: ReleaseReason) {
+        self.held.retain(|gpu| !gpus.contains(gpu));
+        self.draining.retain(|gpu| !gpus.contains(gpu));
+        self.graces.retain(|gpu, _| !gpus.contains(gpu));
+        let busy = now.saturating_sub(self.since);
+        self.send(Event::Released { client: self.id, gpus, reason, busy });
+    }
+
+    /// After a release: the lock is requested again if the program has work, and memory may leave.
+    fn turn_is_over(&mut self) {
+        self.request();
+        for gpu in self.setup.gpus.clone() {
+            self.move_memory(gpu);
+        }
+    }
+
+    /// Allocates what is wanted, as far as the limit allows, and reports that.
+    fn allocate_on(&mut self, now: Time, gpu: GpuId) {
+        if let Some(bytes) = self.memories.get_mut(&gpu).and_then(Memory::allocate) {
+            self.send(Event::LimitRequested { client: self.id, gpu, bytes });
+        }
+        self.report(gpu);
+        self.move_memory(gpu);
+        self.run(now);
+    }
+
+    /// Moves memory towards the allowance. None leaves during a turn.
+    fn move_memory(&mut self, gpu: GpuId) {
+        let stays = self.held.contains(&gpu);
+        let Some(memory) = self.memories.get_mut(&gpu) else { return };
+        if let Some((way, bytes)) = memory.step(stays, self.setup.chunk) {
+            self.effects.push(Effect::Move { gpu, way, bytes });
+        }
+    }
+
+    /// Handles the end of an attempt to map memory. False if nothing could be mapped: it is tried again, and where it has
+    /// failed for a while, other clients go first.
+    fn has_mapped(&mut self, now: Time, gpu: GpuId, bytes: u64) -> bool {
+        let Some(memory) = self.memories.get_mut(&gpu) else { return false };
+        let is_full = memory.is_full(now, bytes == 0);
+        if bytes > 0 {
+            return true;
+        }
+        if !std::mem::replace(&mut memory.retries, true) {
+            self.wake_at(now + if is_full { RETRY_LATE } else { RETRY_SOON }, Timer::Retry(gpu));
+        }
+        if is_full && self.held.contains(&gpu) && !self.draining.contains(&gpu) {
+            self.halt(now);
+            self.release(now, [gpu].into(), ReleaseReason::NoMemory);
+            // One GPU is of no use without the others.
+            let others: GpuSet = self.held.difference(&self.draining).copied().collect();
+            if !others.is_empty() {
+                self.release(now, others, ReleaseReason::Idle);
+            }
+            self.turn_is_over();
+        }
+        false
+    }
+}

@@ -1,0 +1,101 @@
+//! A client of the scheduler in virtual time, which answers as `libnvshare.so` does: a pure state machine, like the
+//! scheduler's own. It requests the lock when its program has work, drains after a revoke, releases the lock in a pause
+//! while others wait, allocates within its limit, moves memory to its allowance, and reports memory and utilization.
+//!
+//! `nvsharectl simulate` runs programs on it, and so do the random worlds of the scheduler's tests. Each world delivers
+//! messages, calls back at the times that the client names, and decides how long work and copies take, whether mapping
+//! memory fails, and what misbehaves. Every function takes the time and returns the [`Effect`]s, which the world carries
+//! out in their order.
+//!
+//! - `client`: requests, turns and allocations. `memory`: the memory on one GPU. `utilization`: how busy it keeps a GPU.
+
+mod client;
+mod memory;
+mod utilization;
+
+pub use client::Client;
+pub use memory::{Memory, Way};
+pub use utilization::FULL;
+
+use nvshare_sched::{ClientId, Command, Engine, EnvLimits, Event, GpuId, GpuSet, Group, TenantId, Time};
+use std::time::Duration;
+
+/// What does not change about a client.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    pub gang: u64,
+    pub tenant: TenantId,
+    pub group: Option<Group>,
+    /// What its environment asks for.
+    pub limits: EnvLimits,
+    /// With [`Engine::Managed`] the program runs whatever is mapped: pages are faulted in.
+    pub engine: Engine,
+    /// Its GPUs: it needs the locks of all of them to run.
+    pub gpus: GpuSet,
+    /// The locks of its GPUs are held together or not at all.
+    pub peers: bool,
+    /// The time for which submitted work runs on after a revoke. `None`: until the program's work is done.
+    pub drain: Option<Duration>,
+    /// The part of a GPU that it keeps busy while it runs, in millionths: reported while others wait. `None`: never
+    /// reported.
+    pub fullness: Option<u32>,
+    /// Bytes on each GPU that cannot leave.
+    pub pinned: u64,
+    /// Bytes that are copied and reported at once.
+    pub chunk: u64,
+}
+
+/// What a client does, or asks of its world.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Effect {
+    /// A message to the scheduler.
+    Send(Event),
+    /// [`Client::wake`] is to be called then.
+    Wake(Time, Timer),
+    /// Bytes move. Once they have, [`Client::moved`] is to be called. One move at a time is under way on each GPU.
+    Move { gpu: GpuId, way: Way, bytes: u64 },
+    /// The program's work begins, or goes on. Its end is told by [`Client::end_work`].
+    Run,
+    /// The program's work is interrupted.
+    Halt,
+    /// An allocation on this GPU is refused: the program ends, or [makes do](Client::make_do) with what it has.
+    Denied(GpuId),
+}
+
+/// What a client is to be woken for. Numbers tell outdated timers, which have no effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Timer {
+    /// The program has been idle for its timeout.
+    Quiet(u32),
+    /// A utilization sample is complete.
+    Sampled(u32),
+    /// Work submitted before a revoke is done.
+    Drained(u32),
+    /// The same takes long.
+    Lingers(u32),
+    /// Mapping failed on this GPU, and is tried again.
+    Retry(GpuId),
+}
+
+/// The client that a command is sent to, or is about.
+pub fn addressee(command: &Command) -> Option<ClientId> {
+    match command {
+        Command::Measure { .. } | Command::Thrashing { .. } => None,
+        Command::Attached { client, .. }
+        | Command::MappingFailed { client, .. }
+        | Command::Limit { client, .. }
+        | Command::Denied { client, .. }
+        | Command::Allowance { client, .. }
+        | Command::Grant { client, .. }
+        | Command::Revoke { client, .. }
+        | Command::Contended { client, .. }
+        | Command::Waiting { client, .. }
+        | Command::Undrainable { client, .. }
+        | Command::EvictionBlocked { client, .. }
+        | Command::Reserved { client, .. }
+        | Command::Prepare { client, .. }
+        | Command::Probe { client }
+        | Command::Placed { client, .. }
+        | Command::Unplaced { client, .. } => Some(*client),
+    }
+}

@@ -1,0 +1,60 @@
+//! Utilization: how busy a client sees a GPU during a turn, as the library samples it (`preload/src/client/utilization.rs`).
+
+use nvshare_sched::Time;
+use std::time::Duration;
+
+/// A GPU that is busy all the time.
+pub const FULL: u32 = 1_000_000;
+/// The time over which the library samples: 24 samples, one every 2.1 ms.
+pub const SAMPLED: Duration = Duration::from_millis(50);
+/// The least change that is reported, in thousandths.
+const CHANGE: u32 = 100;
+
+/// Of one turn.
+#[derive(Debug, Default)]
+pub struct Utilization {
+    /// The beginning of sampling and the running time until then; and the last report, in thousandths.
+    sample: Option<(Time, Duration)>,
+    reported: Option<u32>,
+    /// Running time in this turn, and since when it runs.
+    ran: Duration,
+    runs_since: Option<Time>,
+}
+
+impl Utilization {
+    pub fn run(&mut self, now: Time) {
+        self.runs_since = Some(now);
+    }
+
+    pub fn rest(&mut self, now: Time) {
+        self.ran = self.ran(now);
+        self.runs_since = None;
+    }
+
+    fn ran(&self, now: Time) -> Duration {
+        self.ran + self.runs_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
+    }
+
+    /// Begins to sample. False if it does already.
+    pub fn begin(&mut self, now: Time) -> bool {
+        let is_new = self.sample.is_none();
+        let ran = self.ran(now);
+        self.sample.get_or_insert((now, ran));
+        is_new
+    }
+
+    /// Ends a sample. Returns the thousandths to report, if they have changed, for a program that keeps `fullness`
+    /// millionths of the GPU busy while it runs; and whether to go on: one that ran all the time has no more to show until
+    /// it pauses.
+    pub fn end(&mut self, now: Time, fullness: u32, is_contended: bool) -> (Option<u32>, bool) {
+        let Some((since, before)) = self.sample.take().filter(|_| is_contended) else { return (None, false) };
+        let (window, ran) = (now.saturating_sub(since), self.ran(now).saturating_sub(before));
+        let busy = ran.as_nanos() * u128::from(fullness) / u128::from(FULL / 1000);
+        let permille = u32::try_from(busy / window.as_nanos().max(1)).unwrap_or(u32::MAX);
+        let has_changed = self.reported.is_none_or(|reported| reported.abs_diff(permille) >= CHANGE);
+        if has_changed {
+            self.reported = Some(permille);
+        }
+        (has_changed.then_some(permille), ran < window)
+    }
+}
