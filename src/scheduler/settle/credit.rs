@@ -35,13 +35,16 @@ impl Machine {
         }
     }
 
+    /// Whether a client runs without its memory on the GPU: its pages fault in and out.
+    pub(crate) fn faults_in(&self, client: ClientId, id: GpuId) -> bool {
+        let is_managed = self.memory_of(client, id).is_some_and(|memory| memory.engine == Engine::Managed);
+        is_managed && self.settings.anti_thrash == AntiThrash::Off
+    }
+
     /// The bytes that a client must be allowed in order to run on a GPU: its demand and its shortfall, up to the
     /// capacity.
     pub(crate) fn need(&self, client: ClientId, id: GpuId) -> u64 {
-        let (Some(memory), Some(gpu)) = (self.memory_of(client, id), self.memory.get(&id)) else { return 0 };
-        if memory.engine == Engine::Managed && self.settings.anti_thrash == AntiThrash::Off {
-            return 0; // its pages fault in and out
-        }
+        let Some(gpu) = self.memory.get(&id).filter(|_| !self.faults_in(client, id)) else { return 0 };
         gpu.ledger
             .account(client)
             .map_or(0, |account| account.report.demand)

@@ -195,15 +195,15 @@ impl Machine {
         }
     }
 
-    /// Grants a request at once if it needs neither bytes nor turns: managed memory with anti-thrash off.
+    /// Grants a request at once if it needs neither bytes nor turns: managed memory with anti-thrash off. While its memory
+    /// is leaving for others, it waits in the queue like they do.
     fn admit_if_needless(&mut self, entity: Entity) {
-        if self.settings.anti_thrash != AntiThrash::Off {
-            return;
-        }
         let Some(request) = self.lock.request(entity) else { return };
-        let is_managed = |client, id| self.memory_of(client, id).is_some_and(|s| s.engine == Engine::Managed);
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
-        if wants.all(|(client, id)| is_managed(client, id) && self.lock.hold(client, id).is_none()) {
+        let is_needless = |client, id| {
+            self.faults_in(client, id) && self.lock.hold(client, id).is_none() && !self.is_evicting(entity, id)
+        };
+        if wants.all(|(client, id)| is_needless(client, id)) {
             self.grant(entity);
         }
     }
@@ -241,6 +241,18 @@ impl Machine {
         self.lock.request(entity).is_some() && self.lock.members(entity, id).iter().all(has)
     }
 
+    /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while it has
+    /// the lock: what others wait for would stay.
+    fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
+        let evicts = |client: &ClientId| {
+            let Some(account) = self.account(*client, id) else { return false };
+            account.charge > account.allowance.max(account.report.pinned)
+                && self.faults_in(*client, id)
+                && self.eviction_block(*client, id).is_none()
+        };
+        self.lock.members(entity, id).iter().any(evicts)
+    }
+
     /// Whether a request is the first in all of its queues and can be granted.
     pub(crate) fn is_grantable(&self, entity: Entity) -> bool {
         let Some(request) = self.lock.request(entity) else { return false };
@@ -248,7 +260,10 @@ impl Machine {
             return false;
         }
         let is_served = |id: &GpuId| {
-            self.lock.first(*id) == Some(entity) && self.is_admissible(entity, *id) && self.has_memory(entity, *id)
+            self.lock.first(*id) == Some(entity)
+                && self.is_admissible(entity, *id)
+                && self.has_memory(entity, *id)
+                && !self.is_evicting(entity, *id)
         };
         request.gpus().iter().all(is_served)
     }

@@ -39,6 +39,25 @@ fn bytes_are_charged_until_they_are_known_to_be_gone() {
 }
 
 #[test]
+fn managed_memory_that_leaves_for_others_leaves_before_its_client_runs_again() {
+    let mut t = Talk::in_mode(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
+    t.report(1, 12 * GIB, 0, 0);
+    t.request(1);
+    t.map(1);
+    assert_eq!((t.attachment(1).mapped, t.state(1)), (12 * GIB, LockState::Holding));
+    t.release(1, ReleaseReason::Idle);
+    t.say(Event::Configure(settings(AntiThrash::Off, Duration::from_secs(1))));
+    t.join(2, 12 * GIB);
+    t.request(2);
+    assert!(t.attachment(1).allowance < 12 * GIB);
+    assert!(!t.request(1).contains(&grant(1)), "while it runs it evicts nothing, and 2 would wait for ever");
+    let commands = t.map(1);
+    assert!(commands.contains(&grant(2)) && commands.contains(&grant(1)), "{commands:?}");
+}
+
+#[test]
 fn a_holder_is_told_what_it_is_likely_to_lose() {
     let mut t = Talk::new(settings(AntiThrash::On, Duration::from_secs(10)));
     let capacity = t.machine.gpus()[0].capacity;
