@@ -56,7 +56,7 @@ fn a_deadlock_that_nobody_announced_is_broken_by_running_the_partners() {
         let (mut world, clients) = two_jobs(mode, GIB, Duration::ZERO, |_| 0);
         assert!(world.run(Duration::from_secs(300)), "{mode:?}: {:?}", world.machine.gpus());
         let last = clients.iter().map(|client| world.finished(*client)).max().unwrap();
-        assert!(last < Duration::from_secs(200), "{mode:?}: {last:?}");
+        assert!(last < Duration::from_secs(250), "{mode:?}: {last:?}");
     }
 }
 

@@ -1,19 +1,17 @@
-//! A world in virtual time around the scheduler's machine: clients that behave as the library does (or do not), and
-//! checks after every event of what must always hold. Messages take a little time in both directions and keep their
-//! order, so that they cross as they do in life.
+//! A world in virtual time around the scheduler's machine: clients that behave as the library does
+//! (`nvshare_simulated_client`), or do not, and checks after every event of what must always hold. Messages take a little
+//! time in both directions and keep their order, so that they cross as they do in life.
 
 mod checks;
 mod client;
 mod decisions;
-mod memory;
-mod messages;
 mod plan;
 mod trouble;
 mod world;
 
-pub use client::{Model, Place};
+pub use client::Model;
 pub use decisions::Decisions;
-pub use messages::addressee;
+pub use nvshare_simulated_client::addressee;
 pub use plan::{ENDLESS, Lie, Plan};
 pub use trouble::Trouble;
 pub use world::World;

@@ -31,7 +31,7 @@ pub struct Plan {
     /// Without GPU work before each phase, and with.
     pub cpu: Duration,
     pub gpu: Duration,
-    /// Between a revoke and the release. One that takes long says so once, as the library does.
+    /// For so long submitted work runs on after a revoke. One that takes long says so once, as the library does.
     pub drain: Duration,
     /// Its work never ends, and it never releases. The world does not wait for it.
     pub endless: bool,

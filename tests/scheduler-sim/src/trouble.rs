@@ -21,7 +21,7 @@ impl World {
         let most = self.error;
         let overhead = self.overheads[&gpu] + self.troubles[&gpu].stranger;
         let bytes = wrong(overhead, error, most);
-        let free = Some(wrong(self.really_free(gpu), 2 * most - error, most));
+        let free = Some(wrong(self.really_free(gpu, 0), 2 * most - error, most));
         self.at(at, Happening::ToMachine(Event::GpuOverhead { gpu, begun, bytes, complete: true }));
         let found = found.into_iter().map(|(client, Found { least, most })| {
             let spread = self.rng.below(64 * MIB);
@@ -31,17 +31,21 @@ impl World {
         self.at(at, Happening::ToMachine(Event::Measured { gpu, begun, free, found }));
     }
 
-    /// Bytes that nothing has.
-    pub(crate) fn really_free(&self, gpu: GpuId) -> u64 {
-        let used: u64 = self.models.values().filter_map(|m| m.places.get(&gpu)).map(|p| p.mapped + p.hidden).sum();
-        self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used)
+    /// Bytes that nothing has, where so many of those that clients have are not there yet.
+    fn really_free(&self, gpu: GpuId, coming: u64) -> u64 {
+        let used: u64 = self.models.values().map(|m| m.has(gpu)).sum();
+        self.totals[&gpu].saturating_sub(self.overheads[&gpu] + self.troubles[&gpu].stranger + used - coming)
     }
 
-    /// Bytes of them that can be mapped now.
-    pub(crate) fn mappable(&self, gpu: GpuId) -> u64 {
+    /// How many of the bytes that a client is about to map can be mapped now.
+    pub(crate) fn mappable(&self, gpu: GpuId, wanted: u64) -> u64 {
         let trouble = self.troubles[&gpu];
-        let free = self.really_free(gpu).saturating_sub(trouble.fragmented);
-        if self.now < trouble.refuses_until { 0 } else { free }
+        let free = self.really_free(gpu, wanted).saturating_sub(trouble.fragmented);
+        match () {
+            () if self.now < trouble.refuses_until => 0,
+            () if wanted <= free => wanted,
+            () => free / (2 * MIB) * (2 * MIB),
+        }
     }
 
     pub(crate) fn make_trouble(&mut self) {
@@ -49,7 +53,7 @@ impl World {
         for gpu in self.totals.keys().copied().collect::<Vec<_>>() {
             let before = self.troubles.get(&gpu).copied().unwrap_or_default();
             self.troubles.insert(gpu, before);
-            let free = self.really_free(gpu);
+            let free = self.really_free(gpu, 0);
             let rng = &mut self.rng;
             let trouble = Trouble {
                 // Takes what is free at most.

@@ -1,21 +1,21 @@
 //! A world in virtual time: the machine, its clients, and the messages between them, which keep their order and take a little time.
 
 use crate::{client::Phase, *};
-use std::collections::{BTreeSet, VecDeque};
+use nvshare_simulated_client::{Timer, Way};
+use std::collections::BTreeSet;
 
 #[derive(Debug)]
 pub(crate) enum Happening {
     Start(ClientId),
+    /// A measurement.
     ToMachine(Event),
+    FromClient(ClientId, Event),
     ToClient(ClientId, Command),
     PhaseBegins(ClientId),
     WorkEnds(ClientId, u64),
-    Drained(ClientId, GpuSet),
-    Lingers(ClientId, GpuSet),
-    Evicted(ClientId, GpuId),
-    Quiet(ClientId, u64),
-    /// It tries again to map what it lacks, which it has done since then.
-    TriesToMap(ClientId, GpuId, Time),
+    /// Its client asked to be woken.
+    Wakes(ClientId, Timer),
+    Moved(ClientId, GpuId, Way, u64),
     /// Something else ails the GPUs.
     Trouble,
     Stop(ClientId),
@@ -39,8 +39,6 @@ pub struct World {
     pub overheads: BTreeMap<GpuId, u64>,
     /// The host's memory, where that is bounded.
     pub host: Option<u64>,
-    /// Limits matter: somebody is in a group, or the host is small.
-    pub(crate) limited: bool,
     /// What each group was promised when it was last looked at.
     pub(crate) promised: BTreeMap<(GroupId, GpuId), u64>,
     /// The same of each client that bounds itself.
@@ -89,7 +87,6 @@ impl World {
             totals: BTreeMap::new(),
             overheads: BTreeMap::new(),
             host: None,
-            limited: false,
             promised: BTreeMap::new(),
             own_promised: BTreeMap::new(),
             models: BTreeMap::new(),
@@ -135,7 +132,6 @@ impl World {
     /// From now on what is swapped out has so much room.
     pub fn set_host(&mut self, bytes: u64) {
         self.host = Some(bytes);
-        self.limited = true;
         self.feed(Event::HostMemory { bytes });
     }
 
@@ -147,7 +143,7 @@ impl World {
     /// From now on mapping fails where there is no room; until that time programs outside come and go, memory cannot be had
     /// that is free, and the driver fails for a while. Each measurement is wrong by up to `error` bytes, also afterwards.
     pub fn trouble(&mut self, until: Time, error: u64) {
-        (self.physical, self.limited, self.troubled, self.error) = (true, true, until, error);
+        (self.physical, self.troubled, self.error) = (true, until, error);
         self.measure();
         self.at(self.now, Happening::Trouble);
     }
@@ -168,31 +164,8 @@ impl World {
         if let Some(at) = plan.killed {
             self.at(at, Happening::Kill(id));
         }
-        let places = plan.gpus.iter().map(|g| (*g, Place::default())).collect();
         self.busy += usize::from(!plan.endless);
-        self.limited |= plan.group.is_some() || plan.own.memory_max != Amount::Infinity || plan.own.swap_max.is_some();
-        let model = Model {
-            places,
-            holds: GpuSet::new(),
-            attached: GpuSet::new(),
-            revoked: GpuSet::new(),
-            contended: BTreeMap::new(),
-            phase: Phase::Cpu,
-            left: plan.phases,
-            remaining: Duration::ZERO,
-            running: None,
-            submitted: false,
-            idle_since: plan.start,
-            asked: None,
-            stuck: plan.stuck,
-            inbox: VecDeque::new(),
-            stopped: false,
-            epoch: 0,
-            bursts: Vec::new(),
-            waits: Vec::new(),
-            finished: None,
-            plan,
-        };
+        let model = Model::new(id, plan);
         self.models.insert(id, model);
         id
     }
@@ -212,7 +185,7 @@ impl World {
     }
 
     pub(crate) fn say(&mut self, client: ClientId, event: Event) {
-        self.send(client, true, Happening::ToMachine(event));
+        self.send(client, true, Happening::FromClient(client, event));
     }
 
     /// Runs until that time, or until nothing happens any more. Returns whether all living clients are done.
@@ -301,41 +274,41 @@ impl World {
     }
 
     pub(crate) fn happen(&mut self, what: Happening) {
+        let now = self.now;
+        // Nothing goes on in a process that is stopped.
+        if let Happening::PhaseBegins(id)
+        | Happening::WorkEnds(id, _)
+        | Happening::Wakes(id, _)
+        | Happening::Moved(id, ..) = what
+            && self.models.get(&id).is_some_and(|m| m.stopped)
+        {
+            return self.at(now + ms(100), what);
+        }
         match what {
             Happening::Start(id) => self.start(id),
             // Which rule it has is what the daemon finds now.
-            Happening::ToMachine(Event::Groups { groups }) => {
-                let group_of = |id: &ClientId| self.models.get(id).and_then(|m| m.plan.group);
-                let groups = groups.into_keys().map(|id| (id, group_of(&id))).collect();
-                self.feed(Event::Groups { groups });
+            Happening::FromClient(id, Event::Groups { .. }) => {
+                let group = self.models.get(&id).and_then(|m| m.plan.group);
+                self.feed(Event::Groups { groups: [(id, group)].into() });
             }
-            Happening::ToMachine(event) => self.feed(event),
-            Happening::ToClient(id, command) => {
-                let Some(model) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) else {
-                    // A process that is done but stays still evicts and releases.
-                    if self.connected.contains(&id) {
-                        self.receive(id, command);
-                    } else if let Command::Probe { .. } = command {
+            Happening::FromClient(_, event) | Happening::ToMachine(event) => self.feed(event),
+            // A process that is done but stays still evicts and releases.
+            Happening::ToClient(id, command) if self.connected.contains(&id) => {
+                let Some(model) = self.models.get_mut(&id) else { return };
+                match command {
+                    Command::Probe { .. } => {
+                        let stopped = model.stopped;
+                        self.feed(Event::Stopped { client: id, stopped });
                     }
-                    return;
-                };
-                if let Command::Probe { .. } = command {
-                    let stopped = model.stopped;
-                    return self.feed(Event::Stopped { client: id, stopped });
-                }
-                if model.stopped {
-                    model.inbox.push_back(command);
-                } else {
-                    self.receive(id, command);
+                    _ if model.stopped => model.inbox.push_back(command),
+                    _ => self.receive(id, command),
                 }
             }
+            Happening::ToClient(..) => {}
             Happening::PhaseBegins(id) => self.begin(id),
             Happening::WorkEnds(id, epoch) => self.work_ends(id, epoch),
-            Happening::Drained(id, gpus) => self.drained(id, gpus),
-            Happening::Lingers(id, gpus) => self.lingers(id, gpus),
-            Happening::Evicted(id, gpu) => self.evicted(id, gpu),
-            Happening::Quiet(id, epoch) => self.quiet(id, epoch),
-            Happening::TriesToMap(id, gpu, since) => self.try_to_map(id, gpu, since),
+            Happening::Wakes(id, timer) => self.client_does(id, |client| client.wake(now, timer)),
+            Happening::Moved(id, gpu, way, bytes) => self.moved(id, gpu, way, bytes),
             Happening::Trouble => self.make_trouble(),
             Happening::Stop(id) => {
                 if let Some(m) = self.models.get_mut(&id).filter(|m| m.phase != Phase::Done) {
@@ -354,8 +327,8 @@ impl World {
                 }
             }
             Happening::Frees(id, gpu) => {
-                if let Some(place) = self.models.get_mut(&id).and_then(|m| m.places.get_mut(&gpu)) {
-                    place.hidden = 0;
+                if let Some(m) = self.models.get_mut(&id) {
+                    m.hidden.remove(&gpu);
                 }
             }
             Happening::Sample => {
@@ -371,8 +344,9 @@ impl World {
                 self.at(self.now + ms(500), Happening::Traffic);
             }
             Happening::Read(gpu, begun) => {
-                let has = |m: &Model| m.places.get(&gpu).map(|p| p.mapped + p.hidden);
-                let found = self.models.iter().filter_map(|(id, m)| Some((*id, exactly(has(m)?)))).collect();
+                let there =
+                    self.models.iter().filter(|(id, m)| m.plan.gpus.contains(&gpu) && self.connected.contains(id));
+                let found = there.map(|(id, m)| (*id, exactly(m.has(gpu)))).collect();
                 let at = self.now + Duration::from_micros(self.rng.below(2000));
                 if self.physical {
                     return self.read_wrongly(gpu, begun, at, found);
@@ -424,7 +398,6 @@ impl World {
         // Who was in somebody's way may be so no longer; who ran together may have to drain apart.
         let patience = if gangs(self) == before { ms(1) } else { Duration::from_secs(20) };
         self.tolerant = self.tolerant.max(self.now + patience);
-        self.limited |= self.models.values().any(|model| model.plan.group.is_some());
         self.promised.clear();
         let groups = self.connected.iter().map(|id| (*id, self.models.get(id).and_then(|m| m.plan.group))).collect();
         self.feed(Event::Groups { groups });

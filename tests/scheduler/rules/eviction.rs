@@ -41,7 +41,7 @@ fn bytes_are_charged_until_they_are_known_to_be_gone() {
 #[test]
 fn managed_memory_that_leaves_for_others_leaves_before_its_client_runs_again() {
     let mut t = Talk::in_mode(AntiThrash::On);
-    t.say(Event::Connected { client: client(1), gang: 0, user: UserId(0) });
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(0) });
     t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Managed });
     t.report(1, 12 * GIB, 0, 0);
     t.request(1);
