@@ -304,7 +304,7 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    #![proptest_config(config(1500))]
+    #![proptest_config(config(600))]
 
     /// Whatever comes: no panic, no command to the unknown, no raise beyond what is there, deadlines in the future,
     /// and the same answers to the same events.
