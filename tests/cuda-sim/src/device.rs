@@ -138,6 +138,7 @@ pub fn by_pci_bus_id(device: *mut i32, id: *const c_char) -> Done {
 pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
     let gpu = gpu(device)?;
     let vmm = i32::from(Config::get().vmm);
+    let mode = if Config::get().exclusive.contains(&gpu) { 3 } else { 0 };
     let answer: i32 = match attribute {
         1 | 2 => 1024,                         // threads a block; block dimension x
         3 => 1024,                             // block dimension y
@@ -154,7 +155,7 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
         15 | 19 | 31 | 41 | 78 | 79 | 80 => 1, // overlap, host mapping, concurrent kernels, unified addresses, priorities, caches
         16 => 132,                             // multiprocessors
         17 => 0,                               // kernel timeout
-        20 => 0,                               // compute mode: default
+        20 => mode,                            // compute mode: default, exclusive-process
         33 => Config::pci_bus(gpu) as i32,     // PCI bus
         34 => 0,                               // PCI device
         35 => 0,                               // TCC driver

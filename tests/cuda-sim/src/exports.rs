@@ -328,7 +328,7 @@ exports! {
         "cuMemcpyPeerAsync" 4000 cuMemcpyPeerAsync, 7000 cuMemcpyPeerAsync_ptsz = copy::peer_async, (to: u64, to_context: usize, from: u64, from_context: usize, len: usize, stream: usize);
         "cuMemcpy2DAsync" 3020 cuMemcpy2DAsync_v2, 7000 cuMemcpy2DAsync_v2_ptsz = copy::rect_async, (copy: *const copy::Copy2D, stream: usize);
         "cuMemcpy3DAsync" 3020 cuMemcpy3DAsync_v2, 7000 cuMemcpy3DAsync_v2_ptsz = copy::cuboid_async, (copy: *const copy::Copy3D, stream: usize);
-        "cuMemcpy3DPeerAsync" 4000 cuMemcpy3DPeerAsync, 7000 cuMemcpy3DPeerAsync_ptsz = copy::cuboid_async, (copy: *const copy::Copy3D, stream: usize);
+        "cuMemcpy3DPeerAsync" 4000 cuMemcpy3DPeerAsync, 7000 cuMemcpy3DPeerAsync_ptsz = copy::peer_cuboid_async, (copy: *const copy::Copy3D, stream: usize);
         "cuMemcpyHtoAAsync" 3020 cuMemcpyHtoAAsync_v2, 7000 cuMemcpyHtoAAsync_v2_ptsz = array::copy_in_async, (array: usize, offset: usize, from: u64, len: usize, stream: usize);
         "cuMemcpyAtoHAsync" 3020 cuMemcpyAtoHAsync_v2, 7000 cuMemcpyAtoHAsync_v2_ptsz = array::copy_out_async, (to: u64, array: usize, offset: usize, len: usize, stream: usize);
         "cuMemcpyBatchAsync" 12080 cuMemcpyBatchAsync, 12080 cuMemcpyBatchAsync_ptsz = copy::batch_12080, (to: *const u64, from: *const u64, sizes: *const usize, count: usize, attributes: *const u8, indices: *const usize, attribute_count: usize, failed: *mut usize, stream: usize);
@@ -360,7 +360,7 @@ exports! {
         "cuMemcpy2D" 3020 cuMemcpy2D_v2, 7000 cuMemcpy2D_v2_ptds = copy::rect, (copy: *const copy::Copy2D);
         "cuMemcpy2DUnaligned" 3020 cuMemcpy2DUnaligned_v2, 7000 cuMemcpy2DUnaligned_v2_ptds = copy::rect, (copy: *const copy::Copy2D);
         "cuMemcpy3D" 3020 cuMemcpy3D_v2, 7000 cuMemcpy3D_v2_ptds = copy::cuboid, (copy: *const copy::Copy3D);
-        "cuMemcpy3DPeer" 4000 cuMemcpy3DPeer, 7000 cuMemcpy3DPeer_ptds = copy::cuboid, (copy: *const copy::Copy3D);
+        "cuMemcpy3DPeer" 4000 cuMemcpy3DPeer, 7000 cuMemcpy3DPeer_ptds = copy::peer_cuboid, (copy: *const copy::Copy3D);
         "cuMemcpyDtoA" 3020 cuMemcpyDtoA_v2, 7000 cuMemcpyDtoA_v2_ptds = array::copy_in, (array: usize, offset: usize, from: u64, len: usize);
         "cuMemcpyHtoA" 3020 cuMemcpyHtoA_v2, 7000 cuMemcpyHtoA_v2_ptds = array::copy_in, (array: usize, offset: usize, from: u64, len: usize);
         "cuMemcpyAtoD" 3020 cuMemcpyAtoD_v2, 7000 cuMemcpyAtoD_v2_ptds = array::copy_out, (to: u64, array: usize, offset: usize, len: usize);

@@ -5,7 +5,7 @@ use crate::{
     error::{Done, Error},
     out,
 };
-use cuda_sim_gpus::MAX_GPUS;
+use cuda_sim_gpus::{Config, MAX_GPUS};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bit *n* of entry *m*: GPU *m* may reach plain allocations of GPU *n*.
@@ -19,17 +19,18 @@ pub fn enabled(from: usize, to: usize) -> bool {
 /// `cuDeviceCanAccessPeer`
 pub fn can_access(can: *mut i32, device: i32, peer: i32) -> Done {
     let (device, peer) = (device::gpu(device)?, device::gpu(peer)?);
-    out(can, i32::from(device != peer))
+    out(can, i32::from(Config::get().are_peers(device, peer)))
 }
 
 /// `cuDeviceGetP2PAttribute`
 pub fn attribute(value: *mut i32, attribute: u32, device: i32, peer: i32) -> Done {
-    if device::gpu(device)? == device::gpu(peer)? {
+    let (device, peer) = (device::gpu(device)?, device::gpu(peer)?);
+    if device == peer {
         return Err(Error::INVALID_DEVICE);
     }
     match attribute {
         1 => out(value, 0),
-        2..=4 => out(value, 1),
+        2..=4 => out(value, i32::from(Config::get().are_peers(device, peer))),
         5 => out(value, 0),
         _ => Err(Error::INVALID_VALUE),
     }
@@ -43,6 +44,9 @@ pub fn enable(peer: usize, flags: u32) -> Done {
     }
     if own.gpu == peer.gpu {
         return Err(Error::INVALID_DEVICE);
+    }
+    if !Config::get().are_peers(own.gpu, peer.gpu) {
+        return Err(Error::PEER_ACCESS_UNSUPPORTED);
     }
     let before = PEERS[own.gpu].fetch_or(1 << peer.gpu, Ordering::Relaxed);
     if before & (1 << peer.gpu) != 0 { Err(Error::PEER_ACCESS_ALREADY_ENABLED) } else { Ok(()) }

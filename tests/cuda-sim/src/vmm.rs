@@ -226,7 +226,12 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
         if access.location.kind != Location::DEVICE || !matches!(access.flags, 0 | 1 | 3) {
             return Err(Error::INVALID_VALUE);
         }
-        let bit = 1 << device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // (driver 580)
+        let gpu = device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // (driver 580)
+        let homes = || starts.iter().filter_map(|start| space.exact(*start)?.gpu());
+        if access.flags != 0 && homes().any(|home| home != gpu && !Config::get().are_peers(gpu, home)) {
+            return Err(Error::INVALID_DEVICE);
+        }
+        let bit = 1 << gpu;
         for start in &starts {
             if let Some(mapping) = space.exact_mut(*start) {
                 mapping.read = mapping.read & !bit | if access.flags & 1 != 0 { bit } else { 0 };

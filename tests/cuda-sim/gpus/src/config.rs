@@ -51,6 +51,10 @@ pub struct Config {
     pub nvml_delay: Duration,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
+    /// `CUDA_SIM_NO_PEERS`: pairs of GPUs that do not reach each other's memory.
+    pub no_peers: Vec<(usize, usize)>,
+    /// `CUDA_SIM_EXCLUSIVE`: GPUs in compute mode exclusive-process.
+    pub exclusive: Vec<usize>,
     /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
     pub driver: i32,
     /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails with out of memory.
@@ -97,9 +101,19 @@ impl Config {
             nvml_processes: listing(),
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
+            no_peers: list("CUDA_SIM_NO_PEERS", |pair| {
+                let (a, b) = pair.split_once('-')?;
+                Some((a.parse().ok()?, b.parse().ok()?))
+            }),
+            exclusive: list("CUDA_SIM_EXCLUSIVE", |gpu| gpu.parse().ok()),
             driver: size("CUDA_SIM_DRIVER", 13000) as i32,
             fail: env::var("CUDA_SIM_FAIL").map(|text| failures(&text)).unwrap_or_default(),
         }
+    }
+
+    /// Whether one GPU can be given access to memory of the other.
+    pub fn are_peers(&self, a: usize, b: usize) -> bool {
+        a != b && !self.no_peers.iter().any(|pair| *pair == (a, b) || *pair == (b, a))
     }
 
     /// The UUID of a GPU: the same in every process that uses the same directory.
@@ -151,6 +165,12 @@ fn listing() -> Listing {
 
 fn milliseconds(name: &str) -> Duration {
     Duration::from_millis(size(name, 0))
+}
+
+fn list<T>(name: &str, parse: impl Fn(&str) -> Option<T>) -> Vec<T> {
+    let text = env::var(name).unwrap_or_default();
+    let items = text.split(',').map(str::trim).filter(|item| !item.is_empty());
+    items.map(|item| parse(item).unwrap_or_else(|| panic!("{name}={text}: what is {item}?"))).collect()
 }
 
 fn size(name: &str, default: u64) -> u64 {

@@ -38,6 +38,8 @@ struct End {
     at: u64,
     pitch: u64,
     slice: u64,
+    /// The GPU that reaches this side; none for the one whose stream it is.
+    gpu: Option<usize>,
 }
 
 /// A box of bytes to copy.
@@ -57,7 +59,12 @@ type Runs = Vec<(*mut u8, u64)>;
 
 impl End {
     fn linear(side: Side, at: u64, len: u64) -> End {
-        End { side, at, pitch: len, slice: len }
+        End { side, at, pitch: len, slice: len, gpu: None }
+    }
+
+    /// Reached by the GPU of that context, as in copies between peers.
+    fn by(self, context: &Context) -> End {
+        End { gpu: Some(context.gpu), ..self }
     }
 
     fn device(&self) -> bool {
@@ -66,7 +73,7 @@ impl End {
 
     fn runs(&self, space: &Space, at: u64, len: u64, gpu: usize, write: bool) -> Result<Runs, Error> {
         match &self.side {
-            Side::Device => space.runs(at, len, Touch { gpu, write, copy: true }),
+            Side::Device => space.runs(at, len, Touch { gpu: self.gpu.unwrap_or(gpu), write, copy: true }),
             Side::Pinned if !space.covers(at, len) => Err(Error::ILLEGAL_ADDRESS),
             Side::Pinned | Side::Pageable => Ok(vec![(at as *mut u8, len)]),
             Side::Staged(bytes) => Ok(vec![(bytes.as_ptr().cast_mut().wrapping_add(at as usize), len)]),
@@ -164,9 +171,7 @@ impl Copy {
         for (i, (end, write)) in [(&self.to, true), (&self.from, false)].into_iter().enumerate() {
             if end.device() {
                 let last = (self.depth - 1) * end.slice + (self.height - 1) * end.pitch + self.width;
-                space
-                    .runs(end.at, last, Touch { gpu: context.gpu, write, copy: true })
-                    .map_err(|_| Error::INVALID_VALUE)?;
+                end.runs(&space, end.at, last, context.gpu, write).map_err(|_| Error::INVALID_VALUE)?;
                 gpus[i] = space.at(end.at).and_then(memory::Mapping::gpu);
             }
         }
@@ -316,9 +321,22 @@ pub fn peer_async(
     len: usize,
     stream: usize,
 ) -> Done {
-    context::of(to_context)?;
-    context::of(from_context)?;
-    on_device_async(flavour, to, from, len, stream)
+    let (to_context, from_context) = (context::of(to_context)?, context::of(from_context)?);
+    if len == 0 {
+        return nothing(flavour, stream);
+    }
+    context::healthy()?;
+    let stream = stream::of(stream, flavour)?;
+    let len = len as u64;
+    let copy = Copy {
+        to: End::linear(device(to)?, to, len).by(&to_context),
+        from: End::linear(device(from)?, from, len).by(&from_context),
+        width: len,
+        height: 1,
+        depth: 1,
+        peer: false,
+    };
+    submit(&stream, copy, false)
 }
 
 fn boxed(flavour: Flavour, copy: Copy3D, stream: usize, wait: bool) -> Done {
@@ -340,14 +358,32 @@ pub fn rect_async(flavour: Flavour, copy: *const Copy2D, stream: usize) -> Done 
     boxed(flavour, crate::arg(copy)?.into(), stream, false)
 }
 
-/// `cuMemcpy3D`, `cuMemcpy3DPeer`
+/// `cuMemcpy3D`
 pub fn cuboid(flavour: Flavour, copy: *const Copy3D) -> Done {
     boxed(flavour, crate::arg(copy)?, 0, true)
 }
 
-/// `cuMemcpy3DAsync`, `cuMemcpy3DPeerAsync`
+/// `cuMemcpy3DAsync`
 pub fn cuboid_async(flavour: Flavour, copy: *const Copy3D, stream: usize) -> Done {
     boxed(flavour, crate::arg(copy)?, stream, false)
+}
+
+/// `cuMemcpy3DPeer`
+pub fn peer_cuboid(flavour: Flavour, copy: *const Copy3D) -> Done {
+    peer_cuboid_async(flavour, copy, 0)
+}
+
+/// `cuMemcpy3DPeerAsync`
+pub fn peer_cuboid_async(flavour: Flavour, copy: *const Copy3D, stream: usize) -> Done {
+    let described = crate::arg(copy)?;
+    let (to, from) = (context::of(described.to.context)?, context::of(described.from.context)?);
+    let stream = stream::of(stream, flavour)?;
+    stream.context.error()?;
+    if described.width == 0 || described.height == 0 || described.depth == 0 {
+        return Ok(());
+    }
+    let copy = described.decode()?;
+    submit(&stream, Copy { to: copy.to.by(&to), from: copy.from.by(&from), ..copy }, false)
 }
 
 /// Copies one after the other.

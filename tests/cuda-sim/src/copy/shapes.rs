@@ -92,7 +92,8 @@ impl Operand3D {
             return Err(Error::INVALID_VALUE);
         }
         let (pitch, slice) = (pitch as u64, (pitch * rows) as u64);
-        Ok(End { side, at: base + self.z as u64 * slice + self.y as u64 * pitch + self.x as u64, pitch, slice })
+        let at = base + self.z as u64 * slice + self.y as u64 * pitch + self.x as u64;
+        Ok(End { side, at, pitch, slice, gpu: None })
     }
 }
 

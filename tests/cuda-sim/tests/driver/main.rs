@@ -2,6 +2,7 @@
 
 mod lookup;
 mod memory;
+mod peers;
 mod streams;
 mod support;
 mod trouble;
