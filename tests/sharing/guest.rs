@@ -140,6 +140,20 @@ fn children_of_a_program_leave_its_connection_alone() {
 }
 
 #[test]
+fn whichever_thread_initialises_cuda_its_memory_is_known() {
+    let machine = Machine::with_scheduler(Setup::default());
+    for _ in 0..4 {
+        let mut program = machine.program("starts --mem 4M --threads 8 --seconds 1").start();
+        wait_for("the memory of all threads", || {
+            let demand = number(&machine.status()["gpus"][0]["demand"]);
+            (demand == 8 * 4 * MIB).then_some(())
+        });
+        program.finish();
+        machine.wait_until_empty();
+    }
+}
+
+#[test]
 fn a_cuda_program_under_a_shell_is_shared() {
     let machine = Machine::with_scheduler(Setup::default());
     let program = artifact("cuda-program");

@@ -19,7 +19,7 @@ use crate::{
     env::{settings, trace::trace},
     gate::{self, barrier, epoch, threads},
     gpu,
-    sys::{c, lock_file},
+    sys::{c, lock_file, once::Once},
 };
 use core::sync::atomic::{AtomicBool, Ordering};
 use thread::Start;
@@ -34,18 +34,19 @@ pub fn cancel_placement() {
     drop(placement::take_connection());
 }
 
-/// Called when CUDA has been initialised: starts the client's thread, once per process. Returns `false` if the user requires a
-/// scheduler and there is none.
+/// Called when CUDA has been initialised: starts the client's thread, once per process. When this returns, in whichever thread,
+/// it is started: a context that a thread created before that would be unknown. Returns `false` if the user requires a scheduler
+/// and there is none; the next `cuInit` tries again.
 ///
 /// `resolve_hooks` looks up the real function of every hook. A first look-up takes the loader's lock, which a thread of the
 /// program may hold while it waits at a gate.
 pub fn start(resolve_hooks: impl FnOnce()) -> bool {
-    // Not a lock: a fork would leave a lock that another thread holds taken in the child for ever.
-    static STARTED: AtomicBool = AtomicBool::new(false);
+    static STARTED: Once = Once::new();
+    settings::get().disabled || STARTED.run(|| start_once(resolve_hooks))
+}
+
+fn start_once(resolve_hooks: impl FnOnce()) -> bool {
     static AT_FORK: AtomicBool = AtomicBool::new(false);
-    if settings::get().disabled || STARTED.swap(true, Ordering::SeqCst) {
-        return true;
-    }
     if settings::get().memory_max_is_unread {
         trace!(
             "NVSHARE_MEMORY_MAX is ignored: it is neither a size of at least 2M, such as 8G, nor a percentage, such as 25%"
@@ -59,10 +60,7 @@ pub fn start(resolve_hooks: impl FnOnce()) -> bool {
     match thread::start(resolve_hooks) {
         Start::Started => gate::set_active(true),
         Start::NoThread => connection::set_connection(None), // nothing would read from it
-        Start::NoScheduler => {
-            STARTED.store(false, Ordering::SeqCst); // the next cuInit tries again
-            return false;
-        }
+        Start::NoScheduler => return false,
     }
     true
 }

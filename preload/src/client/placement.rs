@@ -10,17 +10,13 @@ use crate::{
     gpu::memory_limits,
     sys::{
         c,
+        once::Once,
         sync::{Mutex, OnceLock},
-        time::{self, Instant},
+        time::Instant,
     },
 };
 use alloc::{string::String, vec::Vec};
-use core::{
-    ffi::CStr,
-    fmt::Write,
-    sync::atomic::{AtomicU8, Ordering},
-    time::Duration,
-};
+use core::{ffi::CStr, fmt::Write, time::Duration};
 use nvshare_wire::{
     ClientMessage, MAX_SLOTS, SchedulerMessage, Uuid,
     client::GpuKind,
@@ -32,14 +28,7 @@ use nvshare_wire::{
 /// The longest wait for an answer. After that the program sees the GPUs that it would see without nvshare.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The longest wait of other threads for the one that asks, which a fork may have lost; and the interval between their looks.
-const LONGEST: Duration = Duration::from_secs(4);
-const POLL_INTERVAL: Duration = Duration::from_millis(1);
-
-const UNSETTLED: u8 = 0;
-const ASKING: u8 = 1;
-const SETTLED: u8 = 2;
-static STATE: AtomicU8 = AtomicU8::new(UNSETTLED);
+static SETTLED: Once = Once::new();
 
 /// The connection that was made for the request, for the client's thread to continue with: the socket, the protocol version and
 /// this client's id; or the reason why there is none.
@@ -54,21 +43,13 @@ pub fn request(hello: &ClientMessage) -> bool {
     if settings::get().disabled {
         return true;
     }
-    // Not a lock: a fork would leave a lock that another thread holds taken in the child for ever.
-    match STATE.compare_exchange(UNSETTLED, ASKING, Ordering::SeqCst, Ordering::SeqCst) {
-        Ok(_) => {}
-        Err(ASKING) => {
-            let begin = Instant::now();
-            while STATE.load(Ordering::SeqCst) == ASKING && begin.elapsed() < LONGEST {
-                time::sleep(POLL_INTERVAL);
-            }
-            return STATE.load(Ordering::SeqCst) != UNSETTLED;
-        }
-        Err(_) => return true,
-    }
+    SETTLED.run(|| settle(hello))
+}
+
+/// `false` if the process is to see no GPU; one may be free at the next attempt.
+fn settle(hello: &ClientMessage) -> bool {
     let list = c::variable(visible_devices::VISIBLE).unwrap_or_default();
     if chooser(c::variable) == Chooser::List && !visible_devices::names_any(list) {
-        STATE.store(SETTLED, Ordering::SeqCst);
         return true; // no GPU is visible anyway
     }
     let connected = handshake::connect(hello);
@@ -79,13 +60,9 @@ pub fn request(hello: &ClientMessage) -> bool {
     match answer {
         Answer::Free => {}
         Answer::Gpus(gpus) => apply(&gpus),
-        Answer::NoGpu => {
-            STATE.store(UNSETTLED, Ordering::SeqCst); // one may be free at the next attempt
-            return false;
-        }
+        Answer::NoGpu => return false,
     }
     *CONNECTED.lock() = Some(connected);
-    STATE.store(SETTLED, Ordering::SeqCst);
     true
 }
 

@@ -12,6 +12,7 @@ pub mod errno;
 pub mod file;
 pub mod futex;
 pub mod lock_file;
+pub mod once;
 pub mod sync;
 pub mod thread;
 pub mod time;

@@ -27,6 +27,7 @@ mod per_thread;
 mod persistent;
 mod proxy;
 mod share;
+mod starts;
 mod story;
 mod stranger;
 mod streams;
@@ -131,6 +132,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "maps",
         maps::run,
         "--mem 48M --seconds 2 --seed 1 --pause-ms 20 | --unused 1 --strict 1: random steps of virtual memory management, each answer compared with a model",
+    ),
+    (
+        "starts",
+        starts::run,
+        "--mem 4M --threads 8 --seconds 1: initialise CUDA in many threads at once, each of which holds memory then, verify",
     ),
     (
         "story",

@@ -1,0 +1,82 @@
+//! Something that one thread does for all, once.
+
+use crate::sys::time::{self, Instant};
+use core::{
+    sync::atomic::{AtomicU8, Ordering},
+    time::Duration,
+};
+
+/// The longest wait of other threads for the one that does it, which a fork may have lost; and the interval between their looks.
+const LONGEST: Duration = Duration::from_secs(4);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+const NOT_DONE: u8 = 0;
+const DOING: u8 = 1;
+const DONE: u8 = 2;
+
+/// Not a lock: a fork would leave a lock that another thread holds taken in the child for ever.
+#[derive(Debug)]
+pub struct Once(AtomicU8);
+
+impl Once {
+    pub const fn new() -> Self {
+        Self(AtomicU8::new(NOT_DONE))
+    }
+
+    /// Does it, unless it has been done; waits while another thread does it. `false` if that failed: the next caller tries again.
+    pub fn run(&self, action: impl FnOnce() -> bool) -> bool {
+        match self.0.compare_exchange(NOT_DONE, DOING, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => {
+                let done = action();
+                self.0.store(if done { DONE } else { NOT_DONE }, Ordering::SeqCst);
+                done
+            }
+            Err(DOING) => {
+                let begin = Instant::now();
+                while self.0.load(Ordering::SeqCst) == DOING && begin.elapsed() < LONGEST {
+                    time::sleep(POLL_INTERVAL);
+                }
+                self.0.load(Ordering::SeqCst) != NOT_DONE
+            }
+            Err(_) => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+
+    #[test]
+    fn nobody_returns_before_it_is_done() {
+        static ONCE: Once = Once::new();
+        static RUNS: AtomicU8 = AtomicU8::new(0);
+        static IS_DONE: AtomicU8 = AtomicU8::new(0);
+        let barrier = Barrier::new(8);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    barrier.wait();
+                    let done = ONCE.run(|| {
+                        RUNS.fetch_add(1, Ordering::SeqCst);
+                        std::thread::sleep(Duration::from_millis(50));
+                        IS_DONE.store(1, Ordering::SeqCst);
+                        true
+                    });
+                    assert!(done && IS_DONE.load(Ordering::SeqCst) == 1);
+                });
+            }
+        });
+        assert_eq!(RUNS.load(Ordering::SeqCst), 1);
+        assert!(ONCE.run(|| false), "it has been done");
+    }
+
+    #[test]
+    fn what_failed_is_tried_again() {
+        let once = Once::new();
+        assert!(!once.run(|| false));
+        assert!(once.run(|| true));
+        assert!(once.run(|| false));
+    }
+}
