@@ -106,6 +106,8 @@ pub fn add(stream: &Arc<Stream>, work: Work) -> Result<Option<Work>, Error> {
     if !place.capture.valid() {
         return Err(Error::STREAM_CAPTURE_INVALIDATED);
     }
+    let is_elsewhere = !Arc::ptr_eq(&stream.context, &place.capture.context);
+    let work = if is_elsewhere { Work::In(stream.context.clone(), Arc::new(work)) } else { work };
     let node = place.capture.graph.add(work, &place.tail)?;
     place.tail = vec![node];
     Ok(None)

@@ -203,6 +203,7 @@ exports! {
         "cuIpcGetEventHandle" 4010 cuIpcGetEventHandle = event::export, (handle: *mut event::IpcHandle, event: usize);
         "cuIpcOpenEventHandle" 4010 cuIpcOpenEventHandle = event::import, (event: *mut usize, handle: event::IpcHandle);
         "cuThreadExchangeStreamCaptureMode" 10010 cuThreadExchangeStreamCaptureMode = capture::exchange_mode, (mode: *mut u32);
+        "cuLaunchCooperativeKernelMultiDevice" 9000 cuLaunchCooperativeKernelMultiDevice = launch::cooperative_on_devices, (list: *const launch::Params, count: u32, flags: u32);
         // Modules
         "cuModuleLoad" 2000 cuModuleLoad = module::load_file, (module: *mut usize, path: *const c_char);
         "cuModuleLoadData" 2000 cuModuleLoadData = module::load, (module: *mut usize, image: *const c_char);
@@ -247,6 +248,7 @@ exports! {
         "cuGraphAddKernelNode" 10000 cuGraphAddKernelNode = graph::add_kernel, (to: *mut usize, graph: usize, after: *const usize, count: usize, params: *const graph::KernelParams);
         "cuGraphAddKernelNode" 12000 cuGraphAddKernelNode_v2 = graph::add_kernel_v2, (to: *mut usize, graph: usize, after: *const usize, count: usize, params: *const graph::KernelParams2);
         "cuGraphAddMemcpyNode" 10000 cuGraphAddMemcpyNode = graph::add_copy, (to: *mut usize, graph: usize, after: *const usize, count: usize, params: *const copy::Copy3D, context: usize);
+        "cuGraphAddNode" 12020 cuGraphAddNode = graph::add_any, (node: *mut usize, graph: usize, after: *const usize, count: usize, params: *const graph::NodeParams);
         "cuGraphAddMemsetNode" 10000 cuGraphAddMemsetNode = graph::add_fill, (to: *mut usize, graph: usize, after: *const usize, count: usize, params: *const graph::FillParams, context: usize);
         "cuGraphAddHostNode" 10000 cuGraphAddHostNode = graph::add_host, (to: *mut usize, graph: usize, after: *const usize, count: usize, params: *const graph::HostParams);
         "cuGraphAddEmptyNode" 10000 cuGraphAddEmptyNode = graph::add_empty, (to: *mut usize, graph: usize, after: *const usize, count: usize);
@@ -333,6 +335,10 @@ exports! {
         "cuMemcpyAtoHAsync" 3020 cuMemcpyAtoHAsync_v2, 7000 cuMemcpyAtoHAsync_v2_ptsz = array::copy_out_async, (to: u64, array: usize, offset: usize, len: usize, stream: usize);
         "cuMemcpyBatchAsync" 12080 cuMemcpyBatchAsync, 12080 cuMemcpyBatchAsync_ptsz = copy::batch_12080, (to: *const u64, from: *const u64, sizes: *const usize, count: usize, attributes: *const u8, indices: *const usize, attribute_count: usize, failed: *mut usize, stream: usize);
         "cuMemcpyBatchAsync" 13000 cuMemcpyBatchAsync_v2, 13000 cuMemcpyBatchAsync_v2_ptsz = copy::batch_13000, (to: *const u64, from: *const u64, sizes: *const usize, count: usize, attributes: *const u8, indices: *const usize, attribute_count: usize, stream: usize);
+        "cuMemcpy3DBatchAsync" 12080 cuMemcpy3DBatchAsync, 12080 cuMemcpy3DBatchAsync_ptsz = copy::cuboids_12080, (count: usize, list: *const copy::BatchCopy3D, failed: *mut usize, flags: u64, stream: usize);
+        "cuMemcpy3DBatchAsync" 13000 cuMemcpy3DBatchAsync_v2, 13000 cuMemcpy3DBatchAsync_v2_ptsz = copy::cuboids_13000, (count: usize, list: *const copy::BatchCopy3D, flags: u64, stream: usize);
+        "cuMemcpyWithAttributesAsync" 13000 cuMemcpyWithAttributesAsync, 13000 cuMemcpyWithAttributesAsync_ptsz = copy::with_attributes, (to: u64, from: u64, len: usize, attributes: *const u8, stream: usize);
+        "cuMemcpy3DWithAttributesAsync" 13000 cuMemcpy3DWithAttributesAsync, 13000 cuMemcpy3DWithAttributesAsync_ptsz = copy::cuboid_with_attributes, (copy: *const copy::BatchCopy3D, flags: u64, stream: usize);
         "cuMemsetD8Async" 3020 cuMemsetD8Async, 7000 cuMemsetD8Async_ptsz = fill::d8_async, (at: u64, value: u8, count: usize, stream: usize);
         "cuMemsetD16Async" 3020 cuMemsetD16Async, 7000 cuMemsetD16Async_ptsz = fill::d16_async, (at: u64, value: u16, count: usize, stream: usize);
         "cuMemsetD32Async" 3020 cuMemsetD32Async, 7000 cuMemsetD32Async_ptsz = fill::d32_async, (at: u64, value: u32, count: usize, stream: usize);

@@ -100,6 +100,35 @@ pub fn cooperative(
     kernel(flavour, function, gx, gy, gz, bx, by, bz, shared, stream, params, std::ptr::null())
 }
 
+/// `CUDA_LAUNCH_PARAMS`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Params {
+    function: usize,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    stream: usize,
+    params: *const *const u8,
+}
+
+/// `cuLaunchCooperativeKernelMultiDevice`: every kernel in its stream. The kernels do not wait for each other here.
+pub fn cooperative_on_devices(list: *const Params, count: u32, _flags: u32) -> Done {
+    context::healthy()?;
+    if list.is_null() || count == 0 {
+        return Err(Error::INVALID_VALUE);
+    }
+    let mut launches = Vec::new();
+    for i in 0..count as usize {
+        // SAFETY: the program passes that many entries.
+        let Params { function, grid, block, shared, stream, params } = unsafe { *list.add(i) };
+        let stream = stream::of(stream, Flavour::Legacy)?;
+        let shape = Shape { function, grid, block, shared };
+        launches.push((stream, Work::Kernel(prepare(shape, params, std::ptr::null())?)));
+    }
+    launches.into_iter().try_for_each(|(stream, work)| stream.submit(work).map(drop))
+}
+
 /// `cuLaunchKernelEx`; attributes are accepted and not read.
 pub fn kernel_ex(
     flavour: Flavour,

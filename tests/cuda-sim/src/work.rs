@@ -61,6 +61,8 @@ pub enum Work {
     FreeNode,
     /// A launched graph, in an order that its edges allow.
     Graph(Arc<[Work]>),
+    /// In graphs: captured in a stream of that context, which need not be that of the stream that the graph is launched in.
+    In(Arc<Context>, Arc<Work>),
 }
 
 impl Work {
@@ -89,6 +91,7 @@ impl Work {
                 unsafe { call(*stream, status, *data as *mut c_void) }
             }
             Work::Free(mapping) => crate::pool::freed(mapping),
+            Work::In(own, work) => work.run(own),
             _ => {
                 if let Err(error) = context.error().and_then(|()| self.execute(context)) {
                     context.fail(error);
@@ -133,6 +136,7 @@ impl Work {
             | Work::Reach(..)
             | Work::RecordEvent(_)
             | Work::Callback { .. }
+            | Work::In(..)
             | Work::Free(_) => Ok(()),
         }
     }

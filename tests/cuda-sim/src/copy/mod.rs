@@ -1,7 +1,9 @@
 //! Copies: every `cuMemcpy*` becomes one box of bytes that moves from one place to another.
 
+mod batches;
 mod shapes;
 
+pub use batches::*;
 pub use shapes::*;
 
 use crate::{
@@ -386,54 +388,8 @@ pub fn peer_cuboid_async(flavour: Flavour, copy: *const Copy3D, stream: usize) -
     submit(&stream, Copy { to: copy.to.by(&to), from: copy.from.by(&from), ..copy }, false)
 }
 
-/// Copies one after the other.
-fn batch(flavour: Flavour, to: *const u64, from: *const u64, sizes: *const usize, count: usize, stream: usize) -> Done {
-    if to.is_null() || from.is_null() || sizes.is_null() || stream == 0 {
-        return Err(Error::INVALID_VALUE);
-    }
-    for i in 0..count {
-        // SAFETY: the program passes `count` entries in each list.
-        let (to, from, size) = unsafe { (*to.add(i), *from.add(i), *sizes.add(i)) };
-        any_async(flavour, to, from, size, stream)?;
-    }
-    Ok(())
-}
-
 /// A copy between two places of device memory, for arrays.
 pub fn between(flavour: Flavour, to: u64, from: u64, len: usize, stream: usize, wait: bool) -> Done {
     context::healthy()?;
     linear(flavour, (host(to)?, to), (host(from)?, from), len, stream, wait)
-}
-
-/// `cuMemcpyBatchAsync`
-#[allow(clippy::too_many_arguments)]
-pub fn batch_12080(
-    flavour: Flavour,
-    to: *const u64,
-    from: *const u64,
-    sizes: *const usize,
-    count: usize,
-    _attributes: *const u8,
-    _indices: *const usize,
-    _attribute_count: usize,
-    _failed: *mut usize,
-    stream: usize,
-) -> Done {
-    batch(flavour, to, from, sizes, count, stream)
-}
-
-/// `cuMemcpyBatchAsync_v2`
-#[allow(clippy::too_many_arguments)]
-pub fn batch_13000(
-    flavour: Flavour,
-    to: *const u64,
-    from: *const u64,
-    sizes: *const usize,
-    count: usize,
-    _attributes: *const u8,
-    _indices: *const usize,
-    _attribute_count: usize,
-    stream: usize,
-) -> Done {
-    batch(flavour, to, from, sizes, count, stream)
 }

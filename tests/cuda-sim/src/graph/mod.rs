@@ -166,7 +166,8 @@ impl What {
     }
 
     fn kind(&self) -> u32 {
-        match &self.work {
+        let work = if let Work::In(_, work) = &self.work { work } else { &self.work };
+        match work {
             Work::Kernel(_) => 0,
             Work::Copy(_) => 1,
             Work::Fill(_) => 2,
@@ -177,7 +178,7 @@ impl What {
             Work::AllocNode => 10,
             Work::FreeNode => 11,
             Work::Value(_) => 12,
-            Work::Nothing | Work::Prefetch { .. } | Work::Free(_) => 5,
+            Work::Nothing | Work::Prefetch { .. } | Work::Free(_) | Work::In(..) => 5,
         }
     }
 }

@@ -48,6 +48,29 @@ pub fn add_copy(
     add(to, graph, after, count, What { work: Work::Copy(Arc::new(params.decode()?)), copy: Some(params), child: None })
 }
 
+/// `CUgraphNodeParams` for a copy.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct NodeParams {
+    kind: u32,
+    reserved: [u32; 3],
+    flags: [u32; 2],
+    context: usize,
+    copy: copy::Copy3D,
+}
+
+/// `cuGraphAddNode`: copies only.
+pub fn add_any(to: *mut usize, graph: usize, after: *const usize, count: usize, params: *const NodeParams) -> Done {
+    const COPY: u32 = 1;
+    // SAFETY: the API's contract: the program passes null or a valid description, which begins with its kind.
+    if params.is_null() || unsafe { (*params).kind } != COPY {
+        return Err(Error::NOT_SUPPORTED);
+    }
+    // SAFETY: as above; it describes a copy.
+    let (copy, context) = unsafe { (&raw const (*params).copy, (*params).context) };
+    add_copy(to, graph, after, count, copy, context)
+}
+
 /// `cuGraphAddMemsetNode`
 pub fn add_fill(
     to: *mut usize,

@@ -62,6 +62,100 @@ pub struct Copy2D {
     pub height: usize,
 }
 
+/// One side of [`Copy3D`].
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Side3D {
+    pub at: [usize; 4],
+    pub kind: u32,
+    pub host: usize,
+    pub device: u64,
+    pub array: usize,
+    pub context: usize,
+    pub pitch: usize,
+    pub height: usize,
+}
+
+/// `CUDA_MEMCPY3D`, `CUDA_MEMCPY3D_PEER`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Copy3D {
+    pub from: Side3D,
+    pub to: Side3D,
+    pub extent: [usize; 3],
+}
+
+/// `CUmemcpy3DOperand` for an address.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Operand {
+    pub kind: u32,
+    pub at: u64,
+    pub row: usize,
+    pub layer: usize,
+    pub hint: Location,
+}
+
+/// `CUDA_MEMCPY3D_BATCH_OP`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct BatchCopy3D {
+    pub from: Operand,
+    pub to: Operand,
+    pub extent: [usize; 3],
+    pub order: u32,
+    pub flags: u32,
+}
+
+/// `CUmemcpyAttributes`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct CopyAttributes {
+    pub order: u32,
+    pub hints: [Location; 2],
+    pub flags: u32,
+}
+
+/// `CUgraphNodeParams` for a copy.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct CopyNode {
+    pub kind: u32,
+    pub reserved: [u32; 3],
+    pub flags: [u32; 2],
+    pub context: usize,
+    pub copy: Copy3D,
+    pub rest: [u64; 5],
+}
+
+impl CopyNode {
+    pub fn new(copy: Copy3D, context: usize) -> CopyNode {
+        CopyNode { kind: 1, reserved: [0; 3], flags: [0; 2], context, copy, rest: [0; 5] }
+    }
+}
+
+/// `CUDA_ARRAY_DESCRIPTOR`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ArrayDescriptor {
+    pub width: usize,
+    pub height: usize,
+    pub format: u32,
+    pub channels: u32,
+}
+
+/// `CUDA_LAUNCH_PARAMS`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct LaunchParams {
+    pub function: usize,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub stream: usize,
+    pub params: *mut *mut c_void,
+}
+
 /// `CUstreamCallback`
 pub type Callback = unsafe extern "C" fn(usize, u32, *mut c_void);
 
@@ -71,7 +165,7 @@ macro_rules! late {
         ///
         /// # Safety
         /// The arguments are what the CUDA headers ask for.
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $symbol($($arg: $type),*) -> u32 {
             // SAFETY: the symbol is declared so by the CUDA headers; the rest is the caller's promise.
             unsafe {
@@ -95,7 +189,33 @@ late! {
     cuIpcOpenMemHandle_v2(at: *mut u64, handle: MemHandle, flags: u32);
     cuIpcCloseMemHandle(at: u64);
     cuCtxEnablePeerAccess(peer: usize, flags: u32);
+    cuMemcpy(to: u64, from: u64, len: usize);
+    cuMemcpy_ptds(to: u64, from: u64, len: usize);
+    cuMemcpyAsync(to: u64, from: u64, len: usize, stream: usize);
+    cuMemcpyAsync_ptsz(to: u64, from: u64, len: usize, stream: usize);
+    cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: usize);
     cuMemcpy2D_v2(copy: *const Copy2D);
+    cuMemcpy2DAsync_v2(copy: *const Copy2D, stream: usize);
+    cuMemcpy3D_v2(copy: *const Copy3D);
+    cuMemcpy3DAsync_v2(copy: *const Copy3D, stream: usize);
+    cuMemcpyDtoA_v2(array: usize, offset: usize, from: u64, len: usize);
+    cuMemcpyAtoD_v2(to: u64, array: usize, offset: usize, len: usize);
+    cuArrayCreate_v2(array: *mut usize, descriptor: *const ArrayDescriptor);
+    cuArrayDestroy(array: usize);
+    cuMemcpyBatchAsync_v2(to: *const u64, from: *const u64, sizes: *const usize, count: usize, attributes: *const CopyAttributes, indexes: *const usize, n: usize, stream: usize);
+    cuMemcpy3DBatchAsync_v2(count: usize, list: *const BatchCopy3D, flags: u64, stream: usize);
+    cuMemcpyWithAttributesAsync(to: u64, from: u64, len: usize, attributes: *const CopyAttributes, stream: usize);
+    cuMemcpy3DWithAttributesAsync(copy: *const BatchCopy3D, flags: u64, stream: usize);
+    cuGraphCreate(graph: *mut usize, flags: u32);
+    cuGraphAddMemcpyNode(node: *mut usize, graph: usize, after: *const usize, count: usize, copy: *const Copy3D, context: usize);
+    cuGraphAddNode(node: *mut usize, graph: usize, after: *const usize, count: usize, params: *const CopyNode);
+    cuGraphMemcpyNodeSetParams(node: usize, copy: *const Copy3D);
+    cuGraphExecMemcpyNodeSetParams(exec: usize, node: usize, copy: *const Copy3D, context: usize);
+    cuMemsetD32Async(at: u64, value: u32, count: usize, stream: usize);
+    cuStreamWriteValue32(stream: usize, at: u64, value: u32, flags: u32);
+    cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *const u32, jit_values: *const usize, jit_count: u32, options: *const u32, values: *const usize, count: u32);
+    cuLibraryGetKernel(kernel: *mut usize, library: usize, name: *const u8);
+    cuLaunchCooperativeKernelMultiDevice(list: *const LaunchParams, count: u32, flags: u32);
     cuMemcpyPeer(to: u64, to_context: usize, from: u64, from_context: usize, len: usize);
     cuMemcpyPeerAsync(to: u64, to_context: usize, from: u64, from_context: usize, len: usize, stream: usize);
     cuMemRetainAllocationHandle(handle: *mut u64, at: u64);

@@ -5,6 +5,7 @@ mod across;
 mod bursts;
 mod captures;
 mod churn;
+mod cross;
 mod deep;
 mod endless;
 mod escapes;
@@ -122,6 +123,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "across",
         across::run,
         "--mem 16M --how copy|pitched|kernel|map --rounds 20 --pause-ms 10: two GPUs that reach into each other's memory, verify",
+    ),
+    (
+        "cross",
+        cross::run,
+        "--mem 8M --how unified|rows|attributes|batches|nodes|arrays|host|rows-host|streams|graph|devices|own --first 0 --rounds 20 --pause-ms 10: work that concerns two GPUs, with the first one's context current, verify",
     ),
     (
         "escapes",
