@@ -62,3 +62,15 @@ fn gpus_that_reach_each_other_are_held_together() {
     other.finish();
     assert!(program.stderr().contains("Request { gpus: 3 }"), "both GPUs were never asked for at once");
 }
+
+#[test]
+fn memory_of_a_gpu_that_is_left_alone_is_on_that_gpu() {
+    let mut setup = two_gpus();
+    setup.simulator.push(("CUDA_SIM_EXCLUSIVE", "1".to_owned()));
+    let machine = Machine::with_scheduler(setup);
+    let mut program = machine.program(&format!("cross --mem {SHARE} --how own --rounds 12 --pause-ms 50")).start();
+    let mut other = machine.program("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device 0").start();
+    program.finish();
+    other.finish();
+    machine.wait_until_empty();
+}

@@ -1,7 +1,7 @@
 //! Attaching to a GPU when the program begins to use it: the library identifies it, introduces it to the scheduler, and waits
 //! until a CUDA context is admitted.
 
-use super::{Gpu, find, info::Info, memory_limits, now_in_use, unsupported};
+use super::{Gpu, find, info::Info, memory_limits, unsupported, which};
 use crate::{
     connection,
     driver::types::*,
@@ -33,8 +33,10 @@ impl Gpu {
     /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for admission.
     /// `false` if the context is refused.
     pub fn attach(device: CUdevice, tell_imports: TellImports) -> bool {
-        let Some(gpu) = find(device) else { return true };
-        let Some(info) = gpu.identify(device) else { return true };
+        let Some((gpu, info)) = find(device).and_then(|gpu| Some((gpu, gpu.identify(device)?))) else {
+            which::other_in_use();
+            return true;
+        };
         let mut first = false;
         gpu.attached.get_or_init(|| {
             first = true;
@@ -44,11 +46,11 @@ impl Gpu {
                 let _ = gpu.space.set(Mutex::new(space));
             }
         });
+        which::now_in_use(gpu);
         if !first {
             // If there is a context already, its work goes on: a second one is not refused.
             return gpu.work.has_contexts() || gpu.attach_again(tell_imports);
         }
-        now_in_use(gpu.index);
         if !connection::is_connected() {
             return true;
         }

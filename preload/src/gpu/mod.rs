@@ -1,5 +1,6 @@
 //! One GPU as this client uses it: its gate, its work and its memory; and the table of all GPUs by the driver's ordinal.
 //!
+//! - [`which`]: the GPU that a call concerns.
 //! - [`info`]: properties of a GPU. [`unsupported`]: GPUs that this library leaves alone.
 //! - [`attach`]: the program begins to use a GPU. [`peers`]: GPUs that reach each other's memory.
 //! - [`lock_request`]: waiting at the gate. [`submission`]: noting what passes it.
@@ -20,6 +21,9 @@ mod report;
 pub mod reservation;
 mod submission;
 pub mod unsupported;
+mod which;
+
+pub use which::{are_several, current};
 
 use crate::{
     driver::{self, types::*},
@@ -29,7 +33,7 @@ use crate::{
     work::{Work, capture},
 };
 use answers::{LimitAnswers, ReservationAnswers};
-use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use info::Info;
 use nvshare_wire::{MAX_SLOTS, Uuid};
 
@@ -71,11 +75,6 @@ pub struct Gpu {
     allocating: AtomicU32,
 }
 
-const NONE: i32 = -1;
-const SEVERAL: i32 = -2;
-/// The only GPU that this process uses, if there is just one: a launch then need not ask the driver where it goes.
-static ONLY: AtomicI32 = AtomicI32::new(NONE);
-
 static GPUS: [Gpu; MAX_SLOTS as usize] = {
     let mut gpus = [const { Gpu::new() }; MAX_SLOTS as usize];
     let mut i = 0;
@@ -110,20 +109,6 @@ pub fn attached() -> impl Iterator<Item = &'static Gpu> {
     GPUS.iter().filter(|g| g.is_attached())
 }
 
-/// The GPU of the calling thread's current context.
-#[inline]
-pub fn current() -> Option<&'static Gpu> {
-    match ONLY.load(Ordering::Relaxed) {
-        NONE => None,
-        SEVERAL => {
-            let mut device = 0;
-            // SAFETY: a valid place.
-            (unsafe { driver::cuCtxGetDevice(&mut device) } == SUCCESS).then(|| by_ordinal(device)).flatten()
-        }
-        only => GPUS.get(only as usize),
-    }
-}
-
 /// The GPU of that ordinal, in use or not.
 fn find(device: CUdevice) -> Option<&'static Gpu> {
     GPUS.get(usize::try_from(device).ok()?)
@@ -132,18 +117,6 @@ fn find(device: CUdevice) -> Option<&'static Gpu> {
 /// The work of a GPU that this process uses.
 fn work_of(index: u32) -> Option<&'static Work> {
     GPUS.get(index as usize).filter(|gpu| gpu.is_attached()).map(|gpu| &gpu.work)
-}
-
-/// Marks that GPU as in use.
-fn now_in_use(index: u32) {
-    let _ = ONLY.compare_exchange(NONE, index as i32, Ordering::AcqRel, Ordering::Acquire).map_err(|_| {
-        ONLY.store(SEVERAL, Ordering::Release);
-    });
-}
-
-/// Whether this process uses more than one GPU.
-pub fn are_several() -> bool {
-    ONLY.load(Ordering::Relaxed) == SEVERAL
 }
 
 /// Opens every gate for good.
