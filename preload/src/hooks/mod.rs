@@ -1,7 +1,7 @@
 //! The interposed functions. Each hook is declared once, with the driver's name and signature, and serves direct linking (as an
 //! exported symbol), `dlsym` and `cuGetProcAddress` ([`lookup`]).
 //!
-//! - [`gated`]: launches, copies and memsets, which wait at the gate.
+//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`], too.
 //! - [`memory`]: allocations, which may wait for their memory; frees and queries about addresses, which never wait.
 //! - [`memory_info`]: queries about the size of memory. [`nvml`]: the same through NVML, which is another library.
 //! - [`pinned`]: allocations that the driver makes. They are counted.
@@ -15,6 +15,7 @@
 
 mod address_info;
 pub mod context;
+pub mod copies;
 pub mod gated;
 pub mod interop;
 pub mod ipc;
@@ -47,6 +48,7 @@ unsafe impl Sync for Hook {}
 pub fn all() -> impl Iterator<Item = &'static Hook> {
     gated::HOOKS
         .iter()
+        .chain(copies::HOOKS)
         .chain(memory::HOOKS)
         .chain(pinned::HOOKS)
         .chain(vmm::HOOKS)
