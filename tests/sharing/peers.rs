@@ -63,6 +63,55 @@ fn gpus_that_reach_each_other_are_held_together() {
     assert!(program.stderr().contains("Request { gpus: 3 }"), "both GPUs were never asked for at once");
 }
 
+/// Work that concerns both GPUs, with the first one's context current, while others want most of either.
+#[track_caller]
+fn cross(how: &str) {
+    let machine = Machine::with_scheduler(two_gpus());
+    let words = format!("cross --mem {SHARE} --pause-ms 50 --rounds 12 --how {how}");
+    let mut programs = vec![machine.program(&words).start()];
+    let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
+    programs.extend(others.iter().map(|words| machine.program(words).start()));
+    for program in &mut programs {
+        program.finish();
+    }
+    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    machine.wait_until_empty();
+}
+
+/// Work that concerns the second GPU, with the first one's context current, while somebody else wants most of the second. The
+/// pauses are longer than a GPU counts as used by a program, which is asked for together with others.
+#[track_caller]
+fn cross_after_pauses(hows: &[&str]) {
+    let machine = Machine::with_scheduler(two_gpus());
+    let share = SHARE / hows.len() as u64;
+    let words = |how: &&str| format!("cross --mem {share} --rounds 2 --pause-ms 2500 --how {how}");
+    let mut programs: Vec<Program> = hows.iter().map(|how| machine.program(&words(how)).start()).collect();
+    let mut other = machine.program("mix --mem 64M --chunks 2 --reps 3 --rounds 100000 --device 1").start();
+    for program in &mut programs {
+        program.finish();
+    }
+    other.kill();
+    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    machine.wait_until_empty();
+}
+
+#[test]
+fn work_for_a_stream_of_another_gpu_finds_its_memory() {
+    // Each kind of work is the first once.
+    cross_after_pauses(&["streams --first 0", "streams --first 3"]);
+    cross_after_pauses(&["streams --first 1", "streams --first 2"]);
+}
+
+#[test]
+fn a_graph_of_two_gpus_finds_the_memory_of_both() {
+    cross_after_pauses(&["graph"]);
+}
+
+#[test]
+fn a_launch_on_two_gpus_finds_the_memory_of_both() {
+    cross("devices");
+}
+
 #[test]
 fn memory_of_a_gpu_that_is_left_alone_is_on_that_gpu() {
     let mut setup = two_gpus();

@@ -138,6 +138,7 @@ functions! {
     cuCtxFromGreenCtx(context: *mut CUcontext, green: *mut c_void);
     cuStreamQuery(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
+    cuStreamGetCaptureInfo(stream: CUstream, status: *mut i32, id: *mut u64);
     cuStreamIsCapturing(stream: CUstream, status: *mut i32);
     cuThreadExchangeStreamCaptureMode(mode: *mut i32);
     cuMemGetInfo_v2(free: *mut Size, total: *mut Size);

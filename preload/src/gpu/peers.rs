@@ -1,5 +1,6 @@
 //! Peers: GPUs of this process whose work touches each other's memory, after `cuCtxEnablePeerAccess`, copies from one to the
-//! other, or access rights that the program set. Work on one passes only when the gates of all are open, the memory of one
+//! other, or access rights that the program set; or whose work is submitted by one call, as by the launch of a graph that was
+//! captured in streams of both. Work on one passes only when the gates of all are open, the memory of one
 //! leaves only when the work of all is done, and their locks are held together or not at all.
 
 use crate::{

@@ -1,6 +1,6 @@
 //! Noting which stream a submission went to, so that the next one to the same stream passes with a few loads.
 
-use super::{Gpu, are_several, attached};
+use super::Gpu;
 use crate::{
     driver::types::*,
     gate::{
@@ -21,19 +21,9 @@ impl Gpu {
         }
     }
 
-    /// The GPU of a stream, which need not be that of the current context.
-    fn owner_of(&'static self, stream: CUstream) -> &'static Gpu {
-        if !are_several() {
-            return self;
-        }
-        let context = work::context_of(stream);
-        let owner = context.and_then(|context| attached().find(|gpu| gpu.work.has_context(context)));
-        owner.unwrap_or(self)
-    }
-
     #[inline(never)]
     fn note_anew(&'static self, slot: &Slot, stream: CUstream, epoch: u64) {
-        self.owner_of(stream).work.note(stream);
+        self.work.note(stream);
         // Only the thread itself can record a point in its per-thread stream, so each submission records its own.
         let may_last = stream != STREAM_PER_THREAD
             && !capture::any()

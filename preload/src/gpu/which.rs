@@ -1,7 +1,14 @@
-//! Which GPU a call concerns: that of the current context.
+//! Which GPU a call concerns: that of the stream which it names, and where it names none, that of the current context.
 
 use super::{GPUS, Gpu, by_ordinal};
-use crate::driver::{self, types::*};
+use crate::{
+    driver::{
+        self,
+        context::{current_or_null, with_current},
+        types::*,
+    },
+    work,
+};
 use core::sync::atomic::{AtomicI32, Ordering};
 
 /// The program has no context yet.
@@ -33,13 +40,34 @@ pub fn are_several() -> bool {
 /// The GPU of the calling thread's current context; `None` if this library leaves it alone.
 #[inline]
 pub fn current() -> Option<&'static Gpu> {
+    of_stream(CTX_DEFAULT_STREAM)
+}
+
+/// The GPU of a stream; `None` if this library leaves it alone. The default streams are those of the current context.
+#[inline]
+pub fn of_stream(stream: CUstream) -> Option<&'static Gpu> {
     match ONLY.load(Ordering::Relaxed) {
         NONE => None,
-        SEVERAL => {
-            let mut device = 0;
-            // SAFETY: a valid place.
-            (unsafe { driver::cuCtxGetDevice(&mut device) } == SUCCESS).then(|| by_ordinal(device)).flatten()
-        }
+        SEVERAL => device_of(stream).and_then(by_ordinal),
         only => GPUS.get(only as usize),
     }
+}
+
+/// The driver's ordinal of the GPU of a stream, whether this library handles it or not.
+fn device_of(stream: CUstream) -> Option<CUdevice> {
+    device_in(work::context_of(stream)?)
+}
+
+/// The GPU of a context; `None` if this library leaves it alone.
+pub fn of_context(context: CUcontext) -> Option<&'static Gpu> {
+    device_in(context).and_then(by_ordinal)
+}
+
+fn device_in(context: CUcontext) -> Option<CUdevice> {
+    let ask = || {
+        let mut device = 0;
+        // SAFETY: a valid place.
+        (unsafe { driver::cuCtxGetDevice(&mut device) } == SUCCESS).then_some(device)
+    };
+    if context == current_or_null() { ask() } else { with_current(context as usize, ask).ok()? }
 }

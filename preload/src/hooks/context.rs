@@ -4,7 +4,7 @@ use crate::{
     client, connection,
     driver::{self, types::*},
     gate,
-    gpu::{self, Gpu, reservation},
+    gpu::{self, Gpu, peers::couple, reservation},
     hooks::{self, gated, hooks, lookup, peer_access},
     registry::{pinned, shared},
     sys::{
@@ -154,9 +154,9 @@ fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
 
 /// A capture refers to memory. So it begins, like work, when memory is on the GPU, and memory stays there until it ends.
 fn beginning_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
-    gated::naming(|| {
+    gated::naming_for(stream, || {
         if gate::is_active()
-            && let Some(gpu) = gpu::current()
+            && let Some(gpu) = gpu::of_stream(stream)
         {
             // The stream cannot be asked while it captures.
             gpu.work.mark_stream(stream);
@@ -170,6 +170,18 @@ fn ending_capture(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult
     // It still captures if this was the wrong thread to end it.
     if capture::any() && !capture::is_capturing(stream) {
         capture::end(stream);
+    }
+    result
+}
+
+/// A stream that waits for an event of a capture joins the capture. A graph of streams of several GPUs is work of all of them.
+fn waiting(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    if !(capture::any() && gate::is_active() && gpu::are_several()) || capture::is_capturing(stream) {
+        return real();
+    }
+    let (result, joined) = capture::joining(stream, real);
+    if let Some([Some(gpu), Some(other)]) = joined.map(|contexts| contexts.map(gpu::of_context)) {
+        crate::sys::errno::preserved(|| couple(gpu, other));
     }
     result
 }
@@ -256,6 +268,9 @@ hooks! { real, flavour;
     [cuStreamBeginRecaptureToGraph | cuStreamBeginRecaptureToGraph_ptsz] (
         stream: CUstream, mode: i32, graph: CUgraph, changed: P, data: P,
     ) { beginning_capture(flavour.stream(stream), real) }
+    [cuStreamWaitEvent | cuStreamWaitEvent_ptsz] (stream: CUstream, event: CUevent, flags: u32) {
+        waiting(flavour.stream(stream), real)
+    }
     [cuStreamEndCapture | cuStreamEndCapture_ptsz] (stream: CUstream, graph: P) { ending_capture(flavour.stream(stream), real) }
     [cuStreamDestroy | cuStreamDestroy_v2] (stream: CUstream) {
         capture::end(stream);

@@ -1,4 +1,4 @@
-//! Calls that give the GPU work: they wait at the gate of the current GPU, and count as submitted.
+//! Calls that give a GPU work: they wait at the gate of the GPU of their stream, and count as submitted.
 
 use crate::{
     driver::types::*,
@@ -6,11 +6,17 @@ use crate::{
         self, Gate, closed,
         threads::{self, OUTSIDE, Slot},
     },
-    gpu::{self, Gpu, reservation::retried},
+    gpu::{
+        self, Gpu,
+        peers::couple,
+        reservation::{retried, retried_on},
+    },
     hooks::{copies::Copy3D, hooks, peer_access},
+    sys::errno,
     work::capture,
 };
 use core::{ffi::c_void, sync::atomic::Ordering};
+use nvshare_wire::MAX_SLOTS;
 
 type P = *mut c_void;
 
@@ -37,14 +43,39 @@ pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresu
 #[inline]
 fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult) -> CUresult {
     // The driver may load code at the first launch or enlarge the stack. Room for that is made outside the gate.
-    retried(|| pass(stream, weight, closed::FOR_ALL, &call))
+    retried_on(|| gpu::of_stream(stream), || pass(stream, weight, closed::FOR_ALL, &call))
+}
+
+/// Makes one call that launches a kernel in each of several streams, which are of different GPUs: the kernels may wait for each
+/// other, so the GPUs are held together.
+///
+/// # Safety
+/// `list` is NULL or has that many entries.
+unsafe fn launched_on_all(list: *const LaunchParams, count: u32, call: impl Fn() -> CUresult) -> CUresult {
+    // SAFETY: the caller's promise; the driver refuses more entries than GPUs.
+    let at = |i: u32| unsafe { list.add(i as usize).as_ref() }.map(|launch| launch.stream);
+    let streams = (0..count.min(MAX_SLOTS)).map_while(at);
+    let mut known = streams.filter_map(|stream| Some((gpu::of_stream(stream)?, stream)));
+    let Some((gpu, first)) = known.next().filter(|_| gate::is_active()) else { return call() };
+    known.clone().for_each(|(other, _)| errno::preserved(|| couple(gpu, other)));
+    launched(first, ONE, || {
+        let result = call();
+        // Inside the gate, through which all of them have passed.
+        known.clone().for_each(|(other, stream)| errno::preserved(|| other.work.note(stream)));
+        result
+    })
 }
 
 /// Makes a call that gives the GPU no work but names memory, which must be on the GPU because the driver looks it up. Beside a
 /// capture memory is there, and stays.
 #[inline]
 pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
-    if capture::any() { call() } else { pass(NULL, NOTHING, closed::MEMORY, call) }
+    naming_for(NULL, call)
+}
+
+/// The same for memory of the GPU of this stream.
+pub(super) fn naming_for(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
+    if capture::any() { call() } else { pass(stream, NOTHING, closed::MEMORY, call) }
 }
 
 /// The same for memory of this GPU, whichever context is current.
@@ -106,12 +137,15 @@ fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
 /// Memory that the program has allocated and never used cannot be mapped.
 #[inline(never)]
 fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
-    let Some(gpu) = gate::is_active().then(gpu::current).flatten() else { return Ok(None) };
+    if !gate::is_active() {
+        return Ok(None);
+    }
     let slot = threads::mine();
     // A call from within another, or one that is captured into a graph, submits nothing now.
     if slot.inside.load(Ordering::Relaxed) != OUTSIDE || (capture::any() && capture::is_capturing(stream)) {
         return Ok(None);
     }
+    let Some(gpu) = gpu::of_stream(stream) else { return Ok(None) };
     gpu.work.throttle(stream);
     loop {
         let closed = if gpu.gate.try_enter(gpu.index, slot, reasons) {
@@ -150,7 +184,10 @@ hooks! { real, flavour;
         let stream = unsafe { config.as_ref() }.map_or(NULL, |c| c.stream);
         launched(flavour.stream(stream), ONE, real)
     }
-    [cuLaunchCooperativeKernelMultiDevice] (list: P, devices: u32, flags: u32) { launched(flavour.stream(NULL), ONE, real) }
+    [cuLaunchCooperativeKernelMultiDevice] (list: *const LaunchParams, devices: u32, flags: u32) {
+        // SAFETY: the program passes that many entries.
+        unsafe { launched_on_all(list, devices, real) }
+    }
     [cuLaunch] (f: CUfunction) { launched(flavour.stream(NULL), ONE, real) }
     [cuLaunchGrid] (f: CUfunction, width: i32, height: i32) { launched(flavour.stream(NULL), ONE, real) }
     [cuLaunchGridAsync] (f: CUfunction, width: i32, height: i32, stream: CUstream) { launched(flavour.stream(stream), ONE, real) }
@@ -279,6 +316,18 @@ pub struct LaunchConfig {
     block: [u32; 3],
     shared: u32,
     stream: CUstream,
+}
+
+/// `CUDA_LAUNCH_PARAMS`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct LaunchParams {
+    function: CUfunction,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    stream: CUstream,
+    arguments: P,
 }
 
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.

@@ -42,7 +42,7 @@ fn allocate_async(place: *const u64, size: Size, stream: CUstream, real: impl Fn
     if capture::any() && capture::is_capturing(stream) {
         return real();
     }
-    allocate(gpu::current(), Kind::Address, place, size as u64, real)
+    allocate(gpu::of_stream(stream), Kind::Address, place, size as u64, real)
 }
 
 /// The size of a `CUDA_ARRAY_DESCRIPTOR` or a `CUDA_ARRAY3D_DESCRIPTOR`.

@@ -26,6 +26,8 @@ impl Work {
     ) -> (CUresult, Option<bool>) {
         let mut inner = self.inner.lock();
         let known = inner.has(context as usize);
+        // A stream made from now on may have the handle of one that goes with the context.
+        epoch::end();
         let (result, gone) = call();
         if !gone || !known {
             return (result, None);

@@ -1,7 +1,7 @@
 //! The streams that were given work, and recording points in them.
 
 use super::point::{Point, is_legacy};
-use super::{Inner, Work};
+use super::{Inner, Work, capture};
 use crate::{
     driver::{
         self,
@@ -111,17 +111,21 @@ impl Inner {
     }
 }
 
-/// The context of a stream of the calling thread.
+/// The context of a stream that the calling thread may use. A stream that captures is not asked, as no query of it is sure to
+/// leave its capture whole.
 pub fn context_of(stream: CUstream) -> Option<CUcontext> {
-    let mut context = core::ptr::null_mut();
-    // SAFETY: a valid place, and a stream that the program has just used; the default streams are the current context's.
-    unsafe {
-        let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
-        if is_default || driver::cuStreamGetCtx(stream, &mut context) != SUCCESS {
-            context = current_or_null();
-        }
-    }
-    (!context.is_null()).then_some(context)
+    let is_default = (stream as usize) <= STREAM_PER_THREAD as usize;
+    let known = if is_default {
+        None // the current context's
+    } else if capture::any() && capture::is_capturing(stream) {
+        capture::context_of_member(stream)
+    } else {
+        let mut context = core::ptr::null_mut();
+        // SAFETY: a valid place, and a stream that the program uses.
+        let asked = capture::beside(|_| unsafe { driver::cuStreamGetCtx(stream, &mut context) });
+        (asked == SUCCESS).then_some(context)
+    };
+    known.or_else(|| Some(current_or_null())).filter(|context| !context.is_null())
 }
 
 /// Identifies a stream from one launch to the next. The legacy stream differs between contexts, so its context names it.

@@ -76,12 +76,12 @@ impl Fill {
 }
 
 fn submit(flavour: Flavour, fill: Fill, stream: usize) -> Done {
-    let context = context::healthy()?;
+    context::healthy()?;
     let stream = stream::of(stream, flavour)?;
     if fill.width == 0 || fill.height == 0 {
         return Ok(());
     }
-    fill.check(&context)?;
+    fill.check(&stream.context)?;
     stream.submit(Work::Fill(fill)).map(drop)
 }
 
