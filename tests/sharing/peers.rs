@@ -65,8 +65,10 @@ fn gpus_that_reach_each_other_are_held_together() {
 
 /// Work that concerns both GPUs, with the first one's context current, while others want most of either.
 #[track_caller]
-fn cross(how: &str) {
-    let machine = Machine::with_scheduler(two_gpus());
+fn cross(how: &str, simulator: &[(&'static str, &str)]) {
+    let mut setup = two_gpus();
+    setup.simulator.extend(simulator.iter().map(|(name, value)| (*name, (*value).to_owned())));
+    let machine = Machine::with_scheduler(setup);
     let words = format!("cross --mem {SHARE} --pause-ms 50 --rounds 12 --how {how}");
     let mut programs = vec![machine.program(&words).start()];
     let others = ["0", "1"].map(|gpu| format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {gpu}"));
@@ -76,6 +78,43 @@ fn cross(how: &str) {
     }
     assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
     machine.wait_until_empty();
+}
+
+const APART: &[(&str, &str)] = &[("CUDA_SIM_NO_PEERS", "0-1")];
+
+#[test]
+fn copies_by_address_are_whole() {
+    cross("unified", &[]);
+}
+
+#[test]
+fn copies_by_address_are_whole_without_peer_access() {
+    cross("unified", APART);
+}
+
+#[test]
+fn copies_of_rows_and_layers_are_whole_without_peer_access() {
+    cross("rows", APART);
+}
+
+#[test]
+fn copies_that_are_captured_are_whole_without_peer_access() {
+    cross("recorded", APART);
+}
+
+#[test]
+fn copies_between_the_host_and_another_gpu_are_whole() {
+    cross("host", &[]);
+}
+
+#[test]
+fn copies_between_the_host_and_another_gpu_are_whole_without_peer_access() {
+    cross("host", APART);
+}
+
+#[test]
+fn copies_of_rows_between_the_host_and_another_gpu_are_whole_without_peer_access() {
+    cross("rows-host", APART);
 }
 
 /// Work that concerns the second GPU, with the first one's context current, while somebody else wants most of the second. The
@@ -109,17 +148,38 @@ fn a_graph_of_two_gpus_finds_the_memory_of_both() {
 
 #[test]
 fn a_launch_on_two_gpus_finds_the_memory_of_both() {
-    cross("devices");
+    cross("devices", &[]);
+}
+
+/// A program that uses one GPU which is left alone and one which is not, beside another program on the latter.
+#[track_caller]
+fn cross_with_one_left_alone(alone: &'static str, other: u32, hows: &[&str]) {
+    let mut setup = two_gpus();
+    setup.simulator.push(("CUDA_SIM_EXCLUSIVE", alone.to_owned()));
+    let machine = Machine::with_scheduler(setup);
+    for how in hows {
+        let mut program =
+            machine.program(&format!("cross --mem {SHARE} --how {how} --rounds 12 --pause-ms 50")).start();
+        let words = format!("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device {other}");
+        let mut other = machine.program(&words).start();
+        program.finish();
+        other.finish();
+    }
+    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    machine.wait_until_empty();
 }
 
 #[test]
 fn memory_of_a_gpu_that_is_left_alone_is_on_that_gpu() {
-    let mut setup = two_gpus();
-    setup.simulator.push(("CUDA_SIM_EXCLUSIVE", "1".to_owned()));
-    let machine = Machine::with_scheduler(setup);
-    let mut program = machine.program(&format!("cross --mem {SHARE} --how own --rounds 12 --pause-ms 50")).start();
-    let mut other = machine.program("mix --mem 64M --chunks 2 --reps 3 --rounds 6 --device 0").start();
-    program.finish();
-    other.finish();
-    machine.wait_until_empty();
+    cross_with_one_left_alone("1", 0, &["own"]);
+}
+
+#[test]
+fn copies_to_and_from_a_gpu_that_is_left_alone_are_whole() {
+    cross_with_one_left_alone("1", 0, &["unified", "rows", "host"]);
+}
+
+#[test]
+fn copies_made_by_a_gpu_that_is_left_alone_are_whole() {
+    cross_with_one_left_alone("0", 1, &["unified", "rows", "host", "rows-host"]);
 }

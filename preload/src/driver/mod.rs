@@ -136,6 +136,7 @@ functions! {
     cuStreamDestroy_v2(stream: CUstream);
     cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
     cuCtxFromGreenCtx(context: *mut CUcontext, green: *mut c_void);
+    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
     cuStreamQuery(stream: CUstream);
     cuStreamSynchronize(stream: CUstream);
     cuStreamGetCaptureInfo(stream: CUstream, status: *mut i32, id: *mut u64);
@@ -156,10 +157,20 @@ functions! {
     cuMulticastBindMem_v2(object: Handle, device: CUdevice, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64);
     cuMemAllocManaged(address: *mut CUdeviceptr, size: Size, flags: u32);
     cuMemFree_v2(address: CUdeviceptr);
+    cuPointerGetAttribute(data: *mut c_void, attribute: i32, address: CUdeviceptr);
     cuPointerSetAttribute(value: *const c_void, attribute: i32, address: CUdeviceptr);
     cuMemPrefetchAsync(address: CUdeviceptr, size: Size, to: CUdevice, stream: CUstream);
     cuMemHostRegister_v2(host: *mut c_void, size: Size, flags: u32);
     cuMemHostUnregister(host: *mut c_void);
+    cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, size: Size, stream: CUstream);
+    cuMemcpy2DAsync_v2(copy: *const c_void, stream: CUstream);
+    cuMemcpy3DAsync_v2(copy: *const c_void, stream: CUstream);
+    cuMemcpyPeer(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size);
+    cuMemcpyPeer_ptds(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size);
+    cuMemcpyPeerAsync(to: CUdeviceptr, to_context: CUcontext, from: CUdeviceptr, from_context: CUcontext, size: Size, stream: CUstream);
+    cuMemcpy3DPeer(copy: *const c_void);
+    cuMemcpy3DPeer_ptds(copy: *const c_void);
+    cuMemcpy3DPeerAsync(copy: *const c_void, stream: CUstream);
     cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, size: Size, stream: CUstream);
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, size: Size, stream: CUstream);
     cuMemsetD32Async(to: CUdeviceptr, value: u32, count: Size, stream: CUstream);

@@ -23,7 +23,7 @@ mod submission;
 pub mod unsupported;
 mod which;
 
-pub use which::{are_several, current, of_context, of_stream};
+pub use which::{are_several, current, device_of, of_context, of_stream};
 
 use crate::{
     driver::{self, types::*},

@@ -44,12 +44,17 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
 
 /// Gives work on one GPU access to memory of the other, as memory from `cuMemAlloc` has it.
 fn reach(from: &Gpu, to: &Gpu) {
+    if let (true, Some(space)) = (can_reach(from, to), to.space()) {
+        space.lock().let_in(from.index);
+    }
+}
+
+/// Whether work on one GPU can be given access to memory of the other.
+pub fn can_reach(from: &Gpu, to: &Gpu) -> bool {
     let mut can = 0;
     // SAFETY: a valid place.
     let asked = unsafe { driver::cuDeviceCanAccessPeer(&mut can, from.index as CUdevice, to.index as CUdevice) };
-    if let (SUCCESS, true, Some(space)) = (asked, can != 0, to.space()) {
-        space.lock().let_in(from.index);
-    }
+    asked == SUCCESS && can != 0
 }
 
 /// The program gives a GPU access rights to memory of another.

@@ -54,7 +54,7 @@ pub fn of_stream(stream: CUstream) -> Option<&'static Gpu> {
 }
 
 /// The driver's ordinal of the GPU of a stream, whether this library handles it or not.
-fn device_of(stream: CUstream) -> Option<CUdevice> {
+pub fn device_of(stream: CUstream) -> Option<CUdevice> {
     device_in(work::context_of(stream)?)
 }
 

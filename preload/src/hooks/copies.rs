@@ -1,71 +1,169 @@
-//! Copies, which wait at the gate as all work does ([`super::gated`]).
+//! Copies, which wait at the gate as all work does ([`super::gated`]). Those that two GPUs have to do with are the work of both,
+//! and are made in another way where that is necessary ([`super::staged`]).
 
 use super::{
-    gated::{GRAPH, NULL, ONE, bytes, gated},
-    hooks, peer_access,
+    Flavour,
+    gated::{GRAPH, NULL, ONE, bytes, gated, routed},
+    hooks,
+    peer_access::{Side, Way, contexts, many, route},
+    shapes::{Copy2D, Copy3D},
+    staged,
 };
-use crate::driver::types::*;
+use crate::driver::{self, types::*};
 use core::ffi::c_void;
 
 type P = *mut c_void;
 
+/// Destination and source of a copy of `n` bytes by address. The host's side need not be one.
+type Ends = [CUdeviceptr; 2];
+
+/// An address of the host, in the place of one that may be a GPU's.
+const HOST: CUdeviceptr = 0;
+
+/// Makes a copy in the default stream.
+#[inline]
+fn copy(flavour: Flavour, ends: Ends, n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
+    let stream = flavour.stream(NULL);
+    let route = route(stream, ends.map(Side::Address));
+    routed(route, stream, bytes(n), || match route.way {
+        Way::Direct => real(),
+        Way::Peers(contexts) => staged::linear(flavour, ends, n, contexts),
+        Way::Owner(context) => staged::as_owner(context, flavour, real),
+    })
+}
+
+/// Makes a copy in stream order. `again` makes it in another stream.
+#[inline]
+fn copy_async(
+    stream: CUstream,
+    ends: Ends,
+    n: Size,
+    real: impl FnOnce() -> CUresult,
+    again: impl FnOnce(CUstream) -> CUresult,
+) -> CUresult {
+    let route = route(stream, ends.map(Side::Address));
+    routed(route, stream, bytes(n), || match route.way {
+        Way::Direct => real(),
+        Way::Peers(contexts) => staged::linear_async(ends, n, contexts, stream),
+        Way::Owner(context) => staged::as_owner_async(context, stream, again),
+    })
+}
+
+/// Makes a copy of rows and layers in the default stream. Without a description, the driver reports the error.
+#[inline]
+fn shaped(flavour: Flavour, copy: Option<Copy3D>, real: impl FnOnce() -> CUresult) -> CUresult {
+    let Some(copy) = copy else { return real() };
+    let stream = flavour.stream(NULL);
+    let route = route(stream, copy.sides());
+    routed(route, stream, ONE, || match route.way {
+        Way::Direct => real(),
+        Way::Peers(contexts) => staged::shaped(flavour, &copy, contexts),
+        Way::Owner(context) => staged::as_owner(context, flavour, real),
+    })
+}
+
+/// The same in stream order.
+#[inline]
+fn shaped_async(
+    stream: CUstream,
+    copy: Option<Copy3D>,
+    real: impl FnOnce() -> CUresult,
+    again: impl FnOnce(CUstream) -> CUresult,
+) -> CUresult {
+    let Some(copy) = copy else { return real() };
+    let route = route(stream, copy.sides());
+    routed(route, stream, ONE, || match route.way {
+        Way::Direct => real(),
+        Way::Peers(contexts) => staged::shaped_async(&copy, contexts, stream),
+        Way::Owner(context) => staged::as_owner_async(context, stream, again),
+    })
+}
+
+/// The sides of copies that are listed in two arrays.
+///
+/// # Safety
+/// Both are NULL or have that many entries.
+unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) -> impl Iterator<Item = Side> {
+    let count = if to.is_null() || from.is_null() { 0 } else { count };
+    // SAFETY: the caller's promise.
+    (0..count).flat_map(move |i| unsafe { [*to.add(i), *from.add(i)] }).map(Side::Address)
+}
+
 hooks! { real, flavour;
-    [cuMemcpy | cuMemcpy_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
-        peer_access::touching([to, from]);
-        gated(flavour.stream(NULL), bytes(n), real)
-    }
-    [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
-        peer_access::copying([to_context, from_context]);
-        gated(flavour.stream(NULL), bytes(n), real)
-    }
-    [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) {
-        peer_access::touching([to, 0]);
-        gated(flavour.stream(NULL), bytes(n), real)
-    }
-    [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) {
-        peer_access::touching([0, from]);
-        gated(flavour.stream(NULL), bytes(n), real)
-    }
+    [cuMemcpy | cuMemcpy_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) { copy(flavour, [to, from], n, real) }
+    [cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds] (to: CUdeviceptr, from: P, n: Size) { copy(flavour, [to, HOST], n, real) }
+    [cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds] (to: P, from: CUdeviceptr, n: Size) { copy(flavour, [HOST, from], n, real) }
     [cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds] (to: CUdeviceptr, from: CUdeviceptr, n: Size) {
-        peer_access::touching([to, from]);
-        gated(flavour.stream(NULL), bytes(n), real)
-    }
-    [cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds] (to: CUarray, at: Size, from: CUdeviceptr, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
-    [cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds] (to: CUdeviceptr, from: CUarray, at: Size, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
-    [cuMemcpyHtoA_v2 | cuMemcpyHtoA_v2_ptds] (to: CUarray, at: Size, from: P, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
-    [cuMemcpyAtoH_v2 | cuMemcpyAtoH_v2_ptds] (to: P, from: CUarray, at: Size, n: Size) { gated(flavour.stream(NULL), bytes(n), real) }
-    [cuMemcpyAtoA_v2 | cuMemcpyAtoA_v2_ptds] (to: CUarray, at: Size, from: CUarray, from_at: Size, n: Size) {
-        gated(flavour.stream(NULL), bytes(n), real)
-    }
-    [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
-        // SAFETY: the driver reads it too; NULL is its error to give.
-        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
-        gated(flavour.stream(NULL), ONE, real)
-    }
-    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) {
-        // SAFETY: as above.
-        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
-        gated(flavour.stream(NULL), ONE, real)
+        copy(flavour, [to, from], n, real)
     }
     [cuMemcpyAsync | cuMemcpyAsync_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        peer_access::touching([to, from]);
-        gated(flavour.stream(stream), bytes(n), real)
+        // SAFETY: the program's own arguments, here and below.
+        let again = |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) };
+        copy_async(flavour.stream(stream), [to, from], n, real, again)
+    }
+    [cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz] (to: CUdeviceptr, from: P, n: Size, stream: CUstream) {
+        let again = |stream| unsafe { driver::cuMemcpyHtoDAsync_v2(to, from, n, stream) };
+        copy_async(flavour.stream(stream), [to, HOST], n, real, again)
+    }
+    [cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz] (to: P, from: CUdeviceptr, n: Size, stream: CUstream) {
+        let again = |stream| unsafe { driver::cuMemcpyDtoHAsync_v2(to, from, n, stream) };
+        copy_async(flavour.stream(stream), [HOST, from], n, real, again)
+    }
+    [cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
+        let again = |stream| unsafe { driver::cuMemcpyAsync(to, from, n, stream) };
+        copy_async(flavour.stream(stream), [to, from], n, real, again)
+    }
+
+    // ---- rows and layers ----
+    [cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds] (copy: *const Copy2D) {
+        // SAFETY: the driver reads it too; NULL is its error to give. So it is below.
+        shaped(flavour, unsafe { copy.as_ref() }.map(Copy3D::from), real)
+    }
+    [cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds] (copy: *const Copy3D) { shaped(flavour, unsafe { copy.as_ref() }.copied(), real) }
+    [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: *const Copy2D, stream: CUstream) {
+        let again = |stream| unsafe { driver::cuMemcpy2DAsync_v2(copy.cast(), stream) };
+        shaped_async(flavour.stream(stream), unsafe { copy.as_ref() }.map(Copy3D::from), real, again)
+    }
+    [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: *const Copy3D, stream: CUstream) {
+        let again = |stream| unsafe { driver::cuMemcpy3DAsync_v2(copy.cast(), stream) };
+        shaped_async(flavour.stream(stream), unsafe { copy.as_ref() }.copied(), real, again)
+    }
+
+    // ---- between contexts ----
+    [cuMemcpyPeer | cuMemcpyPeer_ptds] (to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size) {
+        let stream = flavour.stream(NULL);
+        routed(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
     }
     [cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz] (
         to: CUdeviceptr, to_context: P, from: CUdeviceptr, from_context: P, n: Size, stream: CUstream,
     ) {
-        peer_access::copying([to_context, from_context]); gated(flavour.stream(stream), bytes(n), real) }
-    [cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz] (to: CUdeviceptr, from: P, n: Size, stream: CUstream) {
-        peer_access::touching([to, 0]);
-        gated(flavour.stream(stream), bytes(n), real)
+        let stream = flavour.stream(stream);
+        routed(contexts(stream, || Some([to_context, from_context])), stream, bytes(n), real)
     }
-    [cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz] (to: P, from: CUdeviceptr, n: Size, stream: CUstream) {
-        peer_access::touching([0, from]);
-        gated(flavour.stream(stream), bytes(n), real)
+    [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: *const Copy3D) {
+        let stream = flavour.stream(NULL);
+        routed(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
     }
-    [cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz] (to: CUdeviceptr, from: CUdeviceptr, n: Size, stream: CUstream) {
-        peer_access::touching([to, from]);
-        gated(flavour.stream(stream), bytes(n), real)
+    [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: *const Copy3D, stream: CUstream) {
+        let stream = flavour.stream(stream);
+        routed(contexts(stream, || unsafe { copy.as_ref() }.map(Copy3D::contexts)), stream, ONE, real)
+    }
+
+    // ---- arrays ----
+    [cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds] (to: CUarray, at: Size, from: CUdeviceptr, n: Size) {
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
+    [cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds] (to: CUdeviceptr, from: CUarray, at: Size, n: Size) {
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
+    [cuMemcpyHtoA_v2 | cuMemcpyHtoA_v2_ptds] (to: CUarray, at: Size, from: P, n: Size) {
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
+    [cuMemcpyAtoH_v2 | cuMemcpyAtoH_v2_ptds] (to: P, from: CUarray, at: Size, n: Size) {
+        gated(flavour.stream(NULL), bytes(n), real)
+    }
+    [cuMemcpyAtoA_v2 | cuMemcpyAtoA_v2_ptds] (to: CUarray, at: Size, from: CUarray, from_at: Size, n: Size) {
+        gated(flavour.stream(NULL), bytes(n), real)
     }
     [cuMemcpyHtoAAsync_v2 | cuMemcpyHtoAAsync_v2_ptsz] (to: CUarray, at: Size, from: P, n: Size, stream: CUstream) {
         gated(flavour.stream(stream), bytes(n), real)
@@ -73,39 +171,20 @@ hooks! { real, flavour;
     [cuMemcpyAtoHAsync_v2 | cuMemcpyAtoHAsync_v2_ptsz] (to: P, from: CUarray, at: Size, n: Size, stream: CUstream) {
         gated(flavour.stream(stream), bytes(n), real)
     }
-    [cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz] (copy: *const Copy2D, stream: CUstream) {
-        // SAFETY: as above.
-        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy2D::addresses));
-        gated(flavour.stream(stream), ONE, real)
-    }
-    [cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz] (copy: *const Copy3D, stream: CUstream) {
-        // SAFETY: as above.
-        peer_access::touching_by(|| unsafe { copy.as_ref() }.map(Copy3D::addresses));
-        gated(flavour.stream(stream), ONE, real)
-    }
-    [cuMemcpy3DPeer | cuMemcpy3DPeer_ptds] (copy: *const Copy3D) {
-        // SAFETY: the driver reads it too; NULL is its error to give.
-        peer_access::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
-        gated(flavour.stream(NULL), ONE, real)
-    }
-    [cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz] (copy: *const Copy3D, stream: CUstream) {
-        // SAFETY: as above.
-        peer_access::copying_by(|| unsafe { copy.as_ref() }.map(|copy| [copy.to.context, copy.from.context]));
-        gated(flavour.stream(stream), ONE, real)
-    }
+
+    // ---- batches, and copies with attributes ----
     [cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, failed: P, stream: CUstream,
     ) {
-        // SAFETY: the program passes that many of each.
-        unsafe { peer_access::touching_all(to, from, count) };
-        gated(flavour.stream(stream), GRAPH, real)
+        let stream = flavour.stream(stream);
+        // SAFETY: the program passes that many of each, here and below.
+        routed(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz] (
         to: *const CUdeviceptr, from: *const CUdeviceptr, sizes: P, count: Size, attributes: P, indexes: P, n: Size, stream: CUstream,
     ) {
-        // SAFETY: the program passes that many of each.
-        unsafe { peer_access::touching_all(to, from, count) };
-        gated(flavour.stream(stream), GRAPH, real)
+        let stream = flavour.stream(stream);
+        routed(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
     [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: P, failed: P, flags: u64, stream: CUstream) {
         gated(flavour.stream(stream), GRAPH, real)
@@ -113,77 +192,15 @@ hooks! { real, flavour;
     [cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
         gated(flavour.stream(stream), GRAPH, real)
     }
-
-    // ---- of CUDA 13 ----
     [cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz] (
         to: CUdeviceptr, from: CUdeviceptr, n: Size, attributes: P, stream: CUstream,
-    ) { gated(flavour.stream(stream), bytes(n), real) }
+    ) {
+        gated(flavour.stream(stream), bytes(n), real)
+    }
     [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: P, flags: u64, stream: CUstream) {
         gated(flavour.stream(stream), ONE, real)
     }
     [cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
         gated(flavour.stream(stream), GRAPH, real)
     }
-}
-
-/// One side of a `CUDA_MEMCPY2D`.
-#[derive(Debug)]
-#[repr(C)]
-pub struct Side2D {
-    at: [Size; 2],
-    kind: i32,
-    host: usize,
-    device: CUdeviceptr,
-    array: CUarray,
-    pitch: Size,
-}
-
-/// `CUDA_MEMCPY2D`.
-#[derive(Debug)]
-#[repr(C)]
-pub struct Copy2D {
-    from: Side2D,
-    to: Side2D,
-    extent: [Size; 2],
-}
-
-impl Copy2D {
-    fn addresses(&self) -> [CUdeviceptr; 2] {
-        [&self.from, &self.to].map(|side| on_device(side.kind, side.device))
-    }
-}
-
-/// One side of a `CUDA_MEMCPY3D` or a `CUDA_MEMCPY3D_PEER`; only the latter has a context.
-#[derive(Debug)]
-#[repr(C)]
-pub struct Side3D {
-    at: [Size; 4],
-    kind: i32,
-    host: usize,
-    device: CUdeviceptr,
-    array: CUarray,
-    context: CUcontext,
-    pitch: [Size; 2],
-}
-
-/// `CUDA_MEMCPY3D` and `CUDA_MEMCPY3D_PEER`.
-#[derive(Debug)]
-#[repr(C)]
-pub struct Copy3D {
-    from: Side3D,
-    to: Side3D,
-    extent: [Size; 3],
-}
-
-impl Copy3D {
-    pub fn addresses(&self) -> [CUdeviceptr; 2] {
-        [&self.from, &self.to].map(|side| on_device(side.kind, side.device))
-    }
-}
-
-/// The address of one side of a copy, if it may be on a GPU; otherwise 0.
-fn on_device(kind: i32, address: CUdeviceptr) -> CUdeviceptr {
-    const DEVICE: i32 = 2;
-    const UNIFIED: i32 = 4;
-    if matches!(kind, DEVICE | UNIFIED) { address } else { 0 }
 }

@@ -1,7 +1,7 @@
 //! Calls that give a GPU work: they wait at the gate of the GPU of their stream, and count as submitted.
 
 use crate::{
-    driver::types::*,
+    driver::{self, types::*},
     gate::{
         self, Gate, closed,
         threads::{self, OUTSIDE, Slot},
@@ -11,7 +11,11 @@ use crate::{
         peers::couple,
         reservation::{retried, retried_on},
     },
-    hooks::{copies::Copy3D, hooks, peer_access},
+    hooks::{
+        hooks,
+        peer_access::Route,
+        shapes::{Copy3D, copy_node},
+    },
     sys::errno,
     work::capture,
 };
@@ -80,22 +84,48 @@ pub(super) fn naming_for(stream: CUstream, call: impl FnOnce() -> CUresult) -> C
 
 /// The same for memory of this GPU, whichever context is current.
 pub(super) fn naming_on(gpu: &'static Gpu, call: impl FnOnce() -> CUresult) -> CUresult {
+    if capture::any() { call() } else { inside(gpu, closed::MEMORY, call) }
+}
+
+/// Makes a call inside the gate of this GPU, which must be done when it returns: its work is not counted.
+fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     let slot = threads::mine();
-    if !gate::is_active() || capture::any() || slot.inside.load(Ordering::Relaxed) != OUTSIDE {
+    if !gate::is_active() || slot.inside.load(Ordering::Relaxed) != OUTSIDE {
         return call();
     }
-    while !gpu.gate.try_enter(gpu.index, slot, closed::MEMORY) {
-        gpu.wait(closed::MEMORY);
-        if !gate::is_active() {
-            return call();
+    match wait_at(gpu, slot, reasons) {
+        Ok(true) => {
+            let result = call();
+            Gate::leave(gpu.index, slot);
+            result
         }
-        if gpu.is_mapping_denied() {
-            return ERROR_OUT_OF_MEMORY;
-        }
+        Ok(false) => call(),
+        Err(error) => error,
     }
-    let result = call();
-    Gate::leave(gpu.index, slot);
-    result
+}
+
+/// Makes a call that copies by this route.
+#[inline]
+pub(super) fn routed(route: Route, stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    match route.gate {
+        None => gated(stream, weight, call),
+        // The stream's work cannot be followed, so nothing remains of it when the gate is left.
+        Some(gpu) => inside(gpu, closed::FOR_COPIES, || match call() {
+            SUCCESS if !capture::is_capturing(stream) => {
+                // SAFETY: the program has just used it.
+                capture::relaxed(|| unsafe { driver::cuStreamSynchronize(stream) })
+            }
+            result => result,
+        }),
+    }
+}
+
+/// Makes a call that names memory of several GPUs.
+pub(super) fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresult {
+    match route.gate {
+        None => naming(call),
+        Some(gpu) => naming_on(gpu, call),
+    }
 }
 
 #[inline]
@@ -147,6 +177,14 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
     }
     let Some(gpu) = gpu::of_stream(stream) else { return Ok(None) };
     gpu.work.throttle(stream);
+    Ok(wait_at(gpu, slot, reasons)?.then_some((gpu, slot)))
+}
+
+/// Waits until this thread is inside the gate of this GPU. `false` if the gates are no more.
+///
+/// # Errors
+/// Memory that the program has allocated and never used cannot be mapped.
+fn wait_at(gpu: &'static Gpu, slot: &Slot, reasons: u32) -> Result<bool, CUresult> {
     loop {
         let closed = if gpu.gate.try_enter(gpu.index, slot, reasons) {
             // The work may also touch memory of peers.
@@ -154,11 +192,11 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
         } else {
             Some(gpu)
         };
-        let Some(closed) = closed else { return Ok(Some((gpu, slot))) };
+        let Some(closed) = closed else { return Ok(true) };
         slot.inside.store(OUTSIDE, Ordering::Release);
         closed.wait(reasons);
         if !gate::is_active() {
-            return Ok(None);
+            return Ok(false);
         }
         if closed.is_mapping_denied() {
             return Err(ERROR_OUT_OF_MEMORY);
@@ -249,8 +287,7 @@ hooks! { real, flavour;
         node: P, graph: CUgraph, after: P, n: Size, params: *const Copy3D, context: CUcontext,
     ) {
         // SAFETY: the driver reads it too; NULL is its error to give.
-        peer_access::touching_by(|| unsafe { params.as_ref() }.map(Copy3D::addresses));
-        naming(real)
+        naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphAddMemsetNode] (
         node: P, graph: CUgraph, after: P, n: Size, params: P, context: CUcontext,

@@ -1,7 +1,8 @@
 //! The interposed functions. Each hook is declared once, with the driver's name and signature, and serves direct linking (as an
 //! exported symbol), `dlsym` and `cuGetProcAddress` ([`lookup`]).
 //!
-//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`], too.
+//! - [`gated`]: launches and memsets, which wait at the gate. [`copies`], too; [`staged`] makes those out of a GPU's reach, and
+//!   [`shapes`] has their descriptions.
 //! - [`memory`]: allocations, which may wait for their memory; frees and queries about addresses, which never wait.
 //! - [`memory_info`]: queries about the size of memory. [`nvml`]: the same through NVML, which is another library.
 //! - [`pinned`]: allocations that the driver makes. They are counted.
@@ -27,6 +28,8 @@ pub mod nvml;
 mod peer_access;
 pub mod pinned;
 pub mod reservation;
+pub mod shapes;
+mod staged;
 pub mod vmm;
 
 use crate::driver::{

@@ -1,65 +1,189 @@
-//! Calls that show which GPUs reach each other's memory ([`crate::gpu::peers`]).
+//! Calls that show which GPUs reach each other's memory ([`crate::gpu::peers`]), and the [`Route`] of a copy whose sides are of
+//! different GPUs.
 
+use super::gated::NULL;
 use crate::{
-    driver::types::*,
+    driver::{self, types::*},
     gate,
-    gpu::{self, peers::couple},
-    registry,
+    gpu::{self, Gpu, peers},
+    registry::{self, pinned, virtual_memory},
     sys::errno,
 };
+use alloc::vec::Vec;
 
 /// Whether this process uses several GPUs. Otherwise there is nothing to do here.
+#[inline]
 fn are_several() -> bool {
-    gate::is_active() && gpu::are_several()
+    gpu::are_several() && gate::is_active()
+}
+
+/// One side of a copy, as the program names it.
+#[derive(Debug, Clone, Copy)]
+pub enum Side {
+    Host,
+    /// Of any memory, perhaps the host's.
+    Address(CUdeviceptr),
+    Array(CUarray),
+}
+
+/// How a copy is made, and where it waits.
+#[derive(Debug, Clone, Copy)]
+pub struct Route {
+    pub way: Way,
+    /// The GPU at whose gate it waits, if its stream's GPU has none because this library leaves that one alone.
+    pub gate: Option<&'static Gpu>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// As the program wrote it.
+    Direct,
+    /// From one GPU to another, of which at least one has no access to the other's memory. The driver stages such a copy, but
+    /// copies chunks only if it is told the contexts: these, of destination and source.
+    Peers([CUcontext; 2]),
+    /// Between the host and a GPU to whose memory the stream's GPU has no access: with this context, of the memory's GPU.
+    Owner(CUcontext),
+}
+
+impl Route {
+    const DIRECT: Self = Self { way: Way::Direct, gate: None };
+}
+
+/// Memory of a GPU, as a copy sees it.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    device: CUdevice,
+    /// The context in which it was allocated; 0 if unknown.
+    allocated_in: usize,
+    /// The GPU, unless this library leaves it alone.
+    gpu: Option<&'static Gpu>,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Chunks of this library: a GPU must be given access, as peers are.
+    Ours,
+    /// Chunks of another process: the GPU that uses them is the only one with access.
+    Imported,
+    /// Memory to which the driver gives access, or the program.
+    Other,
+}
+
+impl Place {
+    fn of(gpu: &'static Gpu, allocated_in: usize, kind: Kind) -> Self {
+        Self { device: gpu.index as CUdevice, allocated_in, gpu: Some(gpu), kind }
+    }
+
+    /// A context of its GPU: that in which it was allocated, if memory can be copied with it.
+    fn context(&self) -> CUcontext {
+        let contexts = self.gpu.map_or_else(Vec::new, |gpu| gpu.work.contexts());
+        let own = contexts.iter().find(|known| **known as usize == self.allocated_in);
+        own.or(contexts.first()).copied().unwrap_or(self.allocated_in as CUcontext)
+    }
+
+    /// Where this library knows the memory to be.
+    fn known(side: Side) -> Option<Self> {
+        match side {
+            Side::Host | Side::Address(0) => None,
+            Side::Address(address) => match registry::find(address) {
+                Some((gpu, it)) => {
+                    Some(Self::of(gpu, it.context, if it.is_foreign() { Kind::Imported } else { Kind::Ours }))
+                }
+                None => {
+                    let memory = virtual_memory::TABLE.lock().at(address).map(|(_, memory)| memory);
+                    memory.map(|memory| Self::of(memory.gpu, 0, Kind::Other))
+                }
+            },
+            Side::Array(array) => pinned::array(array).map(|(gpu, context)| Self::of(gpu, context, Kind::Other)),
+        }
+    }
+
+    /// Where the driver says that it is. Managed memory is within reach of every GPU, and so is the host's.
+    fn asked(side: Side) -> Option<Self> {
+        use pointer_attribute::{CONTEXT, DEVICE_ORDINAL, IS_MANAGED, MEMORY_TYPE};
+        let Side::Address(address @ 1..) = side else { return None };
+        let attribute = |which| {
+            let mut value = 0u64;
+            // SAFETY: a place for any of these attributes.
+            let result = unsafe { driver::cuPointerGetAttribute((&raw mut value).cast(), which, address) };
+            (result == SUCCESS).then_some(value)
+        };
+        let is_device = attribute(MEMORY_TYPE)? as u32 == MEMORYTYPE_DEVICE && attribute(IS_MANAGED) == Some(0);
+        let device = attribute(DEVICE_ORDINAL).filter(|_| is_device)? as CUdevice;
+        let context = attribute(CONTEXT).unwrap_or(0) as usize;
+        match gpu::by_ordinal(device) {
+            Some(gpu) => Some(Self::of(gpu, context, Kind::Other)),
+            None if context != 0 => Some(Self { device, allocated_in: context, gpu: None, kind: Kind::Other }),
+            None => None,
+        }
+    }
+}
+
+/// Makes all of these GPUs peers, and the stream's. Returns the one at whose gate the call waits if the stream's has none.
+fn together(own: Option<&'static Gpu>, gpus: impl Iterator<Item = &'static Gpu>) -> Option<&'static Gpu> {
+    let mut all = own.into_iter().chain(gpus);
+    let first = all.next()?;
+    all.for_each(|other| peers::couple(first, other));
+    Some(first).filter(|_| own.is_none())
+}
+
+/// The route of a copy in this stream, to and from these sides, whose GPUs are peers from now on.
+#[inline]
+pub fn route(stream: CUstream, sides: [Side; 2]) -> Route {
+    if are_several() { errno::preserved(|| find(stream, sides)) } else { Route::DIRECT }
+}
+
+fn find(stream: CUstream, sides: [Side; 2]) -> Route {
+    let known = sides.map(Place::known);
+    let here = gpu::device_of(stream);
+    let gate = together(here.and_then(gpu::by_ordinal), known.iter().flatten().filter_map(|place| place.gpu));
+    let has_chunks = known.iter().flatten().any(|place| place.kind != Kind::Other);
+    let Some(here) = here.filter(|_| has_chunks) else { return Route { way: Way::Direct, gate } };
+    let within_reach = |place: &Place| here == place.device || has_access(here, place);
+    let [to, from] =
+        [(known[0], sides[0]), (known[1], sides[1])].map(|(known, side)| known.or_else(|| Place::asked(side)));
+    let way = match (to, from) {
+        _ if to.iter().chain(&from).all(within_reach) => Way::Direct,
+        (Some(to), Some(from)) => Way::Peers([to.context(), from.context()]),
+        (Some(only), None) | (None, Some(only)) => Way::Owner(only.context()),
+        (None, None) => Way::Direct,
+    };
+    Route { way, gate }
+}
+
+/// Whether that GPU has been given access to memory of this library: peers have it, where the hardware permits that.
+fn has_access(device: CUdevice, place: &Place) -> bool {
+    let peer = gpu::by_ordinal(device).filter(|_| place.kind == Kind::Ours);
+    peer.zip(place.gpu).is_some_and(|(peer, gpu)| peers::can_reach(peer, gpu))
 }
 
 /// The program gives its current context access to another.
 pub fn enabled(context: CUcontext) {
-    if !are_several() {
-        return;
-    }
-    let other = gpu::attached().find(|gpu| gpu.work.has_context(context));
-    if let (Some(gpu), Some(other)) = (gpu::current(), other) {
-        errno::preserved(|| couple(gpu, other));
-    }
+    contexts(NULL, || Some([context, core::ptr::null_mut()]));
 }
 
 /// The program copies between contexts.
-pub fn copying(contexts: [CUcontext; 2]) {
-    contexts.into_iter().filter(|context| !context.is_null()).for_each(enabled);
-}
-
-/// The program copies from or to these addresses.
-pub fn touching(addresses: [CUdeviceptr; 2]) {
+#[inline]
+pub fn contexts(stream: CUstream, named: impl FnOnce() -> Option<[CUcontext; 2]>) -> Route {
     if !are_several() {
-        return;
+        return Route::DIRECT;
     }
-    let Some(gpu) = gpu::current() else { return };
-    for other in addresses.into_iter().filter(|address| *address != 0).filter_map(registry::gpu_of) {
-        errno::preserved(|| couple(gpu, other));
-    }
+    errno::preserved(|| {
+        let named = named().into_iter().flatten().filter(|context| !context.is_null());
+        let gpus = named.filter_map(|context| gpu::attached().find(|gpu| gpu.work.has_context(context)));
+        Route { way: Way::Direct, gate: together(gpu::of_stream(stream), gpus) }
+    })
 }
 
-/// The same for calls whose addresses must be read from their arguments.
-pub fn touching_by(addresses: impl FnOnce() -> Option<[CUdeviceptr; 2]>) {
-    if are_several() {
-        addresses().inspect(|addresses| touching(*addresses));
+/// The program copies to and from many sides, in one call.
+#[inline]
+pub fn many<I: Iterator<Item = Side>>(stream: CUstream, sides: impl FnOnce() -> I) -> Route {
+    if !are_several() {
+        return Route::DIRECT;
     }
-}
-
-pub fn copying_by(contexts: impl FnOnce() -> Option<[CUcontext; 2]>) {
-    if are_several() {
-        contexts().inspect(|contexts| copying(*contexts));
-    }
-}
-
-/// The program copies `count` times, from and to these addresses.
-///
-/// # Safety
-/// Both are NULL or have that many entries.
-pub unsafe fn touching_all(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) {
-    if are_several() && !to.is_null() && !from.is_null() {
-        // SAFETY: the caller's promise.
-        (0..count).for_each(|i| touching(unsafe { [*to.add(i), *from.add(i)] }));
-    }
+    errno::preserved(|| {
+        let gpus = sides().filter_map(|side| Place::known(side)?.gpu);
+        Route { way: Way::Direct, gate: together(gpu::of_stream(stream), gpus) }
+    })
 }

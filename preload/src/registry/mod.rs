@@ -28,11 +28,6 @@ pub fn find_own(address: CUdeviceptr) -> Option<(&'static Gpu, Allocation)> {
     find(address).filter(|(_, allocation)| !allocation.is_foreign())
 }
 
-/// The GPU of the allocation that contains this address.
-pub fn gpu_of(address: CUdeviceptr) -> Option<&'static Gpu> {
-    find(address).map(|(gpu, _)| gpu)
-}
-
 /// Whether the address belongs to one of our allocations.
 pub fn is_ours(address: CUdeviceptr) -> bool {
     find(address).is_some()

@@ -138,6 +138,11 @@ pub fn unmap(at: CUdeviceptr, size: Size) {
     }
 }
 
+/// The GPU and the context of an array.
+pub fn array(array: CUarray) -> Option<(&'static Gpu, usize)> {
+    TABLE.lock().pinned.get(&(Kind::Array, array as u64)).map(|pinned| (pinned.gpu, pinned.context))
+}
+
 /// Whether the program may have so many more bytes on that GPU.
 pub fn fits(gpu: Option<&Gpu>, bytes: u64) -> bool {
     let Some((gpu, space)) = gpu.and_then(|gpu| Some((gpu, gpu.space()?))) else { return true };

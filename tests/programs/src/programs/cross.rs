@@ -151,11 +151,29 @@ impl Work {
                 late_cu!(cuMemcpyBatchAsync_v2(&to, &from, &len, 1, &late::CopyAttributes::default(), &0, 1, stream))?
             }
             ("batches", _) => late_cu!(cuMemcpy3DBatchAsync_v2(1, &batch, 0, stream))?,
+            ("recorded", n) => self.recorded(|| match n % 2 {
+                0 => late_cu!(cuMemcpyAsync(to, from, len, stream)),
+                _ => late_cu!(cuMemcpy2DAsync_v2(&rows, stream)),
+            })?,
             ("nodes", n) => self.by_node(n, &layers)?,
             ("arrays", _) => self.by_array((to, from))?,
             _ => return Err(format!("--how {how} is not known").into()),
         }
         Ok(())
+    }
+
+    /// By a graph that this call was captured into.
+    fn recorded(&self, copy: impl FnOnce() -> crate::cuda::Result<()>) -> Outcome {
+        const GLOBAL: u32 = 0;
+        let (mut graph, mut exec) = (0, 0);
+        cu!(cuStreamBeginCapture_v2(self.near.stream.0, GLOBAL))?;
+        copy()?;
+        cu!(cuStreamEndCapture(self.near.stream.0, &mut graph))?;
+        cu!(cuGraphInstantiateWithFlags(&mut exec, graph, 0))?;
+        cu!(cuGraphLaunch(exec, self.near.stream.0))?;
+        self.near.stream.synchronise()?;
+        cu!(cuGraphExecDestroy(exec))?;
+        Ok(cu!(cuGraphDestroy(graph))?)
     }
 
     /// By the node of a graph, which is told of the places in one of four ways.

@@ -127,7 +127,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "cross",
         cross::run,
-        "--mem 8M --how unified|rows|attributes|batches|nodes|arrays|host|rows-host|streams|graph|devices|own --first 0 --rounds 20 --pause-ms 10: work that concerns two GPUs, with the first one's context current, verify",
+        "--mem 8M --how unified|rows|recorded|attributes|batches|nodes|arrays|host|rows-host|streams|graph|devices|own --first 0 --rounds 20 --pause-ms 10: work that concerns two GPUs, with the first one's context current, verify",
     ),
     (
         "escapes",
