@@ -117,6 +117,28 @@ fn copies_of_rows_between_the_host_and_another_gpu_are_whole_without_peer_access
     cross("rows-host", APART);
 }
 
+#[test]
+fn copies_with_attributes_are_whole() {
+    cross("attributes", &[]);
+    cross("attributes --first 1", &[]);
+}
+
+#[test]
+fn copies_in_batches_are_whole() {
+    cross("batches", &[]);
+    cross("batches --first 1", &[]);
+}
+
+#[test]
+fn copies_by_nodes_of_graphs_are_whole() {
+    (0..4).for_each(|first| cross(&format!("nodes --first {first}"), &[]));
+}
+
+#[test]
+fn copies_through_arrays_are_whole() {
+    cross("arrays", &[]);
+}
+
 /// Work that concerns the second GPU, with the first one's context current, while somebody else wants most of the second. The
 /// pauses are longer than a GPU counts as used by a program, which is asked for together with others.
 #[track_caller]

@@ -3,10 +3,10 @@
 
 use super::{
     Flavour,
-    gated::{GRAPH, NULL, ONE, bytes, gated, routed},
+    gated::{GRAPH, NULL, ONE, bytes, routed},
     hooks,
     peer_access::{Side, Way, contexts, many, route},
-    shapes::{Copy2D, Copy3D},
+    shapes::{BatchCopy3D, Copy2D, Copy3D},
     staged,
 };
 use crate::driver::{self, types::*};
@@ -79,6 +79,13 @@ fn shaped_async(
     })
 }
 
+/// Makes a copy to or from an array, in the default stream.
+#[inline]
+fn by_array(flavour: Flavour, sides: [Side; 2], n: Size, real: impl FnOnce() -> CUresult) -> CUresult {
+    let stream = flavour.stream(NULL);
+    routed(many(stream, || sides.into_iter()), stream, bytes(n), real)
+}
+
 /// The sides of copies that are listed in two arrays.
 ///
 /// # Safety
@@ -87,6 +94,16 @@ unsafe fn listed(to: *const CUdeviceptr, from: *const CUdeviceptr, count: Size) 
     let count = if to.is_null() || from.is_null() { 0 } else { count };
     // SAFETY: the caller's promise.
     (0..count).flat_map(move |i| unsafe { [*to.add(i), *from.add(i)] }).map(Side::Address)
+}
+
+/// The same for a list of descriptions.
+///
+/// # Safety
+/// NULL, or that many entries.
+unsafe fn described(list: *const BatchCopy3D, count: Size) -> impl Iterator<Item = Side> {
+    let count = if list.is_null() { 0 } else { count };
+    // SAFETY: the caller's promise.
+    (0..count).flat_map(move |i| unsafe { &*list.add(i) }.sides())
 }
 
 hooks! { real, flavour;
@@ -151,25 +168,27 @@ hooks! { real, flavour;
 
     // ---- arrays ----
     [cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds] (to: CUarray, at: Size, from: CUdeviceptr, n: Size) {
-        gated(flavour.stream(NULL), bytes(n), real)
+        by_array(flavour, [Side::Array(to), Side::Address(from)], n, real)
     }
     [cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds] (to: CUdeviceptr, from: CUarray, at: Size, n: Size) {
-        gated(flavour.stream(NULL), bytes(n), real)
+        by_array(flavour, [Side::Address(to), Side::Array(from)], n, real)
     }
     [cuMemcpyHtoA_v2 | cuMemcpyHtoA_v2_ptds] (to: CUarray, at: Size, from: P, n: Size) {
-        gated(flavour.stream(NULL), bytes(n), real)
+        by_array(flavour, [Side::Array(to), Side::Host], n, real)
     }
     [cuMemcpyAtoH_v2 | cuMemcpyAtoH_v2_ptds] (to: P, from: CUarray, at: Size, n: Size) {
-        gated(flavour.stream(NULL), bytes(n), real)
+        by_array(flavour, [Side::Host, Side::Array(from)], n, real)
     }
     [cuMemcpyAtoA_v2 | cuMemcpyAtoA_v2_ptds] (to: CUarray, at: Size, from: CUarray, from_at: Size, n: Size) {
-        gated(flavour.stream(NULL), bytes(n), real)
+        by_array(flavour, [Side::Array(to), Side::Array(from)], n, real)
     }
     [cuMemcpyHtoAAsync_v2 | cuMemcpyHtoAAsync_v2_ptsz] (to: CUarray, at: Size, from: P, n: Size, stream: CUstream) {
-        gated(flavour.stream(stream), bytes(n), real)
+        let stream = flavour.stream(stream);
+        routed(many(stream, || [Side::Array(to)].into_iter()), stream, bytes(n), real)
     }
     [cuMemcpyAtoHAsync_v2 | cuMemcpyAtoHAsync_v2_ptsz] (to: P, from: CUarray, at: Size, n: Size, stream: CUstream) {
-        gated(flavour.stream(stream), bytes(n), real)
+        let stream = flavour.stream(stream);
+        routed(many(stream, || [Side::Array(from)].into_iter()), stream, bytes(n), real)
     }
 
     // ---- batches, and copies with attributes ----
@@ -186,21 +205,25 @@ hooks! { real, flavour;
         let stream = flavour.stream(stream);
         routed(many(stream, || unsafe { listed(to, from, count) }), stream, GRAPH, real)
     }
-    [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: P, failed: P, flags: u64, stream: CUstream) {
-        gated(flavour.stream(stream), GRAPH, real)
+    [cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz] (n: Size, list: *const BatchCopy3D, failed: P, flags: u64, stream: CUstream) {
+        let stream = flavour.stream(stream);
+        routed(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
     }
-    [cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
-        gated(flavour.stream(stream), GRAPH, real)
+    [cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz] (n: Size, list: *const BatchCopy3D, flags: u64, stream: CUstream) {
+        let stream = flavour.stream(stream);
+        routed(many(stream, || unsafe { described(list, n) }), stream, GRAPH, real)
     }
     [cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz] (
         to: CUdeviceptr, from: CUdeviceptr, n: Size, attributes: P, stream: CUstream,
     ) {
-        gated(flavour.stream(stream), bytes(n), real)
+        let stream = flavour.stream(stream);
+        routed(many(stream, || [to, from].map(Side::Address).into_iter()), stream, bytes(n), real)
     }
-    [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: P, flags: u64, stream: CUstream) {
-        gated(flavour.stream(stream), ONE, real)
+    [cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz] (copy: *const BatchCopy3D, flags: u64, stream: CUstream) {
+        let stream = flavour.stream(stream);
+        routed(many(stream, || unsafe { described(copy, 1) }), stream, ONE, real)
     }
     [cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz] (n: Size, list: P, flags: u64, stream: CUstream) {
-        gated(flavour.stream(stream), GRAPH, real)
+        super::gated::gated(flavour.stream(stream), GRAPH, real)
     }
 }

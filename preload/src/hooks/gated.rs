@@ -14,7 +14,7 @@ use crate::{
     hooks::{
         hooks,
         peer_access::Route,
-        shapes::{Copy3D, copy_node},
+        shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
     },
     sys::errno,
     work::capture,
@@ -290,21 +290,46 @@ hooks! { real, flavour;
         naming_by(unsafe { copy_node(params) }, real)
     }
     [cuGraphAddMemsetNode] (
-        node: P, graph: CUgraph, after: P, n: Size, params: P, context: CUcontext,
-    ) { naming(real) }
-    [cuGraphAddBatchMemOpNode | cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) {
-        naming(real)
+        node: P, graph: CUgraph, after: P, n: Size, params: *const Fill, context: CUcontext,
+    ) {
+        // SAFETY: as above.
+        naming_by(unsafe { fill_node(params) }, real)
     }
-    [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: P) {
-        naming(real)
+    [cuGraphAddBatchMemOpNode] (node: P, graph: CUgraph, after: P, n: Size, params: P) { naming(real) }
+    [cuGraphAddNode] (node: P, graph: CUgraph, after: P, n: Size, params: *const NodeParams) {
+        // SAFETY: as above.
+        naming_by(unsafe { any_node(params) }, real)
     }
-    [cuGraphMemcpyNodeSetParams | cuGraphMemsetNodeSetParams | cuGraphBatchMemOpNodeSetParams | cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (
-        node: P, params: P,
-    ) { naming(real) }
-    [cuGraphExecMemcpyNodeSetParams | cuGraphExecMemsetNodeSetParams] (
-        graph: CUgraphExec, node: P, params: P, context: CUcontext,
-    ) { naming(real) }
-    [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
+    [cuGraphAddNode_v2 | cuGraphAddNode_v3] (node: P, graph: CUgraph, after: P, edges: P, n: Size, params: *const NodeParams) {
+        // SAFETY: as above.
+        naming_by(unsafe { any_node(params) }, real)
+    }
+    [cuGraphMemcpyNodeSetParams] (node: P, params: *const Copy3D) {
+        // SAFETY: as above.
+        naming_by(unsafe { copy_node(params) }, real)
+    }
+    [cuGraphMemsetNodeSetParams] (node: P, params: *const Fill) {
+        // SAFETY: as above.
+        naming_by(unsafe { fill_node(params) }, real)
+    }
+    [cuGraphBatchMemOpNodeSetParams] (node: P, params: P) { naming(real) }
+    [cuGraphNodeSetParams | cuGraphNodeSetParams_v2] (node: P, params: *const NodeParams) {
+        // SAFETY: as above.
+        naming_by(unsafe { any_node(params) }, real)
+    }
+    [cuGraphExecMemcpyNodeSetParams] (graph: CUgraphExec, node: P, params: *const Copy3D, context: CUcontext) {
+        // SAFETY: as above.
+        naming_by(unsafe { copy_node(params) }, real)
+    }
+    [cuGraphExecMemsetNodeSetParams] (graph: CUgraphExec, node: P, params: *const Fill, context: CUcontext) {
+        // SAFETY: as above.
+        naming_by(unsafe { fill_node(params) }, real)
+    }
+    [cuGraphExecNodeSetParams] (graph: CUgraphExec, node: P, params: *const NodeParams) {
+        // SAFETY: as above.
+        naming_by(unsafe { any_node(params) }, real)
+    }
+    [cuGraphExecBatchMemOpNodeSetParams | cuGraphExecChildGraphNodeSetParams] (
         graph: CUgraphExec, node: P, params: P,
     ) { naming(real) }
     [cuGraphExecUpdate] (graph: CUgraphExec, from: CUgraph, node: P, outcome: P) { naming(real) }

@@ -1,11 +1,11 @@
-//! Copies in two and three dimensions, as the driver has them described.
+//! Copies in two and three dimensions, and nodes of graphs, as the driver has them described.
 
 use super::{
     gated::NULL,
     peer_access::{Route, Side, many},
 };
 use crate::driver::types::*;
-use core::ptr::null_mut;
+use core::{ffi::c_void, ptr::null_mut};
 
 /// `CUmemorytype`
 const MEMORYTYPE_DEVICE: i32 = 2;
@@ -102,6 +102,69 @@ impl Copy3D {
     }
 }
 
+/// `CUmemcpy3DOperand`
+#[derive(Debug)]
+#[repr(C)]
+struct Operand {
+    kind: i32,
+    /// Of memory, its address; of an array, its handle.
+    name: u64,
+    rest: [u64; 3],
+}
+
+impl Operand {
+    fn named(&self) -> Side {
+        const POINTER: i32 = 1;
+        const ARRAY: i32 = 2;
+        match self.kind {
+            POINTER => Side::Address(self.name),
+            ARRAY => Side::Array(self.name as CUarray),
+            _ => Side::Host,
+        }
+    }
+}
+
+/// `CUDA_MEMCPY3D_BATCH_OP`
+#[derive(Debug)]
+#[repr(C)]
+pub struct BatchCopy3D {
+    from: Operand,
+    to: Operand,
+    extent: [Size; 3],
+    order: i32,
+    flags: u32,
+}
+
+impl BatchCopy3D {
+    pub fn sides(&self) -> [Side; 2] {
+        [self.to.named(), self.from.named()]
+    }
+}
+
+/// The beginning of `CUDA_MEMSET_NODE_PARAMS`, in all its versions.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Fill {
+    to: CUdeviceptr,
+}
+
+/// The beginning of `CUgraphNodeParams`; what the node does follows.
+#[derive(Debug)]
+#[repr(C)]
+pub struct NodeParams {
+    kind: i32,
+    reserved: [i32; 3],
+}
+
+/// `CUDA_MEMCPY_NODE_PARAMS`
+#[derive(Debug)]
+#[repr(C)]
+struct CopyNode {
+    flags: [i32; 2],
+    context: *mut c_void,
+    copy: Copy3D,
+}
+
 /// The route of a node that copies.
 ///
 /// # Safety
@@ -109,6 +172,32 @@ impl Copy3D {
 pub unsafe fn copy_node(params: *const Copy3D) -> Route {
     // SAFETY: the caller's promise.
     many(NULL, || unsafe { params.as_ref() }.map(Copy3D::sides).into_iter().flatten())
+}
+
+/// The route of a node that sets memory.
+///
+/// # Safety
+/// NULL, or what the driver is given for such a node.
+pub unsafe fn fill_node(params: *const Fill) -> Route {
+    // SAFETY: the caller's promise.
+    many(NULL, || unsafe { params.as_ref() }.map(|fill| Side::Address(fill.to)).into_iter())
+}
+
+/// The route of a node of any kind.
+///
+/// # Safety
+/// NULL, or what the driver is given for a node.
+pub unsafe fn any_node(params: *const NodeParams) -> Route {
+    const COPY: i32 = 1;
+    const FILL: i32 = 2;
+    // SAFETY: the caller's promise; the kind says what follows.
+    unsafe {
+        match params.as_ref().map(|params| params.kind) {
+            Some(COPY) => copy_node(&raw const (*params.add(1).cast::<CopyNode>()).copy),
+            Some(FILL) => fill_node(params.add(1).cast()),
+            _ => many(NULL, core::iter::empty),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -120,6 +209,8 @@ mod tests {
     fn descriptions_are_laid_out_as_the_driver_has_them() {
         assert_eq!((size_of::<Copy2D>(), size_of::<Copy3D>()), (128, 200));
         assert_eq!((offset_of!(Copy3D, to), offset_of!(Side3D, context)), (88, 64));
+        assert_eq!((size_of::<Operand>(), size_of::<BatchCopy3D>()), (40, 112));
+        assert_eq!((size_of::<NodeParams>(), offset_of!(CopyNode, copy)), (16, 16));
     }
 
     #[test]
