@@ -13,25 +13,32 @@ use core::sync::atomic::{AtomicI32, Ordering};
 
 /// The program has no context yet.
 const NONE: i32 = -1;
-/// The program has contexts on several GPUs, or on one that this library leaves alone: the driver must be asked.
-const SEVERAL: i32 = -2;
+/// The program has contexts only on GPUs that this library leaves alone.
+const OTHERS: i32 = -2;
+/// The program has contexts on several GPUs, at least one of which is attached: the driver must be asked.
+const SEVERAL: i32 = -3;
 /// The only GPU on which this process has contexts, if there is just one: a launch then need not ask the driver where it goes.
 static ONLY: AtomicI32 = AtomicI32::new(NONE);
 
 /// The program is about to create a context on this GPU, which is attached.
 pub(super) fn now_in_use(gpu: &Gpu) {
-    let only = ONLY.compare_exchange(NONE, gpu.index as i32, Ordering::AcqRel, Ordering::Acquire);
-    if only.is_err_and(|only| only != gpu.index as i32) {
-        ONLY.store(SEVERAL, Ordering::Release);
-    }
+    add(gpu.index as i32);
 }
 
 /// The program is about to create a context on a GPU that this library leaves alone.
 pub(super) fn other_in_use() {
-    ONLY.store(SEVERAL, Ordering::Release);
+    add(OTHERS);
 }
 
-/// Whether this process uses more than one GPU, or one that this library leaves alone.
+fn add(used: i32) {
+    let _ = ONLY.fetch_update(Ordering::AcqRel, Ordering::Acquire, |only| Some(with(only, used)));
+}
+
+fn with(only: i32, used: i32) -> i32 {
+    if only == NONE || only == used { used } else { SEVERAL }
+}
+
+/// Whether this process uses an attached GPU and another one, attached or not.
 #[inline]
 pub fn are_several() -> bool {
     ONLY.load(Ordering::Relaxed) == SEVERAL
@@ -47,7 +54,7 @@ pub fn current() -> Option<&'static Gpu> {
 #[inline]
 pub fn of_stream(stream: CUstream) -> Option<&'static Gpu> {
     match ONLY.load(Ordering::Relaxed) {
-        NONE => None,
+        NONE | OTHERS => None,
         SEVERAL => device_of(stream).and_then(by_ordinal),
         only => GPUS.get(only as usize),
     }
@@ -70,4 +77,21 @@ fn device_in(context: CUcontext) -> Option<CUdevice> {
         (unsafe { driver::cuCtxGetDevice(&mut device) } == SUCCESS).then_some(device)
     };
     if context == current_or_null() { ask() } else { with_current(context as usize, ask).ok()? }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_driver_is_asked_only_where_contexts_are_on_several_gpus() {
+        let after = |used: &[i32]| used.iter().fold(NONE, |only, used| with(only, *used));
+        assert_eq!(after(&[]), NONE);
+        assert_eq!(after(&[3, 3]), 3);
+        assert_eq!(after(&[OTHERS, OTHERS]), OTHERS);
+        for used in [[0, 1], [0, OTHERS], [OTHERS, 0]] {
+            assert_eq!(after(&used), SEVERAL);
+            assert_eq!(after(&[used[0], used[1], used[0]]), SEVERAL);
+        }
+    }
 }
