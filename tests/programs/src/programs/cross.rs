@@ -104,6 +104,11 @@ impl Work {
             }
             _ => {
                 self.near.add(round + 1)?;
+                if how == "recorded" && round == 0 {
+                    // Programs work once before they capture. Until a copy has told that the GPUs belong together, memory of the
+                    // far one may be away while a capture names it.
+                    late_cu!(cuMemcpyAsync(self.far.buffer.at, self.near.buffer.at, 4, self.near.stream.0))?;
+                }
                 self.near.stream.synchronise()?;
                 self.copy(how, round, (self.far.buffer.at, self.near.buffer.at))?;
                 self.near.gpu.synchronise()?;
