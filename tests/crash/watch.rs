@@ -23,7 +23,8 @@ pub struct Watch {
     /// The beginning of a line whose end is not written yet.
     rest: String,
     clients: BTreeMap<u64, (u32, Stand)>,
-    /// The most clients that held the lock at once.
+    /// The most clients that held the lock when one of them was granted it. A holder that was stopped while the scheduler was
+    /// replaced is not waited for: it says that it has the lock after another one was granted it, and is asked for it at once.
     pub most_holders: usize,
 }
 
@@ -41,7 +42,8 @@ impl Watch {
             let line: Value = serde_json::from_str(line).expect("a line of JSON");
             let number = |key: &str| line[key].as_u64().expect("a number");
             let (client, pid) = (number("client"), number("pid") as u32);
-            let now = match line["what"].as_str().expect("what happened") {
+            let what = line["what"].as_str().expect("what happened");
+            let now = match what {
                 "request" => Stand::Waits,
                 "grant" | "held" => Stand::Holds,
                 // Who cannot drain does not count as a holder.
@@ -57,7 +59,9 @@ impl Watch {
             if (*stand, now) != (Stand::Holds, Stand::Waits) {
                 *stand = now;
             }
-            self.most_holders = self.most_holders.max(self.pids(Stand::Holds).count());
+            if what == "grant" {
+                self.most_holders = self.most_holders.max(self.pids(Stand::Holds).count());
+            }
         }
     }
 
