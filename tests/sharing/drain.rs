@@ -144,6 +144,12 @@ fn a_value_that_the_same_thread_writes_later_is_written() {
     both_end("host-waits --how write --rounds 2 --pause-ms 1300");
 }
 
+/// Whoever records an event in the legacy stream makes the stream that writes wait for the one that waits.
+#[test]
+fn a_value_that_a_blocking_stream_writes_later_is_written() {
+    both_end("host-waits --how write --blocking 1 --rounds 2 --pause-ms 1300");
+}
+
 #[test]
 fn a_value_that_the_same_thread_copies_later_is_copied() {
     both_end("host-waits --how copy --rounds 2 --pause-ms 1300");

@@ -12,6 +12,14 @@ use crate::{
 use core::sync::atomic::Ordering;
 
 impl Gpu {
+    /// The program is about to make or use a stream that waits for the legacy stream, and the other way round.
+    #[cold]
+    pub fn expect_blocking_streams() {
+        if gate::is_active() && work::first_blocking_stream() {
+            super::attached().for_each(|gpu| gpu.work.mark_legacy_streams());
+        }
+    }
+
     /// Notes the stream of a submission, unless it is known. Called inside the gate, after the driver has accepted the call.
     #[inline]
     pub fn note(&'static self, slot: &Slot, stream: CUstream) {
@@ -26,6 +34,7 @@ impl Gpu {
         self.work.note(stream);
         // Only the thread itself can record a point in its per-thread stream, so each submission records its own.
         let may_last = stream != STREAM_PER_THREAD
+            && !work::is_marked_at_once(stream)
             && !capture::any()
             && !self.work.is_full()
             && self.work.peers() == 0

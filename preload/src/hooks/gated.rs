@@ -176,6 +176,9 @@ fn enter(stream: CUstream, reasons: u32) -> Result<Entered, CUresult> {
         return Ok(None);
     }
     let Some(gpu) = gpu::of_stream(stream) else { return Ok(None) };
+    if stream == STREAM_PER_THREAD {
+        errno::preserved(Gpu::expect_blocking_streams);
+    }
     gpu.work.throttle(stream);
     Ok(wait_at(gpu, slot, reasons)?.then_some((gpu, slot)))
 }

@@ -1,7 +1,12 @@
 //! Calls in which the driver takes GPU memory for itself, for code, stacks and streams. If it finds none, room is made and the
 //! call is repeated ([`crate::gpu::reservation`]).
 
-use crate::{driver::types::*, gpu::reservation::retried, hooks::hooks};
+use crate::{
+    driver::types::*,
+    gpu::{Gpu, reservation::retried},
+    hooks::hooks,
+    sys::errno,
+};
 use core::ffi::{c_char, c_void};
 
 type P = *mut c_void;
@@ -39,6 +44,12 @@ fn retried_with(n: u32, values: P, real: impl Fn() -> CUresult) -> CUresult {
     })
 }
 
+fn making_stream(flags: u32) {
+    if flags & STREAM_NON_BLOCKING == 0 {
+        errno::preserved(Gpu::expect_blocking_streams);
+    }
+}
+
 hooks! { real, flavour;
     [cuModuleLoad] (module: P, path: *const c_char) { retried(real) }
     [cuModuleLoadData | cuModuleLoadFatBinary] (module: P, image: P) { retried(real) }
@@ -53,6 +64,12 @@ hooks! { real, flavour;
     [cuModuleGetFunction] (function: P, module: P, name: *const c_char) { retried(real) }
     [cuLibraryGetModule | cuKernelGetFunction] (place: P, of: P) { retried(real) }
     [cuCtxSetLimit] (limit: i32, value: Size) { retried(real) }
-    [cuStreamCreate] (stream: P, flags: u32) { retried(real) }
-    [cuStreamCreateWithPriority] (stream: P, flags: u32, priority: i32) { retried(real) }
+    [cuStreamCreate] (stream: P, flags: u32) {
+        making_stream(flags);
+        retried(real)
+    }
+    [cuStreamCreateWithPriority] (stream: P, flags: u32, priority: i32) {
+        making_stream(flags);
+        retried(real)
+    }
 }

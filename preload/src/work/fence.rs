@@ -1,6 +1,6 @@
 //! Fences: whether everything that was submitted is done.
 
-use super::point::{Point, is_legacy};
+use super::point::Point;
 use super::{Work, streams::Stream};
 use crate::driver::context::with_current;
 use alloc::{sync::Arc, vec::Vec};
@@ -28,16 +28,10 @@ impl Work {
         Some(fence)
     }
 
-    /// The same for a fence in the middle of work: only if it makes no stream wait for another, and costs little.
+    /// The same for a fence in the middle of work: only if it costs little.
     pub fn sample(&self) -> Option<Fence> {
-        let inner = self.inner.lock();
-        let legacy = |stream: &Stream| is_legacy(stream.handle());
-        let marks_legacy = inner.streams.iter().any(|(stream, state)| state.dirty && legacy(stream));
-        if inner.streams.len() > MAX_SAMPLED_STREAMS || (marks_legacy && !inner.streams.keys().all(legacy)) {
-            return None;
-        }
-        drop(inner);
-        self.fence()
+        let count = self.inner.lock().streams.len();
+        if count > MAX_SAMPLED_STREAMS { None } else { self.fence() }
     }
 
     pub(super) fn fence_of_own(&self) -> Option<Fence> {

@@ -91,7 +91,8 @@ impl Work {
         if !inner.has(stream.context) {
             return; // a stream of another GPU
         }
-        let Some(point) = inner.point_in_its_context(stream) else { return };
+        let point = inner.last_point(stream).or_else(|| inner.point_in_its_context(stream));
+        let Some(point) = point else { return };
         self.collect(&mut inner, false);
         let ahead = inner.outstanding.saturating_add(weight);
         inner.outstanding = ahead;

@@ -1,8 +1,8 @@
 //! Work that was submitted to one GPU and may still run: limiting it, and finding out when it is done.
 //!
 //! Each submission notes its stream. A [`Point`] is an event in one of them. An event behind *everything* would be simpler, but
-//! an event in the legacy stream makes streams wait for each other that otherwise would not, and `cuCtxRecordEvent` is
-//! forbidden beside any capture and missing before driver 12.5.
+//! an event in the legacy stream makes streams wait for each other that otherwise would not ([`is_marked_at_once`]), and
+//! `cuCtxRecordEvent` is forbidden beside any capture and missing before driver 12.5.
 //!
 //! [`marks`] limit it. Every few submissions a thread records a point in its stream; when too much is outstanding, the next
 //! submission waits for the oldest mark. The limit is a window of submissions, derived from the time that marks took: about
@@ -21,7 +21,7 @@ mod point;
 mod streams;
 
 pub use fence::Fence;
-pub use streams::{context_of, name_of};
+pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
 use crate::{driver::types::*, sys::sync::Mutex};
 use alloc::{
@@ -102,18 +102,19 @@ impl Work {
     }
 
     /// Notes a submission to this stream.
-    pub fn note(&self, stream: CUstream) {
-        let Some(context) = context_of(stream) else { return };
+    pub fn note(&self, handle: CUstream) {
+        let Some(context) = context_of(handle) else { return };
         let mut inner = self.inner.lock();
-        let stream = Stream::of(stream, context);
+        let stream = Stream::of(handle, context);
         let is_known = inner.has(stream.context);
         if !is_known {
             inner.contexts.push(Context::new(stream.context, true));
         }
         inner.prune_streams(stream);
         inner.streams.entry(stream).or_default().dirty = true;
-        // No other thread can record a point there.
-        if stream.thread != 0 || inner.context(stream.context).is_some_and(|c| c.foreign) {
+        // No other thread can record a point there, or none should.
+        let is_foreign = stream.thread != 0 || inner.context(stream.context).is_some_and(|c| c.foreign);
+        if is_foreign || is_marked_at_once(handle) {
             inner.point_in_its_context(stream);
         }
     }

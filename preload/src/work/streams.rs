@@ -10,8 +10,11 @@ use crate::{
     },
     gate::{epoch, threads},
 };
-use alloc::sync::Arc;
-use core::sync::atomic::Ordering;
+use alloc::{sync::Arc, vec::Vec};
+use core::sync::atomic::{AtomicBool, Ordering};
+
+/// The program has, or had, a stream that waits for the legacy stream, and the other way round.
+static BLOCKING_STREAMS: AtomicBool = AtomicBool::new(false);
 
 /// The least number of known streams from which on idle ones are removed.
 pub(super) const MIN_PRUNE_THRESHOLD: usize = 64;
@@ -44,7 +47,36 @@ impl Stream {
     }
 }
 
+/// Whether a point in this stream is recorded by the thread that submits there, right behind each submission.
+///
+/// An event in the legacy stream waits for all blocking streams, and they wait for it. At a later time it would tie together
+/// work that the program did not: what waits in one blocking stream for a step that the program takes later in another would
+/// wait for ever. As long as there are no blocking streams, an event there ties nothing, and can be recorded by any thread.
+#[inline]
+pub fn is_marked_at_once(stream: CUstream) -> bool {
+    is_legacy(stream) && BLOCKING_STREAMS.load(Ordering::Acquire)
+}
+
+/// The program is about to make its first blocking stream, on whichever GPU. Returns `false` if it was not the first.
+/// Afterwards [`Work::mark_legacy_streams`] is called for each GPU, before the stream is made.
+pub fn first_blocking_stream() -> bool {
+    !BLOCKING_STREAMS.load(Ordering::Acquire) && !BLOCKING_STREAMS.swap(true, Ordering::AcqRel)
+}
+
 impl Work {
+    /// Records a point in each legacy stream, while there is no blocking stream that would have to wait for it.
+    pub fn mark_legacy_streams(&self) {
+        let mut inner = self.inner.lock();
+        // Whoever launches from now on learns of the blocking stream, even where there is nothing to mark.
+        epoch::end();
+        let unmarked =
+            |(stream, state): (&Stream, &StreamState)| (state.dirty && is_legacy(stream.handle())).then_some(*stream);
+        let unmarked: Vec<_> = inner.streams.iter().filter_map(unmarked).collect();
+        for stream in unmarked {
+            inner.point_in_its_context(stream);
+        }
+    }
+
     /// The program begins to capture this stream: the last moment to record a point behind its work.
     pub fn mark_stream(&self, stream: CUstream) {
         self.with_marked(stream, |_, _| {});
@@ -78,6 +110,11 @@ impl Inner {
             self.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
             self.prune_threshold = MIN_PRUNE_THRESHOLD.max(self.streams.len() * 2);
         }
+    }
+
+    /// The point behind everything that this stream was given, if there is one already.
+    pub(super) fn last_point(&self, stream: Stream) -> Option<Arc<Point>> {
+        self.streams.get(&stream).filter(|state| !state.dirty)?.last.clone()
     }
 
     /// Records a point in a stream that the calling thread can use, in any current context.

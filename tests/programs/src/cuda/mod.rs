@@ -345,9 +345,19 @@ impl Drop for Mapped {
 pub struct Stream(pub usize);
 
 impl Stream {
+    /// One that has nothing to do with the legacy default stream.
     pub fn new() -> Result<Stream> {
+        Stream::with(1)
+    }
+
+    /// One that waits for the legacy default stream, and the other way round, as `cudaStreamCreate` makes them.
+    pub fn blocking() -> Result<Stream> {
+        Stream::with(0)
+    }
+
+    fn with(flags: u32) -> Result<Stream> {
         let mut stream = 0;
-        cu!(cuStreamCreate(&mut stream, 1))?;
+        cu!(cuStreamCreate(&mut stream, flags))?;
         Ok(Stream(stream))
     }
 

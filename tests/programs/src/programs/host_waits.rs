@@ -19,12 +19,16 @@ use std::{
 
 /// Wait until the value is at least this.
 const AT_LEAST: u32 = 0;
+/// So many kernels that a deep queue of them is known to be harmless.
+const LEGACY_KERNELS: u32 = 6000;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let how = args.text("how", "write");
     let (rounds, pause) = (args.size("rounds", "3") as u32, args.milliseconds("pause-ms", "300"));
     let gpu = Gpu::open(0)?;
-    let (waiting, other) = (Stream::new()?, Stream::new()?);
+    let blocking = args.size("blocking", "0") == 1;
+    let stream = || if blocking { Stream::blocking() } else { Stream::new() };
+    let (waiting, other) = (stream()?, stream()?);
     let (buffer, flag) = (Buffer::new(Kind::Alloc, 4 << 20)?, Buffer::new(Kind::Alloc, 4)?);
     let mapped = Arc::new(Mapped::new(4)?);
     let door = Mutex::new(());
@@ -33,6 +37,10 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     gpu.synchronise()?;
     let at = if how == "thread" { mapped.at } else { flag.at };
     for round in 1..=rounds {
+        if blocking {
+            // Work of the legacy stream, before what waits.
+            (0..LEGACY_KERNELS + round).try_for_each(|_| gpu.empty(0))?;
+        }
         gpu.add(buffer.at, buffer.count(), 1, waiting.0)?;
         if matches!(how, "lock" | "callback") {
             let held = lock(&door);

@@ -81,7 +81,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     (
         "host-waits",
         host_waits::run,
-        "--how write|copy|batch|thread|lock|callback --rounds 3 --pause-ms 300: work that a later step of the host lets go on",
+        "--how write|copy|batch|thread|lock|callback --blocking 0 --rounds 3 --pause-ms 300: work that a later step of the host lets go on",
     ),
     (
         "proxy",

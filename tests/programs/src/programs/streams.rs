@@ -28,8 +28,11 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
 
 fn work(gpu: &Arc<Gpu>, thread: u32, streams: u64, rounds: u64, len: usize) -> Outcome {
     gpu.enter()?;
-    let lanes =
-        (0..streams).map(|_| Ok((Stream::new()?, Buffer::new(Kind::Alloc, len)?))).collect::<cuda::Result<Vec<_>>>()?;
+    let lane = |i| {
+        let stream = if i % 2 == 0 { Stream::new() } else { Stream::blocking() };
+        Ok((stream?, Buffer::new(Kind::Alloc, len)?))
+    };
+    let lanes = (0..streams).map(lane).collect::<cuda::Result<Vec<_>>>()?;
     for (stream, buffer) in &lanes {
         gpu.fill(buffer.at, buffer.count(), thread, stream.0)?;
     }
