@@ -113,6 +113,23 @@ fn take_turns(machine: &Machine, engine: &str) {
     machine.wait_until_empty();
 }
 
+/// Whoever frees managed memory must have a context, and waits for work.
+#[test]
+fn freed_memory_is_free_whatever_moves_it() {
+    for (engine, kind) in [("managed", "alloc"), ("swap", "managed"), ("swap", "alloc")] {
+        let machine = Machine::with_scheduler(Setup::default());
+        let words = format!("frees --mem 16M --rounds 6 --kind {kind} --seconds 600");
+        let idle = machine.program(&words).env("NVSHARE_ENGINE", engine).start();
+        idle.wait_to_say("holding nothing");
+        wait_for("freed memory to be known as free", || {
+            let demand = machine.status()["clients"][0]["gpus"][0]["demand"].as_u64()?;
+            (demand == 0).then_some(())
+        });
+        let held = machine.setup.memory - machine.setup.context - machine.free();
+        assert!(held <= 4 * MIB, "engine {engine}, kind {kind}: {held} bytes were not freed");
+    }
+}
+
 #[test]
 fn memory_that_fits_does_not_move() {
     for anti_thrash in ["auto", "on"] {

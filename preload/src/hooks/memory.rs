@@ -212,6 +212,41 @@ pub(super) fn free(address: CUdeviceptr) -> bool {
     gate::is_active() && crate::sys::errno::preserved(|| gpu::attached().any(free))
 }
 
+/// The interval between looks whether the mover is done with memory that is to be freed.
+const MOVING_POLL_INTERVAL: Duration = Duration::from_micros(100);
+
+/// Frees managed memory in this thread, which waits for work as without this library. `None` if that is not how the memory at
+/// this address is freed.
+fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
+    // SAFETY: memory of ours, which nothing else knows any more.
+    let by_driver = |base| unsafe { driver::cuMemFree_v2(base) };
+    let free = |gpu: &'static Gpu| {
+        let space = gpu.space()?;
+        // What could not be freed when it should have been.
+        let mut unfreed = space.lock().take_unfreed();
+        unfreed.retain(|base| by_driver(*base) != SUCCESS);
+        if !unfreed.is_empty() {
+            space.lock().keep_unfreed(unfreed);
+        }
+        let freeing = loop {
+            match space.lock().take_managed(address) {
+                Ok(taken) => break taken?,
+                Err(_) if !gate::is_active() => return None,
+                Err(_) => {}
+            }
+            time::sleep(MOVING_POLL_INTERVAL);
+        };
+        let result = by_driver(freeing.base());
+        let mut guard = space.lock();
+        let before = guard.account;
+        guard.end_of_freeing(freeing, result == SUCCESS);
+        let after = guard.account;
+        gpu.account_changed(&before, &after);
+        Some(result)
+    };
+    if gate::is_active() { crate::sys::errno::preserved(|| gpu::attached().find_map(free)) } else { None }
+}
+
 /// Whether the current context is broken, by an illegal address for instance: every call must then return the driver's error.
 pub(super) fn is_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
@@ -314,7 +349,13 @@ hooks! { real, flavour;
     }
     [cuMemAllocManaged] (place: *mut CUdeviceptr, size: Size, flags: u32) { allocate_managed(place, size, flags, real) }
     [cuMemFree_v2] (address: CUdeviceptr) {
-        if is_broken() { real() } else if free(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
+        if is_broken() {
+            return real();
+        }
+        if let Some(result) = free_managed(address) {
+            return result;
+        }
+        if free(address) { SUCCESS } else { pinned::free(Kind::Address, address, real) }
     }
 
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {

@@ -53,7 +53,8 @@ pub trait Engine: Sync + core::fmt::Debug {
     fn kind(&self) -> client::Engine;
     /// Reserves addresses for `len` bytes, without memory if the engine can do that.
     fn reserve(&self, len: u64) -> Result<u64, CUresult>;
-    fn unreserve(&self, base: u64, len: u64);
+    /// Gives the addresses back. `false` if only a thread of the program can.
+    fn unreserve(&self, base: u64, len: u64) -> bool;
     /// Backs a chunk with memory on the GPU. Its contents are undefined.
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult>;
     /// Frees the chunk's memory on the GPU. No work that touches it may be running.
@@ -119,9 +120,10 @@ impl Engine for Swap {
         Ok(base)
     }
 
-    fn unreserve(&self, base: u64, len: u64) {
+    fn unreserve(&self, base: u64, len: u64) -> bool {
         // SAFETY: a reservation of ours with nothing mapped in it.
         unsafe { cuMemAddressFree(base, len as usize) };
+        true
     }
 
     fn map(&self, gpu: CUdevice, at: u64, len: u64, flags: Flags) -> Result<Handle, CUresult> {
@@ -176,9 +178,8 @@ impl Engine for Managed {
         Ok(base)
     }
 
-    fn unreserve(&self, base: u64, _: u64) {
-        // SAFETY: an allocation of ours. Freeing synchronises with the work that uses it, as the driver does.
-        unsafe { cuMemFree_v2(base) };
+    fn unreserve(&self, _: u64, _: u64) -> bool {
+        false // the driver waits for the work of the current context then
     }
 
     fn map(&self, _: CUdevice, _: u64, _: u64, _: Flags) -> Result<Handle, CUresult> {

@@ -4,12 +4,14 @@
 //! The addresses of a range never change, and freed memory is not reused before all earlier work is done.
 //!
 //! - `allowance`: how many bytes may be mapped. `chunks`: what the mover moves. `buffers`: host memory.
+//! - `managed`: what only the program's threads can free.
 //! - `mapping`: other addresses and devices that reach a range. `export`: other processes.
 
 mod allowance;
 mod buffers;
 mod chunks;
 mod export;
+mod managed;
 mod mapping;
 
 pub use export::{Export, Exported};
@@ -50,6 +52,8 @@ pub struct Space {
     flags: Flags,
     /// Host buffers that are not in use.
     free_buffers: Vec<Buffer>,
+    /// Managed memory that is accounted for as freed, and that a thread of the program must give back to the driver.
+    unfreed: Vec<u64>,
     pub account: Account,
 }
 
@@ -130,6 +134,10 @@ impl Range {
     fn moves(&self) -> bool {
         !self.dead && !self.pinned
     }
+
+    fn is_moving(&self) -> bool {
+        self.chunks.iter().any(|chunk| matches!(chunk.residency, Residency::Moving))
+    }
 }
 
 impl Space {
@@ -155,6 +163,7 @@ impl Space {
             pending: VecDeque::new(),
             flags: Flags { rdma: u8::from(can_rdma), exportable: true, ..Flags::default() },
             free_buffers: Vec::new(),
+            unfreed: Vec::new(),
             account,
         }
     }
@@ -192,28 +201,6 @@ impl Space {
         self.next_id += 1;
         self.allocations.insert(address, Allocation { base: address, size, id, context, managed: false, range });
         Ok(Allocated { address, backing })
-    }
-
-    /// The same for managed memory, which `make` allocates.
-    pub fn allocate_managed(
-        &mut self,
-        size: u64,
-        context: usize,
-        beyond: bool,
-        work: &Work,
-        make: impl FnOnce() -> Result<u64, CUresult>,
-    ) -> Result<u64, CUresult> {
-        self.reclaim(work);
-        let len = size.checked_next_multiple_of(GRANULE).ok_or(ERROR_OUT_OF_MEMORY)?;
-        if !self.account.admits(len, beyond) {
-            return Err(ERROR_OUT_OF_MEMORY);
-        }
-        let base = make()?;
-        self.add_range(base, len, RangeKind::Single, Flags { managed: size, ..Flags::default() })?;
-        let id = self.next_id;
-        self.next_id += 1;
-        self.allocations.insert(base, Allocation { base, size, id, context, managed: true, range: base });
-        Ok(base)
     }
 
     fn allocate_in_slab(&mut self, size: u64, beyond: bool) -> Result<(u64, u64, Backing), CUresult> {
@@ -324,8 +311,8 @@ impl Space {
             }
             self.account.demand -= chunk.len;
         }
-        if !range.gone {
-            engine.unreserve(base, range.len);
+        if !range.gone && !engine.unreserve(base, range.len) {
+            self.unfreed.push(base);
         }
         // Later allocations have not been used by any work.
         self.account.peak = self.account.peak.min(self.account.demand);
@@ -396,7 +383,7 @@ impl Space {
 
     fn drop_range(&mut self, base: u64) {
         let Some(range) = self.ranges.get_mut(&base) else { return };
-        if range.chunks.iter().any(|c| matches!(c.residency, Residency::Moving)) {
+        if range.is_moving() {
             if !core::mem::replace(&mut range.dead, true) {
                 self.account.freeing += range.len; // its address may be reused: it goes in a moment
             }
@@ -412,6 +399,7 @@ impl Space {
             self.allocations.remove(&allocation.base);
             self.release_gone(allocation);
         }
+        self.unfreed.clear(); // some of it may be gone with the context, and its addresses in use again
         self.buffers().for_each(|buffer| buffer.forget_context(context));
         if last {
             for freed in core::mem::take(&mut self.freed) {
@@ -423,8 +411,9 @@ impl Space {
 
     /// The same for one allocation: the driver has already freed managed memory.
     fn release_gone(&mut self, allocation: Allocation) {
+        let is_managed = !self.engine_of_range(allocation.range).copies();
         if let Some(range) = self.ranges.get_mut(&allocation.range) {
-            range.gone = allocation.managed;
+            range.gone = is_managed;
         }
         self.release(allocation);
     }

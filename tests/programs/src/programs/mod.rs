@@ -10,6 +10,7 @@ mod deep;
 mod endless;
 mod escapes;
 mod forks;
+mod frees;
 mod graph;
 mod green;
 mod grow;
@@ -50,6 +51,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ("graph", graph::run, "--mem 16M --replays 20 --cpu-ms 0: capture in global mode, replay, verify"),
     ("churn", churn::run, "--mem 256M --seconds 2 --seed 1: random allocate, grow, write, free, verify"),
     ("streams", streams::run, "--mem 64M --streams 8 --threads 4 --rounds 10: many streams from many threads, verify"),
+    (
+        "frees",
+        frees::run,
+        "--mem 16M --rounds 8 --kind alloc|vmm|managed|async --seconds 0: free memory that queued work uses, hold nothing",
+    ),
     ("info", info::run, "what the driver says about the GPU and its memory"),
     ("oversub", oversub::run, "--mem 2G --chunk 64M --kind alloc|vmm|managed: allocate until it fails, touch, verify"),
     ("latency", latency::run, "--launches 100000: the cost of launching an empty kernel"),
