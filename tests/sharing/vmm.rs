@@ -31,6 +31,16 @@ fn the_model_is_right_about_the_driver() {
     }
 }
 
+/// Memory that is one allocation for the program is bound as one, whatever it is made of. Then it stays.
+#[test]
+fn memory_is_bound_to_objects_as_without_nvshare() {
+    let machine = Machine::with_scheduler(Setup::default());
+    let alone = machine.program("binds").without_nvshare().start().finish();
+    let shared = machine.program("binds").start().finish();
+    assert_eq!(alone.number("array"), shared.number("array"));
+    machine.wait_until_empty();
+}
+
 #[test]
 fn whatever_programs_map_comes_back_as_it_was() {
     let machine = Machine::with_scheduler(pressed());

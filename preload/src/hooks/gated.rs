@@ -277,13 +277,10 @@ hooks! { real, flavour;
         gated(flavour.stream(stream), ONE, real)
     }
 
-    // ---- decompression and sparse arrays ----
+    // ---- decompression ----
     [cuMemBatchDecompressAsync | cuMemBatchDecompressAsync_ptsz] (
         list: P, n: Size, flags: u32, failed: P, stream: CUstream,
     ) { gated(flavour.stream(stream), GRAPH, real) }
-    [cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz] (list: P, n: u32, stream: CUstream) {
-        gated(flavour.stream(stream), ONE, real)
-    }
 
     // ---- calls that name memory: the driver looks at what is there now, so it must be there; they give the GPU nothing ----
     [cuGraphAddMemcpyNode] (

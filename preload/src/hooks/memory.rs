@@ -423,13 +423,4 @@ hooks! { real, flavour;
             _ => vmm::escaping_at(address, size, real),
         }
     }
-    [cuMulticastBindAddr] (object: Handle, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
-        if registry::is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
-    }
-    [cuMulticastBindAddr_v2] (object: Handle, device: CUdevice, offset: Size, address: CUdeviceptr, size: Size, flags: u64) {
-        if registry::is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size, real) }
-    }
-    [cuLogicalEndpointBindAddr] (endpoint: u32, device: CUdevice, offset: u64, address: CUdeviceptr, size: u64, flags: u64) {
-        if registry::is_ours(address) { ERROR_INVALID_VALUE } else { vmm::escaping_at(address, size as usize, real) }
-    }
 }

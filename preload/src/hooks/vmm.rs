@@ -41,7 +41,7 @@ pub(super) fn whole(len: u64) -> bool {
 }
 
 /// Whether this is a virtual handle. In the child of a fork it does not matter: the driver refuses every call there.
-fn is_ours(handle: Handle) -> bool {
+pub(super) fn is_ours(handle: Handle) -> bool {
     gate::is_active() && vmm::is_virtual(handle)
 }
 
@@ -201,24 +201,6 @@ hooks! { real, flavour;
         }
         // SAFETY: the program's own arguments, and the driver's handle for its own.
         escaping(handle, |handle| unsafe { driver::cuMemExportToShareableHandle(shareable, handle, kind, flags) })
-    }
-    [cuMulticastBindMem] (object: Handle, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64) {
-        if !is_ours(memory) {
-            return real();
-        }
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
-        escaping(memory, |memory| unsafe { driver::cuMulticastBindMem(object, offset, memory, memory_offset, size, flags) })
-    }
-    [cuMulticastBindMem_v2] (
-        object: Handle, device: CUdevice, offset: Size, memory: Handle, memory_offset: Size, size: Size, flags: u64,
-    ) {
-        if !is_ours(memory) {
-            return real();
-        }
-        // SAFETY: the program's own arguments, and the driver's handle for its own.
-        escaping(memory, |memory| unsafe {
-            driver::cuMulticastBindMem_v2(object, device, offset, memory, memory_offset, size, flags)
-        })
     }
 
     [cuMemAddressReserve] (place: *mut CUdeviceptr, size: Size, alignment: Size, wanted: CUdeviceptr, flags: u64) {

@@ -8,7 +8,7 @@ use crate::{
     alloc, array, capture, context, copy, device, error, event, fill, graph, green, host, ipc, launch,
     lookup::{self, Export},
     managed::{self, Location},
-    module, peer, pointer, pool,
+    module, multicast, peer, pointer, pool,
     stream::{self, Flavour},
     value, vmm,
     work::{Callback, HostFn},
@@ -165,6 +165,12 @@ exports! {
         "cuMemSetAccess" 10020 cuMemSetAccess = vmm::set_access, (at: u64, size: usize, access: *const vmm::Access, count: usize);
         "cuMemGetAccess" 10020 cuMemGetAccess = vmm::get_access, (flags: *mut u64, location: *const Location, at: u64);
         "cuMemExportToShareableHandle" 10020 cuMemExportToShareableHandle = vmm::export, (shared: *mut i32, handle: u64, kind: u32, flags: u64);
+        "cuMulticastCreate" 12010 cuMulticastCreate = multicast::create, (object: *mut u64, properties: *const multicast::Properties);
+        "cuMulticastAddDevice" 12010 cuMulticastAddDevice = multicast::add_device, (object: u64, device: i32);
+        "cuMulticastBindMem" 12010 cuMulticastBindMem = multicast::bind_memory, (object: u64, at: usize, memory: u64, offset: usize, size: usize, flags: u64);
+        "cuMulticastBindAddr" 12010 cuMulticastBindAddr = multicast::bind_address, (object: u64, at: usize, address: u64, size: usize, flags: u64);
+        "cuMulticastUnbind" 12010 cuMulticastUnbind = multicast::unbind, (object: u64, device: i32, at: usize, size: usize);
+        "cuLogicalEndpointBindMem" 13030 cuLogicalEndpointBindMem = multicast::bind_to_endpoint, (id: u32, device: i32, at: u64, memory: u64, offset: u64, size: u64, flags: u64);
         "cuMemImportFromShareableHandle" 10020 cuMemImportFromShareableHandle = vmm::import, (handle: *mut u64, shared: usize, kind: u32);
         "cuIpcGetMemHandle" 4010 cuIpcGetMemHandle = ipc::export, (handle: *mut ipc::Handle, at: u64);
         "cuIpcOpenMemHandle" 4010 cuIpcOpenMemHandle = ipc::open, (at: *mut u64, handle: ipc::Handle, flags: u32);
@@ -288,6 +294,7 @@ exports! {
         "cuGraphExecUpdate" 12000 cuGraphExecUpdate_v2 = graph::exec_update_v2, (exec: usize, graph: usize, result: *mut graph::UpdateResult);
     }
     streams {
+        "cuMemMapArrayAsync" 11010 cuMemMapArrayAsync, 11010 cuMemMapArrayAsync_ptsz = multicast::map_array, (list: *const multicast::ArrayMap, count: u32, stream: usize);
         "cuStreamQuery" 2000 cuStreamQuery, 7000 cuStreamQuery_ptsz = stream::query, (stream: usize);
         "cuStreamSynchronize" 2000 cuStreamSynchronize, 7000 cuStreamSynchronize_ptsz = stream::synchronise, (stream: usize);
         "cuStreamGetPriority" 5050 cuStreamGetPriority, 7000 cuStreamGetPriority_ptsz = stream::get_priority, (stream: usize, priority: *mut i32);

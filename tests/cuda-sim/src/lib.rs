@@ -26,6 +26,7 @@ mod lookup;
 mod managed;
 mod memory;
 mod module;
+mod multicast;
 mod peer;
 mod pointer;
 mod pool;

@@ -65,8 +65,17 @@ fn supported() -> Done {
     if Config::get().vmm { Ok(()) } else { Err(Error::NOT_SUPPORTED) }
 }
 
-fn whole(n: u64) -> Done {
+/// An amount of memory that can be created.
+pub fn whole(n: u64) -> Done {
     if n != 0 && n.is_multiple_of(GRANULARITY) { Ok(()) } else { Err(Error::INVALID_VALUE) }
+}
+
+/// Whether that is a part of a chunk.
+pub fn part(handle: u64, offset: u64, size: u64) -> Done {
+    whole(size)?;
+    let len = chunk(handle)?.len;
+    let is_part = offset.is_multiple_of(GRANULARITY) && offset.checked_add(size).is_some_and(|end| end <= len);
+    if is_part { Ok(()) } else { Err(Error::INVALID_VALUE) }
 }
 
 impl Properties {

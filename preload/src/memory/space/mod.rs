@@ -15,6 +15,7 @@ mod managed;
 mod mapping;
 
 pub use export::{Export, Exported};
+pub use mapping::Part;
 
 use crate::{
     connection::outbox,

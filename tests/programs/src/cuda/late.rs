@@ -34,6 +34,30 @@ pub struct BatchOp {
 /// `CU_STREAM_MEM_OP_WRITE_VALUE_32`
 pub const WRITE: u32 = 2;
 
+/// `CUmulticastObjectProp`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct MulticastProperties {
+    pub devices: u32,
+    pub size: usize,
+    pub handle_types: u64,
+    pub flags: u64,
+}
+
+/// `CUarrayMapInfo`
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct ArrayMap {
+    pub place: [u64; 7],
+    pub operation: u32,
+    pub handle_kind: u32,
+    pub memory: u64,
+    pub offset: u64,
+    pub devices: u32,
+    pub flags: u32,
+    pub reserved: [u32; 2],
+}
+
 /// `CUdevResource`
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -218,6 +242,13 @@ late! {
     cuLaunchCooperativeKernelMultiDevice(list: *const LaunchParams, count: u32, flags: u32);
     cuMemcpyPeer(to: u64, to_context: usize, from: u64, from_context: usize, len: usize);
     cuMemcpyPeerAsync(to: u64, to_context: usize, from: u64, from_context: usize, len: usize, stream: usize);
+    cuMulticastCreate(object: *mut u64, properties: *const MulticastProperties);
+    cuMulticastAddDevice(object: u64, device: i32);
+    cuMulticastBindMem(object: u64, at: usize, memory: u64, offset: usize, size: usize, flags: u64);
+    cuMulticastBindAddr(object: u64, at: usize, address: u64, size: usize, flags: u64);
+    cuMulticastUnbind(object: u64, device: i32, at: usize, size: usize);
+    cuLogicalEndpointBindMem(id: u32, device: i32, at: u64, memory: u64, offset: u64, size: u64, flags: u64);
+    cuMemMapArrayAsync(list: *const ArrayMap, count: u32, stream: usize);
     cuMemRetainAllocationHandle(handle: *mut u64, at: u64);
     cuMemGetAccess(flags: *mut u64, location: *const Location, at: u64);
     cuMemGetAllocationPropertiesFromHandle(properties: *mut Properties, handle: u64);

@@ -2,6 +2,7 @@
 
 mod account;
 mod across;
+mod binds;
 mod bursts;
 mod captures;
 mod churn;
@@ -51,6 +52,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ("graph", graph::run, "--mem 16M --replays 20 --cpu-ms 0: capture in global mode, replay, verify"),
     ("churn", churn::run, "--mem 256M --seconds 2 --seed 1: random allocate, grow, write, free, verify"),
     ("streams", streams::run, "--mem 64M --streams 8 --threads 4 --rounds 10: many streams from many threads, verify"),
+    ("binds", binds::run, "--mem 160M: bind memory to objects by which others reach it, and what cannot be bound"),
     (
         "frees",
         frees::run,
