@@ -38,7 +38,6 @@ fn versioned_look_ups_and_addresses_have_the_names_that_they_have_without() {
 }
 
 #[test]
-#[ignore = "a driver's name is looked up on the library's behalf, so that the error names it and not the program"]
 fn errors_of_the_loader_name_the_program() {
     Host::new().succeeds("lookups", &["errors"]);
 }
@@ -57,6 +56,22 @@ fn errors_that_the_program_has_not_asked_for_are_what_they_are_without() {
 #[ignore = "hooks are found by RTLD_NEXT and by the program's own handle, and a look-up that is refused leaves no error"]
 fn names_of_the_driver_do_not_exist_before_it_is_loaded() {
     Host::new().succeeds("lookups", &["absent"]);
+}
+
+#[test]
+fn what_only_the_scope_of_a_plugin_has_is_found_there() {
+    let host = Host::new();
+    let (plugin, program) = (host.library("scoped"), host.program("scopes"));
+    let ended = host.case(&program, &[&plugin.to_string_lossy()]).succeeds();
+    assert_eq!(ended.stdout, "42\n42\n");
+}
+
+#[test]
+fn where_no_dlsym_is_found_nothing_is_found_with_it() {
+    let host = Host::new();
+    let (without, program) = (host.library("nodlsym"), host.program("asks"));
+    let ended = host.case(&program, &[]).before(&without).with();
+    assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), &*"nothing\n".repeat(5)), "{ended:?}");
 }
 
 #[test]

@@ -58,6 +58,10 @@ impl Function {
         Self { name, address: AtomicUsize::new(0) }
     }
 
+    pub fn name(&self) -> &'static CStr {
+        self.name
+    }
+
     /// The address of the real function; `None` if this driver does not have it.
     #[inline]
     pub fn address(&self) -> Option<usize> {

@@ -10,11 +10,12 @@ use crate::{
     sys::{c, sync::OnceLock},
 };
 use alloc::vec::Vec;
-use core::ffi::{c_char, c_void};
+use core::ffi::{CStr, c_char, c_void};
 
 /// `dlsym`. Names that begin with `cu`, and the few names of NVML with hooks, are handled here, but not with `RTLD_NEXT`, whose
-/// meaning depends on the caller's address. All other calls jump to the real function with the caller's return address on the
-/// stack.
+/// meaning depends on the caller's address. So does that of `RTLD_DEFAULT`, which includes what was loaded with the caller: of
+/// the driver's names only those of hooks, which are found in any scope, are handled here. All other calls jump to the real
+/// function with the caller's return address on the stack.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -31,7 +32,10 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "cmp byte ptr [rsi + 2], {z}",
         "ja 2f",
         "cmp rdi, -1", // RTLD_NEXT
-        "jne {hooked}",
+        "je 2f",
+        "test rdi, rdi", // RTLD_DEFAULT
+        "jz 5f",
+        "jmp {hooked}",
         "2:",
         "mov rax, qword ptr [rip + {real}]",
         "test rax, rax",
@@ -45,7 +49,11 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "add rsp, 8",
         "pop rsi",
         "pop rdi",
+        "test rax, rax",
+        "jz 6f",
         "jmp rax",
+        "6:",
+        "ret", // there is none, so nothing is found
         "4:",
         "cmp byte ptr [rsi], {n}",
         "jne 2b",
@@ -64,6 +72,18 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "test al, al",
         "jz 2b",
         "jmp {hooked_nvml}",
+        "5:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // as above
+        "mov rdi, rsi",
+        "call {is_driver}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test al, al",
+        "jz 2b",
+        "jmp {hooked}",
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -71,6 +91,7 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         n = const b'n',
         v = const b'v',
         is_nvml = sym nvml::is_hooked,
+        is_driver = sym is_hooked,
         hooked_nvml = sym dlsym_of_nvml,
         hooked = sym dlsym_of_driver,
         real = sym c::REAL_DLSYM,
@@ -96,7 +117,9 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "cmp w9, #{z}",
         "b.hi 2f",
         "cmn x0, #1", // RTLD_NEXT
-        "b.ne {hooked}",
+        "b.eq 2f",
+        "cbz x0, 5f", // RTLD_DEFAULT
+        "b {hooked}",
         "2:",
         "adrp x9, {real}",
         "ldr x9, [x9, #:lo12:{real}]",
@@ -109,7 +132,11 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "mov x9, x0",
         "ldr x30, [sp, #16]",
         "ldp x0, x1, [sp], #32",
+        "cbz x9, 6f",
         "br x9",
+        "6:",
+        "mov x0, xzr", // there is none, so nothing is found
+        "ret",
         "4:",
         "cmp w9, #{n}",
         "b.ne 2b",
@@ -127,6 +154,16 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "ldp x0, x1, [sp], #32",
         "cbz w9, 2b",
         "b {hooked_nvml}",
+        "5:",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "mov x0, x1",
+        "bl {is_driver}",
+        "and w9, w0, #1",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "cbz w9, 2b",
+        "b {hooked}",
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -134,11 +171,19 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         n = const b'n',
         v = const b'v',
         is_nvml = sym nvml::is_hooked,
+        is_driver = sym is_hooked,
         hooked_nvml = sym dlsym_of_nvml,
         hooked = sym dlsym_of_driver,
         real = sym c::REAL_DLSYM,
         find = sym c::find_real_dlsym,
     )
+}
+
+/// Whether a hook has this name of the driver.
+unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
+    // SAFETY: the name that `dlsym` was called with, which it has found to begin with `cu`.
+    let name = unsafe { CStr::from_ptr(name) };
+    hooks::all().any(|hook| hook.real.name() == name)
 }
 
 /// `dlsym` for a name that may be the driver's: returns the hook if the real function has one.

@@ -1,0 +1,9 @@
+/* A plugin that looks up by RTLD_DEFAULT what only its own scope has: a function with a name like the driver's. */
+#include "guest.h"
+
+int cuPluginHelper(void) { return 42; }
+
+int helper_of_plugin(void) {
+    int (*helper)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "cuPluginHelper");
+    return helper != NULL ? helper() : -1;
+}
