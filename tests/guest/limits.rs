@@ -2,6 +2,7 @@
 //! the driver's answers, and go on.
 
 use crate::compare::*;
+use test_support::machine::grants;
 
 /// Each of these ends as without the library; it may be that no scheduler can be reached.
 #[track_caller]
@@ -91,4 +92,18 @@ fn a_file_in_the_place_of_a_closed_descriptor_is_the_programs_own() {
 #[test]
 fn a_program_that_closes_every_descriptor_goes_on() {
     Host::new().succeeds("closes", &["range", "each"]);
+}
+
+/// The stack of a thread has its static thread-local storage, too. Too small a one cannot be made, or is soon at its end.
+#[test]
+fn a_program_with_much_thread_local_storage_is_shared() {
+    let host = Host::new();
+    for kib in [100, 228, 248, 1024] {
+        let name = format!("tls-{kib}");
+        let program = host.build("tls", &name, &[&format!("-DTLS={}", kib << 10)]).expect("a C compiler");
+        let mut running = host.case(&program, &["2"]).start();
+        let ended = end(&mut running);
+        assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), "worked\n"), "{kib} KiB: {ended:?}");
+        assert!(grants(&host.0.trace(), running.pid()) > 0, "{kib} KiB: it ran without taking turns");
+    }
 }

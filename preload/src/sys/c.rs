@@ -121,6 +121,7 @@ late! {
     pthread_attr_init(*mut libc::pthread_attr_t) -> c_int;
     pthread_attr_setdetachstate(*mut libc::pthread_attr_t, c_int) -> c_int;
     pthread_attr_setstacksize(*mut libc::pthread_attr_t, usize) -> c_int;
+    __pthread_get_minstack(*const libc::pthread_attr_t) -> usize;
     pthread_attr_destroy(*mut libc::pthread_attr_t) -> c_int;
     pthread_create(
         *mut libc::pthread_t, *const libc::pthread_attr_t, extern "C" fn(*mut c_void) -> *mut c_void, *mut c_void

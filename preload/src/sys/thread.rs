@@ -7,7 +7,7 @@ use core::{
     mem::MaybeUninit,
 };
 
-/// The stack of our threads in bytes; virtual until touched.
+/// The stack that our threads use, in bytes; virtual until touched.
 const STACK: usize = 256 << 10;
 
 type Main = Box<dyn FnOnce() + Send>;
@@ -45,7 +45,11 @@ fn create(main: *mut Main) -> bool {
             return false;
         }
         detach(attributes, libc::PTHREAD_CREATE_DETACHED);
-        stack(attributes, STACK);
+        // What the C library keeps in a stack comes on top: static thread-local storage, for one, of any size. One that does
+        // not say how much that is gives threads the program's default size.
+        if let Some(minimum) = c::__pthread_get_minstack() {
+            stack(attributes, STACK.saturating_add(minimum(attributes)));
+        }
         let started = create(thread.as_mut_ptr(), attributes, run, main.cast()) == 0;
         destroy(attributes);
         started
