@@ -237,9 +237,11 @@ fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room()
     let machine = Machine::with_scheduler(Setup::default());
     let other = machine.program("stranger --mem 228M --seconds 600").start();
     other.wait_to_say("holding");
-    for symbol in ["cuModuleLoadData", "cuLaunchKernel"] {
+    let (mix, green) = ("mix --mem 4M --chunks 1 --reps 1 --rounds 1", "green --mem 4M --rounds 1 --reps 1");
+    for (symbol, words) in
+        [("cuModuleLoadData", mix), ("cuLaunchKernel", mix), ("cuFuncLoad", green), ("cuGreenCtxStreamCreate", green)]
+    {
         let fails = format!("{symbol}:1");
-        let words = "mix --mem 4M --chunks 1 --reps 1 --rounds 1";
         let before = machine.trace().len();
         machine.program(words).env("CUDA_SIM_FAIL", &fails).start().finish();
         machine.wait_for_move(before, "room to be made", |m| m.what == "reserved" && m.bytes > 0);

@@ -63,6 +63,7 @@ hooks! { real, flavour;
     // With lazy loading, the driver loads code when it is first asked for.
     [cuModuleGetFunction] (function: P, module: P, name: *const c_char) { retried(real) }
     [cuLibraryGetModule | cuKernelGetFunction] (place: P, of: P) { retried(real) }
+    [cuFuncLoad] (function: CUfunction) { retried(real) }
     [cuCtxSetLimit] (limit: i32, value: Size) { retried(real) }
     [cuStreamCreate] (stream: P, flags: u32) {
         making_stream(flags);
@@ -72,4 +73,6 @@ hooks! { real, flavour;
         making_stream(flags);
         retried(real)
     }
+    // Never a blocking stream.
+    [cuGreenCtxStreamCreate] (stream: P, green: P, flags: u32, priority: i32) { retried(real) }
 }

@@ -238,6 +238,7 @@ late! {
     cuMemsetD32Async(at: u64, value: u32, count: usize, stream: usize);
     cuStreamWriteValue32(stream: usize, at: u64, value: u32, flags: u32);
     cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *const u32, jit_values: *const usize, jit_count: u32, options: *const u32, values: *const usize, count: u32);
+    cuFuncLoad(function: usize);
     cuLibraryGetKernel(kernel: *mut usize, library: usize, name: *const u8);
     cuLaunchCooperativeKernelMultiDevice(list: *const LaunchParams, count: u32, flags: u32);
     cuMemcpyPeer(to: u64, to_context: usize, from: u64, from_context: usize, len: usize);

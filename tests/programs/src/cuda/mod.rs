@@ -110,6 +110,11 @@ impl Gpu {
         }))
     }
 
+    /// Loads the code of a kernel before its first launch.
+    pub fn load(&self) -> Result<()> {
+        late::late_cu!(cuFuncLoad(self.add))
+    }
+
     /// Makes its context current in the calling thread.
     pub fn enter(&self) -> Result<()> {
         cu!(cuCtxSetCurrent(self.context))

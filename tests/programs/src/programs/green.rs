@@ -32,6 +32,7 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let mut stream = 0;
     late_cu!(cuGreenCtxStreamCreate(&mut stream, green, NON_BLOCKING, 0))?;
     let stream = Stream(stream);
+    gpu.load()?;
     let buffer = Buffer::new(Kind::Alloc, memory as usize)?;
     gpu.fill(buffer.at, buffer.count(), 0, stream.0)?;
     for _ in 0..rounds {
