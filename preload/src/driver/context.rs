@@ -35,8 +35,31 @@ pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUres
     Ok(result)
 }
 
+/// Whether this error means that the context is broken for good, or destroyed: every call returns it from then on.
+pub fn is_broken(result: CUresult) -> bool {
+    // ECC and NVLink errors that cannot be corrected, and those that were contained; an illegal address, a kernel that took
+    // too long; a destroyed context; an assertion; from a hardware error of the stack to a failed launch; tensor memory that
+    // was not freed; errors without a name. Those in between are errors of one call.
+    matches!(result, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 999)
+}
+
 /// Whether this error means that nothing runs in the context any more.
 pub fn is_dead(result: CUresult) -> bool {
-    ERRORS_OF_A_BROKEN_CONTEXT.contains(&result)
-        || matches!(result, ERROR_DEINITIALIZED | ERROR_INVALID_CONTEXT | ERROR_ECC_UNCORRECTABLE)
+    is_broken(result) || matches!(result, ERROR_DEINITIALIZED | ERROR_INVALID_CONTEXT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_that_stay_are_told_from_those_of_one_call() {
+        for error in [4, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999] {
+            assert!(is_dead(error), "{error}");
+        }
+        // Peer access, contexts in use, host memory, and launches that are too large, for instance.
+        for error in [SUCCESS, 1, 2, 217, 400, 500, 600, 701, 703, 704, 705, 708, 711, 712, 713, 720, 800, 801, 906] {
+            assert!(!is_dead(error), "{error}");
+        }
+    }
 }

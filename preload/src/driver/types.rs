@@ -26,9 +26,6 @@ pub const ERROR_DEINITIALIZED: CUresult = 4;
 pub const ERROR_INVALID_DEVICE: CUresult = 101;
 pub const ERROR_INVALID_CONTEXT: CUresult = 201;
 pub const ERROR_MAP_FAILED: CUresult = 205;
-pub const ERROR_ECC_UNCORRECTABLE: CUresult = 214;
-/// From `CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`: the context is broken for good, or destroyed.
-pub const ERRORS_OF_A_BROKEN_CONTEXT: core::ops::RangeInclusive<CUresult> = 700..=720;
 pub const ERROR_INVALID_HANDLE: CUresult = 400;
 pub const ERROR_STREAM_DETACHED: CUresult = 917;
 pub const ERROR_NOT_FOUND: CUresult = 500;

@@ -251,7 +251,7 @@ fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
 pub(super) fn is_broken() -> bool {
     let mut status = STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
-    ERRORS_OF_A_BROKEN_CONTEXT.contains(&unsafe { driver::cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
+    driver::context::is_broken(unsafe { driver::cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
 }
 
 /// Whether the allocation can be exported to other processes.
