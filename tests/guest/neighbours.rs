@@ -98,3 +98,24 @@ fn the_thread_sanitizer_has_nothing_to_say() {
     // It sees no lock inside of what was not built with it, the driver and this library, and would take these for races.
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
 }
+
+/// Their work passes no hook, so what it may use must stay on the GPU.
+#[test]
+fn libraries_that_submit_work_by_private_functions_are_noticed() {
+    let host = Host::new();
+    let program = host.program("engines");
+    for (name, noticed) in [
+        ("libnvidia-encode.so.1", true),
+        ("libnvidia-opticalflow.so.1", true),
+        ("libnvidia-fbc.so.1", true),
+        ("libnothing.so.1", false),
+    ] {
+        let soname = format!("-Wl,-soname,{name}");
+        let engine = host.build("engines", name, &["-shared", "-fPIC", "-DENGINE", &soname]).expect("a C compiler");
+        let mut running = host.case(&program, &[&engine.to_string_lossy()]).start();
+        let ended = end(&mut running);
+        assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), "worked\n"), "{name}: {ended:?}");
+        let said = host.0.trace().iter().any(|m| m.pid == running.pid() && m.what == "untracked-work");
+        assert_eq!(said, noticed, "{name}");
+    }
+}

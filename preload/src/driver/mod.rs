@@ -27,9 +27,15 @@ pub fn loaded() -> Option<*mut c_void> {
     LIBRARY.loaded()
 }
 
-/// Libraries that submit work through tables of private functions, which they request when they start: OptiX, and the video
-/// encoder and decoder.
-const UNTRACKED: [&CStr; 3] = [c"libnvoptix.so.1", c"libnvidia-encode.so.1", c"libnvcuvid.so.1"];
+/// Libraries that submit work through tables of private functions, which they request when they start: OptiX, the video
+/// encoder and decoder, optical flow, and frame capture.
+const UNTRACKED: [&CStr; 5] = [
+    c"libnvoptix.so.1",
+    c"libnvidia-encode.so.1",
+    c"libnvcuvid.so.1",
+    c"libnvidia-opticalflow.so.1",
+    c"libnvidia-fbc.so.1",
+];
 
 /// Whether the process has loaded a library whose work passes no hook.
 pub fn has_untracked_library() -> bool {

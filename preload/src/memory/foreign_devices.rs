@@ -5,8 +5,8 @@
 use core::mem::MaybeUninit;
 use rustix::fs::{Mode, OFlags, RawDir, open, readlinkat};
 
-/// InfiniBand and RoCE, GPUDirect Storage, GDRCopy.
-const DEVICES: [&[u8]; 3] = [b"/dev/infiniband/uverbs", b"/dev/nvidia-fs", b"/dev/gdrdrv"];
+/// InfiniBand and RoCE, Slingshot, Omni-Path, GPUDirect Storage, GDRCopy.
+const DEVICES: [&[u8]; 5] = [b"/dev/infiniband/uverbs", b"/dev/cxi", b"/dev/hfi1_", b"/dev/nvidia-fs", b"/dev/gdrdrv"];
 
 fn is_one(path: &[u8]) -> bool {
     DEVICES.iter().any(|device| path.starts_with(device))
@@ -33,7 +33,7 @@ mod tests {
 
     #[test]
     fn devices_that_reach_gpu_memory_are_told_from_others() {
-        for path in ["/dev/infiniband/uverbs0", "/dev/nvidia-fs12", "/dev/gdrdrv"] {
+        for path in ["/dev/infiniband/uverbs0", "/dev/cxi0", "/dev/hfi1_0", "/dev/nvidia-fs12", "/dev/gdrdrv"] {
             assert!(is_one(path.as_bytes()), "{path}");
         }
         for path in ["/dev/nvidia0", "/dev/infiniband/rdma_cm", "socket:[1]", "/tmp/dev/gdrdrv", ""] {

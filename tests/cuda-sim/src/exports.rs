@@ -58,6 +58,7 @@ exports! {
     early {
         "cuInit" 2000 cuInit = device::init, (flags: u32);
         "cuDriverGetVersion" 2020 cuDriverGetVersion = device::driver_version, (version: *mut i32);
+        "cuGetExportTable" 3000 cuGetExportTable = lookup::export_table, (table: *mut usize, id: *const [u8; 16]);
         "cuGetErrorName" 6000 cuGetErrorName = error::name, (code: u32, text: *mut *const c_char);
         "cuGetErrorString" 6000 cuGetErrorString = error::string, (code: u32, text: *mut *const c_char);
         "cuGetProcAddress" 11030 cuGetProcAddress = lookup::get, (name: *const c_char, to: *mut usize, version: i32, flags: u64);
