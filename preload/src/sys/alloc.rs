@@ -1,9 +1,21 @@
-//! The heap: the program's own `malloc`.
+//! The heap: the program's own `malloc`, and a little memory of our own for when that fails.
+//!
+//! A failed allocation would be a panic, which ends the program if it is in one of its threads. A program at the limit of its
+//! address space gets the driver's answers instead: what the library allocates then is small, and comes from a pool. The pool
+//! is not given back, so it is for a short time only; when it is used up, allocations do fail.
 
-use core::alloc::{GlobalAlloc, Layout};
+use core::{
+    alloc::{GlobalAlloc, Layout},
+    cell::UnsafeCell,
+    ptr,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 /// The alignment of `malloc` on the 64-bit platforms that CUDA supports.
 const MALLOC_ALIGNMENT: usize = 16;
+
+/// Bytes of the pool; no memory until touched. A client's first connection and context allocate some 20 KiB.
+const POOL_SIZE: usize = 256 << 10;
 
 #[derive(Debug)]
 struct Heap;
@@ -11,24 +23,81 @@ struct Heap;
 #[global_allocator]
 static HEAP: Heap = Heap;
 
-// SAFETY: malloc and its kin do what is asked for here; alignment beyond theirs is asked for by name.
-unsafe impl GlobalAlloc for Heap {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the size is not 0.
-        unsafe {
-            if layout.align() <= MALLOC_ALIGNMENT {
-                return libc::malloc(layout.size()).cast();
-            }
-            let mut place = core::ptr::null_mut();
-            match libc::posix_memalign(&mut place, layout.align(), layout.size()) {
-                0 => place.cast(),
-                _ => core::ptr::null_mut(),
-            }
+#[repr(align(64))]
+struct Pool {
+    bytes: UnsafeCell<[u8; POOL_SIZE]>,
+    used: AtomicUsize,
+}
+
+// SAFETY: each byte is given out once.
+unsafe impl Sync for Pool {}
+
+static POOL: Pool = Pool { bytes: UnsafeCell::new([0; POOL_SIZE]), used: AtomicUsize::new(0) };
+
+impl Pool {
+    fn take(&self, layout: Layout) -> *mut u8 {
+        let place = |used: usize| {
+            let at = used.checked_next_multiple_of(layout.align())?;
+            let end = at.checked_add(layout.size())?;
+            (layout.align() <= align_of::<Self>() && end <= POOL_SIZE).then_some((at, end))
+        };
+        let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| Some(place(used)?.1));
+        match taken.ok().and_then(place) {
+            Some((at, _)) => self.bytes.get().cast::<u8>().wrapping_add(at),
+            None => ptr::null_mut(),
         }
     }
 
+    fn has(&self, block: *const u8) -> bool {
+        (block as usize).wrapping_sub(self.bytes.get() as usize) < POOL_SIZE
+    }
+}
+
+// SAFETY: malloc and its kin do what is asked for here, alignment beyond theirs is asked for by name, and the pool gives each
+// byte out once.
+unsafe impl GlobalAlloc for Heap {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the size is not 0.
+        let block: *mut u8 = unsafe {
+            if layout.align() <= MALLOC_ALIGNMENT {
+                libc::malloc(layout.size()).cast()
+            } else {
+                let mut place = ptr::null_mut();
+                match libc::posix_memalign(&mut place, layout.align(), layout.size()) {
+                    0 => place.cast(),
+                    _ => ptr::null_mut(),
+                }
+            }
+        };
+        if block.is_null() { POOL.take(layout) } else { block }
+    }
+
     unsafe fn dealloc(&self, block: *mut u8, _: Layout) {
-        // SAFETY: it came from one of the functions above.
-        unsafe { libc::free(block.cast()) };
+        if !POOL.has(block) {
+            // SAFETY: it came from one of the functions above.
+            unsafe { libc::free(block.cast()) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pool_gives_each_byte_once_and_aligned_and_then_no_more() {
+        let pool = Pool { bytes: UnsafeCell::new([0; POOL_SIZE]), used: AtomicUsize::new(0) };
+        let layout = |size, align| Layout::from_size_align(size, align).expect("a layout");
+        let mut end = 0;
+        for (size, align) in [(1, 1), (32, 8), (3, 1), (64, 64), (POOL_SIZE / 2, 16)] {
+            let block = pool.take(layout(size, align)) as usize;
+            assert!(block >= end && block.is_multiple_of(align) && pool.has(block as *const u8), "{size} {align}");
+            end = block + size;
+        }
+        assert!(pool.take(layout(POOL_SIZE / 2, 1)).is_null());
+        assert!(pool.take(layout(1, 128)).is_null());
+        assert!(pool.take(layout(usize::MAX / 4, 1)).is_null());
+        assert!(!pool.take(layout(1, 1)).is_null(), "what is left is not lost");
+        assert!(!pool.has(ptr::null()) && !pool.has(&raw const end as *const u8));
     }
 }
