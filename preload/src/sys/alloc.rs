@@ -14,7 +14,7 @@ use core::{
 /// The alignment of `malloc` on the 64-bit platforms that CUDA supports.
 const MALLOC_ALIGNMENT: usize = 16;
 
-/// Bytes of the pool; no memory until touched. A client's first connection and context allocate some 20 KiB.
+/// Bytes of the pool. Pages that are never touched take no memory.
 const POOL_SIZE: usize = 256 << 10;
 
 #[derive(Debug)]

@@ -162,7 +162,8 @@ impl Machine {
     /// orders the clients of one owner by rank, they share a key, and the tag counts until that time has come: after that,
     /// the client would stay behind every client without a tag of its own.
     fn own_tag(&self, client: ClientId, id: GpuId) -> Option<Time> {
-        let tag = self.shares().tag_of(ShareOwner::Client(client), id)?;
+        let own = self.shares().owners(client).find(|owner| *owner == ShareOwner::Client(client))?;
+        let tag = self.shares().tag_of(own, id)?;
         (self.policy().tenants_take_turns() || tag > self.now).then_some(tag)
     }
 
