@@ -345,7 +345,19 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
 
 #[test]
 fn what_has_not_changed_is_not_copied_again() {
-    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    unchanged_is_not_copied(Vec::new());
+}
+
+/// As above: the driver compiles the library's kernel.
+#[test]
+fn what_has_not_changed_is_not_copied_again_by_a_gpu_that_no_fat_binary_is_for() {
+    unchanged_is_not_copied(vec![("CUDA_SIM_FAT_BINARIES", "0".to_owned())]);
+}
+
+#[track_caller]
+fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
+    let compiles = !simulator.is_empty();
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", simulator, ..pressed() });
     let words = "weights --mem 48M --reserve 16M --state 4M --rounds 6 --pause-ms 300";
     let mut server = machine.program(words).env("NVSHARE_DEBUG", "1").start();
     machine.wait_for_grants(&server, 1);
@@ -354,6 +366,7 @@ fn what_has_not_changed_is_not_copied_again() {
     other.kill();
     // "N bytes left in N µs, N bytes of both without a copy"
     let said = server.stderr();
+    assert_eq!(said.contains("the driver compiles PTX"), compiles);
     let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let Some(at) = words.windows(3).position(|words| words == ["bytes", "left", "in"]) else {

@@ -170,7 +170,8 @@ impl Mover {
         if chunks.is_empty() {
             return;
         }
-        let Some(fingerprinter) = copy_context.fingerprinter.get_or_insert_with(|| Fingerprinter::new(context)) else {
+        let Some(fingerprinter) = copy_context.fingerprinter.get_or_insert_with(|| Fingerprinter::new(context).ok())
+        else {
             return;
         };
         let begin = Instant::now();
