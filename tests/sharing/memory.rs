@@ -380,3 +380,18 @@ fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
     assert!(uncopied * 2 > out, "most of it was not copied: {sums:?}");
     assert!(uncopied < out, "and some was: {sums:?}");
 }
+
+/// The library makes one stream in each context where it moves memory, and the program none.
+#[test]
+fn memory_moves_in_one_context_until_that_is_destroyed() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let words = "contexts --mem 32M --rounds 4 --pause-ms 60";
+    let mut program = machine.program(words).env("CUDA_SIM_FAIL", "cuStreamCreate:3").start();
+    let mut other = machine.program(&mix(SHARE, 1000)).start();
+    program.finish();
+    other.kill();
+    let trace = machine.trace();
+    assert!(trace.iter().any(|m| m.pid == program.pid() && m.what == "evict"), "nothing of it had to leave");
+    let failed = std::fs::read_to_string(machine.path("gpu/failed")).unwrap_or_default();
+    assert_eq!(failed, "", "it left a context that was still there");
+}
