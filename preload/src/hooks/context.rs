@@ -46,8 +46,10 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     let result = reservation::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
     // SAFETY: the driver has just written there.
     if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { place.as_ref() }, gpu::by_ordinal(device)) {
-        gpu.work.add_context(*context);
-        connection::wake();
+        crate::sys::errno::preserved(|| {
+            gpu.add_context(*context);
+            connection::wake();
+        });
     }
     result
 }

@@ -79,6 +79,7 @@ impl Fingerprinter {
             fingerprinter.close();
             return Err(error);
         }
+        trace!("fingerprints can be computed in context {context:#x}");
         Ok(fingerprinter)
     }
 
