@@ -238,12 +238,15 @@ fn a_call_in_which_the_driver_finds_no_memory_is_made_again_once_there_is_room()
     let other = machine.program("stranger --mem 228M --seconds 600").start();
     other.wait_to_say("holding");
     let (mix, green) = ("mix --mem 4M --chunks 1 --reps 1 --rounds 1", "green --mem 4M --rounds 1 --reps 1");
-    for (symbol, words) in
-        [("cuModuleLoadData", mix), ("cuLaunchKernel", mix), ("cuFuncLoad", green), ("cuGreenCtxStreamCreate", green)]
-    {
-        let fails = format!("{symbol}:1");
+    // The library is the first to load a module and a function.
+    for (fails, words) in [
+        ("cuModuleLoadData:2", mix),
+        ("cuLaunchKernel:1", mix),
+        ("cuFuncLoad:2", green),
+        ("cuGreenCtxStreamCreate:1", green),
+    ] {
         let before = machine.trace().len();
-        machine.program(words).env("CUDA_SIM_FAIL", &fails).start().finish();
+        machine.program(words).env("CUDA_SIM_FAIL", fails).start().finish();
         machine.wait_for_move(before, "room to be made", |m| m.what == "reserved" && m.bytes > 0);
     }
 }
@@ -345,7 +348,19 @@ fn a_stranger_that_takes_memory_is_made_room_for() {
 
 #[test]
 fn what_has_not_changed_is_not_copied_again() {
-    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    unchanged_is_not_copied(Vec::new());
+}
+
+/// As above: the driver compiles the library's kernel.
+#[test]
+fn what_has_not_changed_is_not_copied_again_by_a_gpu_that_no_fat_binary_is_for() {
+    unchanged_is_not_copied(vec![("CUDA_SIM_FAT_BINARIES", "0".to_owned())]);
+}
+
+#[track_caller]
+fn unchanged_is_not_copied(simulator: Vec<(&'static str, String)>) {
+    let compiles = !simulator.is_empty();
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", simulator, ..pressed() });
     let words = "weights --mem 48M --reserve 16M --state 4M --rounds 6 --pause-ms 300";
     let mut server = machine.program(words).env("NVSHARE_DEBUG", "1").start();
     machine.wait_for_grants(&server, 1);
@@ -354,6 +369,7 @@ fn what_has_not_changed_is_not_copied_again() {
     other.kill();
     // "N bytes left in N µs, N bytes of both without a copy"
     let said = server.stderr();
+    assert_eq!(said.contains("the driver compiles PTX"), compiles);
     let sums = said.lines().fold([0u64; 2], |[out, uncopied], line| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let Some(at) = words.windows(3).position(|words| words == ["bytes", "left", "in"]) else {
@@ -366,4 +382,44 @@ fn what_has_not_changed_is_not_copied_again() {
     assert!(out > 3 * 48 * MIB, "it was moved often: {sums:?}");
     assert!(uncopied * 2 > out, "most of it was not copied: {sums:?}");
     assert!(uncopied < out, "and some was: {sums:?}");
+}
+
+/// The library makes one stream in each context where it moves memory, and the program none.
+#[test]
+fn memory_moves_in_one_context_until_that_is_destroyed() {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let words = "contexts --mem 32M --rounds 4 --pause-ms 60";
+    let mut program = machine.program(words).env("CUDA_SIM_FAIL", "cuStreamCreate:3").start();
+    let mut other = machine.program(&mix(SHARE, 1000)).start();
+    program.finish();
+    other.kill();
+    let trace = machine.trace();
+    assert!(trace.iter().any(|m| m.pid == program.pid() && m.what == "evict"), "nothing of it had to leave");
+    let failed = std::fs::read_to_string(machine.path("gpu/failed")).unwrap_or_default();
+    assert_eq!(failed, "", "it left a context that was still there");
+}
+
+/// Which threads of a program made what moving its memory needs, the stream and the kernel: `true` for the one that made the context.
+fn made_by(fails: &str) -> [Vec<bool>; 2] {
+    let machine = Machine::with_scheduler(Setup { anti_thrash: "on", ..pressed() });
+    let words = format!("mix --mem {SHARE} --chunks 4 --reps 3 --rounds 6");
+    let launch = || machine.program(&words).env("NVSHARE_DEBUG", "1");
+    let mut programs = [launch().env("CUDA_SIM_FAIL", fails).start(), launch().start()];
+    for program in &mut programs {
+        program.finish();
+    }
+    assert!(evicted(&machine.trace()) > 0, "nothing had to leave");
+    let [program, _] = programs;
+    let (said, main) = (program.stderr(), format!("[{0}:{0}]", program.pid()));
+    ["memory can be moved in", "fingerprints can be computed in"]
+        .map(|what| said.lines().filter(|line| line.contains(what)).map(|line| line.contains(&main)).collect())
+}
+
+#[test]
+fn an_eviction_finds_everything_made_that_it_needs() {
+    assert_eq!(made_by(""), [[true], [true]]);
+    // What there was no memory for is made later, by the library's thread, and the program does not notice.
+    assert_eq!(made_by("cuModuleLoadData:1"), [[true], [false]]);
+    assert_eq!(made_by("cuFuncLoad:1"), [[true], [false]]);
+    assert_eq!(made_by("cuStreamCreate:1"), [[false], [false]]);
 }

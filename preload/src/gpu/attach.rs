@@ -9,6 +9,7 @@ use crate::{
     gate::{self, closed},
     memory::space::Space,
     sys::{futex, sync::Mutex, time::Instant},
+    work::capture,
 };
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, client as wire};
@@ -116,6 +117,19 @@ impl Gpu {
     /// Whether a context was refused and has not been requested again.
     pub fn is_refused(&self) -> bool {
         self.admission.load(Ordering::SeqCst) == admission::REFUSED
+    }
+
+    /// The program has created a context, or has retained it once more. What moving memory needs is made in it before any other
+    /// thread of this library knows of the context, and before the program has it.
+    pub fn add_context(&self, context: CUcontext) {
+        if let Some(space) = self.space()
+            && !self.work.has_context(context)
+        {
+            let copies = space.lock().engine().copies();
+            // Another thread may be capturing. If one has retained the same context in this moment, this one waits for it.
+            capture::relaxed(|| self.moving.lock().make_ready(context, copies));
+        }
+        self.work.add_context(context);
     }
 
     /// The properties of this GPU; `None` if this library does not support it. Needs no context.

@@ -46,8 +46,10 @@ pub(super) fn creating(device: CUdevice, place: *mut CUcontext, real: impl Fn() 
     let result = reservation::retried_on(|| gpu::by_ordinal(device).filter(|gpu| gpu.is_introduced()), create);
     // SAFETY: the driver has just written there.
     if let (SUCCESS, Some(context), Some(gpu)) = (result, unsafe { place.as_ref() }, gpu::by_ordinal(device)) {
-        gpu.work.add_context(*context);
-        connection::wake();
+        crate::sys::errno::preserved(|| {
+            gpu.add_context(*context);
+            connection::wake();
+        });
     }
     result
 }
@@ -88,14 +90,36 @@ fn gpu_of(context: CUcontext) -> Option<&'static Gpu> {
     if gate::is_active() { gpu::attached().find(|gpu| gpu.work.has_context(context)) } else { None }
 }
 
-fn destroying_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
+/// Ends one use of a context. Only the last destroys it: until then, whatever works in it goes on.
+fn releasing(
+    gpu: Option<&Gpu>,
+    context: CUcontext,
+    real: impl Fn() -> CUresult,
+    is_gone: impl FnOnce() -> bool,
+) -> CUresult {
+    let others_left = gpu.filter(|_| gate::is_active()).and_then(|gpu| gpu.work.releasing_context(context, &real));
+    others_left.unwrap_or_else(|| destroying(gpu, context, real, is_gone))
+}
+
+fn primary_of(gpu: Option<&Gpu>) -> CUcontext {
+    gpu.and_then(Gpu::primary).unwrap_or(core::ptr::null_mut())
+}
+
+fn is_primary_gone(device: CUdevice) -> bool {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: valid places.
+    unsafe { driver::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) == SUCCESS && active == 0 }
+}
+
+fn releasing_primary(device: CUdevice, real: impl Fn() -> CUresult) -> CUresult {
     let gpu = gpu::by_ordinal(device);
-    let context = gpu.and_then(|g| g.primary()).unwrap_or(core::ptr::null_mut());
-    destroying(gpu, context, real, || {
-        let (mut flags, mut active) = (0, 0);
-        // SAFETY: valid places.
-        unsafe { driver::cuDevicePrimaryCtxGetState(device, &mut flags, &mut active) == SUCCESS && active == 0 }
-    })
+    releasing(gpu, primary_of(gpu), real, || is_primary_gone(device))
+}
+
+/// Whoever else has retained it.
+fn resetting_primary(device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
+    let gpu = gpu::by_ordinal(device);
+    destroying(gpu, primary_of(gpu), real, || is_primary_gone(device))
 }
 
 /// Retains the primary context of a GPU as if the program had. Returns whether that succeeded.
@@ -147,7 +171,7 @@ fn destroying_green(green: P, real: impl FnOnce() -> CUresult) -> CUresult {
     drop(greens);
     if let Some(device) = device {
         // SAFETY: retained when it was made.
-        destroying_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
+        releasing_primary(device, || unsafe { driver::cuDevicePrimaryCtxRelease_v2(device) });
     }
     result
 }
@@ -225,9 +249,8 @@ hooks! { real, flavour;
         }
         result
     }
-    [cuDevicePrimaryCtxRelease | cuDevicePrimaryCtxRelease_v2 | cuDevicePrimaryCtxReset | cuDevicePrimaryCtxReset_v2] (
-        device: CUdevice,
-    ) { destroying_primary(device, real) }
+    [cuDevicePrimaryCtxRelease | cuDevicePrimaryCtxRelease_v2] (device: CUdevice) { releasing_primary(device, real) }
+    [cuDevicePrimaryCtxReset | cuDevicePrimaryCtxReset_v2] (device: CUdevice) { resetting_primary(device, real) }
     [cuCtxCreate | cuCtxCreate_v2] (context: *mut CUcontext, flags: u32, device: CUdevice) { creating(device, context, real) }
     [cuCtxCreate_v3] (context: *mut CUcontext, affinity: P, n: i32, flags: u32, device: CUdevice) {
         creating(device, context, real)
@@ -240,14 +263,11 @@ hooks! { real, flavour;
         if let (SUCCESS, Some(context)) = (result, unsafe { place.as_ref() })
             && let Some(gpu) = gpu_of(*context)
         {
-            gpu.work.attach(*context);
+            gpu.work.add_context(*context);
         }
         result
     }
-    [cuCtxDetach] (context: CUcontext) {
-        let gpu = gpu_of(context);
-        if gpu.is_some_and(|gpu| gpu.work.detach(context)) { real() } else { destroying(gpu, context, real, || true) }
-    }
+    [cuCtxDetach] (context: CUcontext) { releasing(gpu_of(context), context, real, || true) }
     [cuGreenCtxCreate] (place: *mut P, resources: P, device: CUdevice, flags: u32) { making_green(place, device, real) }
     [cuGreenCtxDestroy] (green: P) { destroying_green(green, real) }
 

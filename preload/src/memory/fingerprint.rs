@@ -3,7 +3,8 @@
 
 use super::staging::Buffer;
 use crate::{
-    driver::{self, check, types::*},
+    driver::{self, check, context::is_dead, types::*},
+    env::trace::trace,
     sys::time::{self, Instant},
 };
 use alloc::vec::Vec;
@@ -12,8 +13,16 @@ use core::{
     time::Duration,
 };
 
-/// The kernel, for every GPU with virtual memory management, with a NUL at its end.
+/// The kernel as code for the GPUs of today and as PTX for later ones, which `fingerprint.sh` has made. The driver need not
+/// compile anything, which takes longer than to load code.
+static FAT_BINARY: &Aligned<[u8]> = &Aligned(*include_bytes!("fingerprint.fatbin"));
+
+/// The kernel as PTX alone, with a NUL at its end, for drivers that cannot use the fat binary.
 static PTX: &str = concat!(include_str!("fingerprint.ptx"), "\0");
+
+/// The driver reads words of 8 bytes there.
+#[repr(C, align(8))]
+struct Aligned<T: ?Sized>(T);
 
 const THREADS: u32 = 256;
 /// The bytes that one block reads.
@@ -47,9 +56,12 @@ pub struct Fingerprinter {
 }
 
 impl Fingerprinter {
-    /// `None` if this GPU or driver cannot do it, or there is no memory for it.
-    pub fn new(context: usize) -> Option<Self> {
-        let mut table = Buffer::new(TABLE)?;
+    /// Loads the kernel, so that nothing is left to do when it is launched.
+    ///
+    /// # Errors
+    /// `ERROR_OUT_OF_MEMORY` for lack of memory; others if this GPU or driver cannot do it.
+    pub fn new(context: usize) -> Result<Self, CUresult> {
+        let mut table = Buffer::new(TABLE).ok_or(ERROR_OUT_OF_MEMORY)?;
         table.register(context);
         let mut fingerprinter = Self {
             module: core::ptr::null_mut(),
@@ -58,23 +70,30 @@ impl Fingerprinter {
             table_on_gpu: 0,
             seed: seed(),
         };
+        // SAFETY: a valid place, and a buffer that stays registered.
+        check(unsafe {
+            driver::cuMemHostGetDevicePointer_v2(&mut fingerprinter.table_on_gpu, fingerprinter.table.address(), 0)
+        })?;
+        fingerprinter.module = load()?;
+        if let Err(error) = fingerprinter.find() {
+            fingerprinter.close();
+            return Err(error);
+        }
+        trace!("fingerprints can be computed in context {context:#x}");
+        Ok(fingerprinter)
+    }
+
+    fn find(&mut self) -> Result<(), CUresult> {
         const NAME: &CStr = c"nvshare_fingerprint";
-        // SAFETY: valid places, a text that ends with NUL, and a buffer that stays registered.
+        // SAFETY: a valid place, and a text that ends with NUL. Where code is loaded when it is first used, this is that use by
+        // most drivers; newer ones have a call for it.
         unsafe {
-            check(driver::cuMemHostGetDevicePointer_v2(
-                &mut fingerprinter.table_on_gpu,
-                fingerprinter.table.address(),
-                0,
-            ))
-            .ok()?;
-            check(driver::cuModuleLoadData(&mut fingerprinter.module, PTX.as_ptr().cast())).ok()?;
-            if driver::cuModuleGetFunction(&mut fingerprinter.function, fingerprinter.module, NAME.as_ptr()) != SUCCESS
-            {
-                fingerprinter.close();
-                return None;
+            check(driver::cuModuleGetFunction(&mut self.function, self.module, NAME.as_ptr()))?;
+            match driver::cuFuncLoad(self.function) {
+                ERROR_NOT_FOUND => Ok(()), // before driver 12.4
+                result => check(result),
             }
         }
-        Some(fingerprinter)
     }
 
     pub fn close(self) {
@@ -159,6 +178,23 @@ impl Fingerprinter {
     }
 }
 
+/// Loads the kernel into the current context.
+fn load() -> Result<CUmodule, CUresult> {
+    let load = |image: *const c_void| {
+        let mut module = core::ptr::null_mut();
+        // SAFETY: a valid place, and a whole image of the kernel.
+        check(unsafe { driver::cuModuleLoadData(&mut module, image) }).map(|()| module)
+    };
+    load(FAT_BINARY.0.as_ptr().cast()).or_else(|error| match error {
+        ERROR_OUT_OF_MEMORY => Err(error),
+        _ if is_dead(error) => Err(error),
+        _ => {
+            trace!("the fat binary cannot be loaded ({error}), so the driver compiles PTX");
+            load(PTX.as_ptr().cast())
+        }
+    })
+}
+
 /// How many of the chunks one launch takes, and the number of parts of the largest of them. The kernel finds nothing to read in parts
 /// that a chunk does not have. A launch for each size of chunk instead leaves most of the GPU idle: 209 chunks of a language model, of 33
 /// to 90 MB in no order, took 74 ms on an H200.
@@ -184,6 +220,7 @@ fn seed() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{format, string::String};
 
     const MIB: u64 = 1 << 20;
 
@@ -210,5 +247,22 @@ mod tests {
         assert_eq!(batches(&[(0, 2 * MIB); 3000]), [(1024, 1), (1024, 1), (952, 1)]);
         assert_eq!(batches(&[(0, 1024 * MIB); 100]), [(32, 256), (32, 256), (32, 256), (4, 256)]);
         assert_eq!(batches(&[]), []);
+    }
+
+    /// What the `cksum` of POSIX says: the CRC of the bytes and of their number, and the number.
+    fn cksum(bytes: &[u8]) -> String {
+        let len = bytes.len().to_le_bytes();
+        let len = &len[..len.len() - bytes.len().leading_zeros() as usize / 8];
+        let crc = bytes.iter().chain(len).fold(0_u32, |crc, byte| {
+            (0..8).fold(crc ^ u32::from(*byte) << 24, |crc, _| crc << 1 ^ if crc >> 31 == 1 { 0x04c1_1db7 } else { 0 })
+        });
+        format!("{} {}", !crc, bytes.len())
+    }
+
+    #[test]
+    fn the_fat_binary_was_made_from_this_ptx() {
+        let identifier = format!("fingerprint.ptx {}\0", cksum(include_bytes!("fingerprint.ptx")));
+        let is_there = FAT_BINARY.0.windows(identifier.len()).any(|bytes| bytes == identifier.as_bytes());
+        assert!(is_there, "no {identifier:?}: run fingerprint.sh");
     }
 }

@@ -9,12 +9,27 @@ use crate::{
 use alloc::vec::Vec;
 
 impl Work {
-    /// A context was created or retained.
+    /// A context was created, or retained or attached once more.
     pub fn add_context(&self, context: CUcontext) {
         let mut inner = self.inner.lock();
         if !inner.has(context as usize) {
             inner.contexts.push(Context::new(context as usize, false));
         }
+        if let Some(context) = inner.context(context as usize) {
+            context.uses += 1;
+        }
+    }
+
+    /// Makes a call that ends one use of a context, if others are left: the context stays then. The count and the driver's change
+    /// together, or of two threads, one could end the last use while the other still believes in its own.
+    pub fn releasing_context(&self, context: CUcontext, call: impl FnOnce() -> CUresult) -> Option<CUresult> {
+        let mut inner = self.inner.lock();
+        let context = inner.context(context as usize).filter(|context| context.uses > 1)?;
+        let result = call();
+        if result == SUCCESS {
+            context.uses -= 1;
+        }
+        Some(result)
     }
 
     /// Makes a call that may destroy a context, while nothing of ours uses it. The call returns its result and whether the
@@ -30,26 +45,14 @@ impl Work {
         // A stream made from now on may have the handle of one that goes with the context.
         epoch::end();
         let (result, gone) = call();
+        if let (SUCCESS, false, Some(context)) = (result, gone, inner.context(context as usize)) {
+            context.uses = context.uses.saturating_sub(1); // another thread has retained it in this moment
+        }
         if !gone || !known {
             return (result, None);
         }
         inner.forget_context(context as usize);
         (result, Some(inner.contexts.iter().all(|c| c.foreign)))
-    }
-
-    /// `cuCtxAttach`: one more use of the context.
-    pub fn attach(&self, context: CUcontext) {
-        if let Some(context) = self.inner.lock().context(context as usize) {
-            context.attached += 1;
-        }
-    }
-
-    /// `cuCtxDetach`: one use less; `false` if that was the last.
-    pub fn detach(&self, context: CUcontext) -> bool {
-        let mut inner = self.inner.lock();
-        let Some(context) = inner.context(context as usize).filter(|c| c.attached > 0) else { return false };
-        context.attached -= 1;
-        true
     }
 
     /// Uses each new context once on the client's thread, before other threads depend on that: on first use the driver sets up

@@ -48,8 +48,9 @@ impl Point {
 #[derive(Debug)]
 pub(super) struct Context {
     pub handle: usize,
-    /// The part of its usage count that `cuCtxAttach` added.
-    pub attached: u32,
+    /// How often it was created, retained or attached, less its releases. Never more than the driver's count, so that a release
+    /// which is not the last is known to be none.
+    pub uses: u32,
     /// Only the thread to which it is current can use it, so the client's thread cannot: a green context.
     pub foreign: bool,
     /// The client's thread has used it once.
@@ -65,7 +66,7 @@ const MANY_POINTS: usize = 64;
 
 impl Context {
     pub fn new(handle: usize, foreign: bool) -> Self {
-        Self { handle, attached: 0, foreign, warm: false, free: Vec::new(), points: Vec::new() }
+        Self { handle, uses: 0, foreign, warm: false, free: Vec::new(), points: Vec::new() }
     }
 
     /// Records a point behind what this stream was given. The context is current.

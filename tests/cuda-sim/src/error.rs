@@ -41,6 +41,7 @@ errors! {
     INVALID_CONTEXT = 201 "invalid device context";
     CONTEXT_ALREADY_IN_USE = 216 "exclusive-thread device already in use by a different thread";
     PEER_ACCESS_UNSUPPORTED = 217 "peer access is not supported between these two devices";
+    NO_BINARY_FOR_GPU = 209 "no kernel image is available for execution on the device";
     INVALID_PTX = 218 "a PTX JIT compilation failed";
     UNSUPPORTED_LIMIT = 215 "limit is not supported on this architecture";
     FILE_NOT_FOUND = 301 "file not found";

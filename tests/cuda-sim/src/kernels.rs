@@ -55,9 +55,13 @@ static KERNELS: &[Kernel] = &[
     Kernel { name: "spin_until", params: &[8], run: |c, &[flag, ..]| spin_until(c, flag) },
 ];
 
+pub fn all() -> impl Iterator<Item = &'static Kernel> {
+    KERNELS.iter()
+}
+
 /// The kernel of this name.
 pub fn find(name: &str) -> Option<&'static Kernel> {
-    KERNELS.iter().find(|k| k.name == name)
+    all().find(|k| k.name == name)
 }
 
 /// What is launched, and in how many threads; the simulated kernels do the same whatever the number.

@@ -1,4 +1,4 @@
-//! Modules and libraries: PTX texts, of which only the names of their kernels are read.
+//! Modules and libraries: PTX texts and fat binaries, of which only the names of their kernels are read.
 
 use crate::{
     context::{self, Context},
@@ -7,6 +7,7 @@ use crate::{
     out,
     registry::{Registry, handle_of},
 };
+use cuda_sim_gpus::Config;
 use std::{
     ffi::{CStr, CString, c_char},
     fs,
@@ -44,11 +45,17 @@ fn read(image: *const c_char) -> Result<Vec<Arc<Function>>, Error> {
     if image.is_null() {
         return Err(Error::INVALID_VALUE);
     }
-    // SAFETY: an image is a NUL-terminated text, or a binary that starts with a magic number; only a text is read on.
+    // SAFETY: an image is a NUL-terminated text, or a binary that starts with a magic number; of a fat binary, the header
+    // says how long it is.
     let text = unsafe {
         let start = std::slice::from_raw_parts(image.cast::<u8>(), 4);
-        if start == b"\x7fELF" || start == [0x50, 0xed, 0x55, 0xba] {
+        if start == b"\x7fELF" {
             return Err(Error::INVALID_IMAGE);
+        }
+        if start == [0x50, 0xed, 0x55, 0xba] {
+            let (header, contents) =
+                (image.add(6).cast::<u16>().read_unaligned(), image.add(8).cast::<u64>().read_unaligned());
+            return read_fat_binary(std::slice::from_raw_parts(image.cast(), usize::from(header) + contents as usize));
         }
         CStr::from_ptr(image)
     };
@@ -60,12 +67,22 @@ fn read(image: *const c_char) -> Result<Vec<Arc<Function>>, Error> {
         .split(".entry")
         .skip(1)
         .filter_map(|rest| rest.trim_start().split(|c: char| !(c.is_alphanumeric() || c == '_' || c == '$')).next());
-    let functions = names.filter_map(kernels::find).map(|kernel| Function {
-        kernel,
-        name: CString::new(kernel.name).unwrap_or_default(),
-        module: Mutex::new(0),
-    });
-    Ok(functions.map(Arc::new).collect())
+    Ok(names.filter_map(kernels::find).map(Function::new).collect())
+}
+
+/// The known kernels whose names are to be seen in a fat binary: compression leaves names whole where they are first.
+fn read_fat_binary(image: &[u8]) -> Result<Vec<Arc<Function>>, Error> {
+    if !Config::get().fat_binaries {
+        return Err(Error::NO_BINARY_FOR_GPU);
+    }
+    let is_seen = |kernel: &&Kernel| image.windows(kernel.name.len()).any(|bytes| bytes == kernel.name.as_bytes());
+    Ok(kernels::all().filter(is_seen).map(Function::new).collect())
+}
+
+impl Function {
+    fn new(kernel: &'static Kernel) -> Arc<Self> {
+        Arc::new(Self { kernel, name: CString::new(kernel.name).unwrap_or_default(), module: Mutex::new(0) })
+    }
 }
 
 fn load_text(image: *const c_char, context: Option<usize>) -> Result<Arc<Module>, Error> {

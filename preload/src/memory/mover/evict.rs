@@ -10,7 +10,6 @@ use crate::{
     memory::{
         account::Account,
         chunk::{Chunk, HostCopy, Leaving, Residency},
-        fingerprint::Fingerprinter,
         space::Space,
         staging::StagingAllocator,
     },
@@ -163,21 +162,15 @@ impl Mover {
 
     /// Computes the fingerprints of the chunks of the plan.
     pub(super) fn fingerprint_plan(&mut self) {
-        let Some(copy_context) = &mut self.copy_context else { return };
-        let context = copy_context.context;
         let copied = self.plan.iter().filter(|leaving| leaving.is_copied);
         let chunks: Vec<_> = copied.map(|leaving| (leaving.base + leaving.chunk.offset, leaving.chunk.len)).collect();
         if chunks.is_empty() {
             return;
         }
-        let Some(fingerprinter) = copy_context.fingerprinter.get_or_insert_with(|| Fingerprinter::new(context)) else {
-            return;
-        };
         let begin = Instant::now();
-        if let Some(fingerprints) = fingerprinter.fingerprints(&chunks, copy_context.stream) {
-            let copied = self.plan.iter_mut().filter(|leaving| leaving.is_copied);
-            copied.zip(fingerprints).for_each(|(leaving, fingerprint)| leaving.fingerprint = Some(fingerprint));
-        }
+        let Some(fingerprints) = self.ready.first_mut().and_then(|ready| ready.fingerprints(&chunks)) else { return };
+        let copied = self.plan.iter_mut().filter(|leaving| leaving.is_copied);
+        copied.zip(fingerprints).for_each(|(leaving, fingerprint)| leaving.fingerprint = Some(fingerprint));
         trace!("fingerprints of {} chunks in {} µs", chunks.len(), begin.elapsed().as_micros());
     }
 }

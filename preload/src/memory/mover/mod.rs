@@ -7,6 +7,9 @@
 //!
 //! Chunks that need no copy are not copied, see [`fingerprint`](super::fingerprint).
 //!
+//! What it needs in a context is made when the program creates that, by the program's thread ([`Mover::make_ready`]). What a
+//! driver does for the first time may take long, and may need the loader's lock, while an eviction has others wait.
+//!
 //! - `evict`, `restore`: the two directions. `transfer`: copies in flight. `staging`: host buffers for evictions.
 
 mod evict;
@@ -16,7 +19,6 @@ mod transfer;
 
 use crate::{
     driver::{
-        self, check,
         context::{is_dead, with_current},
         types::*,
     },
@@ -79,7 +81,8 @@ pub enum Stop {
 /// Moves the chunks of one GPU.
 #[derive(Debug)]
 pub struct Mover {
-    copy_context: Option<CopyContext>,
+    /// The contexts in which it can work. It works in the first.
+    ready: Vec<CopyContext>,
     /// Contexts that have failed.
     broken: Vec<usize>,
     transfers: VecDeque<Transfer>,
@@ -115,7 +118,7 @@ struct Stats {
 impl Mover {
     pub const fn new() -> Self {
         Self {
-            copy_context: None,
+            ready: Vec::new(),
             broken: Vec::new(),
             transfers: VecDeque::new(),
             plan: VecDeque::new(),
@@ -154,7 +157,7 @@ impl Mover {
                 Step::Stopped(Stop::Broken) => {
                     // Chunks in flight have lost their contents. The program's own next call returns the error.
                     self.complete_all(space, report);
-                    self.copy_context = None;
+                    self.ready.retain(|ready| ready.context != context);
                     self.broken.push(context);
                 }
                 Step::Busy(after) => return Step::Busy(after),
@@ -174,7 +177,7 @@ impl Mover {
 
     /// The context in which it works.
     pub fn context(&self) -> Option<CUcontext> {
-        self.copy_context.as_ref().map(|copy_context| copy_context.context as CUcontext)
+        self.ready.first().map(|ready| ready.context as CUcontext)
     }
 
     /// Tidies up host memory when nothing has moved for a while. Returns when to call again.
@@ -204,21 +207,35 @@ impl Mover {
         Duration::MAX
     }
 
+    /// Makes all that moving memory needs in a new context, so that an eviction finds everything loaded and allocated. Nothing
+    /// works in the context yet: loading code may wait for running work, which may wait for the calling thread. That work has
+    /// ended in an eviction, too, so the kernel for which there is no memory now is loaded then.
+    pub fn make_ready(&mut self, context: CUcontext, copies: bool) {
+        let context = context as usize;
+        if self.ready.iter().any(|ready| ready.context == context) {
+            return;
+        }
+        let made = with_current(context, || {
+            let mut ready = CopyContext::new(context)?;
+            if copies {
+                ready.load_kernel();
+            }
+            Ok(ready)
+        });
+        self.ready.extend(made.flatten());
+    }
+
     /// Chooses one of these contexts to work in, unless there is one, and returns it. Best done early, while there is memory
     /// for it.
     pub fn settle(&mut self, contexts: &[CUcontext]) -> Result<usize, Stop> {
-        if let Some(copy_context) = &self.copy_context {
-            return Ok(copy_context.context);
+        if let Some(ready) = self.ready.first() {
+            return Ok(ready.context);
         }
         let mut stop = Stop::Broken;
         for context in contexts.iter().map(|c| *c as usize).filter(|c| !self.broken.contains(c)) {
-            let mut stream = core::ptr::null_mut();
-            // SAFETY: a valid place.
-            let made =
-                with_current(context, || check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) }));
-            match made.flatten() {
-                Ok(()) => {
-                    self.copy_context = Some(CopyContext { context, stream, events: Vec::new(), fingerprinter: None });
+            match with_current(context, || CopyContext::new(context)).flatten() {
+                Ok(ready) => {
+                    self.ready.push(ready);
                     return Ok(context);
                 }
                 Err(error) if is_dead(error) => {}
@@ -234,26 +251,18 @@ impl Mover {
         while !self.stop_staging(space) {
             time::sleep(RETRY_INTERVAL);
         }
-        if self.copy_context.as_ref().is_none_or(|copy_context| copy_context.context != context as usize) {
-            return;
-        }
+        let is_used = self.context() == Some(context);
+        let Some(at) = self.ready.iter().position(|ready| ready.context == context as usize) else { return };
         let _ = with_current(context as usize, || {
-            self.complete_all(space, report);
-            if let Some(CopyContext { stream, events, fingerprinter, .. }) = self.copy_context.take() {
-                // SAFETY: the mover's own, and no longer in use.
-                unsafe {
-                    for event in events {
-                        driver::cuEventDestroy_v2(event);
-                    }
-                    driver::cuStreamDestroy_v2(stream);
-                }
-                if let Some(fingerprinter) = fingerprinter.flatten() {
-                    fingerprinter.close();
-                }
+            if is_used {
+                self.complete_all(space, report);
             }
+            self.ready.remove(at).close();
         });
-        self.copy_context = None;
-        self.unplan(space);
+        self.ready.retain(|ready| ready.context != context as usize);
+        if is_used {
+            self.unplan(space);
+        }
     }
 
     /// Completes or undoes everything that is under way.

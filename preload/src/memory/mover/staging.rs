@@ -53,8 +53,8 @@ impl Mover {
             }
             None => true,
         });
-        if let (false, Some(copy_context)) = (lengths.is_empty(), &self.copy_context) {
-            self.staging = Some(StagingAllocator::start(&lengths, copy_context.context, workers));
+        if let (false, Some(context)) = (lengths.is_empty(), self.context()) {
+            self.staging = Some(StagingAllocator::start(&lengths, context as usize, workers));
         }
     }
 

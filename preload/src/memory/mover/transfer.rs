@@ -3,11 +3,12 @@
 use super::Mover;
 use crate::{
     driver::{self, check, types::*},
+    env::trace::trace,
     memory::{
         account::Account,
         chunk::{HostCopy, Residency},
-        engine::Engine,
-        fingerprint::Fingerprinter,
+        engine::{CHUNK, Engine},
+        fingerprint::{Fingerprint, Fingerprinter},
         space::Space,
     },
     sys::sync::Mutex,
@@ -20,15 +21,66 @@ const MAX_IN_FLIGHT: u64 = 512 << 20;
 
 const MAX_COPIES: usize = 256;
 
-/// The mover's objects in the context where it works.
+/// The most copies of large chunks in flight, for which there are events from the beginning.
+const FIRST_EVENTS: usize = (MAX_IN_FLIGHT / CHUNK) as usize;
+
+/// The mover's objects in a context in which it can work.
 #[derive(Debug)]
 pub(super) struct CopyContext {
     pub(super) context: usize,
-    pub(super) stream: CUstream,
+    stream: CUstream,
     /// Events that are not in use.
-    pub(super) events: Vec<CUevent>,
-    /// The inner `None` means that fingerprints cannot be computed here.
-    pub(super) fingerprinter: Option<Option<Fingerprinter>>,
+    events: Vec<CUevent>,
+    /// `None` if it has not been tried, or there was no memory. The inner `None` means that fingerprints cannot be computed here.
+    fingerprinter: Option<Option<Fingerprinter>>,
+}
+
+impl CopyContext {
+    /// Makes what copies need in the current context, which is this.
+    pub(super) fn new(context: usize) -> Result<Self, CUresult> {
+        let mut stream = core::ptr::null_mut();
+        // SAFETY: a valid place.
+        check(unsafe { driver::cuStreamCreate(&mut stream, STREAM_NON_BLOCKING) })?;
+        // A transfer for which there is none makes one.
+        let events = (0..FIRST_EVENTS).map_while(|_| new_event()).collect();
+        trace!("memory can be moved in context {context:#x}");
+        Ok(Self { context, stream, events, fingerprinter: None })
+    }
+
+    /// Loads the kernel for fingerprints, unless there is no memory for it now.
+    pub(super) fn load_kernel(&mut self) {
+        self.fingerprinter = match Fingerprinter::new(self.context) {
+            Err(ERROR_OUT_OF_MEMORY) => None,
+            made => Some(made.ok()),
+        };
+    }
+
+    /// The fingerprints of chunks (address and size), which nothing writes to meanwhile.
+    pub(super) fn fingerprints(&mut self, chunks: &[(u64, u64)]) -> Option<Vec<Fingerprint>> {
+        let context = self.context;
+        let fingerprinter = self.fingerprinter.get_or_insert_with(|| Fingerprinter::new(context).ok());
+        fingerprinter.as_mut()?.fingerprints(chunks, self.stream)
+    }
+
+    /// Nothing of it is in use any more, and its context is current.
+    pub(super) fn close(self) {
+        // SAFETY: the mover's own.
+        unsafe {
+            for event in self.events {
+                driver::cuEventDestroy_v2(event);
+            }
+            driver::cuStreamDestroy_v2(self.stream);
+        }
+        if let Some(fingerprinter) = self.fingerprinter.flatten() {
+            fingerprinter.close();
+        }
+    }
+}
+
+fn new_event() -> Option<CUevent> {
+    let mut event = core::ptr::null_mut();
+    // SAFETY: a valid place.
+    check(unsafe { driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) }).ok().map(|()| event)
 }
 
 /// A chunk whose copy is in flight.
@@ -58,21 +110,18 @@ impl Mover {
     }
 
     pub(super) fn stream(&self) -> CUstream {
-        self.copy_context.as_ref().map_or(core::ptr::null_mut(), |copy_context| copy_context.stream)
+        self.ready.first().map_or(core::ptr::null_mut(), |ready| ready.stream)
     }
 
     /// Records an event behind a transfer that was started.
     pub(super) fn track(&mut self, mut transfer: Transfer) {
-        if let Some(copy_context) = &mut self.copy_context {
-            let mut event = copy_context.events.pop().unwrap_or(core::ptr::null_mut());
-            // SAFETY: a valid place; an event and a stream of this context. Without an event, landing waits for the stream.
-            unsafe {
-                if (!event.is_null() || driver::cuEventCreate(&mut event, EVENT_DISABLE_TIMING) == SUCCESS)
-                    && check(driver::cuEventRecord(event, copy_context.stream)).is_ok()
-                {
-                    transfer.event = event;
-                }
-            }
+        // Without an event, landing waits for the stream.
+        if let Some(ready) = self.ready.first_mut()
+            && let Some(event) = ready.events.pop().or_else(new_event)
+            // SAFETY: an event and a stream of this context.
+            && unsafe { driver::cuEventRecord(event, ready.stream) } == SUCCESS
+        {
+            transfer.event = event;
         }
         self.transfers.push_back(transfer);
     }
@@ -107,8 +156,8 @@ impl Mover {
 
     fn complete_one(&mut self, transfer: Transfer, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
         let Transfer { base, offset, len, handle, engine, direction, event } = transfer;
-        if let (false, Some(copy_context)) = (event.is_null(), &mut self.copy_context) {
-            copy_context.events.push(event);
+        if let (false, Some(ready)) = (event.is_null(), self.ready.first_mut()) {
+            ready.events.push(event);
         }
         let residency = match direction {
             Direction::Out(copy) => {

@@ -51,6 +51,8 @@ pub struct Config {
     pub nvml_delay: Duration,
     /// `CUDA_SIM_VMM`: `0` for a GPU without virtual memory management.
     pub vmm: bool,
+    /// `CUDA_SIM_FAT_BINARIES`: `0` for a GPU for which no fat binary has code.
+    pub fat_binaries: bool,
     /// `CUDA_SIM_NO_PEERS`: pairs of GPUs that do not reach each other's memory.
     pub no_peers: Vec<(usize, usize)>,
     /// `CUDA_SIM_EXCLUSIVE`: GPUs in compute mode exclusive-process.
@@ -101,6 +103,7 @@ impl Config {
             nvml_processes: listing(),
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
+            fat_binaries: size("CUDA_SIM_FAT_BINARIES", 1) != 0,
             no_peers: list("CUDA_SIM_NO_PEERS", |pair| {
                 let (a, b) = pair.split_once('-')?;
                 Some((a.parse().ok()?, b.parse().ok()?))

@@ -84,6 +84,9 @@ api! {
     "cuDeviceGetUuid" 11040 cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: i32);
     "cuDeviceTotalMem" 3020 cuDeviceTotalMem_v2(bytes: *mut usize, device: i32);
     "cuDevicePrimaryCtxRetain" 7000 cuDevicePrimaryCtxRetain(context: *mut usize, device: i32);
+    "cuDevicePrimaryCtxRelease" 11000 cuDevicePrimaryCtxRelease_v2(device: i32);
+    "cuCtxCreate" 3020 cuCtxCreate_v2(context: *mut usize, flags: u32, device: i32);
+    "cuCtxDestroy" 4000 cuCtxDestroy_v2(context: usize);
     "cuCtxSetCurrent" 4000 cuCtxSetCurrent(context: usize);
     "cuCtxSynchronize" 2000 cuCtxSynchronize();
     "cuMemGetInfo" 3020 cuMemGetInfo_v2(free: *mut usize, total: *mut usize);

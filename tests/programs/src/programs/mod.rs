@@ -6,6 +6,7 @@ mod binds;
 mod bursts;
 mod captures;
 mod churn;
+mod contexts;
 mod cross;
 mod deep;
 mod endless;
@@ -51,6 +52,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ),
     ("bursts", bursts::run, "--mem 16M --bursts 50 --pause-ms 20: short work after pauses, and how long it took"),
     ("graph", graph::run, "--mem 16M --replays 20 --cpu-ms 0: capture in global mode, replay, verify"),
+    (
+        "contexts",
+        contexts::run,
+        "--mem 16M --rounds 8 --pause-ms 50: retain and release the primary context, go on in another, verify",
+    ),
     ("churn", churn::run, "--mem 256M --seconds 2 --seed 1: random allocate, grow, write, free, verify"),
     ("streams", streams::run, "--mem 64M --streams 8 --threads 4 --rounds 10: many streams from many threads, verify"),
     ("binds", binds::run, "--mem 160M: bind memory to objects by which others reach it, and what cannot be bound"),
