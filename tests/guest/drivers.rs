@@ -1,6 +1,6 @@
 //! Drivers that are old, broken, or refuse: the program gets what it would have got.
 
-use std::fs;
+use std::{fs, os::unix::net::UnixListener};
 
 use crate::compare::*;
 use test_support::machine::*;
@@ -64,6 +64,30 @@ fn environments_that_it_does_not_know_are_left_alone() {
         host.case(&program, &["1"]).on_bare_driver().env("BARE_ATTRIBUTE", attribute).succeeds();
         assert_eq!(attached(), 1, "with device attribute {attribute}");
     }
+}
+
+/// Drivers before 545 do not say whether MPS shares a GPU.
+#[test]
+fn with_a_driver_without_that_attribute_mps_is_known_by_its_daemon() {
+    let host = Host::new();
+    let program = host.program("worker");
+    let attached = || host.0.trace().iter().filter(|m| m.what == "attach").count();
+    let directory = host.0.path("mps");
+    fs::create_dir(&directory).expect("a directory");
+    let runs = |attributes: &str| {
+        let case = host.case(&program, &["1"]).on_bare_driver().env("BARE_ATTRIBUTES", attributes);
+        case.env("CUDA_MPS_PIPE_DIRECTORY", &directory.to_string_lossy()).succeeds();
+    };
+    runs("133");
+    assert_eq!(attached(), 1, "no daemon");
+    let daemon = UnixListener::bind(directory.join("control")).expect("a socket");
+    runs("133");
+    assert_eq!(attached(), 1, "a daemon");
+    runs("134");
+    assert_eq!(attached(), 2, "a daemon that the driver does not use");
+    drop(daemon);
+    runs("133");
+    assert_eq!(attached(), 3, "a daemon that has ended");
 }
 
 #[test]
