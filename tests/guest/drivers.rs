@@ -5,6 +5,21 @@ use std::{fs, os::unix::net::UnixListener};
 use crate::compare::*;
 use test_support::machine::*;
 
+/// What the simulated driver has and 535 does not.
+const NEWER_THAN_535: &str = "\
+    cuCtxCreate_v4 cuCtxGetDevice_v2 cuCtxSynchronize_v2 cuCtxRecordEvent cuCtxWaitEvent cuDeviceGetDevResource \
+    cuCtxGetDevResource cuGreenCtxGetDevResource cuDevSmResourceSplitByCount cuDevResourceGenerateDesc cuGreenCtxCreate \
+    cuGreenCtxDestroy cuCtxFromGreenCtx cuGreenCtxRecordEvent cuGreenCtxWaitEvent cuGreenCtxStreamCreate \
+    cuStreamGetGreenCtx cuLogicalEndpointBindMem cuEventElapsedTime_v2 cuModuleGetFunctionCount cuLibraryGetKernelCount \
+    cuLibraryEnumerateKernels cuKernelGetLibrary cuKernelGetName cuKernelGetParamInfo cuFuncGetName cuFuncGetParamInfo \
+    cuFuncIsLoaded cuFuncLoad cuGraphAddDependencies_v2 cuGraphGetEdges_v2 cuGraphNodeGetDependencies_v2 cuStreamGetDevice \
+    cuStreamGetDevice_ptsz cuStreamGetCtx_v2 cuStreamGetCtx_v2_ptsz cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz \
+    cuMemcpyBatchAsync_v2 cuMemcpyBatchAsync_v2_ptsz cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz \
+    cuMemcpy3DBatchAsync_v2 cuMemcpy3DBatchAsync_v2_ptsz cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz \
+    cuMemcpy3DWithAttributesAsync cuMemcpy3DWithAttributesAsync_ptsz cuStreamBeginCaptureToGraph \
+    cuStreamBeginCaptureToGraph_ptsz cuStreamGetCaptureInfo_v3 cuStreamGetCaptureInfo_v3_ptsz \
+    cuStreamUpdateCaptureDependencies_v2 cuStreamUpdateCaptureDependencies_v2_ptsz";
+
 #[test]
 fn a_program_runs_with_drivers_of_every_age() {
     let settings = [
@@ -12,6 +27,7 @@ fn a_program_runs_with_drivers_of_every_age() {
         ("cuGetProcAddress_v2", &[("CUDA_SIM_DRIVER", "11080")]),
         ("cuGetProcAddress_v2 cuGetProcAddress", &[("CUDA_SIM_DRIVER", "11020")]),
         ("cuCtxRecordEvent cuCtxWaitEvent", &[]),
+        (NEWER_THAN_535, &[("CUDA_SIM_DRIVER", "12020")]),
         // What hooks of memory and of captures lean on.
         ("cuMemCreate cuMemMap cuMemAddressReserve cuMemSetAccess", &[("CUDA_SIM_VMM", "0")]),
         ("cuThreadExchangeStreamCaptureMode cuStreamIsCapturing cuDeviceGetUuid_v2 cuDeviceGetUuid", &[]),
