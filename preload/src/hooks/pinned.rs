@@ -148,6 +148,6 @@ hooks! { real, flavour;
         allocate_async(place, size, flavour.stream(stream), real)
     }
     [cuMemFreeAsync | cuMemFreeAsync_ptsz] (address: CUdeviceptr, stream: CUstream) {
-        if memory::free(address) { SUCCESS } else { free(Kind::Address, address, real) }
+        if memory::free_later(address) { SUCCESS } else { free(Kind::Address, address, real) }
     }
 }

@@ -57,6 +57,13 @@ impl Work {
         Some(fence)
     }
 
+    /// Whether everything behind the fence in one context of this GPU is done.
+    pub fn is_done_in(&self, fence: &Fence, context: usize) -> bool {
+        // The context is not destroyed meanwhile.
+        let _inner = self.inner.lock();
+        fence.points.iter().filter(|point| point.context == context).all(|point| point.is_done())
+    }
+
     /// Whether everything behind the fence is done. A fence that is done stays done and costs nothing to ask.
     pub fn is_done(&self, fence: &mut Fence) -> bool {
         while let Some((work, other)) = fence.others.last_mut() {

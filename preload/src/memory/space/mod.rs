@@ -325,13 +325,22 @@ impl Space {
         self.settle();
     }
 
-    /// Frees the allocation at this address, when nothing uses it any more; `false` if there is none.
-    pub fn free(&mut self, address: u64, work: &Work) -> bool {
-        let Some(allocation) = self.allocations.remove(&address) else { return false };
+    /// Frees the allocation at this address, when nothing uses it any more. Returns its id; `None` if there is none.
+    pub fn free(&mut self, address: u64, work: &Work) -> Option<u64> {
+        let allocation = self.allocations.remove(&address)?;
         self.account.freeing += self.room_of(&allocation);
         self.freed.push_back(Freed { allocation, fence: work.fence_for_freeing() });
         self.reclaim(work);
-        true
+        Some(allocation.id)
+    }
+
+    /// Whether work in the context of an allocation that was freed may not have ended yet. `None` if that cannot be told now.
+    pub fn is_awaited(&mut self, id: u64, work: &Work) -> Option<bool> {
+        let Some(freed) = self.freed.iter_mut().find(|freed| freed.allocation.id == id) else { return Some(false) };
+        if freed.fence.is_none() {
+            freed.fence = work.fence_for_freeing();
+        }
+        freed.fence.as_ref().map(|fence| !work.is_done_in(fence, freed.allocation.context))
     }
 
     /// Frees the allocation at this address, which the program does not know yet.

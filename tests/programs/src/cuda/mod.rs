@@ -345,6 +345,12 @@ impl Mapped {
         Ok(Mapped { host, at })
     }
 
+    /// The first word, which a kernel may be writing.
+    pub fn get(&self) -> u32 {
+        // SAFETY: at least one word.
+        unsafe { self.host.cast::<u32>().read_volatile() }
+    }
+
     /// Writes the first word, which a kernel may be reading.
     pub fn set(&self, value: u32) {
         // SAFETY: at least one word.

@@ -1,9 +1,10 @@
-//! Frees memory while work that uses it is queued, large pieces and small ones, and then does nothing.
+//! Frees memory while work that uses it is queued, large pieces and small ones, and then does nothing. `cuMemFree` returns when
+//! the work of all streams is done.
 
-use super::Outcome;
+use super::{Outcome, expect};
 use crate::{
     args::Args,
-    cuda::{Buffer, Gpu, Kind, Stream},
+    cuda::{Buffer, Gpu, Kind, Mapped, Stream},
     report::Report,
 };
 use std::{thread, time::Duration};
@@ -19,12 +20,20 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let rounds = args.size("rounds", "8");
     let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc, vmm, managed or async")?;
     let gpu = Gpu::open(0)?;
-    let stream = Stream::new()?;
+    let (stream, other) = (Stream::new()?, Stream::new()?);
+    let seen = Mapped::new(4)?;
     let use_and_free = |lens: &[usize]| -> Outcome {
         let buffers: Vec<Buffer> = lens.iter().map(|len| Buffer::new(kind, *len)).collect::<Result<_, _>>()?;
         gpu.spin(BUSY, stream.0)?;
         buffers.iter().try_for_each(|buffer| gpu.fill(buffer.at, buffer.count(), 1, stream.0))?;
-        Ok(buffers.into_iter().try_for_each(Buffer::free)?)
+        seen.set(0);
+        gpu.spin(2 * BUSY, other.0)?;
+        gpu.fill(seen.at, 1, 7, other.0)?;
+        buffers.into_iter().try_for_each(Buffer::free)?;
+        match kind {
+            Kind::Alloc | Kind::Managed => expect("what other work had written when the free returned", seen.get(), 7),
+            Kind::Vmm | Kind::Async => Ok(()),
+        }
     };
     for _ in 0..rounds {
         use_and_free(&[memory])?;
