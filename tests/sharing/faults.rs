@@ -181,6 +181,30 @@ fn everything(setup: Setup) {
     });
 }
 
+/// `NVSHARE_EXITS=500 cargo nextest run --test sharing exit` has more of them.
+#[test]
+fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
+    let count: u32 = std::env::var("NVSHARE_EXITS").map_or(24, |text| text.parse().expect("a number"));
+    let machine = Machine::with_scheduler(Setup { time_quantum: 1, ..pressed() });
+    let mut neighbour = machine.program("mix --mem 60M --chunks 4 --reps 2 --rounds 100000").start();
+    machine.wait_for_grants(&neighbour, 1);
+    for _ in 0..count.div_ceil(4) {
+        let mut leaving: Vec<Program> = (0..4).map(|_| machine.program("leaves --mem 48M --ms 900").start()).collect();
+        for program in &mut leaving {
+            let mut status = None;
+            wait_within(Duration::from_secs(60), "it to exit", || {
+                status = program.poll();
+                status.map(|_| ())
+            });
+            assert_eq!(status.and_then(|status| status.code()), Some(7));
+        }
+    }
+    neighbour.kill();
+    machine.wait_until_empty();
+    assert_eq!(machine.free(), machine.setup.memory);
+    assert!(machine.trace().iter().any(|m| m.what == "evict"), "no memory had to move");
+}
+
 #[test]
 fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
     for anti_thrash in ["on", "auto"] {

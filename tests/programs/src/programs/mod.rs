@@ -20,6 +20,7 @@ mod host_waits;
 mod info;
 mod latency;
 mod launches;
+mod leaves;
 mod link;
 mod maps;
 mod mix;
@@ -69,6 +70,7 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ("oversub", oversub::run, "--mem 2G --chunk 64M --kind alloc|vmm|managed: allocate until it fails, touch, verify"),
     ("latency", latency::run, "--launches 100000: the cost of launching an empty kernel"),
     ("launches", launches::run, "--ms 3000 --ns 1000 --pause-us 20: kernels, and a pause of the host after each"),
+    ("leaves", leaves::run, "--mem 48M --ms 600 --status 7: exit at a random moment while a thread works"),
     ("link", link::run, "--mem 256M --rounds 4: how fast memory can be copied out, in, and both at once, in GiB/s"),
     (
         "persistent",
