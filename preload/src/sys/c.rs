@@ -118,6 +118,7 @@ fn look_up(name: &'static str, place: &AtomicUsize) -> usize {
 
 late! {
     dlopen(*const c_char, c_int) -> *mut c_void;
+    sigprocmask(c_int, *const libc::sigset_t, *mut libc::sigset_t) -> c_int;
     pthread_attr_init(*mut libc::pthread_attr_t) -> c_int;
     pthread_attr_setdetachstate(*mut libc::pthread_attr_t, c_int) -> c_int;
     pthread_attr_setstacksize(*mut libc::pthread_attr_t, usize) -> c_int;
