@@ -4,8 +4,8 @@
 //! driver would.
 
 pub mod context;
-mod elf;
 pub mod library;
+pub mod redirect;
 pub mod types;
 
 use crate::{

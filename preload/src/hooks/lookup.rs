@@ -6,7 +6,7 @@
 
 use crate::{
     driver::{self, types::*},
-    hooks::{self, nvml},
+    hooks::{self, deepbind, nvml},
     sys::{c, sync::OnceLock},
 };
 use alloc::vec::Vec;
@@ -16,11 +16,17 @@ use core::ffi::{CStr, c_char, c_void};
 /// meaning depends on the caller's address. So does that of `RTLD_DEFAULT`, which includes what was loaded with the caller: of
 /// the driver's names only those of hooks, which are found in any scope, are handled here. All other calls jump to the real
 /// function with the caller's return address on the stack.
+///
+/// Whoever opened a library looks something up in it before using it, whatever that is, so this is where it is noticed that a
+/// library which does not find the hooks has brought the driver with it ([`deepbind`]).
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
 pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
     core::arch::naked_asm!(
+        "cmp dword ptr [rip + {watching}], 0",
+        "jne 7f",
+        "8:",
         "test rsi, rsi",
         "jz 2f",
         "cmp byte ptr [rsi], {c}",
@@ -84,6 +90,17 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "test al, al",
         "jz 2b",
         "jmp {hooked}",
+        "7:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // as above
+        "call {look}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp 8b",
+        watching = sym deepbind::WATCHING,
+        look = sym deepbind::look,
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -104,6 +121,10 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
 #[unsafe(naked)]
 pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
     core::arch::naked_asm!(
+        "adrp x9, {watching}",
+        "ldr w9, [x9, #:lo12:{watching}]",
+        "cbnz w9, 7f",
+        "8:",
         "cbz x1, 2f",
         "ldrb w9, [x1]",
         "cmp w9, #{c}",
@@ -164,6 +185,15 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "ldp x0, x1, [sp], #32",
         "cbz w9, 2b",
         "b {hooked}",
+        "7:",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "bl {look}",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "b 8b",
+        watching = sym deepbind::WATCHING,
+        look = sym deepbind::look,
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -225,7 +255,7 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
 }
 
 /// Pairs of real address and hook, sorted. Made when the driver is loaded; `None` before.
-fn table() -> Option<&'static [(usize, usize)]> {
+pub fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new();
     if TABLE.get().is_none() {
         driver::loaded()?;

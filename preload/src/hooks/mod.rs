@@ -11,6 +11,7 @@
 //! - [`reservation`]: calls in which the driver takes memory for itself.
 //! - [`context`]: initialisation, contexts, captures, look-ups. [`peer_access`]: GPUs that reach each other's memory.
 //! - [`ipc`]: memory shared with other processes.
+//! - [`deepbind`]: libraries that would not find the hooks.
 //! - [`interop`]: other APIs, whose work passes no hook.
 //!
 //! All other functions pass through unchanged; `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
@@ -19,6 +20,7 @@ mod address_info;
 pub mod binding;
 pub mod context;
 pub mod copies;
+pub mod deepbind;
 pub mod gated;
 pub mod interop;
 pub mod ipc;
