@@ -2,11 +2,11 @@
 //!
 //! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
 //! flavour to one of its exports (all 459 look-ups of a PyTorch program did, driver 580), so whatever variant a program
-//! is given, it gets the hook of just that variant, and a variant this library does not know passes through.
+//! is given, it gets the hook of just that variant, and one that this library does not know is [`unknown`].
 
 use crate::{
     driver::{self, types::*},
-    hooks::{self, deepbind, nvml},
+    hooks::{self, deepbind, nvml, unknown},
     sys::{c, sync::OnceLock},
 };
 use alloc::vec::Vec;
@@ -229,7 +229,18 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
         // because this library exports them.
         return c::real_dlsym(libc::RTLD_NEXT, name);
     }
-    hook_of(found)
+    // SAFETY: the name that `dlsym` was called with.
+    let name = unsafe { CStr::from_ptr(name) };
+    match driver::loaded().filter(|driver| driver::library::export(*driver, name) == Some(found as usize)) {
+        Some(_) => answer(found),
+        None => hook_of(found), // not the driver's own, or a hook already
+    }
+}
+
+/// What the program is given for a function that the driver exports.
+fn answer(real: *mut c_void) -> *mut c_void {
+    let hook = hook_of(real);
+    if hook != real || hooks::is_hook(real as usize) { hook } else { unknown::guarded(real) }
 }
 
 /// The same for a name of NVML that has a hook.
@@ -273,8 +284,12 @@ pub fn table() -> Option<&'static [(usize, usize)]> {
 /// `function` is NULL or what the program passed to `cuGetProcAddress`.
 pub unsafe fn replace(result: CUresult, function: *mut *mut c_void) -> CUresult {
     if result == SUCCESS && !function.is_null() {
-        // SAFETY: the driver has just written there.
-        unsafe { *function = hook_of(*function) };
+        // SAFETY: the driver has just written there; it may have found nothing.
+        unsafe {
+            if !(*function).is_null() {
+                *function = answer(*function);
+            }
+        }
     }
     result
 }

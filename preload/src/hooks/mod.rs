@@ -13,6 +13,7 @@
 //! - [`ipc`]: memory shared with other processes.
 //! - [`deepbind`]: libraries that would not find the hooks.
 //! - [`interop`]: other APIs, whose work passes no hook.
+//! - [`unknown`]: functions of which nothing is known.
 //!
 //! All other functions pass through unchanged; `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
 
@@ -34,6 +35,7 @@ pub mod pinned;
 pub mod reservation;
 pub mod shapes;
 mod staged;
+mod unknown;
 pub mod vmm;
 
 use crate::driver::{
