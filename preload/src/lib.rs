@@ -1,7 +1,7 @@
 //! `libnvshare.so`: preloaded into a program, it lets the program share its GPUs with others.
 //!
 //! The library is a guest. It does nothing until the program initialises CUDA, and it must never crash, exit, hang, print, or
-//! change results. So nothing here panics, and calls that it does not know pass through.
+//! change results. So nothing here panics, and calls that it does not know pass through; memory that they may use stays.
 //!
 //! The folders are layers. Each uses only those above it in this list, which `tests/layers.rs` checks:
 //!

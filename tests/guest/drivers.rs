@@ -119,3 +119,17 @@ fn a_driver_that_cannot_be_initialised_is_left_alone() {
     host.case(&program, &["libcuda.so.1"]).env("CUDA_SIM_FAIL", "cuInit:1").succeeds();
     assert_eq!(host.clients(), 2, "it asked before the first attempt which GPUs it is to see");
 }
+
+/// It may be work that passes no gate, so what it may use must stay on the GPU: from the first call on, and not before.
+#[test]
+fn a_function_that_nobody_has_heard_of_keeps_memory_on_the_gpu_once_it_is_called() {
+    let host = Host::new();
+    let program = host.program("unheard");
+    for (word, noticed) in [("called", true), ("found", false)] {
+        host.case(&program, &[word]).succeeds();
+        let mut running = host.case(&program, &[word]).start();
+        assert_eq!(end(&mut running).stdout, "worked\n");
+        let said = host.0.trace().iter().any(|m| m.pid == running.pid() && m.what == "untracked-work");
+        assert_eq!(said, noticed, "{word}");
+    }
+}

@@ -3,6 +3,7 @@
 
 mod compare;
 
+mod deepbind;
 mod drivers;
 mod ends;
 mod limits;

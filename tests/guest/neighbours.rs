@@ -83,6 +83,23 @@ fn sanitized(sanitizer: &str, options: &str, setting: &str, runtime: Option<&str
     assert!(host.clients() > 0, "it is shared");
 }
 
+/// What `nvsharectl preload verify` and the manual say of it.
+#[test]
+fn the_shared_runtime_of_the_address_sanitizer_wants_to_be_first() {
+    let host = Host::new();
+    let build = |output: &str, options: &[&str]| host.build("worker", output, options);
+    let Some(shared) = build("shared", &["-fsanitize=address"]) else {
+        return lacking("the C compiler has no -fsanitize=address");
+    };
+    let ended = host.case(&shared, &["4"]).env("ASAN_OPTIONS", "detect_leaks=0").with();
+    assert_eq!(ended.status, (Some(1), None), "{ended:?}");
+    assert!(ended.stderr.contains("ASan runtime does not come first"), "{ended:?}");
+    // Linked into the program it is first.
+    if let Some(linked) = build("linked", &["-fsanitize=address", "-static-libasan"]) {
+        host.case(&linked, &["4"]).env("ASAN_OPTIONS", "detect_leaks=0").succeeds();
+    }
+}
+
 #[test]
 fn the_address_sanitizer_has_nothing_to_say() {
     // The simulated driver keeps what the process has until its end.

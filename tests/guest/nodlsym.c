@@ -1,4 +1,4 @@
-/* Preloaded, it makes the loader look as if it had no dlsym, as in a program without libdl. */
+/* Preloaded, it makes the loader look as if it had no dlsym, as to a library that came before libdl. */
 #include <stddef.h>
 
 void *dlvsym(void *handle, const char *name, const char *version) {

@@ -1,6 +1,6 @@
 //! A library that the program may have loaded, and its handle.
 
-use crate::{driver::elf, sys::c};
+use crate::sys::{c, elf};
 use core::{
     ffi::{CStr, c_int, c_void},
     sync::atomic::{AtomicUsize, Ordering},
@@ -48,4 +48,10 @@ impl Library {
 pub fn export(library: *mut c_void, name: &CStr) -> Option<usize> {
     // SAFETY: a handle of `dlopen` that was not given back, so the library stays.
     unsafe { elf::symbol(library, name) }
+}
+
+/// An address inside the library.
+pub fn inside(library: *mut c_void) -> usize {
+    // SAFETY: as above.
+    unsafe { elf::inside(library) }
 }

@@ -2,10 +2,12 @@
 //!
 //! A [`Function`] is looked up on first use. One that this driver lacks returns `CUDA_ERROR_NOT_FOUND`, as a look-up by the
 //! driver would.
+//!
+//! [`redirect`] leads those to the hooks who would find the driver's functions themselves.
 
 pub mod context;
-mod elf;
 pub mod library;
+pub mod redirect;
 pub mod types;
 
 use crate::{

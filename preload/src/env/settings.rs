@@ -73,6 +73,11 @@ impl Settings {
     }
 }
 
+/// Whether the program is to be left alone, also before it initialises CUDA.
+pub fn is_disabled() -> bool {
+    flag(c"NVSHARE_DISABLE")
+}
+
 /// Whether the variable is set, and neither empty nor `0`.
 fn flag(name: &CStr) -> bool {
     environment(name).is_some_and(|value| !value.is_empty() && value != b"0")

@@ -5,7 +5,7 @@ use crate::{
     driver::{self, types::*},
     gate,
     gpu::{self, Gpu, peers::couple, reservation},
-    hooks::{self, gated, hooks, lookup, peer_access},
+    hooks::{self, deepbind, gated, hooks, lookup, peer_access},
     registry::{pinned, shared},
     sys::{
         sync::Mutex,
@@ -219,6 +219,7 @@ fn resolve_hooks() {
 
 hooks! { real, flavour;
     [cuInit] (flags: u32) {
+        deepbind::look();
         if !crate::sys::errno::preserved(client::request_placement) {
             return ERROR_NO_DEVICE;
         }

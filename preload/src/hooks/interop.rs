@@ -21,6 +21,11 @@ fn tied(call: impl FnOnce() -> CUresult) -> CUresult {
     })
 }
 
+/// The program is about to submit such work: brings its memory to the GPU, where it stays.
+pub(super) fn tie() {
+    let _ = tied(|| SUCCESS);
+}
+
 fn make_unevictable() {
     if gate::is_active() {
         crate::sys::errno::preserved(|| gpu::attached().for_each(gpu::Gpu::make_unevictable));

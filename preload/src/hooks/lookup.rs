@@ -3,11 +3,11 @@
 //! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
 //! flavour to one of its exports (for every name with drivers 470 to 555, which `coverage/compare-headers.py` can ask, and for
 //! all 459 look-ups of a PyTorch program with 580). So whatever variant a program is given, it gets the hook of just that
-//! variant, and a variant this library does not know passes through.
+//! variant, and one that this library does not know is [`unknown`].
 
 use crate::{
     driver::{self, types::*},
-    hooks::{self, nvml},
+    hooks::{self, deepbind, nvml, unknown},
     sys::{c, sync::OnceLock},
 };
 use alloc::vec::Vec;
@@ -20,11 +20,17 @@ use core::{
 /// meaning depends on the caller's address. So does that of `RTLD_DEFAULT`, which includes what was loaded with the caller: of
 /// the driver's names only those of hooks, which are found in any scope, are handled here. All other calls jump to the real
 /// function with the caller's return address on the stack.
+///
+/// Whoever opened a library looks something up in it before using it, whatever that is, so this is where it is noticed that a
+/// library which does not find the hooks has brought the driver with it ([`deepbind`]).
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
 pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
     core::arch::naked_asm!(
+        "cmp dword ptr [rip + {watching}], 0",
+        "jne 7f",
+        "8:",
         "test rsi, rsi",
         "jz 2f",
         "cmp byte ptr [rsi], {c}",
@@ -88,6 +94,17 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "test al, al",
         "jz 2b",
         "jmp {hooked}",
+        "7:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8", // as above
+        "call {look}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp 8b",
+        watching = sym deepbind::WATCHING,
+        look = sym deepbind::look,
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -108,6 +125,10 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
 #[unsafe(naked)]
 pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
     core::arch::naked_asm!(
+        "adrp x9, {watching}",
+        "ldr w9, [x9, #:lo12:{watching}]",
+        "cbnz w9, 7f",
+        "8:",
         "cbz x1, 2f",
         "ldrb w9, [x1]",
         "cmp w9, #{c}",
@@ -168,6 +189,15 @@ pub unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *m
         "ldp x0, x1, [sp], #32",
         "cbz w9, 2b",
         "b {hooked}",
+        "7:",
+        "stp x0, x1, [sp, #-32]!",
+        "str x30, [sp, #16]",
+        "bl {look}",
+        "ldr x30, [sp, #16]",
+        "ldp x0, x1, [sp], #32",
+        "b 8b",
+        watching = sym deepbind::WATCHING,
+        look = sym deepbind::look,
         c = const b'c',
         u = const b'u',
         a = const b'A',
@@ -204,7 +234,18 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
         // defines them. They were found only because this library exports them.
         return c::real_dlsym(libc::RTLD_NEXT, name);
     }
-    hook_of(found)
+    // SAFETY: the name that `dlsym` was called with.
+    let name = unsafe { CStr::from_ptr(name) };
+    match driver::loaded().filter(|driver| driver::library::export(*driver, name) == Some(found as usize)) {
+        Some(_) => answer(found),
+        None => hook_of(found), // not the driver's own, or a hook already
+    }
+}
+
+/// What the program is given for a function that the driver exports.
+fn answer(real: *mut c_void) -> *mut c_void {
+    let hook = hook_of(real);
+    if hook != real || hooks::is_hook(real as usize) { hook } else { unknown::guarded(real) }
 }
 
 /// The same for a name of NVML that has a hook.
@@ -230,7 +271,7 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
 }
 
 /// Pairs of real address and hook, sorted. Made when the driver is loaded; `None` before.
-fn table() -> Option<&'static [(usize, usize)]> {
+pub fn table() -> Option<&'static [(usize, usize)]> {
     static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new();
     if TABLE.get().is_none() {
         driver::loaded()?;
@@ -248,8 +289,12 @@ fn table() -> Option<&'static [(usize, usize)]> {
 /// `function` is NULL or what the program passed to `cuGetProcAddress`.
 pub unsafe fn replace(result: CUresult, function: *mut *mut c_void) -> CUresult {
     if result == SUCCESS && !function.is_null() {
-        // SAFETY: the driver has just written there.
-        unsafe { *function = hook_of(*function) };
+        // SAFETY: the driver has just written there; it may have found nothing.
+        unsafe {
+            if !(*function).is_null() {
+                *function = answer(*function);
+            }
+        }
     }
     result
 }

@@ -11,7 +11,9 @@
 //! - [`reservation`]: calls in which the driver takes memory for itself.
 //! - [`context`]: initialisation, contexts, captures, look-ups. [`peer_access`]: GPUs that reach each other's memory.
 //! - [`ipc`]: memory shared with other processes.
+//! - [`deepbind`]: libraries that would not find the hooks.
 //! - [`interop`]: other APIs, whose work passes no hook.
+//! - [`unknown`]: functions of which nothing is known.
 //!
 //! All other functions pass through unchanged; `coverage/entry-points.tsv` gives a reason for each entry point of the driver.
 
@@ -19,6 +21,7 @@ mod address_info;
 pub mod binding;
 pub mod context;
 pub mod copies;
+pub mod deepbind;
 pub mod gated;
 pub mod interop;
 pub mod ipc;
@@ -32,6 +35,7 @@ pub mod pinned;
 pub mod reservation;
 pub mod shapes;
 mod staged;
+mod unknown;
 pub mod vmm;
 
 use crate::driver::{

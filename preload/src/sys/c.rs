@@ -5,9 +5,10 @@
 //! `dlvsym`, which finds the others, is linked weakly in a version that every glibc has. In a program without libdl it is NULL,
 //! and nothing is looked up.
 
+use crate::sys::elf;
 use alloc::vec::Vec;
 use core::{
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{CStr, c_char, c_int, c_long, c_void},
     mem::transmute,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
@@ -69,11 +70,44 @@ pub fn dlvsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
 /// without a call.
 pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the real `dlsym`. No known library interposes `dlvsym`, which finds the next versioned `dlsym` and not ours.
+/// The next `dlopen` behind this library, for the hook.
+pub static REAL_DLOPEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Finds the real `dlsym`. No known library interposes `dlvsym`, which finds the next versioned `dlsym` and not ours. Where
+/// libdl came later, neither is within reach.
 pub extern "C" fn find_real_dlsym() -> usize {
-    let address = dlvsym(libc::RTLD_NEXT, c"dlsym") as usize;
+    let address = match dlvsym(libc::RTLD_NEXT, c"dlsym") as usize {
+        0 => elf::of_c_library(c"dlsym").unwrap_or(0),
+        address => address,
+    };
     REAL_DLSYM.store(address, Ordering::Relaxed);
     address
+}
+
+/// Finds the next `dlopen`, which may be that of a tool.
+pub extern "C" fn find_real_dlopen() -> usize {
+    let address = match real_dlsym(libc::RTLD_NEXT, c"dlopen".as_ptr()) as usize {
+        0 => elf::of_c_library(c"dlopen").unwrap_or(0),
+        address => address,
+    };
+    REAL_DLOPEN.store(address, Ordering::Relaxed);
+    address
+}
+
+/// The C library's own `dlopen`, past all that interpose it, which may look something up and so come here again. `None` if the
+/// process has none.
+pub fn dlopen() -> Option<unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void> {
+    static ADDRESS: AtomicUsize = AtomicUsize::new(0);
+    let mut address = ADDRESS.load(Ordering::Relaxed);
+    if address == 0 {
+        address = match dlvsym(libc::RTLD_NEXT, c"dlopen") as usize {
+            0 => elf::of_c_library(c"dlopen").unwrap_or(0),
+            address => address,
+        };
+        ADDRESS.store(address, Ordering::Relaxed);
+    }
+    // SAFETY: the address is dlopen's; 0 is None.
+    unsafe { transmute(address) }
 }
 
 /// Looks up a symbol as the program would without this library; NULL if there is no `dlsym`.
@@ -117,7 +151,8 @@ fn look_up(name: &'static str, place: &AtomicUsize) -> usize {
 }
 
 late! {
-    dlopen(*const c_char, c_int) -> *mut c_void;
+    sysconf(c_int) -> c_long;
+    sigprocmask(c_int, *const libc::sigset_t, *mut libc::sigset_t) -> c_int;
     pthread_attr_init(*mut libc::pthread_attr_t) -> c_int;
     pthread_attr_setdetachstate(*mut libc::pthread_attr_t, c_int) -> c_int;
     pthread_attr_setstacksize(*mut libc::pthread_attr_t, usize) -> c_int;

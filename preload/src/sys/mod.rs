@@ -8,6 +8,7 @@
 
 pub mod alloc;
 pub mod c;
+pub mod elf;
 pub mod errno;
 pub mod file;
 pub mod futex;

@@ -64,14 +64,15 @@ extern "C" fn run(main: *mut c_void) -> *mut c_void {
 
 /// Runs `f` with all signals blocked. A new thread inherits the signal mask, and signals are for the program's threads.
 fn with_signals_blocked<R>(f: impl FnOnce() -> R) -> R {
-    let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    // SAFETY: valid places. It is the mask of the calling thread alone, on Linux.
+    let Some(sigprocmask) = c::sigprocmask() else { return f() };
+    let (mut all, mut before) = (MaybeUninit::<libc::sigset_t>::uninit(), MaybeUninit::uninit());
+    // SAFETY: valid places. It is the mask of the calling thread alone, on Linux. The C library leaves out its own signals.
     unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        let changed = libc::sigprocmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) == 0;
+        all.as_mut_ptr().write_bytes(0xff, 1);
+        let changed = sigprocmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) == 0;
         let result = f();
         if changed {
-            libc::sigprocmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut());
+            sigprocmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut());
         }
         result
     }

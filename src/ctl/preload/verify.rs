@@ -14,9 +14,14 @@ pub struct Report {
     pub library: PathBuf,
     pub version: Option<String>,
     pub checks: Vec<Trial>,
-    /// Checks that were not possible here, and the reason.
+    /// Checks that were not possible here, and the reason; programs that no check can speak for.
     pub notes: Vec<String>,
 }
+
+/// That runtime ends the program if any library is loaded before it, whatever the library does.
+const ADDRESS_SANITIZER: &str = "a program built with gcc -fsanitize=address ends at once where a library is preloaded (\"ASan runtime \
+    does not come first\"): set ASAN_OPTIONS=verify_asan_link_order=0 for it, link it with -static-libasan, or preload for single \
+    programs instead, with nvsharectl run or LD_PRELOAD";
 
 /// Checks the file, and then runs programs with it; `rehearse` is the text that `/etc/ld.so.preload` would have.
 pub fn verify(path: &Path, rehearse: &[u8]) -> Report {
@@ -51,6 +56,9 @@ pub fn verify(path: &Path, rehearse: &[u8]) -> Report {
         )
     };
     report.checks.extend(trials);
+    if report.is_good() {
+        report.notes.push(ADDRESS_SANITIZER.into());
+    }
     if !report.is_good() && others_are_bad(rehearse) {
         report.notes.push("what else is in /etc/ld.so.preload does harm by itself: mend or remove that first".into());
     }

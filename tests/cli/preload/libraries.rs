@@ -19,10 +19,13 @@ fn verify_says_what_it_looked_at() {
             assert!(report.contains(line), "no {line:?} in {report}");
         }
         assert!(report.starts_with("/mnt/lib/libnvshare.so, version 0.1.0\n"), "{report}");
+        let note = "note: a program built with gcc -fsanitize=address ends at once where a library is preloaded";
+        assert!(report.contains(note) && report.contains("ASAN_OPTIONS=verify_asan_link_order=0"), "{report}");
         assert_eq!(host.text(), None);
         let json = said(host.command("verify").args(["--json", "--library", LIBRARY])).fine();
         let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
         assert_eq!((&json["right"], &json["version"]), (&true.into(), &"0.1.0".into()));
+        assert!(json["notes"].to_string().contains("-static-libasan"), "{json}");
     });
 }
 

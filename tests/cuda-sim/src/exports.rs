@@ -313,6 +313,8 @@ exports! {
         "cuEventRecordWithFlags" 11010 cuEventRecordWithFlags, 11010 cuEventRecordWithFlags_ptsz = event::record_with_flags, (event: usize, stream: usize, flags: u32);
         "cuStreamAddCallback" 5000 cuStreamAddCallback, 7000 cuStreamAddCallback_ptsz = launch::callback, (stream: usize, call: Option<Callback>, data: usize, flags: u32);
         "cuLaunchHostFunc" 10000 cuLaunchHostFunc, 10000 cuLaunchHostFunc_ptsz = launch::host, (stream: usize, call: Option<HostFn>, data: usize);
+        // What no driver has, so that no table knows it; it does the same as the next.
+        "cuUnheardOfLaunch" 12000 cuUnheardOfLaunch, 12000 cuUnheardOfLaunch_ptsz = launch::kernel, (function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8, extra: *const usize);
         "cuLaunchKernel" 4000 cuLaunchKernel, 7000 cuLaunchKernel_ptsz = launch::kernel, (function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8, extra: *const usize);
         "cuLaunchKernelEx" 11060 cuLaunchKernelEx, 11060 cuLaunchKernelEx_ptsz = launch::kernel_ex, (config: *const launch::Config, function: usize, params: *const *const u8, extra: *const usize);
         "cuLaunchCooperativeKernel" 9000 cuLaunchCooperativeKernel, 9000 cuLaunchCooperativeKernel_ptsz = launch::cooperative, (function: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8);

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     connection::{self},
-    driver::context::with_current,
+    driver::{context::with_current, redirect},
     env::trace::trace,
     gate::closed,
     gpu::Gpu,
@@ -133,8 +133,11 @@ impl ClientThread {
             let _ = mover.settle(&contexts);
             return mover.tidy(space);
         }
-        if matches!(goal, Goal::Evict { .. }) && mover.is_idle() && foreign_devices::may_reach_memory() {
-            trace!("GPU {}: another device may access its memory", gpu.index);
+        if matches!(goal, Goal::Evict { .. })
+            && mover.is_idle()
+            && (foreign_devices::may_reach_memory() || redirect::was_refused())
+        {
+            trace!("GPU {}: another device, or a library without hooks, may access its memory", gpu.index);
             gpu.make_unevictable();
             return Duration::ZERO;
         }

@@ -9,6 +9,7 @@ use crate::{
     driver::library::{self, Library},
     sys::c,
 };
+use alloc::vec::Vec;
 use core::{
     ffi::{CStr, c_char, c_void},
     mem::transmute,
@@ -77,6 +78,14 @@ fn hooks() -> [(&'static Function, usize); 7] {
 /// Whether the program has loaded NVML.
 pub fn is_loaded() -> bool {
     LIBRARY.loaded().is_some()
+}
+
+/// The library's handle, and pairs of real address and hook, sorted; `None` if the program has not loaded NVML.
+pub fn table() -> Option<(*mut c_void, Vec<(usize, usize)>)> {
+    let library = LIBRARY.loaded()?;
+    let mut table: Vec<_> = hooks().into_iter().filter_map(|(real, hook)| Some((real.of_nvml()?, hook))).collect();
+    table.sort_unstable();
+    Some((library, table))
 }
 
 /// Whether a hook has this name.

@@ -1,0 +1,449 @@
+//! What the loader has loaded, in its own tables: the objects, their symbols and their relocations.
+//!
+//! `dlsym` would find a symbol, too, but it takes the loader's lock, which a thread that waits at a gate may hold, and it
+//! changes what `dlerror` says, which the program may still want to know.
+
+use crate::sys::c;
+use core::{
+    ffi::{CStr, c_char, c_int, c_void},
+    sync::atomic::{AtomicUsize, Ordering},
+};
+use rustix::mm::{MprotectFlags, mprotect};
+
+/// The beginning of glibc's `struct link_map`, to which a handle of `dlopen` points.
+#[repr(C)]
+struct LinkMap {
+    base: usize,
+    name: *const c_char,
+    dynamic: *const Dynamic,
+}
+
+#[repr(C)]
+struct Dynamic {
+    tag: i64,
+    value: usize,
+}
+
+#[repr(C)]
+struct Symbol {
+    name: u32,
+    info: u8,
+    other: u8,
+    section: u16,
+    value: usize,
+    size: u64,
+}
+
+/// `Elf64_Rela`
+#[repr(C)]
+struct Relocation {
+    offset: usize,
+    kind: u32,
+    symbol: u32,
+    addend: i64,
+}
+
+const DT_NULL: i64 = 0;
+const DT_PLTRELSZ: i64 = 2;
+const DT_HASH: i64 = 4;
+const DT_STRTAB: i64 = 5;
+const DT_SYMTAB: i64 = 6;
+const DT_RELA: i64 = 7;
+const DT_RELASZ: i64 = 8;
+const DT_JMPREL: i64 = 23;
+const DT_GNU_HASH: i64 = 0x6fff_fef5;
+
+/// The relocations that store a symbol's address: `R_X86_64_64`, `_GLOB_DAT` and `_JUMP_SLOT`.
+#[cfg(target_arch = "x86_64")]
+const STORES_ADDRESS: [u32; 3] = [1, 6, 7];
+/// `R_AARCH64_ABS64`, `_GLOB_DAT` and `_JUMP_SLOT`.
+#[cfg(target_arch = "aarch64")]
+const STORES_ADDRESS: [u32; 3] = [257, 1025, 1026];
+
+/// The tables of a library.
+#[derive(Debug, Default)]
+struct Tables {
+    base: usize,
+    symbols: usize,
+    strings: usize,
+    gnu_hash: usize,
+    hash: usize,
+    /// The address and the size of `DT_RELA` and `DT_JMPREL`.
+    relocations: [(usize, usize); 2],
+}
+
+/// The address of a symbol that this library defines.
+///
+/// # Safety
+/// `library` is a handle of `dlopen`, and the library is never unloaded.
+pub unsafe fn symbol(library: *mut c_void, name: &CStr) -> Option<usize> {
+    // SAFETY: the caller's promise; the loader has filled all of this in.
+    unsafe {
+        let map = library.cast::<LinkMap>().as_ref()?;
+        Tables::of(map.base, map.dynamic).look_up(name)
+    }
+}
+
+/// An address inside this library.
+///
+/// # Safety
+/// `library` is a handle of `dlopen`, and the library is never unloaded.
+pub unsafe fn inside(library: *mut c_void) -> usize {
+    // SAFETY: the caller's promise.
+    unsafe { library.cast::<LinkMap>().as_ref() }.map_or(0, |map| map.dynamic as usize)
+}
+
+/// A loaded object: the program, a library, or the loader itself.
+#[derive(Debug)]
+pub struct Object<'a> {
+    base: usize,
+    headers: &'a [libc::Elf64_Phdr],
+}
+
+/// Visits every object, in the order in which they were loaded, until `visit` returns false.
+///
+/// The loader changes its list under a lock that it holds meanwhile. No thread holds that one while it runs a constructor or
+/// waits. `visit` must neither allocate nor look anything up: others come here with the locks that these take.
+pub fn each_object(mut visit: impl FnMut(&Object) -> bool) {
+    unsafe extern "C" fn call<F: FnMut(&Object) -> bool>(
+        info: *mut libc::dl_phdr_info,
+        _size: usize,
+        visit: *mut c_void,
+    ) -> c_int {
+        // SAFETY: the loader's own description, which is valid for as long as this runs, and what is passed below.
+        unsafe {
+            let (info, visit) = (&*info, &mut *visit.cast::<F>());
+            if info.dlpi_phdr.is_null() {
+                return 0;
+            }
+            let headers = core::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into());
+            c_int::from(!visit(&Object { base: info.dlpi_addr as usize, headers }))
+        }
+    }
+    fn with<F: FnMut(&Object) -> bool>(visit: &mut F) {
+        // SAFETY: the callback gets its own closure.
+        unsafe { libc::dl_iterate_phdr(Some(call::<F>), (&raw mut *visit).cast()) };
+    }
+    with(&mut visit);
+}
+
+/// How many objects have been loaded so far, those included that were unloaded again. `None` if the loader does not say.
+pub fn loaded_so_far() -> Option<u64> {
+    unsafe extern "C" fn read(info: *mut libc::dl_phdr_info, size: usize, place: *mut c_void) -> c_int {
+        const END: usize = core::mem::offset_of!(libc::dl_phdr_info, dlpi_adds) + size_of::<u64>();
+        if size >= END {
+            // SAFETY: the loader's description has the field, and the place is given below.
+            unsafe { *place.cast() = Some((*info).dlpi_adds) };
+        }
+        1
+    }
+    let mut number: Option<u64> = None;
+    // SAFETY: the callback gets the place that it writes to.
+    unsafe { libc::dl_iterate_phdr(Some(read), (&raw mut number).cast()) };
+    number
+}
+
+/// Finds the address of a function of the C library where `dlsym` cannot: in a program without libdl, into which libdl came
+/// later, beyond the reach of what was there before. `None` while it is not there.
+pub fn of_c_library(name: &CStr) -> Option<usize> {
+    let mut found = None;
+    each_object(|object| {
+        let tables = object.tables();
+        // SAFETY: the object stays while it is visited. What interposes one of these functions does not define all of them.
+        let is_it =
+            [c"dlopen", c"dlsym", c"dlvsym", c"dlerror"].iter().all(|name| unsafe { tables.look_up(name).is_some() });
+        if is_it {
+            found = unsafe { tables.look_up(name) };
+        }
+        !is_it
+    });
+    found
+}
+
+impl Object<'_> {
+    fn segments(&self) -> impl Iterator<Item = (usize, usize, &libc::Elf64_Phdr)> {
+        self.headers.iter().map(|header| {
+            let at = self.base.wrapping_add(header.p_vaddr as usize);
+            (at, at.wrapping_add(header.p_memsz as usize), header)
+        })
+    }
+
+    pub fn contains(&self, address: usize) -> bool {
+        self.segments().any(|(at, end, header)| header.p_type == libc::PT_LOAD && (at..end).contains(&address))
+    }
+
+    /// The addresses from the first to behind the last.
+    pub fn bounds(&self) -> (usize, usize) {
+        let loaded = self.segments().filter(|(_, _, header)| header.p_type == libc::PT_LOAD);
+        loaded.fold((usize::MAX, 0), |(first, last), (at, end, _)| (first.min(at), last.max(end)))
+    }
+
+    fn tables(&self) -> Tables {
+        let dynamic = self.segments().find(|(_, _, header)| header.p_type == libc::PT_DYNAMIC);
+        // SAFETY: the loader has read this table to load the object.
+        dynamic.map_or_else(Tables::default, |(at, ..)| unsafe { Tables::of(self.base, at as *const Dynamic) })
+    }
+
+    /// The protection that the loader has given these bytes; `None` if they are not of one segment.
+    fn protection(&self, page: usize, from: usize, to: usize) -> Option<MprotectFlags> {
+        let within = |(at, end, _): &(usize, usize, &libc::Elf64_Phdr)| *at <= from && to <= *end;
+        let of = |kind| self.segments().filter(move |(_, _, header)| header.p_type == kind);
+        let relocated = |(at, end, header)| (at, end & !(page - 1), header); // to the last whole page
+        if of(libc::PT_GNU_RELRO).map(relocated).any(|segment| within(&segment)) {
+            return Some(MprotectFlags::READ);
+        }
+        let (_, _, header) = of(libc::PT_LOAD).find(within)?;
+        let flags =
+            [(libc::PF_R, MprotectFlags::READ), (libc::PF_W, MprotectFlags::WRITE), (libc::PF_X, MprotectFlags::EXEC)];
+        Some(flags.iter().filter(|(flag, _)| header.p_flags & flag != 0).map(|(_, protection)| *protection).collect())
+    }
+
+    /// Makes these bytes writable while `change` runs. `false` if that cannot be done.
+    fn while_writable(&self, page: usize, from: usize, to: usize, change: impl FnOnce()) -> bool {
+        let Some(protection) = self.protection(page, from, to) else { return false };
+        let start = from & !(page - 1);
+        let set = |protection| {
+            // SAFETY: pages of the object, which stay readable, and executable where they were.
+            unsafe { mprotect(start as *mut c_void, to.next_multiple_of(page) - start, protection) }
+        };
+        if set(protection | MprotectFlags::WRITE).is_err() {
+            return false;
+        }
+        change();
+        if !protection.contains(MprotectFlags::WRITE) {
+            let _ = set(protection); // it can fail for lack of memory only, and then the pages stay writable
+        }
+        true
+    }
+
+    /// Has the symbols that this object defines lead elsewhere: `substitute` says where, by the address of each. Whatever is
+    /// bound to one from now on is bound to the substitute. `false` if the table of symbols cannot be written.
+    pub fn redirect_symbols(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
+        let tables = self.tables();
+        let target = |value: usize| {
+            let address = tables.base.wrapping_add(value);
+            if self.contains(address) { substitute(address) } else { None } // another has been here before
+        };
+        let (mut first, mut last) = (usize::MAX, 0);
+        // SAFETY: the object stays while it is visited.
+        unsafe {
+            tables.each_defined(|symbol| {
+                if target((*symbol).value).is_some() {
+                    first = first.min(symbol as usize);
+                    last = last.max(symbol as usize + size_of::<Symbol>());
+                }
+            });
+        }
+        first >= last
+            || self.while_writable(page, first, last, || {
+                // SAFETY: as above; other threads read the value, which changes as a whole.
+                unsafe {
+                    tables.each_defined(|symbol| {
+                        let value = AtomicUsize::from_ptr(&raw mut (*symbol).value);
+                        if let Some(target) = target(value.load(Ordering::Relaxed)) {
+                            value.store(target.wrapping_sub(tables.base), Ordering::Relaxed);
+                        }
+                    });
+                }
+            })
+    }
+
+    /// Has what this object is bound to already lead elsewhere, by the same rule. `false` if some of it cannot be written.
+    ///
+    /// # Safety
+    /// What `substitute` knows is in no object that the loader is still at work on, since its pages change their protection.
+    pub unsafe fn redirect_bindings(&self, page: usize, substitute: impl Fn(usize) -> Option<usize>) -> bool {
+        let tables = self.tables();
+        let mut all = true;
+        for (at, size) in tables.relocations {
+            for i in 0..size / size_of::<Relocation>() {
+                // SAFETY: the object's own table, and symbols that it names.
+                let (relocation, symbols) =
+                    unsafe { (&*(at as *const Relocation).add(i), tables.symbols as *const Symbol) };
+                if !STORES_ADDRESS.contains(&relocation.kind) || relocation.addend != 0 || relocation.symbol == 0 {
+                    continue;
+                }
+                let place = tables.base.wrapping_add(relocation.offset);
+                // An object is left to use what it defines itself.
+                let is_own = unsafe { (*symbols.add(relocation.symbol as usize)).section != 0 };
+                if is_own || place % align_of::<usize>() != 0 || !self.contains(place) {
+                    continue;
+                }
+                // SAFETY: a place that the loader writes an address to, and that other threads read as a whole.
+                let slot = unsafe { AtomicUsize::from_ptr(place as *mut usize) };
+                if let Some(target) = substitute(slot.load(Ordering::Relaxed)) {
+                    all &= self.while_writable(page, place, place + size_of::<usize>(), || {
+                        slot.store(target, Ordering::Relaxed)
+                    });
+                }
+            }
+        }
+        all
+    }
+}
+
+/// Not while objects are visited: the first time it looks something up, and that waits for the loader's other lock.
+pub fn page_size() -> usize {
+    const LEAST: usize = 4096;
+    // SAFETY: any name may be asked for.
+    let size = c::sysconf().map_or(0, |sysconf| unsafe { sysconf(libc::_SC_PAGESIZE) });
+    usize::try_from(size).ok().filter(|size| size.is_power_of_two()).unwrap_or(LEAST)
+}
+
+impl Tables {
+    /// # Safety
+    /// `dynamic` is the `PT_DYNAMIC` of an object that is loaded there.
+    unsafe fn of(base: usize, dynamic: *const Dynamic) -> Self {
+        let mut tables = Self { base, ..Self::default() };
+        let mut entry = dynamic;
+        // SAFETY: the caller's promise; the loader has filled all of this in.
+        while let Some(Dynamic { tag, value }) = unsafe { entry.as_ref() }.filter(|e| e.tag != DT_NULL) {
+            // glibc has added the base to these addresses, unless the table is read-only.
+            let address = if *value < base { base.wrapping_add(*value) } else { *value };
+            match *tag {
+                DT_SYMTAB => tables.symbols = address,
+                DT_STRTAB => tables.strings = address,
+                DT_GNU_HASH => tables.gnu_hash = address,
+                DT_HASH => tables.hash = address,
+                DT_RELA => tables.relocations[0].0 = address,
+                DT_RELASZ => tables.relocations[0].1 = *value,
+                DT_JMPREL => tables.relocations[1].0 = address,
+                DT_PLTRELSZ => tables.relocations[1].1 = *value,
+                _ => {}
+            }
+            // SAFETY: the table ends with `DT_NULL`.
+            entry = unsafe { entry.add(1) };
+        }
+        if tables.symbols == 0 || tables.strings == 0 {
+            return Self::default();
+        }
+        tables.relocations = tables.relocations.map(|(at, size)| if at == 0 { (0, 0) } else { (at, size) });
+        tables
+    }
+
+    /// The address of a symbol that the object defines.
+    unsafe fn look_up(&self, name: &CStr) -> Option<usize> {
+        // SAFETY: tables of an object that stays.
+        unsafe {
+            match (self.gnu_hash, self.hash) {
+                (0, 0) => None,
+                (0, _) => self.look_up_by_hash(name),
+                _ => self.look_up_by_gnu_hash(name),
+            }
+        }
+    }
+
+    /// Visits the symbols that the object defines for others.
+    unsafe fn each_defined(&self, mut visit: impl FnMut(*mut Symbol)) {
+        // SAFETY: the table's own numbers lead through it.
+        unsafe {
+            let mut look = |number: u32| {
+                let symbol = (self.symbols as *mut Symbol).add(number as usize);
+                if (*symbol).section != 0 && (*symbol).value != 0 {
+                    visit(symbol);
+                }
+            };
+            if self.gnu_hash != 0 {
+                let (buckets, first, chains) = self.gnu_hash_table();
+                for bucket in buckets.iter().filter(|bucket| **bucket >= first) {
+                    let mut number = *bucket;
+                    look(number);
+                    while *chains.add((number - first) as usize) & 1 == 0 {
+                        number += 1;
+                        look(number);
+                    }
+                }
+            } else if self.hash != 0 {
+                (1..*(self.hash as *const u32).add(1)).for_each(look);
+            }
+        }
+    }
+
+    /// The address of the symbol with this number, if it is defined and has this name.
+    unsafe fn matching(&self, number: u32, name: &CStr) -> Option<usize> {
+        // SAFETY: a number out of the library's own hash table.
+        unsafe {
+            let symbol = &*(self.symbols as *const Symbol).add(number as usize);
+            let its_name = CStr::from_ptr((self.strings as *const c_char).add(symbol.name as usize));
+            (symbol.section != 0 && symbol.value != 0 && its_name == name).then(|| self.base.wrapping_add(symbol.value))
+        }
+    }
+
+    /// `DT_GNU_HASH` is a header, a Bloom filter, the buckets, and chains that end with an odd hash. Returns the buckets, the
+    /// number of the first symbol in a chain, and the chains.
+    unsafe fn gnu_hash_table(&self) -> (&[u32], u32, *const u32) {
+        // SAFETY: the table's own numbers lead through it.
+        unsafe {
+            let header = self.gnu_hash as *const u32;
+            let (buckets, first, filter) = (*header as usize, *header.add(1), *header.add(2));
+            let buckets_at = header.add(4).cast::<u64>().add(filter as usize).cast::<u32>();
+            (core::slice::from_raw_parts(buckets_at, buckets), first, buckets_at.add(buckets))
+        }
+    }
+
+    unsafe fn look_up_by_gnu_hash(&self, name: &CStr) -> Option<usize> {
+        let hash = name.to_bytes().iter().fold(5381u32, |h, b| h.wrapping_mul(33).wrapping_add(u32::from(*b)));
+        // SAFETY: as above.
+        unsafe {
+            let (buckets, first, chains) = self.gnu_hash_table();
+            let mut number = *buckets.get(hash.checked_rem(buckets.len() as u32)? as usize)?;
+            if number < first {
+                return None;
+            }
+            loop {
+                let its_hash = *chains.add((number - first) as usize);
+                if its_hash | 1 == hash | 1
+                    && let Some(address) = self.matching(number, name)
+                {
+                    return Some(address);
+                }
+                if its_hash & 1 == 1 {
+                    return None;
+                }
+                number += 1;
+            }
+        }
+    }
+
+    /// Looks the name up in `DT_HASH`: the number of buckets and of symbols, the buckets, and a chain link for each symbol.
+    unsafe fn look_up_by_hash(&self, name: &CStr) -> Option<usize> {
+        let hash = name.to_bytes().iter().fold(0u32, |h, b| {
+            let h = (h << 4).wrapping_add(u32::from(*b));
+            let high = h & 0xf000_0000;
+            (h ^ (high >> 24)) & !high
+        });
+        // SAFETY: as above.
+        unsafe {
+            let header = self.hash as *const u32;
+            let buckets = *header;
+            if buckets == 0 {
+                return None;
+            }
+            let mut number = *header.add(2 + (hash % buckets) as usize);
+            while number != 0 {
+                if let Some(address) = self.matching(number, name) {
+                    return Some(address);
+                }
+                number = *header.add(2 + (buckets + number) as usize);
+            }
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_finds_what_dlsym_finds() {
+        // SAFETY: NUL-terminated names; the C library stays.
+        unsafe {
+            let library = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY);
+            for name in [c"getpid", c"qsort", c"environ", c"no_such_symbol"] {
+                let expected = libc::dlsym(library, name.as_ptr()) as usize;
+                assert_eq!(symbol(library, name).unwrap_or(0), expected, "{name:?}");
+            }
+        }
+    }
+}

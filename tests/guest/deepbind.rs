@@ -1,0 +1,153 @@
+//! Libraries that are opened with `RTLD_DEEPBIND`, and so find what they are linked to before what is preloaded; and what else
+//! a program may expect of `dlopen`.
+
+use std::path::PathBuf;
+
+use crate::compare::*;
+
+/// The same library linked to the driver, and as one that looks it up by itself.
+fn libraries(host: &Host) -> Vec<PathBuf> {
+    let build = |name: &str, output: &str, options: &[&str]| {
+        host.build(name, output, &[&["-shared", "-fPIC"], options].concat()).expect("a C compiler")
+    };
+    vec![
+        build("plugin", "libplugin-now.so", &["-Wl,-z,now", "-Wl,-z,relro"]),
+        build("plugin", "libplugin-lazy.so", &["-Wl,-z,lazy", "-Wl,-z,norelro"]),
+        build("plugin", "libplugin-sysv.so", &["-Wl,--hash-style=sysv"]),
+        build("plugin", "libplugin-pointers.so", &["-fno-plt"]),
+        build("runtime", "libruntime-now.so", &["-Wl,-z,now"]),
+        build("runtime", "libruntime-lazy.so", &["-Wl,-z,lazy"]),
+    ]
+}
+
+#[test]
+fn a_library_bound_to_itself_shares_the_gpu() {
+    let host = Host::new();
+    let program = host.program("deepbind");
+    let mut clients = 0;
+    for library in libraries(&host) {
+        for word in ["now", "lazy", "driver-first", "driver-deep", "driver-late"] {
+            host.case(&program, &[word, &library.to_string_lossy()]).succeeds();
+            clients += 1;
+            assert_eq!(host.clients(), clients, "{word} {library:?}");
+        }
+    }
+}
+
+#[test]
+fn its_constructors_share_the_gpu() {
+    let host = Host::new();
+    let options = ["-shared", "-fPIC", "-DCONSTRUCT"];
+    let library = host.build("runtime", "libconstruct.so", &options).expect("a C compiler");
+    host.case(host.program("deepbind"), &["constructor", &library.to_string_lossy()]).succeeds();
+    assert_eq!(host.clients(), 1);
+}
+
+#[test]
+fn its_work_waits_for_the_gpu() {
+    let (host, mut free) = Host::occupied();
+    let program = host.program("deepbind");
+    let mut programs: Vec<_> = libraries(&host)
+        .iter()
+        .map(|library| host.case(&program, &["now", &library.to_string_lossy()]).start())
+        .collect();
+    for program in &mut programs {
+        host.0.wait_for_move(0, "a request", |m| m.pid == program.pid() && m.what == "request");
+        assert_eq!(program.poll(), None);
+    }
+    free();
+    for program in &mut programs {
+        assert_eq!(end(program).stdout, "worked\n");
+    }
+}
+
+/// Then its work is not seen, so what it may use must stay on the GPU.
+#[test]
+fn where_it_cannot_be_bound_to_the_hooks_memory_stays() {
+    let host = Host::new();
+    let program = host.program("deepbind");
+    for library in libraries(&host) {
+        let case = host.case(&program, &["refused", &library.to_string_lossy()]);
+        case.succeeds();
+        let mut running = case.start();
+        assert_eq!(end(&mut running).stdout, "worked\n");
+        let said = host.0.trace().iter().any(|m| m.pid == running.pid() && m.what == "untracked-work");
+        assert!(said, "{library:?}");
+    }
+}
+
+#[test]
+fn a_library_with_functions_of_these_names_keeps_its_own() {
+    let host = Host::new();
+    let program = host.program("deepbind");
+    for options in [&["-Wl,-z,now"][..], &["-Wl,-z,lazy"], &["-Wl,-Bsymbolic"]] {
+        let options = [&["-shared", "-fPIC", "-DOWN", "-fno-builtin"], options].concat();
+        let library = host.build("runtime", "libown.so", &options).expect("a C compiler");
+        let ended = host.case(&program, &["own", &library.to_string_lossy()]).succeeds();
+        assert_eq!(ended.stdout, "142\n142\nworked\n");
+    }
+}
+
+#[test]
+fn threads_open_and_close_such_libraries_at_once() {
+    let host = Host::new();
+    let program = host.program("deepbind");
+    for library in libraries(&host) {
+        host.case(&program, &["threads", &library.to_string_lossy()]).succeeds();
+    }
+}
+
+#[test]
+fn it_is_one_client_where_the_library_is_loaded_twice() {
+    let host = Host::new();
+    let (program, copied) = (host.program("deepbind"), host.0.path("libnvshare-copied.so"));
+    std::fs::copy(self::library(), &copied).expect("a copy");
+    let copies = [self::library(), copied];
+    let mut clients = 0;
+    for library in libraries(&host) {
+        for word in ["now", "lazy", "driver-first"] {
+            host.case(&program, &[word, &library.to_string_lossy()]).preloading(&copies).succeeds();
+            clients += 1;
+            assert_eq!(host.clients(), clients, "{word} {library:?}");
+        }
+    }
+}
+
+#[test]
+fn a_disabled_library_changes_nothing() {
+    let host = Host::new();
+    let program = host.program("deepbind");
+    for library in libraries(&host) {
+        host.case(&program, &["now", &library.to_string_lossy()]).env("NVSHARE_DISABLE", "1").succeeds();
+    }
+    assert_eq!(host.clients(), 0);
+}
+
+#[test]
+fn files_are_found_and_errors_are_said_as_without_the_library() {
+    let host = Host::new();
+    std::fs::create_dir_all(host.0.path("inner/deeper")).expect("directories");
+    let build = |name: &str, output: &str, options: &[&str]| host.build(name, output, options).expect("a C compiler");
+    build("plugin", "inner/deeper/libdeeper.so", &["-shared", "-fPIC"]);
+    let here = "-Wl,-rpath,$ORIGIN/deeper";
+    let outer = build("finds", "inner/libfinds.so", &["-shared", "-fPIC", "-DOUTER", here]);
+    let program = build("finds", "finds", &["-Wl,-rpath,$ORIGIN/inner"]);
+    let ended = host.case(&program, &[&outer.to_string_lossy()]).succeeds();
+    assert!(ended.stdout.contains("libdeeper.so by outer: found"), "{ended:?}");
+    assert!(ended.stdout.contains("libdeeper.so by program: libdeeper.so: cannot open"), "{ended:?}");
+}
+
+#[test]
+fn interposers_of_dlopen_before_and_behind_see_what_they_see_without() {
+    let host = Host::new();
+    let (watcher, program) = (host.library("watcher"), host.program("deepbind"));
+    for library in libraries(&host) {
+        for word in ["now", "driver-deep"] {
+            let case = || host.case(&program, &[word, &library.to_string_lossy()]);
+            for ended in [case().before(&watcher).same(), case().after(&watcher).same()] {
+                assert_eq!(ended.status, (Some(0), None), "{ended:?}");
+                assert!(ended.stdout.contains(&*format!("opens {}", library.display())), "{ended:?}");
+            }
+        }
+    }
+}
