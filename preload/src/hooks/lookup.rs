@@ -7,7 +7,10 @@
 use crate::{
     driver::{self, types::*},
     hooks::{self, nvml},
-    sys::{c, sync::OnceLock},
+    sys::{
+        c,
+        sync::{OnceLock, Rank},
+    },
 };
 use alloc::vec::Vec;
 use core::ffi::{CStr, c_char, c_void};
@@ -226,7 +229,7 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
 
 /// Pairs of real address and hook, sorted. Made when the driver is loaded; `None` before.
 fn table() -> Option<&'static [(usize, usize)]> {
-    static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new();
+    static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new(Rank::HookTable);
     if TABLE.get().is_none() {
         driver::loaded()?;
         // Outside the cell: a look-up takes the loader's lock, which a thread that waits for the cell may hold.

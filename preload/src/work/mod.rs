@@ -23,7 +23,10 @@ mod streams;
 pub use fence::Fence;
 pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
-use crate::{driver::types::*, sys::sync::Mutex};
+use crate::{
+    driver::types::*,
+    sys::sync::{Mutex, Rank},
+};
 use alloc::{
     collections::{BTreeMap, VecDeque},
     sync::Arc,
@@ -86,18 +89,21 @@ impl Work {
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),
             peers: AtomicU64::new(0),
-            inner: Mutex::new(Inner {
-                contexts: Vec::new(),
-                streams: BTreeMap::new(),
-                closed_streams: Vec::new(),
-                marks: VecDeque::new(),
-                outstanding: 0,
-                window: FIRST_WINDOW,
-                longest: 0,
-                abandoned: None,
-                futile_waits: 0,
-                prune_threshold: MIN_PRUNE_THRESHOLD,
-            }),
+            inner: Mutex::new(
+                Rank::Work,
+                Inner {
+                    contexts: Vec::new(),
+                    streams: BTreeMap::new(),
+                    closed_streams: Vec::new(),
+                    marks: VecDeque::new(),
+                    outstanding: 0,
+                    window: FIRST_WINDOW,
+                    longest: 0,
+                    abandoned: None,
+                    futile_waits: 0,
+                    prune_threshold: MIN_PRUNE_THRESHOLD,
+                },
+            ),
         }
     }
 
