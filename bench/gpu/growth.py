@@ -54,28 +54,6 @@ def build(layers):
     print(json.dumps({name: round(value, 4) for name, value in said.items()}))
 
 
-class Driver:
-    """The driver API, with a context on the first GPU."""
-
-    def __init__(self):
-        self.library = ctypes.CDLL("libcuda.so.1")
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self.call("cuInit", ctypes.c_uint(0))
-        self.call("cuDeviceGet", ctypes.byref(device), 0)
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self.call("cuCtxSetCurrent", context)
-
-    def call(self, name, *arguments):
-        code = getattr(self.library, name)(*arguments)
-        if code:
-            raise SystemExit(f"{name} failed with {code}")
-
-    def free(self):
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value
-
-
 class Plain:
     def __init__(self, driver, size):
         self.allocate_, self.free_ = driver.library.cuMemAlloc_v2, driver.library.cuMemFree_v2
@@ -117,7 +95,7 @@ class Mapped:
 
 def allocate(how, count, size):
     stage.end_with_parent()
-    driver = Driver()
+    driver = stage.Driver()
     memory = {"plain": Plain, "vmm": Mapped}[how](driver, size)
     count = min(count, max(0, driver.free() - SPARED * (driver.free() > 2 * SPARED)) // size)
     clock, taken, times = time.perf_counter_ns, [], {"allocate": [], "free": []}

@@ -28,7 +28,6 @@ import os
 import queue
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -220,26 +219,9 @@ def serial(cast, arguments, deadline):
     return bound
 
 
-def counters(metrics):
-    """Bytes that all programs have moved in and out since the scheduler started."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(metrics))
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        text = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
-
-    def total(name):
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
-
-    return [total(f"nvshare_gpu_swapped_{way}_bytes_total") for way in ("in", "out")]
-
-
 def mapped(trace, pid, since, until):
     """Bytes that this process had mapped in that time, by the scheduler's trace."""
-    events = []
-    for line in trace.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # the last line may be half written
-            events.append(json.loads(line))
-    mine = [event for event in events if event["pid"] == pid and event["what"] == "mapped"]
+    mine = [event for event in stage.events(trace) if event["pid"] == pid and event["what"] == "mapped"]
     return sum(event["bytes"] for event in mine if since * 1000 <= event["ms"] <= until * 1000)
 
 
@@ -251,7 +233,7 @@ def switches(servers, arguments, directory, deadline):
     for server in servers:
         if not server.ask(time.monotonic() + arguments.limit):
             return None, True
-    before = counters(metrics)
+    before = stage.swapped(metrics)
     for i in range(arguments.switches):
         server = servers[i % len(servers)]
         for kind in (switched, same):
@@ -270,7 +252,7 @@ def switches(servers, arguments, directory, deadline):
     said = {"switched": figures.summary(switched), "same": figures.summary(same), "whole": figures.summary(whole)}
     if asked and not stuck:
         time.sleep(1)  # until the clients have reported what they moved
-        copied = [round((b - a) / GIB / len(asked), 3) for a, b in zip(before, counters(metrics))]
+        copied = [round((b - a) / GIB / len(asked), 3) for a, b in zip(before, stage.swapped(metrics))]
         moved = [mapped(directory / "trace.jsonl", *window) / GIB for window in asked]
         bound = {"p50": figures.percentile(moved, 0.5) / LINK + 0.08, "p99": figures.percentile(moved, 0.99) / LINK + 0.18}
         said["moved-gib"] = figures.summary(moved)

@@ -1,8 +1,11 @@
 """What the scripts beside this one share: a scheduler of their own, and loops that begin at once."""
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
+import socket
 import subprocess
 import time
 
@@ -28,6 +31,28 @@ def scheduler(programs, directory, settings):
 def under_nvshare(programs, directory):
     """The environment of a program that takes part."""
     return {"LD_PRELOAD": f"{programs}/libnvshare.so", "NVSHARE_SOCKET": f"{directory}/scheduler.sock"}
+
+
+def swapped(metrics):
+    """Bytes that all programs have moved in and out since the scheduler started, which serves metrics at that socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(metrics))
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        text = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+
+    def total(name):
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+    return [total(f"nvshare_gpu_swapped_{way}_bytes_total") for way in ("in", "out")]
+
+
+def events(trace):
+    """The lines of the scheduler's trace."""
+    said = []
+    for line in trace.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # the last line may be half written
+            said.append(json.loads(line))
+    return said
 
 
 def begin(commands, environment, directory, groups=None):
@@ -77,3 +102,25 @@ def end(*children, patience=20):
         except subprocess.TimeoutExpired:
             left.append(child)
     return left
+
+
+class Driver:
+    """The driver API, with a context on the first GPU."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuInit", ctypes.c_uint(0))
+        self.call("cuDeviceGet", ctypes.byref(device), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name, *arguments):
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            raise SystemExit(f"{name} failed with {code}")
+
+    def free(self):
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value

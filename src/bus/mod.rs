@@ -236,6 +236,7 @@ pub fn eviction_block_name(block: EvictionBlock) -> &'static str {
     match block {
         EvictionBlock::HostFull => "host memory is full",
         EvictionBlock::Broken => "its CUDA contexts are broken",
+        EvictionBlock::UnseenWork => "the driver says that work runs which the library has not seen",
         EvictionBlock::Late => "it does not answer",
         EvictionBlock::Stopped => "it is stopped",
         EvictionBlock::Undrainable => "its work does not end",

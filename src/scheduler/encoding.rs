@@ -30,6 +30,7 @@ pub(crate) enum StuckReason {
     UntrackedWork,
     HostFull,
     Broken,
+    UnseenWork,
 }
 
 #[derive(Serialize, Deserialize)]

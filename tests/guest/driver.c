@@ -18,10 +18,11 @@ int cuDeviceGetCount(int *count) { *count = 1; ANSWER; }
 int cuDeviceGetName(char *name, int length, int device) { (void)device; strncpy(name, "Bare GPU", length); ANSWER; }
 int cuDeviceGetUuid(void *uuid, int device) { (void)device; memset(uuid, 0xba, 16); ANSWER; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = 1 << 28; ANSWER; }
-/* All are 0, but for the one that $BARE_ATTRIBUTE sets: "number=value". */
+/* All are 0, but for the one that $BARE_ATTRIBUTE sets: "number=value". $BARE_ATTRIBUTES is how many there are. */
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    const char *set = getenv("BARE_ATTRIBUTE");
+    const char *set = getenv("BARE_ATTRIBUTE"), *known = getenv("BARE_ATTRIBUTES");
     (void)device;
+    if (known && attribute >= atoi(known)) return INVALID_VALUE;
     *value = set && atoi(set) == attribute ? atoi(strchr(set, '=') + 1) : 0;
     ANSWER;
 }

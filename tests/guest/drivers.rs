@@ -1,9 +1,24 @@
 //! Drivers that are old, broken, or refuse: the program gets what it would have got.
 
-use std::fs;
+use std::{fs, os::unix::net::UnixListener};
 
 use crate::compare::*;
 use test_support::machine::*;
+
+/// What the simulated driver has and 535 does not.
+const NEWER_THAN_535: &str = "\
+    cuCtxCreate_v4 cuCtxGetDevice_v2 cuCtxSynchronize_v2 cuCtxRecordEvent cuCtxWaitEvent cuDeviceGetDevResource \
+    cuCtxGetDevResource cuGreenCtxGetDevResource cuDevSmResourceSplitByCount cuDevResourceGenerateDesc cuGreenCtxCreate \
+    cuGreenCtxDestroy cuCtxFromGreenCtx cuGreenCtxRecordEvent cuGreenCtxWaitEvent cuGreenCtxStreamCreate \
+    cuStreamGetGreenCtx cuLogicalEndpointBindMem cuEventElapsedTime_v2 cuModuleGetFunctionCount cuLibraryGetKernelCount \
+    cuLibraryEnumerateKernels cuKernelGetLibrary cuKernelGetName cuKernelGetParamInfo cuFuncGetName cuFuncGetParamInfo \
+    cuFuncIsLoaded cuFuncLoad cuGraphAddDependencies_v2 cuGraphGetEdges_v2 cuGraphNodeGetDependencies_v2 cuStreamGetDevice \
+    cuStreamGetDevice_ptsz cuStreamGetCtx_v2 cuStreamGetCtx_v2_ptsz cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz \
+    cuMemcpyBatchAsync_v2 cuMemcpyBatchAsync_v2_ptsz cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz \
+    cuMemcpy3DBatchAsync_v2 cuMemcpy3DBatchAsync_v2_ptsz cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz \
+    cuMemcpy3DWithAttributesAsync cuMemcpy3DWithAttributesAsync_ptsz cuStreamBeginCaptureToGraph \
+    cuStreamBeginCaptureToGraph_ptsz cuStreamGetCaptureInfo_v3 cuStreamGetCaptureInfo_v3_ptsz \
+    cuStreamUpdateCaptureDependencies_v2 cuStreamUpdateCaptureDependencies_v2_ptsz";
 
 #[test]
 fn a_program_runs_with_drivers_of_every_age() {
@@ -12,6 +27,7 @@ fn a_program_runs_with_drivers_of_every_age() {
         ("cuGetProcAddress_v2", &[("CUDA_SIM_DRIVER", "11080")]),
         ("cuGetProcAddress_v2 cuGetProcAddress", &[("CUDA_SIM_DRIVER", "11020")]),
         ("cuCtxRecordEvent cuCtxWaitEvent", &[]),
+        (NEWER_THAN_535, &[("CUDA_SIM_DRIVER", "12020")]),
         // What hooks of memory and of captures lean on.
         ("cuMemCreate cuMemMap cuMemAddressReserve cuMemSetAccess", &[("CUDA_SIM_VMM", "0")]),
         ("cuThreadExchangeStreamCaptureMode cuStreamIsCapturing cuDeviceGetUuid_v2 cuDeviceGetUuid", &[]),
@@ -64,6 +80,30 @@ fn environments_that_it_does_not_know_are_left_alone() {
         host.case(&program, &["1"]).on_bare_driver().env("BARE_ATTRIBUTE", attribute).succeeds();
         assert_eq!(attached(), 1, "with device attribute {attribute}");
     }
+}
+
+/// Drivers before 545 do not say whether MPS shares a GPU.
+#[test]
+fn with_a_driver_without_that_attribute_mps_is_known_by_its_daemon() {
+    let host = Host::new();
+    let program = host.program("worker");
+    let attached = || host.0.trace().iter().filter(|m| m.what == "attach").count();
+    let directory = host.0.path("mps");
+    fs::create_dir(&directory).expect("a directory");
+    let runs = |attributes: &str| {
+        let case = host.case(&program, &["1"]).on_bare_driver().env("BARE_ATTRIBUTES", attributes);
+        case.env("CUDA_MPS_PIPE_DIRECTORY", &directory.to_string_lossy()).succeeds();
+    };
+    runs("133");
+    assert_eq!(attached(), 1, "no daemon");
+    let daemon = UnixListener::bind(directory.join("control")).expect("a socket");
+    runs("133");
+    assert_eq!(attached(), 1, "a daemon");
+    runs("134");
+    assert_eq!(attached(), 2, "a daemon that the driver does not use");
+    drop(daemon);
+    runs("133");
+    assert_eq!(attached(), 3, "a daemon that has ended");
 }
 
 #[test]

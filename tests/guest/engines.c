@@ -5,7 +5,7 @@
 #ifndef ENGINE
 int main(int count, char **words) {
     uint64_t at;
-    EXPECT(count == 2);
+    EXPECT(count == 2 || count == 3);
     begin();
     CHECK(cuMemAlloc_v2(&at, 1 << 22));
     void *engine = dlopen(words[1], RTLD_NOW);
@@ -15,6 +15,8 @@ int main(int count, char **words) {
     CHECK(start());
     work();
     puts("worked");
+    fflush(stdout);
+    sleep(count == 3 ? atoi(words[2]) : 0);
     return 0;
 }
 #else

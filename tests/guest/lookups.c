@@ -73,6 +73,11 @@ int main(int count, char **words) {
         look(driver, "no_such_call");
         look(driver, "cuCtxCreate"); /* which this driver lacks */
     }
+    if (is(what, "lacking")) {
+        /* Of a driver from before these. */
+        for (const char **name = (const char *[]){ "cuGreenCtxCreate", "cuMemcpyBatchAsync", "cuInit", NULL }; *name; name++)
+            printf("%s is %s\n", *name, dlsym(RTLD_DEFAULT, *name) != NULL ? "there" : "not there");
+    }
     if (is(what, "errors-pending")) {
         /* An error that nobody has asked for, then a success. */
         dlsym(driver, "cuNoSuchCall");

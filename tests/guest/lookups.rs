@@ -2,6 +2,7 @@
 //! mean what they mean without the library.
 
 use crate::compare::*;
+use test_support::machine::*;
 
 #[test]
 fn a_plugin_bound_to_itself_and_one_in_a_namespace_of_its_own_work() {
@@ -45,6 +46,14 @@ fn errors_of_the_loader_name_the_program() {
 #[test]
 fn errors_of_look_ups_in_the_driver_are_what_they_are_without() {
     Host::new().succeeds("lookups", &["errors-loaded"]);
+}
+
+#[test]
+fn what_the_driver_lacks_is_not_found_although_the_library_has_a_hook_for_it() {
+    let without = "cuGreenCtxCreate cuMemcpyBatchAsync";
+    let host = Host(Machine::with_scheduler(Setup { without, ..Setup::default() }));
+    let ended = host.case(host.program("lookups"), &["lacking"]).succeeds();
+    assert_eq!(ended.stdout.lines().map(|line| line.ends_with("not there")).collect::<Vec<_>>(), [true, true, false]);
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! Other libraries in the same process, before and after this one: those that interpose the same functions of the C
 //! library, and the sanitizers' runtimes.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use test_support::machine::Move;
 
 use crate::compare::*;
 
@@ -99,6 +101,27 @@ fn the_thread_sanitizer_has_nothing_to_say() {
     sanitized("thread", "TSAN_OPTIONS", "ignore_noninstrumented_modules=1", None);
 }
 
+/// A library of that name which submits work by private functions.
+#[track_caller]
+fn engine(host: &Host, name: &str) -> PathBuf {
+    let soname = format!("-Wl,-soname,{name}");
+    host.build("engines", name, &["-shared", "-fPIC", "-DENGINE", &soname]).expect("a C compiler")
+}
+
+#[test]
+fn a_new_scheduler_learns_that_such_a_library_was_used() {
+    let mut host = Host::new();
+    let (program, engine) = (host.program("engines"), engine(&host, "libnvidia-encode.so.1"));
+    let mut running = host.case(&program, &[&engine.to_string_lossy(), "5"]).start();
+    let pid = running.pid();
+    let is_told = |run| move |m: &Move| m.run == run && m.pid == pid && m.what == "untracked-work";
+    host.0.wait_for_move(0, "the scheduler to learn it", is_told(1));
+    host.0.kill_scheduler();
+    host.0.start_scheduler();
+    host.0.wait_for_move(0, "the new one to learn it", is_told(2));
+    assert_eq!(end(&mut running).status, (Some(0), None));
+}
+
 /// Their work passes no hook, so what it may use must stay on the GPU.
 #[test]
 fn libraries_that_submit_work_by_private_functions_are_noticed() {
@@ -110,8 +133,7 @@ fn libraries_that_submit_work_by_private_functions_are_noticed() {
         ("libnvidia-fbc.so.1", true),
         ("libnothing.so.1", false),
     ] {
-        let soname = format!("-Wl,-soname,{name}");
-        let engine = host.build("engines", name, &["-shared", "-fPIC", "-DENGINE", &soname]).expect("a C compiler");
+        let engine = engine(&host, name);
         let mut running = host.case(&program, &[&engine.to_string_lossy()]).start();
         let ended = end(&mut running);
         assert_eq!((ended.status, &*ended.stdout), ((Some(0), None), "worked\n"), "{name}: {ended:?}");

@@ -299,6 +299,7 @@ fn event() -> impl Strategy<Value = Event> {
         }),
         2 => (c(), set()).prop_map(|(client, gpus)| Event::Stuck { client, gpus, reason: StuckReason::NeedsHost }),
         1 => (c(), set()).prop_map(|(client, gpus)| Event::Stuck { client, gpus, reason: StuckReason::HostFull }),
+        1 => (c(), set()).prop_map(|(client, gpus)| Event::Stuck { client, gpus, reason: StuckReason::UnseenWork }),
         2 => (c(), any::<bool>()).prop_map(|(client, stopped)| Event::Stopped { client, stopped }),
     ]
 }

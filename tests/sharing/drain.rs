@@ -309,3 +309,31 @@ fn a_kernel_that_never_ends_is_shown_and_scheduled_around() {
 fn a_graph_that_never_ends_is_shown_and_scheduled_around() {
     is_scheduled_around("endless --seconds 25 --graph 1");
 }
+
+// ---- work that the library has not seen --------------------------------------------------------------------------
+
+/// Kernels that were launched past the hooks, and outlast all that the library knows of, still find their memory.
+#[track_caller]
+fn unseen_work_keeps_its_memory(machine: &Machine) {
+    let mut neighbour = machine.program("mix --mem 96M --reps 8 --rounds 100000").start();
+    machine.wait_for_grants(&neighbour, 1);
+    let mut program = machine.program("unseen --mem 64M --rounds 6 --ms 400 --pause-ms 600").start();
+    program.finish();
+    let trace = machine.trace();
+    let left = trace.iter().filter(|m| m.pid == program.pid() && m.what == "freed").count();
+    assert!(left > 0, "it never had to give memory");
+    neighbour.kill();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn work_that_no_hook_has_seen_keeps_its_memory() {
+    unseen_work_keeps_its_memory(&Machine::with_scheduler(Setup { memory: 128 * MIB, ..strict() }));
+}
+
+/// A driver without events of contexts (before 12.5).
+#[test]
+fn work_that_no_hook_has_seen_keeps_its_memory_with_an_old_driver() {
+    let setup = Setup { memory: 128 * MIB, without: "cuCtxRecordEvent", ..strict() };
+    unseen_work_keeps_its_memory(&Machine::with_scheduler(setup));
+}

@@ -239,5 +239,8 @@ byte_enum! {
         HostFull = 4,
         /// The contexts have failed, so nothing can be copied. The memory is free when the program ends. Since version 2.
         Broken = 5,
+        /// The driver does not say that the contexts are idle, although all work that passed the gate is done: an eviction has
+        /// been given up. Since version 6.
+        UnseenWork = 6,
     }
 }

@@ -31,6 +31,8 @@ pub const ANNOUNCED_LIMITS: u16 = 4;
 pub const COUNTERS: u16 = 5;
 /// From this version on, contexts and mappings can be denied.
 pub const DENIALS: u16 = 6;
+/// From this version on, a client says that work that passed no gate keeps its memory on the GPU.
+pub const UNSEEN_WORK: u16 = 6;
 
 /// The newest version that a peer speaking `min..=max` and this build have in common.
 pub fn negotiate(min: u16, max: u16) -> Option<u16> {

@@ -43,7 +43,8 @@ fn client_message() -> impl Strategy<Value = ClientMessage> {
         Just(StuckReason::Capturing),
         Just(StuckReason::UntrackedWork),
         Just(StuckReason::HostFull),
-        Just(StuckReason::Broken)
+        Just(StuckReason::Broken),
+        Just(StuckReason::UnseenWork)
     ];
     prop_oneof![
         (any::<(u16, u16, u32, u64, u64)>(), ".{0,40}").prop_map(

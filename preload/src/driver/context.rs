@@ -39,8 +39,9 @@ pub fn with_current<R>(context: usize, f: impl FnOnce() -> R) -> Result<R, CUres
 pub fn is_broken(result: CUresult) -> bool {
     // ECC and NVLink errors that cannot be corrected, and those that were contained; an illegal address, a kernel that took
     // too long; a destroyed context; an assertion; from a hardware error of the stack to a failed launch; tensor memory that
-    // was not freed; errors without a name. Those in between are errors of one call.
-    matches!(result, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 999)
+    // was not freed; a client that MPS has ended; data that another device has declared invalid; errors without a name. Those
+    // in between are errors of one call.
+    matches!(result, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 | 999)
 }
 
 /// Whether this error means that nothing runs in the context any more.
@@ -54,11 +55,13 @@ mod tests {
 
     #[test]
     fn errors_that_stay_are_told_from_those_of_one_call() {
-        for error in [4, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999] {
+        for error in [4, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999] {
             assert!(is_dead(error), "{error}");
         }
         // Peer access, contexts in use, host memory, and launches that are too large, for instance.
-        for error in [SUCCESS, 1, 2, 217, 400, 500, 600, 701, 703, 704, 705, 708, 711, 712, 713, 720, 800, 801, 906] {
+        for error in
+            [SUCCESS, 1, 2, 217, 400, 500, 600, 701, 703, 704, 705, 708, 711, 712, 713, 720, 800, 801, 906, 916, 917]
+        {
             assert!(!is_dead(error), "{error}");
         }
     }

@@ -136,6 +136,8 @@ functions! {
     cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut u32, active: *mut i32);
     cuCtxGetCurrent(context: *mut CUcontext);
     cuCtxGetDevice(device: *mut CUdevice);
+    cuCtxRecordEvent(context: CUcontext, event: CUevent);
+    cuCtxSynchronize();
     cuCtxPushCurrent_v2(context: CUcontext);
     cuCtxPopCurrent_v2(context: *mut CUcontext);
     cuEventCreate(event: *mut CUevent, flags: u32);

@@ -182,7 +182,11 @@ impl Gpu {
         self.introduced.store(sent, Ordering::SeqCst);
         tell_imports(self);
         if let Some(space) = self.space.get() {
-            self.report(&space.lock().account);
+            let guard = space.lock();
+            if guard.account.unevictable {
+                self.explain_unevictable();
+            }
+            self.report(&guard.account);
         }
     }
 

@@ -57,13 +57,16 @@ impl Gpu {
         let mut guard = space.lock();
         if !core::mem::replace(&mut guard.account.unevictable, true) {
             trace!("GPU {}: work passes no gate from now on, so memory stays on the GPU", self.index);
-            if self.is_introduced() {
-                connection::send(&ClientMessage::Stuck {
-                    gpus: 1 << self.index,
-                    reason: wire::StuckReason::UntrackedWork,
-                });
-            }
+            self.explain_unevictable();
             self.report(&guard.account);
+        }
+    }
+
+    /// Tells the scheduler why all memory stays. A scheduler that does not know this GPU yet is told when it does.
+    pub(super) fn explain_unevictable(&self) {
+        if self.is_introduced() {
+            let reason = wire::StuckReason::UntrackedWork;
+            connection::send(&ClientMessage::Stuck { gpus: 1 << self.index, reason });
         }
     }
 

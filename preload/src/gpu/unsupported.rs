@@ -1,8 +1,15 @@
 //! GPUs that this library leaves alone: they are shared in another way, or not at all, or the engines cannot move their memory.
 //! Checked once for each GPU, before the program's first context there.
 
-use crate::driver::{self, types::*};
+use crate::{
+    driver::{self, types::*},
+    sys::c,
+};
 use core::ffi::CStr;
+use rustix::{
+    io::Errno,
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
+};
 
 const DEVICE_ATTRIBUTE_INTEGRATED: i32 = 18;
 const DEVICE_ATTRIBUTE_COMPUTE_MODE: i32 = 20;
@@ -17,12 +24,12 @@ const WSL: &CStr = c"/dev/dxg";
 pub fn reason(gpu: CUdevice) -> Option<&'static str> {
     let attribute = |which| {
         let mut value = 0;
-        // SAFETY: a valid place. What a driver does not know is 0.
-        if unsafe { driver::cuDeviceGetAttribute(&mut value, which, gpu) } == SUCCESS { value } else { 0 }
+        // SAFETY: a valid place.
+        (unsafe { driver::cuDeviceGetAttribute(&mut value, which, gpu) } == SUCCESS).then_some(value)
     };
-    let mps = attribute(DEVICE_ATTRIBUTE_MPS_ENABLED) != 0;
-    let integrated = attribute(DEVICE_ATTRIBUTE_INTEGRATED) != 0;
-    match attribute(DEVICE_ATTRIBUTE_COMPUTE_MODE) {
+    let mps = attribute(DEVICE_ATTRIBUTE_MPS_ENABLED).map_or_else(has_mps_daemon, |enabled| enabled != 0);
+    let integrated = attribute(DEVICE_ATTRIBUTE_INTEGRATED).is_some_and(|integrated| integrated != 0);
+    match attribute(DEVICE_ATTRIBUTE_COMPUTE_MODE).unwrap_or(0) {
         _ if integrated => Some("it is integrated: its memory is the host's"),
         _ if mps => Some("it is shared by MPS"),
         COMPUTE_MODE_EXCLUSIVE_PROCESS => Some("its compute mode is exclusive-process"),
@@ -30,6 +37,18 @@ pub fn reason(gpu: CUdevice) -> Option<&'static str> {
         _ if exists(WSL) => Some("this is WSL"),
         _ => None,
     }
+}
+
+/// For drivers before 545, which do not have the attribute: whether the control daemon of MPS listens. Where it does, the driver
+/// becomes its client when it is initialised.
+fn has_mps_daemon() -> bool {
+    let folder = c::variable(c"CUDA_MPS_PIPE_DIRECTORY").filter(|folder| !folder.is_empty());
+    let path = [folder.unwrap_or(b"/tmp/nvidia-mps"), b"/control"].concat();
+    let Ok(address) = SocketAddrUnix::new(path) else { return false };
+    // The daemon's socket is of another type, so it is not disturbed. Without a daemon the connection is refused.
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None) else { return false };
+    matches!(connect(&socket, &address), Ok(()) | Err(Errno::PROTOTYPE | Errno::AGAIN))
 }
 
 fn exists(path: &CStr) -> bool {

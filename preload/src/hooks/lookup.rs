@@ -1,8 +1,9 @@
 //! Look-ups of functions by `dlsym` and `cuGetProcAddress`, answered with a hook where there is one.
 //!
 //! Hooks are found by the *address* of the real function, not by name: the driver resolves name, version and stream
-//! flavour to one of its exports (all 459 look-ups of a PyTorch program did, driver 580), so whatever variant a program
-//! is given, it gets the hook of just that variant, and a variant this library does not know passes through.
+//! flavour to one of its exports (for every name with drivers 470 to 555, which `coverage/compare-headers.py` can ask, and for
+//! all 459 look-ups of a PyTorch program with 580). So whatever variant a program is given, it gets the hook of just that
+//! variant, and a variant this library does not know passes through.
 
 use crate::{
     driver::{self, types::*},
@@ -13,7 +14,10 @@ use crate::{
     },
 };
 use alloc::vec::Vec;
-use core::ffi::{CStr, c_char, c_void};
+use core::{
+    ffi::{CStr, c_char, c_void},
+    ptr,
+};
 
 /// `dlsym`. Names that begin with `cu`, and the few names of NVML with hooks, are handled here, but not with `RTLD_NEXT`, whose
 /// meaning depends on the caller's address. So does that of `RTLD_DEFAULT`, which includes what was loaded with the caller: of
@@ -192,14 +196,15 @@ unsafe extern "C" fn is_hooked(name: *const c_char) -> bool {
 /// `dlsym` for a name that may be the driver's: returns the hook if the real function has one.
 unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // Before the look-up, whose error the program may ask for.
-    let driver = driver::loaded();
+    let is_loaded = driver::loaded().is_some();
     let found = c::real_dlsym(handle, name);
     if found.is_null() {
         return found;
     }
-    if driver.is_none() && hooks::is_hook(found as usize) {
-        // Without the driver these names do not exist, unless a library behind this one defines them. They were found only
-        // because this library exports them.
+    let is_nowhere = |hook: &hooks::Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
+    if hooks::all().any(is_nowhere) {
+        // Without the driver these names do not exist, nor does one that this driver lacks, unless a library behind this one
+        // defines them. They were found only because this library exports them.
         return c::real_dlsym(libc::RTLD_NEXT, name);
     }
     hook_of(found)

@@ -61,9 +61,7 @@ fn allocate(place: *mut CUdeviceptr, size: Size, real: impl FnOnce() -> CUresult
         trace!("GPU {}: allocate {size}: {result:x?}", gpu.index);
         match result {
             Ok(Allocated { backing, address }) => {
-                let undo = |space: &mut Space| {
-                    space.free(address, true, &gpu.work); // no work knows the address yet
-                };
+                let undo = |space: &mut Space| space.undo(address);
                 if !is_backed_in_time(gpu, space, backing, undo) {
                     return ERROR_OUT_OF_MEMORY;
                 }
@@ -196,10 +194,9 @@ pub(super) fn with_retries<T>(
 pub(super) fn free(address: CUdeviceptr) -> bool {
     let free = |gpu: &Gpu| {
         let Some(space) = gpu.space() else { return false };
-        let idle = gpu.is_drained();
         let mut guard = space.lock();
         let before = guard.account;
-        let found = guard.free(address, idle, &gpu.work);
+        let found = guard.free(address, &gpu.work);
         let after = guard.account;
         if found {
             gpu.account_changed(&before, &after);

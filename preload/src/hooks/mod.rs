@@ -50,6 +50,13 @@ pub struct Hook {
 // SAFETY: the pointer is a function's address.
 unsafe impl Sync for Hook {}
 
+impl Hook {
+    /// Whether the driver has this function. Loads the driver.
+    pub fn is_there(&self) -> bool {
+        self.real.address().is_some()
+    }
+}
+
 pub fn all() -> impl Iterator<Item = &'static Hook> {
     gated::HOOKS
         .iter()
@@ -63,11 +70,6 @@ pub fn all() -> impl Iterator<Item = &'static Hook> {
         .chain(ipc::HOOKS)
         .chain(reservation::HOOKS)
         .chain(memory_info::HOOKS)
-}
-
-/// Whether this is the address of a hook.
-pub fn is_hook(address: usize) -> bool {
-    all().any(|hook| hook.hook as usize == address)
 }
 
 /// The meaning of a NULL stream: the legacy stream, or the calling thread's own in functions with a suffix that says so.

@@ -1,5 +1,9 @@
 //! Host memory that chunks are copied to: anonymous huge pages, registered with the driver so that copies run at the speed of
 //! the link. `cuMemHostAlloc` allocates 3 GiB/s of such memory [H200]; this way it is as fast as the kernel provides pages.
+//!
+//! Chunks that `cuMemCreate` makes of host memory could stay mapped at the addresses of what was evicted. They take four times as long
+//! to make, no limit of a container holds for them, and a process that has any cannot be restored from a checkpoint
+//! (`bench/RESULTS.md`).
 
 use super::headroom::Claim;
 use crate::{

@@ -32,6 +32,8 @@ pub enum Rank {
     Space,
     /// What kind of GPU it is.
     GpuInfo,
+    /// A thread waits for a context, which is not destroyed meanwhile.
+    Synchronizing,
     /// A GPU's contexts, streams and marks. Points are recorded under it, in contexts that are not destroyed meanwhile.
     Work,
     /// No capture begins or ends while it is read.

@@ -39,6 +39,7 @@ impl Work {
         context: CUcontext,
         call: impl FnOnce() -> (CUresult, bool),
     ) -> (CUresult, Option<bool>) {
+        let _not_synchronizing = self.synchronizing.lock();
         let mut inner = self.inner.lock();
         let known = inner.has(context as usize);
         // A stream made from now on may have the handle of one that goes with the context.

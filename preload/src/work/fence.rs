@@ -11,9 +11,15 @@ const MAX_SAMPLED_STREAMS: usize = 32;
 /// Covers everything that had been submitted when it was recorded.
 #[derive(Debug, Default)]
 pub struct Fence {
-    points: Vec<Arc<Point>>,
+    pub(super) points: Vec<Arc<Point>>,
     /// The fences of peers.
-    others: Vec<(&'static Work, Fence)>,
+    pub(super) others: Vec<(&'static Work, Fence)>,
+}
+
+impl Fence {
+    pub(super) fn of(points: Vec<Arc<Point>>) -> Self {
+        Self { points, others: Vec::new() }
+    }
 }
 
 impl Work {
@@ -21,8 +27,7 @@ impl Work {
     /// the moment, for instance because of a capture.
     pub fn fence(&self) -> Option<Fence> {
         let mut fence = self.fence_of_own()?;
-        let peers = self.peers();
-        for work in (0..u64::BITS).filter(|index| peers >> index & 1 == 1).filter_map(self.of_gpu) {
+        for work in self.peer_works() {
             fence.others.push((work, work.fence_of_own()?));
         }
         Some(fence)
@@ -37,7 +42,7 @@ impl Work {
     pub(super) fn fence_of_own(&self) -> Option<Fence> {
         let mut inner = self.inner.lock();
         inner.closed_streams.retain(|point| !point.is_done());
-        let mut fence = Fence { points: inner.closed_streams.clone(), others: Vec::new() };
+        let mut fence = Fence::of(inner.closed_streams.clone());
         inner.streams.retain(|_, state| state.dirty || state.last.as_ref().is_some_and(|point| !point.is_done()));
         let dirty: Vec<Stream> = inner.streams.iter().filter(|(_, state)| state.dirty).map(|(s, _)| *s).collect();
         for stream in dirty {

@@ -9,13 +9,15 @@
 //! [`RUN_AHEAD`] µs of GPU time, which is far more than the GPU needs to stay busy, and bounds how long a revoke waits. No wait
 //! is long, because running work may be waiting for what the program does next.
 //!
-//! [`fence`]s tell when it is done: a point in every stream that was given work.
+//! [`fence`]s tell when it is done: a point in every stream that was given work. Before memory leaves the GPU, the driver is
+//! asked as well ([`idle`]).
 //!
 //! [`streams`], [`contexts`]: what the program has. [`capture`]: captures of streams into graphs.
 
 pub mod capture;
 mod contexts;
 mod fence;
+mod idle;
 mod marks;
 mod point;
 mod streams;
@@ -53,6 +55,8 @@ pub struct Work {
     peers: AtomicU64,
     /// Returns the work of another GPU: the table of GPUs is in a layer above.
     of_gpu: fn(u32) -> Option<&'static Work>,
+    /// Held while a thread waits for a context, which is not destroyed meanwhile. Locked before `inner`.
+    synchronizing: Mutex<()>,
     inner: Mutex<Inner>,
 }
 
@@ -89,6 +93,7 @@ impl Work {
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),
             peers: AtomicU64::new(0),
+            synchronizing: Mutex::new(Rank::Synchronizing, ()),
             inner: Mutex::new(
                 Rank::Work,
                 Inner {
@@ -127,6 +132,11 @@ impl Work {
 
     pub fn peers(&self) -> u64 {
         self.peers.load(Ordering::SeqCst)
+    }
+
+    fn peer_works(&self) -> impl Iterator<Item = &'static Work> + use<> {
+        let (peers, of_gpu) = (self.peers(), self.of_gpu);
+        (0..u64::BITS).filter(move |index| peers >> index & 1 == 1).filter_map(of_gpu)
     }
 
     pub fn set_peers(&self, gpus: u64) {

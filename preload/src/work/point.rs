@@ -11,23 +11,34 @@ use core::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 pub(super) struct Point {
     pub context: usize,
+    /// 0 for a point that is not an event: a thread waits and says when it is done.
     event: usize,
     /// It was seen done, or its context is gone.
     done: AtomicBool,
 }
 
 impl Point {
+    /// A point that is done once the caller says so.
+    pub fn without_event(context: usize) -> Self {
+        Self { context, event: 0, done: AtomicBool::new(false) }
+    }
+
+    pub fn set_done(&self) {
+        self.done.store(true, Ordering::Relaxed);
+    }
+
     /// Whether the event is done, or nothing will ever run in its context again. Any other answer (beside a capture that went
     /// wrong, say) counts as not done.
     pub fn is_done(&self) -> bool {
-        if self.done.load(Ordering::Relaxed) {
-            return true;
+        let done = self.done.load(Ordering::Relaxed);
+        if done || self.event == 0 {
+            return done;
         }
         // SAFETY: points are done before their context is destroyed.
         let result = capture::beside(|_| unsafe { driver::cuEventQuery(self.event as CUevent) });
         let done = result == SUCCESS || is_dead(result);
         if done {
-            self.done.store(true, Ordering::Relaxed);
+            self.set_done();
         }
         done
     }
@@ -71,7 +82,27 @@ impl Context {
             // Another thread may have joined the stream to a capture in this moment. Such an event would never be done.
             if is_captured() { ERROR_NOT_READY } else { result }
         });
-        if let Err(error) = check(result) {
+        self.keep(event, result)
+    }
+
+    /// Records a point behind everything that the context has been given, by whatever call. The context is current.
+    ///
+    /// # Errors
+    /// `ERROR_NOT_READY` beside a capture, which such an event would break; `ERROR_NOT_FOUND` where the driver has no such
+    /// events (before 12.5); other errors of the driver.
+    pub fn record_all(&mut self) -> Result<Arc<Point>, CUresult> {
+        let event = self.event()?;
+        // SAFETY: the event is ours and not in use, and the context has not been destroyed.
+        let result = capture::beside(|capturing| match capturing {
+            true => ERROR_NOT_READY,
+            false => unsafe { driver::cuCtxRecordEvent(self.handle as CUcontext, event as CUevent) },
+        });
+        self.keep(event, result)
+    }
+
+    /// A point, if its event was recorded.
+    fn keep(&mut self, event: usize, recorded: CUresult) -> Result<Arc<Point>, CUresult> {
+        if let Err(error) = check(recorded) {
             match error {
                 // Perhaps the event does not belong to this context: it must not spoil every other point.
                 // SAFETY: ours, and not referred to.
@@ -118,7 +149,7 @@ impl Context {
 
     /// The context is gone, with its events.
     pub fn end(&self) {
-        self.points.iter().for_each(|point| point.done.store(true, Ordering::Relaxed));
+        self.points.iter().for_each(|point| point.set_done());
     }
 }
 

@@ -28,6 +28,8 @@ pub enum EvictionBlock {
     HostFull,
     /// The client's contexts no longer work: it reported [`StuckReason::Broken`].
     Broken,
+    /// Work runs that the client has not seen: it reported [`StuckReason::UnseenWork`].
+    UnseenWork,
     /// The client has made no progress with an eviction for several seconds.
     Late,
     /// The client's process is stopped.

@@ -138,8 +138,8 @@ pub enum Event {
     /// From the client, after the scheduler restarted: it holds the lock of these GPUs, granted by the previous
     /// scheduler. Its turn begins anew.
     Held { client: ClientId, gpus: GpuSet },
-    /// From a holder that was revoked and cannot drain now. It keeps the lock and is asked again later. `HostFull` and
-    /// `Broken` mean that it cannot evict; `UntrackedWork` only explains pinned memory.
+    /// From a holder that was revoked and cannot drain now. It keeps the lock and is asked again later. `HostFull`,
+    /// `Broken` and `UnseenWork` mean that it cannot evict; `UntrackedWork` only explains pinned memory.
     Stuck {
         client: ClientId,
         gpus: GpuSet,

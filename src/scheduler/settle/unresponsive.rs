@@ -35,6 +35,7 @@ impl Machine {
             StuckReason::UntrackedWork => return, // concerns its memory, not a drain
             StuckReason::HostFull => return self.cannot_evict(client, gpus, EvictionBlock::HostFull),
             StuckReason::Broken => return self.cannot_evict(client, gpus, EvictionBlock::Broken),
+            StuckReason::UnseenWork => return self.cannot_evict(client, gpus, EvictionBlock::UnseenWork),
             // Its gate is open again and no thread waits there, so its own request must not be a reason to revoke it.
             StuckReason::NeedsHost => self.cancel(client, gpus),
             StuckReason::LongWork | StuckReason::Capturing => {}

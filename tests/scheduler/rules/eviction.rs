@@ -179,6 +179,16 @@ fn stays(n: u64, why: EvictionBlock) -> Command {
 }
 
 #[test]
+fn a_victim_on_which_unseen_work_runs_is_passed_over_and_asked_again_later() {
+    let mut t = with_eviction();
+    let commands = t.stuck(1, StuckReason::UnseenWork);
+    assert!(commands.contains(&stays(1, EvictionBlock::UnseenWork)), "{commands:?}");
+    assert_eq!(allowances(&commands).last(), Some(&(2, 4 * GIB)), "the next one gives all of it");
+    t.after(ms(200));
+    assert_eq!(t.attachment(1).eviction_blocked, None);
+}
+
+#[test]
 fn a_victim_that_finds_no_host_memory_is_passed_over_and_asked_again_later() {
     let mut t = with_eviction();
     t.report(1, 8 * GIB, 7 * GIB, 0); // as far as it got

@@ -1,7 +1,10 @@
 //! The part of the thread that moves each GPU's memory to where the allowance wants it, and does what other threads left
 //! undone.
 
-use super::{CHORE_INTERVAL, ClientThread};
+use super::{
+    CHORE_INTERVAL, ClientThread,
+    idle_check::{Answer, IdleCheck},
+};
 use crate::{
     connection::{self},
     driver::context::with_current,
@@ -65,29 +68,60 @@ impl ClientThread {
     }
 
     /// Where the memory should go now, and when to ask again even if nothing happens.
-    fn goal(&mut self, gpu: &Gpu, space: &Mutex<Space>, account: &Account, can_restore: bool) -> (Goal, Duration) {
+    fn goal(
+        &mut self,
+        gpu: &'static Gpu,
+        space: &Mutex<Space>,
+        account: &Account,
+        can_restore: bool,
+    ) -> (Goal, Duration) {
         if account.mapped + account.pinned > account.allowance {
             if account.unevictable {
                 give_up_eviction(gpu, space);
                 return (Goal::Idle, Duration::MAX);
             }
-            // The scheduler evicts only clients that do not hold the lock, but a release may still be on its way.
-            if !(self.turn(gpu).is_over() && gpu.is_drained()) {
-                return (Goal::Idle, CHORE_INTERVAL);
-            }
-            if !gpu.gate.is_closed_for(closed::MEMORY) {
-                gpu.gate.close(closed::MEMORY);
-            }
-            if !gpu.is_quiet() {
-                return (Goal::Idle, CALL_POLL_INTERVAL); // a call that needs only the memory has passed
-            }
-            return (Goal::Evict { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX);
+            return match self.may_evict(gpu) {
+                Ok(()) => (Goal::Evict { target: account.allowance.saturating_sub(account.pinned) }, Duration::MAX),
+                Err(Some(again)) => (Goal::Idle, again),
+                Err(None) => {
+                    give_up_eviction(gpu, space);
+                    report_stuck(gpu, StuckReason::UnseenWork);
+                    (Goal::Idle, Duration::MAX)
+                }
+            };
         }
+        *self.idle_check(gpu) = IdleCheck::default();
         let now = Instant::now();
         match self.restore_at.filter(|at| now < *at) {
             _ if !can_restore => (Goal::Idle, Duration::MAX),
             Some(at) => (Goal::Idle, at - now),
             None => (Goal::Restore, Duration::MAX),
+        }
+    }
+
+    /// Whether no work of this client that may touch memory here runs, and none can start. If not, when to ask again; `None` if
+    /// that is not worthwhile.
+    fn may_evict(&mut self, gpu: &'static Gpu) -> Result<(), Option<Duration>> {
+        // The scheduler evicts only clients that do not hold the lock, but a release may still be on its way.
+        if !(self.turn(gpu).is_over() && gpu.is_drained()) {
+            *self.idle_check(gpu) = IdleCheck::default();
+            return Err(Some(CHORE_INTERVAL));
+        }
+        if !gpu.gate.is_closed_for(closed::MEMORY) {
+            gpu.gate.close(closed::MEMORY);
+        }
+        let check = self.idle_check(gpu);
+        if !gpu.is_quiet() {
+            *check = IdleCheck::default(); // a call that needs only the memory has passed
+            return Err(Some(CALL_POLL_INTERVAL));
+        }
+        match check.ask(gpu) {
+            Answer::Idle => Ok(()),
+            Answer::Pending => Err(Some(CALL_POLL_INTERVAL)),
+            Answer::Busy => {
+                *check = IdleCheck::default();
+                Err(None)
+            }
         }
     }
 
@@ -129,7 +163,8 @@ impl ClientThread {
                 trace!("GPU {}: eviction stopped: {stop:?}", gpu.index);
                 // The rest cannot leave. The scheduler sees it mapped, and turns to other clients.
                 give_up_eviction(gpu, space);
-                report_stuck(gpu, stop);
+                let is_full = stop == Stop::HostFull;
+                report_stuck(gpu, if is_full { StuckReason::HostFull } else { StuckReason::Broken });
                 return Duration::ZERO;
             }
             Step::Stopped(Stop::GpuFull) => {
@@ -154,12 +189,9 @@ fn give_up_eviction(gpu: &Gpu, space: &Mutex<Space>) {
 }
 
 /// Tells the scheduler why memory stays. It evicts other clients' memory then, and asks this client again later.
-fn report_stuck(gpu: &Gpu, stop: Stop) {
-    let reason = match stop {
-        Stop::HostFull => StuckReason::HostFull,
-        Stop::Broken | Stop::GpuFull => StuckReason::Broken,
-    };
-    if connection::speaks(version::LIMITS) {
+fn report_stuck(gpu: &Gpu, reason: StuckReason) {
+    let since = if reason == StuckReason::UnseenWork { version::UNSEEN_WORK } else { version::LIMITS };
+    if connection::speaks(since) {
         connection::send(&ClientMessage::Stuck { gpus: 1 << gpu.index, reason });
     }
 }

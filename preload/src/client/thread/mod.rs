@@ -3,9 +3,11 @@
 //! It never blocks while something depends on it: drains and idleness are looked at in short steps ([`Turn`]), and moving
 //! memory is split into steps as well. Without a scheduler the program runs ungated, and the thread keeps trying to reach one.
 //!
-//! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory.
+//! - `dispatch`: carrying out messages. `session`: connecting, resuming, losing the connection. `memory`: moving memory;
+//!   `idle_check`: not before the driver confirms that nothing runs.
 
 mod dispatch;
+mod idle_check;
 mod memory;
 mod session;
 
@@ -33,6 +35,7 @@ use core::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
+use idle_check::IdleCheck;
 
 /// The longest wait for a scheduler that went away. After that the client runs ungated.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -81,6 +84,8 @@ pub enum Start {
 #[derive(Debug)]
 struct ClientThread {
     turns: Vec<Turn>,
+    /// Indexed by GPU, like `turns`.
+    idle_checks: Vec<IdleCheck>,
     /// Takes the scheduler's place while there is none. Indexed by GPU, like `turns`.
     offline: Vec<Offline>,
     socket: Option<Arc<Socket>>,
@@ -106,6 +111,7 @@ impl ClientThread {
         let now = Instant::now();
         Self {
             turns: Vec::new(),
+            idle_checks: Vec::new(),
             offline: Vec::new(),
             socket: None,
             version: 0,
@@ -184,6 +190,14 @@ impl ClientThread {
             self.turns.resize_with(at + 1, Turn::default);
         }
         &mut self.turns[at]
+    }
+
+    fn idle_check(&mut self, gpu: &Gpu) -> &mut IdleCheck {
+        let at = gpu.index as usize;
+        if self.idle_checks.len() <= at {
+            self.idle_checks.resize_with(at + 1, IdleCheck::default);
+        }
+        &mut self.idle_checks[at]
     }
 
     fn step_offline(&mut self, gpu: &'static Gpu) -> Duration {

@@ -325,17 +325,20 @@ impl Space {
         self.settle();
     }
 
-    /// Frees the allocation at this address; `false` if there is none. `idle`: no work of this client is outstanding.
-    pub fn free(&mut self, address: u64, idle: bool, work: &Work) -> bool {
+    /// Frees the allocation at this address, when nothing uses it any more; `false` if there is none.
+    pub fn free(&mut self, address: u64, work: &Work) -> bool {
         let Some(allocation) = self.allocations.remove(&address) else { return false };
-        if idle {
-            self.release(allocation);
-        } else {
-            self.account.freeing += self.room_of(&allocation);
-            self.freed.push_back(Freed { allocation, fence: work.fence() });
-        }
+        self.account.freeing += self.room_of(&allocation);
+        self.freed.push_back(Freed { allocation, fence: work.fence_for_freeing() });
         self.reclaim(work);
         true
+    }
+
+    /// Frees the allocation at this address, which the program does not know yet.
+    pub fn undo(&mut self, address: u64) {
+        if let Some(allocation) = self.allocations.remove(&address) {
+            self.release(allocation);
+        }
     }
 
     /// Frees allocations that work no longer uses.
@@ -343,7 +346,7 @@ impl Space {
         while let Some(freed) = self.freed.front_mut() {
             let fence = match &mut freed.fence {
                 Some(fence) => fence,
-                None => match work.fence() {
+                None => match work.fence_for_freeing() {
                     Some(fence) => freed.fence.insert(fence),
                     None => break,
                 },

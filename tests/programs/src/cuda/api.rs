@@ -10,6 +10,10 @@ use std::{
 /// A function of the program, called in stream order.
 pub type HostFn = unsafe extern "C" fn(*mut c_void);
 
+/// `cuLaunchKernel`
+pub type Launch =
+    unsafe extern "C" fn(usize, u32, u32, u32, u32, u32, u32, u32, usize, *mut *mut c_void, *mut *mut c_void) -> u32;
+
 /// `CUmemAllocationProp`
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]

@@ -75,6 +75,7 @@ pub struct Gpu {
     spin_ns: usize,
     spin_until: usize,
     empty: usize,
+    launch: api::Launch,
 }
 
 impl Gpu {
@@ -107,6 +108,7 @@ impl Gpu {
             spin_ns: function(c"spin_ns")?,
             spin_until: function(c"spin_until")?,
             empty: function(c"empty")?,
+            launch: Api::get().cuLaunchKernel,
         }))
     }
 
@@ -146,8 +148,19 @@ impl Gpu {
         ))
     }
 
+    /// The same GPU, with kernels launched by this function.
+    ///
+    /// # Safety
+    /// It is `cuLaunchKernel`.
+    pub unsafe fn launching_by(&self, launch: api::Launch) -> Gpu {
+        Gpu { launch, ..*self }
+    }
+
     fn launch(&self, function: usize, grid: u32, block: u32, stream: usize, args: &mut [*mut c_void]) -> Result<()> {
-        cu!(cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, args.as_mut_ptr(), ptr::null_mut()))
+        // SAFETY: the arguments are those of the kernel, which the driver copies.
+        let code =
+            unsafe { (self.launch)(function, grid, 1, 1, block, 1, 1, 0, stream, args.as_mut_ptr(), ptr::null_mut()) };
+        if code == 0 { Ok(()) } else { Err(Error { call: "cuLaunchKernel", code }) }
     }
 
     fn over(&self, function: usize, at: u64, count: u64, mut value: u32, stream: usize) -> Result<()> {

@@ -35,6 +35,7 @@ mod starts;
 mod story;
 mod stranger;
 mod streams;
+mod unseen;
 mod weights;
 
 use crate::{args::Args, report::Report};
@@ -162,6 +163,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
         "story",
         story::run,
         "--mem 0 --changes 0 --context 1 --init 1 --nvml 0: how much memory there is, by everything that says so, each time that changes",
+    ),
+    (
+        "unseen",
+        unseen::run,
+        "--mem 64M --rounds 10 --ms 300 --pause-ms 500: launch kernels of --ms past the hooks, verify",
     ),
     ("stranger", stranger::run, "--mem 256M --seconds 5 --kind alloc|vmm|managed|async: hold memory and do nothing"),
 ];

@@ -1,0 +1,71 @@
+"""A pytest plugin for `suites.py`: writes JSON lines to $OUTCOMES_FILE while tests run, so that a crash loses none of those before.
+
+A test that the file has already is left out: a process that is started again after a crash goes on where the last one ended.
+$OUTCOMES_SHARE, "1/4": only the second of four parts, into which classes go as a whole. $OUTCOMES_TESTS: a file with the only tests to run.
+"""
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+FILE = Path(os.environ["OUTCOMES_FILE"])
+REASON = 400  # characters kept of why a test did not pass
+
+
+def write(what):
+    with FILE.open("a") as file:
+        print(json.dumps(what), file=file)
+
+
+def is_in_share(item):
+    number, of = map(int, os.environ.get("OUTCOMES_SHARE", "0/1").split("/"))
+    unit = item.nodeid.rpartition("::")[0] if getattr(item, "cls", None) else item.nodeid
+    return zlib.crc32(unit.encode()) % of == number
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    lines = FILE.read_text().splitlines() if FILE.exists() else []
+    done = {line.get("began") for line in map(json.loads, lines)}
+    only = os.environ.get("OUTCOMES_TESTS")
+    only = only and set(Path(only).read_text().splitlines())
+    mine = [item for item in items if is_in_share(item) and (not only or item.nodeid in only)]
+    items[:] = [item for item in mine if item.nodeid not in done]
+    write({"collected": len(mine)})
+
+
+def pytest_collectreport(report):
+    if not report.passed:
+        write({"test": report.nodeid, "outcome": "not collected" if report.failed else "skipped", "why": reason(report)})
+
+
+def pytest_runtest_logstart(nodeid):
+    reports[:] = []
+    write({"began": nodeid})
+
+
+def pytest_runtest_logreport(report):
+    reports.append(report)
+
+
+def pytest_runtest_logfinish(nodeid):
+    said = {"test": nodeid, "outcome": "passed"}
+    for report in reports:
+        if report.failed:
+            said |= {"outcome": "failed" if report.when == "call" else "error", "why": reason(report)}
+        elif report.skipped:
+            said |= {"outcome": "failed as expected" if hasattr(report, "wasxfail") else "skipped", "why": reason(report)}
+    write(said)
+
+
+reports = []  # of the test that runs
+
+
+def reason(report):
+    if isinstance(report.longrepr, tuple):  # of a test that was skipped: file, line, reason
+        return str(report.longrepr[2])[:REASON]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return crash.message[:REASON] if crash else report.longreprtext[-REASON:]

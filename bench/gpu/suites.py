@@ -1,0 +1,481 @@
+#!/usr/bin/env python3
+"""Other people's tests, natively, under nvshare, and under nvshare beside a program that forces swaps each second: whose outcome differs?
+
+  suites.py [--programs target/release] [--suites cupy,numba,kvcached,torch_memory_saver,torch_memory_saver-nvml,warp]
+            [--modes native,nvshare,swapped] [--tests target/dev/suites] [--budget 330] [--free 24] [--processes 4]
+            [--json bench/results.json] [--commit ID] [--out DIRECTORY]
+
+A ballast process holds all of the GPU but --free GiB in every mode, so that tests find the same GPU. Tests run in several processes at
+once. `native` runs as many as its time allows, and the other modes the same ones. In `swapped`, a program under the same scheduler takes
+all memory that it can have once a second, sets it and checks it, and then gives back as much as contexts of new processes take.
+
+Tests whose outcome differs from `native` run once more in both modes: natively alike but not in the other mode, the test is "changed";
+natively not alike, it is "flaky"; in both as natively before, it differed "once". A test during which its process crashed or was silent
+for --patience seconds has the outcome "crashed" or "timed out"; the process is started again for those after it.
+
+Prints JSON lines:
+  skipped  a suite that is not installed
+  run      one suite in one mode: how many tests had which outcome, seconds, what the time did not suffice for; beside swaps also
+           the bytes that were swapped and the rounds of the competing program
+  compared one suite in one mode: the number of tests compared, and those that differ, with both outcomes and the reason
+  summary  the figure foreign-suites-outcomes-changed, and what was not run
+
+The suites are Python packages: numba-cuda and warp-lang have their tests in them; those of the others are in folders of --tests, named as
+the package. NAME=PATH in --suites runs the tests at PATH as well. All output of the tests is in --out/suites.tar.gz. Needs a GPU and pytest.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import figures
+import stage
+
+GIB, MIB = 2**30, 2**20
+MODES = {"native": 1, "nvshare": 1.3, "swapped": 2.2}  # and the part of a suite's time that each gets
+AGAIN = 0.5  # likewise, for the tests that differ
+RESTARTS = 20  # of a process whose tests crash
+START = 30  # seconds that the competing program has for its first round, and at least for tests that run once more
+MEASURED = 1.5  # seconds until the scheduler has measured what others have on the GPU
+OUT_OF_MEMORY = 2
+WORK, PAUSE = 0.3, 0.7  # seconds of the competing program's rounds
+NAMED = 40  # tests that a line names
+
+
+@dataclass
+class Suite:
+    package: str  # must be there
+    files: list[str]  # in the order in which they run; those that this version lacks are left out
+    inside: str = ""  # the package with the tests, if they are installed
+    processes: int = 0  # 0: as many as --processes says
+    weight: float = 1  # its part of the budget
+    options: list[str] = field(default_factory=list)  # of pytest
+
+
+# Tests of torch_memory_saver that expect that nobody else allocates on the GPU meanwhile: they compare what NVML says.
+MEASURING = "simple or cuda_graph or nested_region or training_engine"
+
+SUITES = {
+    "cupy": Suite(
+        "cupy",
+        [f"tests/cupy_tests/cuda_tests/{name}" for name in ("test_[!c]*.py", "test_compiler*.py", "test_cu[!t]*.py", "memory_hooks_tests")]
+        + [f"tests/cupy_tests/core_tests/test_{name}.py" for name in ("dlpack", "multithreading", "ndarray_get", "ndarray", "userkernel")]
+        + [f"tests/cupy_tests/core_tests/test_{name}.py" for name in ("ndarray_copy_and_view", "ndarray_owndata", "reduction", "raw")]
+        + [f"tests/cupy_tests/{name}" for name in ("test_cublas.py", "io_tests", "creation_tests", "fft_tests/test_cache.py")],
+        weight=3,
+    ),
+    "numba": Suite(
+        "numba_cuda",
+        ["cudadrv/test_*.py", "nrt/test_*.py"]
+        + [f"cudapy/test_{name}.py" for name in ("ipc", "stream_api", "multithreads", "multiprocessing", "cuda_array_interface")]
+        + [f"cudapy/test_{name}.py" for name in ("sm", "constmem", "cooperative_groups", "array", "device_array_capture", "dispatcher")]
+        + [f"cudapy/test_{name}.py" for name in ("exception", "userexc", "print", "gufunc", "reduction", "random", "sync", "nondet")]
+        + [f"cudapy/test_{name}.py" for name in ("retrieve_autoconverted_arrays", "record_dtype", "localmem", "laplace", "matmul", "atomics")],
+        inside="numba.cuda.tests",
+        weight=3,
+        # test_managed_alloc asks for more managed memory than is free, which can hang a GPU.
+        options=["-o", "consider_namespace_packages=true", "-k", "not managed_alloc"],
+    ),
+    "kvcached": Suite("kvcached", ["tests/test_vmm_transaction.py", "tests/test_*.py"], processes=1, weight=1.5),
+    "torch_memory_saver": Suite("torch_memory_saver", ["test/test_[!m]*.py"], weight=2.5, options=["-k", f"not ({MEASURING})"]),
+    "torch_memory_saver-nvml": Suite("torch_memory_saver", ["test/test_examples.py"], processes=1, weight=2, options=["-k", MEASURING]),
+    "warp": Suite("warp", ["cuda/test_*.py", "test_array.py", "test_copy.py", "test_launch.py", "test_*.py"], inside="warp.tests", weight=3),
+}
+
+
+# Roles of processes of their own.
+
+
+def ballast(free):
+    stage.end_with_parent()
+    driver = stage.Driver()
+    at, size = ctypes.c_uint64(), max(0, driver.free() - int(free * GIB))
+    if size:
+        driver.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
+    print(json.dumps({"held-gib": round(size / GIB, 2), "free-gib": round(driver.free() / GIB, 2)}), flush=True)
+    sys.stdin.read()
+
+
+class Competitor:
+    def __init__(self, spared):
+        self.driver, self.spared, self.held = stage.Driver(), spared, []
+
+    def fill(self):
+        """Takes what it is given."""
+        for size in (256 * MIB, 16 * MIB, 2 * MIB):
+            while True:
+                at = ctypes.c_uint64()
+                if self.driver.library.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(size)):
+                    break
+                self.held.append((at, size))
+
+    def set(self, value):
+        for at, size in list(self.held):
+            code = self.driver.library.cuMemsetD32_v2(at, ctypes.c_uint(value), ctypes.c_size_t(size // 4))
+            if code == OUT_OF_MEMORY:  # at the first use of what it was promised
+                self.free(at, size)
+            elif code:
+                raise SystemExit(f"cuMemsetD32_v2 failed with {code}")
+        self.driver.call("cuCtxSynchronize")
+
+    def wrong(self, value):
+        """In how many allocations the first or the last word is not this."""
+        word, wrong = ctypes.c_uint(), 0
+        for at, size in self.held:
+            seen = set()
+            for offset in (0, size - 4):
+                self.driver.call("cuMemcpyDtoH_v2", ctypes.byref(word), ctypes.c_uint64(at.value + offset), ctypes.c_size_t(4))
+                seen.add(word.value)
+            wrong += seen != {value}
+        return wrong
+
+    def spare(self):
+        until = sum(size for _, size in self.held) - self.spared
+        while self.held and sum(size for _, size in self.held) > until:
+            self.free(*self.held[0])
+
+    def free(self, at, size):
+        self.driver.call("cuMemFree_v2", at)
+        self.held.remove((at, size))
+
+    def round(self, number):
+        wrong = self.wrong(number - 1)
+        self.fill()
+        until = time.monotonic() + WORK
+        self.set(number)
+        while time.monotonic() < until:
+            self.set(number)
+        taken = sum(size for _, size in self.held)
+        self.spare()
+        return {"rounds": number, "gib": round(taken / GIB, 2), "wrong": wrong}
+
+
+def compete(spared):
+    stage.end_with_parent()
+    competitor, number, wrong = Competitor(int(spared * GIB)), 0, 0
+    time.sleep(MEASURED)
+    while True:
+        number += 1
+        said = competitor.round(number)
+        wrong += said["wrong"]
+        print(json.dumps(said | {"wrong": wrong}), flush=True)
+        time.sleep(PAUSE)
+
+
+# One suite in one mode.
+
+
+def last_line(file):
+    lines = file.read_text().splitlines() if file.exists() else []
+    return json.loads(lines[-1]) if lines else None
+
+
+class Part:
+    """A process with a part of the tests, and those that are started in its place after crashes."""
+
+    def __init__(self, words, folder, environment, where, patience):
+        self.words, self.folder, self.patience = words, folder, patience
+        self.file, self.log = where.with_suffix(".jsonl"), where.with_suffix(".log")
+        self.environment = os.environ | environment | {"OUTCOMES_FILE": str(self.file)}
+        self.starts, self.trouble, self.process = 0, None, None
+        self.start()
+
+    def start(self):
+        self.starts += 1
+        self.size, self.heard = -1, time.monotonic()
+        with open(self.log, "a") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            life = {"start_new_session": True, "preexec_fn": stage.end_with_parent}
+            self.process = subprocess.Popen(self.words, cwd=self.folder, env=self.environment, **streams, **life)
+
+    def lines(self):
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+
+    def running(self):
+        """The test that has begun and not ended."""
+        lines = [line for line in self.lines() if "began" in line or "test" in line]
+        return lines[-1].get("began") if lines else None
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def is_done(self):
+        status = self.process.poll()
+        size = self.file.stat().st_size if self.file.exists() else 0
+        if size != self.size:
+            self.size, self.heard = size, time.monotonic()
+        if status is None and time.monotonic() - self.heard < self.patience:
+            return False
+        self.kill()  # also what its tests have left
+        test = self.running()
+        if status in (0, 1, 5) and self.lines():  # passed, some failed, no tests
+            return True
+        what = "timed out" if status is None else "crashed"
+        if test is None or self.starts > RESTARTS:
+            self.trouble = {"what": what, "status": status, "log": self.log.read_text(errors="replace")[-1000:]}
+            return True
+        with self.file.open("a") as file:
+            print(json.dumps({"test": test, "outcome": what, "why": f"status {status}"}), file=file)
+        self.start()
+        return False
+
+
+@dataclass
+class Outcomes:
+    tests: dict = field(default_factory=dict)  # by test: its line of the plugin
+    collected: int = 0
+    cut: bool = False
+    troubles: list = field(default_factory=list)
+
+    def of(self, test):
+        return self.tests[test]["outcome"] if test in self.tests else None
+
+    @classmethod
+    def of_parts(cls, parts, cut):
+        said = cls(cut=cut, troubles=[part.trouble for part in parts if part.trouble])
+        for part in parts:
+            lines = part.lines()
+            said.tests |= {line["test"]: line for line in lines if "test" in line}
+            said.collected += next((line["collected"] for line in lines if "collected" in line), 0)
+        return said
+
+
+class Run:
+    def __init__(self, arguments, directory):
+        self.arguments, self.programs, self.directory = arguments, arguments.programs.resolve(), directory
+        self.logs = directory / "logs"
+        self.logs.mkdir()
+        self.deadline = time.monotonic() + (arguments.budget or float("inf"))
+        self.suites, self.places = {}, {}
+        self.compared, self.differing, self.notes = Counter(), {"changed": [], "flaky": [], "once": []}, []
+
+    @contextlib.contextmanager
+    def mode(self, mode, case, processes):
+        """The environment of so many processes with tests in that mode."""
+        if mode == "native":
+            yield {}
+            return
+        metrics = self.directory / "metrics.sock"
+        metrics.unlink(missing_ok=True)
+        settings = 'time-quantum = "1s"\n' if mode == "swapped" else ""
+        settings += f"{self.arguments.settings}\n[metrics]\nlisten = {json.dumps(str(metrics))}\n"
+        with contextlib.ExitStack() as stack:
+            daemon = stage.scheduler(self.programs, self.directory, settings)
+            stack.callback(stage.end, daemon)
+            environment = stage.under_nvshare(self.programs, self.directory)
+            time.sleep(MEASURED)
+            rounds = self.directory / "rounds.jsonl"
+            if mode == "swapped":
+                spared = self.arguments.context * (processes + 1)
+                with rounds.open("w") as file:
+                    words = [sys.executable, __file__, "--compete", str(spared)]
+                    competitor = subprocess.Popen(words, stdout=file, env=os.environ | environment)
+                stack.callback(stage.end, competitor)
+                until = time.monotonic() + START
+                while last_line(rounds) is None and competitor.poll() is None and time.monotonic() < until:
+                    time.sleep(0.05)
+            yield environment
+            with contextlib.suppress(OSError):
+                case["swapped-gib"] = [round(count / GIB, 2) for count in stage.swapped(metrics)]
+            case["clients"] = len({line["pid"] for line in stage.events(self.directory / "trace.jsonl") if line["what"] == "attach"})
+            if mode == "swapped":
+                case["competitor"] = last_line(rounds) or {"rounds": 0, "wrong": 0}
+                if competitor.poll() is not None:
+                    self.notes.append(f"{case['label']}: the competing program ended with {competitor.returncode}")
+                if case["competitor"]["wrong"]:
+                    self.notes.append(f"{case['label']}: {case['competitor']['wrong']} allocations of the competing program were wrong")
+            (self.directory / "scheduler.log").rename(self.logs / f"{case['label']}-scheduler.log")
+
+    def tests_of(self, name, suite):
+        """The folder from which its tests run and their files; none where it is not installed."""
+        find = "import importlib.util as u; "
+        find += f"print(u.find_spec({suite.package!r}) and u.find_spec({suite.inside or suite.package!r}).submodule_search_locations[0])"
+        found = subprocess.run([sys.executable, "-c", find], capture_output=True, text=True).stdout.strip()
+        if found in ("", "None"):
+            return None, []
+        folder = Path(found) if suite.inside else self.arguments.tests.resolve() / suite.package
+        files = [file for pattern in suite.files for file in sorted(folder.glob(pattern))]
+        return folder, list(dict.fromkeys(files))
+
+    def run(self, name, mode, seconds, only=None, again=""):
+        """Runs the tests of a suite, or only those, in so many seconds."""
+        suite, (folder, files) = self.suites[name], self.places[name]
+        begun, label = time.monotonic(), f"{name}-{mode}{again}"
+        case = {"kind": "run", "label": label}
+        common = {"CUPY_CACHE_DIR": str(self.directory / "cupy"), "PYTHONDONTWRITEBYTECODE": "1"}
+        common["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parent)]))
+        if only is not None:
+            (self.directory / "only").write_text("".join(f"{test}\n" for test in only))
+            common["OUTCOMES_TESTS"] = str(self.directory / "only")
+            files = [file for file in files if any(file.name in test for test in only)]
+        words = [sys.executable, "-m", "pytest", "-q", "--rootdir", folder, "--continue-on-collection-errors"]
+        words += ["-p", "outcomes", "-p", "no:cacheprovider", *suite.options, *files]
+        count, parts, left = suite.processes or self.arguments.processes, [], []
+        count = min(count, len(only)) if again else count
+        with self.mode(mode, case, count) as environment:
+            try:
+                for i in range(count):
+                    own = common | environment | {"OUTCOMES_SHARE": f"{i}/{count}"}
+                    parts.append(Part(words, folder, own, self.logs / f"{label}-{i}", self.arguments.patience))
+                left = parts
+                while left and time.monotonic() < begun + seconds:
+                    time.sleep(0.1)
+                    left = [part for part in left if not part.is_done()]
+            finally:
+                for part in parts:
+                    part.kill()
+        said = Outcomes.of_parts(parts, cut=bool(left))
+        case |= {"outcomes": Counter(line["outcome"] for line in said.tests.values()), "seconds": round(time.monotonic() - begun, 1)}
+        of = len(only) if only is not None else said.collected
+        if left:
+            case["not-run"] = max(0, of - len(said.tests))
+            self.notes.append(f"{label}: {case['not-run']} of {of} not run in {seconds:.0f} s")
+        if restarts := sum(part.starts - 1 for part in parts):
+            case["restarts"] = restarts
+        if said.troubles:
+            case["troubles"] = said.troubles
+            self.notes += [f"{label}: a process {trouble['what']} outside of tests" for trouble in said.troubles]
+        say(case)
+        return said
+
+    def compare(self, name, mode, native, other, seconds):
+        """Tells apart the tests that differ. They may run longer than so many seconds, at the cost of later suites."""
+        tests = [test for test in {**native.tests, **other.tests} if test in other.tests or not other.cut]
+        differing = [test for test in tests if native.of(test) != other.of(test)]
+        self.compared[mode] += len(tests)
+        kinds = {"changed": differing, "flaky": [], "once": []}
+        if differing:
+            least = min(START, (self.deadline - time.monotonic()) / 2)
+            natively = self.run(name, "native", max(seconds / 2, least), differing, f"-again-for-{mode}")
+            again = self.run(name, mode, max(seconds / 2, least), differing, "-again")
+            kinds["changed"] = []
+            for test in differing:
+                is_flaky = test in natively.tests and natively.of(test) != native.of(test)
+                is_once = test in again.tests and again.of(test) == native.of(test)
+                kinds["flaky" if is_flaky else "once" if is_once else "changed"].append(test)
+        said = {"kind": "compared", "suite": name, "mode": mode, "tests": len(tests)}
+        for kind, those in kinds.items():
+            self.differing[kind] += [f"{name} {mode}: {test}" for test in those]
+            said[kind] = len(those)
+            named = [{"test": test, "native": native.of(test), mode: other.of(test) or "not reported"} for test in those[:NAMED]]
+            if named:
+                said[f"{kind}-tests"] = [line | {"why": (other.tests.get(line["test"]) or {}).get("why", "")} for line in named]
+        say(said)
+
+    def suite(self, name, deadline):
+        modes = [mode for mode in MODES if mode in self.arguments.modes and mode != "native"]
+        left = MODES["native"] + sum(MODES[mode] + AGAIN for mode in modes)
+
+        def seconds(part):
+            nonlocal left
+            given = (deadline - time.monotonic()) * part / left
+            left -= part
+            return given
+
+        native = self.run(name, "native", min(seconds(MODES["native"]), self.arguments.seconds))
+        slow = [test for test in native.tests if native.of(test) == "timed out"]
+        if slow:
+            self.notes.append(f"{name}: not compared, timed out natively: {', '.join(slow)}")
+        native.tests = {test: line for test, line in native.tests.items() if test not in slow}
+        if not native.tests:
+            self.notes.append(f"{name}: no test ran natively")
+            return
+        for mode in modes:
+            other = self.run(name, mode, seconds(MODES[mode]), list(native.tests))
+            self.compare(name, mode, native, other, seconds(AGAIN))
+
+    def run_all(self):
+        say({"kind": "measured", "files": figures.measured_files(self.programs), "hardware": figures.hardware()})
+        named = [text.partition("=")[::2] for text in self.arguments.suites]
+        self.suites = {name: Suite("", []) if path else SUITES[name] for name, path in named}
+        self.places = {name: self.tests_of(name, self.suites[name]) for name, path in named if not path}
+        self.places |= {name: (Path(path).resolve().parent, [Path(path).resolve()]) for name, path in named if path}
+        for name, (folder, files) in list(self.places.items()):
+            if not files:
+                say({"kind": "skipped", "suite": name, "why": f"no tests in {folder}" if folder else "not installed"})
+                self.notes.append(f"{name}: not installed")
+                del self.suites[name]
+        words = [sys.executable, __file__, "--ballast", str(self.arguments.free)]
+        holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            say({"kind": "ballast"} | json.loads(holder.stdout.readline() or '{"error": "the ballast has ended"}'))
+            for i, name in enumerate(self.suites):
+                now = time.monotonic()
+                if now + 5 > self.deadline:
+                    self.notes.append(f"{name}: not run")
+                    continue
+                part = self.suites[name].weight / sum(self.suites[other].weight for other in list(self.suites)[i:])
+                self.suite(name, now + (self.deadline - now) * part)
+        finally:
+            stage.end(holder)
+
+    def report(self):
+        changed = self.differing["changed"]
+        said = {"kind": "summary", "compared": self.compared, "figure": "foreign-suites-outcomes-changed", "value": len(changed)}
+        said |= {kind: tests[:NAMED] for kind, tests in self.differing.items()} | {"notes": self.notes}
+        say(said)
+        if self.arguments.json and self.compared:
+            note = ", ".join(f"{count} tests compared {mode}" for mode, count in self.compared.items())
+            note += f"; {len(self.differing['flaky'])} flaky natively, {len(self.differing['once'])} differed once only; "
+            note += "; ".join([f"suites: {', '.join(self.suites)}", *self.notes])
+            figures.add(self.arguments.json, [("foreign-suites-outcomes-changed", len(changed), "count", note)], self.arguments.commit)
+
+
+def say(what):
+    print(json.dumps(what, ensure_ascii=False), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"), help="where nvshare-scheduler and libnvshare.so are")
+    parser.add_argument("--suites", type=lambda text: text.split(","), default=list(SUITES))
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES))
+    parser.add_argument("--tests", type=Path, default=Path("target/dev/suites"), help="a folder with the tests of each suite")
+    parser.add_argument("--budget", type=float, default=330, help="seconds; 0: no limit")
+    parser.add_argument("--seconds", type=float, default=25, help="at most so long natively")
+    parser.add_argument("--patience", type=float, default=40, help="seconds for one test")
+    parser.add_argument("--processes", type=int, default=4, help="how many run tests at once")
+    parser.add_argument("--free", type=float, default=24, help="GiB that the ballast leaves")
+    parser.add_argument("--context", type=float, default=0.7, help="GiB left to each new process in swapped")
+    parser.add_argument("--settings", default="", help="lines for the scheduler's configuration")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="of what is measured, where there is no git")
+    arguments = parser.parse_args()
+    known = {*SUITES, *MODES, *(text for text in arguments.suites if "=" in text)}
+    if unknown := [text for text in arguments.suites + arguments.modes if text not in known]:
+        parser.error(f"no suite or mode is called {unknown[0]}")
+    # Whatever ends it, what it started is killed.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as directory:
+        run = Run(arguments, Path(directory))
+        try:
+            run.run_all()
+        finally:
+            run.report()
+            if arguments.out:
+                shutil.make_archive(arguments.out / "suites", "gztar", run.logs)
+    sys.exit(1 if run.differing["changed"] else 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--ballast"]:
+        ballast(float(sys.argv[2]))
+    elif sys.argv[1:2] == ["--compete"]:
+        compete(float(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,52 @@
+//! The driver's confirmation that no work of the program runs, which an eviction waits for.
+
+use crate::{env::trace::trace, gpu::Gpu, sys::time::Instant, work::Fence};
+use core::time::Duration;
+
+/// All work that passed a hook is done by now, so the rest has been running since before the release. After this time the
+/// scheduler learns of it, and evicts other clients' memory.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The state of one GPU while its memory is about to leave: the gate is closed, and all work that passed a hook is done. Nothing
+/// that passes a hook can start before it is reset.
+#[derive(Debug, Default)]
+pub enum IdleCheck {
+    #[default]
+    NotAsked,
+    Asked {
+        since: Instant,
+        /// `None` while the driver cannot be asked.
+        fence: Option<Fence>,
+    },
+    Idle,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    Idle,
+    /// Not yet known.
+    Pending,
+    /// Work runs that passed no hook, or may do so.
+    Busy,
+}
+
+impl IdleCheck {
+    pub fn ask(&mut self, gpu: &'static Gpu) -> Answer {
+        if matches!(self, Self::NotAsked) {
+            *self = Self::Asked { since: Instant::now(), fence: None };
+        }
+        let Self::Asked { since, fence } = self else { return Answer::Idle };
+        if fence.is_none() {
+            *fence = gpu.work.fence_of_contexts();
+        }
+        if fence.as_mut().is_some_and(|fence| gpu.work.is_done(fence)) {
+            *self = Self::Idle;
+            return Answer::Idle;
+        }
+        if since.elapsed() < PATIENCE {
+            return Answer::Pending;
+        }
+        trace!("GPU {}: the driver does not say that the contexts are idle, so memory stays", gpu.index);
+        Answer::Busy
+    }
+}
