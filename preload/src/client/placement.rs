@@ -11,7 +11,7 @@ use crate::{
     sys::{
         c,
         once::Once,
-        sync::{Mutex, OnceLock},
+        sync::{Mutex, OnceLock, Rank},
         time::Instant,
     },
 };
@@ -34,9 +34,9 @@ static SETTLED: Once = Once::new();
 /// this client's id; or the reason why there is none.
 pub type Connected = Result<handshake::Connected, String>;
 /// The GPUs that the library put into `CUDA_VISIBLE_DEVICES`; unset if one of them is a MIG slice.
-static VISIBLE_GPUS: OnceLock<Vec<Uuid>> = OnceLock::new();
+static VISIBLE_GPUS: OnceLock<Vec<Uuid>> = OnceLock::new(Rank::VisibleGpus);
 
-static CONNECTED: Mutex<Option<Connected>> = Mutex::new(None);
+static CONNECTED: Mutex<Option<Connected>> = Mutex::new(Rank::EarlyConnection, None);
 
 /// Sets `CUDA_VISIBLE_DEVICES` before the driver is initialised for the first time. `false` if the process is to see no GPU.
 pub fn request(hello: &ClientMessage) -> bool {

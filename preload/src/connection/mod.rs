@@ -15,14 +15,17 @@ pub use wakeup::wake;
 use crate::{
     connection::socket::Socket,
     env::trace::trace,
-    sys::{file::InheritedDescriptor, sync::Mutex},
+    sys::{
+        file::InheritedDescriptor,
+        sync::{Mutex, Rank},
+    },
 };
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use nvshare_wire::ClientMessage;
 use rustix::fd::BorrowedFd;
 
-static CONNECTION: Mutex<Option<Connection>> = Mutex::new(None);
+static CONNECTION: Mutex<Option<Connection>> = Mutex::new(Rank::Connection, None);
 static CONNECTED: AtomicBool = AtomicBool::new(false);
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 /// The connection's descriptor.

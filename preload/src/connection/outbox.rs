@@ -1,12 +1,15 @@
 //! Messages that the scheduler must receive before the next memory report: what this process exports, imports and no longer
 //! shares ([`crate::registry::shared`]).
 
-use crate::{connection, sys::sync::Mutex};
+use crate::{
+    connection,
+    sys::sync::{Mutex, Rank},
+};
 use alloc::collections::VecDeque;
 use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::{ClientMessage, version};
 
-static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(VecDeque::new());
+static OUTBOX: Mutex<VecDeque<ClientMessage>> = Mutex::new(Rank::Outbox, VecDeque::new());
 /// Whether the outbox is not empty, so that most callers need not take the lock.
 static ANY: AtomicBool = AtomicBool::new(false);
 

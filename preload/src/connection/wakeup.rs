@@ -2,11 +2,11 @@
 
 use crate::{
     connection::socket::{self, Socket},
-    sys::sync::OnceLock,
+    sys::sync::{OnceLock, Rank},
 };
 
 /// The sending and the receiving end. If the program closes one of them, the client's thread looks for work periodically.
-static PAIR: OnceLock<(Socket, Socket)> = OnceLock::new();
+static PAIR: OnceLock<(Socket, Socket)> = OnceLock::new(Rank::Wakeup);
 
 /// Called once, before the client's thread starts.
 pub fn init() {

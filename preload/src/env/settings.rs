@@ -14,7 +14,10 @@
 
 use crate::{
     env::{amount::Amount, launcher, limits::EnvLimits},
-    sys::{c::environment, sync::OnceLock},
+    sys::{
+        c::environment,
+        sync::{OnceLock, Rank},
+    },
 };
 use core::ffi::CStr;
 use nvshare_wire::client::Engine;
@@ -41,7 +44,7 @@ pub struct Settings {
 }
 
 pub fn get() -> &'static Settings {
-    static SETTINGS: OnceLock<Settings> = OnceLock::new();
+    static SETTINGS: OnceLock<Settings> = OnceLock::new(Rank::Settings);
     SETTINGS.get_or_init(Settings::from_environment)
 }
 

@@ -5,7 +5,11 @@
 
 use crate::{
     gate::epoch,
-    sys::{c, sync::OnceLock, thread},
+    sys::{
+        c,
+        sync::{OnceLock, Rank},
+        thread,
+    },
 };
 use alloc::boxed::Box;
 use core::{
@@ -46,7 +50,7 @@ static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 static OURS: Slot = Slot::new();
 
 /// The key whose destructor returns a slot when its thread ends.
-static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
+static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new(Rank::ThreadKey);
 
 /// Called once, before the first slot is taken.
 pub fn init() {

@@ -1,6 +1,9 @@
 //! Answers of the scheduler that threads of the program wait for. The client's thread stores them.
 
-use crate::sys::{futex, sync::Mutex};
+use crate::sys::{
+    futex,
+    sync::{Mutex, Rank},
+};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// The scheduler's answers to requests for a higher limit on one GPU ([`super::limit_request`]).
@@ -16,7 +19,11 @@ pub struct LimitAnswers {
 
 impl LimitAnswers {
     pub const fn new() -> Self {
-        Self { count: AtomicU32::new(0), denied: Mutex::new((0, 0)), awaited: AtomicBool::new(false) }
+        Self {
+            count: AtomicU32::new(0),
+            denied: Mutex::new(Rank::DeniedLimit, (0, 0)),
+            awaited: AtomicBool::new(false),
+        }
     }
 
     /// A new limit has arrived, or there is another scheduler to ask, or none.

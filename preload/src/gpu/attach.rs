@@ -8,7 +8,11 @@ use crate::{
     env::trace::trace,
     gate::{self, closed},
     memory::space::Space,
-    sys::{futex, sync::Mutex, time::Instant},
+    sys::{
+        futex,
+        sync::{Mutex, Rank, waiting_for_client_thread},
+        time::Instant,
+    },
     work::capture,
 };
 use core::{sync::atomic::Ordering, time::Duration};
@@ -44,7 +48,7 @@ impl Gpu {
             if let Some(engine) = info.engine {
                 let mut space = Space::new(device, engine, info.total, info.env_max);
                 space.account.max = memory_limits::of(info.uuid);
-                let _ = gpu.space.set(Mutex::new(space));
+                let _ = gpu.space.set(Mutex::new(Rank::Space, space));
             }
         });
         which::now_in_use(gpu);
@@ -86,6 +90,7 @@ impl Gpu {
     /// Waits until the scheduler answers, or for a while. This includes a short absence of the scheduler: a client that
     /// reconnects is introduced again, and one that runs without a scheduler is admitted. `false` if the context is refused.
     fn wait_for_admission(&self) -> bool {
+        let _waiting = waiting_for_client_thread();
         let begin = Instant::now();
         while gate::is_active() {
             let state = self.admission.load(Ordering::SeqCst);

@@ -6,7 +6,7 @@ use crate::{
     env::trace::trace,
     gpu::Gpu,
     memory::{engine::GRANULE, slab},
-    sys::{futex, time::Instant},
+    sys::{futex, sync::waiting_for_client_thread, time::Instant},
 };
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
@@ -31,6 +31,7 @@ pub enum Outcome {
 pub fn raise(gpu: &Gpu, bytes: u64, limit: u64) -> Outcome {
     let Some(space) = gpu.space() else { return Outcome::Beyond };
     let bytes = if bytes <= slab::LARGEST { GRANULE } else { bytes.checked_next_multiple_of(GRANULE).unwrap_or(bytes) };
+    let _waiting = waiting_for_client_thread();
     let mut begin = Instant::now();
     let mut asked = false;
     loop {

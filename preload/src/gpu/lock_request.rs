@@ -4,7 +4,10 @@ use super::{Gpu, attached};
 use crate::{
     connection,
     gate::closed,
-    sys::{sync::Mutex, time::Instant},
+    sys::{
+        sync::{Mutex, Rank, waiting_for_client_thread},
+        time::Instant,
+    },
 };
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::ClientMessage;
@@ -16,6 +19,7 @@ impl Gpu {
     /// For a thread that found the gate closed: requests the lock and waits for a while.
     #[cold]
     pub fn wait(&self, reasons: u32) {
+        let _waiting = waiting_for_client_thread();
         self.gate.wait(reasons, WAIT_TIMEOUT, || {
             if self.gate.is_closed_for(closed::LOCK) {
                 self.request();
@@ -39,7 +43,7 @@ impl Gpu {
     /// Requests the lock from the scheduler, unless a request is pending.
     pub fn request(&self) {
         // One at a time: a request replaces the previous one, so the newest must be the one that knows most.
-        static ONE: Mutex<()> = Mutex::new(());
+        static ONE: Mutex<()> = Mutex::new(Rank::LockRequest, ());
         let _one = ONE.lock();
         if !self.introduced.load(Ordering::SeqCst) || self.requested.swap(true, Ordering::SeqCst) {
             return;

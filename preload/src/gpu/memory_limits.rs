@@ -1,13 +1,17 @@
 //! The limits that rules of the scheduler set on the program's memory, for each GPU. They also limit what the program sees
 //! ([`super::memory_info`]), even before it uses the GPU.
 
-use crate::{env::settings, gate, sys::sync::Mutex};
+use crate::{
+    env::settings,
+    gate,
+    sys::sync::{Mutex, Rank},
+};
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicBool, Ordering};
 use nvshare_wire::Uuid;
 
 /// The limit on each GPU, as the scheduler last said. It outlives the scheduler.
-static RULED: Mutex<Vec<(Uuid, u64)>> = Mutex::new(Vec::new());
+static RULED: Mutex<Vec<(Uuid, u64)>> = Mutex::new(Rank::RuledLimits, Vec::new());
 /// Whether there has ever been a limit. Most programs have none, and skip the look-ups.
 static IS_RULED: AtomicBool = AtomicBool::new(false);
 

@@ -9,12 +9,12 @@ use crate::{
     env::trace::trace,
     gate::epoch,
     gpu::{self, Gpu},
-    sys::sync::Mutex,
+    sys::sync::{Mutex, Rank},
 };
 
 /// Makes both GPUs, and the peers of either, peers of each other.
 pub fn couple(a: &'static Gpu, b: &'static Gpu) {
-    static ONE: Mutex<()> = Mutex::new(());
+    static ONE: Mutex<()> = Mutex::new(Rank::Coupling, ());
     if a.index == b.index || a.is_peer_of(b) {
         return;
     }
@@ -24,7 +24,7 @@ pub fn couple(a: &'static Gpu, b: &'static Gpu) {
     }
     // Moving chunks would come back with the rights that they left with, so moves end first.
     let (first, second) = if a.index < b.index { (a, b) } else { (b, a) };
-    let mut movers = [(first, first.moving.lock()), (second, second.moving.lock())];
+    let mut movers = [(first, first.moving.lock()), (second, second.moving.lock_beside())];
     for (gpu, mover) in &mut movers {
         if let Some(space) = gpu.space() {
             mover.rest(space, &|account| gpu.report(account));

@@ -7,7 +7,7 @@ use crate::{
     env::trace::trace,
     gate,
     gpu::{self, Gpu},
-    sys::{futex, time::Instant},
+    sys::{futex, sync::waiting_for_client_thread, time::Instant},
 };
 use core::{sync::atomic::Ordering, time::Duration};
 use nvshare_wire::{ClientMessage, version};
@@ -63,6 +63,7 @@ fn now() -> u64 {
 
 /// Asks for room. Returns whether there is any.
 fn make_room(gpu: &Gpu, bytes: u64) -> bool {
+    let _waiting = waiting_for_client_thread();
     let seen = gpu.reservation_answers.count.load(Ordering::SeqCst);
     let ask = || {
         let met = connection::generation();

@@ -8,7 +8,7 @@ use crate::{
     hooks::{self, deepbind, gated, hooks, lookup, peer_access},
     registry::{pinned, shared},
     sys::{
-        sync::Mutex,
+        sync::{Mutex, Rank},
         time::{self, Instant},
     },
     work::capture,
@@ -136,7 +136,7 @@ fn retain_primary(device: CUdevice) -> bool {
 
 /// Green contexts, each with the GPU whose primary context it belongs to. The primary context is retained as long, because a
 /// fence or mark there also waits for the work of the green context.
-static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Vec::new());
+static GREEN: Mutex<Vec<(usize, CUdevice)>> = Mutex::new(Rank::GreenContexts, Vec::new());
 
 fn making_green(place: *const P, device: CUdevice, real: impl FnOnce() -> CUresult) -> CUresult {
     if gate::is_active() && !crate::sys::errno::preserved(|| Gpu::attach(device, shared::introduce)) {

@@ -8,7 +8,10 @@
 use crate::{
     driver::{self, types::*},
     hooks::{self, deepbind, nvml, unknown},
-    sys::{c, sync::OnceLock},
+    sys::{
+        c,
+        sync::{OnceLock, Rank},
+    },
 };
 use alloc::vec::Vec;
 use core::{
@@ -272,7 +275,7 @@ pub fn hook_of(real: *mut c_void) -> *mut c_void {
 
 /// Pairs of real address and hook, sorted. Made when the driver is loaded; `None` before.
 pub fn table() -> Option<&'static [(usize, usize)]> {
-    static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new();
+    static TABLE: OnceLock<Vec<(usize, usize)>> = OnceLock::new(Rank::HookTable);
     if TABLE.get().is_none() {
         driver::loaded()?;
         // Outside the cell: a look-up takes the loader's lock, which a thread that waits for the cell may hold.

@@ -76,6 +76,11 @@ pub fn all() -> impl Iterator<Item = &'static Hook> {
         .chain(memory_info::HOOKS)
 }
 
+/// Whether this is the address of a hook.
+pub fn is_hook(address: usize) -> bool {
+    all().any(|hook| hook.hook as usize == address)
+}
+
 /// The meaning of a NULL stream: the legacy stream, or the calling thread's own in functions with a suffix that says so.
 #[derive(Debug, Clone, Copy)]
 pub struct Flavour {

@@ -5,7 +5,10 @@
 use crate::{
     driver::{self, library},
     hooks::interop,
-    sys::{errno, sync::OnceLock},
+    sys::{
+        errno,
+        sync::{OnceLock, Rank},
+    },
 };
 use alloc::vec::Vec;
 use core::{
@@ -49,7 +52,7 @@ fn thunk_at(thunk: usize) -> *mut c_void {
 
 /// The addresses of the functions that pass, sorted. Found when the driver is loaded; `None` before.
 fn passed() -> Option<&'static [usize]> {
-    static ADDRESSES: OnceLock<Vec<usize>> = OnceLock::new();
+    static ADDRESSES: OnceLock<Vec<usize>> = OnceLock::new(Rank::PassedFunctions);
     if ADDRESSES.get().is_none() {
         let driver = driver::loaded()?;
         let names = PASSED.split_inclusive(|byte| *byte == 0).filter_map(|name| CStr::from_bytes_with_nul(name).ok());

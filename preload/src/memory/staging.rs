@@ -9,7 +9,10 @@ use super::headroom::Claim;
 use crate::{
     driver::{self, context::with_current, types::SUCCESS},
     gate::threads,
-    sys::{sync::Mutex, thread},
+    sys::{
+        sync::{Mutex, Rank},
+        thread,
+    },
     work::capture,
 };
 use alloc::{sync::Arc, vec::Vec};
@@ -160,7 +163,8 @@ impl StagingAllocator {
         let mut unfilled = Buffer::reserve(sizes).unwrap_or_default();
         unfilled.reverse();
         let threads = thread::cpus().min(workers).min(sizes.len());
-        let (unfilled, filled) = (Mutex::new(unfilled), Mutex::new(Vec::new()));
+        let (unfilled, filled) =
+            (Mutex::new(Rank::UnfilledBuffers, unfilled), Mutex::new(Rank::FilledBuffers, Vec::new()));
         let queue = Arc::new(Queue { unfilled, filled, context, busy: AtomicU32::new(0) });
         for _ in 0..threads {
             queue.busy.fetch_add(1, Ordering::SeqCst);

@@ -8,7 +8,7 @@ use crate::{
         limit_request::{self, Outcome},
     },
     memory::engine::GRANULE,
-    sys::sync::Mutex,
+    sys::sync::{Mutex, Rank},
 };
 use alloc::collections::BTreeMap;
 
@@ -39,7 +39,8 @@ struct Table {
     mappings: BTreeMap<u64, u64>,
 }
 
-static TABLE: Mutex<Table> = Mutex::new(Table { pinned: BTreeMap::new(), mappings: BTreeMap::new() });
+static TABLE: Mutex<Table> =
+    Mutex::new(Rank::PinnedMemory, Table { pinned: BTreeMap::new(), mappings: BTreeMap::new() });
 
 /// Adds an allocation that the program has made.
 pub fn add(gpu: Option<&'static Gpu>, kind: Kind, name: u64, bytes: u64) {

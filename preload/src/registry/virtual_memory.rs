@@ -8,7 +8,7 @@ use crate::{
     driver::types::*,
     gpu::Gpu,
     memory::engine::{Flags, GRANULE},
-    sys::sync::Mutex,
+    sys::sync::{Mutex, Rank},
 };
 use alloc::{collections::BTreeMap, vec::Vec};
 
@@ -16,7 +16,7 @@ use alloc::{collections::BTreeMap, vec::Vec};
 const VIRTUAL: Handle = 0x6e76_0000_0000_0000;
 const NUMBER: Handle = !0 >> 16;
 
-pub static TABLE: Mutex<Table> = Mutex::new(Table::new());
+pub static TABLE: Mutex<Table> = Mutex::new(Rank::VirtualMemory, Table::new());
 
 #[derive(Debug)]
 pub struct Table {

@@ -14,6 +14,7 @@ pub mod file;
 pub mod futex;
 pub mod lock_file;
 pub mod once;
+mod rank;
 pub mod sync;
 pub mod thread;
 pub mod time;

@@ -1,3 +1,123 @@
 //! Locks: futexes without poisoning, which make a system call only under contention.
+//!
+//! Each has a [`Rank`]. Debug builds check that threads take them in the order of the ranks; other builds know nothing of it.
 
-pub use rustix_futex_sync::{Mutex, OnceLock, RwLock};
+use super::rank::Ranked;
+pub use super::rank::{Held, Rank};
+use core::ops::{Deref, DerefMut};
+use rustix_futex_sync as futex;
+
+#[derive(Debug)]
+pub struct Mutex<T> {
+    rank: Ranked,
+    inner: futex::Mutex<T>,
+}
+
+#[derive(Debug)]
+pub struct RwLock<T> {
+    rank: Ranked,
+    inner: futex::RwLock<T>,
+}
+
+/// A value that is made on first use.
+#[derive(Debug)]
+pub struct OnceLock<T> {
+    rank: Ranked,
+    inner: futex::OnceLock<T>,
+}
+
+/// A lock that is held.
+#[derive(Debug)]
+pub struct Guard<G> {
+    inner: G,
+    _held: Held,
+}
+
+impl<G: Deref> Deref for Guard<G> {
+    type Target = G::Target;
+
+    #[inline]
+    fn deref(&self) -> &Self::Target {
+        &self.inner
+    }
+}
+
+impl<G: DerefMut> DerefMut for Guard<G> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.inner
+    }
+}
+
+/// The calling thread waits for the client's thread until the result is dropped. It must hold no lock that the other takes.
+#[inline]
+pub fn waiting_for_client_thread() -> Held {
+    const RANK: Ranked = Ranked::new(Rank::ClientThread);
+    RANK.take()
+}
+
+impl<T> Mutex<T> {
+    pub const fn new(rank: Rank, value: T) -> Self {
+        Self { rank: Ranked::new(rank), inner: futex::Mutex::new(value) }
+    }
+
+    #[inline]
+    pub fn lock(&self) -> Guard<futex::MutexGuard<'_, T>> {
+        let held = self.rank.take();
+        Guard { inner: self.inner.lock(), _held: held }
+    }
+
+    /// The same while another of its rank may be held. The caller has an order among these.
+    #[inline]
+    pub fn lock_beside(&self) -> Guard<futex::MutexGuard<'_, T>> {
+        let held = self.rank.take_beside();
+        Guard { inner: self.inner.lock(), _held: held }
+    }
+}
+
+impl<T> RwLock<T> {
+    pub const fn new(rank: Rank, value: T) -> Self {
+        Self { rank: Ranked::new(rank), inner: futex::RwLock::new(value) }
+    }
+
+    /// Never while the same thread reads: another that waits to write would be between the two.
+    #[inline]
+    pub fn read(&self) -> Guard<futex::RwLockReadGuard<'_, T>> {
+        let held = self.rank.take();
+        Guard { inner: self.inner.read(), _held: held }
+    }
+
+    #[inline]
+    pub fn write(&self) -> Guard<futex::RwLockWriteGuard<'_, T>> {
+        let held = self.rank.take();
+        Guard { inner: self.inner.write(), _held: held }
+    }
+}
+
+impl<T> OnceLock<T> {
+    pub const fn new(rank: Rank) -> Self {
+        Self { rank: Ranked::new(rank), inner: futex::OnceLock::new() }
+    }
+
+    /// Waits for nothing.
+    #[inline]
+    pub fn get(&self) -> Option<&T> {
+        self.inner.get()
+    }
+
+    /// Waits while another thread makes the value, so it is a lock, also where the value is there already.
+    #[inline]
+    pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
+        let _held = self.rank.take();
+        self.inner.get_or_init(make)
+    }
+
+    /// Waits as [`get_or_init`](Self::get_or_init) does.
+    ///
+    /// # Errors
+    /// There is a value already.
+    pub fn set(&self, value: T) -> Result<(), T> {
+        let _held = self.rank.take();
+        self.inner.set(value)
+    }
+}

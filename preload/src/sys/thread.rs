@@ -1,4 +1,4 @@
-//! Threads of this library, and one word of thread-local storage for every thread.
+//! Threads of this library, and words of thread-local storage for every thread.
 
 use super::c;
 use alloc::boxed::Box;
@@ -83,60 +83,80 @@ pub fn cpus() -> usize {
     rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize).max(1)
 }
 
-// ---- one word a thread ----
+// ---- words of a thread ----
 
-// Thread-local storage in the initial-exec model, which costs two instructions, makes no call and exists as long as its thread.
-// In stable Rust only std has it.
-core::arch::global_asm!(
-    ".pushsection .tbss.nvshare_thread, \"awT\", @nobits",
-    ".balign 8",
-    ".globl nvshare_thread",
-    ".hidden nvshare_thread",
-    ".type nvshare_thread, @object",
-    ".size nvshare_thread, 8",
-    "nvshare_thread:",
-    ".zero 8",
-    ".popsection",
-);
+/// Declares a word of each thread, and a function that returns where the calling thread's is: thread-local storage in the
+/// initial-exec model, which costs two instructions, makes no call and exists as long as its thread. In stable Rust only std has it.
+macro_rules! word {
+    ($place:ident, $symbol:literal) => {
+        core::arch::global_asm!(
+            concat!(".pushsection .tbss.", $symbol, ", \"awT\", @nobits"),
+            ".balign 8",
+            concat!(".globl ", $symbol),
+            concat!(".hidden ", $symbol),
+            concat!(".type ", $symbol, ", @object"),
+            concat!(".size ", $symbol, ", 8"),
+            concat!($symbol, ":"),
+            ".zero 8",
+            ".popsection",
+        );
 
-/// The address of the calling thread's word.
-#[inline(always)]
-fn place() -> *mut *const c_void {
-    let place: *mut *const c_void;
-    // SAFETY: says where this thread's own storage is.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        core::arch::asm!(
-            "mov {place}, qword ptr fs:[0]",
-            "add {place}, qword ptr [rip + nvshare_thread@GOTTPOFF]",
-            place = out(reg) place,
-            options(pure, readonly, nostack),
-        );
-    }
-    // SAFETY: as above.
-    #[cfg(target_arch = "aarch64")]
-    unsafe {
-        core::arch::asm!(
-            "mrs {thread}, tpidr_el0",
-            "adrp {place}, :gottprel:nvshare_thread",
-            "ldr {place}, [{place}, :gottprel_lo12:nvshare_thread]",
-            "add {place}, {place}, {thread}",
-            thread = out(reg) _,
-            place = out(reg) place,
-            options(pure, readonly, nostack, preserves_flags),
-        );
-    }
-    place
+        #[inline(always)]
+        fn $place() -> *mut usize {
+            let place: *mut usize;
+            // SAFETY: says where this thread's own storage is.
+            #[cfg(target_arch = "x86_64")]
+            unsafe {
+                core::arch::asm!(
+                    "mov {place}, qword ptr fs:[0]",
+                    concat!("add {place}, qword ptr [rip + ", $symbol, "@GOTTPOFF]"),
+                    place = out(reg) place,
+                    options(pure, readonly, nostack),
+                );
+            }
+            // SAFETY: as above.
+            #[cfg(target_arch = "aarch64")]
+            unsafe {
+                core::arch::asm!(
+                    "mrs {thread}, tpidr_el0",
+                    concat!("adrp {place}, :gottprel:", $symbol),
+                    concat!("ldr {place}, [{place}, :gottprel_lo12:", $symbol, "]"),
+                    "add {place}, {place}, {thread}",
+                    thread = out(reg) _,
+                    place = out(reg) place,
+                    options(pure, readonly, nostack, preserves_flags),
+                );
+            }
+            place
+        }
+    };
 }
+
+word!(place, "nvshare_thread");
+#[cfg(debug_assertions)]
+word!(ranks_place, "nvshare_ranks");
 
 /// The calling thread's word; NULL until it is set.
 #[inline(always)]
 pub fn mine() -> *const c_void {
     // SAFETY: this thread's own storage.
-    unsafe { place().read() }
+    unsafe { place().cast::<*const c_void>().read() }
 }
 
 pub fn set_mine(word: *const c_void) {
     // SAFETY: as above.
-    unsafe { place().write(word) }
+    unsafe { place().cast::<*const c_void>().write(word) }
+}
+
+/// The ranks of the locks that the calling thread holds, as bits ([`super::rank`]).
+#[cfg(debug_assertions)]
+pub fn ranks() -> u64 {
+    // SAFETY: as above.
+    unsafe { ranks_place().cast::<u64>().read() }
+}
+
+#[cfg(debug_assertions)]
+pub fn set_ranks(ranks: u64) {
+    // SAFETY: as above.
+    unsafe { ranks_place().cast::<u64>().write(ranks) }
 }

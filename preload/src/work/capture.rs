@@ -7,15 +7,15 @@ use super::streams::context_of;
 use crate::{
     driver::{self, types::*},
     gate::{self, epoch, threads},
-    sys::sync::{Mutex, RwLock},
+    sys::sync::{Mutex, Rank, RwLock},
 };
 use alloc::{vec, vec::Vec};
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// The number of captures in this process. Changed under the write lock of [`STARTING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
-static STARTING: RwLock<()> = RwLock::new(());
-static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Vec::new());
+static STARTING: RwLock<()> = RwLock::new(Rank::CaptureStart, ());
+static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Rank::Captures, Vec::new());
 
 /// A stream that captures, and its context.
 #[derive(Debug, Clone, Copy)]

@@ -25,7 +25,10 @@ mod streams;
 pub use fence::Fence;
 pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
-use crate::{driver::types::*, sys::sync::Mutex};
+use crate::{
+    driver::types::*,
+    sys::sync::{Mutex, Rank},
+};
 use alloc::{
     collections::{BTreeMap, VecDeque},
     sync::Arc,
@@ -90,19 +93,22 @@ impl Work {
             full: AtomicBool::new(false),
             slowest: AtomicU64::new(0),
             peers: AtomicU64::new(0),
-            synchronizing: Mutex::new(()),
-            inner: Mutex::new(Inner {
-                contexts: Vec::new(),
-                streams: BTreeMap::new(),
-                closed_streams: Vec::new(),
-                marks: VecDeque::new(),
-                outstanding: 0,
-                window: FIRST_WINDOW,
-                longest: 0,
-                abandoned: None,
-                futile_waits: 0,
-                prune_threshold: MIN_PRUNE_THRESHOLD,
-            }),
+            synchronizing: Mutex::new(Rank::Synchronizing, ()),
+            inner: Mutex::new(
+                Rank::Work,
+                Inner {
+                    contexts: Vec::new(),
+                    streams: BTreeMap::new(),
+                    closed_streams: Vec::new(),
+                    marks: VecDeque::new(),
+                    outstanding: 0,
+                    window: FIRST_WINDOW,
+                    longest: 0,
+                    abandoned: None,
+                    futile_waits: 0,
+                    prune_threshold: MIN_PRUNE_THRESHOLD,
+                },
+            ),
         }
     }
 

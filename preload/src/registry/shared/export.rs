@@ -7,7 +7,7 @@ use crate::{
     gpu::{self, Gpu},
     memory::space::{Export, Exported},
     sys::{
-        sync::OnceLock,
+        sync::{OnceLock, Rank},
         time::{self, Instant},
     },
 };
@@ -25,7 +25,7 @@ use rustix::{
 /// The longest wait for the scheduler to read that this process exports memory.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(200);
 /// The name of this process as an exporter, made at its first export.
-static KEY: OnceLock<Option<Secret>> = OnceLock::new();
+static KEY: OnceLock<Option<Secret>> = OnceLock::new(Rank::ExportKey);
 
 fn random() -> Option<Secret> {
     let mut bytes = [0; 16];

@@ -8,7 +8,7 @@ use crate::{
     env::trace::trace,
     gpu::{self, Gpu},
     memory::{engine::GRANULE, space::Allocation},
-    sys::sync::Mutex,
+    sys::sync::{Mutex, Rank},
     work::Fence,
 };
 use alloc::{collections::BTreeMap, vec::Vec};
@@ -23,7 +23,7 @@ use rustix::fd::{AsRawFd, OwnedFd};
 const FOREIGN: u64 = 1 << 40;
 
 pub static REGISTRY: Mutex<SharedMemoryRegistry> =
-    Mutex::new(SharedMemoryRegistry { imports: BTreeMap::new(), opening: None });
+    Mutex::new(Rank::Imports, SharedMemoryRegistry { imports: BTreeMap::new(), opening: None });
 /// Whether there are imports, so that most callers need not take the lock.
 pub static ANY_IMPORTS: AtomicBool = AtomicBool::new(false);
 

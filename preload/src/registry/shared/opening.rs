@@ -7,7 +7,12 @@ use super::{
     question::{Answer, ask},
 };
 use crate::{
-    connection::outbox, driver::types::*, env::trace::trace, gpu::Gpu, memory::engine::GRANULE, sys::sync::Mutex,
+    connection::outbox,
+    driver::types::*,
+    env::trace::trace,
+    gpu::Gpu,
+    memory::engine::GRANULE,
+    sys::sync::{Mutex, Rank},
 };
 use core::sync::atomic::Ordering;
 use nvshare_wire::ClientMessage;
@@ -17,7 +22,7 @@ const MAX_BYTES: u64 = 1 << 46;
 
 /// Opens one of our handles in this context of that GPU. Returns the address of the allocation here.
 pub fn open(handle: &IpcHandle, gpu: &'static Gpu, context: usize) -> Result<u64, CUresult> {
-    static ONE: Mutex<()> = Mutex::new(());
+    static ONE: Mutex<()> = Mutex::new(Rank::Opening, ());
     let handle = ExportHandle::read(handle).ok_or(ERROR_INVALID_VALUE)?;
     if export::key() == Some(handle.exporter) {
         return Err(ERROR_INVALID_CONTEXT);

@@ -6,7 +6,7 @@ use crate::{
     driver::types::*,
     sys::{
         futex,
-        sync::Mutex,
+        sync::{Mutex, Rank, waiting_for_client_thread},
         time::{self, Instant},
     },
 };
@@ -24,7 +24,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The pending request, of which there is one at a time.
-static QUESTION: Mutex<Option<Question>> = Mutex::new(None);
+static QUESTION: Mutex<Option<Question>> = Mutex::new(Rank::Question, None);
 /// Counts answers. The requesting thread sleeps on it.
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 
@@ -54,6 +54,7 @@ pub fn answered(ticket: u32, outcome: Sharing, bytes: u64, chunk: u64, descripto
 /// Requests the chunks from number `first` on.
 pub fn ask(handle: &ExportHandle, first: u32) -> Result<Answer, CUresult> {
     static TICKETS: AtomicU32 = AtomicU32::new(0);
+    let _waiting = waiting_for_client_thread();
     let begin = Instant::now();
     let mut asked = false;
     let mut met = connection::generation();

@@ -1,0 +1,217 @@
+//! The order in which a thread takes locks, so that no two threads ever wait for each other.
+//!
+//! An [`Once`](super::once::Once) has no rank: who waits for it does not wait for ever.
+
+/// All locks of the library, the outermost first. While a thread holds one, it takes only later ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Rank {
+    /// The green contexts.
+    GreenContexts,
+    /// One thread at a time opens memory of another process, which takes as long as that one takes to answer.
+    Opening,
+    /// No lock: waiting at a gate, or for an answer, for which the client's thread must act. It takes none of those before.
+    ClientThread,
+    /// The memory that the program maps itself: calls that change what a handle or an address means.
+    VirtualMemory,
+    /// One thread at a time makes GPUs peers.
+    Coupling,
+    /// A GPU's mover. Those of several GPUs are taken in the GPUs' order.
+    Mover,
+    /// Introducing a GPU to the scheduler.
+    Introduction,
+    /// Attaching to a GPU for the first time.
+    Attachment,
+    /// What this process has opened of others.
+    Imports,
+    /// The request to another process that is pending.
+    Question,
+    /// The allocations that the driver makes.
+    PinnedMemory,
+    /// A GPU's allocations and their account. Reports are sent under it, so that the newest is the last.
+    Space,
+    /// What kind of GPU it is.
+    GpuInfo,
+    /// A thread waits for a context, which is not destroyed meanwhile.
+    Synchronizing,
+    /// A GPU's contexts, streams and marks. Points are recorded under it, in contexts that are not destroyed meanwhile.
+    Work,
+    /// No capture begins or ends while it is read.
+    CaptureStart,
+    /// The captures.
+    Captures,
+    /// Host buffers without pages.
+    UnfilledBuffers,
+    /// Host buffers that are ready.
+    FilledBuffers,
+    /// One thread at a time asks for the lock of GPUs.
+    LockRequest,
+    /// The last request for a higher limit that was denied.
+    DeniedLimit,
+    /// The limits that rules set.
+    RuledLimits,
+    /// The name of this process as an exporter.
+    ExportKey,
+    /// Messages that go before the next report.
+    Outbox,
+    /// The connection: one message at a time.
+    Connection,
+    /// The connection that was made before CUDA was initialised.
+    EarlyConnection,
+    /// The GPUs that the process sees.
+    VisibleGpus,
+    /// Which hook stands for which function.
+    HookTable,
+    /// Where the functions are that are known to pass.
+    PassedFunctions,
+    /// What wakes the client's thread.
+    Wakeup,
+    /// The key by which ended threads give back their slots.
+    ThreadKey,
+    /// The environment, which everything reads that prints a trace.
+    Settings,
+}
+
+#[cfg(debug_assertions)]
+pub use checked::{Held, Ranked};
+#[cfg(not(debug_assertions))]
+pub use unchecked::{Held, Ranked};
+
+/// Release builds: nothing is kept and nothing is done.
+#[cfg(not(debug_assertions))]
+mod unchecked {
+    #[derive(Debug)]
+    pub struct Ranked;
+
+    #[derive(Debug)]
+    pub struct Held;
+
+    impl Ranked {
+        pub const fn new(_: super::Rank) -> Self {
+            Self
+        }
+
+        #[inline(always)]
+        pub fn take(&self) -> Held {
+            Held
+        }
+
+        #[inline(always)]
+        pub fn take_beside(&self) -> Held {
+            Held
+        }
+    }
+}
+
+/// Debug builds: each thread has a word with a bit for each rank that it holds. A handler of a signal that interrupts a thread finds
+/// what the thread holds, and the child of a fork what the thread held that forked.
+#[cfg(debug_assertions)]
+mod checked {
+    use super::Rank;
+    use crate::sys::thread;
+    use core::fmt::Write as _;
+
+    /// The rank of a lock.
+    #[derive(Debug)]
+    pub struct Ranked(Rank);
+
+    /// The calling thread holds a lock of this rank.
+    #[derive(Debug)]
+    pub struct Held {
+        /// 0 if it holds another of this rank.
+        bit: u64,
+    }
+
+    impl Ranked {
+        pub const fn new(rank: Rank) -> Self {
+            Self(rank)
+        }
+
+        /// The thread is about to take the lock.
+        pub fn take(&self) -> Held {
+            self.take_within(!0 << self.0 as u32)
+        }
+
+        /// The same where the thread may hold others of this rank.
+        pub fn take_beside(&self) -> Held {
+            self.take_within((!0 << self.0 as u32) << 1)
+        }
+
+        fn take_within(&self, forbidden: u64) -> Held {
+            let held = thread::ranks();
+            if held & forbidden != 0 {
+                violation(self.0, held);
+            }
+            let bit = 1 << self.0 as u32 & !held;
+            thread::set_ranks(held | bit);
+            Held { bit }
+        }
+    }
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            thread::set_ranks(thread::ranks() & !self.bit);
+        }
+    }
+
+    struct Stderr;
+
+    impl core::fmt::Write for Stderr {
+        fn write_str(&mut self, text: &str) -> core::fmt::Result {
+            // SAFETY: that many bytes.
+            unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
+            Ok(())
+        }
+    }
+
+    /// Two threads could wait for each other. Only tests run debug builds, and they must not miss it.
+    #[cold]
+    fn violation(rank: Rank, held: u64) -> ! {
+        let highest = u64::BITS - 1 - held.leading_zeros();
+        let _ = writeln!(
+            Stderr,
+            "nvshare: takes a lock of rank {rank:?} ({}) while it holds {highest} ({held:#b})",
+            rank as u8
+        );
+        // SAFETY: it ends the process.
+        unsafe { libc::abort() }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn what_is_held_is_known_until_it_is_given_back() {
+            let (outer, inner) = (Ranked::new(Rank::Space), Ranked::new(Rank::Settings));
+            let bits = |ranks: &[Rank]| ranks.iter().fold(0, |bits, rank| bits | 1 << *rank as u64);
+            let first = outer.take();
+            let second = inner.take();
+            assert_eq!(thread::ranks(), bits(&[Rank::Space, Rank::Settings]));
+            drop(first);
+            assert_eq!(thread::ranks(), bits(&[Rank::Settings]));
+            let beside = inner.take_beside();
+            drop(beside);
+            assert_eq!(thread::ranks(), bits(&[Rank::Settings]));
+            drop(second);
+            assert_eq!(thread::ranks(), 0);
+            std::thread::spawn(move || drop(outer.take())).join().expect("a thread of its own holds nothing");
+        }
+
+        #[test]
+        fn the_wrong_order_ends_the_process() {
+            const CHILD: &str = "NVSHARE_TEST_WRONG_ORDER";
+            if std::env::var_os(CHILD).is_some() {
+                let _inner = Ranked::new(Rank::Work).take();
+                let _outer = Ranked::new(Rank::Space).take();
+                return;
+            }
+            let program = std::env::current_exe().expect("this program");
+            let name = "sys::rank::checked::tests::the_wrong_order_ends_the_process";
+            let mut command = std::process::Command::new(program);
+            let ended = command.args([name, "--exact", "--nocapture"]).env(CHILD, "1").output().expect("a child");
+            let said = std::string::String::from_utf8_lossy(&ended.stderr).into_owned();
+            assert!(!ended.status.success() && said.contains("takes a lock of rank Space"), "{said}");
+        }
+    }
+}
