@@ -205,6 +205,21 @@ fn programs_that_exit_while_memory_moves_do_so_at_once_and_with_their_status() {
     assert!(machine.trace().iter().any(|m| m.what == "evict"), "no memory had to move");
 }
 
+/// Natively that is an error like any other.
+#[test]
+fn a_gpu_that_does_not_exist_concerns_nobody() {
+    let machine = Machine::with_scheduler(pressed());
+    let words = [
+        "mix --mem 60M --chunks 4 --reps 2 --rounds 40 --cpu-ms 20 --no-device 1",
+        "mix --mem 60M --chunks 4 --reps 2 --rounds 60",
+    ];
+    let mut programs = words.map(|words| machine.program(words).start());
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    let log = machine.scheduler_log();
+    assert!(!log.contains("violation"), "{log}");
+    assert_eq!(machine.trace().iter().filter(|m| m.what == "connect").count(), 2, "nobody connects anew");
+}
+
 #[test]
 fn a_stopped_holder_does_not_keep_others_that_fit_from_running() {
     for anti_thrash in ["on", "auto"] {

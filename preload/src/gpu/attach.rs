@@ -4,7 +4,7 @@
 use super::{Gpu, find, info::Info, memory_limits, unsupported, which};
 use crate::{
     connection,
-    driver::types::*,
+    driver::{self, types::*},
     env::trace::trace,
     gate::{self, closed},
     memory::space::Space,
@@ -34,10 +34,20 @@ mod admission {
 /// The longest wait for an answer. After that the program creates its context all the same.
 const ADMISSION_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// Whether the driver has a GPU of that ordinal.
+fn exists(device: CUdevice) -> bool {
+    let mut count = 0;
+    // SAFETY: a valid place.
+    unsafe { driver::cuDeviceGetCount(&mut count) == SUCCESS && (0..count).contains(&device) }
+}
+
 impl Gpu {
     /// Called before the program creates a context on this GPU: introduces the GPU to the scheduler and waits for admission.
     /// `false` if the context is refused.
     pub fn attach(device: CUdevice, tell_imports: TellImports) -> bool {
+        if !exists(device) {
+            return true; // the driver's call returns the error
+        }
         let Some((gpu, info)) = find(device).and_then(|gpu| Some((gpu, gpu.identify(device)?))) else {
             which::other_in_use();
             return true;

@@ -4,7 +4,7 @@
 use super::{Outcome, Random, expect};
 use crate::{
     args::Args,
-    cuda::{self, Buffer, Gpu, Kind},
+    cuda::{self, Buffer, Gpu, Kind, cu},
     report::Report,
 };
 use std::{
@@ -14,6 +14,7 @@ use std::{
 
 /// Elements that are copied out and compared one by one, in each chunk.
 const SAMPLES: u64 = 64;
+const INVALID_DEVICE: u32 = 101;
 
 pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let kind = Kind::parse(args.text("kind", "alloc")).ok_or("--kind: want alloc, vmm, managed or async")?;
@@ -36,6 +37,11 @@ pub fn run(args: &Args, report: &mut Report) -> Outcome {
     let (mut busy, mut longest) = (Duration::ZERO, Duration::ZERO);
     for round in 0..rounds {
         let (seed, value) = (random.next() as u32, random.next() as u32);
+        if args.given("no-device") {
+            let (ordinal, mut context) = (args.size("no-device", "1") as i32, 0);
+            let refused = cu!(cuDevicePrimaryCtxRetain(&mut context, ordinal)).err().map_or(0, |e| e.code);
+            expect("result of a context on a GPU that does not exist", refused, INVALID_DEVICE)?;
+        }
         let start = Instant::now();
         for buffer in &buffers {
             gpu.mix(buffer.at, buffer.count(), seed, 0)?;
