@@ -321,6 +321,25 @@ fn a_restarted_scheduler_learns_what_there_is() {
 
 /// Driver calls that only the library makes here, each of which fails now and then: the memory moves nevertheless, later or
 /// slower, and the program sees none of it.
+/// The driver also says "unknown error" where only that call has failed: the context is as good as before.
+#[test]
+fn an_unknown_error_of_one_call_does_not_make_a_context_count_as_broken() {
+    let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuEventQuery"];
+    let fails = calls.iter().flat_map(|call| (0..40).map(move |i| format!("{call}:{}", 2 + 5 * i)));
+    let machine = Machine::with_scheduler(pressed());
+    let words = "mix --mem 64M --chunks 4 --reps 3 --rounds 16";
+    let with_failures = machine.program(words).env("CUDA_SIM_FAIL", &fails.collect::<Vec<_>>().join(","));
+    let mut failing = with_failures.env("CUDA_SIM_FAIL_AS", "999").start();
+    let mut other = machine.program(words).start();
+    failing.finish();
+    other.finish();
+    machine.wait_until_empty();
+    let log = fs::read_to_string(machine.path("gpu/failed")).unwrap_or_default();
+    let failed: BTreeSet<&str> = log.lines().filter_map(|line| line.split_whitespace().nth(1)).collect();
+    assert_eq!(failed, BTreeSet::from(calls));
+    assert!(!machine.scheduler_log().contains("contexts are broken"));
+}
+
 #[test]
 fn moves_survive_driver_calls_that_fail() {
     const CALLS: [&str; 10] = [

@@ -1,6 +1,6 @@
 //! The calling thread's current context.
 
-use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, types::*};
+use super::{check, cuCtxGetCurrent, cuCtxPopCurrent_v2, cuCtxPushCurrent_v2, cuStreamIsCapturing, types::*};
 
 /// The current context; NULL if there is none.
 ///
@@ -44,9 +44,30 @@ pub fn is_broken(result: CUresult) -> bool {
     matches!(result, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 | 999)
 }
 
-/// Whether this error means that nothing runs in the context any more.
+/// Whether this error of a call means that nothing runs in the current context any more.
 pub fn is_dead(result: CUresult) -> bool {
+    // The driver also returns this one where only the call has failed: the import of a chunk, for instance [H200, driver 580].
+    if result == ERROR_UNKNOWN { is_current_broken() } else { is_dead_without_doubt(result) }
+}
+
+/// The same for a context that need not be current.
+pub fn is_dead_in(context: usize, result: CUresult) -> bool {
+    if result == ERROR_UNKNOWN {
+        with_current(context, is_current_broken).unwrap_or(true)
+    } else {
+        is_dead_without_doubt(result)
+    }
+}
+
+fn is_dead_without_doubt(result: CUresult) -> bool {
     is_broken(result) || matches!(result, ERROR_DEINITIALIZED | ERROR_INVALID_CONTEXT)
+}
+
+/// Whether the current context is broken, by an illegal address for instance: every call must then return the driver's error.
+pub fn is_current_broken() -> bool {
+    let mut status = STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
+    is_broken(unsafe { cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
 }
 
 #[cfg(test)]

@@ -32,6 +32,7 @@ pub const ERROR_NOT_FOUND: CUresult = 500;
 pub const ERROR_NOT_READY: CUresult = 600;
 
 pub const ERROR_NOT_SUPPORTED: CUresult = 801;
+pub const ERROR_UNKNOWN: CUresult = 999;
 pub const ERROR_NO_DEVICE: CUresult = 100;
 pub const ERROR_SYSTEM_NOT_READY: CUresult = 802;
 

@@ -4,7 +4,7 @@
 //! The driver's own handles and events are left to the driver.
 
 use crate::{
-    driver::types::*,
+    driver::{context::is_current_broken, types::*},
     gate::{self, closed},
     gpu,
     hooks::{hooks, memory},
@@ -30,7 +30,7 @@ const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 pub struct MemHandle(IpcHandle);
 
 fn export(place: *mut MemHandle, address: CUdeviceptr, real: impl Fn() -> CUresult) -> CUresult {
-    let own = registry::find_own(address).filter(|_| !place.is_null() && shared::is_offered() && !memory::is_broken());
+    let own = registry::find_own(address).filter(|_| !place.is_null() && shared::is_offered() && !is_current_broken());
     let Some((gpu, _)) = own else { return real() };
     crate::sys::errno::preserved(|| {
         let begin = Instant::now();

@@ -4,7 +4,11 @@
 
 use crate::{
     connection,
-    driver::{self, check, context::current_context, types::*},
+    driver::{
+        self, check,
+        context::{current_context, is_current_broken},
+        types::*,
+    },
     env::{settings, trace::trace},
     gate::{self, closed, threads},
     gpu::{
@@ -144,7 +148,7 @@ fn allocate_managed(place: *mut CUdeviceptr, size: Size, flags: u32, real: impl 
 /// The current context; `None` if it does not work, so that the driver must return the error.
 pub(super) fn working_context() -> Result<Option<usize>, CUresult> {
     let context = current_context()?;
-    Ok(Some(context as usize).filter(|context| *context != 0 && !is_broken()))
+    Ok(Some(context as usize).filter(|context| *context != 0 && !is_current_broken()))
 }
 
 /// Allocates memory, and tries again for a while if there is none.
@@ -277,13 +281,6 @@ fn free_managed(address: CUdeviceptr) -> Option<CUresult> {
     if gate::is_active() { crate::sys::errno::preserved(|| gpu::attached().find_map(free)) } else { None }
 }
 
-/// Whether the current context is broken, by an illegal address for instance: every call must then return the driver's error.
-pub(super) fn is_broken() -> bool {
-    let mut status = STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: a valid place. It is the cheapest of the calls that tell, and is allowed at any time.
-    driver::context::is_broken(unsafe { driver::cuStreamIsCapturing(CTX_DEFAULT_STREAM, &mut status) })
-}
-
 /// Whether the allocation can be exported to other processes.
 fn is_exportable(address: CUdeviceptr, gpu: &Gpu) -> bool {
     let can = |space: &Mutex<Space>| {
@@ -379,14 +376,14 @@ hooks! { real, flavour;
     }
     [cuMemAllocManaged] (place: *mut CUdeviceptr, size: Size, flags: u32) { allocate_managed(place, size, flags, real) }
     [cuMemFree_v2] (address: CUdeviceptr) {
-        if is_broken() {
+        if is_current_broken() {
             return real();
         }
         if let Some(result) = free_managed(address) {
             return result;
         }
         match free(address) {
-            true if is_broken() => real(), // by the work that it has waited for
+            true if is_current_broken() => real(), // by the work that it has waited for
             true => SUCCESS,
             false => pinned::free(Kind::Address, address, real),
         }
@@ -394,7 +391,7 @@ hooks! { real, flavour;
 
     [cuMemGetAddressRange_v2] (base: *mut CUdeviceptr, size: *mut Size, address: CUdeviceptr) {
         let allocated = registry::find(address).map(|(_, allocation)| Ok((allocation.base, allocation.size)));
-        let (begin, len) = match allocated.or_else(|| address_info::extent(address)).filter(|_| !is_broken()) {
+        let (begin, len) = match allocated.or_else(|| address_info::extent(address)).filter(|_| !is_current_broken()) {
             Some(Ok(extent)) => extent,
             Some(Err(error)) => return error,
             None => return real(),

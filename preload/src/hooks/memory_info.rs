@@ -1,13 +1,14 @@
 //! Queries about the size of a GPU's memory, all answered alike ([`crate::gpu::memory_info`]).
 
 use crate::{
-    driver::{self, context::current_context, types::*},
+    driver::{
+        self,
+        context::{current_context, is_current_broken},
+        types::*,
+    },
     gate,
     gpu::{self, memory_info, memory_limits},
-    hooks::{
-        hooks,
-        memory::{is_broken, put},
-    },
+    hooks::{hooks, memory::put},
 };
 
 /// Lowers the size of a GPU that the driver has reported to what the program can have of it.
@@ -38,7 +39,7 @@ hooks! { real, flavour;
     [cuMemGetInfo_v2] (free: *mut Size, total: *mut Size) {
         let gpu = if gate::is_active() { gpu::current() } else { None };
         let Some(gpu) = gpu.filter(|gpu| gpu.space().is_some()) else { return real() };
-        if current_context().is_ok_and(|context| context.is_null()) || is_broken() {
+        if current_context().is_ok_and(|context| context.is_null()) || is_current_broken() {
             return real();
         }
         let told = memory_info::of(gpu, gpu.total(), || {

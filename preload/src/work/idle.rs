@@ -8,7 +8,7 @@ use super::{Fence, Work, point::Point};
 use crate::{
     driver::{
         self,
-        context::{is_dead, with_current},
+        context::{is_dead_in, with_current},
         types::*,
     },
     gate::threads,
@@ -52,7 +52,7 @@ impl Work {
         for context in self.inner.lock().contexts.iter_mut().filter(|context| !context.foreign) {
             match with_current(context.handle, || context.record_all()).flatten() {
                 Ok(point) => points.push(point),
-                Err(error) if is_dead(error) => {} // nothing runs there any more
+                Err(error) if is_dead_in(context.handle, error) => {} // nothing runs there any more
                 Err(error) => return Err(error),
             }
         }
@@ -83,7 +83,7 @@ impl Work {
                 false => unsafe { driver::cuCtxSynchronize() },
             })
         });
-        if result.is_ok_and(|result| result == SUCCESS || is_dead(result)) {
+        if result.is_ok_and(|result| result == SUCCESS || is_dead_in(point.context, result)) {
             point.set_done();
         }
     }

@@ -1,7 +1,7 @@
 //! Points: events in the program's streams behind what a stream was given so far, and the contexts that they belong to.
 
 use crate::{
-    driver::{self, check, context::is_dead, types::*},
+    driver::{self, check, context::is_dead_in, types::*},
     work::capture,
 };
 use alloc::{sync::Arc, vec::Vec};
@@ -36,7 +36,7 @@ impl Point {
         }
         // SAFETY: points are done before their context is destroyed.
         let result = capture::beside(|_| unsafe { driver::cuEventQuery(self.event as CUevent) });
-        let done = result == SUCCESS || is_dead(result);
+        let done = result == SUCCESS || is_dead_in(self.context, result);
         if done {
             self.set_done();
         }

@@ -70,7 +70,7 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
             return Err(Error::NOT_INITIALIZED);
         }
         if meant_to_fail(symbol) {
-            return Err(Error::OUT_OF_MEMORY);
+            return Err(Error(cuda_sim_gpus::Config::get().fail_as));
         }
         call()
     };

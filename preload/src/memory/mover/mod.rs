@@ -19,7 +19,7 @@ mod transfer;
 
 use crate::{
     driver::{
-        context::{is_dead, with_current},
+        context::{is_dead_in, with_current},
         types::*,
     },
     env::trace::trace,
@@ -238,7 +238,7 @@ impl Mover {
                     self.ready.push(ready);
                     return Ok(context);
                 }
-                Err(error) if is_dead(error) => {}
+                Err(error) if is_dead_in(context, error) => {}
                 Err(_) => stop = Stop::GpuFull,
             }
         }

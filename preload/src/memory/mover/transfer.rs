@@ -2,7 +2,7 @@
 
 use super::Mover;
 use crate::{
-    driver::{self, check, types::*},
+    driver::{self, check, context::is_dead, types::*},
     env::trace::trace,
     memory::{
         account::Account,
@@ -136,7 +136,8 @@ impl Mover {
                     false => driver::cuEventQuery(first.event),
                 }
             };
-            if there == ERROR_NOT_READY {
+            // An event that is gone went with its context. Any other error concerns the call alone.
+            if !(matches!(there, SUCCESS | ERROR_INVALID_HANDLE) || is_dead(there)) {
                 return;
             }
             if let Some(transfer) = self.transfers.pop_front() {

@@ -59,8 +59,10 @@ pub struct Config {
     pub exclusive: Vec<usize>,
     /// `CUDA_SIM_DRIVER`: the CUDA version of the driver, as `cuDriverGetVersion` says it.
     pub driver: i32,
-    /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails with out of memory.
+    /// `CUDA_SIM_FAIL`: `symbol:n,…`, the n-th call of a symbol fails.
     pub fail: HashMap<String, BTreeSet<u64>>,
+    /// `CUDA_SIM_FAIL_AS`: with which error.
+    pub fail_as: u32,
 }
 
 /// What NVML says of the processes that use a GPU.
@@ -110,6 +112,7 @@ impl Config {
             }),
             exclusive: list("CUDA_SIM_EXCLUSIVE", |gpu| gpu.parse().ok()),
             driver: size("CUDA_SIM_DRIVER", 13000) as i32,
+            fail_as: size("CUDA_SIM_FAIL_AS", 2) as u32,
             fail: env::var("CUDA_SIM_FAIL").map(|text| failures(&text)).unwrap_or_default(),
         }
     }
