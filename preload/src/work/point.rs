@@ -27,8 +27,8 @@ impl Point {
         self.done.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the event is done, or nothing will ever run in its context again. Any other answer (beside a capture that went
-    /// wrong, say) counts as not done.
+    /// Whether the event is done, or nothing will ever run in its context again. An event that is gone went with its context: it
+    /// is destroyed by nobody else. Any other answer (beside a capture that went wrong, say) counts as not done.
     pub fn is_done(&self) -> bool {
         let done = self.done.load(Ordering::Relaxed);
         if done || self.event == 0 {
@@ -36,7 +36,7 @@ impl Point {
         }
         // SAFETY: points are done before their context is destroyed.
         let result = capture::beside(|_| unsafe { driver::cuEventQuery(self.event as CUevent) });
-        let done = result == SUCCESS || is_dead_in(self.context, result);
+        let done = matches!(result, SUCCESS | ERROR_INVALID_HANDLE) || is_dead_in(self.context, result);
         if done {
             self.set_done();
         }
