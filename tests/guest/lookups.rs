@@ -2,6 +2,7 @@
 //! mean what they mean without the library.
 
 use crate::compare::*;
+use serde_json::Value;
 use test_support::machine::*;
 
 #[test]
@@ -110,7 +111,7 @@ fn a_program_looks_up_in_constructors_and_in_signal_handlers() {
 }
 
 #[test]
-#[ignore = "the simulated driver starts a thread of its own, which needs the loader's lock"]
+#[ignore = "the simulated driver starts a thread with the first work in a stream, which needs the loader's lock"]
 fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
     let (host, mut free) = Host::occupied();
     let (plugin, program) = (host.library("constructor"), host.program("gated"));
@@ -123,6 +124,23 @@ fn a_constructor_that_waits_at_the_gate_stops_nobody_else() {
     assert_eq!(program.poll(), None);
     free();
     assert_eq!(end(&mut program).stdout, "allocated\nconstructed\nworked\n");
+}
+
+/// All that the client's thread needs of the driver was made ready before: nothing in an eviction waits for the loader's lock.
+#[test]
+fn memory_leaves_for_the_first_time_while_a_constructor_runs() {
+    let host = Host::new();
+    let (until, plugin, program) = (host.0.path("until"), host.library("until"), host.program("loading"));
+    let case = host.case(&program, &[&plugin.to_string_lossy()]).env("UNTIL", &until.to_string_lossy());
+    let mut loading = case.start();
+    wait_for("the constructor", || loading.stdout().contains("constructing").then_some(()));
+    host.0.program("mix --mem 150M --reps 1 --rounds 2").start().finish();
+    let swapped = |client: &Value| client["gpus"][0]["swapped"].as_u64().expect("bytes");
+    let status = host.0.status();
+    assert!(status["clients"].as_array().expect("clients").iter().any(|client| swapped(client) > 50 * MIB), "{status}");
+    assert_eq!(loading.poll(), None);
+    std::fs::write(&until, "").expect("a file");
+    assert_eq!(end(&mut loading).stdout, "constructing\nworked\n");
 }
 
 #[test]

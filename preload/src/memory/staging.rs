@@ -16,10 +16,7 @@ use crate::{
     work::capture,
 };
 use alloc::{sync::Arc, vec::Vec};
-use core::{
-    ffi::c_void,
-    sync::atomic::{AtomicU32, Ordering},
-};
+use core::ffi::c_void;
 use rustix::{
     io::Errno,
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
@@ -143,17 +140,36 @@ impl Drop for Buffer {
 }
 
 /// Allocates buffers on several threads, since most of the time goes into touching pages. Buffers are used as they come.
+///
+/// The first call of a thread to the driver may wait for the loader's lock, which another thread holds while it runs constructors
+/// of a library: perhaps until this eviction is over. So nobody waits for a thread that has not come that far; the thread that
+/// takes the buffers allocates them by itself.
 #[derive(Debug)]
 pub struct StagingAllocator(Arc<Queue>);
 
+/// What [`StagingAllocator::take`] finds.
+#[derive(Debug)]
+pub enum Taken {
+    Buffer(Buffer),
+    /// Threads are allocating.
+    Later,
+    /// The host has no room, or no such buffer was asked for.
+    Nothing,
+}
+
 #[derive(Debug)]
 struct Queue {
-    /// Buffers without pages. The last is needed first.
-    unfilled: Mutex<Vec<Buffer>>,
-    filled: Mutex<Vec<Buffer>>,
     context: usize,
-    /// The number of running threads.
-    busy: AtomicU32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Buffers without pages. The last is needed first.
+    unfilled: Vec<Buffer>,
+    /// Those that threads have taken from there.
+    filling: usize,
+    filled: Vec<Buffer>,
 }
 
 impl StagingAllocator {
@@ -162,54 +178,80 @@ impl StagingAllocator {
     pub fn start(sizes: &[u64], context: usize, workers: usize) -> Self {
         let mut unfilled = Buffer::reserve(sizes).unwrap_or_default();
         unfilled.reverse();
-        let threads = thread::cpus().min(workers).min(sizes.len());
-        let (unfilled, filled) =
-            (Mutex::new(Rank::UnfilledBuffers, unfilled), Mutex::new(Rank::FilledBuffers, Vec::new()));
-        let queue = Arc::new(Queue { unfilled, filled, context, busy: AtomicU32::new(0) });
-        for _ in 0..threads {
-            queue.busy.fetch_add(1, Ordering::SeqCst);
+        let state = State { unfilled, filling: 0, filled: Vec::new() };
+        let queue = Arc::new(Queue { context, state: Mutex::new(Rank::StagingBuffers, state) });
+        for _ in 0..thread::cpus().min(workers).min(sizes.len()) {
             let worker = queue.clone();
-            if !threads::spawn(c"nvshare-host", move || worker.run()) {
-                queue.busy.fetch_sub(1, Ordering::SeqCst);
-            }
+            threads::spawn(c"nvshare-host", move || worker.run());
         }
         Self(queue)
     }
 
-    /// A finished buffer of that size.
-    pub fn take(&self, len: u64) -> Option<Buffer> {
-        let mut filled = self.0.filled.lock();
-        let at = filled.iter().position(|buffer| buffer.len() == len)?;
-        Some(filled.swap_remove(at))
+    /// A buffer of that size, with its pages: one that is finished, or a new one while no thread is allocating.
+    pub fn take(&self, len: u64) -> Taken {
+        let mut state = self.0.state.lock();
+        if let Some(at) = state.filled.iter().position(|buffer| buffer.len() == len) {
+            return Taken::Buffer(state.filled.swap_remove(at));
+        }
+        if state.filling > 0 {
+            return Taken::Later;
+        }
+        let Some(at) = state.unfilled.iter().rposition(|buffer| buffer.len() == len) else { return Taken::Nothing };
+        let buffer = state.unfilled.remove(at);
+        drop(state);
+        if self.0.fill(&buffer) { Taken::Buffer(buffer) } else { Taken::Nothing }
     }
 
-    /// Whether more buffers will come.
-    pub fn is_busy(&self) -> bool {
-        self.0.busy.load(Ordering::SeqCst) > 0
+    /// Whether all buffers are finished for which the host has room.
+    pub fn is_done(&self) -> bool {
+        let state = self.0.state.lock();
+        state.unfilled.is_empty() && state.filling == 0
     }
 
     /// Allocates no more than what has been started.
     pub fn stop(&self) {
-        self.0.unfilled.lock().clear();
+        self.0.stop();
     }
 
     /// The finished buffers that have not been taken.
     pub fn rest(&self) -> Vec<Buffer> {
-        core::mem::take(&mut self.0.filled.lock())
+        core::mem::take(&mut self.0.state.lock().filled)
     }
 }
 
 impl Queue {
     fn run(&self) {
-        loop {
-            let Some(mut buffer) = self.unfilled.lock().pop() else { break };
-            if !buffer.fill() {
-                self.unfilled.lock().clear(); // the host has no room for more
-                break;
+        let _ = with_current(self.context, || {
+            while let Some(mut buffer) = self.next() {
+                let filled = self.fill(&buffer);
+                if filled {
+                    buffer.register(self.context);
+                }
+                let mut state = self.state.lock();
+                state.filling -= 1;
+                state.filled.extend(filled.then_some(buffer));
             }
-            let _ = with_current(self.context, || buffer.register(self.context));
-            self.filled.lock().push(buffer);
+        });
+    }
+
+    fn next(&self) -> Option<Buffer> {
+        let mut state = self.state.lock();
+        let buffer = state.unfilled.pop()?;
+        state.filling += 1;
+        Some(buffer)
+    }
+
+    /// Allocates the pages of a buffer. If the host has no room for them, it has none for the others.
+    fn fill(&self, buffer: &Buffer) -> bool {
+        let filled = buffer.fill();
+        if !filled {
+            self.stop();
         }
-        self.busy.fetch_sub(1, Ordering::SeqCst);
+        filled
+    }
+
+    fn stop(&self) {
+        let unfilled = core::mem::take(&mut self.state.lock().unfilled);
+        drop(unfilled); // not under the lock: unmapping takes its time
     }
 }

@@ -40,10 +40,8 @@ pub enum Rank {
     CaptureStart,
     /// The captures.
     Captures,
-    /// Host buffers without pages.
-    UnfilledBuffers,
-    /// Host buffers that are ready.
-    FilledBuffers,
+    /// Host buffers that are being allocated.
+    StagingBuffers,
     /// One thread at a time asks for the lock of GPUs.
     LockRequest,
     /// The last request for a higher limit that was denied.

@@ -178,14 +178,18 @@ impl Stream {
         }
         queue.waiting.push_back(Op { work, after });
         queue.heavy += usize::from(heavy);
+        self.start_worker(&mut queue);
+        self.changed.notify_all();
+        Point { stream: self.clone(), count }
+    }
+
+    fn start_worker(self: &Arc<Self>, queue: &mut Queue) {
         if !queue.worker {
             queue.worker = true;
             let stream = self.clone();
             let started = thread::Builder::new().name("cuda-sim".into()).spawn(move || stream.work());
             started.expect("cuda-sim: no thread for a stream");
         }
-        self.changed.notify_all();
-        Point { stream: self.clone(), count }
     }
 
     /// The stream's thread.
@@ -282,6 +286,8 @@ pub fn create_in(context: &Arc<Context>, stream: *mut usize, flags: u32, priorit
     context.join(&new);
     let gate: Vec<Point> =
         context.gate.lock().unwrap_or_else(|e| e.into_inner()).iter().filter(|p| !p.reached()).cloned().collect();
+    // Not with the first work: that may be beside a constructor, and a new thread waits for the loader's lock.
+    new.start_worker(&mut new.lock());
     if !gate.is_empty() {
         new.enqueue(Work::Nothing, gate);
     }

@@ -11,7 +11,7 @@ use crate::{
         account::Account,
         chunk::{Chunk, HostCopy, Leaving, Residency},
         space::Space,
-        staging::StagingAllocator,
+        staging::Taken,
     },
     sys::{sync::Mutex, time::Instant},
 };
@@ -103,17 +103,22 @@ impl Mover {
             }
             Some(copy) => copy.buffer,
             None => {
-                let comes = self.staging.as_ref().is_some_and(StagingAllocator::is_busy);
                 let spare = space.lock().take_free_buffer(len);
-                let found = spare.or_else(|| self.staging.as_ref()?.take(len));
-                let found = if comes { found } else { found.or_else(|| space.lock().take_copy(len)) };
-                let Some(buffer) = found else {
-                    let residency = Residency::Gpu { handle, copy: None };
-                    if comes {
-                        let chunk = Chunk { offset, len, flags, residency };
+                let taken = match (spare, &self.staging) {
+                    (Some(spare), _) => Taken::Buffer(spare),
+                    (None, Some(staging)) => staging.take(len),
+                    (None, None) => Taken::Nothing,
+                };
+                let found = match taken {
+                    Taken::Buffer(buffer) => Some(buffer),
+                    Taken::Later => {
+                        let chunk = Chunk { offset, len, flags, residency: Residency::Gpu { handle, copy: None } };
                         return Ok(Some((Leaving { base, chunk, is_copied, fingerprint }, POLL_INTERVAL)));
                     }
-                    space.lock().put(base, offset, residency);
+                    Taken::Nothing => space.lock().take_copy(len),
+                };
+                let Some(buffer) = found else {
+                    space.lock().put(base, offset, Residency::Gpu { handle, copy: None });
                     return Err(Stop::HostFull);
                 };
                 buffer

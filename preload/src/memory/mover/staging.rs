@@ -70,12 +70,12 @@ impl Mover {
         if !self.preparing {
             staging.stop();
         }
-        let busy = staging.is_busy();
+        let done = staging.is_done();
         space.lock().keep_buffers(staging.rest());
-        if !busy {
+        if done {
             self.staging = None;
             self.preparing = false;
         }
-        !busy
+        done
     }
 }
