@@ -58,7 +58,6 @@ struct Guest {
     harm: Option<(i32, &'static str)>,
     /// Stopped until then.
     stopped: Option<Instant>,
-    managed: bool,
     /// There was a time when nobody could make room for it: it may be refused memory.
     alone: bool,
 }
@@ -74,9 +73,8 @@ impl Guest {
     /// It was told that there is no memory, by a call that asked for some: an allocation, or a context.
     fn was_refused(&self) -> bool {
         let said = self.program.stdout();
-        // Where pages fault in, any call may be the one that finds no room.
         let asked = ["cuMemAlloc", "cuDevicePrimaryCtxRetain", "cuCtxCreate"].iter().any(|call| said.contains(call));
-        (asked || self.managed) && said.contains("CUDA_ERROR_OUT_OF_MEMORY")
+        asked && said.contains("CUDA_ERROR_OUT_OF_MEMORY")
     }
 
     /// It has ended: was that right? Says how it ended.
@@ -182,7 +180,7 @@ impl Episode {
         let (program, since) = (launch.start(), Instant::now());
         // See `who_starts_right_after_the_scheduler_is_back_gets_room`.
         let alone = self.schedulers > 1 && since - self.scheduler_since < ACQUAINTANCE;
-        self.guests.push(Guest { program, since, harm: None, stopped: None, managed, alone });
+        self.guests.push(Guest { program, since, harm: None, stopped: None, alone });
     }
 
     /// Lets go on what was stopped for long enough, brings the scheduler back, and looks at those that ended.
@@ -194,9 +192,8 @@ impl Episode {
                 self.scheduler = Scheduler::Runs;
             }
             Scheduler::Away { since, until } if now >= until => {
-                // What newcomers are given before it is back is missing for memory that faults in.
                 let all = since.elapsed() >= RETURN_PATIENCE;
-                self.guests.iter_mut().for_each(|guest| guest.alone |= all || guest.managed);
+                self.guests.iter_mut().for_each(|guest| guest.alone |= all);
                 self.machine.start_scheduler();
                 (self.schedulers, self.scheduler_since) = (self.schedulers + 1, Instant::now());
                 self.watch = Watch::new(&self.machine.path(&format!("trace-{}", self.schedulers)));

@@ -57,11 +57,12 @@ impl Work {
         Some(fence)
     }
 
-    /// Whether everything behind the fence in one context of this GPU is done.
-    pub fn is_done_in(&self, fence: &Fence, context: usize) -> bool {
+    /// Whether everything behind the fence in one context of this GPU is done; `None` if the driver does not say.
+    pub fn is_done_in(&self, fence: &Fence, context: usize) -> Option<bool> {
         // The context is not destroyed meanwhile.
         let _inner = self.inner.lock();
-        fence.points.iter().filter(|point| point.context == context).all(|point| point.is_done())
+        let points = fence.points.iter().filter(|point| point.context == context);
+        points.map(|point| point.progress()).find(|progress| *progress != Some(true)).unwrap_or(Some(true))
     }
 
     /// Whether everything behind the fence is done. A fence that is done stays done and costs nothing to ask.

@@ -27,20 +27,27 @@ impl Point {
         self.done.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the event is done, or nothing will ever run in its context again. An event that is gone went with its context: it
-    /// is destroyed by nobody else. Any other answer (beside a capture that went wrong, say) counts as not done.
+    /// Whether the event is known to be done.
     pub fn is_done(&self) -> bool {
+        self.progress() == Some(true)
+    }
+
+    /// Whether the event is done, or nothing will ever run in its context again. An event that is gone went with its context: it
+    /// is destroyed by nobody else. `None` after any other error (beside a capture that went wrong, say), which tells nothing.
+    pub fn progress(&self) -> Option<bool> {
         let done = self.done.load(Ordering::Relaxed);
         if done || self.event == 0 {
-            return done;
+            return Some(done);
         }
         // SAFETY: points are done before their context is destroyed.
-        let result = capture::beside(|_| unsafe { driver::cuEventQuery(self.event as CUevent) });
-        let done = matches!(result, SUCCESS | ERROR_INVALID_HANDLE) || is_dead_in(self.context, result);
-        if done {
-            self.set_done();
+        match capture::beside(|_| unsafe { driver::cuEventQuery(self.event as CUevent) }) {
+            ERROR_NOT_READY => Some(false),
+            result if matches!(result, SUCCESS | ERROR_INVALID_HANDLE) || is_dead_in(self.context, result) => {
+                self.set_done();
+                Some(true)
+            }
+            _ => None,
         }
-        done
     }
 }
 

@@ -40,7 +40,7 @@ impl Fill {
         while done < len {
             context.error()?;
             let piece = step.min(len - done);
-            managed::fault(at + done, piece, context.gpu)?;
+            managed::fault(at + done, piece, context.gpu);
             let cost = Duration::from_nanos((u128::from(piece) * 1_000_000_000 / u128::from(bandwidth)) as u64);
             let touch = Touch { gpu: context.gpu, write: true, copy: true };
             Engine::get(context.gpu, EngineKind::Compute)

@@ -178,7 +178,7 @@ fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
     if result % 8 != 0 {
         return Err(Error::MISALIGNED_ADDRESS);
     }
-    managed::fault(result, 8, context.gpu)?;
+    managed::fault(result, 8, context.gpu);
     memory::touch(result, 8, Touch { gpu: context.gpu, write: true, copy: false }, |at, len| {
         if len == 8 {
             // SAFETY: eight writable, aligned bytes.
@@ -236,7 +236,7 @@ fn sweep(context: &Context, at: u64, count: u64, pass: Pass, mut f: impl FnMut(u
     while done < bytes {
         context.error()?;
         let len = step.min(bytes - done);
-        managed::fault(at + done, len, context.gpu)?;
+        managed::fault(at + done, len, context.gpu);
         let traffic = if pass == Pass::Update { 2 * len } else { len };
         let cost = Duration::from_nanos((u128::from(traffic) * 1_000_000_000 / u128::from(bandwidth)) as u64);
         Engine::get(context.gpu, EngineKind::Compute).run(cost, || {

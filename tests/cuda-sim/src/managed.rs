@@ -1,7 +1,7 @@
 //! Managed memory: usable by the host and by GPUs at one address, on a GPU only while something there needs it.
 //!
 //! Residency is kept in blocks. A kernel that touches blocks that are not on its GPU waits while they fault in; others
-//! leave when there is no room, this process' or another's.
+//! leave when there is no room, this process' or another's. Where nothing else can leave, kernels use blocks over the link.
 
 use crate::{
     context, device,
@@ -91,10 +91,8 @@ pub fn free(mapping: &Mapping, managed: &Managed) {
 }
 
 /// Brings what a piece of work is about to touch to its GPU, and takes the time for it.
-pub fn fault(at: u64, len: u64, gpu: usize) -> Done {
-    let bytes = migrate(at, len, gpu)?;
-    pay(bytes, Config::get().fault_bandwidth, gpu, EngineKind::In);
-    Ok(())
+pub fn fault(at: u64, len: u64, gpu: usize) {
+    pay(migrate(at, len, gpu), Config::get().fault_bandwidth, gpu, EngineKind::In);
 }
 
 /// Moves a range to a GPU, or to the host.
@@ -106,7 +104,7 @@ pub fn prefetch(at: u64, len: u64, gpu: Option<usize>) -> Done {
             let mut from = at;
             while from < end {
                 let piece = memory::PIECE.min(end - from);
-                pay(migrate(from, piece, gpu)?, bandwidth, gpu, EngineKind::In);
+                pay(migrate(from, piece, gpu), bandwidth, gpu, EngineKind::In);
                 from += piece;
             }
         }
@@ -161,11 +159,11 @@ fn blocks(at: u64, len: u64) -> Vec<(Arc<Managed>, usize, usize)> {
     found
 }
 
-/// Makes a range resident; returns how many bytes had to move.
-fn migrate(at: u64, len: u64, gpu: usize) -> Result<u64, Error> {
+/// Makes a range resident as far as there is room; returns how many bytes cross the link for that.
+fn migrate(at: u64, len: u64, gpu: usize) -> u64 {
     let blocks = blocks(at, len);
     if blocks.is_empty() {
-        return Ok(0);
+        return 0;
     }
     let mut table = lock(&TABLE);
     table.reconcile(gpu);
@@ -182,17 +180,17 @@ fn migrate(at: u64, len: u64, gpu: usize) -> Result<u64, Error> {
                 table.believed[other] -= GRANULARITY;
                 Account::get().give_managed(other, GRANULARITY);
             }
+            moved += GRANULARITY;
             if !Account::get().take_managed(gpu, GRANULARITY) {
                 lock(&managed.state).gpu[block] = None;
-                return Err(Error::OUT_OF_MEMORY);
+                continue;
             }
             lock(&managed.state).gpu[block] = Some(gpu);
             table.believed[gpu] += GRANULARITY;
             table.reconcile_except(gpu, Some((&managed, block)));
-            moved += GRANULARITY;
         }
     }
-    Ok(moved)
+    moved
 }
 
 impl Table {

@@ -340,7 +340,8 @@ impl Space {
         if freed.fence.is_none() {
             freed.fence = work.fence_for_freeing();
         }
-        freed.fence.as_ref().map(|fence| !work.is_done_in(fence, freed.allocation.context))
+        let done = work.is_done_in(freed.fence.as_ref()?, freed.allocation.context)?;
+        Some(!done)
     }
 
     /// Frees the allocation at this address, which the program does not know yet.

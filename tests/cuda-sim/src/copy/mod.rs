@@ -108,7 +108,7 @@ impl Copy {
             let piece = step.min(len - done);
             for (end, at) in [(&self.to, to), (&self.from, from)] {
                 if end.device() {
-                    managed::fault(at + done, piece, context.gpu)?;
+                    managed::fault(at + done, piece, context.gpu);
                 }
             }
             let cost = Duration::from_nanos((u128::from(piece) * 1_000_000_000 / u128::from(bandwidth)) as u64);
