@@ -279,7 +279,8 @@ class Run:
             time.sleep(MEASURED)
             rounds = self.directory / "rounds.jsonl"
             if mode == "swapped":
-                spared = self.arguments.context * (processes + 1)
+                # Each process with tests may start one, as those of IPC do; one more is on its way out.
+                spared = self.arguments.context * (2 * processes + 1)
                 with rounds.open("w") as file:
                     words = [sys.executable, __file__, "--compete", str(spared)]
                     competitor = subprocess.Popen(words, stdout=file, env=os.environ | environment)
