@@ -4,6 +4,7 @@
 mod bus;
 mod clients;
 mod fake_polkit;
+mod journal;
 mod metrics;
 mod polkit;
 mod private_bus;

@@ -1,28 +1,28 @@
-//! Log lines as native entries of the journal: each field by its name (`NVSHARE_CLIENT=`, `NVSHARE_GPU=`, …), and the
-//! `MESSAGE_ID` that the catalog explains. A thread sends them, since journald may read late: if it falls far behind,
-//! lines are dropped and counted, and the scheduling loop never waits.
+//! The way of log lines to the journal. The thread that logs makes each line a [`Line`], a value that owns its fields, and
+//! goes on. A thread of its own gives lines to tracing-journald, which writes their fields by name (`NVSHARE_CLIENT=`,
+//! `NVSHARE_GPU=`, …) with the `MESSAGE_ID` that the catalog explains. journald may read late, and writing to it then waits:
+//! if it falls far behind, lines are dropped and counted, and the scheduling loop never waits.
 
+use std::collections::HashMap;
 use std::fmt::{self, Write as _};
 use std::io;
-use std::os::unix::net::UnixDatagram;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use tracing::field::{Field, Visit};
-use tracing::{Event, Level, Subscriber};
-use tracing_subscriber::Layer;
-use tracing_subscriber::layer::Context;
+use tracing::field::{Field, Value, Visit};
+use tracing::{Event, Metadata, Subscriber, warn};
+use tracing_journald::{Priority, PriorityMappings};
+use tracing_subscriber::layer::{Context, Layered, SubscriberExt};
+use tracing_subscriber::{Layer, Registry};
 
 use super::messages;
 
-pub const SOCKET: &str = "/run/systemd/journal/socket";
 const IDENTIFIER: &str = "nvshare-scheduler";
 /// The prefix of the names of our own fields.
-const PREFIX: &str = "NVSHARE_";
+const PREFIX: &str = "NVSHARE";
 /// Lines that may wait for journald.
 const MAX_WAITING: usize = 4096;
 /// Longer values are cut.
@@ -30,33 +30,32 @@ const MAX_VALUE: usize = 4096;
 /// Time that a daemon which ends waits for its last lines to be read.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(300);
 
+/// One log line: where it is in the code, with its level and the names of its fields, and the fields' values in that order.
+#[derive(Debug)]
+struct Line {
+    metadata: &'static Metadata<'static>,
+    values: Vec<Option<String>>,
+}
+
 #[derive(Debug)]
 enum Entry {
-    Line(Vec<u8>),
-    /// Everything before this has been sent.
+    Line(Line),
+    /// Everything before this has been written.
     Flush(mpsc::Sender<()>),
 }
 
-/// The layer that makes entries of events.
+/// The layer that passes lines to the thread.
 #[derive(Debug)]
-pub struct Journal {
-    sender: Sender,
-    left_out: AtomicU64,
-}
+pub struct Journal(Sender);
 
-/// The way of entries to the journal.
+/// The way of lines to the thread.
 #[derive(Clone)]
 pub struct Sender {
     entries: SyncSender<Entry>,
-    /// The socket and the entries for the thread, until it is started.
-    waiting: Arc<Mutex<Option<Waiting>>>,
-}
-
-#[derive(Debug)]
-struct Waiting {
-    socket: UnixDatagram,
-    path: PathBuf,
-    entries: Receiver<Entry>,
+    /// Number of lines that were dropped since that was last logged.
+    lost: Arc<AtomicU64>,
+    /// The entries for the thread, until it is started.
+    waiting: Arc<Mutex<Option<Receiver<Entry>>>>,
 }
 
 impl fmt::Debug for Sender {
@@ -66,16 +65,28 @@ impl fmt::Debug for Sender {
 }
 
 impl Sender {
-    /// Starts the thread; until then entries are kept.
+    /// Starts the thread; until then lines are kept.
     pub fn begin(&self) {
-        let waiting = self.waiting.lock().ok().and_then(|mut waiting| waiting.take());
-        let Some(Waiting { socket, path, entries }) = waiting else { return };
+        self.begin_with(Writer { open: journald, by_id: HashMap::new() });
+    }
+
+    fn begin_with<L: Layer<Registry> + Send>(&self, mut writer: Writer<L>) {
+        let Some(entries) = self.waiting.lock().ok().and_then(|mut waiting| waiting.take()) else { return };
+        let lost = self.lost.clone();
         let run = move || {
             for entry in entries {
                 match entry {
-                    // By the socket's path, so that a restarted journal receives the next line.
-                    Entry::Line(line) => drop(socket.send_to(&line, &path)),
+                    Entry::Line(line) => {
+                        if writer.write(&line).is_err() {
+                            lost.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
                     Entry::Flush(reply) => drop(reply.send(())),
+                }
+                // journald reads again. This line comes after those that already wait.
+                if let left_out @ 1.. = lost.swap(0, Ordering::Relaxed) {
+                    let text = "log lines were lost: the journal did not accept them in time";
+                    warn!(name: "log-lines-lost", left_out, "{left_out} {text}");
                 }
             }
         };
@@ -83,7 +94,7 @@ impl Sender {
         let _ = thread::Builder::new().name("journal".into()).spawn(run);
     }
 
-    /// Waits a moment until what was logged has been sent.
+    /// Waits a moment until what was logged has been written.
     pub fn flush(&self) {
         self.begin();
         let (reply, flushed) = mpsc::channel();
@@ -94,160 +105,166 @@ impl Sender {
 }
 
 /// Connects to the journal.
-pub fn connect(path: &Path) -> io::Result<(Journal, Sender)> {
-    UnixDatagram::unbound()?.connect(path)?;
-    let socket = UnixDatagram::unbound()?;
-    let (sender, entries) = mpsc::sync_channel(MAX_WAITING);
-    let waiting = Waiting { socket, path: path.into(), entries };
-    let sender = Sender { entries: sender, waiting: Arc::new(Mutex::new(Some(waiting))) };
-    Ok((Journal { sender: sender.clone(), left_out: AtomicU64::new(0) }, sender))
+///
+/// # Errors
+/// If journald does not run.
+pub fn connect() -> io::Result<(Journal, Sender)> {
+    tracing_journald::layer()?;
+    Ok(channel())
+}
+
+fn channel() -> (Journal, Sender) {
+    let (entries, waiting) = mpsc::sync_channel(MAX_WAITING);
+    let sender = Sender { entries, lost: Arc::default(), waiting: Arc::new(Mutex::new(Some(waiting))) };
+    (Journal(sender.clone()), sender)
 }
 
 impl<S: Subscriber> Layer<S> for Journal {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
-        let line = entry(event, self.left_out.load(Ordering::Relaxed));
-        match self.sender.entries.try_send(Entry::Line(line)) {
-            Ok(()) => self.left_out.store(0, Ordering::Relaxed),
-            Err(TrySendError::Full(_)) => drop(self.left_out.fetch_add(1, Ordering::Relaxed)),
-            Err(TrySendError::Disconnected(_)) => {}
+        let metadata = event.metadata();
+        let mut line = Line { metadata, values: vec![None; metadata.fields().len()] };
+        event.record(&mut line);
+        match self.0.entries.try_send(Entry::Line(line)) {
+            Err(TrySendError::Full(_)) => drop(self.0.lost.fetch_add(1, Ordering::Relaxed)),
+            Ok(()) | Err(TrySendError::Disconnected(_)) => {}
         }
     }
 }
 
-fn entry(event: &Event<'_>, left_out: u64) -> Vec<u8> {
-    let metadata = event.metadata();
-    let mut entry = Writer(Vec::with_capacity(512));
-    let priority = match *metadata.level() {
-        Level::ERROR => "3",
-        Level::WARN => "4",
-        Level::INFO => "6",
-        _ => "7",
-    };
-    entry.put("PRIORITY", priority);
-    entry.put("SYSLOG_IDENTIFIER", IDENTIFIER);
-    if let Some(id) = messages::id(metadata.name()) {
-        entry.put("MESSAGE_ID", id);
-    }
-    if let (Some(file), Some(line)) = (metadata.file(), metadata.line()) {
-        entry.put("CODE_FILE", file);
-        entry.put("CODE_LINE", &line.to_string());
-    }
-    if left_out > 0 {
-        entry.put("NVSHARE_LEFT_OUT", &left_out.to_string());
-    }
-    event.record(&mut entry);
-    entry.0
-}
-
-/// Writes fields in the journal's form: the name, a newline, the length in eight bytes, the value, a newline.
-struct Writer(Vec<u8>);
-
-impl Writer {
-    fn put(&mut self, name: &str, value: &str) {
-        let end = (0..=value.len().min(MAX_VALUE)).rev().find(|at| value.is_char_boundary(*at)).unwrap_or(0);
-        let value = value.as_bytes().get(..end).unwrap_or_default();
-        self.0.extend_from_slice(name.as_bytes());
-        self.0.push(b'\n');
-        self.0.extend_from_slice(&(value.len() as u64).to_le_bytes());
-        self.0.extend_from_slice(value);
-        self.0.push(b'\n');
-    }
-
-    fn put_field(&mut self, field: &Field, value: &str) {
-        match field.name() {
-            "message" => self.put("MESSAGE", value),
-            name => {
-                let upper: String = name
-                    .chars()
-                    .map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_uppercase() } else { '_' })
-                    .collect();
-                self.put(&format!("{PREFIX}{upper}"), value);
-            }
+impl Line {
+    fn put(&mut self, field: &Field, mut value: String) {
+        if value.len() > MAX_VALUE {
+            let end = (0..=MAX_VALUE).rev().find(|at| value.is_char_boundary(*at)).unwrap_or(0);
+            value.truncate(end);
+        }
+        if let Some(place) = self.values.get_mut(field.index()) {
+            *place = Some(value);
         }
     }
 }
 
-impl Visit for Writer {
+impl Visit for Line {
     fn record_str(&mut self, field: &Field, value: &str) {
-        self.put_field(field, value);
+        self.put(field, value.to_owned());
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         let mut text = String::new();
         let _ = write!(text, "{value:?}");
-        self.put_field(field, &text);
+        self.put(field, text);
+    }
+}
+
+/// tracing-journald with the id of a message, as one of its constant fields.
+fn journald(id: Option<&'static str>) -> io::Result<tracing_journald::Layer> {
+    let priorities =
+        PriorityMappings { info: Priority::Informational, debug: Priority::Debug, ..PriorityMappings::new() };
+    let layer = tracing_journald::layer()?
+        .with_field_prefix(Some(PREFIX.into()))
+        .with_syslog_identifier(IDENTIFIER.into())
+        .with_priority_mappings(priorities);
+    Ok(layer.with_custom_fields(id.map(|id| ("MESSAGE_ID", id))))
+}
+
+/// Writes lines. There is a layer for each message id that has occurred, since a layer's constant fields are set once.
+///
+/// The layers are used directly: as dispatchers of tracing they would have every thread ask them about each line, also about
+/// those that are not logged.
+struct Writer<L> {
+    open: fn(Option<&'static str>) -> io::Result<L>,
+    by_id: HashMap<Option<&'static str>, Layered<L, Registry>>,
+}
+
+impl<L: Layer<Registry>> Writer<L> {
+    fn write(&mut self, line: &Line) -> io::Result<()> {
+        use std::collections::hash_map::Entry::{Occupied, Vacant};
+
+        let layer = match self.by_id.entry(messages::id(line.metadata.name())) {
+            Occupied(known) => known.into_mut(),
+            Vacant(new) => {
+                let layer = (self.open)(*new.key())?;
+                new.insert(tracing_subscriber::registry().with(layer))
+            }
+        };
+        let values: Vec<Option<&dyn Value>> =
+            line.values.iter().map(|value| value.as_ref().map(|value| value as &dyn Value)).collect();
+        layer.event(&Event::new(line.metadata, &line.metadata.fields().value_set_all(&values)));
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-
-    use tracing_subscriber::layer::SubscriberExt;
+    use std::sync::mpsc::Sender as Channel;
 
     use super::*;
 
-    fn fields(mut entry: &[u8]) -> BTreeMap<String, String> {
-        let mut fields = BTreeMap::new();
-        while let Some(end) = entry.iter().position(|b| *b == b'\n') {
-            let name = String::from_utf8(entry[..end].to_vec()).expect("ASCII");
-            let (length, rest) = entry[end + 1..].split_first_chunk().expect("a length");
-            let (value, rest) = rest.split_at(u64::from_le_bytes(*length) as usize);
-            assert_eq!(rest[0], b'\n');
-            fields.insert(name, String::from_utf8(value.to_vec()).expect("UTF-8"));
-            entry = &rest[1..];
+    /// A line as it arrives in place of the journal.
+    #[derive(Debug, Default)]
+    struct Written(BTreeMap<String, String>);
+
+    impl Visit for Written {
+        fn record_str(&mut self, field: &Field, value: &str) {
+            self.0.insert(field.name().to_owned(), value.to_owned());
         }
-        fields
+
+        fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+            panic!("{field} is no text: {value:?}");
+        }
     }
 
+    /// In place of journald: it reads when it may.
+    struct Reader {
+        id: Option<&'static str>,
+        lines: Lines,
+    }
+
+    type Lines = Channel<(Option<&'static str>, Written)>;
+    static READER: Mutex<Option<Lines>> = Mutex::new(None);
+    /// Held while journald is stuck.
+    static STUCK: Mutex<()> = Mutex::new(());
+
+    impl<S: Subscriber> Layer<S> for Reader {
+        fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+            drop(STUCK.lock());
+            let mut written = Written::default();
+            event.record(&mut written);
+            let _ = self.lines.send((self.id, written));
+        }
+    }
+
+    fn reader(id: Option<&'static str>) -> io::Result<Reader> {
+        let lines = READER.lock().expect("the channel").clone();
+        lines.map(|lines| Reader { id, lines }).ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    /// One test, since both parts use the statics.
     #[test]
-    fn an_entry_has_its_fields_by_name_and_its_id() {
-        let directory = std::env::temp_dir().join(format!("nvshare-journal-{}", std::process::id()));
-        let _ = std::fs::remove_file(&directory);
-        let journald = UnixDatagram::bind(&directory).expect("a socket");
-        let (journal, sender) = connect(&directory).expect("it listens");
+    fn lines_keep_their_fields_and_a_stuck_journal_holds_nobody_up() {
+        let (lines, written) = mpsc::channel();
+        *READER.lock().expect("the channel") = Some(lines);
+        let (journal, sender) = channel();
         let subscriber = tracing_subscriber::registry().with(journal);
+        let stuck = STUCK.lock().expect("no panic");
+        sender.begin_with(Writer { open: reader, by_id: HashMap::new() });
         tracing::subscriber::with_default(subscriber, || {
             let unit = "jupyter.service";
             tracing::info!(name: "client-connected", client = 7, unit, gpu = ?Some("GPU-1"), "two\nlines of {}", "it");
-            tracing::error!(bytes = 1u64 << 40, "{}", "ö".repeat(MAX_VALUE));
-        });
-        sender.flush();
-        let mut buffer = [0; 16 << 10];
-        let mut receive = || {
-            let n = journald.recv(&mut buffer).expect("an entry");
-            fields(&buffer[..n])
-        };
-        let first = receive();
-        let expected = [
-            ("MESSAGE", "two\nlines of it"),
-            ("MESSAGE_ID", messages::id("client-connected").expect("an id")),
-            ("PRIORITY", "6"),
-            ("SYSLOG_IDENTIFIER", "nvshare-scheduler"),
-            ("NVSHARE_CLIENT", "7"),
-            ("NVSHARE_UNIT", "jupyter.service"),
-        ];
-        for (name, value) in expected {
-            assert_eq!(first[name], value);
-        }
-        assert!(first.contains_key("CODE_FILE") && !first.contains_key("NVSHARE_LEFT_OUT"));
-        let second = receive();
-        assert_eq!((second["PRIORITY"].as_str(), second["NVSHARE_BYTES"].as_str()), ("3", "1099511627776"));
-        assert!(second["MESSAGE"].len() <= MAX_VALUE && !second.contains_key("MESSAGE_ID"));
-        let _ = std::fs::remove_file(&directory);
-    }
-
-    #[test]
-    fn a_journal_that_does_not_read_holds_nobody_up() {
-        let path = std::env::temp_dir().join(format!("nvshare-journal-full-{}", std::process::id()));
-        let _ = std::fs::remove_file(&path);
-        let _journald = UnixDatagram::bind(&path).expect("a socket");
-        let (journal, sender) = connect(&path).expect("it listens");
-        let subscriber = tracing_subscriber::registry().with(journal);
-        tracing::subscriber::with_default(subscriber, || {
+            tracing::error!(bytes = 1u64 << 40, absent = None::<u32>, "{}", "ö".repeat(MAX_VALUE));
             (0..3 * MAX_WAITING).for_each(|i| tracing::info!("line {i}"));
         });
-        sender.flush();
-        let _ = std::fs::remove_file(&path);
+        assert!(sender.lost.load(Ordering::Relaxed) >= MAX_WAITING as u64, "it did not wait");
+        drop(stuck);
+        let (id, Written(first)) = written.recv().expect("a line");
+        assert_eq!(id, messages::id("client-connected"));
+        let expected =
+            [("message", "two\nlines of it"), ("client", "7"), ("unit", "jupyter.service"), ("gpu", "Some(\"GPU-1\")")];
+        assert_eq!(first, expected.map(|(name, value)| (name.to_owned(), value.to_owned())).into());
+        let (id, Written(second)) = written.recv().expect("a line");
+        assert_eq!((id, second["bytes"].as_str(), second.get("absent")), (None, "1099511627776", None));
+        assert!(second["message"].len() <= MAX_VALUE);
+        let (_, Written(third)) = written.recv().expect("a line");
+        assert_eq!(third["message"], "line 0");
     }
 }

@@ -39,6 +39,7 @@ const IDS: &[(&str, &str)] = &[
     ("stopping", "bd10fe47d675479cac02862aaed074ca"),
     ("bus-gone", "9cd82c7cf0904a6cb3084ce13f61021f"),
     ("lines-left-out", "56547018172a4b72b4b131a3afbb4c06"),
+    ("log-lines-lost", "d376d6b6696c4bd3a886106262e032f3"),
 ];
 
 #[cfg(test)]

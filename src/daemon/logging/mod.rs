@@ -1,6 +1,6 @@
 //! The log: to the journal, with fields, where systemd started the daemon, else to stderr.
 //!
-//! - `journal`: log lines as entries of the journal; `messages`: their ids.
+//! - `journal`: log lines on their way to the journal; `messages`: their ids.
 //! - [`log_rate_limit`]: limits lines about one user's clients.
 //! - [`trace`]: the event trace, which is not for people.
 mod journal;
@@ -8,8 +8,7 @@ pub mod log_rate_limit;
 mod messages;
 pub mod trace;
 
-use std::os::unix::fs::MetadataExt;
-
+use libsystemd::logging::connected_to_journal;
 use tracing::Level;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
@@ -50,7 +49,7 @@ impl Control {
 /// Starts logging. Call it once.
 pub fn start(level: LogLevel) -> Control {
     let (filter, handle) = reload::Layer::new(filter(level));
-    let journal = if stderr_is_journal() { journal::connect(journal::SOCKET.as_ref()).ok() } else { None };
+    let journal = if connected_to_journal() { journal::connect().ok() } else { None };
     let (journal, sender) = journal.unzip();
     let sink: Box<dyn Layer<_> + Send + Sync> = match journal {
         Some(journal) => Box::new(journal),
@@ -74,11 +73,4 @@ fn filter(level: LogLevel) -> Targets {
     };
     let others = LevelFilter::from_level(own).min(LevelFilter::WARN);
     Targets::new().with_target("nvshare", own).with_target("nvshare_scheduler", own).with_default(others)
-}
-
-/// True if stderr is the journal's, by device and inode of the stream in `JOURNAL_STREAM`.
-fn stderr_is_journal() -> bool {
-    let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
-    let Ok(stderr) = std::fs::metadata("/proc/self/fd/2") else { return false };
-    stream == format!("{}:{}", stderr.dev(), stderr.ino())
 }
