@@ -206,7 +206,8 @@ struct Startup {
 impl Startup {
     /// Starts everything else, and runs the scheduling loop.
     async fn serve(self) -> std::io::Result<()> {
-        let Self { mut control, config, sockets, trace, bus } = self;
+        let Self { control, config, sockets, trace, bus } = self;
+        let control = Rc::new(control);
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut hang_up = signal(SignalKind::hangup())?;

@@ -16,10 +16,15 @@ pub fn write(path: &Path, text: &str) -> io::Result<()> {
         };
     }
     let beside = path.with_extension("new");
-    let mut file = File::create(&beside)?;
-    file.write_all(text.as_bytes())?;
-    file.sync_all()?;
-    std::fs::rename(&beside, path)?;
+    let written = File::create(&beside).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    });
+    if let Err(e) = written.and_then(|()| std::fs::rename(&beside, path)) {
+        // On a full disk, half a file takes room that others lack.
+        let _ = std::fs::remove_file(&beside);
+        return Err(e);
+    }
     match path.parent() {
         Some(directory) => File::open(directory)?.sync_all(),
         None => Ok(()),

@@ -1,7 +1,6 @@
 //! Settings that are changed at run time outrank the configuration file and outlive the daemon.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use test_support::daemon::*;
@@ -89,20 +88,67 @@ fn reset_with_a_wrong_configuration_file_changes_nothing() {
     assert!(get(&daemon).contains("\"9s\""));
 }
 
+/// Whether every change is refused, with that reason, and nothing changes.
+#[track_caller]
+fn assert_refused(daemon: &Daemon, why: &str) {
+    let before = get(daemon);
+    for change in [&["set", "time-quantum", "9"][..], &["set-rule", "batch", "user=5", "weight=5"], &["reset"]] {
+        let output = daemon.ctl(change);
+        assert_eq!(output.code, Some(1), "{change:?}");
+        let text =
+            format!("nothing has changed, since the change cannot be saved: {}", state(&daemon.directory.0).display());
+        assert!(output.stderr.contains(&text) && output.stderr.contains(why), "{change:?}: {}", output.stderr);
+    }
+    assert_eq!(get(daemon), before);
+}
+
 #[test]
-fn where_it_cannot_be_written_a_change_is_in_effect_all_the_same() {
-    let directory = Directory::new();
-    let daemon = start(directory);
+fn a_change_that_cannot_be_saved_is_refused() {
+    let daemon = start(Directory::new());
     let path = state(&daemon.directory.0);
-    // Also for root, a directory that is not there cannot be written to.
-    fs::remove_dir(&path).expect("an empty directory");
-    ctl(&daemon, &["set", "time-quantum", "9"]);
-    daemon.log.wait("could not be saved");
-    assert!(get(&daemon).contains("\"9s\""));
-    fs::create_dir(&path).expect("a directory");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its mode");
+    ctl(&daemon, &["set", "time-quantum", "7"]);
+    // Also for root, a directory that is a file cannot be written to.
+    fs::rename(&path, path.with_extension("away")).expect("a directory");
+    fs::write(&path, "").expect("a file");
+    assert_refused(&daemon, "Not a directory");
+    daemon.log.wait("a change was refused, since it could not be saved");
+    fs::remove_file(&path).expect("a file");
+    fs::rename(path.with_extension("away"), &path).expect("a directory");
     ctl(&daemon, &["set", "time-quantum", "8"]);
-    assert!(path.join("settings.toml").exists());
+    let daemon = start(daemon.kill());
+    assert!(get(&daemon).contains("\"8s\""));
+}
+
+#[test]
+fn a_full_disk_changes_nothing() {
+    if !is_root() {
+        return eprintln!("skipped: needs root to mount a file system");
+    }
+    // All of the disk is taken, then the daemon starts.
+    const FULL: &str = "mount -t tmpfs -o size=16k none \"$STATE_DIRECTORY\" && \
+                        printf 'time-quantum = \"7s\"\\n' > \"$STATE_DIRECTORY/settings.toml\" && \
+                        { cat /dev/zero > \"$STATE_DIRECTORY/full\" 2>/dev/null || true; } && exec \"$@\"";
+    let directory = Directory::new();
+    let state = state(&directory.0);
+    fs::create_dir_all(&state).expect("the state directory");
+    let daemon = Daemon::start_in(directory, None, |command, _| {
+        let mut inside = std::process::Command::new("unshare");
+        inside.args(["--mount", "--propagation", "private", "sh", "-ec", FULL, "sh"]);
+        inside.arg(command.get_program()).args(command.get_args()).env("STATE_DIRECTORY", &state);
+        inside.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM");
+        *command = inside;
+    });
+    assert!(get(&daemon).contains("\"7s\""));
+    let before = get(&daemon);
+    for change in [&["set", "time-quantum", "9"][..], &["set-rule", "batch", "user=5", "weight=5"]] {
+        let output = daemon.ctl(change);
+        assert_eq!(output.code, Some(1), "{change:?}");
+        assert!(output.stderr.contains("No space left on device"), "{}", output.stderr);
+    }
+    assert_eq!(get(&daemon), before);
+    // To forget takes no room.
+    ctl(&daemon, &["reset"]);
+    assert!(get(&daemon).contains("\"30s\""));
 }
 
 #[test]

@@ -35,6 +35,7 @@ use crate::daemon::core::{
 };
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
+pub use failure::Failure;
 
 /// Time that a stopping daemon waits for this thread.
 const STOP_PATIENCE: Duration = Duration::from_millis(300);
@@ -44,10 +45,10 @@ const STOP_PATIENCE: Duration = Duration::from_millis(300);
 pub enum Request {
     Clients(oneshot::Sender<Vec<ClientView>>),
     Gpus(oneshot::Sender<Vec<bus::Gpu>>),
-    Set(Change, oneshot::Sender<()>),
+    Set(Change, oneshot::Sender<Result<(), Failure>>),
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),
-    SetRule(Box<Addition>, oneshot::Sender<Result<(), Error>>),
+    SetRule(Box<Addition>, oneshot::Sender<Result<(), Failure>>),
     /// Sets all pods of this node. The answer has the rules that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
     Lock(LockRequest, oneshot::Sender<Result<OwnedFd, Error>>),
@@ -55,7 +56,7 @@ pub enum Request {
     Debug(oneshot::Sender<Box<Snapshot>>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.
-    Reset(oneshot::Sender<Result<(), String>>),
+    Reset(oneshot::Sender<Result<(), Failure>>),
 }
 
 /// A changed setting, of an authorized caller.

@@ -105,7 +105,7 @@ impl Object {
         // Before the rule is read: reading may look up users elsewhere, which takes authorization.
         self.callers.identify(Some(&header), connection).await?.may_change("change rules").await?;
         let addition = Addition::read(&name, &keys).map_err(Error::InvalidArgument)?;
-        Ok(self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await??)
+        self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await?
     }
 
     #[zbus(out_args("refused"))]
@@ -152,7 +152,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
         self.callers.identify(Some(&header), connection).await?.may_change("reset the settings").await?;
-        Ok(self.ask(Request::Reset).await?.map_err(Error::InvalidConfiguration)?)
+        self.ask(Request::Reset).await?
     }
 
     #[zbus(signal)]
@@ -247,7 +247,7 @@ impl Object {
         connection: &Connection,
     ) -> Result<(), Failure> {
         self.callers.identify(header, connection).await?.may_change(what).await?;
-        Ok(self.ask(|reply| Request::Set(change, reply)).await?)
+        self.ask(|reply| Request::Set(change, reply)).await?
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Error> {

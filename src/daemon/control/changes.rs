@@ -1,21 +1,26 @@
 //! Settings changed at run time (`nvsharectl set`, D-Bus). They take precedence over the configuration file, and are saved
 //! in the directory that systemd provides (`StateDirectory=`); without one, they last as long as the daemon. The configuration
 //! file is never written.
+//!
+//! A change takes effect once it is saved, and not at all if that fails: what is in effect survives a restart.
 
+use std::cell::RefCell;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
 use serde::{Deserialize, Deserializer};
-use tokio::sync::oneshot;
+use tokio::sync::{Mutex, MutexGuard, oneshot};
 use tracing::{info, warn};
+use zbus::fdo;
 
+use crate::bus::Error;
 use crate::config::names::{anti_thrash_name, policy_name};
 use crate::config::rules::{Added, Addition};
 use crate::config::{Config, ConfigError, document, settings};
-use crate::daemon::bus::Change;
+use crate::daemon::bus::{Change, Failure};
 use crate::scheduler::{AntiThrash, PolicyName};
 use crate::sys::atomic_file;
 
@@ -23,12 +28,20 @@ const FILE: &str = "settings.toml";
 const HEADER: &str =
     "# Settings changed with `nvsharectl set`, `set-rule` or over D-Bus. `nvsharectl reset` forgets them.\n";
 
-/// The changed settings, and the thread that saves them.
+/// The settings that were changed at run time, as they are saved.
 #[derive(Debug, Default)]
 pub struct Changes {
-    changed: Changed,
-    /// Passes the file's text to a thread, since writing can take long.
-    writer: Option<Sender<(String, oneshot::Sender<()>)>>,
+    changed: RefCell<Changed>,
+    saver: Option<Saver>,
+    /// Changes are made one after the other: each is saved before the next one begins.
+    turn: Mutex<()>,
+}
+
+/// The thread that saves them, since writing can take long.
+#[derive(Debug)]
+struct Saver {
+    path: PathBuf,
+    texts: Sender<(String, oneshot::Sender<io::Result<()>>)>,
 }
 
 /// The file's content. Keys of later versions are ignored.
@@ -72,26 +85,23 @@ impl Changes {
             let text = changed.summary();
             info!(name: "settings-kept", "settings changed at run time take precedence over the configuration file: {text}");
         }
-        let (writer, texts) = mpsc::channel::<(String, oneshot::Sender<()>)>();
+        let (sender, texts) = mpsc::channel::<(String, oneshot::Sender<io::Result<()>>)>();
+        let file = path.clone();
         let thread = thread::Builder::new().name("state".into()).spawn(move || {
-            for (text, written) in texts {
+            for (text, saved) in texts {
                 let text = if text.is_empty() { text } else { format!("{HEADER}{text}") };
-                if let Err(e) = atomic_file::write(&path, &text) {
-                    warn!(
-                        name: "settings-unsaved",
-                        "a changed setting is in effect, but could not be saved: {}: {e}",
-                        path.display()
-                    );
-                }
-                let _ = written.send(());
+                let _ = saved.send(atomic_file::write(&file, &text));
             }
         });
-        Self { changed, writer: thread.is_ok().then_some(writer) }
+        if let Err(e) = thread {
+            warn!(name: "settings-unsaved", "settings cannot be changed at run time, for want of a thread that saves them: {e}");
+        }
+        Self { changed: RefCell::new(changed), saver: Some(Saver { path, texts: sender }), turn: Mutex::default() }
     }
 
     /// Applies the changes to a configuration that was read from its file.
     pub fn apply(&self, config: &mut Config) {
-        let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = self.changed;
+        let Changed { time_quantum, max_wait, anti_thrash, policy, ref rule } = *self.changed.borrow();
         config.rules.put_first(rule);
         let settings = &mut config.settings;
         settings.time_quantum = time_quantum.unwrap_or(settings.time_quantum);
@@ -100,38 +110,71 @@ impl Changes {
         settings.policy = policy.unwrap_or(settings.policy);
     }
 
-    /// Adds a change. `written` is notified when it is saved.
-    pub fn change(&mut self, change: Change, written: oneshot::Sender<()>) {
-        match change {
-            Change::TimeQuantum(quantum) => self.changed.time_quantum = Some(quantum),
-            Change::MaxWait(most) => self.changed.max_wait = Some(most),
-            Change::AntiThrash(mode) => self.changed.anti_thrash = Some(mode),
-            Change::Policy(policy) => self.changed.policy = Some(policy),
-        }
-        self.save(written);
+    /// Waits until no other change is under way, and keeps others from beginning.
+    pub async fn begin(&self) -> Turn<'_> {
+        Turn { changes: self, _turn: self.turn.lock().await }
     }
+}
 
-    /// Sets or removes a rule. `written` is notified when that is saved.
+/// The right to change them.
+#[derive(Debug)]
+pub struct Turn<'a> {
+    changes: &'a Changes,
+    _turn: MutexGuard<'a, ()>,
+}
+
+impl Turn<'_> {
+    /// Saves one more change.
     ///
     /// # Errors
-    /// If the rule is wrong, or there are too many.
-    pub fn set_rule(&mut self, addition: Addition, written: oneshot::Sender<()>) -> Result<(), String> {
-        self.changed.rule.set(addition)?;
-        self.save(written);
-        Ok(())
+    /// `IOError` if it cannot be saved. Then nothing has changed.
+    pub async fn set(&self, change: Change) -> fdo::Result<()> {
+        let mut changed = self.changes.changed.borrow().clone();
+        match change {
+            Change::TimeQuantum(quantum) => changed.time_quantum = Some(quantum),
+            Change::MaxWait(most) => changed.max_wait = Some(most),
+            Change::AntiThrash(mode) => changed.anti_thrash = Some(mode),
+            Change::Policy(policy) => changed.policy = Some(policy),
+        }
+        self.save(changed).await
+    }
+
+    /// Saves that a rule is set or removed.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the rule is wrong, or there are too many; `IOError` if it cannot be saved. Then nothing has changed.
+    pub async fn set_rule(&self, addition: Addition) -> Result<(), Failure> {
+        let mut changed = self.changes.changed.borrow().clone();
+        changed.rule.set(addition).map_err(Error::InvalidArgument)?;
+        Ok(self.save(changed).await?)
     }
 
     /// Forgets all changes.
-    pub fn reset(&mut self, written: oneshot::Sender<()>) {
-        self.changed = Changed::default();
-        self.save(written);
+    ///
+    /// # Errors
+    /// `IOError` if that cannot be saved. Then nothing has changed.
+    pub async fn reset(&self) -> fdo::Result<()> {
+        self.save(Changed::default()).await
     }
 
-    fn save(&self, written: oneshot::Sender<()>) {
-        match &self.writer {
-            Some(writer) => drop(writer.send((self.changed.text(), written))),
-            None => drop(written.send(())),
+    async fn save(&self, changed: Changed) -> fdo::Result<()> {
+        if let Some(Saver { path, texts }) = &self.changes.saver {
+            let (saved, outcome) = oneshot::channel();
+            let no_thread = || io::Error::other("there is no thread for it");
+            let outcome = match texts.send((changed.text(), saved)) {
+                Ok(()) => outcome.await.unwrap_or_else(|_| Err(no_thread())),
+                Err(_) => Err(no_thread()),
+            };
+            if let Err(e) = outcome {
+                let path = path.display();
+                warn!(name: "settings-unsaved", "a change was refused, since it could not be saved: {path}: {e}");
+                return Err(fdo::Error::IOError(format!(
+                    "nothing has changed, since the change cannot be saved: {path}: {e}"
+                )));
+            }
         }
+        self.changes.changed.replace(changed);
+        Ok(())
     }
 }
 
@@ -198,7 +241,7 @@ mod tests {
         Changes::default().apply(&mut config);
         assert_eq!(config, before);
         let changed = Changed { time_quantum: Some(Duration::from_secs(7)), ..Changed::default() };
-        Changes { changed, writer: None }.apply(&mut config);
+        Changes { changed: RefCell::new(changed), ..Changes::default() }.apply(&mut config);
         let settings = Settings { time_quantum: Duration::from_secs(7), ..before.settings.clone() };
         assert_eq!(config, Config { settings, ..before });
     }
