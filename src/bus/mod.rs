@@ -67,7 +67,8 @@ pub struct Client {
     pub environment_ignored: Vec<String>,
     pub gang: Vec<u64>,
     pub placed: Vec<String>,
-    pub connected_since: u64,
+    /// Seconds since 1970.
+    pub connected_since: f64,
     pub stopped: bool,
     pub gpus: Vec<GpuUse>,
 }
@@ -137,6 +138,10 @@ pub trait Scheduler {
     fn reset(&self) -> zbus::Result<()>;
 
     #[zbus(signal)]
+    fn client_added(&self, id: u64, pid: u32) -> zbus::Result<()>;
+    #[zbus(signal)]
+    fn client_removed(&self, id: u64, pid: u32) -> zbus::Result<()>;
+    #[zbus(signal)]
     fn thrashing_began(&self, gpu: String) -> zbus::Result<()>;
     #[zbus(signal)]
     fn thrashing_ended(&self, gpu: String) -> zbus::Result<()>;
@@ -157,26 +162,18 @@ pub trait Scheduler {
     fn policy(&self) -> zbus::Result<String>;
     #[zbus(property)]
     fn set_policy(&self, name: &str) -> zbus::Result<()>;
-    #[zbus(property)]
+    #[zbus(property(emits_changed_signal = "invalidates"))]
     fn holders(&self) -> zbus::Result<HashMap<String, Vec<u64>>>;
     #[zbus(property(emits_changed_signal = "const"))]
     fn version(&self) -> zbus::Result<String>;
 }
 
-/// The errors of the interface, as `org.nvshare.Scheduler1.Error.*`.
+/// The errors for which D-Bus has no name, as `org.nvshare.Scheduler1.Error.*`. All others are `org.freedesktop.DBus.Error.*`.
 #[derive(Debug, zbus::DBusError)]
 #[zbus(prefix = "org.nvshare.Scheduler1.Error")]
 pub enum Error {
-    /// The value is invalid; the message lists the valid ones.
-    InvalidArgument(String),
-    /// The caller may not do this.
-    NotAuthorized(String),
     /// The configuration file is wrong; what was in effect stays so.
     InvalidConfiguration(String),
-    /// The caller has as many programs connected as one user may have.
-    TooMany(String),
-    /// Something that should work did not.
-    Failed(String),
     /// The scheduler is stopping.
     Stopping(String),
 }

@@ -66,8 +66,9 @@ impl From<zbus::Error> for CtlError {
         match name.as_str() {
             name if NOBODY.contains(&name) => Self::not_running(text),
             // Where root is not authorized either, sudo does not help.
-            "org.nvshare.Scheduler1.Error.NotAuthorized" if nix::unistd::geteuid().is_root() => Self::Failed(text),
-            "org.nvshare.Scheduler1.Error.NotAuthorized" => Self::Failed(format!("{text} (try it with sudo)")),
+            "org.freedesktop.DBus.Error.AccessDenied" if !nix::unistd::geteuid().is_root() => {
+                Self::Failed(format!("{text} (try it with sudo)"))
+            }
             "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired" => {
                 Self::Failed(format!("{text} (run nvsharectl on a terminal, or with sudo)"))
             }

@@ -19,7 +19,7 @@ use crate::daemon::connections::{Connections, accept, resume};
 use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
 use crate::daemon::core::Core;
-use crate::daemon::core::views::Holders;
+use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::{self, Report};
 use crate::daemon::logging::{self, trace::Trace};
 use crate::daemon::systemd::fd_store::StoredConnection;
@@ -230,14 +230,16 @@ impl Startup {
         }
         let mut reports = start_nvml(&core).await;
         let (holders, holders_changed) = watch::channel(Holders::new());
+        let (clients_list, clients_changed) = watch::channel(ClientPids::new());
         let (request, mut requests) = mpsc::unbounded_channel();
         let thrashing = core.borrow().follow_thrashing();
-        let followed = bus::Followed { settings: settings_changed, holders: holders_changed, thrashing };
+        let followed =
+            bus::Followed { settings: settings_changed, holders: holders_changed, clients: clients_changed, thrashing };
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
         let connections = start_connections(&core, clients, stored, bus_attempted);
-        tasks::start(&core, holders);
+        tasks::start(&core, holders, clients_list);
         info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
 
         let watchdog = systemd::watchdog_period();

@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tokio::task::spawn_local;
 
 use crate::daemon::control::status_line;
-use crate::daemon::core::views::Holders;
+use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Core, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::systemd;
@@ -18,8 +18,9 @@ use crate::sys::clock;
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 
-/// Shortest time between two changes of the D-Bus property `Holders`.
-const HOLDERS_PERIOD: Duration = Duration::from_millis(100);
+/// Shortest time between two changes of the D-Bus property `Holders`, and between two lists of clients whose differences are
+/// announced: a copy of all of them is made each time.
+const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
 
 /// Time between measurements of traffic. NVML counts for 20 ms in each direction.
 const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
@@ -31,12 +32,13 @@ const STOPPED_PERIOD: Duration = Duration::from_millis(200);
 const STATUS_PERIOD: Duration = Duration::from_secs(1);
 
 /// Starts all jobs but [`keep_status_line`].
-pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>) {
+pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients: watch::Sender<ClientPids>) {
     spawn_local(tick(core.clone()));
     spawn_local(sample_memory(core.clone()));
     spawn_local(check_stopped(core.clone()));
     spawn_local(watch_traffic(core.clone()));
     spawn_local(publish_holders(core.clone(), holders));
+    spawn_local(publish_clients(core.clone(), clients));
 }
 
 /// Wakes the machine at its deadlines.
@@ -106,7 +108,17 @@ async fn publish_holders(core: Rc<RefCell<Core>>, holders: watch::Sender<Holders
             *published = now;
             changed
         });
-        tokio::time::sleep(HOLDERS_PERIOD).await;
+        tokio::time::sleep(PUBLISHING_PERIOD).await;
+    }
+}
+
+/// Publishes which clients there are, for D-Bus.
+async fn publish_clients(core: Rc<RefCell<Core>>, clients: watch::Sender<ClientPids>) {
+    let signals = core.borrow().signals.clone();
+    loop {
+        signals.arrivals.notified().await;
+        clients.send_replace(core.borrow().client_pids());
+        tokio::time::sleep(PUBLISHING_PERIOD).await;
     }
 }
 

@@ -27,6 +27,7 @@ pub struct Asked {
     pub subject: String,
     pub action: String,
     pub flags: u32,
+    pub details: HashMap<String, String>,
     id: String,
 }
 
@@ -49,11 +50,12 @@ impl Authority {
         flags: u32,
         id: String,
     ) -> ((bool, bool, HashMap<String, String>),) {
-        assert_eq!((subject.0.as_str(), subject.1.len(), details.len()), ("system-bus-name", 1, 0));
+        assert_eq!((subject.0.as_str(), subject.1.len()), ("system-bus-name", 1));
+        assert!(details.contains_key("program"), "{details:?}");
         let subject = String::try_from(subject.1["name"].clone()).expect("a name");
         let says = {
             let mut book = self.0.lock().expect("the book");
-            book.asked.push(Asked { subject, action, flags, id });
+            book.asked.push(Asked { subject, action, flags, details, id });
             book.says
         };
         let (authorized, challenge) = match says {

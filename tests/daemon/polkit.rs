@@ -18,7 +18,7 @@ const NOBODY: u32 = 65534;
 /// The bus lets only users in that have a name; this is "daemon" everywhere.
 const SOMEBODY: u32 = 1;
 
-const NOT_AUTHORIZED: &str = "org.nvshare.Scheduler1.Error.NotAuthorized";
+const NOT_AUTHORIZED: &str = "org.freedesktop.DBus.Error.AccessDenied";
 const NEEDS_PASSWORD: &str = "org.freedesktop.DBus.Error.InteractiveAuthorizationRequired";
 const CHANGE: &str = "org.nvshare.Scheduler1.change-settings";
 const LOCK: &str = "org.nvshare.Scheduler1.acquire-lock";
@@ -120,6 +120,15 @@ fn polkit_is_asked_about_the_sender_and_heeded() {
             assert_eq!(quantum(&stranger).await, 30);
             let asked = polkit.asked();
             assert_eq!(asked.len(), 5);
+            let changes: Vec<_> = asked.iter().map(|question| question.details["change"].as_str()).collect();
+            let expected = [
+                "change the time quantum",
+                "change the longest wait",
+                "change anti-thrash",
+                "reload the configuration",
+                "reset the settings",
+            ];
+            assert_eq!(changes, expected);
             for question in asked {
                 let Asked { subject, action, flags, .. } = question;
                 assert_eq!((subject.as_str(), action.as_str(), flags), (name.as_str(), CHANGE, sent));
@@ -173,7 +182,7 @@ fn nothing_is_asked_about_root_nor_for_a_value_that_is_not_allowed() {
         scheduler.list_clients().await.expect("everybody may");
         for value in [0, 3601] {
             let (name, text) = refusal(set_quantum(&stranger, value).await);
-            assert_eq!(name, "org.nvshare.Scheduler1.Error.InvalidArgument");
+            assert_eq!(name, "org.freedesktop.DBus.Error.InvalidArgs");
             assert!(text.ends_with("whole seconds from 1 to 3600 are allowed"), "{text}");
         }
         assert_eq!(polkit.asked(), []);
@@ -189,11 +198,25 @@ fn a_lock_is_everybody_s_unless_polkit_says_no() {
         acquire(&scheduler).await.expect("polkit says yes");
         let [question] = polkit.asked().try_into().expect("one question");
         assert_eq!((question.action.as_str(), question.flags), (LOCK, 0));
+        let program = std::fs::read_to_string("/proc/self/comm").expect("a name");
+        assert_eq!(question.details.get("program").map(String::as_str), Some(program.trim_end()));
         polkit.say(Says::No);
         assert_eq!(
             refusal(acquire(&scheduler).await),
             (NOT_AUTHORIZED.to_owned(), "user 65534 may not acquire a lock: polkit does not allow it".to_owned())
         );
+    });
+}
+
+#[test]
+fn polkit_is_told_which_rule_changes() {
+    with_polkit(async |bus, _, polkit| {
+        let scheduler = scheduler(&on_bus_as(bus, NOBODY).await).await;
+        let rule = HashMap::from([("weight", Variant::from(5_i64)), ("user", Variant::from("root"))]);
+        scheduler.set_rule("batch", rule).await.expect("polkit says yes");
+        let [change] = polkit.asked().try_into().expect("one question");
+        assert_eq!((change.action.as_str(), change.details["rule"].as_str()), (CHANGE, "batch"));
+        assert_eq!(change.details["change"], "change the rule \"batch\"");
     });
 }
 

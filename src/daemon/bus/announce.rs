@@ -1,4 +1,4 @@
-//! Announcing: changes of properties, and thrashing.
+//! Announcing: changes of properties, clients that come and go, and thrashing.
 
 use std::collections::HashMap;
 
@@ -13,23 +13,31 @@ use super::{Followed, Shared, seconds};
 use crate::bus;
 use crate::config::names;
 use crate::daemon::core::Thrashing;
+use crate::daemon::core::views::ClientPids;
 
 /// Says every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
-    let Followed { mut settings, mut holders, mut thrashing } = shared.followed.clone();
+    let Followed { mut settings, mut holders, mut clients, mut thrashing } = shared.followed.clone();
     let mut before = settings.borrow_and_update().clone();
     let mut held = holders.borrow_and_update().clone();
+    let mut present = clients.borrow_and_update().clone();
     let mut thrashed = thrashing.borrow_and_update().clone();
     loop {
         let heard = tokio::select! {
             () = connection.closed() => return,
             heard = settings.changed() => heard,
             heard = holders.changed() => heard,
+            heard = clients.changed() => heard,
             heard = thrashing.changed() => heard,
         };
         if heard.is_err() {
             return connection.closed().await;
         }
+        let here = clients.borrow_and_update().clone();
+        if let Err(e) = announce_clients(connection, &present, &here).await {
+            debug!("cannot announce clients: {e}");
+        }
+        present = here;
         let thrashes = thrashing.borrow_and_update().clone();
         if let Err(e) = announce_thrashing(connection, &thrashed, &thrashes).await {
             debug!("cannot announce thrashing: {e}");
@@ -37,11 +45,10 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
         thrashed = thrashes;
         let now = settings.borrow_and_update().clone();
         let mut changed: HashMap<&str, Variant<'_>> = HashMap::new();
+        // Who wants to know it reads it: it changes often, and most listeners want something else.
         let holds = holders.borrow_and_update().clone();
-        if holds != held {
-            held.clone_from(&holds);
-            changed.insert("Holders", holds.into());
-        }
+        let invalidated: &[&str] = if holds == held { &[] } else { &["Holders"] };
+        held = holds;
         if now.time_quantum != before.time_quantum {
             changed.insert("TimeQuantum", seconds(now.time_quantum).into());
         }
@@ -55,18 +62,29 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             changed.insert("Policy", names::policy_name(now.policy).into());
         }
         before = now;
-        if changed.is_empty() {
+        if changed.is_empty() && invalidated.is_empty() {
             continue;
         }
         let sent = async {
             let emitter = SignalEmitter::new(connection, bus::PATH)?;
             let name = InterfaceName::try_from(bus::NAME)?;
-            Properties::properties_changed(&emitter, name, changed, [].as_slice().into()).await
+            Properties::properties_changed(&emitter, name, changed, invalidated.into()).await
         };
         if let Err(e) = sent.await {
             debug!("cannot announce a change: {e}");
         }
     }
+}
+
+async fn announce_clients(connection: &Connection, before: &ClientPids, now: &ClientPids) -> zbus::Result<()> {
+    let emitter = SignalEmitter::new(connection, bus::PATH)?;
+    for (id, pid) in before.iter().filter(|(id, _)| !now.contains_key(id)) {
+        Object::client_removed(&emitter, *id, *pid).await?;
+    }
+    for (id, pid) in now.iter().filter(|(id, _)| !before.contains_key(id)) {
+        Object::client_added(&emitter, *id, *pid).await?;
+    }
+    Ok(())
 }
 
 async fn announce_thrashing(connection: &Connection, before: &Thrashing, now: &Thrashing) -> zbus::Result<()> {

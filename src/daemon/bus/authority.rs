@@ -38,6 +38,10 @@ pub enum Action {
     Debug,
 }
 
+/// What polkit is told about a request, for its dialogues and its rules: `program`, and what the messages of
+/// `dbus/org.nvshare.Scheduler1.policy` name. Every key that a message names must be there.
+pub type Details<'a> = HashMap<&'a str, &'a str>;
+
 impl Action {
     #[cfg(test)]
     const ALL: [Self; 4] = [Self::ChangeSettings, Self::AcquireLock, Self::SeeCommands, Self::Debug];
@@ -103,11 +107,12 @@ impl Authority {
     ///
     /// # Errors
     /// `LimitsExceeded` if too many checks are pending.
-    pub async fn check(
+    pub async fn check<'a>(
         &self,
-        connection: &Connection,
-        subject: &Subject,
+        connection: &'a Connection,
+        subject: &'a Subject,
         action: Action,
+        details: Details<'a>,
         manner: Manner,
     ) -> fdo::Result<Answer> {
         let _place = self.place(subject)?;
@@ -115,6 +120,7 @@ impl Authority {
             connection,
             subject,
             action,
+            details,
             interactive: manner == Manner::Interactive,
             id: format!("nvshare-{}", self.asked.fetch_add(1, Ordering::Relaxed)),
         };
@@ -167,6 +173,7 @@ struct Check<'a> {
     connection: &'a Connection,
     subject: &'a Subject,
     action: Action,
+    details: Details<'a>,
     interactive: bool,
     /// Identifies the check when it is cancelled.
     id: String,
@@ -202,7 +209,7 @@ impl Check<'_> {
         flags.set(CheckAuthorizationFlags::ALLOW_USER_INTERACTION, self.interactive);
         let result = async {
             let polkit = self.polkit().await?;
-            polkit.check_authorization(&self.subject.polkit, self.action.id(), &HashMap::new(), flags, &self.id).await
+            polkit.check_authorization(&self.subject.polkit, self.action.id(), &self.details, flags, &self.id).await
         };
         match result.await {
             Ok(result) => self.answer(&result),
@@ -305,6 +312,9 @@ mod tests {
                 node.and_then(|node| node.text()).unwrap_or_default()
             };
             assert!(!text("description").is_empty() && !text("message").is_empty());
+            let named: Vec<_> = text("message").split("$(").skip(1).filter_map(|rest| rest.split_once(')')).collect();
+            let known = |name: &str| ["program", "gpu", "change"].contains(&name);
+            assert!(named.iter().all(|(name, _)| known(name)), "{named:?}");
             let defaults = ["allow_any", "allow_inactive", "allow_active"].map(text);
             let expected = match action.attribute("id") {
                 Some("org.nvshare.Scheduler1.acquire-lock") => ["yes"; 3],

@@ -1,13 +1,13 @@
 //! Callers of the D-Bus object, and their authorization.
 
+use std::collections::HashMap;
+
 use tracing::debug;
 use zbus::Connection;
 use zbus::fdo::{self, DBusProxy};
 use zbus::message::{Flags, Header};
 
-use super::authority::{Action, Answer, Authority, Manner, Subject};
-use super::failure::Failure;
-use crate::bus::Error;
+use super::authority::{Action, Answer, Authority, Details, Manner, Subject};
 use crate::daemon::transport::peer;
 
 /// The way to identify callers.
@@ -49,7 +49,7 @@ impl Callers {
         &'a self,
         header: Option<&Header<'_>>,
         connection: &'a Connection,
-    ) -> Result<Caller<'a>, Error> {
+    ) -> fdo::Result<Caller<'a>> {
         let authority = match self {
             Self::Bus(authority) => authority,
             &Self::Peer { uid, pid } => return Ok(Caller { uid, pid, from: From::Peer }),
@@ -65,63 +65,80 @@ impl Callers {
             let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
             Some(Caller { uid, pid, from: From::Bus { authority, connection, subject, interactive } })
         };
-        known.await.ok_or_else(|| Error::NotAuthorized("the bus does not identify the caller".into()))
+        known.await.ok_or_else(|| denied("the bus does not identify the caller"))
     }
+}
+
+fn denied(text: impl Into<String>) -> fdo::Error {
+    fdo::Error::AccessDenied(text.into())
 }
 
 impl Caller<'_> {
     /// # Errors
     /// If the caller may not see other users' clients.
-    pub fn may_see_others(&self) -> Result<(), Error> {
+    pub fn may_see_others(&self) -> fdo::Result<()> {
         self.is_of_the_host("see what others do")
     }
 
     /// Processes in containers are not authorized for anything, even as root.
-    fn is_of_the_host(&self, what: &str) -> Result<(), Error> {
+    fn is_of_the_host(&self, what: &str) -> fdo::Result<()> {
         if peer::is_in_another_namespace(self.pid) {
-            let text = format!("a process in a container, or in another PID namespace, may not {what}");
-            return Err(Error::NotAuthorized(text));
+            return Err(denied(format!("a process in a container, or in another PID namespace, may not {what}")));
         }
         Ok(())
     }
 
     /// # Errors
-    /// If the caller may not change settings. `what` completes "may not ..." in the message.
-    pub async fn may_change(&self, what: &str) -> Result<(), Failure> {
-        self.may_administer(Action::ChangeSettings, what).await
+    /// If the caller may not change settings. `what` completes "may not ..." in the message; `rule` is the name of the rule
+    /// that changes.
+    pub async fn may_change(&self, what: &str, rule: &str) -> fdo::Result<()> {
+        self.may_administer(Action::ChangeSettings, what, rule).await
     }
 
     /// # Errors
     /// If the caller may not have a debug bundle, which shows all users' clients.
-    pub async fn may_debug(&self) -> Result<(), Failure> {
-        self.may_administer(Action::Debug, "create a debug bundle").await
+    pub async fn may_debug(&self) -> fdo::Result<()> {
+        self.may_administer(Action::Debug, "create a debug bundle", "").await
     }
 
-    async fn may_administer(&self, action: Action, what: &str) -> Result<(), Failure> {
+    async fn may_administer(&self, action: Action, what: &str, rule: &str) -> fdo::Result<()> {
         self.is_of_the_host(what)?;
         let only_root = |why: &str| format!("user {} may not {what}: {why}only root may", self.uid);
         match self.from {
             _ if self.uid == 0 => Ok(()),
             From::Peer if self.uid == rustix::process::geteuid().as_raw() => Ok(()),
-            From::Peer => Err(Error::NotAuthorized(only_root("on the control socket ")).into()),
-            From::Bus { .. } => match self.ask(action).await? {
-                Answer::Absent => Err(Error::NotAuthorized(only_root("there is no polkit, so ")).into()),
-                answer => self.heed(answer, what),
-            },
+            From::Peer => Err(denied(only_root("on the control socket "))),
+            From::Bus { .. } => {
+                let program = self.program();
+                let details = HashMap::from([("program", program.as_str()), ("change", what), ("rule", rule)]);
+                match self.ask(action, details).await? {
+                    Answer::Absent => Err(denied(only_root("there is no polkit, so "))),
+                    answer => self.heed(answer, what),
+                }
+            }
         }
     }
 
     /// # Errors
     /// If the caller may not acquire a lock.
-    pub async fn may_lock(&self) -> Result<(), Failure> {
+    pub async fn may_lock(&self, gpu: &str) -> fdo::Result<()> {
         self.is_of_the_host("acquire a lock")?;
         match self.from {
-            From::Bus { .. } if self.uid != 0 => match self.ask(Action::AcquireLock).await? {
-                Answer::Absent => Ok(()),
-                answer => self.heed(answer, "acquire a lock"),
-            },
+            From::Bus { .. } if self.uid != 0 => {
+                let program = self.program();
+                let details = HashMap::from([("program", program.as_str()), ("gpu", gpu)]);
+                match self.ask(Action::AcquireLock, details).await? {
+                    Answer::Absent => Ok(()),
+                    answer => self.heed(answer, "acquire a lock"),
+                }
+            }
             _ => Ok(()),
         }
+    }
+
+    /// The short name of the caller's process, for people.
+    fn program(&self) -> String {
+        peer::name(self.pid).unwrap_or_else(|| "a program".into())
     }
 
     /// True if the caller may see other users' command lines. Answers quickly, and never asks for a password.
@@ -130,32 +147,34 @@ impl Caller<'_> {
         if self.uid == 0 {
             return true;
         }
-        let answer = authority.check(connection, subject, Action::SeeCommands, Manner::Quick).await;
+        let program = self.program();
+        let details = HashMap::from([("program", program.as_str())]);
+        let answer = authority.check(connection, subject, Action::SeeCommands, details, Manner::Quick).await;
         matches!(answer, Ok(Answer::Yes))
     }
 
-    async fn ask(&self, action: Action) -> fdo::Result<Answer> {
+    async fn ask(&self, action: Action, details: Details<'_>) -> fdo::Result<Answer> {
         match &self.from {
             From::Bus { authority, connection, subject, interactive } => {
                 let manner = if *interactive { Manner::Interactive } else { Manner::Patient };
-                authority.check(connection, subject, action, manner).await
+                authority.check(connection, subject, action, details, manner).await
             }
             From::Peer => Ok(Answer::Absent),
         }
     }
 
-    fn heed(&self, answer: Answer, what: &str) -> Result<(), Failure> {
+    fn heed(&self, answer: Answer, what: &str) -> fdo::Result<()> {
         let why = match answer {
             Answer::Yes => return Ok(()),
             Answer::Challenge => {
                 let text =
                     format!("user {} may not {what} without a password, which the call does not allow", self.uid);
-                return Err(fdo::Error::InteractiveAuthorizationRequired(text).into());
+                return Err(fdo::Error::InteractiveAuthorizationRequired(text));
             }
             Answer::No(why) => why,
             Answer::Absent => "there is no polkit".into(),
         };
         debug!("user {} may not {what}: {why}", self.uid);
-        Err(Error::NotAuthorized(format!("user {} may not {what}: {why}", self.uid)).into())
+        Err(denied(format!("user {} may not {what}: {why}", self.uid)))
     }
 }

@@ -18,7 +18,7 @@ use super::served::Served;
 use super::{Bus, Shared};
 use crate::bus;
 use crate::daemon::core::Thrashing;
-use crate::daemon::core::views::Holders;
+use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::transport::peer;
 use crate::sys::{credentials, descriptors, socket};
 
@@ -102,6 +102,7 @@ async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
     if peer::is_in_another_namespace(pid) {
         // The control socket was mounted into a container: the peer sees no changes either.
         shared.followed.holders = watch::channel(Holders::new()).1;
+        shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.thrashing = watch::channel(Thrashing::new()).1;
     }
     let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid } };

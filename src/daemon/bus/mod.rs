@@ -23,15 +23,16 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::debug;
+use zbus::fdo;
 
-use crate::bus::{self, Error};
+use crate::bus;
 use crate::config::rules::Addition;
 use crate::daemon::connections::lock::LockRequest;
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
     Thrashing,
-    views::{ClientView, Holders},
+    views::{ClientPids, ClientView, Holders},
 };
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
 use connections::{serve_bus, serve_peers};
@@ -51,7 +52,7 @@ pub enum Request {
     SetRule(Box<Addition>, oneshot::Sender<Result<(), Failure>>),
     /// Sets all pods of this node. The answer has the rules that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
-    Lock(LockRequest, oneshot::Sender<Result<OwnedFd, Error>>),
+    Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
     /// Copies the content of a debug bundle.
     Debug(oneshot::Sender<Box<Snapshot>>),
     Reload(oneshot::Sender<Result<(), String>>),
@@ -136,6 +137,7 @@ pub enum Bus {
 pub struct Followed {
     pub settings: watch::Receiver<Settings>,
     pub holders: watch::Receiver<Holders>,
+    pub clients: watch::Receiver<ClientPids>,
     pub thrashing: watch::Receiver<Thrashing>,
 }
 

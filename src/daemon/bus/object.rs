@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{Connection, OwnedVariant, Variant};
+use zbus::{Connection, OwnedVariant, Variant, fdo};
 
 use super::callers::{Caller, Callers};
 use super::failure::Failure;
@@ -33,9 +33,9 @@ impl Object {
         &self,
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<bus::Gpu>, Error> {
+    ) -> Result<Vec<bus::Gpu>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
-        self.ask(Request::Gpus).await
+        Ok(self.ask(Request::Gpus).await?)
     }
 
     #[zbus(out_args("clients"))]
@@ -43,7 +43,7 @@ impl Object {
         &self,
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<bus::Client>, Error> {
+    ) -> Result<Vec<bus::Client>, Failure> {
         // A caller that the bus does not identify sees what every user may see.
         let caller = self.callers.identify(Some(&header), connection).await.ok();
         caller.as_ref().map_or(Ok(()), Caller::may_see_others)?;
@@ -75,10 +75,10 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<bus::LockFd, Failure> {
         if let Some(option) = options.keys().next() {
-            return Err(Error::InvalidArgument(format!("there is no option {option:?}")).into());
+            return Err(fdo::Error::InvalidArgs(format!("there is no option {option:?}")).into());
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
-        caller.may_lock().await?;
+        caller.may_lock(&gpu).await?;
         let request = LockRequest { gpu, who, why, uid: caller.uid, pid: caller.pid };
         Ok(self.ask(|reply| Request::Lock(request, reply)).await??.into())
     }
@@ -88,7 +88,7 @@ impl Object {
         &self,
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
-    ) -> Result<Vec<HashMap<String, OwnedVariant>>, Error> {
+    ) -> Result<Vec<HashMap<String, OwnedVariant>>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
         let rules = self.ask(Request::Rules).await?;
         Ok(rules.into_iter().map(|(keys, origin)| rules::present(keys, origin)).collect())
@@ -101,10 +101,14 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let keys = rules::table(&rule).map_err(Error::InvalidArgument)?;
+        let keys = rules::table(&rule).map_err(fdo::Error::InvalidArgs)?;
         // Before the rule is read: reading may look up users elsewhere, which takes authorization.
-        self.callers.identify(Some(&header), connection).await?.may_change("change rules").await?;
-        let addition = Addition::read(&name, &keys).map_err(Error::InvalidArgument)?;
+        self.callers
+            .identify(Some(&header), connection)
+            .await?
+            .may_change(&format!("change the rule {name:?}"), &name)
+            .await?;
+        let addition = Addition::read(&name, &keys).map_err(fdo::Error::InvalidArgs)?;
         self.ask(|reply| Request::SetRule(Box::new(addition), reply)).await?
     }
 
@@ -115,8 +119,8 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<HashMap<String, String>, Failure> {
-        self.callers.identify(Some(&header), connection).await?.may_change("tell of pods").await?;
-        let (pods, mut refused) = Pods::read(pods).map_err(Error::InvalidArgument)?;
+        self.callers.identify(Some(&header), connection).await?.may_change("set the pods of this node", "").await?;
+        let (pods, mut refused) = Pods::read(pods).map_err(fdo::Error::InvalidArgs)?;
         refused.extend(self.ask(|reply| Request::SetPods(pods, reply)).await?);
         Ok(refused)
     }
@@ -133,7 +137,7 @@ impl Object {
         let _one_at_a_time = self.shared.bundling.lock().await;
         let snapshot = self.ask(Request::Debug).await?;
         let written = tokio::task::spawn_blocking(move || snapshot.write(command_lines)).await;
-        let failed = |e: String| Error::Failed(format!("cannot make a debug bundle: {e}"));
+        let failed = |e: String| fdo::Error::Failed(format!("cannot make a debug bundle: {e}"));
         Ok(written.map_err(|e| failed(e.to_string()))?.map_err(failed)?.into())
     }
 
@@ -142,7 +146,7 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        self.callers.identify(Some(&header), connection).await?.may_change("reload the configuration").await?;
+        self.callers.identify(Some(&header), connection).await?.may_change("reload the configuration", "").await?;
         Ok(self.ask(Request::Reload).await?.map_err(Error::InvalidConfiguration)?)
     }
 
@@ -151,9 +155,15 @@ impl Object {
         #[zbus(header)] header: Header<'_>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        self.callers.identify(Some(&header), connection).await?.may_change("reset the settings").await?;
+        self.callers.identify(Some(&header), connection).await?.may_change("reset the settings", "").await?;
         self.ask(Request::Reset).await?
     }
+
+    #[zbus(signal)]
+    pub async fn client_added(emitter: &SignalEmitter<'_>, id: u64, pid: u32) -> zbus::Result<()>;
+
+    #[zbus(signal)]
+    pub async fn client_removed(emitter: &SignalEmitter<'_>, id: u64, pid: u32) -> zbus::Result<()>;
 
     #[zbus(signal)]
     pub async fn thrashing_began(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
@@ -174,7 +184,7 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let quantum = settings::time_quantum(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
+        let quantum = settings::time_quantum(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
         self.change(Change::TimeQuantum(quantum), "change the time quantum", header.as_ref(), connection).await
     }
 
@@ -190,7 +200,7 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let most = settings::max_wait(Duration::from_secs(value.into())).map_err(Error::InvalidArgument)?;
+        let most = settings::max_wait(Duration::from_secs(value.into())).map_err(fdo::Error::InvalidArgs)?;
         self.change(Change::MaxWait(most), "change the longest wait", header.as_ref(), connection).await
     }
 
@@ -206,7 +216,7 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let mode = names::parse_anti_thrash(&value).map_err(Error::InvalidArgument)?;
+        let mode = names::parse_anti_thrash(&value).map_err(fdo::Error::InvalidArgs)?;
         self.change(Change::AntiThrash(mode), "change anti-thrash", header.as_ref(), connection).await
     }
 
@@ -222,11 +232,11 @@ impl Object {
         #[zbus(header)] header: Option<Header<'_>>,
         #[zbus(connection)] connection: &Connection,
     ) -> Result<(), Failure> {
-        let policy = names::parse_policy(&value).map_err(Error::InvalidArgument)?;
+        let policy = names::parse_policy(&value).map_err(fdo::Error::InvalidArgs)?;
         self.change(Change::Policy(policy), "change the policy", header.as_ref(), connection).await
     }
 
-    #[zbus(property(emits_changed_signal = "false"))]
+    #[zbus(property(emits_changed_signal = "invalidates"))]
     fn holders(&self) -> Holders {
         self.shared.followed.holders.borrow().clone()
     }
@@ -246,7 +256,7 @@ impl Object {
         header: Option<&Header<'_>>,
         connection: &Connection,
     ) -> Result<(), Failure> {
-        self.callers.identify(header, connection).await?.may_change(what).await?;
+        self.callers.identify(header, connection).await?.may_change(what, "").await?;
         self.ask(|reply| Request::Set(change, reply)).await?
     }
 
@@ -259,17 +269,17 @@ impl Object {
 }
 
 /// Whether the options ask for names and command lines of programs.
-fn debug_options(options: &HashMap<String, OwnedVariant>) -> Result<bool, Error> {
+fn debug_options(options: &HashMap<String, OwnedVariant>) -> fdo::Result<bool> {
     let mut command_lines = false;
     for (name, value) in options {
         match (name.as_str(), &**value) {
             ("command-lines", Variant::Bool(value)) => command_lines = *value,
             ("command-lines", _) => {
-                return Err(Error::InvalidArgument("command-lines is a boolean, true or false".into()));
+                return Err(fdo::Error::InvalidArgs("command-lines is a boolean, true or false".into()));
             }
             _ => {
                 let text = format!("there is no option {name:?}: \"command-lines\" is the only one");
-                return Err(Error::InvalidArgument(text));
+                return Err(fdo::Error::InvalidArgs(text));
             }
         }
     }

@@ -126,7 +126,7 @@ mod tests {
     use crate::daemon::bus::callers::Callers;
     use crate::daemon::bus::{Followed, Shared};
     use crate::daemon::core::Thrashing;
-    use crate::daemon::core::views::Holders;
+    use crate::daemon::core::views::{ClientPids, Holders};
 
     /// XML without comments and blank lines, one element a line.
     fn bare(xml: &str) -> Vec<String> {
@@ -146,7 +146,8 @@ mod tests {
         let (_, settings) = watch::channel(Config::default().settings);
         let (_, holders) = watch::channel(Holders::new());
         let (_, thrashing) = watch::channel(Thrashing::new());
-        let followed = Followed { settings, holders, thrashing };
+        let (_, clients) = watch::channel(ClientPids::new());
+        let followed = Followed { settings, holders, clients, thrashing };
         let shared = Shared { requests, bundling: Arc::default(), followed };
         let object = Object { shared, callers: Callers::Peer { uid: 0, pid: 0 } };
         let mut generated = String::new();

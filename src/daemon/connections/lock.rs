@@ -15,9 +15,9 @@ use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, version};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::task::spawn_local;
+use zbus::fdo;
 
 use super::Connections;
-use crate::bus::Error;
 use crate::daemon::core::views::printable;
 use crate::daemon::core::{Arrival, Core};
 use crate::daemon::transport::connection::Connection;
@@ -48,23 +48,19 @@ pub struct LockRequest {
 ///
 /// # Errors
 /// If an argument is wrong, or the user has too many clients.
-pub fn acquire(
-    core: &Rc<RefCell<Core>>,
-    connections: &Rc<Connections>,
-    request: LockRequest,
-) -> Result<OwnedFd, Error> {
-    let failed = |e: io::Error| Error::Failed(format!("cannot create a lock: {e}"));
-    let wanted = core.borrow().find_gpu(&request.gpu).map_err(Error::InvalidArgument)?;
+pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: LockRequest) -> fdo::Result<OwnedFd> {
+    let failed = |e: io::Error| fdo::Error::Failed(format!("cannot create a lock: {e}"));
+    let wanted = core.borrow().find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
     for (what, text) in [("who", &request.who), ("why", &request.why)] {
         if text.is_empty() || text.chars().count() > MAX_TEXT {
-            return Err(Error::InvalidArgument(format!("{what} must have 1 to {MAX_TEXT} characters")));
+            return Err(fdo::Error::InvalidArgs(format!("{what} must have 1 to {MAX_TEXT} characters")));
         }
     }
     let most = core.borrow().config.max_clients_per_user;
     let (counted, count) = connections.count(request.uid);
     if request.uid != 0 && count > most {
         let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
-        return Err(Error::TooMany(text));
+        return Err(fdo::Error::LimitsExceeded(text));
     }
 
     let (owner, theirs) = std::os::unix::net::UnixStream::pair().map_err(failed)?;

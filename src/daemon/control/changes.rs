@@ -16,11 +16,10 @@ use tokio::sync::{Mutex, MutexGuard, oneshot};
 use tracing::{info, warn};
 use zbus::fdo;
 
-use crate::bus::Error;
 use crate::config::names::{anti_thrash_name, policy_name};
 use crate::config::rules::{Added, Addition};
 use crate::config::{Config, ConfigError, document, settings};
-use crate::daemon::bus::{Change, Failure};
+use crate::daemon::bus::Change;
 use crate::scheduler::{AntiThrash, PolicyName};
 use crate::sys::atomic_file;
 
@@ -142,11 +141,11 @@ impl Turn<'_> {
     /// Saves that a rule is set or removed.
     ///
     /// # Errors
-    /// `InvalidArgument` if the rule is wrong, or there are too many; `IOError` if it cannot be saved. Then nothing has changed.
-    pub async fn set_rule(&self, addition: Addition) -> Result<(), Failure> {
+    /// `InvalidArgs` if the rule is wrong, or there are too many; `IOError` if it cannot be saved. Then nothing has changed.
+    pub async fn set_rule(&self, addition: Addition) -> fdo::Result<()> {
         let mut changed = self.changes.changed.borrow().clone();
-        changed.rule.set(addition).map_err(Error::InvalidArgument)?;
-        Ok(self.save(changed).await?)
+        changed.rule.set(addition).map_err(fdo::Error::InvalidArgs)?;
+        self.save(changed).await
     }
 
     /// Forgets all changes.

@@ -12,6 +12,7 @@ use std::rc::Rc;
 
 use tokio::task::spawn_local;
 use tracing::{info, warn};
+use zbus::fdo;
 
 use crate::bus::Error;
 use crate::config::rules::Addition;
@@ -94,7 +95,7 @@ impl Control {
     async fn set_rule(&self, core: &RefCell<Core>, addition: Addition) -> Result<(), Failure> {
         let turn = self.changes.begin().await;
         if let Some(text) = addition.rule().and_then(|rule| core.borrow().config.rules.contradicted(rule)) {
-            return Err(Error::InvalidArgument(text).into());
+            return Err(fdo::Error::InvalidArgs(text).into());
         }
         let name = addition.name().to_owned();
         turn.set_rule(addition).await?;

@@ -100,6 +100,7 @@ impl Core {
         };
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
+        self.signals.arrivals.notify_one();
         self.mark_active();
         self.trace(clock::now(), client, None, traced, None);
     }
@@ -158,6 +159,7 @@ impl Core {
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
         self.stopped.remove(&client);
         self.signals.clients.set(self.clients.len());
+        self.signals.arrivals.notify_one();
         self.mark_active();
         // Before the client's memory counts as free: what other clients have open of it stays in use.
         let (adopters, unanswered) = self.shared_memory.leave(client);

@@ -87,6 +87,8 @@ pub struct Signals {
     pub turns: Notify,
     /// The same, for the D-Bus property `Holders`.
     pub holders: Notify,
+    /// Clients came or went, for the signals on D-Bus.
+    pub arrivals: Notify,
     /// A client was granted a lock.
     pub grants: Notify,
     /// A client did something after [`SAMPLE_QUIET`].

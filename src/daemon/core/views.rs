@@ -1,13 +1,13 @@
 //! The state of GPUs and clients as D-Bus shows it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use nvshare_wire::Uuid;
 use nvshare_wire::client::{EngineReason, GpuKind};
 
-use super::state::{Core, Gpu};
+use super::state::{Client, Core, Gpu};
 use crate::bus;
 use crate::daemon::gpu::accounting::Basis;
 use crate::identity::Identity;
@@ -60,7 +60,7 @@ impl ClientView {
             environment_ignored: env_limits.1,
             gang: self.gang_peers.iter().map(|peer| peer.0).collect(),
             placed: self.placed,
-            connected_since: u64::try_from(since.as_micros()).unwrap_or(u64::MAX),
+            connected_since: since.as_secs_f64(),
             stopped: self.stopped,
             gpus: self.uses,
         }
@@ -69,6 +69,9 @@ impl ClientView {
 
 /// Ids of the clients that hold the lock of each GPU, by the GPU's UUID.
 pub type Holders = HashMap<String, Vec<u64>>;
+
+/// The process of each client, by the client's id.
+pub type ClientPids = BTreeMap<u64, u32>;
 
 /// The share of a rule in words: `weight 50, time-max 20%`.
 fn in_words(Share { weight, min, max, priority, interactive }: Share) -> String {
@@ -155,6 +158,11 @@ impl Core {
             Some((label, seen.holders.iter().map(|holder| holder.client.0).collect()))
         };
         gpus.filter_map(view).collect()
+    }
+
+    pub fn client_pids(&self) -> ClientPids {
+        let pid = |client: &Client| u32::try_from(client.identity.pid).unwrap_or(0);
+        self.clients.iter().map(|(id, client)| (id.0, pid(client))).collect()
     }
 
     pub fn list_gpus(&self) -> Vec<bus::Gpu> {

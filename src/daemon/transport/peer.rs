@@ -28,6 +28,11 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     Ok((identity, pidfd))
 }
 
+/// The short name of a process. `None` if it has ended.
+pub fn name(pid: i32) -> Option<String> {
+    Some(printable(&std::fs::read(format!("/proc/{pid}/comm")).ok()?)).filter(|_| pid > 0)
+}
+
 /// True if the process is in a PID namespace below ours, as processes in containers are, or in one that is not
 /// visible.
 pub fn is_in_another_namespace(pid: i32) -> bool {
