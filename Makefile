@@ -129,6 +129,7 @@ install:
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/system-services dbus/org.nvshare.Scheduler1.service
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/dbus-1/interfaces dbus/org.nvshare.Scheduler1.xml
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/polkit-1/actions dbus/org.nvshare.Scheduler1.policy
+	install -Dm 644 dbus/org.nvshare.Scheduler1.rules $(DESTDIR)$(prefix)/share/polkit-1/rules.d/50-nvshare.rules
 	for page in $(filter-out $(IN_IMAGE),$(wildcard man/*.[0-9])); do install -Dm 644 -t $(DESTDIR)$(mandir)/man$${page##*.} $$page || exit; done
 	@# The other names of that page.
 	for name in nvshare-scheduler nvshare.socket nvshare-control.socket nvshare-metrics.socket; do \

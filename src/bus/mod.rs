@@ -130,6 +130,7 @@ pub trait Scheduler {
         why: &str,
         options: HashMap<&str, Variant<'_>>,
     ) -> zbus::Result<LockFd>;
+    fn terminate_lock(&self, client: u64) -> zbus::Result<()>;
     fn list_rules(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;

@@ -1,5 +1,6 @@
 //! System calls as the programs need them, on rustix wherever it has them. Nothing here knows about GPUs or the protocol.
 //!
+//! - [`access`]: whether another user may open a file.
 //! - [`atomic_file`]: replacing a file as a whole.
 //! - [`clock`]: the monotonic clock, and a timer on it.
 //! - [`credentials`]: the identity of a socket's peer.
@@ -7,6 +8,7 @@
 //! - [`listen`]: a listening socket that only one process can own.
 //! - [`privileges`]: dropping capabilities.
 //! - [`socket`]: connections, packets and the descriptors that they carry.
+pub mod access;
 pub mod atomic_file;
 pub mod clock;
 pub mod credentials;

@@ -547,3 +547,87 @@ fn times_are_in_seconds() {
         assert!((0.0..3600.0).contains(&(now.as_secs_f64() - client.connected_since)), "{}", client.connected_since);
     });
 }
+
+/// A daemon on the bus with these rules.
+fn with_rules(bus: &Bus, rules: &str) -> Daemon {
+    let daemon = Daemon::start_with(|command, directory| {
+        let config = directory.join("nvshare.toml");
+        std::fs::write(&config, rules).expect("a file");
+        command.arg("--config").arg(config).arg("--bus-address").arg(&bus.address);
+    });
+    daemon.log.wait("on the bus as");
+    daemon
+}
+
+#[test]
+fn a_lock_goes_by_the_rule_of_its_caller() {
+    // SAFETY: a plain call that cannot fail.
+    let uid = unsafe { libc::geteuid() };
+    let bus = Bus::start();
+    let rules = format!(
+        "[[rule]]\nname = \"urgent\"\nuser = {uid}\nweight = 50\ntime-max = \"40%\"\nallowed-gpus = [\"{GPU_NAME}\"]\n"
+    );
+    let daemon = with_rules(&bus, &rules);
+    daemon.client().attach();
+    let other = Client::welcomed(&daemon.socket());
+    other.attach_gpu(nvshare_wire::Uuid([8; 16]), 16 * GIB);
+    block_on(async {
+        let connection = on_bus(&bus).await;
+        let scheduler = scheduler(&connection).await;
+        let _lock = scheduler.acquire_lock(GPU_NAME, "me", "a test", HashMap::new()).await.expect("allowed");
+        let clients = scheduler.list_clients().await.expect("an answer");
+        let lock = clients.iter().find(|client| client.library == "D-Bus").expect("the lock");
+        assert_eq!((lock.rule.as_str(), lock.share.as_str()), ("urgent", "weight 50, time-max 40%"));
+        let command = lock.command.as_deref().unwrap_or_default();
+        assert!(command.contains("daemon"), "it is the caller's process that is shown: {command:?}");
+
+        let (name, text) =
+            refusal(scheduler.acquire_lock("GPU-08080808-0808-0808-0808-080808080808", "me", "", HashMap::new()).await);
+        assert_eq!((name.as_str(), text.as_str()), (INVALID, "why must have 1 to 200 characters"));
+        let other = "GPU-08080808-0808-0808-0808-080808080808";
+        let (name, text) = refusal(scheduler.acquire_lock(other, "me", "a test", HashMap::new()).await);
+        assert_eq!(name, "org.freedesktop.DBus.Error.AccessDenied");
+        assert!(text.contains("rule \"urgent\"") && text.ends_with(&format!("does not allow {other}")), "{text}");
+    });
+}
+
+const INVALID: &str = "org.freedesktop.DBus.Error.InvalidArgs";
+
+#[test]
+fn a_lock_is_in_no_gang() {
+    // SAFETY: a plain call that cannot fail.
+    let uid = unsafe { libc::geteuid() };
+    let bus = Bus::start();
+    let daemon = with_rules(&bus, &format!("[[rule]]\nname = \"job\"\nuser = {uid}\ngang = true\n"));
+    daemon.client().attach();
+    block_on(async {
+        let connection = on_bus(&bus).await;
+        let (name, text) = refusal(scheduler(&connection).await.acquire_lock("", "me", "a test", HashMap::new()).await);
+        assert_eq!(name, "org.freedesktop.DBus.Error.AccessDenied");
+        assert!(text.contains("rule \"job\"") && text.ends_with("a lock would exclude them"), "{text}");
+    });
+}
+
+#[test]
+fn an_administrator_ends_a_lock_and_its_caller_reads_the_end() {
+    both_ways(async |daemon, connection| {
+        let scheduler = scheduler(connection).await;
+        let client = daemon.client();
+        client.attach();
+        let lock = scheduler.acquire_lock("", "somebody", "a test", HashMap::new()).await.expect("a lock");
+        let id = second_once(&scheduler, "holding").await.id;
+        for wrong in [client.id, 4711] {
+            let (name, text) = refusal(scheduler.terminate_lock(wrong).await);
+            assert_eq!((name.as_str(), text), (INVALID, format!("client {wrong} is no lock of AcquireLock")));
+        }
+        client.request();
+        let mut lines = lines(lock);
+        assert_eq!(next_line(&mut lines), "granted");
+        scheduler.terminate_lock(id).await.expect("root may");
+        client.until_granted();
+        while next_line(&mut lines) == "wanted" {}
+        let mut rest = String::new();
+        assert_eq!(lines.read_line(&mut rest).expect("the end"), 0, "{rest}");
+        daemon.log.wait("is ended by an administrator");
+    });
+}

@@ -9,6 +9,7 @@ use std::process::Stdio;
 use crate::fake_polkit::*;
 use crate::private_bus::*;
 use nvshare::bus::{NAME, PATH, SchedulerProxy};
+use test_support::artifact;
 use test_support::daemon::*;
 use zbus::connection::Builder;
 use zbus::proxy::MethodFlags;
@@ -190,7 +191,7 @@ fn nothing_is_asked_about_root_nor_for_a_value_that_is_not_allowed() {
 }
 
 #[test]
-fn a_lock_is_everybody_s_unless_polkit_says_no() {
+fn a_lock_is_for_whom_polkit_allows_it() {
     with_polkit(async |bus, daemon, polkit| {
         daemon.client().attach();
         let stranger = on_bus_as(bus, NOBODY).await;
@@ -199,22 +200,94 @@ fn a_lock_is_everybody_s_unless_polkit_says_no() {
         let [question] = polkit.asked().try_into().expect("one question");
         assert_eq!((question.action.as_str(), question.flags), (LOCK, 0));
         let program = std::fs::read_to_string("/proc/self/comm").expect("a name");
-        assert_eq!(question.details.get("program").map(String::as_str), Some(program.trim_end()));
+        let told = |question: &Asked, name: &str| question.details.get(name).cloned();
+        assert_eq!(told(&question, "program").as_deref(), Some(program.trim_end()));
+        assert_eq!(told(&question, "gpu").as_deref(), Some(GPU_NAME));
+        assert_eq!(told(&question, "rule").as_deref(), Some(""));
         polkit.say(Says::No);
-        assert_eq!(
-            refusal(acquire(&scheduler).await),
-            (NOT_AUTHORIZED.to_owned(), "user 65534 may not acquire a lock: polkit does not allow it".to_owned())
-        );
+        let refused = format!("user 65534 may not acquire the lock of {GPU_NAME}: polkit does not allow it");
+        assert_eq!(refusal(acquire(&scheduler).await), (NOT_AUTHORIZED.to_owned(), refused));
+        polkit.asked();
+        // Nobody is asked for a password for what cannot be had.
+        let refused = refusal(scheduler.acquire_lock("GPU-0", "a", "b", HashMap::new()).await);
+        assert_eq!(refused.0, "org.freedesktop.DBus.Error.InvalidArgs");
+        assert_eq!(polkit.asked(), []);
+    });
+}
+
+/// The devices of a machine with one GPU, in the daemon's mount namespace.
+const DEVICES: &str = "mount -t tmpfs none /dev && : > /dev/null && : > /dev/nvidia0 && chmod 660 /dev/nvidia0 && \
+                       chgrp 44 /dev/nvidia0 && exec \"$@\"";
+
+#[test]
+fn a_lock_needs_access_to_the_gpu_whatever_polkit_says() {
+    if !is_root() {
+        return eprintln!("skipped: needs root to be somebody else");
+    }
+    let bus = Bus::start();
+    let daemon = Daemon::start_with(|command, directory| {
+        std::fs::copy(artifact("libnvidia_ml.so"), directory.join("libnvidia-ml.so.1")).expect("NVML");
+        let mut inside = std::process::Command::new("unshare");
+        inside.args(["--mount", "--propagation", "private", "sh", "-ec", DEVICES, "sh"]);
+        inside.arg(command.get_program()).args(command.get_args()).arg("--bus-address").arg(&bus.address);
+        inside.env("LD_LIBRARY_PATH", directory).env("CUDA_SIM_DIR", directory.join("gpu"));
+        inside.env_remove("NOTIFY_SOCKET").env_remove("JOURNAL_STREAM").env_remove("STATE_DIRECTORY");
+        *command = inside;
+    });
+    daemon.log.wait("on the bus as");
+    let device = std::path::PathBuf::from(format!("/proc/{}/root/dev/nvidia0", daemon.child.id()));
+    block_on(async {
+        let polkit = Polkit::start(&bus).await;
+        let stranger = on_bus_as(&bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        let (name, text) = refusal(acquire(&scheduler).await);
+        assert_eq!(name, NOT_AUTHORIZED);
+        assert!(text.starts_with("user 65534 may not acquire the lock of GPU-"), "{text}");
+        assert!(text.ends_with(": it may not read and write /dev/nvidia0"), "{text}");
+        assert_eq!(polkit.asked(), [], "no password opens the device");
+
+        // One of the groups of this thread, which the bus passes on.
+        std::os::unix::fs::chown(&device, None, Some(0)).expect("its group");
+        acquire(&scheduler).await.expect("its group may");
+        let [question] = polkit.asked().try_into().expect("one question");
+        assert!(question.details["gpu"].starts_with("GPU 0 ("), "{question:?}");
+
+        std::fs::remove_file(&device).expect("the device");
+        let (name, text) = refusal(acquire(&scheduler).await);
+        assert_eq!(name, NOT_AUTHORIZED);
+        assert!(text.contains("cannot examine /dev/nvidia0: No such file"), "{text}");
+        drop(acquire(&self::scheduler(&on_bus(&bus).await).await).await.expect("root may"));
     });
 }
 
 #[test]
-fn polkit_is_told_which_rule_changes() {
-    with_polkit(async |bus, _, polkit| {
-        let scheduler = scheduler(&on_bus_as(bus, NOBODY).await).await;
+fn polkit_is_told_which_rule_changes_and_a_lock_s_rule() {
+    if !is_root() {
+        return eprintln!("skipped: needs root to be somebody else");
+    }
+    let bus = Bus::start();
+    let daemon = Daemon::start_with(|command, directory| {
+        let config = directory.join("nvshare.toml");
+        let rule = format!("[[rule]]\nname = \"guests\"\nuser = {NOBODY}\npriority = 5\n");
+        std::fs::write(&config, format!("anti-thrash = \"on\"\n{rule}")).expect("a file");
+        command.arg("--config").arg(config).arg("--bus-address").arg(&bus.address);
+    });
+    daemon.log.wait("on the bus as");
+    block_on(async {
+        let polkit = Polkit::start(&bus).await;
+        let stranger = on_bus_as(&bus, NOBODY).await;
+        let scheduler = scheduler(&stranger).await;
+        let holder = daemon.client();
+        holder.attach();
+        holder.request();
+        holder.until_granted();
+        let _lock = acquire(&scheduler).await.expect("polkit says yes");
+        // By the priority of its caller's rule it does not wait for the turn to end.
+        holder.until(|message| matches!(message, nvshare_wire::SchedulerMessage::Revoke { .. }));
         let rule = HashMap::from([("weight", Variant::from(5_i64)), ("user", Variant::from("root"))]);
         scheduler.set_rule("batch", rule).await.expect("polkit says yes");
-        let [change] = polkit.asked().try_into().expect("one question");
+        let [lock, change] = polkit.asked().try_into().expect("two questions");
+        assert!(lock.details["rule"].starts_with("\"guests\" ("), "{lock:?}");
         assert_eq!((change.action.as_str(), change.details["rule"].as_str()), (CHANGE, "batch"));
         assert_eq!(change.details["change"], "change the rule \"batch\"");
     });
@@ -368,7 +441,12 @@ fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
         let (name, text) = refusal(set_quantum(&stranger, 45).await);
         assert_eq!(name, NOT_AUTHORIZED);
         assert_eq!(text, "user 65534 may not change the time quantum: there is no polkit, so only root may");
-        acquire(&scheduler).await.expect("everybody may");
+        let (name, text) = refusal(acquire(&scheduler).await);
+        assert_eq!(name, NOT_AUTHORIZED);
+        assert!(
+            text.ends_with("there is no polkit, so only root may, and the group nvshare on the control socket"),
+            "{text}"
+        );
         let _client = daemon.client();
         let clients = scheduler.list_clients().await.expect("everybody may");
         assert!(clients.iter().all(|client| client.command.is_none()), "{clients:?}");

@@ -1,10 +1,16 @@
-//! A daemon that is killed or stopped, and the next one, which is handed the connections of its clients.
+//! A daemon that is killed or stopped, and the next one, which is handed the connections of its clients and the locks over D-Bus.
 
-use std::os::fd::AsRawFd;
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 use nvshare_wire::{ClientMessage, SchedulerMessage, Text, version};
 use test_support::daemon::*;
 use test_support::manager::Manager;
+
+use crate::private_bus::{block_on, on_control, scheduler};
 
 /// A daemon whose connections outlive it.
 fn kept() -> (Manager, Daemon) {
@@ -272,14 +278,16 @@ fn keeping_connections_can_be_turned_off_and_on() {
     let daemon = start(directory);
     let client = Client::welcomed_as(&daemon.socket(), version::RESUMING);
     client.attach();
+    let lock = Lock::acquire(&daemon.control());
     std::fs::write(&file, "").expect("the file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
-    until(|| manager.kept().len() == 1);
+    until(|| manager.kept().len() == 2);
     std::fs::write(&file, "keep-connections = false\n").expect("the file");
     assert_eq!(daemon.ctl(&["reload"]).code, Some(0));
     until(|| manager.kept().is_empty());
     drop(daemon);
     client.until_end();
+    lock.until_end();
 }
 
 #[test]
@@ -293,4 +301,175 @@ fn where_nothing_is_kept_a_client_hears_of_the_end() {
     until(|| manager.heard("FDSTORE=1") == 1);
     drop(daemon.stop());
     client.until_end();
+}
+
+// ---- locks over D-Bus ----------------------------------------------------------------------------------------------
+
+/// A lock of a caller whose connection to the scheduler has ended, as that of `nvsharectl lock` does.
+struct Lock {
+    lines: BufReader<UnixStream>,
+}
+
+impl Lock {
+    fn acquire(control: &Path) -> Self {
+        block_on(async {
+            let scheduler = scheduler(&on_control(control).await).await;
+            let lock = scheduler.acquire_lock("", "bench", "to measure", HashMap::new()).await.expect("a lock");
+            let stream = UnixStream::from(OwnedFd::from(lock));
+            stream.set_nonblocking(false).expect("a blocking socket");
+            stream.set_read_timeout(Some(PATIENCE)).expect("a limit");
+            Self { lines: BufReader::new(stream) }
+        })
+    }
+
+    #[track_caller]
+    fn next(&mut self) -> String {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).expect("a line in time");
+        line
+    }
+
+    /// Reads what is left, to the end.
+    #[track_caller]
+    fn until_end(mut self) -> String {
+        let mut rest = String::new();
+        self.lines.read_to_string(&mut rest).expect("the end");
+        rest
+    }
+
+    #[track_caller]
+    fn is_open(&self) {
+        self.lines.get_ref().set_nonblocking(true).expect("a socket");
+        let read = self.lines.get_ref().read(&mut [0]);
+        assert!(read.is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock));
+        self.lines.get_ref().set_nonblocking(false).expect("a socket");
+    }
+}
+
+fn start_with_rule(manager: &Manager, directory: Directory) -> Daemon {
+    // SAFETY: a plain call that cannot fail.
+    let uid = unsafe { libc::geteuid() };
+    let file = directory.0.join("nvshare.toml");
+    std::fs::write(&file, format!("[[rule]]\nname = \"mine\"\nuser = {uid}\nweight = 50\n")).expect("the file");
+    Daemon::start_in(directory, Some(manager), |command, _| {
+        command.arg("--config").arg(&file);
+    })
+}
+
+#[test]
+fn a_lock_over_d_bus_outlives_the_daemon_with_its_identity() {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    let daemon = start_with_rule(&manager, directory);
+    let other = resuming(&manager, &daemon);
+    let mut lock = Lock::acquire(&daemon.control());
+    assert_eq!(lock.next(), "granted\n");
+    until(|| manager.kept().len() == 2);
+    let seen =
+        |daemon: &Daemon| clients(daemon).into_iter().find(|client| client["library"] == "D-Bus").expect("a lock");
+    let before = seen(&daemon);
+    assert_eq!((&before["rule"], &before["name"]), (&"mine".into(), &"bench".into()));
+
+    // Killed, then stopped as by an upgrade.
+    let mut daemon = daemon;
+    for how in [Daemon::kill, Daemon::stop] {
+        let directory = how(daemon);
+        lock.is_open();
+        daemon = start_with_rule(&manager, directory);
+        resume(&other, GIB, 0, 0);
+        other.request();
+        daemon.log.wait("bench continues");
+        daemon.log.wait("1 of 1 programs continue");
+        assert_not_granted(&daemon, &other);
+        let after = seen(&daemon);
+        for key in ["id", "pid", "uid", "name", "why", "command", "unit", "rule", "share"] {
+            assert_eq!(before[key], after[key], "{key}");
+        }
+        assert_eq!(after["gpus"][0]["state"], "holding");
+        assert_eq!(lock.next(), "granted\n", "it is said again");
+        assert_eq!(lock.next(), "wanted\n");
+    }
+    drop(lock);
+    other.until_granted();
+    until(|| manager.kept().len() == 1);
+}
+
+#[test]
+fn a_lock_that_waits_keeps_waiting() {
+    let (manager, daemon) = kept();
+    let holder = resuming(&manager, &daemon);
+    holder.request();
+    holder.until_granted();
+    let mut lock = Lock::acquire(&daemon.control());
+    until(|| manager.kept().len() == 2);
+    daemon.log.wait("contended");
+    let daemon = Daemon::start_under(&manager, daemon.kill());
+    resume(&holder, GIB, GIB, 1);
+    daemon.log.wait("1 of 1 programs continue");
+    lock.is_open();
+    holder.release();
+    assert_eq!(lock.next(), "granted\n");
+}
+
+#[test]
+fn a_lock_whose_caller_goes_while_there_is_no_daemon_is_gone() {
+    let (manager, daemon) = kept();
+    let other = resuming(&manager, &daemon);
+    let mut lock = Lock::acquire(&daemon.control());
+    assert_eq!(lock.next(), "granted\n");
+    until(|| manager.kept().len() == 2);
+    let directory = daemon.kill();
+    drop(lock);
+    let daemon = Daemon::start_under(&manager, directory);
+    resume(&other, 0, 0, 0);
+    other.request();
+    other.until_granted();
+    until(|| manager.kept().len() == 1);
+    assert_eq!(clients(&daemon).len(), 1);
+}
+
+#[test]
+fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
+    let directory = Directory::new();
+    let manager = Manager::new(&directory.0);
+    manager.keep_nothing();
+    let daemon = Daemon::start_under(&manager, directory);
+    daemon.client().attach();
+    let mut lock = Lock::acquire(&daemon.control());
+    assert_eq!(lock.next(), "granted\n");
+    until(|| manager.heard("FDSTORE=1") == 1);
+    let directory = daemon.kill();
+    assert_eq!(lock.until_end(), "");
+
+    let daemon = Daemon::start_under(&manager, directory);
+    daemon.client().attach();
+    let mut lock = Lock::acquire(&daemon.control());
+    assert_eq!(lock.next(), "granted\n");
+    until(|| manager.heard("FDSTORE=1") == 2);
+    drop(daemon.stop());
+    assert_eq!(lock.until_end(), "");
+}
+
+#[test]
+fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
+    let (manager, daemon) = kept();
+    daemon.client().attach();
+    let mut lock = Lock::acquire(&daemon.control());
+    assert_eq!(lock.next(), "granted\n");
+    until(|| manager.kept().len() == 1);
+    let directory = daemon.kill();
+    // Of a later version, and one whose record is missing.
+    let [(later, ours), (bare, theirs)] = [(); 2].map(|()| UnixStream::pair().expect("a pair"));
+    manager.keep("l9.500.0", later.into());
+    manager.keep("l9.500.0", std::fs::File::open("/dev/null").expect("a file").into());
+    manager.keep("l1.600.0", bare.into());
+    let daemon = Daemon::start_under(&manager, directory);
+    daemon.log.wait("bench continues");
+    for end in [ours, theirs] {
+        assert_eq!((&end).read(&mut [0]).expect("the end"), 0);
+    }
+    until(|| manager.kept().len() == 1);
+    assert_eq!(lock.next(), "granted\n");
+    lock.is_open();
+    assert!(daemon.client().id > 0x600);
 }

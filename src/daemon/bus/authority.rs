@@ -317,7 +317,7 @@ mod tests {
             assert!(named.iter().all(|(name, _)| known(name)), "{named:?}");
             let defaults = ["allow_any", "allow_inactive", "allow_active"].map(text);
             let expected = match action.attribute("id") {
-                Some("org.nvshare.Scheduler1.acquire-lock") => ["yes"; 3],
+                Some("org.nvshare.Scheduler1.acquire-lock") => ["auth_admin", "auth_admin", "yes"],
                 _ => ["auth_admin", "auth_admin", "auth_admin_keep"],
             };
             assert_eq!(defaults, expected);

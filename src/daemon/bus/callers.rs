@@ -1,6 +1,7 @@
 //! Callers of the D-Bus object, and their authorization.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use tracing::debug;
 use zbus::Connection;
@@ -8,7 +9,10 @@ use zbus::fdo::{self, DBusProxy};
 use zbus::message::{Flags, Header};
 
 use super::authority::{Action, Answer, Authority, Details, Manner, Subject};
+use crate::daemon::connections::lock::Lockable;
 use crate::daemon::transport::peer;
+use crate::identity::Identity;
+use crate::sys::access;
 
 /// The way to identify callers.
 #[derive(Debug)]
@@ -16,7 +20,7 @@ pub enum Callers {
     /// The bus identifies each sender, and polkit authorizes it.
     Bus(Authority),
     /// The peer of a socket is the only caller; the kernel identifies it.
-    Peer { uid: u32, pid: i32 },
+    Peer { uid: u32, pid: i32, groups: Vec<u32> },
 }
 
 /// The sender of a message.
@@ -25,6 +29,8 @@ pub struct Caller<'a> {
     pub uid: u32,
     /// 0 if unknown.
     pub pid: i32,
+    /// All its groups, as far as they are known.
+    groups: Vec<u32>,
     from: From<'a>,
 }
 
@@ -52,7 +58,9 @@ impl Callers {
     ) -> fdo::Result<Caller<'a>> {
         let authority = match self {
             Self::Bus(authority) => authority,
-            &Self::Peer { uid, pid } => return Ok(Caller { uid, pid, from: From::Peer }),
+            Self::Peer { uid, pid, groups } => {
+                return Ok(Caller { uid: *uid, pid: *pid, groups: groups.clone(), from: From::Peer });
+            }
         };
         let known = async {
             let header = header?;
@@ -61,9 +69,10 @@ impl Callers {
             let known = bus.get_connection_credentials(sender.clone().into()).await.ok()?;
             let uid = known.unix_user_id()?;
             let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
+            let groups = known.unix_group_ids().cloned().unwrap_or_default();
             let subject = Subject::new(header, uid)?;
             let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
-            Some(Caller { uid, pid, from: From::Bus { authority, connection, subject, interactive } })
+            Some(Caller { uid, pid, groups, from: From::Bus { authority, connection, subject, interactive } })
         };
         known.await.ok_or_else(|| denied("the bus does not identify the caller"))
     }
@@ -86,6 +95,20 @@ impl Caller<'_> {
             return Err(denied(format!("a process in a container, or in another PID namespace, may not {what}")));
         }
         Ok(())
+    }
+
+    /// The identity of the caller, as that of a client.
+    ///
+    /// # Errors
+    /// If it is not of the host.
+    pub fn identity(&self, what: &str) -> fdo::Result<Identity> {
+        self.is_of_the_host(what)?;
+        let identity = peer::identify_caller(self.pid, self.uid, self.groups.clone());
+        if !identity.container.is_empty() || !identity.pod.uid.is_empty() {
+            // It is in the host's PID namespace, and still need not have the host's devices.
+            return Err(denied(format!("a process in a container may not {what}")));
+        }
+        Ok(identity)
     }
 
     /// # Errors
@@ -120,20 +143,43 @@ impl Caller<'_> {
     }
 
     /// # Errors
-    /// If the caller may not acquire a lock.
-    pub async fn may_lock(&self, gpu: &str) -> fdo::Result<()> {
-        self.is_of_the_host("acquire a lock")?;
+    /// If the caller may not acquire that lock: it must be able to use the GPU.
+    pub async fn may_lock(&self, Lockable { gpu, rule }: &Lockable) -> fdo::Result<()> {
+        let what = format!("acquire the lock of {}", gpu.label);
+        if self.uid != 0 {
+            // Of a GPU that NVML does not know, no file is known either.
+            if let Some(minor) = gpu.minor {
+                self.may_open(&format!("/dev/nvidia{minor}"), &what)?;
+            }
+        }
         match self.from {
-            From::Bus { .. } if self.uid != 0 => {
+            _ if self.uid == 0 => Ok(()),
+            From::Peer => Ok(()),
+            From::Bus { .. } => {
                 let program = self.program();
-                let details = HashMap::from([("program", program.as_str()), ("gpu", gpu)]);
+                let details = HashMap::from([
+                    ("program", program.as_str()),
+                    ("gpu", gpu.title.as_str()),
+                    ("rule", rule.as_str()),
+                ]);
                 match self.ask(Action::AcquireLock, details).await? {
-                    Answer::Absent => Ok(()),
-                    answer => self.heed(answer, "acquire a lock"),
+                    Answer::Absent => Err(denied(format!(
+                        "user {} may not {what}: there is no polkit, so only root may, and the group nvshare on the control socket",
+                        self.uid
+                    ))),
+                    answer => self.heed(answer, &what),
                 }
             }
-            _ => Ok(()),
         }
+    }
+
+    fn may_open(&self, device: &str, what: &str) -> fdo::Result<()> {
+        let why = match access::may_read_and_write(Path::new(device), self.uid, &self.groups) {
+            Ok(true) => return Ok(()),
+            Ok(false) => format!("it may not read and write {device}"),
+            Err(e) => format!("cannot examine {device}: {e}"),
+        };
+        Err(denied(format!("user {} may not {what}: {why}", self.uid)))
     }
 
     /// The short name of the caller's process, for people.

@@ -98,14 +98,15 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
 }
 
 async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
-    let credentials::Credentials { uid, pid, .. } = credentials::credentials(stream.as_fd())?;
+    let credentials::Credentials { uid, pid, gid } = credentials::credentials(stream.as_fd())?;
+    let groups = credentials::groups(stream.as_fd(), gid)?;
     if peer::is_in_another_namespace(pid) {
         // The control socket was mounted into a container: the peer sees no changes either.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.thrashing = watch::channel(Thrashing::new()).1;
     }
-    let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid } };
+    let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid, groups } };
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())
         .p2p()

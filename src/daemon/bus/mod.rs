@@ -27,7 +27,7 @@ use zbus::fdo;
 
 use crate::bus;
 use crate::config::rules::Addition;
-use crate::daemon::connections::lock::LockRequest;
+use crate::daemon::connections::lock::{LockRequest, Lockable};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
@@ -52,7 +52,11 @@ pub enum Request {
     SetRule(Box<Addition>, oneshot::Sender<Result<(), Failure>>),
     /// Sets all pods of this node. The answer has the rules that are refused.
     SetPods(Pods, oneshot::Sender<Refused>),
+    /// Whether the caller may acquire a lock, as far as the scheduling loop knows.
+    CheckLock(LockRequest, oneshot::Sender<fdo::Result<Lockable>>),
     Lock(LockRequest, oneshot::Sender<fdo::Result<OwnedFd>>),
+    /// Ends the lock of that client, for an administrator.
+    TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
     /// Copies the content of a debug bundle.
     Debug(oneshot::Sender<Box<Snapshot>>),
     Reload(oneshot::Sender<Result<(), String>>),

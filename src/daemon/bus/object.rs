@@ -78,9 +78,23 @@ impl Object {
             return Err(fdo::Error::InvalidArgs(format!("there is no option {option:?}")).into());
         }
         let caller = self.callers.identify(Some(&header), connection).await?;
-        caller.may_lock(&gpu).await?;
-        let request = LockRequest { gpu, who, why, uid: caller.uid, pid: caller.pid };
+        let request = LockRequest { gpu, who, why, caller: caller.identity("acquire a lock")? };
+        // Before anybody is asked for a password for it.
+        let checked = request.clone();
+        let lockable = self.ask(|reply| Request::CheckLock(checked, reply)).await??;
+        caller.may_lock(&lockable).await?;
         Ok(self.ask(|reply| Request::Lock(request, reply)).await??.into())
+    }
+
+    async fn terminate_lock(
+        &self,
+        client: u64,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), Failure> {
+        let what = format!("end the lock of client {client}");
+        self.callers.identify(Some(&header), connection).await?.may_change(&what, "").await?;
+        Ok(self.ask(|reply| Request::TerminateLock(client, reply)).await??)
     }
 
     #[zbus(out_args("rules"))]

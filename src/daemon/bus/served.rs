@@ -149,7 +149,7 @@ mod tests {
         let (_, clients) = watch::channel(ClientPids::new());
         let followed = Followed { settings, holders, clients, thrashing };
         let shared = Shared { requests, bundling: Arc::default(), followed };
-        let object = Object { shared, callers: Callers::Peer { uid: 0, pid: 0 } };
+        let object = Object { shared, callers: Callers::Peer { uid: 0, pid: 0, groups: Vec::new() } };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
         // Changes of these are announced by `announce`, which the macro does not know.

@@ -96,7 +96,7 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, socket: OwnedFd, connections:
         version,
         gang,
         library,
-        is_program: true,
+        lock: None,
         reconnects,
     };
     let client = core.borrow_mut().connect(arrival);

@@ -1,27 +1,39 @@
 //! GPU locks that are acquired over D-Bus, without the library: `AcquireLock`, and with it `nvsharectl lock`.
 //!
-//! The caller becomes a client like any other, in the same queue, with the same turns, counted against the same limit of its
-//! user; a [`LockKeeper`] speaks the protocol for it. The caller gets one end of a pair of sockets; closing it releases the
-//! lock, or ends the wait for it. A revoked lock is released at once, whether the caller reads or not, and requested again.
+//! The caller becomes a client like any other, with its own identity and so its own rule, in the same queue, with the same turns,
+//! counted against the same limit of its user; a [`LockKeeper`] speaks the protocol for it. The caller gets one end of a pair of
+//! sockets; closing it releases the lock, or ends the wait for it. A revoked lock is released at once, whether the caller reads or
+//! not, and requested again.
+//!
+//! The scheduler's end of that pair outlives the daemon in systemd's descriptor store, beside a memory file ([`Record`]) from which
+//! the next daemon goes on. Where it is not there any more the lock is lost, and the caller reads the end of its socket.
 
 use std::cell::RefCell;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use nvshare_wire::client::{Engine, EngineReason, ReleaseReason};
-use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, version};
+use nvshare_wire::client::{Engine, EngineReason, GpuKind, ReleaseReason};
+use nvshare_wire::{ClientMessage, MAX_LEN, SchedulerMessage, Text, Uuid, version};
+use rustix::fs::MemfdFlags;
+use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::task::spawn_local;
+use tracing::warn;
 use zbus::fdo;
 
-use super::Connections;
-use crate::daemon::core::views::printable;
-use crate::daemon::core::{Arrival, Core};
+use super::{ConnectionCount, Connections};
+use crate::daemon::core::views::{NamedGpu, printable};
+use crate::daemon::core::{Arrival, Core, LockFiles};
+use crate::daemon::systemd;
+use crate::daemon::systemd::fd_store::{LOCK_RECORD, StoredConnection};
 use crate::daemon::transport::connection::Connection;
-use crate::identity::Identity;
+use crate::daemon::transport::peer;
+use crate::identity::{Cgroup, Identity};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
@@ -32,107 +44,325 @@ const SLOT: u32 = 0;
 const GPUS: u64 = 1 << SLOT;
 /// Utilization in permille that lets no other client run beside this one.
 const EXCLUSIVE: u32 = 2000;
+/// Bytes of a record that are read: a process can have 65536 groups.
+const MAX_RECORD: u64 = 1 << 20;
 
 /// The arguments of `AcquireLock`, and the caller.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct LockRequest {
     /// UUID or index; empty if there is only one GPU.
     pub gpu: String,
     pub who: String,
     pub why: String,
-    pub uid: u32,
-    pub pid: i32,
+    pub caller: Identity,
 }
 
-/// Queues the caller for the lock. Returns the caller's end of the pair of sockets.
+/// A lock that a caller may have, as far as the scheduling loop knows.
+#[derive(Debug, Clone)]
+pub struct Lockable {
+    pub gpu: NamedGpu,
+    /// The rule of the caller, as messages name it; empty if it has none.
+    pub rule: String,
+}
+
+/// Whether a request is right, and the caller's rule allows it.
 ///
 /// # Errors
-/// If an argument is wrong, or the user has too many clients.
-pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: LockRequest) -> fdo::Result<OwnedFd> {
-    let failed = |e: io::Error| fdo::Error::Failed(format!("cannot create a lock: {e}"));
-    let wanted = core.borrow().find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
+/// `InvalidArgs` or `AccessDenied`.
+pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
     for (what, text) in [("who", &request.who), ("why", &request.why)] {
         if text.is_empty() || text.chars().count() > MAX_TEXT {
             return Err(fdo::Error::InvalidArgs(format!("{what} must have 1 to {MAX_TEXT} characters")));
         }
     }
+    let gpu = core.find_gpu(&request.gpu).map_err(fdo::Error::InvalidArgs)?;
+    let rule = core.may_lock(&request.caller, &gpu).map_err(|why| {
+        let Identity { pid, uid, .. } = request.caller;
+        fdo::Error::AccessDenied(format!("process {pid} of user {uid} may not acquire this lock: {why}"))
+    })?;
+    Ok(Lockable { gpu, rule })
+}
+
+/// Queues the caller for the lock. Returns the caller's end of the pair of sockets.
+///
+/// # Errors
+/// If the request is wrong or not allowed, or the user has too many clients.
+pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: LockRequest) -> fdo::Result<OwnedFd> {
+    let failed = |e: io::Error| fdo::Error::Failed(format!("cannot create a lock: {e}"));
+    let Lockable { gpu, .. } = check(&core.borrow(), &request)?;
     let most = core.borrow().config.max_clients_per_user;
-    let (counted, count) = connections.count(request.uid);
-    if request.uid != 0 && count > most {
+    let uid = request.caller.uid;
+    let (counted, count) = connections.count(uid);
+    if uid != 0 && count > most {
         let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
         return Err(fdo::Error::LimitsExceeded(text));
     }
 
     let (owner, theirs) = std::os::unix::net::UnixStream::pair().map_err(failed)?;
     owner.set_nonblocking(true).map_err(failed)?;
-    let owner = UnixStream::from_std(owner).map_err(failed)?;
-    let (client_end, daemon_end) = socket::packet_pair().map_err(failed)?;
-    let connection = Rc::new(Connection::new(daemon_end, version::MAX).map_err(failed)?);
-    let client_end = descriptors::watch(client_end).map_err(failed)?;
-    let identity = Identity {
-        pid: request.pid,
-        uid: request.uid,
-        name: printable(&request.who),
-        why: printable(&request.why),
-        ..Identity::default()
-    };
-    let arrival = Arrival {
-        connection: connection.clone(),
-        identity: Arc::new(identity),
-        version: version::MAX,
-        gang: 0,
-        library: "D-Bus".to_owned(),
-        is_program: false,
-        reconnects: false,
-    };
+    let identity = Identity { name: printable(&request.who), why: printable(&request.why), ..request.caller };
+    let record = Record::new(&gpu, &identity);
+    let files =
+        LockFiles { owner: UnixStream::from_std(owner).map_err(failed)?, record: record.create().map_err(failed)? };
+    let (arrival, keeper) = record.client(identity, files).map_err(failed)?;
     let client = core.borrow_mut().connect(arrival);
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
         connections.resumed().await;
-        let keeper = LockKeeper { core: &core, client, client_end, owner };
-        keeper.send(ClientMessage::Attach {
-            slot: SLOT,
-            uuid: wanted.uuid,
-            kind: wanted.kind,
-            engine: Engine::None,
-            total: wanted.total,
-            name: Text::new(""),
-            reason: EngineReason::default(),
-        });
+        let keeper = keeper.of(&core, client);
+        keeper.attach();
         // At once, since there is no context to wait for.
-        keeper.send(ClientMessage::Request { gpus: GPUS });
-        tokio::select! {
-            () = keeper.serve() => {}
-            () = keeper.owner_closes() => {}
-            // Sending never ends the connection.
-            () = async { connection.flush().await; std::future::pending().await } => {}
-        }
-        core.borrow_mut().disconnect(client, "no longer wants the lock");
-        drop(counted);
+        keeper.request();
+        keeper.keep(counted).await;
     });
     Ok(theirs.into())
 }
 
-/// Speaks the protocol for the owner of a lock.
-struct LockKeeper<'a> {
-    core: &'a RefCell<Core>,
-    client: ClientId,
-    client_end: AsyncFd<OwnedFd>,
-    owner: UnixStream,
+/// What the next daemon has to know of a lock. Its file begins with one more byte, which says whether the lock is held.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Record {
+    gpu: [u8; 16],
+    is_slice: bool,
+    /// Bytes.
+    total: u64,
+    who: String,
+    why: String,
+    pid: i32,
+    uid: u32,
+    groups: Vec<u32>,
+    command: String,
+    /// The path of the caller's control group, if the kernel showed it.
+    cgroup: Option<String>,
 }
 
-impl LockKeeper<'_> {
+const HELD: [u8; 1] = *b"h";
+const NOT_HELD: [u8; 1] = *b"w";
+
+impl Record {
+    fn new(gpu: &NamedGpu, identity: &Identity) -> Self {
+        let Identity { pid, uid, name, why, groups, command, cgroup, placed, .. } = identity.clone();
+        Self {
+            gpu: gpu.uuid.0,
+            is_slice: gpu.kind == GpuKind::Mig,
+            total: gpu.total,
+            who: name,
+            why,
+            pid,
+            uid,
+            groups,
+            command,
+            cgroup: placed.then_some(cgroup.path),
+        }
+    }
+
+    /// The file of a lock that is not held.
+    fn create(&self) -> io::Result<File> {
+        let file = File::from(rustix::fs::memfd_create("nvshare-lock", MemfdFlags::CLOEXEC)?);
+        let text = serde_json::to_vec(self)?;
+        file.write_all_at(&NOT_HELD, 0)?;
+        file.write_all_at(&text, NOT_HELD.len() as u64)?;
+        Ok(file)
+    }
+
+    /// Reads a file of an earlier daemon, and whether the lock is held.
+    fn read(file: &File) -> io::Result<(Self, bool)> {
+        let mut held = NOT_HELD;
+        file.read_exact_at(&mut held, 0)?;
+        let mut text = Vec::new();
+        let mut at = held.len() as u64;
+        let mut part = [0; 4096];
+        while at < MAX_RECORD {
+            match file.read_at(&mut part, at)? {
+                0 => break,
+                n => text.extend_from_slice(part.get(..n).unwrap_or_default()),
+            }
+            at = (held.len() + text.len()) as u64;
+        }
+        Ok((serde_json::from_slice(&text)?, held == HELD))
+    }
+
+    fn identity(&self) -> Identity {
+        let Self { pid, uid, ref who, ref why, ref groups, ref command, ref cgroup, .. } = *self;
+        let mut identity = Identity {
+            pid,
+            uid,
+            name: who.clone(),
+            why: why.clone(),
+            groups: groups.clone(),
+            command: command.clone(),
+            ..Identity::default()
+        };
+        if let Some(path) = cgroup {
+            peer::place(&mut identity, Cgroup { path: path.clone() });
+        }
+        identity
+    }
+
+    /// The client, and what keeps the lock for it.
+    fn client(self, identity: Identity, files: LockFiles) -> io::Result<(Arrival, Unattached)> {
+        let (client_end, daemon_end) = socket::packet_pair()?;
+        let connection = Rc::new(Connection::new(daemon_end, version::MAX)?);
+        let client_end = descriptors::watch(client_end)?;
+        let files = Rc::new(files);
+        let arrival = Arrival {
+            connection: connection.clone(),
+            identity: Arc::new(identity),
+            version: version::MAX,
+            gang: 0,
+            library: "D-Bus".to_owned(),
+            lock: Some(files.clone()),
+            reconnects: false,
+        };
+        Ok((arrival, Unattached { record: self, connection, client_end, files }))
+    }
+}
+
+/// A lock that an earlier daemon gave, before its request is repeated.
+pub struct TakenOver {
+    keeper: LockKeeper,
+    held: bool,
+    counted: ConnectionCount,
+}
+
+/// Takes over a lock of an earlier daemon, with the identity that its caller had then. If that cannot be done, the lock ends.
+pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: StoredConnection) -> Option<TakenOver> {
+    let StoredConnection { name, socket, record } = stored;
+    let end = socket.try_clone().ok();
+    let taken_over = || {
+        let record = File::from(record.ok_or(io::ErrorKind::NotFound)?);
+        if name.version != LOCK_RECORD || !core.borrow().config.keep_connections {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let (content, held) = Record::read(&record)?;
+        let owner = UnixStream::from_std(socket.into())?;
+        let (arrival, keeper) = content.clone().client(content.identity(), LockFiles { owner, record })?;
+        Ok::<_, io::Error>((arrival, keeper, held))
+    };
+    let (arrival, keeper, held) = match taken_over() {
+        Ok(taken_over) => taken_over,
+        Err(e) => {
+            warn!(name: "lock-lost", client = name.client, "a lock over D-Bus ends, since it cannot be taken over: {e}");
+            systemd::forget(&name.to_string());
+            // For every process that has it: systemd still does.
+            end.iter().for_each(|socket| socket::shut_down(socket.as_fd()));
+            return None;
+        }
+    };
+    let client = ClientId(name.client);
+    let (counted, _) = connections.count(arrival.identity.uid);
+    core.borrow_mut().resume(client, arrival, name);
+    let keeper = keeper.of(core, client);
+    keeper.attach();
+    if held {
+        core.borrow_mut().resume_locks(client, GPUS);
+        keeper.granted();
+    }
+    Some(TakenOver { keeper, held, counted })
+}
+
+impl TakenOver {
+    /// Repeats its request, if the lock is not held, and keeps it from now on.
+    pub fn go_on(self) {
+        let Self { keeper, held, counted } = self;
+        if !held {
+            keeper.request();
+        }
+        spawn_local(async move { keeper.keep(counted).await });
+    }
+}
+
+/// What a [`LockKeeper`] is made of.
+struct Unattached {
+    record: Record,
+    connection: Rc<Connection>,
+    client_end: AsyncFd<OwnedFd>,
+    files: Rc<LockFiles>,
+}
+
+impl Unattached {
+    fn of(self, core: &Rc<RefCell<Core>>, client: ClientId) -> LockKeeper {
+        let Self { record, connection, client_end, files } = self;
+        LockKeeper { core: core.clone(), client, record, connection, client_end, files }
+    }
+}
+
+/// Speaks the protocol for the owner of a lock.
+struct LockKeeper {
+    core: Rc<RefCell<Core>>,
+    client: ClientId,
+    record: Record,
+    connection: Rc<Connection>,
+    client_end: AsyncFd<OwnedFd>,
+    files: Rc<LockFiles>,
+}
+
+impl LockKeeper {
     fn send(&self, message: ClientMessage) {
         // These messages keep the protocol.
         let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
     }
 
-    /// Writes a line to the owner, who need not read it.
-    fn tell(&self, line: &str) {
-        let _ = self.owner.try_write(line.as_bytes());
+    fn attach(&self) {
+        self.send(ClientMessage::Attach {
+            slot: SLOT,
+            uuid: Uuid(self.record.gpu),
+            kind: if self.record.is_slice { GpuKind::Mig } else { GpuKind::Gpu },
+            engine: Engine::None,
+            total: self.record.total,
+            name: Text::new(""),
+            reason: EngineReason::default(),
+        });
     }
 
-    /// Handles the scheduler's messages.
+    fn request(&self) {
+        self.send(ClientMessage::Request { gpus: GPUS });
+    }
+
+    /// Keeps the lock until the owner closes its end.
+    async fn keep(self, counted: ConnectionCount) {
+        let why = tokio::select! {
+            () = self.serve() => "is ended by an administrator",
+            () = self.owner_closes() => "no longer wants the lock",
+            // Sending never ends the connection.
+            () = async { self.connection.flush().await; std::future::pending().await } => "",
+        };
+        self.core.borrow_mut().disconnect(self.client, why);
+        // systemd may still have a copy, with which the owner would never read the end.
+        socket::shut_down(self.files.owner.as_fd());
+        drop(counted);
+    }
+
+    /// Writes a line to the owner, who need not read it.
+    fn tell(&self, line: &str) {
+        // Not by tokio, which would not try before it has seen that the socket takes something.
+        let _ = socket::send(self.files.owner.as_fd(), line.as_bytes());
+    }
+
+    /// Records for the next daemon whether the lock is held.
+    fn note(&self, held: [u8; 1]) {
+        if let Err(e) = self.files.record.write_all_at(&held, 0) {
+            warn!("cannot record the state of a lock: {e}");
+        }
+    }
+
+    // If the daemon dies between the two steps of these, the next one says `granted` once more; never would the owner believe to
+    // have a lock that it has not.
+
+    fn granted(&self) {
+        self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });
+        self.note(HELD);
+        self.tell("granted\n");
+    }
+
+    fn revoked(&self) {
+        self.tell("revoked\n");
+        self.note(NOT_HELD);
+        self.send(ClientMessage::Release { gpus: GPUS, reason: ReleaseReason::Revoked, busy_us: 0 });
+        self.request();
+    }
+
+    /// Handles the scheduler's messages. Returns when the scheduler ends the connection.
     async fn serve(&self) {
         let mut buffer = [0; MAX_LEN];
         loop {
@@ -144,16 +374,9 @@ impl LockKeeper<'_> {
             };
             let Some(packet) = buffer.get(..length) else { return };
             match SchedulerMessage::decode(packet, version::MAX) {
-                Ok(SchedulerMessage::Grant { .. }) => {
-                    self.send(ClientMessage::Utilization { slot: SLOT, permille: EXCLUSIVE });
-                    self.tell("granted\n");
-                }
+                Ok(SchedulerMessage::Grant { .. }) => self.granted(),
                 Ok(SchedulerMessage::Contended { waiters: 1.., .. }) => self.tell("wanted\n"),
-                Ok(SchedulerMessage::Revoke { .. }) => {
-                    self.tell("revoked\n");
-                    self.send(ClientMessage::Release { gpus: GPUS, reason: ReleaseReason::Revoked, busy_us: 0 });
-                    self.send(ClientMessage::Request { gpus: GPUS });
-                }
+                Ok(SchedulerMessage::Revoke { .. }) => self.revoked(),
                 _ => {}
             }
         }
@@ -162,12 +385,41 @@ impl LockKeeper<'_> {
     /// Waits until the owner's end is closed. What the owner writes is discarded.
     async fn owner_closes(&self) {
         let mut buffer = [0; 64];
-        while self.owner.readable().await.is_ok() {
-            match self.owner.try_read(&mut buffer) {
+        while self.files.owner.readable().await.is_ok() {
+            match self.files.owner.try_read(&mut buffer) {
                 Ok(1..) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                 _ => return,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_recorded_of_a_lock_is_read_again() {
+        let gpu = NamedGpu {
+            uuid: Uuid([7; 16]),
+            kind: GpuKind::Mig,
+            total: 16 << 30,
+            minor: Some(0),
+            label: String::new(),
+            title: String::new(),
+        };
+        let mut identity = Identity { pid: 5, uid: 1000, groups: vec![1000, 44], ..Identity::default() };
+        (identity.name, identity.why, identity.command) = ("me".into(), "to measure".into(), "python x.py".into());
+        peer::place(&mut identity, Cgroup { path: "/system.slice/jupyter.service".into() });
+        let file = Record::new(&gpu, &identity).create().expect("a file in memory");
+        let (record, held) = Record::read(&file).expect("a record");
+        assert_eq!((record.identity(), record.gpu, record.is_slice, held), (identity.clone(), [7; 16], true, false));
+        file.write_all_at(&HELD, 0).expect("a file in memory");
+        assert!(Record::read(&file).expect("a record").1);
+
+        identity.groups = (0..65536).map(|group| u32::MAX - group).collect();
+        let file = Record::new(&gpu, &identity).create().expect("a file in memory");
+        assert_eq!(Record::read(&file).expect("a record").0.identity(), identity);
     }
 }

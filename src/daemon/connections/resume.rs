@@ -20,10 +20,11 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::client::{self, Hello};
+use super::lock::{self, TakenOver};
 use super::{ConnectionCount, Connections};
 use crate::daemon::core::{Arrival, Core};
 use crate::daemon::systemd;
-use crate::daemon::systemd::fd_store::{ConnectionName, StoredConnection};
+use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::identity::Identity;
@@ -57,10 +58,14 @@ struct ClientState {
 /// Takes over stored connections. Returns when all clients have answered, but for those that are stopped.
 pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>, connections: &Rc<Connections>) {
     let begin = Instant::now();
+    let (stored, locks): (Vec<_>, Vec<_>) = stored.into_iter().partition(|stored| stored.name.kind == Kind::Program);
+    for StoredConnection { name, .. } in &locks {
+        core.borrow_mut().reserve_id(ClientId(name.client));
+    }
     let count = stored.len();
     let (answer, mut answers) = mpsc::unbounded_channel();
     let mut silent: BTreeMap<u64, (Rc<Connection>, Arc<Identity>)> = BTreeMap::new();
-    for StoredConnection { name, socket } in stored {
+    for StoredConnection { name, socket, record: _ } in stored {
         core.borrow_mut().reserve_id(ClientId(name.client));
         let Some(asked) = ask(core, name, socket, connections) else {
             systemd::forget(&name.to_string());
@@ -99,7 +104,11 @@ pub async fn resume_all(core: &Rc<RefCell<Core>>, stored: Vec<StoredConnection>,
         let resumed = states.len();
         info!(name: "resumed", milliseconds, "{resumed} of {count} programs continue, after {milliseconds} ms");
     }
+    // Those that are held before anybody requests one.
+    let locks: Vec<TakenOver> =
+        locks.into_iter().filter_map(|stored| lock::take_over(core, connections, stored)).collect();
     admit(core, states, connections);
+    locks.into_iter().for_each(TakenOver::go_on);
 
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
@@ -190,7 +199,7 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
             version: asked.name.version,
             gang: hello.gang,
             library: hello.library.as_str().to_owned(),
-            is_program: true,
+            lock: None,
             reconnects: true,
         };
         core.borrow_mut().resume(client, arrival, asked.name);

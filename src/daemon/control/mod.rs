@@ -22,6 +22,7 @@ use crate::daemon::connections::{Connections, lock};
 use crate::daemon::core::Core;
 use crate::daemon::logging;
 use crate::daemon::systemd;
+use crate::scheduler::ClientId;
 use changes::Changes;
 
 /// Answers requests.
@@ -47,7 +48,9 @@ impl Control {
                 drop(reply.send(all.collect()));
             }
             Request::SetPods(pods, reply) => drop(reply.send(core.borrow_mut().set_pods(pods))),
+            Request::CheckLock(request, reply) => drop(reply.send(lock::check(&core.borrow(), &request))),
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
+            Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
             Request::Debug(reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot()))),
             Request::Reload(reply) => drop(reply.send(self.reload(core))),
             // These are saved first, which must not hold the scheduling loop up.

@@ -1,12 +1,13 @@
 //! Clients connect, send messages and disconnect.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::SystemTime;
 
 use nvshare_wire::client::{GpuKind, Sharing};
 use nvshare_wire::{SchedulerMessage, SlotSet, version};
 use tracing::{debug, info};
+use zbus::fdo;
 
 use super::state::{Arrival, Client, ClientGpuStats, Core, Gpu};
 use super::views::printable;
@@ -14,7 +15,7 @@ use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::nvml::{Query, Sample};
 use crate::daemon::systemd;
-use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::systemd::fd_store::{ConnectionName, Kind, LOCK_RECORD};
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::{ClientAction, Session, Violation};
 use crate::identity::Identity;
@@ -81,7 +82,7 @@ impl Core {
     }
 
     fn add_client(&mut self, client: ClientId, arrival: Arrival, gang: u64, traced: &str) {
-        let Arrival { connection, mut identity, version, gang: named, library, is_program, reconnects } = arrival;
+        let Arrival { connection, mut identity, version, gang: named, library, lock, reconnects } = arrival;
         self.pods.name(&mut identity);
         let entry = Client {
             connection,
@@ -96,7 +97,7 @@ impl Core {
             announced_limits: BTreeMap::new(),
             reconnects,
             stored_as: None,
-            is_program,
+            lock,
         };
         self.clients.insert(client, entry);
         self.signals.clients.set(self.clients.len());
@@ -109,14 +110,18 @@ impl Core {
     /// attached to a GPU yet loses nothing by connecting again, and an older library could not resume.
     fn store(&mut self, client: ClientId) {
         let Some(entry) = self.clients.get_mut(&client) else { return };
-        let version = entry.session.version;
-        let is_wanted = self.config.keep_connections && entry.is_program && !entry.gpus.is_empty();
-        if !is_wanted || version < version::RESUMING || entry.stored_as.is_some() {
+        let (kind, version, descriptors) = match &entry.lock {
+            None => (Kind::Program, entry.session.version, vec![entry.connection.socket()]),
+            Some(lock) => (Kind::Lock, LOCK_RECORD, vec![lock.owner.as_fd(), lock.record.as_fd()]),
+        };
+        let can_resume = kind == Kind::Lock || version >= version::RESUMING;
+        let is_wanted = self.config.keep_connections && !entry.gpus.is_empty();
+        if !is_wanted || !can_resume || entry.stored_as.is_some() {
             return;
         }
         let start_time = peer::start_time(entry.identity.pid).unwrap_or(0);
-        let name = ConnectionName { version, client: client.0, start_time };
-        if systemd::keep(&name.to_string(), entry.connection.socket()) {
+        let name = ConnectionName { kind, version, client: client.0, start_time };
+        if systemd::keep(&name.to_string(), &descriptors) {
             entry.stored_as = Some(name);
         }
     }
@@ -141,6 +146,16 @@ impl Core {
             self.trace_all(clock::now(), client, &gpus, "held");
             self.apply(Event::Held { client, gpus });
         }
+    }
+
+    /// Ends a lock over D-Bus: whoever keeps it reads the end of its connection.
+    ///
+    /// # Errors
+    /// `InvalidArgs` if the client is no such lock.
+    pub fn end_lock(&self, client: ClientId) -> fdo::Result<()> {
+        let entry = self.clients.get(&client).filter(|entry| entry.lock.is_some());
+        let no_lock = || fdo::Error::InvalidArgs(format!("client {} is no lock of AcquireLock", client.0));
+        entry.map(|entry| entry.connection.close()).ok_or_else(no_lock)
     }
 
     /// Removes a client. `why` completes the log line "NAME ...".

@@ -25,5 +25,5 @@ mod state;
 mod traffic;
 pub mod views;
 
-pub use state::{Arrival, Core, SAMPLE_QUIET};
+pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use traffic::Thrashing;

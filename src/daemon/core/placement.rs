@@ -8,6 +8,7 @@ use nvshare_wire::{SchedulerMessage, Text, version};
 use tracing::{debug, info};
 
 use super::state::{Client, Core, Gpu};
+use super::views::NamedGpu;
 use crate::config::rules::variable;
 use crate::config::rules::{GpuName, Rule};
 use crate::daemon::transport::peer;
@@ -98,7 +99,28 @@ impl Core {
         if left.len() == chosen.len() { Choice::Free } else { Choice::Of(ids(&left)) }
     }
 
-    /// The GPUs among those device files, in the order of NVML's indices.
+    /// Whether a process may have the lock of a GPU without the library, as far as its rule says. Returns the rule as messages
+    /// name it; empty if it has none.
+    ///
+    /// # Errors
+    /// A sentence, if the rule does not allow it.
+    pub fn may_lock(&self, identity: &Identity, gpu: &NamedGpu) -> Result<String, String> {
+        let Some((rule, _)) = self.config.rules.of(identity) else { return Ok(String::new()) };
+        let known = self.known(0);
+        let is_allowed = |names: &Vec<GpuName>| {
+            let mut meant = known.iter().filter(|known| known.0.0 == gpu.uuid);
+            meant.any(|gpu| names.iter().any(|name| means(name, gpu, &known)))
+        };
+        if !rule.places.allowed.as_ref().is_none_or(is_allowed) {
+            return Err(format!("rule {rule} does not allow {}", gpu.label));
+        }
+        if rule.limits.gang {
+            return Err(format!("rule {rule} has its programs run together, and a lock would exclude them"));
+        }
+        Ok(rule.to_string())
+    }
+
+    /// The GPUs among those device files, all of them for 0, in the order of NVML's indices.
     fn known(&self, devices: u64) -> Vec<Known<'_>> {
         let is_seen = |gpu: &Gpu| {
             let number = gpu.minor.filter(|minor| *minor < u64::BITS && devices != 0);

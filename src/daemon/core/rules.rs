@@ -89,7 +89,9 @@ impl Core {
     fn find_group(&mut self, client: ClientId) -> Option<Group> {
         self.forget_groups();
         let entry = self.clients.get_mut(&client)?;
-        let found = entry.is_program.then(|| self.config.rules.of(&entry.identity)).flatten();
+        let found = self.config.rules.of(&entry.identity);
+        // A lock is to exclude others, and so is in no gang; `may_lock` refuses one under such a rule.
+        let found = found.filter(|(rule, _)| entry.lock.is_none() || !rule.limits.gang);
         entry.rule = found.as_ref().map(|(_, instance)| instance.clone());
         let (rule, instance) = found?;
         let next = &mut self.next_group;

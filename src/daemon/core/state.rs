@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{OpenOptions, Permissions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use nvshare_wire::client::{EngineReason, GpuKind};
+use tokio::net::UnixStream;
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
@@ -119,9 +120,17 @@ pub(super) struct Client {
     pub reconnects: bool,
     /// The name of its connection in systemd's descriptor store, if it is there.
     pub stored_as: Option<ConnectionName>,
-    /// It is a program with the library, not a lock that was acquired over D-Bus. Only programs have memory, rules and a
-    /// connection that can outlive the daemon.
-    pub is_program: bool,
+    /// Of a lock that was acquired over D-Bus, which has no memory; `None` for a program with the library.
+    pub lock: Option<Rc<LockFiles>>,
+}
+
+/// The descriptors by which a lock over D-Bus outlives the daemon.
+#[derive(Debug)]
+pub struct LockFiles {
+    /// The other end of the socket that the caller of `AcquireLock` has.
+    pub owner: UnixStream,
+    /// A file in memory with what the next daemon has to know; `connections::lock` writes it.
+    pub record: File,
 }
 
 /// A client about to be welcomed.
@@ -132,8 +141,8 @@ pub struct Arrival {
     /// The number of its gang, as the client sent it; 0: none.
     pub gang: u64,
     pub library: String,
-    /// As in the client's record: it is no lock acquired over D-Bus.
-    pub is_program: bool,
+    /// As in the client's entry.
+    pub lock: Option<Rc<LockFiles>>,
     /// It was connected before, to this daemon or an earlier one.
     pub reconnects: bool,
 }

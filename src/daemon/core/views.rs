@@ -215,17 +215,29 @@ impl Core {
             _ => self.gpus.iter().find(is_meant),
         };
         let (id, gpu) = found.ok_or_else(|| format!("there is no GPU {name:?}: there are {}", known()))?;
-        Ok(NamedGpu { uuid: id.0, kind: gpu.kind, total: gpu.total })
+        let label = gpu.label(*id);
+        let title = match gpu.index {
+            Some(index) if gpu.is_slice() => format!("{label} on GPU {index} ({})", gpu.name),
+            Some(index) => format!("GPU {index} ({})", gpu.name),
+            None => label.clone(),
+        };
+        Ok(NamedGpu { uuid: id.0, kind: gpu.kind, total: gpu.total, minor: gpu.minor, label, title })
     }
 }
 
-/// A GPU as a client names it in `Attach`.
-#[derive(Debug, Clone, Copy)]
+/// A GPU that a caller has named.
+#[derive(Debug, Clone)]
 pub struct NamedGpu {
     pub uuid: Uuid,
     pub kind: GpuKind,
     /// Bytes.
     pub total: u64,
+    /// Minor number of its device file.
+    pub minor: Option<u32>,
+    /// As `nvidia-smi -L` writes it.
+    pub label: String,
+    /// For people: its number and its model, where they are known.
+    pub title: String,
 }
 
 /// Text that a program chose, without control characters.

@@ -5,13 +5,14 @@
 
 pub mod fd_store;
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::mpsc::{self, Sender, SyncSender};
 use std::thread;
 use std::time::Duration;
 
-use fd_store::{ConnectionName, StoredConnection};
+use fd_store::{ConnectionName, Kind as Stored, StoredConnection};
 use libsystemd::activation;
 use sd_notify::NotifyState;
 use tracing::warn;
@@ -45,12 +46,15 @@ pub fn activated() -> Result<Activated, String> {
     let given = activation::receive_descriptors_with_names(true)
         .map_err(|e| format!("cannot take over the sockets that systemd passed: {e}"))?;
     let mut sockets = Activated::default();
+    let mut locks: BTreeMap<u64, (ConnectionName, Vec<OwnedFd>)> = BTreeMap::new();
     for (descriptor, name) in given {
         // SAFETY: systemd passed this descriptor to this process, and nothing else here knows of it.
         let fd = unsafe { OwnedFd::from_raw_fd(descriptor.into_raw_fd()) };
         if let Some(name) = ConnectionName::parse(&name) {
-            if descriptors::prepare(fd.as_fd()).is_ok() {
-                sockets.stored.push(StoredConnection { name, socket: fd });
+            match name.kind {
+                _ if descriptors::prepare(fd.as_fd()).is_err() => {}
+                Stored::Program => sockets.stored.push(StoredConnection { name, socket: fd, record: None }),
+                Stored::Lock => locks.entry(name.client).or_insert((name, Vec::new())).1.push(fd),
             }
             continue;
         }
@@ -77,13 +81,21 @@ pub fn activated() -> Result<Activated, String> {
             Kind::Metrics => sockets.metrics.push(fd),
         }
     }
+    for (name, descriptors) in locks.into_values() {
+        let (socket, record): (Vec<_>, Vec<_>) = descriptors.into_iter().partition(|fd| socket::is_local(fd.as_fd()));
+        match <[OwnedFd; 1]>::try_from(socket) {
+            Ok([socket]) => sockets.stored.push(StoredConnection { name, socket, record: record.into_iter().next() }),
+            // The caller closed its end while there was no daemon.
+            Err(_) => sockets.unknown.push(name.to_string()),
+        }
+    }
     Ok(sockets)
 }
 
 enum Note {
     Say(String),
-    /// Has systemd keep a descriptor.
-    Keep(String, OwnedFd),
+    /// Has systemd keep descriptors.
+    Keep(String, Vec<OwnedFd>),
     /// Notifies the sender of this note once all earlier notes have been sent.
     Said(Sender<()>),
 }
@@ -104,9 +116,10 @@ pub fn start() {
         for note in notes {
             let told = match note {
                 Note::Say(text) => sd_notify::notify(&[NotifyState::Custom(&text)]),
-                Note::Keep(name, fd) => {
+                Note::Keep(name, descriptors) => {
                     let keep = [NotifyState::FdStore, NotifyState::FdName(&name)];
-                    sd_notify::notify_with_fds(&keep, &[fd.as_fd()])
+                    let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
+                    sd_notify::notify_with_fds(&keep, &descriptors)
                 }
                 Note::Said(reply) => {
                     let _ = reply.send(());
@@ -170,9 +183,13 @@ pub fn watchdog_period() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| limit / 2)
 }
 
-/// Has systemd keep a connection for the daemon after this one. `false`: it will not.
-pub fn keep(name: &str, connection: BorrowedFd<'_>) -> bool {
-    is_there() && connection.try_clone_to_owned().is_ok_and(|copy| tell(|| Note::Keep(name.to_owned(), copy)))
+/// Has systemd keep descriptors, under one name, for the daemon after this one. `false`: it will not.
+pub fn keep(name: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
+    if !is_there() {
+        return false;
+    }
+    let copies: std::io::Result<Vec<OwnedFd>> = descriptors.iter().map(|fd| fd.try_clone_to_owned()).collect();
+    copies.is_ok_and(|copies| tell(|| Note::Keep(name.to_owned(), copies)))
 }
 
 /// Has systemd close what it keeps under that name.

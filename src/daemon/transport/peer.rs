@@ -13,19 +13,40 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     let pidfd = credentials::pidfd(socket, credentials.pid)?;
     let groups = credentials::groups(socket, credentials.gid)?;
     let mut identity = Identity { pid: credentials.pid.max(0), uid: credentials.uid, groups, ..Identity::default() };
-    if identity.pid > 0 {
-        let read = |file: &str| std::fs::read(format!("/proc/{}/{file}", identity.pid)).unwrap_or_default();
-        identity.name = printable(&read("comm"));
-        identity.command = command_line(&read("cmdline"));
-        let cgroup = read("cgroup");
-        identity.placed = !cgroup.is_empty();
-        identity.cgroup = Cgroup::read(&String::from_utf8_lossy(&cgroup));
-        identity.unit = identity.cgroup.unit().to_owned();
-        identity.slice = identity.cgroup.slice().to_owned();
-        identity.container = identity.cgroup.container().to_owned();
-        identity.pod.uid = identity.cgroup.of_system().pod.map_or_else(String::new, |(_, uid)| uid);
-    }
+    describe(&mut identity);
     Ok((identity, pidfd))
+}
+
+/// The identity of a process that does not connect to the clients' socket itself: a caller on D-Bus, as the bus or the kernel
+/// identified it.
+pub fn identify_caller(pid: i32, uid: u32, groups: Vec<u32>) -> Identity {
+    let mut identity = Identity { pid, uid, groups, ..Identity::default() };
+    describe(&mut identity);
+    identity
+}
+
+/// Adds what the kernel says of the process.
+fn describe(identity: &mut Identity) {
+    if identity.pid <= 0 {
+        return;
+    }
+    let read = |file: &str| std::fs::read(format!("/proc/{}/{file}", identity.pid)).unwrap_or_default();
+    let (name, command, cgroup) = (read("comm"), read("cmdline"), read("cgroup"));
+    identity.name = printable(&name);
+    identity.command = command_line(&command);
+    if !cgroup.is_empty() {
+        place(identity, Cgroup::read(&String::from_utf8_lossy(&cgroup)));
+    }
+}
+
+/// Adds the control group of the process, and what follows from it.
+pub fn place(identity: &mut Identity, cgroup: Cgroup) {
+    identity.placed = true;
+    identity.unit = cgroup.unit().to_owned();
+    identity.slice = cgroup.slice().to_owned();
+    identity.container = cgroup.container().to_owned();
+    identity.pod.uid = cgroup.of_system().pod.map_or_else(String::new, |(_, uid)| uid);
+    identity.cgroup = cgroup;
 }
 
 /// The short name of a process. `None` if it has ended.

@@ -24,7 +24,8 @@ pub struct Manager {
 
 #[derive(Debug, Default)]
 struct State {
-    kept: BTreeMap<String, OwnedFd>,
+    /// Several descriptors can have one name.
+    kept: BTreeMap<String, Vec<OwnedFd>>,
     /// Every line that was said.
     said: Vec<String>,
     /// It keeps nothing.
@@ -58,7 +59,7 @@ impl Manager {
 
     /// Keeps one more, as if a daemon had given it.
     pub fn keep(&self, name: &str, descriptor: OwnedFd) {
-        self.state.lock().expect("the state").kept.insert(name.into(), descriptor);
+        self.state.lock().expect("the state").kept.entry(name.into()).or_default().push(descriptor);
     }
 
     /// The unit is stopped for good: everything that is kept is closed.
@@ -81,9 +82,13 @@ impl Manager {
     pub fn wrap(&self, command: &Command) -> Command {
         let mut state = self.state.lock().expect("the state");
         // What has hung up is not kept, by systemd either.
-        state.kept.retain(|_, descriptor| !has_hung_up(descriptor));
-        let names: Vec<String> = state.kept.keys().cloned().collect();
-        let copies: Vec<OwnedFd> = state.kept.values().map(|kept| copy_of(kept).expect("a descriptor")).collect();
+        for descriptors in state.kept.values_mut() {
+            descriptors.retain(|descriptor| !has_hung_up(descriptor));
+        }
+        state.kept.retain(|_, descriptors| !descriptors.is_empty());
+        let all = || state.kept.iter().flat_map(|(name, descriptors)| descriptors.iter().map(move |kept| (name, kept)));
+        let names: Vec<String> = all().map(|(name, _)| name.clone()).collect();
+        let copies: Vec<OwnedFd> = all().map(|(_, kept)| copy_of(kept).expect("a descriptor")).collect();
         let mut wrapped = Command::new("sh");
         // The number of a process is known once it is there.
         wrapped.args(["-c", "LISTEN_PID=$$ exec \"$0\" \"$@\""]).arg(command.get_program()).args(command.get_args());
@@ -115,7 +120,7 @@ impl State {
         let has = |line: &str| text.lines().any(|l| l == line);
         let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or("stored").to_owned();
         if has("FDSTORE=1") && !self.refuses {
-            self.kept.extend(descriptors.into_iter().map(|descriptor| (name.clone(), descriptor)));
+            self.kept.entry(name).or_default().extend(descriptors);
         } else if has("FDSTOREREMOVE=1") {
             self.kept.remove(&name);
         }
