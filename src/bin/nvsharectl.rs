@@ -48,8 +48,8 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::Run { library, gpus, memory, command }) => {
             Err(run::run(library.as_deref(), place::GpuRequest { gpus, memory }, &command))
         }
-        Some(Verb::Lock { gpu, who, why, command }) => {
-            return lock::lock(&target, &lock::LockRequest { gpu, who, why }, &command);
+        Some(Verb::Lock { gpu, who, why, on_loss, command }) => {
+            return lock::lock(&target, &lock::LockRequest { gpu, who, why, on_loss }, &command);
         }
         Some(Verb::Simulate { replay: Some(bundle), .. }) => {
             let answer = replay::replay(&bundle, arguments.json)?;

@@ -10,6 +10,7 @@ use clap::{Arg, Command, Parser, Subcommand, ValueHint};
 use nvshare_wire::MAX_SLOTS;
 
 use super::cdi::{Generate, Install};
+use super::lock::OnLoss;
 use super::rules;
 use super::settings::parse_seconds;
 use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
@@ -22,8 +23,8 @@ const MOST_MEMORY: u64 = 1 << 40;
 
 /// Shows who uses which GPU, and changes how GPUs are shared.
 ///
-/// Exit codes: 0 done; 1 it failed; 2 the command line is wrong; 3 the scheduler is not running; 4 `preload status`: off.
-/// `run` ends as its command does, with 126 or 127 where that cannot be started.
+/// Exit codes: 0 done; 1 it failed; 2 the command line is wrong; 3 the scheduler is not running; 4 `preload status`: off;
+/// 5 `lock`: the lock was lost. `run` and `lock` end as their command does, with 126 or 127 where that cannot be started.
 #[derive(Debug, Parser)]
 #[command(name = "nvsharectl", version)]
 pub struct Arguments {
@@ -104,6 +105,16 @@ pub enum Verb {
         /// What it is for, likewise
         #[arg(long, value_name = "TEXT", value_hint = ValueHint::Other, default_value = "nvsharectl lock")]
         why: String,
+        /// What happens to the command if the lock is lost, because the scheduler ends: it goes on, is paused until the lock is
+        /// held again, or is terminated
+        #[arg(
+            long,
+            value_name = "continue|pause|terminate",
+            value_enum,
+            default_value = "continue",
+            hide_possible_values = true
+        )]
+        on_loss: OnLoss,
 
         /// The command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND", value_hint = ValueHint::CommandWithArguments)]

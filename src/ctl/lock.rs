@@ -1,51 +1,234 @@
 //! `nvsharectl lock`: runs a command with a GPU's lock held, as `systemd-inhibit` does with its own.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
-use std::process::Command;
+use std::process::{Child, Command};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use zbus::Variant;
 
 use super::{CtlError, Target, block_on, password};
 use crate::bus::LockFd;
 
+/// The exit code where the lock was lost while the command ran.
+pub const LOST: u8 = 5;
+
+/// Time between attempts to acquire a lock again that was lost.
+const RETRY: Duration = Duration::from_secs(1);
+
 /// Which lock, and what people read about who has it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct LockRequest {
     pub gpu: String,
     pub who: Option<String>,
     pub why: String,
+    pub on_loss: OnLoss,
 }
 
-/// Waits for the lock, runs the command and gives its exit code: its own, or 128 and the signal that ended it.
+/// What happens to the command when the lock is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum OnLoss {
+    /// It goes on, beside other programs.
+    #[default]
+    Continue,
+    /// It is stopped (SIGSTOP) until the lock has been acquired again.
+    Pause,
+    /// It is asked to end (SIGTERM).
+    Terminate,
+}
+
+/// Time to wait for processes to stop.
+const STOP_PATIENCE: Duration = Duration::from_secs(1);
+
+/// What a thread notices.
+enum Notice {
+    Granted,
+    /// The other end of the lock's socket was closed.
+    Lost,
+    /// The command has ended.
+    Ended,
+    /// The lock cannot be acquired again yet.
+    Refused(CtlError),
+}
+
+/// Waits for the lock, runs the command and returns its exit code: its own, 128 and the signal that ended it, or [`LOST`].
+///
+/// # Errors
+/// If there is no lock, or the command cannot be started.
 pub fn lock(target: &Target, request: &LockRequest, command: &[OsString]) -> Result<u8, CtlError> {
     let Some((program, arguments)) = command.split_first() else {
         return Err(CtlError::Failed("there is no command to run".into()));
     };
-    let who = request.who.clone().unwrap_or_else(|| program.to_string_lossy().into_owned());
-    let lock = block_on(async {
-        let scheduler = target.connect().await?;
-        let options: HashMap<&str, Variant<'_>> = HashMap::new();
-        let lock: LockFd =
-            password::call(&scheduler, "AcquireLock", &(&request.gpu, &who, &request.why, options)).await?;
-        Ok(lock)
-    })?;
-    // Closed when this process ends, in whatever way; the command does not inherit it.
-    let mut lines = BufReader::new(UnixStream::from(std::os::fd::OwnedFd::from(lock)));
-    let mut line = String::new();
-    while line != "granted\n" {
-        line.clear();
-        let gone = || CtlError::Failed("the scheduler has stopped before it gave the lock".into());
-        if lines.read_line(&mut line).map_err(|_| gone())? == 0 {
-            return Err(gone());
+    let name = program.to_string_lossy();
+    let mut request = request.clone();
+    request.who.get_or_insert_with(|| name.clone().into_owned());
+    let (sender, notices) = mpsc::channel();
+    follow(acquire(target, &request)?, sender.clone());
+    if !matches!(notices.recv(), Ok(Notice::Granted)) {
+        return Err(CtlError::Failed("the scheduler has stopped before it gave the lock".into()));
+    }
+    let child = Command::new(program).args(arguments).spawn();
+    let child = child.map_err(|error| CtlError::CannotRun { command: name.clone().into_owned(), error })?;
+    let mut command = Running::start(child, &sender);
+    let mut is_lost = false;
+    let mut is_told = false;
+    loop {
+        match notices.recv() {
+            Ok(Notice::Granted) if std::mem::take(&mut is_lost) && request.on_loss == OnLoss::Pause => {
+                eprintln!("nvsharectl: the lock is held again: {name} goes on");
+                command.signal(Signal::CONT);
+            }
+            Ok(Notice::Granted) => {}
+            Ok(Notice::Lost) => {
+                (is_lost, is_told) = (true, false);
+                let lost = "nvsharectl: the lock was lost: the scheduler ended, or an administrator ended the lock;";
+                match request.on_loss {
+                    OnLoss::Continue => eprintln!("{lost} {name} goes on beside other programs"),
+                    OnLoss::Terminate => {
+                        eprintln!("{lost} {name} is terminated");
+                        command.signal(Signal::TERM);
+                    }
+                    OnLoss::Pause => {
+                        // First, since other programs may run already.
+                        command.signal(Signal::STOP);
+                        eprintln!("{lost} {name} is paused until it is held again");
+                        acquire_again(target.clone(), request.clone(), sender.clone());
+                    }
+                }
+            }
+            Ok(Notice::Refused(e)) => {
+                if !std::mem::replace(&mut is_told, true) {
+                    eprintln!("nvsharectl: {e}; trying again");
+                }
+            }
+            // The threads never drop their ends before the command has ended.
+            Ok(Notice::Ended) | Err(_) => return Ok(if is_lost { LOST } else { command.exit_code() }),
         }
     }
-    let status = Command::new(program).args(arguments).status();
-    let status =
-        status.map_err(|error| CtlError::CannotRun { command: program.to_string_lossy().into_owned(), error })?;
-    let code = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
-    Ok(u8::try_from(code).unwrap_or(1))
+}
+
+/// Queues for the lock.
+fn acquire(target: &Target, request: &LockRequest) -> Result<LockFd, CtlError> {
+    let LockRequest { gpu, who, why, .. } = request;
+    let who = who.as_deref().unwrap_or_default();
+    block_on(async {
+        let scheduler = target.connect().await?;
+        let options: HashMap<&str, Variant<'_>> = HashMap::new();
+        Ok(password::call(&scheduler, "AcquireLock", &(gpu, who, why, options)).await?)
+    })
+}
+
+/// Acquires a lock that was lost, however long that takes.
+fn acquire_again(target: Target, request: LockRequest, notices: Sender<Notice>) {
+    thread::spawn(move || {
+        loop {
+            match acquire(&target, &request) {
+                Ok(lock) => return follow(lock, notices),
+                Err(e) => drop(notices.send(Notice::Refused(e))),
+            }
+            thread::sleep(RETRY);
+        }
+    });
+}
+
+/// Reads what the scheduler says of a lock. The lock lasts until this process ends, in whatever way, or the scheduler ends it; the
+/// command does not inherit it.
+fn follow(lock: LockFd, notices: Sender<Notice>) {
+    thread::spawn(move || {
+        for line in BufReader::new(UnixStream::from(OwnedFd::from(lock))).lines().map_while(Result::ok) {
+            if line == "granted" {
+                let _ = notices.send(Notice::Granted);
+            }
+        }
+        let _ = notices.send(Notice::Lost);
+    });
+}
+
+/// The command, once it was started.
+struct Running {
+    child: Child,
+    pid: Option<Pid>,
+}
+
+impl Running {
+    fn start(child: Child, notices: &Sender<Notice>) -> Self {
+        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+        let notices = notices.clone();
+        thread::spawn(move || {
+            // Its number stays its own until `exit_code` asks for its status.
+            let wait = |pid| waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
+            while pid.is_some_and(|pid| matches!(wait(pid), Err(Errno::INTR))) {}
+            let _ = notices.send(Notice::Ended);
+        });
+        Self { child, pid }
+    }
+
+    fn signal(&self, signal: Signal) {
+        match self.pid {
+            Some(pid) if signal == Signal::STOP => stop(pid),
+            Some(pid) => {
+                for pid in family(pid) {
+                    // It is no error if one has ended meanwhile.
+                    let _ = kill_process(pid, signal);
+                }
+            }
+            None => {}
+        }
+    }
+
+    fn exit_code(&mut self) -> u8 {
+        let status = self.child.wait().ok();
+        let code = status.and_then(|status| status.code().or_else(|| Some(128 + status.signal()?)));
+        u8::try_from(code.unwrap_or(1)).unwrap_or(1)
+    }
+}
+
+/// A process and those that it has started: a script waits while a program of it uses the GPU.
+fn family(pid: Pid) -> Vec<Pid> {
+    let mut all = vec![pid];
+    let mut at = 0;
+    while let Some(pid) = all.get(at) {
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let lists = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
+        let children: Vec<Pid> = lists
+            .flat_map(|list| list.split(' ').filter_map(|pid| pid.trim().parse().ok()).collect::<Vec<i32>>())
+            .filter_map(Pid::from_raw)
+            .collect();
+        all.extend(children);
+        at += 1;
+    }
+    all
+}
+
+/// Stops a process and those that it has started. One that is in the middle of a fork has a child a moment later, so this goes on
+/// until all have stopped; one that waits for a device may take longer than that.
+fn stop(pid: Pid) {
+    let mut signalled = BTreeSet::new();
+    let deadline = Instant::now() + STOP_PATIENCE;
+    loop {
+        let all = family(pid);
+        let new: Vec<&Pid> = all.iter().filter(|pid| signalled.insert(pid.as_raw_nonzero())).collect();
+        for pid in &new {
+            let _ = kill_process(**pid, Signal::STOP);
+        }
+        if (new.is_empty() && all.iter().all(|pid| has_stopped(*pid))) || Instant::now() > deadline {
+            return;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// False while a process runs or sleeps.
+fn has_stopped(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    !stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['R', 'S', 'D']))
 }

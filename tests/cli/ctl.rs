@@ -226,6 +226,95 @@ fn a_command_runs_with_the_lock_held_and_ends_as_it_would_without() {
     assert!(refused.stderr.contains("there is no GPU \"7\""), "{}", refused.stderr);
 }
 
+/// `nvsharectl lock` with a script that says when it begins, and ends when its input does.
+fn locked(daemon: &Daemon, options: &[&str]) -> std::process::Child {
+    let mut command = ctl();
+    command.arg("--control").arg(daemon.control()).arg("lock").args(options);
+    command.args(["--", "sh", "-c", "sh -c 'echo in; read line; echo out'; exit 7"]);
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nvsharectl");
+    let mut line = String::new();
+    let mut byte = [0];
+    // Byte by byte, since the rest is read later.
+    while std::io::Read::read(child.stdout.as_mut().expect("its stdout"), &mut byte).expect("a byte") == 1
+        && byte != *b"\n"
+    {
+        line.push(byte[0].into());
+    }
+    assert_eq!(line, "in");
+    child
+}
+
+#[track_caller]
+fn next_message(stderr: &mut impl std::io::BufRead) -> String {
+    let mut line = String::new();
+    stderr.read_line(&mut line).expect("a line");
+    line.trim_end().to_owned()
+}
+
+/// The state letters of the processes below one.
+fn states_below(pid: u32) -> Vec<char> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let mut states = Vec::new();
+    for child in children.split_whitespace().map(|child| child.parse::<u32>().expect("a number")) {
+        let stat = std::fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+        states.extend(stat.rsplit(") ").next().and_then(|rest| rest.chars().next()));
+        states.extend(states_below(child));
+    }
+    states
+}
+
+#[test]
+fn a_lock_that_is_lost_is_reported_and_has_an_exit_code_of_its_own() {
+    let start = |options: &[&str]| {
+        let daemon = Daemon::start();
+        daemon.client().attach();
+        let mut child = locked(&daemon, options);
+        drop(daemon.kill());
+        let message = next_message(&mut BufReader::new(child.stderr.take().expect("its stderr")));
+        (child, message)
+    };
+    let lost = "nvsharectl: the lock was lost: the scheduler ended, or an administrator ended the lock; sh";
+    let (mut child, message) = start(&[]);
+    assert_eq!(message, format!("{lost} goes on beside other programs"));
+    assert!(child.try_wait().expect("a child").is_none(), "the command goes on");
+    drop(child.stdin.take());
+    assert_eq!(wait(&mut child).code(), Some(5));
+
+    let (mut child, message) = start(&["--on-loss=terminate"]);
+    assert_eq!(message, format!("{lost} is terminated"));
+    assert_eq!(wait(&mut child).code(), Some(5), "its input is still open");
+}
+
+#[test]
+fn a_command_can_pause_until_a_lost_lock_is_held_again() {
+    let daemon = Daemon::start();
+    daemon.client().attach();
+    let mut child = locked(&daemon, &["--on-loss=pause"]);
+    let directory = daemon.kill();
+    let mut stderr = BufReader::new(child.stderr.take().expect("its stderr"));
+    let paused = next_message(&mut stderr);
+    assert!(paused.ends_with("sh is paused until it is held again"), "{paused}");
+    let pid = child.id();
+    assert_eq!(states_below(pid), ['T', 'T'], "the script and its child");
+    assert!(next_message(&mut stderr).ends_with("; trying again"));
+
+    // It does not try while the lock is free.
+    kill(pid, libc::SIGSTOP);
+    let daemon = Daemon::start_in(directory, None, |_, _| ());
+    let other = daemon.client();
+    other.attach();
+    other.request();
+    other.until_granted();
+    kill(pid, libc::SIGCONT);
+    daemon.log.wait("sh connected");
+    assert_eq!(states_below(pid), ['T', 'T'], "it waits for the lock");
+    other.release();
+    assert_eq!(next_message(&mut stderr), "nvsharectl: the lock is held again: sh goes on");
+    drop(child.stdin.take());
+    assert_eq!(wait(&mut child).code(), Some(7), "its own exit code");
+}
+
 /// A daemon with a program that holds the GPU, one that waits, and a lock whose owner says who it is.
 fn busy() -> (Daemon, [Client; 2], std::process::Child) {
     let daemon = Daemon::start();
