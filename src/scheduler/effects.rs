@@ -62,6 +62,13 @@ impl Effects {
         self.timers.pop(now)
     }
 
+    /// Forgets what was to be done about a GPU.
+    pub fn forget(&mut self, gpu: GpuId) {
+        self.untouch(gpu);
+        let all = [Wake::Gpu, Wake::Verification, Wake::Failures, Wake::HeldRequests, Wake::Thrash];
+        all.into_iter().for_each(|wake| self.wake(wake(gpu), None));
+    }
+
     /// The next number. Numbers order arrivals and grants.
     pub fn number(&mut self) -> u64 {
         self.counter += 1;

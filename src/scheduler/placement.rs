@@ -2,7 +2,11 @@
 //! programs started together do not all land on the GPU that was free then. Which GPUs a program may use is decided
 //! elsewhere.
 
-use crate::{api::*, memory::GpuMemory, rules::Rules};
+use crate::{
+    api::*,
+    memory::{Access, GpuMemory},
+    rules::Rules,
+};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -148,7 +152,8 @@ impl Sites<'_> {
 
     fn decide(&self, client: ClientId, request: &PlacementRequest) -> Result<Vec<GpuId>, PlacementError> {
         let count = request.count.max(1) as usize;
-        let known = request.candidates.iter().filter(|id| self.memory.contains_key(id));
+        let is_there = |id: &&GpuId| self.memory.get(id).is_some_and(|gpu| gpu.access != Access::Gone);
+        let known = request.candidates.iter().filter(is_there);
         let mut left: Vec<(GpuId, Neighbours)> = known.map(|id| (*id, self.neighbours(*id))).collect();
         if left.len() < count {
             return Err(PlacementError::TooFew { wanted: request.count.max(1), there: left.len() as u32 });

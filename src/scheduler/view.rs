@@ -1,6 +1,11 @@
 //! A copy of the state for status and metrics. No decision depends on it.
 
-use crate::{api::*, lock::Blocked, machine::Machine, memory::GpuMemory};
+use crate::{
+    api::*,
+    lock::Blocked,
+    machine::Machine,
+    memory::{Access, GpuMemory},
+};
 use std::time::Duration;
 
 /// One GPU. Amounts are bytes.
@@ -9,7 +14,10 @@ pub struct GpuView {
     pub gpu: GpuId,
     /// Size of the GPU in bytes.
     pub total: u64,
-    /// Bytes that can be charged to clients.
+    /// Nothing can run there any more.
+    pub gone: bool,
+    /// Bytes that can be charged to clients. There is no bound on a GPU that is gone, and there are none while the
+    /// machine is about to sleep.
     pub capacity: u64,
     /// Bytes of the capacity that do not seem to be there: one client tries to map them.
     pub trial: u64,
@@ -144,6 +152,11 @@ impl Machine {
         self.quota.is_host_scarce()
     }
 
+    /// Whether a GPU is known: it was found, and has not been forgotten.
+    pub fn is_known(&self, id: GpuId) -> bool {
+        self.memory.contains_key(&id)
+    }
+
     /// All known GPUs.
     pub fn gpus(&self) -> Vec<GpuView> {
         self.memory.keys().filter_map(|id| self.gpu(*id)).collect()
@@ -179,6 +192,7 @@ impl Machine {
         Some(GpuView {
             gpu: id,
             total: gpu.total,
+            gone: gpu.access == Access::Gone,
             capacity: gpu.capacity(&self.settings),
             trial: gpu.trial.map_or(0, |trial| trial.beyond),
             overhead: gpu.overhead(&self.settings),

@@ -7,6 +7,7 @@ mod env_limits;
 mod gangs;
 mod memory;
 mod placement;
+mod presence;
 mod properties;
 mod rules;
 mod shares;

@@ -188,6 +188,29 @@ proptest! {
         prop_assert!(done, "after {bound:?}: {:#?}", unserved(&world));
     }
 
+    /// Sleep in between loses nobody, and nobody runs before it.
+    #[test]
+    fn sleep_midway(
+        seed: u64, mode in mode(), sleeps in prop::collection::vec((0u64..2000, prop_oneof![10u64..8000, Just(30_000)]), 1..4), gpus in 1u64..4, clients in 2u64..10,
+    ) {
+        let mut world = world(seed, mode, ms(500), gpus, clients, Unruly::default());
+        let asleep: u64 = sleeps.iter().map(|(_, length)| length).sum();
+        let bound = bound(&world, ms(500)) + Duration::from_secs(10) + ms(asleep);
+        for (after, length) in sleeps {
+            let at = world.now + ms(after);
+            world.run(at);
+            world.sleep(true);
+            let at = world.now + ms(length);
+            let is_over = world.run(at);
+            if !is_over && length == 30_000 {
+                prop_assert!(world.machine.is_evacuated(), "{:#?}", world.machine.clients());
+            }
+            world.sleep(false);
+        }
+        let done = world.run(bound);
+        prop_assert!(done, "{:#?}", unserved(&world));
+    }
+
     /// Settings that change in between lose nobody.
     #[test]
     fn settings_change_midway(
@@ -236,6 +259,8 @@ fn event() -> impl Strategy<Value = Event> {
             Event::Configure(Settings { time_quantum: ms(q), anti_thrash, policy, max_wait: ms(q / 3), reserve, context, time_period: ms(q / 2), placement: Placement::None })
         }),
         1 => (g(), bytes()).prop_map(|(gpu, total)| Event::GpuFound { gpu, total }),
+        1 => g().prop_map(|gpu| Event::GpuGone { gpu }),
+        1 => any::<bool>().prop_map(|asleep| Event::Sleep { asleep }),
         1 => (g(), bytes()).prop_map(|(gpu, rate)| Event::GpuLink { gpu, rate }),
         1 => (g(), 0u64..100_000, bytes(), any::<bool>())
             .prop_map(|(gpu, begun, bytes, complete)| Event::GpuOverhead { gpu, begun: ms(begun), bytes, complete }),

@@ -53,8 +53,15 @@ pub enum Event {
     Configure(Settings),
 
     /// From the daemon: a GPU of `total` bytes exists, as NVML or the first client that attaches to it says. Repeating
-    /// it changes `total` only.
+    /// it changes `total` only, and brings back a GPU that was gone.
     GpuFound { gpu: GpuId, total: u64 },
+    /// From the daemon: nothing can run on the GPU any more. It is given to no program, and its clients are let through,
+    /// whoever holds its lock and whatever memory they have there, so that the driver's error reaches all of them. It is
+    /// forgotten once its last client has detached.
+    GpuGone { gpu: GpuId },
+    /// From the daemon: the machine is about to sleep (`asleep`), or has woken up. Until it has, nobody runs, and all
+    /// memory that can leave the GPUs does; see `Machine::is_evacuated`.
+    Sleep { asleep: bool },
     /// From the daemon, once NVML tells it: `rate`, in bytes per second, is what copies between the GPU and the host
     /// can reach in each direction.
     GpuLink { gpu: GpuId, rate: u64 },

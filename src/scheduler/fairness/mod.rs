@@ -67,6 +67,10 @@ impl Fairness {
         self.gpus.entry(id).or_default();
     }
 
+    pub fn gpu_forgotten(&mut self, id: GpuId) {
+        self.gpus.remove(&id);
+    }
+
     pub fn connected(&mut self, client: ClientId, tenant: TenantId) {
         self.tenants.insert(client, tenant);
     }

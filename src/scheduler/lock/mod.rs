@@ -51,6 +51,11 @@ impl Lock {
         self.gpus.entry(id).or_default();
     }
 
+    /// Forgets a GPU, which no client has attached.
+    pub fn gpu_forgotten(&mut self, id: GpuId) {
+        self.gpus.remove(&id);
+    }
+
     pub fn attach(&mut self, now: Time, client: ClientId, id: GpuId) {
         self.clients.entry(client).or_default().gpus.insert(id, ClientLock::new(now));
     }

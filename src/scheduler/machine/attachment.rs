@@ -45,6 +45,7 @@ impl Machine {
         }
         self.effects.wake(Wake::Eviction(client, id), None);
         self.touch(id);
+        self.forget_if_gone(id);
     }
 
     /// Handles a client's report of its memory on a GPU.

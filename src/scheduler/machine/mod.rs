@@ -9,7 +9,7 @@ use crate::{
     effects::Effects,
     fairness::Fairness,
     lock::{Hold, Lock},
-    memory::{Account, ClientMemory, GpuMemory, ledger::State},
+    memory::{Access, Account, ClientMemory, GpuMemory, ledger::State},
     placement::Placements,
     policy::{self, Histories, Policy},
     quota::Quota,
@@ -46,6 +46,8 @@ pub struct Machine {
     pub(crate) histories: Histories,
     pub(crate) thrash: BTreeMap<GpuId, Detector>,
     pub(crate) effects: Effects,
+    /// The machine is about to sleep.
+    pub(crate) asleep: bool,
 }
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
@@ -75,6 +77,7 @@ impl Machine {
             histories: Histories::default(),
             thrash: BTreeMap::new(),
             effects: Effects::default(),
+            asleep: false,
         }
     }
 
@@ -132,6 +135,8 @@ impl Machine {
             Event::Tick => {}
             Event::Configure(settings) => self.configure(settings),
             Event::GpuFound { gpu, total } => self.gpu_found(gpu, total),
+            Event::GpuGone { gpu } => self.gpu_gone(gpu),
+            Event::Sleep { asleep } => self.sleep(asleep),
             Event::GpuLink { gpu, rate } => self.link_found(gpu, rate),
             Event::GpuOverhead { gpu, begun, bytes, complete } => self.overhead_measured(gpu, begun, bytes, complete),
             Event::Measured { gpu, begun, free, found } => self.clients_measured(gpu, begun, free, &found),
@@ -211,11 +216,48 @@ impl Machine {
     }
 
     fn gpu_found(&mut self, id: GpuId, total: u64) {
-        self.memory.entry(id).or_insert_with(|| GpuMemory::new(total)).total = total;
+        let gpu = self.memory.entry(id).or_insert_with(|| GpuMemory::new(total));
+        gpu.total = total;
+        gpu.access = if self.asleep { Access::Asleep } else { Access::Turns };
         self.quota.gpu_found(id);
         self.lock.gpu_found(id);
         self.fairness.gpu_found(id);
         self.touch(id);
+    }
+
+    fn gpu_gone(&mut self, id: GpuId) {
+        let Some(gpu) = self.memory.get_mut(&id) else { return };
+        gpu.access = Access::Gone;
+        self.touch(id);
+        self.forget_if_gone(id);
+    }
+
+    /// Forgets a GPU that is gone and has no clients.
+    fn forget_if_gone(&mut self, id: GpuId) {
+        if !self.memory.get(&id).is_some_and(|gpu| gpu.access == Access::Gone && gpu.clients.is_empty()) {
+            return;
+        }
+        if self.thrash.remove(&id).is_some_and(|detector| detector.thrashes()) {
+            self.effects.command(Command::Thrashing { gpu: id, begins: false, demand: 0 });
+        }
+        self.memory.remove(&id);
+        self.quota.gpu_forgotten(id);
+        self.lock.gpu_forgotten(id);
+        self.fairness.gpu_forgotten(id);
+        self.effects.forget(id);
+    }
+
+    fn sleep(&mut self, asleep: bool) {
+        self.asleep = asleep;
+        for gpu in self.memory.values_mut().filter(|gpu| gpu.access != Access::Gone) {
+            gpu.access = if asleep { Access::Asleep } else { Access::Turns };
+        }
+        self.effects.touch_all(self.memory.keys().copied());
+        self.admit_needless();
+    }
+
+    pub(crate) fn access(&self, id: GpuId) -> Access {
+        self.memory.get(&id).map_or(Access::default(), |gpu| gpu.access)
     }
 
     /// Marks a GPU to be settled.

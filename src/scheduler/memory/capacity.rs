@@ -1,6 +1,10 @@
 //! The bytes of a GPU that can be charged to clients: all but the reserve, contexts and other programs.
 
-use crate::{api::*, memory::GpuMemory, quota::Capacities};
+use crate::{
+    api::*,
+    memory::{Access, GpuMemory},
+    quota::Capacities,
+};
 use std::collections::BTreeMap;
 
 /// The reserve, and a context, take no more than this part of a GPU: on small GPUs contexts are smaller, too.
@@ -33,7 +37,11 @@ impl GpuMemory {
 
     /// Bytes that may be charged to clients.
     pub(crate) fn capacity(&self, settings: &Settings) -> u64 {
-        self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond))
+        match self.access {
+            Access::Turns => self.usable(settings).saturating_add(self.trial.map_or(0, |trial| trial.beyond)),
+            Access::Gone => u64::MAX,
+            Access::Asleep => 0,
+        }
     }
 
     /// The capacity without a trial: what seems to be there.

@@ -35,11 +35,24 @@ use std::time::Duration;
 /// A client keeps growing if its demand grew twice within this time, and last no longer ago than this.
 const GROWING: Duration = Duration::from_secs(1);
 
+/// What clients can do on a GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Access {
+    /// They take turns, and share its capacity.
+    #[default]
+    Turns,
+    /// Nothing works there, so nobody waits: turns and capacity would only keep the driver's error from them.
+    Gone,
+    /// Their memory leaves, and nobody runs.
+    Asleep,
+}
+
 /// The memory of one GPU.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(crate) struct GpuMemory {
     /// Size of the GPU in bytes.
     pub total: u64,
+    pub access: Access,
     /// The newest measured overhead in bytes: contexts and other programs. `None`: never measured.
     pub measured: Option<u64>,
     /// The measured overhead leaves out processes that may be clients about to reconnect.
@@ -87,6 +100,7 @@ impl GpuMemory {
     pub fn new(total: u64) -> Self {
         Self {
             total,
+            access: Access::default(),
             measured: None,
             incomplete: false,
             trial: None,

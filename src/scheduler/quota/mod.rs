@@ -115,6 +115,14 @@ impl Quota {
         self.gpus.entry(id).or_default();
     }
 
+    /// Forgets a GPU, which no client has attached.
+    pub fn gpu_forgotten(&mut self, id: GpuId) {
+        let Some(gpu) = self.gpus.remove(&id) else { return };
+        self.host.committed -= gpu.in_host;
+        self.host.most -= gpu.most_in_host;
+        self.host.check_scarcity();
+    }
+
     /// Adds a client that is about to use a GPU.
     pub fn attach(&mut self, client: ClientId, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };

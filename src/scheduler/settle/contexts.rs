@@ -2,7 +2,13 @@
 //! [`ATTACH_TIMEOUT`]. A context that would leave an attached client too little memory to ever run again is *deferred*: it waits
 //! longer, and is refused after [`CONTEXT_TIMEOUT`].
 
-use crate::{api::*, lock::Gang, machine::Machine, memory::context_queue::PendingContext, quota::FIRST_LIMIT_TIMEOUT};
+use crate::{
+    api::*,
+    lock::Gang,
+    machine::Machine,
+    memory::{Access, context_queue::PendingContext},
+    quota::FIRST_LIMIT_TIMEOUT,
+};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -60,7 +66,7 @@ impl Machine {
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
         let deferred = gpu.contexts.len().saturating_sub(room).min(waiting);
         if let Some(gpu) = self.memory.get_mut(&id) {
-            gpu.contexts.defer(deferred);
+            gpu.contexts.defer(if gpu.access == Access::Gone { 0 } else { deferred });
         }
     }
 

@@ -1,6 +1,11 @@
 //! Lowers allowances: memory of clients that do not run is evicted for clients that are to run.
 
-use crate::{api::*, lock::Entity, machine::Machine};
+use crate::{
+    api::*,
+    lock::Entity,
+    machine::Machine,
+    memory::{Access, Account},
+};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,6 +25,19 @@ impl Machine {
     /// Bytes by which charges exceed the capacity.
     pub(crate) fn overdrawn(&self, id: GpuId) -> u64 {
         self.memory.get(&id).map_or(0, |g| g.ledger.charged().saturating_sub(g.capacity(&self.settings)))
+    }
+
+    /// Whether nobody runs any more, and all memory that can leave the GPUs has left, after [`Event::Sleep`].
+    pub fn is_evacuated(&self) -> bool {
+        let ids = self.memory.iter().filter(|(_, gpu)| gpu.access != Access::Gone).map(|(id, _)| *id);
+        ids.into_iter().all(|id| {
+            let clients = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.clients.keys().copied());
+            let has_left = |client: ClientId| {
+                let is_kept = |account: &Account| account.report.mapped <= account.allowance.max(account.report.pinned);
+                self.eviction_block(client, id).is_some() || self.account(client, id).is_none_or(is_kept)
+            };
+            self.lock.running_on(id).next().is_none() && clients.into_iter().all(has_left)
+        })
     }
 
     /// The time for `bytes` to leave, from the clients that would be asked for them, and to come back later. Clients in

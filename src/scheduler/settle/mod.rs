@@ -34,7 +34,7 @@ mod traffic;
 mod turns;
 mod unresponsive;
 
-use crate::{api::*, lock::Entity, machine::Machine, policy::Waiter, timers::Wake};
+use crate::{api::*, lock::Entity, machine::Machine, memory::Access, policy::Waiter, timers::Wake};
 use reservations::ReservationNeeds;
 use std::time::Duration;
 
@@ -80,6 +80,11 @@ impl Machine {
         self.with_quota(|quota, cx, _| quota.note_offer(cx, id));
         self.enqueue_unblocked(id);
         let reclassified = self.reclassify(id);
+        if self.access(id) == Access::Gone {
+            self.let_through(id);
+            let next = self.answer_attaching(id);
+            return self.effects.wake(Wake::Gpu(id), next);
+        }
 
         // Memory, in the order in which clients get it: contexts and holders, then reservations, then the queue. Of the bytes
         // that are being freed, `reserved_ahead` are for what comes before the queue.
@@ -107,6 +112,21 @@ impl Machine {
         let conflict = pressure.first.filter(|first| self.waits_for_gang(*first)).map(|_| self.now + CONFLICT_LOOK);
         let next = [attaching, turn, reserved.next, reclassified, conflict].into_iter().flatten().min();
         self.effects.wake(Wake::Gpu(id), next);
+    }
+
+    /// Grants all requests for a GPU that is gone, as far as they have what they want on others.
+    fn let_through(&mut self, id: GpuId) {
+        for entity in self.lock.queued(id) {
+            for member in self.lock.members(entity, id) {
+                self.credit(member, id, 0);
+            }
+            if self.is_grantable(entity) {
+                self.grant(entity);
+            }
+        }
+        for holder in self.lock.holders(id).collect::<Vec<_>>() {
+            self.credit(holder, id, 0);
+        }
     }
 
     /// Requeues requests that unevictable memory blocked, once there is more room.

@@ -5,6 +5,7 @@ use crate::{
     fairness::{ShareOwner, Shares},
     lock::{Blocked, Entity, Hold, QueueKey, Request},
     machine::Machine,
+    memory::Access,
     policy::{self, Precedence, Waiter},
 };
 use std::collections::BTreeSet;
@@ -278,6 +279,9 @@ impl Machine {
     /// and the request would block the other GPUs for all others meanwhile.
     pub(crate) fn waits_behind(&self, entity: Entity, id: GpuId) -> bool {
         let Some(request) = self.lock.request(entity).filter(|_| self.shares().have_classes()) else { return false };
+        if self.access(id) == Access::Gone {
+            return false;
+        }
         let tier = request.key.class.tier;
         let several = request.wants.values().flatten().any(|other| *other != id);
         let waits = || self.lock.queue(id).next().is_some_and(|(key, _)| key.class.tier < tier);

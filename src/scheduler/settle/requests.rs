@@ -5,6 +5,7 @@ use crate::{
     lock::Class,
     lock::{Blocked, Entity, Hold, QueueKey, Request, Revoked},
     machine::Machine,
+    memory::Access,
     settle::unresponsive::STUCK,
     timers::Wake,
 };
@@ -201,7 +202,10 @@ impl Machine {
         let Some(request) = self.lock.request(entity) else { return };
         let mut wants = request.wants.iter().flat_map(|(client, gpus)| gpus.iter().map(|id| (*client, *id)));
         let is_needless = |client, id| {
-            self.faults_in(client, id) && self.lock.hold(client, id).is_none() && !self.is_evicting(entity, id)
+            self.faults_in(client, id)
+                && self.access(id) != Access::Asleep
+                && self.lock.hold(client, id).is_none()
+                && !self.is_evicting(entity, id)
         };
         if wants.all(|(client, id)| is_needless(client, id)) {
             self.grant(entity);
@@ -219,10 +223,15 @@ impl Machine {
     /// Whether the holders of a GPU let an entity be admitted now.
     pub(crate) fn is_admissible(&self, entity: Entity, id: GpuId) -> bool {
         let (true, Some(request)) = (self.memory.contains_key(&id), self.lock.request(entity)) else { return false };
-        if self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id) {
+        let is_gone = match self.access(id) {
+            Access::Turns => false,
+            Access::Gone => true,
+            Access::Asleep => return false,
+        };
+        if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
             return false;
         }
-        let together = self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
+        let together = is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
         self.lock.holds_on(id).all(|(holder, hold)| {
             let is_holding = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
             let beside = together
@@ -260,10 +269,10 @@ impl Machine {
             return false;
         }
         let is_served = |id: &GpuId| {
-            self.lock.first(*id) == Some(entity)
-                && self.is_admissible(entity, *id)
-                && self.has_memory(entity, *id)
-                && !self.is_evicting(entity, *id)
+            let is_next = || {
+                self.lock.first(*id) == Some(entity) && self.has_memory(entity, *id) && !self.is_evicting(entity, *id)
+            };
+            self.is_admissible(entity, *id) && (self.access(*id) == Access::Gone || is_next())
         };
         request.gpus().iter().all(is_served)
     }

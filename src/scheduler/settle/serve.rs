@@ -5,6 +5,7 @@ use crate::{
     api::*,
     lock::{Blocked, Entity},
     machine::Machine,
+    memory::Access,
     policy::Precedence,
     policy::Waiter,
 };
@@ -150,6 +151,9 @@ impl Machine {
     /// Whether a request could be served if every client gave all bytes that it can.
     pub(crate) fn has_room(&self, entity: Entity, id: GpuId, members: &[ClientId]) -> bool {
         let (Some(gpu), Some(_)) = (self.memory.get(&id), self.lock.request(entity)) else { return true };
+        if gpu.access != Access::Turns {
+            return true;
+        }
         let mut own_unevictable = 0u64;
         let mut need = 0u64;
         for member in members {

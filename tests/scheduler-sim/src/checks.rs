@@ -32,9 +32,10 @@ impl World {
                 let is_capped =
                     share.is_some_and(|share| share.max < 100) || plan.is_some_and(|p| p.own.time_max < 100);
                 // With the memory of one that is stopped, nobody may have room to wait in line.
+                let is_asleep = self.overdrawn.values().any(|until| *until == Time::MAX);
                 let is_stopped = self.models.get(client).is_some_and(|m| m.stopped);
                 assert!(
-                    reason || is_capped || is_stopped || self.grows() || self.now < self.tolerant,
+                    reason || is_capped || is_stopped || is_asleep || self.grows() || self.now < self.tolerant,
                     "{command:?} for an empty queue"
                 );
             }

@@ -148,6 +148,13 @@ impl World {
         self.at(self.now, Happening::Trouble);
     }
 
+    /// The machine is about to sleep, or has woken up. Until then all memory is too much.
+    pub fn sleep(&mut self, asleep: bool) {
+        let until = if asleep { Time::MAX } else { self.now };
+        self.overdrawn.extend(self.totals.keys().map(|gpu| (*gpu, until)));
+        self.feed(Event::Sleep { asleep });
+    }
+
     /// From now on what clients have is measured: when the machine asks, and every now and then.
     pub fn measure(&mut self) {
         self.measures = true;

@@ -124,7 +124,16 @@ impl Config {
 
     /// The UUID of a GPU: the same in every process that uses the same directory.
     pub fn uuid(&self, gpu: usize) -> [u8; 16] {
-        let name = format!("{}#{gpu}", self.dir.display());
+        self.uuid_of(&gpu.to_string())
+    }
+
+    /// The UUID of a MIG slice.
+    pub fn slice_uuid(&self, gpu: usize, slice: u8) -> [u8; 16] {
+        self.uuid_of(&format!("{gpu}/{slice}"))
+    }
+
+    fn uuid_of(&self, what: &str) -> [u8; 16] {
+        let name = format!("{}#{what}", self.dir.display());
         let mut uuid = [0; 16];
         for (half, seed) in [0xcbf2_9ce4_8422_2325_u64, 0x9ae1_6a3b_2f90_404f].into_iter().enumerate() {
             let hash = name.bytes().fold(seed, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
@@ -135,14 +144,12 @@ impl Config {
 
     /// The UUID as `nvidia-smi` writes it.
     pub fn uuid_text(&self, gpu: usize) -> String {
-        let mut text = String::from("GPU-");
-        for (i, byte) in self.uuid(gpu).iter().enumerate() {
-            if matches!(i, 4 | 6 | 8 | 10) {
-                text.push('-');
-            }
-            let _ = write!(text, "{byte:02x}");
-        }
-        text
+        text("GPU", self.uuid(gpu))
+    }
+
+    /// The UUID of a slice, likewise.
+    pub fn slice_uuid_text(&self, gpu: usize, slice: u8) -> String {
+        text("MIG", self.slice_uuid(gpu, slice))
     }
 
     /// The PCI bus of a GPU; device and function are 0.
@@ -152,6 +159,17 @@ impl Config {
 
     /// The marketing name of every GPU here.
     pub const NAME: &str = "Simulated GPU";
+}
+
+fn text(kind: &str, uuid: [u8; 16]) -> String {
+    let mut text = format!("{kind}-");
+    for (i, byte) in uuid.iter().enumerate() {
+        if matches!(i, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
 }
 
 fn dir() -> PathBuf {

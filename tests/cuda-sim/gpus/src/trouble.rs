@@ -65,6 +65,50 @@ pub fn is_unloaded(dir: &Path) -> bool {
     dir.join("no-driver").exists()
 }
 
+/// `nvmlInit` does not return until this is called with `false`, or it does not wait.
+pub fn hold_init(dir: &Path, is_held: bool) -> io::Result<()> {
+    put(&dir.join("nvml-init.held"), is_held.then_some(""))
+}
+
+pub fn is_init_held(dir: &Path) -> bool {
+    dir.join("nvml-init.held").exists()
+}
+
+/// Every call of an NVML that is initialised fails with an unknown error, or none does.
+pub fn break_nvml(dir: &Path, is_broken: bool) -> io::Result<()> {
+    put(&dir.join("nvml.broken"), is_broken.then_some(""))
+}
+
+pub fn is_nvml_broken(dir: &Path) -> bool {
+    dir.join("nvml.broken").exists()
+}
+
+/// A GPU is taken out of the machine, or put in: NVML does not list it, and numbers the others without it.
+pub fn take_out(dir: &Path, gpu: usize, is_out: bool) -> io::Result<()> {
+    put(&dir.join(format!("gpu-{gpu}.out")), is_out.then_some(""))
+}
+
+pub fn is_out(dir: &Path, gpu: usize) -> bool {
+    dir.join(format!("gpu-{gpu}.out")).exists()
+}
+
+/// A GPU is in MIG mode, with these slices, each of which has a number of its own; or it is not in that mode.
+pub fn slice(dir: &Path, gpu: usize, slices: Option<&[u8]>) -> io::Result<()> {
+    let text = slices.map(|all| all.iter().map(|slice| format!("{slice}\n")).collect::<String>());
+    put(&dir.join(format!("gpu-{gpu}.slices")), text.as_deref())
+}
+
+/// `None`: the GPU is not in MIG mode.
+pub fn slices(dir: &Path, gpu: usize) -> Option<Vec<u8>> {
+    let text = fs::read_to_string(dir.join(format!("gpu-{gpu}.slices"))).ok()?;
+    Some(text.lines().filter_map(|line| line.parse().ok()).collect())
+}
+
+/// The file that the simulated NVML has open from `nvmlInit` to `nvmlShutdown`, as the driver's device files are.
+pub fn device_file(dir: &Path) -> PathBuf {
+    dir.join("nvidiactl")
+}
+
 /// Bytes in use that NVML does not count. They are on top of `CUDA_SIM_HIDDEN`.
 pub fn hide(dir: &Path, gpu: usize, bytes: u64) -> io::Result<()> {
     put_number(&memory_file(dir, gpu, "hidden"), bytes as i64)

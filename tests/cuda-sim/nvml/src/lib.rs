@@ -7,6 +7,8 @@
 use cuda_sim_gpus::{Config, account::Figures, config::Listing, traffic, trouble};
 use std::{
     ffi::{CStr, c_char},
+    fs::{self, File},
+    sync::Mutex,
     thread,
     time::Duration,
 };
@@ -15,6 +17,7 @@ use std::{
 #[derive(Clone, Copy, Debug)]
 struct Error(u32);
 
+const UNINITIALIZED: Error = Error(1);
 const INVALID_ARGUMENT: Error = Error(2);
 const NOT_SUPPORTED: Error = Error(3);
 const NOT_FOUND: Error = Error(6);
@@ -23,6 +26,7 @@ const DRIVER_NOT_LOADED: Error = Error(9);
 const TIMEOUT: Error = Error(10);
 const GPU_IS_LOST: Error = Error(15);
 const VERSION_MISMATCH: Error = Error(25);
+const UNKNOWN: Error = Error(999);
 
 const ERRORS: &[(u32, &CStr)] = &[
     (0, c"The operation was successful"),
@@ -142,14 +146,85 @@ fn text(to: *mut c_char, len: u32, text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// A handle is the GPU's index and one.
+/// A handle is the GPU's number here and one.
 fn gpu(handle: usize) -> Result<usize, Error> {
-    let gpu = handle.checked_sub(1).filter(|gpu| *gpu < Config::get().gpus).ok_or(INVALID_ARGUMENT)?;
-    if trouble::is_lost(&Config::get().dir, gpu) { Err(GPU_IS_LOST) } else { Ok(gpu) }
+    let (dir, all) = (&Config::get().dir, Config::get().gpus);
+    let gpu = handle.checked_sub(1).filter(|gpu| *gpu < all).ok_or(INVALID_ARGUMENT)?;
+    match () {
+        () if trouble::is_nvml_broken(dir) => Err(UNKNOWN),
+        () if trouble::is_lost(dir, gpu) || trouble::is_out(dir, gpu) => Err(GPU_IS_LOST),
+        () => Ok(gpu),
+    }
 }
 
+/// The GPUs that are in the machine, in the order of NVML's numbers.
+fn present() -> Result<Vec<usize>, Error> {
+    let (dir, all) = (&Config::get().dir, Config::get().gpus);
+    if trouble::is_nvml_broken(dir) {
+        return Err(UNKNOWN);
+    }
+    Ok((0..all).filter(|gpu| !trouble::is_out(dir, *gpu)).collect())
+}
+
+fn by_index(index: u32) -> Result<usize, Error> {
+    let gpu = *present()?.get(index as usize).ok_or(INVALID_ARGUMENT)?;
+    self::gpu(gpu + 1)
+}
+
+/// NVML's number of a GPU.
+fn index(handle: usize) -> Result<u32, Error> {
+    let gpu = gpu(handle)?;
+    let at = present()?.iter().position(|other| *other == gpu).ok_or(GPU_IS_LOST)?;
+    Ok(at as u32)
+}
+
+/// How often it is looked whether initialising may go on.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// What the driver's device files are to a process: open between the first `nvmlInit` and the last `nvmlShutdown`.
+static OPEN: Mutex<(usize, Option<File>)> = Mutex::new((0, None));
+
 fn init() -> Result<(), Error> {
-    if trouble::is_unloaded(&Config::get().dir) { Err(DRIVER_NOT_LOADED) } else { Ok(()) }
+    let dir = &Config::get().dir;
+    while trouble::is_init_held(dir) {
+        thread::sleep(LOOK);
+    }
+    if trouble::is_unloaded(dir) {
+        return Err(DRIVER_NOT_LOADED);
+    }
+    let mut open = OPEN.lock().unwrap_or_else(|e| e.into_inner());
+    if open.1.is_none() {
+        let _ = fs::create_dir_all(dir);
+        open.1 = File::options().append(true).create(true).open(trouble::device_file(dir)).ok();
+    }
+    open.0 += 1;
+    Ok(())
+}
+
+fn shutdown() -> Result<(), Error> {
+    let mut open = OPEN.lock().unwrap_or_else(|e| e.into_inner());
+    open.0 = open.0.checked_sub(1).ok_or(UNINITIALIZED)?;
+    if open.0 == 0 {
+        open.1 = None;
+    }
+    Ok(())
+}
+
+/// Places for slices of a GPU in MIG mode.
+const SLICES: u32 = 7;
+
+/// Handles of slices: this, 256 times the GPU's number, and the slice's.
+const FIRST_SLICE: usize = 1 << 16;
+
+/// The GPU and the number of a slice that is there.
+fn slice(handle: usize) -> Option<(usize, u8)> {
+    let number = handle.checked_sub(FIRST_SLICE)?;
+    let (gpu, slice) = (gpu(number / 256 + 1).ok()?, (number % 256) as u8);
+    trouble::slices(&Config::get().dir, gpu)?.contains(&slice).then_some((gpu, slice))
+}
+
+fn slices(handle: usize) -> Result<Vec<u8>, Error> {
+    trouble::slices(&Config::get().dir, gpu(handle)?).ok_or(NOT_SUPPORTED)
 }
 
 fn code(done: Result<(), Error>) -> u32 {
@@ -158,6 +233,10 @@ fn code(done: Result<(), Error>) -> u32 {
 
 /// A GPU's memory, with what the driver keeps for itself, which CUDA does not count.
 fn memory(handle: usize) -> Result<Memory2, Error> {
+    if slice(handle).is_some() {
+        let total = Config::get().memory / u64::from(SLICES);
+        return Ok(Memory2 { version: MEMORY_2, total, reserved: 0, free: total, used: 0 });
+    }
     let (gpu, config) = (gpu(handle)?, Config::get());
     let error = trouble::nvml_error(&config.dir, gpu);
     let used = figures(gpu).used(gpu).saturating_add_signed(error).min(config.memory);
@@ -173,6 +252,9 @@ const NOT_AVAILABLE: u64 = u64::MAX;
 
 /// The processes that have memory of a GPU, into the program's list.
 fn processes<T>(handle: usize, count: *mut u32, to: *mut T, entry: impl Fn(u32, u64) -> T) -> Result<(), Error> {
+    if slice(handle).is_some() {
+        return out(count, 0);
+    }
     let gpu = gpu(handle)?;
     if count.is_null() {
         return Err(INVALID_ARGUMENT);
@@ -270,20 +352,18 @@ exports! {
     nvmlInit() { init() }
     nvmlInit_v2() { init() }
     nvmlInitWithFlags(_flags: u32) { init() }
-    nvmlShutdown() { Ok(()) }
+    nvmlShutdown() { shutdown() }
     nvmlSystemGetDriverVersion(to: *mut c_char, len: u32) { text(to, len, driver_version()) }
     nvmlSystemGetNVMLVersion(to: *mut c_char, len: u32) { text(to, len, &format!("13.{}", driver_version())) }
     nvmlSystemGetCudaDriverVersion(version: *mut i32) { out(version, Config::get().driver) }
     nvmlSystemGetCudaDriverVersion_v2(version: *mut i32) { out(version, Config::get().driver) }
-    nvmlDeviceGetCount(count: *mut u32) { out(count, Config::get().gpus as u32) }
-    nvmlDeviceGetCount_v2(count: *mut u32) { out(count, Config::get().gpus as u32) }
+    nvmlDeviceGetCount(count: *mut u32) { out(count, present()?.len() as u32) }
+    nvmlDeviceGetCount_v2(count: *mut u32) { out(count, present()?.len() as u32) }
     nvmlDeviceGetHandleByIndex(index: u32, handle: *mut usize) {
-        gpu(index as usize + 1)?;
-        out(handle, index as usize + 1)
+        out(handle, by_index(index)? + 1)
     }
     nvmlDeviceGetHandleByIndex_v2(index: u32, handle: *mut usize) {
-        gpu(index as usize + 1)?;
-        out(handle, index as usize + 1)
+        out(handle, by_index(index)? + 1)
     }
     nvmlDeviceGetHandleByUUID(uuid: *const c_char, handle: *mut usize) {
         if uuid.is_null() {
@@ -304,12 +384,19 @@ exports! {
         let gpu = (0..Config::get().gpus).find(|gpu| id.ends_with(&format!(":{:02X}:00.0", Config::pci_bus(*gpu)))).ok_or(NOT_FOUND)?;
         out(handle, gpu + 1)
     }
-    nvmlDeviceGetUUID(handle: usize, to: *mut c_char, len: u32) { text(to, len, &Config::get().uuid_text(gpu(handle)?)) }
+    nvmlDeviceGetUUID(handle: usize, to: *mut c_char, len: u32) {
+        match slice(handle) {
+            Some((gpu, slice)) => text(to, len, &Config::get().slice_uuid_text(gpu, slice)),
+            None => text(to, len, &Config::get().uuid_text(gpu(handle)?)),
+        }
+    }
     nvmlDeviceGetName(handle: usize, to: *mut c_char, len: u32) {
-        gpu(handle)?;
+        if slice(handle).is_none() {
+            gpu(handle)?;
+        }
         text(to, len, Config::NAME)
     }
-    nvmlDeviceGetIndex(handle: usize, index: *mut u32) { out(index, gpu(handle)? as u32) }
+    nvmlDeviceGetIndex(handle: usize, to: *mut u32) { out(to, index(handle)?) }
     nvmlDeviceGetMinorNumber(handle: usize, minor: *mut u32) { out(minor, gpu(handle)? as u32) }
     nvmlDeviceGetPciInfo_v3(handle: usize, info: *mut Pci) { out(info, pci(handle)?) }
     nvmlDeviceGetPciInfo_v2(handle: usize, info: *mut Pci) { out(info, pci(handle)?) }
@@ -345,9 +432,17 @@ exports! {
         gpu(handle)?;
         out(count, 0)
     }
-    nvmlDeviceGetMigMode(handle: usize, _current: *mut u32, _pending: *mut u32) {
-        gpu(handle)?;
-        Err(NOT_SUPPORTED)
+    nvmlDeviceGetMigMode(handle: usize, current: *mut u32, pending: *mut u32) {
+        slices(handle)?;
+        out(current, 1)?;
+        out(pending, 1)
+    }
+    nvmlDeviceGetMaxMigDeviceCount(handle: usize, count: *mut u32) {
+        out(count, slices(handle).map_or(0, |_| SLICES))
+    }
+    nvmlDeviceGetMigDeviceHandleByIndex(handle: usize, index: u32, to: *mut usize) {
+        let slice = *slices(handle)?.get(index as usize).ok_or(NOT_FOUND)?;
+        out(to, FIRST_SLICE + gpu(handle)? * 256 + usize::from(slice))
     }
     nvmlDeviceGetCudaComputeCapability(handle: usize, major: *mut i32, minor: *mut i32) {
         gpu(handle)?;

@@ -97,3 +97,40 @@ fn figures_may_be_late() {
         assert_eq!((used(), processes()), (30 * M, vec![(process::id(), 30 * M)]));
     });
 }
+
+#[test]
+fn gpus_come_and_go_and_are_cut_into_slices() {
+    isolated("gpus_come_and_go_and_are_cut_into_slices", ("CUDA_SIM_GPUS", "2"), |dir| {
+        let count = || {
+            let mut count = 0;
+            (nvmlDeviceGetCount_v2(&mut count), count)
+        };
+        let by_index = |index| {
+            let mut handle = 0;
+            (nvmlDeviceGetHandleByIndex_v2(index, &mut handle), handle)
+        };
+        assert_eq!((count(), by_index(1)), ((0, 2), (0, 2)));
+        trouble::take_out(&dir, 0, true).expect("a file");
+        assert_eq!((count(), by_index(0), by_index(1).0), ((0, 1), (0, 2), 2), "the other one has its number");
+        trouble::take_out(&dir, 0, false).expect("no file");
+
+        let slice = |place| {
+            let mut handle = 0;
+            (nvmlDeviceGetMigDeviceHandleByIndex(1, place, &mut handle), handle)
+        };
+        assert_eq!(slice(0).0, 3, "not supported: it is not in MIG mode");
+        trouble::slice(&dir, 0, Some(&[4])).expect("a file");
+        let (mut current, mut pending) = (0, 0);
+        assert_eq!((nvmlDeviceGetMigMode(1, &mut current, &mut pending), current), (0, 1));
+        let (code, handle) = slice(0);
+        let mut text = [0_u8; 96];
+        assert_eq!((code, nvmlDeviceGetUUID(handle, text.as_mut_ptr().cast(), 96), slice(1).0), (0, 0, 6));
+        assert!(text.starts_with(b"MIG-"));
+
+        trouble::break_nvml(&dir, true).expect("a file");
+        assert_eq!((count().0, by_index(0).0), (999, 999));
+        trouble::break_nvml(&dir, false).expect("no file");
+        assert!(fs::exists(trouble::device_file(&dir)).expect("a path") && nvmlShutdown() == 0);
+        assert_eq!(nvmlShutdown(), 1, "it is not initialized any more");
+    });
+}
