@@ -125,6 +125,8 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
     let control = Control { config: options.config, log_level: options.log_level, log, changes };
     let daemon = Startup { control, config, sockets, trace, bus };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
+    // A directory service that does not answer keeps nobody from stopping the daemon.
+    runtime.shutdown_background();
     result.map_err(|e| StartError::new(format!("cannot start: {e}")))
 }
 
@@ -255,7 +257,8 @@ impl Startup {
                 Some(reply) = scrapes.recv() => drop(reply.send(core.borrow().snapshot())),
                 Some(request) = requests.recv() => control.answer(&core, &connections, request),
                 _ = hang_up.recv() => {
-                    let _ = control.reload(&core);
+                    let (control, core) = (control.clone(), core.clone());
+                    spawn_local(async move { control.reload(&core).await });
                 }
                 _ = terminate.recv() => break,
                 _ = interrupt.recv() => break,

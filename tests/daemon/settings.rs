@@ -1,7 +1,9 @@
 //! Settings that are changed at run time outrank the configuration file and outlive the daemon.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use test_support::daemon::*;
 
@@ -190,4 +192,28 @@ fn a_rule_is_set_and_taken_away_while_everything_runs() {
     assert_eq!(get(&daemon), format!("{settings}{batch}{written}"));
     ctl(&daemon, &["reset"]);
     assert_eq!(get(&daemon), format!("{settings}{written}"));
+}
+
+#[test]
+fn nobody_waits_while_the_configuration_is_read() {
+    let mut daemon = start(Directory::new());
+    let file = daemon.directory.0.join("nvshare.toml");
+    // Reading a pipe takes as long as a directory service that is slow to tell who is who.
+    fs::remove_file(&file).expect("the file");
+    assert!(Command::new("mkfifo").arg(&file).status().expect("mkfifo").success());
+    let mut reload = test_support::daemon::ctl();
+    let mut reload = reload.arg("--control").arg(daemon.control()).arg("reload").spawn().expect("it starts");
+    let mut writer = fs::File::options().write(true).open(&file).expect("it is being read");
+    daemon.holder_and_waiter();
+    ctl(&daemon, &["set", "anti-thrash", "on"]);
+    assert!(reload.try_wait().expect("a child").is_none());
+    writer.write_all(b"time-quantum = \"25s\"\n").expect("a pipe");
+    drop(writer);
+    assert!(wait(&mut reload).success());
+    assert_eq!(get(&daemon), "time-quantum = \"25s\"\nmax-wait = \"60s\"\nanti-thrash = \"on\"\npolicy = \"fcfs\"\n");
+    // Nor does the daemon wait for that to end itself.
+    daemon.signal(libc::SIGHUP);
+    let _writer = fs::File::options().write(true).open(&file).expect("it is being read");
+    daemon.signal(libc::SIGTERM);
+    assert!(daemon.wait().success());
 }

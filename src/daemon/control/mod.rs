@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::path::PathBuf;
 use std::rc::Rc;
 
-use tokio::task::spawn_local;
+use tokio::task::{spawn_blocking, spawn_local};
 use tracing::{info, warn};
 use zbus::fdo;
 
@@ -52,8 +52,11 @@ impl Control {
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
             Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
             Request::Debug(reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot()))),
-            Request::Reload(reply) => drop(reply.send(self.reload(core))),
-            // These are saved first, which must not hold the scheduling loop up.
+            // The others read or write files, which must not hold the scheduling loop up.
+            Request::Reload(reply) => {
+                let (control, core) = (self.clone(), core.clone());
+                spawn_local(async move { reply.send(control.reload(&core).await) });
+            }
             Request::Set(change, reply) => {
                 let (control, core) = (self.clone(), core.clone());
                 spawn_local(async move { reply.send(control.set(&core, change).await) });
@@ -73,9 +76,13 @@ impl Control {
     ///
     /// # Errors
     /// If the file is wrong. Then nothing changes.
-    pub fn reload(&self, core: &RefCell<Core>) -> Result<(), String> {
+    pub async fn reload(&self, core: &RefCell<Core>) -> Result<(), String> {
+        let _turn = self.changes.begin().await;
         systemd::reloading();
-        let result = self.load(&self.changes).map(|config| self.configure(core, config));
+        let result = self.load().await.map(|mut config| {
+            self.changes.apply(&mut config);
+            self.configure(core, config);
+        });
         match &result {
             Ok(()) => info!(name: "configuration-read", "the configuration was reloaded"),
             Err(e) => warn!(name: "configuration-wrong", "the configuration is unchanged: {e}"),
@@ -114,18 +121,19 @@ impl Control {
     async fn reset(&self, core: &RefCell<Core>) -> Result<(), Failure> {
         let turn = self.changes.begin().await;
         // Read before anything is forgotten, so that a mistake in the file leaves everything as it is.
-        let config = self.load(&Changes::default()).map_err(Error::InvalidConfiguration)?;
+        let config = self.load().await.map_err(Error::InvalidConfiguration)?;
         turn.reset().await?;
         self.configure(core, config);
         info!(name: "settings-reset", "settings changed at run time were reset");
         Ok(())
     }
 
-    /// The configuration of the files, with changes made at run time.
-    fn load(&self, changes: &Changes) -> Result<Config, String> {
-        let mut config = Config::load(self.config.as_deref()).map_err(|e| e.to_string())?;
-        changes.apply(&mut config);
-        Ok(config)
+    /// The configuration of the files. Its rules name users and groups, and a directory service that is asked for them can take
+    /// long.
+    async fn load(&self) -> Result<Config, String> {
+        let path = self.config.clone();
+        let read = spawn_blocking(move || Config::load(path.as_deref()).map_err(|e| e.to_string()));
+        read.await.unwrap_or_else(|e| Err(e.to_string()))
     }
 
     fn configure(&self, core: &RefCell<Core>, config: Config) {
