@@ -9,7 +9,7 @@ use nvshare::ctl::arguments::{Arguments, Cdi, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, cdi, debug, place, preload, replay, rules, run, simulate};
+use nvshare::ctl::{CtlError, Target, cdi, debug, driver, place, preload, replay, rules, run, simulate};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -45,6 +45,7 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
         Some(Verb::UnsetRule { name }) => rules::set(&target, &name, &[]),
         Some(Verb::Reset) => settings::reset(&target),
         Some(Verb::Reload) => settings::reload(&target),
+        Some(Verb::ReleaseDriver { lasts }) => print(&driver::release(&target, lasts)?),
         Some(Verb::Run { library, gpus, memory, command }) => {
             Err(run::run(library.as_deref(), place::GpuRequest { gpus, memory }, &command))
         }

@@ -40,6 +40,7 @@ pub struct Gpu {
     pub queue: Vec<u64>,
     pub thrashing: bool,
     pub serialized: bool,
+    pub gone: bool,
 }
 
 /// A client.
@@ -135,6 +136,7 @@ pub trait Scheduler {
     fn set_rule(&self, name: &str, rule: HashMap<&str, Variant<'_>>) -> zbus::Result<()>;
     fn set_pods(&self, pods: Vec<Pod>) -> zbus::Result<HashMap<String, String>>;
     fn create_debug_bundle(&self, options: HashMap<&str, Variant<'_>>) -> zbus::Result<BundleFd>;
+    fn release_driver(&self, seconds: u32) -> zbus::Result<Vec<u64>>;
     fn reload(&self) -> zbus::Result<()>;
     fn reset(&self) -> zbus::Result<()>;
 
@@ -142,6 +144,10 @@ pub trait Scheduler {
     fn client_added(&self, id: u64, pid: u32) -> zbus::Result<()>;
     #[zbus(signal)]
     fn client_removed(&self, id: u64, pid: u32) -> zbus::Result<()>;
+    #[zbus(signal)]
+    fn gpu_added(&self, gpu: String) -> zbus::Result<()>;
+    #[zbus(signal)]
+    fn gpu_removed(&self, gpu: String) -> zbus::Result<()>;
     #[zbus(signal)]
     fn thrashing_began(&self, gpu: String) -> zbus::Result<()>;
     #[zbus(signal)]

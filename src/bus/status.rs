@@ -50,6 +50,7 @@ fn gpu_json(gpu: &Gpu) -> Value {
         "queue": gpu.queue,
         "thrashing": gpu.thrashing,
         "serialized": gpu.serialized,
+        "gone": gpu.gone,
     })
 }
 

@@ -20,6 +20,9 @@ pub const MAX_WAIT_SECONDS: RangeInclusive<u64> = 0..=3600;
 /// Over how many whole seconds parts of the time of a GPU can be counted.
 pub const TIME_PERIOD_SECONDS: RangeInclusive<u64> = 1..=3600;
 
+/// For how many whole seconds the driver can be released.
+pub const RELEASE_SECONDS: RangeInclusive<u64> = 1..=3600;
+
 /// The scheduler's default settings.
 pub fn defaults() -> Settings {
     Settings {
@@ -71,6 +74,11 @@ pub fn time_quantum(value: Duration) -> Result<Duration, String> {
 /// The longest wait, or a sentence about what it may be.
 pub fn max_wait(value: Duration) -> Result<Duration, String> {
     whole_seconds(value, "longest wait", MAX_WAIT_SECONDS)
+}
+
+/// The time for which the driver is released, or a sentence about what it may be.
+pub fn release(value: Duration) -> Result<Duration, String> {
+    whole_seconds(value, "time of a release", RELEASE_SECONDS)
 }
 
 fn time_period(value: Duration) -> Result<Duration, String> {

@@ -14,7 +14,7 @@ use super::lock::OnLoss;
 use super::rules;
 use super::settings::parse_seconds;
 use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
-use crate::config::units;
+use crate::config::{settings, units};
 use crate::scheduler::{AntiThrash, PolicyName};
 use crate::simulate::policies::POLICIES;
 
@@ -78,6 +78,14 @@ pub enum Verb {
     Reset,
     /// Have the scheduler read its configuration file again
     Reload,
+    /// Have the scheduler let go of the driver, so that it can be unloaded or a GPU be reset
+    ///
+    /// Names the programs that use the driver all the same, and then fails.
+    ReleaseDriver {
+        /// For how long at most, in seconds; a program that uses a GPU ends it, too
+        #[arg(long = "for", value_name = "SECONDS", value_parser = parse_release, value_hint = ValueHint::Other, default_value = "60")]
+        lasts: Duration,
+    },
     /// Run a command whose CUDA programs share GPUs
     Run {
         /// The library to load [default: libnvshare.so beside nvsharectl, else where the loader finds it]
@@ -204,6 +212,10 @@ pub enum Setting {
         #[arg(value_name = "fcfs|adaptive", value_parser = Order, hide_possible_values = true)]
         value: PolicyName,
     },
+}
+
+fn parse_release(text: &str) -> Result<Duration, String> {
+    settings::release(parse_seconds(text)?)
 }
 
 /// What a GPU can have.

@@ -4,6 +4,7 @@
 //! - [`status`]: GPUs and programs as a table.
 //! - [`rules`]: setting and printing rules.
 //! - [`settings`]: reading and changing settings, reloading the configuration file.
+//! - [`driver`]: having the driver released.
 //! - [`lock`]: running a command with a GPU's lock held.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
@@ -17,6 +18,7 @@ pub mod arguments;
 pub mod cdi;
 mod connect;
 pub mod debug;
+pub mod driver;
 mod errors;
 pub mod lock;
 mod password;

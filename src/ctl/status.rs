@@ -61,7 +61,7 @@ pub fn text(status: &Status, style: Style) -> String {
         status.version, status.time_quantum, status.anti_thrash, status.policy
     );
     if status.gpus.is_empty() {
-        out.push_str("\nNo GPU is known yet: one appears when a program uses it. If the driver was loaded after the scheduler started, restart that.\n");
+        out.push_str("\nNo GPU is known yet: one appears when a program uses it.\n");
     }
     for gpu in &status.gpus {
         out.push('\n');
@@ -106,7 +106,9 @@ fn gpu_text(out: &mut String, gpu: &Gpu, clients: &[Client], style: Style) {
             units::size(gpu.shortfall)
         );
     }
-    if gpu.accounting == "reports" {
+    if gpu.gone {
+        out.push_str("  this GPU is gone: the driver no longer lists it, and programs that use it get errors\n");
+    } else if gpu.accounting == "reports" {
         out.push_str("  NVML does not measure this GPU: programs are believed what memory they report\n");
     }
     match (gpu.thrashing, gpu.serialized) {

@@ -234,9 +234,14 @@ impl Startup {
         let (holders, holders_changed) = watch::channel(Holders::new());
         let (clients_list, clients_changed) = watch::channel(ClientPids::new());
         let (request, mut requests) = mpsc::unbounded_channel();
-        let thrashing = core.borrow().follow_thrashing();
-        let followed =
-            bus::Followed { settings: settings_changed, holders: holders_changed, clients: clients_changed, thrashing };
+        let (thrashing, gpus) = (core.borrow().follow_thrashing(), core.borrow().follow_gpus());
+        let followed = bus::Followed {
+            settings: settings_changed,
+            holders: holders_changed,
+            clients: clients_changed,
+            thrashing,
+            gpus,
+        };
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();
         metrics::start(metrics, scrape)?;
@@ -272,16 +277,18 @@ impl Startup {
     }
 }
 
-/// Starts the NVML thread, and waits for its first reports: the GPUs and the memory in use there should be known before
-/// the first client asks for memory.
+/// Starts the NVML thread, and waits a moment for its first reports: the GPUs and the memory in use there should be known
+/// before the first client asks for memory. NVML can take much longer to initialize.
 async fn start_nvml(core: &RefCell<Core>) -> mpsc::UnboundedReceiver<Report> {
     let (report, mut reports) = mpsc::unbounded_channel();
-    let Some(queries) = nvml::start(report) else { return reports };
-    core.borrow_mut().use_nvml(queries);
+    core.borrow_mut().use_nvml(nvml::start(report));
     let first = async {
-        for _ in 0..2 {
-            let Some(report) = reports.recv().await else { return };
+        while let Some(report) = reports.recv().await {
+            let is_last = matches!(report, Report::Used(_) | Report::State(_));
             core.borrow_mut().nvml_report(report);
+            if is_last {
+                return;
+            }
         }
     };
     if tokio::time::timeout(FIRST_REPORTS_TIMEOUT, first).await.is_err() {

@@ -6,6 +6,7 @@ mod clients;
 mod fake_polkit;
 mod journal;
 mod metrics;
+mod nvml;
 mod polkit;
 mod private_bus;
 mod recorder;

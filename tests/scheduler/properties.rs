@@ -191,7 +191,7 @@ proptest! {
     /// Sleep in between loses nobody, and nobody runs before it.
     #[test]
     fn sleep_midway(
-        seed: u64, mode in mode(), sleeps in prop::collection::vec((0u64..2000, prop_oneof![10u64..8000, Just(30_000)]), 1..4), gpus in 1u64..4, clients in 2u64..10,
+        seed: u64, mode in mode(), sleeps in prop::collection::vec((0u64..2000, prop_oneof![10u64..8000, Just(30_000)]), 1..3), gpus in 1u64..3, clients in 2u64..8,
     ) {
         let mut world = world(seed, mode, ms(500), gpus, clients, Unruly::default());
         let asleep: u64 = sleeps.iter().map(|(_, length)| length).sum();

@@ -1,4 +1,4 @@
-//! Announcing: changes of properties, clients that come and go, and thrashing.
+//! Announcing: changes of properties, clients and GPUs that come and go, and thrashing.
 
 use std::collections::HashMap;
 
@@ -12,16 +12,17 @@ use super::object::Object;
 use super::{Followed, Shared, seconds};
 use crate::bus;
 use crate::config::names;
-use crate::daemon::core::Thrashing;
 use crate::daemon::core::views::ClientPids;
+use crate::daemon::core::{Present, Thrashing};
 
 /// Says every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
-    let Followed { mut settings, mut holders, mut clients, mut thrashing } = shared.followed.clone();
+    let Followed { mut settings, mut holders, mut clients, mut thrashing, mut gpus } = shared.followed.clone();
     let mut before = settings.borrow_and_update().clone();
     let mut held = holders.borrow_and_update().clone();
-    let mut present = clients.borrow_and_update().clone();
+    let mut connected = clients.borrow_and_update().clone();
     let mut thrashed = thrashing.borrow_and_update().clone();
+    let mut present = gpus.borrow_and_update().clone();
     loop {
         let heard = tokio::select! {
             () = connection.closed() => return,
@@ -29,15 +30,21 @@ pub async fn announce(connection: &Connection, shared: &Shared) {
             heard = holders.changed() => heard,
             heard = clients.changed() => heard,
             heard = thrashing.changed() => heard,
+            heard = gpus.changed() => heard,
         };
         if heard.is_err() {
             return connection.closed().await;
         }
         let here = clients.borrow_and_update().clone();
-        if let Err(e) = announce_clients(connection, &present, &here).await {
+        if let Err(e) = announce_clients(connection, &connected, &here).await {
             debug!("cannot announce clients: {e}");
         }
-        present = here;
+        connected = here;
+        let usable = gpus.borrow_and_update().clone();
+        if let Err(e) = announce_gpus(connection, &present, &usable).await {
+            debug!("cannot announce GPUs: {e}");
+        }
+        present = usable;
         let thrashes = thrashing.borrow_and_update().clone();
         if let Err(e) = announce_thrashing(connection, &thrashed, &thrashes).await {
             debug!("cannot announce thrashing: {e}");
@@ -83,6 +90,17 @@ async fn announce_clients(connection: &Connection, before: &ClientPids, now: &Cl
     }
     for (id, pid) in now.iter().filter(|(id, _)| !before.contains_key(id)) {
         Object::client_added(&emitter, *id, *pid).await?;
+    }
+    Ok(())
+}
+
+async fn announce_gpus(connection: &Connection, before: &Present, now: &Present) -> zbus::Result<()> {
+    let emitter = SignalEmitter::new(connection, bus::PATH)?;
+    for gpu in before.difference(now) {
+        Object::gpu_removed(&emitter, gpu).await?;
+    }
+    for gpu in now.difference(before) {
+        Object::gpu_added(&emitter, gpu).await?;
     }
     Ok(())
 }

@@ -31,7 +31,7 @@ use crate::daemon::connections::lock::{LockRequest, Lockable};
 use crate::daemon::core::bundle::Snapshot;
 use crate::daemon::core::pods::{Pods, Refused};
 use crate::daemon::core::{
-    Thrashing,
+    Present, Thrashing,
     views::{ClientPids, ClientView, Holders},
 };
 use crate::scheduler::{AntiThrash, PolicyName, Settings};
@@ -59,6 +59,8 @@ pub enum Request {
     TerminateLock(u64, oneshot::Sender<fdo::Result<()>>),
     /// Copies the content of a debug bundle.
     Debug(oneshot::Sender<Box<Snapshot>>),
+    /// Lets go of the driver for that long at most. The answer has the programs that use it all the same.
+    ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.
     Reset(oneshot::Sender<Result<(), Failure>>),
@@ -143,6 +145,7 @@ pub struct Followed {
     pub holders: watch::Receiver<Holders>,
     pub clients: watch::Receiver<ClientPids>,
     pub thrashing: watch::Receiver<Thrashing>,
+    pub gpus: watch::Receiver<Present>,
 }
 
 #[derive(Debug, Clone)]

@@ -173,6 +173,24 @@ impl Object {
         self.ask(Request::Reset).await?
     }
 
+    #[zbus(out_args("clients"))]
+    async fn release_driver(
+        &self,
+        seconds: u32,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<Vec<u64>, Failure> {
+        let lasts = settings::release(Duration::from_secs(seconds.into())).map_err(fdo::Error::InvalidArgs)?;
+        self.callers.identify(Some(&header), connection).await?.may_change("have the driver released", "").await?;
+        Ok(self.ask(|reply| Request::ReleaseDriver(lasts, reply)).await?)
+    }
+
+    #[zbus(signal)]
+    pub async fn gpu_added(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
+
+    #[zbus(signal)]
+    pub async fn gpu_removed(emitter: &SignalEmitter<'_>, gpu: &str) -> zbus::Result<()>;
+
     #[zbus(signal)]
     pub async fn client_added(emitter: &SignalEmitter<'_>, id: u64, pid: u32) -> zbus::Result<()>;
 

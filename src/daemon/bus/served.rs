@@ -125,8 +125,8 @@ mod tests {
     use crate::config::Config;
     use crate::daemon::bus::callers::Callers;
     use crate::daemon::bus::{Followed, Shared};
-    use crate::daemon::core::Thrashing;
     use crate::daemon::core::views::{ClientPids, Holders};
+    use crate::daemon::core::{Present, Thrashing};
 
     /// XML without comments and blank lines, one element a line.
     fn bare(xml: &str) -> Vec<String> {
@@ -147,7 +147,8 @@ mod tests {
         let (_, holders) = watch::channel(Holders::new());
         let (_, thrashing) = watch::channel(Thrashing::new());
         let (_, clients) = watch::channel(ClientPids::new());
-        let followed = Followed { settings, holders, clients, thrashing };
+        let (_, gpus) = watch::channel(Present::new());
+        let followed = Followed { settings, holders, clients, thrashing, gpus };
         let shared = Shared { requests, bundling: Arc::default(), followed };
         let object = Object { shared, callers: Callers::Peer { uid: 0, pid: 0, groups: Vec::new() } };
         let mut generated = String::new();

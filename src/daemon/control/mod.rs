@@ -52,6 +52,13 @@ impl Control {
             Request::Lock(request, reply) => drop(reply.send(lock::acquire(core, connections, request))),
             Request::TerminateLock(client, reply) => drop(reply.send(core.borrow().end_lock(ClientId(client)))),
             Request::Debug(reply) => drop(reply.send(Box::new(core.borrow().debug_snapshot()))),
+            Request::ReleaseDriver(lasts, reply) => {
+                let (released, programs) = core.borrow().release_driver(lasts);
+                spawn_local(async move {
+                    let _ = released.await;
+                    let _ = reply.send(programs);
+                });
+            }
             // The others read or write files, which must not hold the scheduling loop up.
             Request::Reload(reply) => {
                 let (control, core) = (self.clone(), core.clone());

@@ -221,6 +221,7 @@ impl Core {
                 };
                 entry.gpus.insert(gpu, fresh);
                 self.store(client);
+                self.query_nvml(Query::Attach);
                 debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
                 self.trace(now, client, Some(gpu), "attach", None);
                 self.apply(event);
@@ -287,13 +288,22 @@ impl Core {
             return Err(Violation::TooManyGpus);
         }
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
-        let entry =
-            Gpu { kind, name, total, index: None, minor: None, accounting: Accounting::default(), sample: None };
+        let entry = Gpu {
+            kind,
+            name,
+            total,
+            index: None,
+            gone: false,
+            minor: None,
+            accounting: Accounting::default(),
+            sample: None,
+        };
         info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a client uses {}, which NVML does not know", entry.name);
         self.create_lock_files(gpu);
         self.gpus.insert(gpu, entry);
         self.apply(Event::GpuFound { gpu, total });
         self.announce_all_limits();
+        self.publish_gpus();
         // It may be a MIG slice that was created just now.
         self.query_nvml(Query::Scan);
         Ok(())

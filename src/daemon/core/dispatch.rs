@@ -49,6 +49,7 @@ impl Core {
             }
             self.count_held(now);
         }
+        self.forget_gone();
         let deadline = self.machine.deadline().map(|at| at.max(self.ticked + MIN_TICK));
         if deadline != self.armed {
             self.timer.set(deadline);

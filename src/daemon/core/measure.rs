@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::state::{Core, Gpu};
-use crate::daemon::gpu::accounting::{Accounting, Attached};
+use super::state::Core;
+use crate::daemon::gpu::accounting::Attached;
 use crate::daemon::gpu::host_memory::MemInfo;
-use crate::daemon::gpu::nvml::{GpuDescription, Query, Report, Sample};
+use crate::daemon::gpu::nvml::{Query, Report, Sample};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
 
@@ -23,41 +23,6 @@ const EXIT_TIME: Duration = Duration::from_secs(5);
 const CONTEXT_DIVISOR: u64 = 16;
 
 impl Core {
-    fn gpus_found(&mut self, found: Vec<GpuDescription>) {
-        for GpuDescription { gpu, kind, name, total, index, minor, link } in found {
-            let known = self.gpus.get_mut(&gpu);
-            let changed = known.as_ref().is_none_or(|known| known.total != total);
-            match known {
-                Some(known) => {
-                    known.total = total;
-                    (known.index, known.minor) = (Some(index), minor);
-                    known.name = name;
-                }
-                None => {
-                    let entry = Gpu {
-                        kind,
-                        name,
-                        total,
-                        index: Some(index),
-                        minor,
-                        accounting: Accounting::default(),
-                        sample: None,
-                    };
-                    info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
-                    self.create_lock_files(gpu);
-                    self.gpus.insert(gpu, entry);
-                }
-            }
-            if changed {
-                self.apply(Event::GpuFound { gpu, total });
-                self.announce_all_limits();
-                if let Some(rate) = link {
-                    self.apply(Event::GpuLink { gpu, rate });
-                }
-            }
-        }
-    }
-
     /// Measures host memory.
     pub fn sample_host(&mut self) {
         let Some(info) = MemInfo::read() else { return };
@@ -71,7 +36,8 @@ impl Core {
     /// Handles a report of the NVML thread.
     pub fn nvml_report(&mut self, report: Report) {
         match report {
-            Report::Gpus(found) => self.gpus_found(found),
+            Report::Gpus(listing) => self.gpus_listed(listing),
+            Report::State(state) => self.nvml_is(state),
             Report::Used(used) => {
                 for sample in used {
                     self.measure(&sample);
@@ -145,8 +111,7 @@ impl Core {
 
     /// The machine asks for a new measurement of a GPU. Without NVML, clients' reports count as measured.
     pub(super) fn remeasure(&mut self, gpu: GpuId, now: Time) -> Option<Event> {
-        let measured = self.nvml.is_some() && self.gpus.get(&gpu).is_some_and(|entry| entry.index.is_some());
-        if measured {
+        if self.gpus.get(&gpu).is_some_and(|entry| self.is_measured(entry)) {
             self.query_nvml(Query::Sample);
             return None;
         }
@@ -155,6 +120,11 @@ impl Core {
                 "without NVML, programs' reports of freed memory cannot be verified, even where another user gets the memory"
             );
         }
-        Some(Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() })
+        Some(unmeasured(gpu, now))
     }
+}
+
+/// The answer where nothing can be measured.
+pub(super) fn unmeasured(gpu: GpuId, now: Time) -> Event {
+    Event::Measured { gpu, begun: now, free: None, found: BTreeMap::new() }
 }

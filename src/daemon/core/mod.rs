@@ -4,7 +4,7 @@
 //! - `state`: [`Core`], which owns everything; `dispatch`: events into the machine, commands out of it.
 //! - `clients`: clients connect, send messages and disconnect; `rules` finds their rules, `placement` the GPUs that they may
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
-//! - `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
+//! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
@@ -13,6 +13,7 @@ mod clients;
 mod counts;
 mod dispatch;
 mod event_log;
+mod gpus;
 mod measure;
 mod metrics;
 mod placement;
@@ -25,5 +26,6 @@ mod state;
 mod traffic;
 pub mod views;
 
+pub use gpus::Present;
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use traffic::Thrashing;

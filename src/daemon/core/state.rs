@@ -14,6 +14,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
+use super::gpus::Present;
 use super::pods::Pods;
 use super::shared_memory::SharedMemoryRegistry;
 use super::traffic::Thrashing;
@@ -23,7 +24,7 @@ use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::host_memory::HostMemory;
-use crate::daemon::gpu::nvml::{DriverVersions, Query, Sample};
+use crate::daemon::gpu::nvml::{self, DriverVersions, Query, Sample};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
 use crate::daemon::logging::trace::Trace;
 use crate::daemon::systemd::fd_store::ConnectionName;
@@ -70,12 +71,15 @@ pub struct Core {
     pub(super) counts: counts::Counts,
     pub(super) trace: Option<Trace>,
     pub(super) nvml: Option<std::sync::mpsc::Sender<Query>>,
+    /// Whether NVML answers queries.
+    pub(super) nvml_state: nvml::State,
     pub(super) driver: DriverVersions,
     /// The log has said that clients' reports cannot be verified.
     pub(super) logged_unverified: bool,
     settings: watch::Sender<Settings>,
     pub(super) thrashing: watch::Sender<Thrashing>,
     pub(super) thrashing_log: BTreeMap<GpuId, traffic::LogState>,
+    pub(super) present: watch::Sender<Present>,
     pub signals: Rc<Signals>,
 }
 
@@ -182,6 +186,8 @@ pub(super) struct Gpu {
     pub total: u64,
     /// NVML's index; `None` while only clients know the GPU.
     pub index: Option<u32>,
+    /// NVML knew it and no longer lists it, and clients still use it.
+    pub gone: bool,
     /// Minor number of its device file; a MIG slice has its GPU's.
     pub minor: Option<u32>,
     pub accounting: Accounting,
@@ -229,11 +235,13 @@ impl Core {
             counts: counts::Counts::default(),
             trace,
             nvml: None,
+            nvml_state: nvml::State::Usable,
             driver: DriverVersions::default(),
             logged_unverified: false,
             settings,
             thrashing: watch::Sender::default(),
             thrashing_log: BTreeMap::new(),
+            present: watch::Sender::default(),
             signals: Rc::default(),
         })
     }

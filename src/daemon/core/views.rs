@@ -177,7 +177,7 @@ impl Core {
                 name: entry.name.clone(),
                 index: entry.index,
                 total: entry.total,
-                capacity: seen.capacity,
+                capacity: if seen.gone { 0 } else { seen.capacity },
                 overhead: entry.accounting.overhead(),
                 accounting: self.basis(entry).name().into(),
                 shortfall: seen.shortfall,
@@ -189,6 +189,7 @@ impl Core {
                 queue: seen.waiters.iter().map(|waiter| waiter.client.0).collect(),
                 thrashing: seen.thrashes,
                 serialized: seen.serialized,
+                gone: seen.gone,
             })
         };
         self.machine.gpus().into_iter().filter_map(view).collect()
@@ -196,7 +197,7 @@ impl Core {
 
     /// The source of a GPU's figures.
     fn basis(&self, entry: &Gpu) -> Basis {
-        if self.nvml.is_some() && entry.index.is_some() { entry.accounting.basis() } else { Basis::Reports }
+        if self.is_measured(entry) { entry.accounting.basis() } else { Basis::Reports }
     }
 
     /// The GPU with that UUID or index; for an empty name, the only GPU.
@@ -204,15 +205,16 @@ impl Core {
     /// # Errors
     /// A sentence with the GPUs that there are.
     pub fn find_gpu(&self, name: &str) -> Result<NamedGpu, String> {
-        let known = || self.gpus.iter().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
+        let here = || self.gpus.iter().filter(|(_, gpu)| !gpu.gone);
+        let known = || here().map(|(id, gpu)| gpu.label(*id)).collect::<Vec<_>>().join(", ");
         let is_meant = |(id, gpu): &(&GpuId, &Gpu)| {
             gpu.label(**id).eq_ignore_ascii_case(name) || gpu.index.is_some_and(|index| index.to_string() == name)
         };
         let found = match name {
-            "" if self.gpus.len() == 1 => self.gpus.iter().next(),
-            "" if self.gpus.is_empty() => return Err("the scheduler knows no GPU".into()),
+            "" if here().count() == 1 => here().next(),
+            "" if here().next().is_none() => return Err("the scheduler knows no GPU".into()),
             "" => return Err(format!("there are several GPUs: choose one of {}", known())),
-            _ => self.gpus.iter().find(is_meant),
+            _ => here().find(is_meant),
         };
         let (id, gpu) = found.ok_or_else(|| format!("there is no GPU {name:?}: there are {}", known()))?;
         let label = gpu.label(*id);

@@ -58,7 +58,7 @@ const fn family<T>(name: &'static str, unit: Option<Unit>, value: Value<T>, help
 const SECONDS: Option<Unit> = Some(Unit::Seconds);
 const BYTES: Option<Unit> = Some(Unit::Bytes);
 
-pub static OF_GPUS: [Family<OfGpu>; 22] = [
+pub static OF_GPUS: [Family<OfGpu>; 23] = [
     family("nvshare_gpu_held", SECONDS, Time(|gpu| gpu.held), "Time in which any program had the GPU lock."),
     family(
         "nvshare_gpu_lock",
@@ -114,8 +114,14 @@ pub static OF_GPUS: [Family<OfGpu>; 22] = [
         Counter(|gpu| gpu.counted.mapping_failures),
         "Times that a program gave the GPU lock back because the driver had no room for memory that it was allowed.",
     ),
+    family(
+        "nvshare_gpu_gone",
+        None,
+        Gauge(|gpu| Some(gpu.gone.into())),
+        "Whether NVML no longer lists the GPU although programs still use it: 1 or 0.",
+    ),
     family("nvshare_gpu_total", BYTES, Gauge(|gpu| Some(gpu.total)), "Memory of the GPU."),
-    family("nvshare_gpu_capacity", BYTES, Gauge(|gpu| Some(gpu.capacity)), "Memory of the GPU that programs can have."),
+    family("nvshare_gpu_capacity", BYTES, Gauge(|gpu| gpu.capacity), "Memory of the GPU that programs can have."),
     family(
         "nvshare_gpu_overhead",
         BYTES,

@@ -88,7 +88,9 @@ pub struct OfGpu {
     pub index: Option<u32>,
     pub name: String,
     pub total: u64,
-    pub capacity: u64,
+    /// `None`: the GPU is gone.
+    pub capacity: Option<u64>,
+    pub gone: bool,
     pub overhead: u64,
     pub shortfall: u64,
     pub committed: u64,

@@ -1,0 +1,36 @@
+//! `nvsharectl release-driver`: has the scheduler let go of the driver, so that it can be unloaded or a GPU be reset.
+
+use std::time::Duration;
+
+use super::{CtlError, Target, block_on, password};
+use crate::bus::Client;
+
+/// Has the driver released for at most that long. Returns what to print.
+///
+/// # Errors
+/// If programs use the driver all the same; it is released by the scheduler then, too.
+pub fn release(target: &Target, lasts: Duration) -> Result<String, CtlError> {
+    let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX);
+    let (users, clients) = block_on(async {
+        let scheduler = target.connect().await?;
+        let users: Vec<u64> = password::call(&scheduler, "ReleaseDriver", &(seconds,)).await?;
+        let clients = if users.is_empty() { Vec::new() } else { scheduler.list_clients().await? };
+        Ok((users, clients))
+    })?;
+    if users.is_empty() {
+        return Ok(format!("The scheduler has released the driver, for {seconds} s or until a program uses a GPU.\n"));
+    }
+    let lines: String = users.iter().map(|id| line(*id, clients.iter().find(|client| client.id == *id))).collect();
+    Err(CtlError::Failed(format!(
+        "the scheduler has released the driver, but programs use it: stop them, then run this again\n{}",
+        lines.trim_end()
+    )))
+}
+
+fn line(id: u64, client: Option<&Client>) -> String {
+    match client {
+        Some(Client { pid, name, unit, .. }) if unit.is_empty() => format!("  client {id}: {name} (pid {pid})\n"),
+        Some(Client { pid, name, unit, .. }) => format!("  client {id}: {name} (pid {pid}, unit {unit})\n"),
+        None => format!("  client {id}\n"), // it has just ended
+    }
+}

@@ -1,0 +1,120 @@
+//! The GPUs that there are: NVML lists them, they come and go, and an administrator may have the driver let go of.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use tokio::sync::{oneshot, watch};
+use tracing::{info, warn};
+
+use super::measure::unmeasured;
+use super::state::{Core, Gpu};
+use crate::daemon::gpu::nvml::{GpuDescription, Listing, Query, State};
+use crate::scheduler::{Event, GpuId};
+use crate::sys::clock;
+
+/// UUIDs of the GPUs that programs can use.
+pub type Present = BTreeSet<String>;
+
+impl Core {
+    pub fn follow_gpus(&self) -> watch::Receiver<Present> {
+        self.present.subscribe()
+    }
+
+    /// Publishes the GPUs that programs can use, after a change of `gpus`.
+    pub(super) fn publish_gpus(&self) {
+        let here = self.gpus.iter().filter(|(_, gpu)| !gpu.gone);
+        let now: Present = here.map(|(id, gpu)| gpu.label(*id)).collect();
+        self.present.send_if_modified(|present| {
+            let has_changed = *present != now;
+            *present = now;
+            has_changed
+        });
+    }
+
+    /// Whether memory in use on a GPU is measured by NVML.
+    pub(super) fn is_measured(&self, gpu: &Gpu) -> bool {
+        self.nvml.is_some() && self.nvml_state == State::Usable && gpu.index.is_some()
+    }
+
+    pub(super) fn gpus_listed(&mut self, Listing { gpus, is_complete }: Listing) {
+        let listed: BTreeSet<GpuId> = gpus.iter().map(|found| found.gpu).collect();
+        gpus.into_iter().for_each(|found| self.gpu_found(found));
+        // GPUs that NVML never knew are the clients'.
+        let is_missing = |(id, gpu): &(&GpuId, &Gpu)| gpu.index.is_some() && !listed.contains(id);
+        let missing: Vec<GpuId> = self.gpus.iter().filter(is_missing).map(|(id, _)| *id).collect();
+        if is_complete {
+            missing.into_iter().for_each(|gpu| self.gpu_gone(gpu));
+        }
+        self.publish_gpus();
+    }
+
+    fn gpu_found(&mut self, found: GpuDescription) {
+        let GpuDescription { gpu, kind, name, total, index, minor, link } = found;
+        let before = self.gpus.remove(&gpu).filter(|known| !known.gone);
+        let is_new = before.is_none();
+        let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
+        let is_news = before.as_ref().is_none_or(|known| known.index.is_none());
+        let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
+        let entry = Gpu { kind, name, total, index: Some(index), gone: false, minor, accounting, sample };
+        if is_new {
+            info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
+            self.create_lock_files(gpu);
+        }
+        self.gpus.insert(gpu, entry);
+        if !is_same_size {
+            self.apply(Event::GpuFound { gpu, total });
+            self.announce_all_limits();
+        }
+        if let Some(rate) = link.filter(|_| is_news || !is_same_size) {
+            self.apply(Event::GpuLink { gpu, rate });
+        }
+    }
+
+    /// NVML no longer lists a GPU.
+    fn gpu_gone(&mut self, gpu: GpuId) {
+        let users = self.clients.values().filter(|client| client.gpus.contains_key(&gpu)).count();
+        let Some(entry) = self.gpus.get_mut(&gpu) else { return };
+        (entry.gone, entry.index, entry.sample) = (true, None, None);
+        let (label, name) = (entry.label(gpu), entry.name.clone());
+        if users == 0 {
+            info!(name: "gpu-gone", gpu = label, clients = users, "{name} is gone");
+        } else {
+            warn!(name: "gpu-gone", gpu = label, clients = users, "{name} is gone, and programs still use it");
+        }
+        self.apply(Event::GpuGone { gpu });
+    }
+
+    /// Forgets GPUs that are gone and that the machine has forgotten, since no client is left there.
+    pub(super) fn forget_gone(&mut self) {
+        if self.gpus.values().any(|gpu| gpu.gone) {
+            self.gpus.retain(|id, gpu| !gpu.gone || self.machine.is_known(*id));
+        }
+    }
+
+    /// Takes note of whether NVML can be asked.
+    pub(super) fn nvml_is(&mut self, state: State) {
+        match &state {
+            State::Usable => info!(name: "nvml-usable", "NVML can be used"),
+            State::Released => info!(name: "driver-released", "the driver was released"),
+            State::Failed(e) => {
+                info!(name: "no-nvml", "NVML cannot be used, and will be tried again; new GPUs are known from their clients only: {e}");
+            }
+        }
+        self.nvml_state = state;
+        // No measurement comes that the machine may be waiting for.
+        if self.nvml_state != State::Usable {
+            let now = clock::now();
+            let measured = self.gpus.iter().filter(|(_, gpu)| gpu.index.is_some()).map(|(id, _)| *id);
+            measured.collect::<Vec<_>>().into_iter().for_each(|gpu| self.apply(unmeasured(gpu, now)));
+        }
+    }
+
+    /// Lets go of the driver until a client attaches a GPU or that time has passed. The receiver is notified once that is
+    /// done. Returns the programs that use the driver all the same.
+    pub fn release_driver(&self, lasts: Duration) -> (oneshot::Receiver<()>, Vec<u64>) {
+        let (done, released) = oneshot::channel();
+        self.query_nvml(Query::Release(lasts, done));
+        let programs = self.clients.iter().filter(|(_, client)| client.lock.is_none()).map(|(id, _)| id.0);
+        (released, programs.collect())
+    }
+}

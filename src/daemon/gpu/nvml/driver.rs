@@ -1,0 +1,133 @@
+//! Whether the driver is loaded and which GPUs it has, as files say, which can be read without using the driver.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The driver's directory; it is there while the module is loaded.
+const PROC: &str = "/proc/driver/nvidia";
+/// Whoever opens it has the kernel load the module.
+const DEVICE: &str = "/dev/nvidiactl";
+
+/// The most files that are compared: more than eight GPUs cut into seven slices have.
+const MAX_FILES: usize = 1024;
+
+/// The files, and what they were when last looked at.
+#[derive(Debug)]
+pub struct Driver {
+    proc: PathBuf,
+    device: PathBuf,
+    /// The driver's version, the GPUs that it has, and the MIG slices: names of files.
+    seen: Vec<PathBuf>,
+    was_loaded: bool,
+}
+
+impl Driver {
+    pub fn new() -> Self {
+        Self::at(PROC.into(), DEVICE.into())
+    }
+
+    fn at(proc: PathBuf, device: PathBuf) -> Self {
+        let mut driver = Self { proc, device, seen: Vec::new(), was_loaded: false };
+        driver.has_changed();
+        driver
+    }
+
+    /// Whether the driver was loaded or unloaded, or has other GPUs or slices, since the last look.
+    pub fn has_changed(&mut self) -> bool {
+        let mut files = Vec::new();
+        let version = self.proc.join("version");
+        if version.exists() {
+            self.was_loaded = true;
+            files.push(version);
+            list(&self.proc.join("gpus"), &mut files);
+            list(&self.proc.join("capabilities"), &mut files);
+        }
+        files.sort();
+        let has_changed = files != self.seen;
+        self.seen = files;
+        has_changed
+    }
+
+    /// Whether the driver is certain not to be loaded. NVML must not be used then: it would open the device, and so have
+    /// an administrator's `modprobe -r` undone. Systems that do not show the driver, such as WSL, have neither file.
+    pub fn is_unloaded(&self) -> bool {
+        !self.proc.join("version").exists() && (self.was_loaded || self.device.exists())
+    }
+}
+
+/// All files below a directory.
+fn list(directory: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        if files.len() >= MAX_FILES {
+            return;
+        }
+        files.push(entry.path());
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            list(&entry.path(), files);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Files(tempfile::TempDir);
+
+    impl Files {
+        fn put(&self, path: &str) {
+            let path = self.0.path().join(path);
+            fs::create_dir_all(path.parent().expect("a directory")).expect("a directory");
+            fs::write(path, "").expect("a file");
+        }
+
+        fn take(&self, path: &str) {
+            fs::remove_dir_all(self.0.path().join(path)).expect("a directory");
+        }
+    }
+
+    fn files() -> (Files, Driver) {
+        let files = Files(tempfile::tempdir().expect("a directory"));
+        let driver = Driver::at(files.0.path().join("proc"), files.0.path().join("nvidiactl"));
+        (files, driver)
+    }
+
+    #[test]
+    fn a_driver_that_comes_and_goes_is_seen() {
+        let (files, mut driver) = files();
+        assert!(!driver.has_changed() && !driver.is_unloaded(), "a system that shows no driver may have one");
+        files.put("proc/version");
+        files.put("proc/gpus/0000:17:00.0/information");
+        assert!(driver.has_changed() && !driver.is_unloaded());
+        assert!(!driver.has_changed());
+        files.take("proc");
+        assert!(driver.is_unloaded());
+        assert!(driver.has_changed());
+    }
+
+    #[test]
+    fn a_device_file_without_a_driver_is_not_opened() {
+        let (files, mut driver) = files();
+        files.put("nvidiactl");
+        assert!(driver.is_unloaded());
+        files.put("proc/version");
+        assert!(driver.has_changed() && !driver.is_unloaded());
+    }
+
+    #[test]
+    fn gpus_and_slices_that_come_and_go_are_seen() {
+        let (files, mut driver) = files();
+        files.put("proc/version");
+        files.put("proc/gpus/0000:17:00.0/information");
+        driver.has_changed();
+        for path in ["proc/gpus/0000:65:00.0/information", "proc/capabilities/gpu0/mig/gi1/ci0/access"] {
+            files.put(path);
+            assert!(driver.has_changed(), "{path}");
+            assert!(!driver.has_changed());
+        }
+        files.take("proc/capabilities/gpu0/mig/gi1");
+        assert!(driver.has_changed());
+        files.take("proc/gpus/0000:65:00.0");
+        assert!(driver.has_changed());
+    }
+}

@@ -1,0 +1,339 @@
+//! NVML, in a thread of its own because its calls can take long, which also starts without anybody waiting for it: which GPUs
+//! and MIG slices there are, how much of their memory is in use, and (by `traffic`) what moves between them and the host.
+//!
+//! A host without NVML works too; then GPUs are known from the clients that use them. An NVML that is open uses the driver,
+//! which can then neither be unloaded nor have a GPU reset. So it is open only while it is needed.
+//!
+//! - `schedule`: when NVML is opened and closed.
+//! - `driver`: what can be known without it, from files.
+//! - `devices`: its calls.
+
+mod devices;
+mod driver;
+mod schedule;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
+use nvshare_wire::client::GpuKind;
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::error::SendError;
+use tokio::sync::oneshot;
+use tracing::debug;
+
+use super::traffic::Meter;
+use crate::scheduler::{GpuId, GpuSet, Time, Traffic};
+use crate::sys::clock;
+use devices::Devices;
+use driver::Driver;
+use schedule::{Due, Schedule};
+
+/// A query of the scheduling loop.
+#[derive(Debug)]
+pub enum Query {
+    /// Which GPUs there are, and how much memory is in use. Ends a release, as `Attach` does.
+    Scan,
+    /// The memory in use.
+    Sample,
+    /// The traffic between those GPUs and the host.
+    Traffic(GpuSet),
+    /// A client attaches a GPU: the memory in use, and the end of a release.
+    Attach,
+    /// Let go of the driver, and leave it alone until a client attaches or that time has passed.
+    Release(Duration, oneshot::Sender<()>),
+}
+
+/// The queries since the last answer: those that arrived during a slow call are merged.
+#[derive(Debug, Default)]
+struct Asked {
+    scan: bool,
+    sample: bool,
+    traffic: GpuSet,
+}
+
+impl Asked {
+    fn is_any(&self) -> bool {
+        self.scan || self.sample || !self.traffic.is_empty()
+    }
+}
+
+/// A report to the scheduling loop.
+#[derive(Debug)]
+pub enum Report {
+    Gpus(Listing),
+    Used(Vec<Sample>),
+    Driver(DriverVersions),
+    Traffic(Vec<(GpuId, Traffic)>),
+    /// Whether queries are answered from now on.
+    State(State),
+}
+
+/// Whether NVML can be asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// It is open, or will be opened for the next query.
+    Usable,
+    /// An administrator had it released.
+    Released,
+    /// It fails, with this error.
+    Failed(String),
+}
+
+/// The GPUs that there are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listing {
+    pub gpus: Vec<GpuDescription>,
+    /// GPUs that are missing are gone. Otherwise NVML may have failed to list them.
+    pub is_complete: bool,
+}
+
+/// Versions of the NVIDIA driver and of NVML; `None` if NVML does not know them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DriverVersions {
+    pub driver: Option<String>,
+    pub nvml: Option<String>,
+}
+
+/// The memory in use on a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    pub gpu: GpuId,
+    /// When it was begun to be taken.
+    pub begun: Time,
+    /// Nothing changed meanwhile, so that the figures go together.
+    pub steady: bool,
+    /// Bytes in use in total, the driver's own included.
+    pub used: u64,
+    /// Bytes in use by each process, by PID; `None` where NVML has no such figures, or knows processes by the numbers of
+    /// another PID namespace.
+    pub processes: Option<BTreeMap<u32, u64>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuDescription {
+    pub gpu: GpuId,
+    pub kind: GpuKind,
+    pub name: String,
+    pub total: u64,
+    /// NVML's number of the GPU; a slice has its GPU's.
+    pub index: u32,
+    /// The number of its device file; a slice has its GPU's.
+    pub minor: Option<u32>,
+    /// Bytes per second that copies over its PCIe link reach, by what both ends can do.
+    pub link: Option<u64>,
+}
+
+/// Starts the thread. It reports the GPUs and the memory in use, or that NVML fails, as soon as it can.
+pub fn start(reports: UnboundedSender<Report>) -> mpsc::Sender<Query> {
+    let (ask, queries) = mpsc::channel();
+    let supervisor = Supervisor::new(reports.clone());
+    // It ends with the scheduling loop, to which it cannot report any more.
+    let started = thread::Builder::new().name("nvml".into()).spawn(move || drop(supervisor.serve(&queries)));
+    if let Err(e) = started {
+        let _ = reports.send(Report::State(State::Failed(format!("there is no thread for it: {e}"))));
+    }
+    ask
+}
+
+/// The thread's state.
+struct Supervisor {
+    reports: UnboundedSender<Report>,
+    nvml: Option<Nvml>,
+    schedule: Schedule,
+    driver: Driver,
+    asked: Asked,
+    /// The GPUs that were last reported.
+    listed: BTreeSet<GpuId>,
+    /// As last reported.
+    state: State,
+    meter: Meter,
+}
+
+type Sent = Result<(), SendError<Report>>;
+
+impl Supervisor {
+    fn new(reports: UnboundedSender<Report>) -> Self {
+        let asked = Asked { scan: true, sample: true, traffic: GpuSet::new() };
+        Self {
+            reports,
+            nvml: None,
+            schedule: Schedule::new(clock::now()),
+            driver: Driver::new(),
+            asked,
+            listed: BTreeSet::new(),
+            state: State::Usable,
+            meter: Meter::default(),
+        }
+    }
+
+    /// Runs until the scheduling loop ends.
+    fn serve(mut self, queries: &mpsc::Receiver<Query>) -> Sent {
+        loop {
+            while let Some(due) = self.schedule.due(clock::now()) {
+                self.carry_out(due)?;
+            }
+            self.answer()?;
+            let wait = self.schedule.next().saturating_sub(clock::now());
+            match queries.recv_timeout(wait) {
+                Ok(first) => {
+                    self.take(first)?;
+                    queries.try_iter().try_for_each(|next| self.take(next))?;
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    fn take(&mut self, query: Query) -> Sent {
+        let now = clock::now();
+        match query {
+            Query::Scan => {
+                (self.asked.scan, self.asked.sample) = (true, true);
+                self.attach(now)?;
+            }
+            Query::Sample => self.asked.sample = true,
+            Query::Traffic(mut gpus) => self.asked.traffic.append(&mut gpus),
+            Query::Attach => {
+                self.asked.sample = true;
+                self.attach(now)?;
+            }
+            Query::Release(lasts, done) => {
+                self.close();
+                self.schedule.release(now, lasts);
+                self.say(State::Released)?;
+                let _ = done.send(()); // nobody may wait for it any more
+                return Ok(());
+            }
+        }
+        self.schedule.ask(now);
+        Ok(())
+    }
+
+    fn attach(&mut self, now: Time) -> Sent {
+        if self.schedule.attach(now) { self.say(State::Usable) } else { Ok(()) }
+    }
+
+    fn carry_out(&mut self, due: Due) -> Sent {
+        let now = clock::now();
+        match due {
+            Due::Look => {
+                let has_changed = self.driver.has_changed();
+                if self.driver.is_unloaded() {
+                    self.close();
+                    self.schedule.closed();
+                    return self.driver_is_gone();
+                }
+                if has_changed {
+                    // NVML finds new GPUs when it is initialised.
+                    debug!("the driver has other GPUs than before, or is another");
+                    self.close();
+                    self.schedule.closed();
+                    self.schedule.need(now);
+                }
+                self.asked.scan |= has_changed || self.nvml.is_some();
+            }
+            Due::Open => self.open()?,
+            Due::Close => {
+                debug!("nobody needs NVML: the driver is let go of");
+                self.close();
+                self.schedule.closed();
+            }
+            Due::ReleaseEnds => self.say(State::Usable)?,
+        }
+        Ok(())
+    }
+
+    fn open(&mut self) -> Sent {
+        if self.driver.is_unloaded() {
+            self.schedule.failed(clock::now());
+            return self.driver_is_gone();
+        }
+        match Nvml::init() {
+            Ok(nvml) => {
+                self.nvml = Some(nvml);
+                self.schedule.opened(clock::now());
+                self.asked.scan = true;
+                Ok(())
+            }
+            Err(e) => {
+                self.schedule.failed(clock::now());
+                match e {
+                    NvmlError::DriverNotLoaded => self.driver_is_gone(),
+                    e => self.fails(&e),
+                }
+            }
+        }
+    }
+
+    fn close(&mut self) {
+        if let Some(Err(e)) = self.nvml.take().map(Nvml::shutdown) {
+            debug!("NVML does not shut down: {e}");
+        }
+    }
+
+    /// Reports that there is no driver, and so no GPU.
+    fn driver_is_gone(&mut self) -> Sent {
+        if !std::mem::take(&mut self.listed).is_empty() {
+            self.reports.send(Report::Gpus(Listing { gpus: Vec::new(), is_complete: true }))?;
+        }
+        self.fails(&NvmlError::DriverNotLoaded)
+    }
+
+    fn fails(&mut self, why: &NvmlError) -> Sent {
+        self.asked = Asked::default();
+        match self.schedule.is_released() {
+            true => Ok(()),
+            false => self.say(State::Failed(why.to_string())),
+        }
+    }
+
+    fn say(&mut self, state: State) -> Sent {
+        if self.state != state {
+            self.state = state.clone();
+            self.reports.send(Report::State(state))?;
+        }
+        Ok(())
+    }
+
+    /// Answers queries, the slowest last. While NVML is closed there is no answer.
+    fn answer(&mut self) -> Sent {
+        let asked = std::mem::take(&mut self.asked);
+        let Some(nvml) = self.nvml.as_ref().filter(|_| asked.is_any()) else { return Ok(()) };
+        let mut devices = Devices::list(nvml);
+        if let Some(e) = devices.broken() {
+            self.close();
+            self.schedule.failed(clock::now());
+            return self.fails(&e);
+        }
+        let reports = &self.reports;
+        let listed: BTreeSet<GpuId> = devices.found.iter().map(|found| found.gpu).collect();
+        if asked.scan || listed != self.listed {
+            let gpus = devices.describe();
+            if devices.error.is_none() {
+                self.listed = listed;
+            } else {
+                self.listed.extend(listed);
+            }
+            reports.send(Report::Gpus(Listing { gpus, is_complete: devices.error.is_none() }))?;
+        }
+        if asked.sample {
+            reports.send(Report::Used(devices.sample()))?;
+        }
+        if !asked.traffic.is_empty() {
+            let wanted = devices.found.iter().filter(|found| asked.traffic.contains(&found.gpu));
+            let traffic = wanted.map(|found| (found.gpu, self.meter.take(found.gpu, &found.device)));
+            reports.send(Report::Traffic(traffic.collect()))?;
+        }
+        if asked.scan {
+            let (driver, nvml) = (nvml.sys_driver_version().ok(), nvml.sys_nvml_version().ok());
+            reports.send(Report::Driver(DriverVersions { driver, nvml }))?;
+        }
+        self.schedule.works();
+        self.say(State::Usable)
+    }
+}

@@ -1,0 +1,230 @@
+//! When NVML is opened and closed, in the time of its caller: it is used while somebody needs it, let go of when nobody has
+//! for a while, and tried again where it fails.
+
+use std::time::Duration;
+
+use crate::scheduler::Time;
+
+/// NVML is closed when nothing was asked for this long. A scheduler with clients asks every five seconds.
+pub const IDLE: Duration = Duration::from_secs(30);
+/// How often it is looked whether GPUs came or went.
+pub const LOOK: Duration = Duration::from_secs(5);
+/// NVML that fails is tried again after the first of these, then after twice as long each time, up to the second.
+pub const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+
+/// When NVML is opened and closed.
+#[derive(Debug)]
+pub struct Schedule {
+    is_open: bool,
+    /// When something was last asked of NVML.
+    asked: Time,
+    /// NVML is not to be opened before this, unless a client attaches: an administrator works on the driver.
+    released_until: Option<Time>,
+    /// When NVML is to be opened, if it is to be.
+    open: Option<Time>,
+    /// NVML failed: how long was waited after that.
+    waited: Duration,
+    /// When it is looked again whether GPUs came or went.
+    look: Time,
+}
+
+/// What to do now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    /// Look whether GPUs came or went.
+    Look,
+    /// Try to open NVML.
+    Open,
+    Close,
+    /// The time is over for which an administrator had NVML released.
+    ReleaseEnds,
+}
+
+impl Schedule {
+    /// NVML is to be opened at once: which GPUs there are has to be found out.
+    pub fn new(now: Time) -> Self {
+        Self {
+            is_open: false,
+            asked: now,
+            released_until: None,
+            open: Some(now),
+            waited: Duration::ZERO,
+            look: now + LOOK,
+        }
+    }
+
+    /// What is due, and taken care of with this call.
+    pub fn due(&mut self, now: Time) -> Option<Due> {
+        if self.released_until.is_some_and(|until| until <= now) {
+            self.released_until = None;
+            return Some(Due::ReleaseEnds);
+        }
+        if self.look <= now {
+            self.look = now + LOOK;
+            return Some(Due::Look);
+        }
+        if self.is_open && self.asked + IDLE <= now {
+            return Some(Due::Close);
+        }
+        let is_due = self.open.is_some_and(|at| at <= now);
+        (is_due && self.released_until.is_none()).then_some(Due::Open)
+    }
+
+    /// When something is due next.
+    pub fn next(&self) -> Time {
+        let idle = self.is_open.then_some(self.asked + IDLE);
+        let open = self.open.filter(|_| self.released_until.is_none());
+        [idle, open, self.released_until].into_iter().flatten().fold(self.look, Time::min)
+    }
+
+    /// Something is asked of NVML. While that is neither failing nor released, it is to be open.
+    pub fn ask(&mut self, now: Time) {
+        self.asked = now;
+        if !self.is_open && self.open.is_none() {
+            self.open = Some(now);
+        }
+    }
+
+    /// GPUs came or went: NVML is to be open, even if it has failed so far.
+    pub fn need(&mut self, now: Time) {
+        (self.asked, self.waited) = (now, Duration::ZERO);
+        if !self.is_open {
+            self.open = Some(now);
+        }
+    }
+
+    /// A client attaches. Returns whether that ends a release.
+    pub fn attach(&mut self, now: Time) -> bool {
+        self.ask(now);
+        self.released_until.take().is_some()
+    }
+
+    /// NVML was opened, and is to be used before it is closed for idleness.
+    pub fn opened(&mut self, now: Time) {
+        (self.is_open, self.open, self.asked) = (true, None, now);
+    }
+
+    /// Calls of the opened NVML work.
+    pub fn works(&mut self) {
+        self.waited = Duration::ZERO;
+    }
+
+    pub fn closed(&mut self) {
+        (self.is_open, self.open) = (false, None);
+    }
+
+    /// NVML failed: it is tried again later.
+    pub fn failed(&mut self, now: Time) {
+        self.waited = (self.waited * 2).clamp(RETRY.0, RETRY.1);
+        (self.is_open, self.open) = (false, Some(now + self.waited));
+    }
+
+    /// NVML is released, for that long at most.
+    pub fn release(&mut self, now: Time, lasts: Duration) {
+        self.closed();
+        self.released_until = Some(now + lasts);
+    }
+
+    pub fn is_released(&self) -> bool {
+        self.released_until.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const START: Time = Duration::from_secs(1000);
+
+    fn s(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    /// Everything but looks that is due until then, and when.
+    fn until(schedule: &mut Schedule, end: Time) -> Vec<(Duration, Due)> {
+        let mut all = Vec::new();
+        loop {
+            let at = schedule.next();
+            if at > end {
+                return all;
+            }
+            while let Some(due) = schedule.due(at) {
+                match due {
+                    Due::Look => continue,
+                    Due::Close => schedule.closed(),
+                    Due::Open | Due::ReleaseEnds => {}
+                }
+                all.push((at - START, due));
+                if due == Due::Open {
+                    schedule.failed(at);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nvml_that_fails_is_tried_again_ever_more_rarely() {
+        let mut schedule = Schedule::new(START);
+        let tried: Vec<u64> = until(&mut schedule, START + s(250)).iter().map(|(at, _)| at.as_secs()).collect();
+        assert_eq!(tried, [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]);
+        // Questions do not change that, but the driver's files do.
+        schedule.ask(START + s(251));
+        assert_eq!(until(&mut schedule, START + s(252)), []);
+        schedule.need(START + s(252));
+        assert_eq!(until(&mut schedule, START + s(254)), [(s(252), Due::Open), (s(253), Due::Open)]);
+    }
+
+    #[test]
+    fn nvml_is_closed_when_nobody_needs_it_and_opened_when_somebody_does() {
+        let mut schedule = Schedule::new(START);
+        assert_eq!(schedule.due(START), Some(Due::Open));
+        schedule.opened(START);
+        for at in [5, 10, 15, 20] {
+            schedule.ask(START + s(at));
+        }
+        assert_eq!(until(&mut schedule, START + s(300)), [(s(50), Due::Close)]);
+        schedule.ask(START + s(300));
+        assert_eq!(schedule.due(START + s(300)), Some(Due::Open));
+    }
+
+    #[test]
+    fn released_nvml_stays_closed_until_a_client_attaches_or_the_time_is_over() {
+        for attaches in [false, true] {
+            let mut schedule = Schedule::new(START);
+            schedule.opened(START);
+            schedule.release(START, s(60));
+            schedule.ask(START + s(1));
+            schedule.need(START + s(2));
+            assert_eq!(until(&mut schedule, START + s(59)), []);
+            let at = if attaches { s(59) } else { s(60) };
+            if attaches {
+                assert!(schedule.attach(START + at));
+            }
+            let expected = [(s(60), Due::ReleaseEnds)].into_iter().filter(|_| !attaches).collect::<Vec<_>>();
+            let mut all = Vec::new();
+            while let Some(due) = schedule.due(START + at) {
+                if due != Due::Look {
+                    all.push((at, due));
+                }
+                if due == Due::Open {
+                    schedule.opened(START + at);
+                }
+            }
+            assert_eq!(all, [expected, vec![(at, Due::Open)]].concat());
+            assert!(!schedule.is_released());
+        }
+    }
+
+    #[test]
+    fn it_is_looked_every_few_seconds_whatever_else_happens() {
+        let mut schedule = Schedule::new(START);
+        schedule.closed();
+        let mut looks = Vec::new();
+        while looks.len() < 3 {
+            let at = schedule.next();
+            assert_eq!(schedule.due(at), Some(Due::Look));
+            looks.push(at - START);
+        }
+        assert_eq!(looks, [s(5), s(10), s(15)]);
+    }
+}

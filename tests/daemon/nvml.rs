@@ -1,0 +1,330 @@
+//! NVML that is slow, fails, and is let go of; GPUs and MIG slices that come and go. The simulated NVML has a file open while it
+//! is initialized, as the real one has the driver's.
+
+use std::path::{Path, PathBuf};
+
+use crate::private_bus::*;
+use cuda_sim_gpus::{Config, trouble};
+use nvshare::bus::{NAME, PATH};
+use nvshare_wire::{SchedulerMessage, Uuid};
+use serde_json::Value;
+use test_support::daemon::*;
+use test_support::{has_own_process, wait_for};
+use zbus::MessageStream;
+
+const GIB: u64 = 1 << 30;
+
+fn own_process(test: &str, gpus: u64) -> bool {
+    let environment = [("CUDA_SIM_GPUS", gpus.to_string()), ("CUDA_SIM_MEMORY", "1G".to_owned())];
+    has_own_process(&format!("nvml::{test}"), &environment)
+}
+
+fn machine() -> &'static Path {
+    let dir = Config::get().dir.as_path();
+    std::fs::create_dir_all(dir).expect("a directory");
+    dir
+}
+
+fn name(gpu: usize) -> String {
+    Config::get().uuid_text(gpu)
+}
+
+fn status(daemon: &Daemon) -> Value {
+    serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON")
+}
+
+/// UUIDs of the GPUs in `nvsharectl status`, those that are gone with a mark.
+fn listed(daemon: &Daemon) -> Vec<String> {
+    let mut names: Vec<String> = status(daemon)["gpus"]
+        .as_array()
+        .expect("GPUs")
+        .iter()
+        .map(|gpu| {
+            let mark = if gpu["gone"] == true { " gone" } else { "" };
+            format!("{}{mark}", gpu["uuid"].as_str().expect("a name"))
+        })
+        .collect();
+    names.sort();
+    names
+}
+
+#[track_caller]
+fn wait_for_list(daemon: &Daemon, expected: &[String]) {
+    let mut expected = expected.to_vec();
+    expected.sort();
+    let what = format!("the GPUs {expected:?}");
+    wait_for(&what, || (listed(daemon) == expected).then_some(()));
+}
+
+/// Files of the simulated driver that the daemon has open.
+fn open_files(daemon: &Daemon) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).expect("it runs");
+    let targets = files.flatten().filter_map(|file| std::fs::read_link(file.path()).ok());
+    let is_the_drivers =
+        |path: &PathBuf| *path == trouble::device_file(machine()) || path.to_string_lossy().starts_with("/dev/nvidia");
+    targets.filter(is_the_drivers).collect()
+}
+
+fn attach(client: &Client, gpu: usize) {
+    client.attach_gpu(Uuid(Config::get().uuid(gpu)), GIB);
+}
+
+/// The next signal about a GPU that comes or goes.
+async fn next(stream: &mut MessageStream) -> (String, String) {
+    use zbus::export::futures_core::Stream;
+    loop {
+        let message = std::future::poll_fn(|cx| std::pin::Pin::new(&mut *stream).poll_next(cx)).await;
+        let message = message.expect("the connection lives").expect("a message");
+        let member = message.header().member().map(|member| member.to_string()).unwrap_or_default();
+        if ["GpuAdded", "GpuRemoved"].contains(&member.as_str()) {
+            return (member, message.body().deserialize().expect("a text"));
+        }
+    }
+}
+
+// ---- starting ----
+
+#[test]
+fn the_daemon_is_ready_while_nvml_initializes() {
+    if !own_process("the_daemon_is_ready_while_nvml_initializes", 1) {
+        return;
+    }
+    trouble::hold_init(machine(), true).expect("a file");
+    let daemon = Daemon::start(); // which waits until it serves
+    daemon.log.wait("NVML takes long");
+    let client = daemon.client();
+    attach(&client, 0);
+    client.report(GIB / 4, 0);
+    client.request();
+    client.until_granted();
+    assert_eq!(status(&daemon)["gpus"][0]["index"], Value::Null, "only the client knows the GPU");
+    trouble::hold_init(machine(), false).expect("no file");
+    wait_for("NVML to list the GPU", || (status(&daemon)["gpus"][0]["index"] == 0).then_some(()));
+    wait_for("its memory to be measured", || (status(&daemon)["gpus"][0]["accounting"] != "reports").then_some(()));
+}
+
+#[test]
+fn a_driver_that_is_loaded_later_is_found() {
+    if !own_process("a_driver_that_is_loaded_later_is_found", 1) {
+        return;
+    }
+    trouble::unload(machine(), true).expect("a file");
+    let daemon = Daemon::start();
+    daemon.log.wait("NVML cannot be used, and will be tried again");
+    assert_eq!(listed(&daemon), [""; 0]);
+    assert!(open_files(&daemon).is_empty());
+    trouble::unload(machine(), false).expect("no file");
+    wait_for_list(&daemon, &[name(0)]);
+    daemon.log.wait("NVML can be used");
+    let failures = daemon.log.count("NVML cannot be used");
+    assert_eq!(failures, 1, "it is said once");
+}
+
+#[test]
+fn nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu() {
+    if !own_process("nvml_that_begins_to_fail_is_tried_again_and_loses_no_gpu", 1) {
+        return;
+    }
+    let daemon = Daemon::start();
+    let client = daemon.client();
+    attach(&client, 0);
+    wait_for("its memory to be measured", || (status(&daemon)["gpus"][0]["accounting"] != "reports").then_some(()));
+    trouble::break_nvml(machine(), true).expect("a file");
+    daemon.log.wait("NVML cannot be used, and will be tried again");
+    assert_eq!(status(&daemon)["gpus"][0]["accounting"], "reports");
+    assert_eq!(listed(&daemon), [name(0)], "an error does not say that it is gone");
+    // Where nothing is measured, nobody waits for a measurement.
+    client.report(GIB / 4, 0);
+    client.request();
+    client.until_granted();
+    trouble::break_nvml(machine(), false).expect("no file");
+    daemon.log.wait("NVML can be used");
+    wait_for("its memory to be measured", || (status(&daemon)["gpus"][0]["accounting"] != "reports").then_some(()));
+}
+
+// ---- GPUs that come and go ----
+
+#[test]
+fn gpus_that_come_and_go_are_listed_and_announced() {
+    if !own_process("gpus_that_come_and_go_are_listed_and_announced", 2) {
+        return;
+    }
+    trouble::take_out(machine(), 1, true).expect("a file");
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    wait_for_list(&daemon, &[name(0)]);
+    let rule = format!("type='signal',sender='{NAME}',path='{PATH}'");
+    block_on(async {
+        let (here, there) = (on_bus(&bus).await, on_control(&daemon.control()).await);
+        let mut on_bus = MessageStream::for_match_rule(rule.as_str(), &here, None).await.expect("a match");
+        let mut on_control = MessageStream::from(&there);
+        scheduler(&there).await.version().await.expect("it listens");
+        for (is_out, signal) in [(false, "GpuAdded"), (true, "GpuRemoved"), (false, "GpuAdded")] {
+            trouble::take_out(machine(), 1, is_out).expect("a file");
+            for stream in [&mut on_bus, &mut on_control] {
+                assert_eq!(next(stream).await, (signal.to_owned(), name(1)));
+            }
+            let gpus = scheduler(&here).await.list_gpus().await.expect("GPUs");
+            assert_eq!(gpus.len(), if is_out { 1 } else { 2 });
+        }
+    });
+    daemon.log.wait("Simulated GPU is gone");
+    // A GPU of a lower number moves the others.
+    trouble::take_out(machine(), 0, true).expect("a file");
+    wait_for_list(&daemon, &[name(1)]);
+    wait_for("its new number", || (status(&daemon)["gpus"][0]["index"] == 0).then_some(()));
+}
+
+#[test]
+fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
+    if !own_process("whoever_waits_for_a_gpu_that_is_lost_goes_on", 2) {
+        return;
+    }
+    let daemon = Daemon::start();
+    wait_for_list(&daemon, &[name(0), name(1)]);
+    let clients = [daemon.client(), daemon.client()];
+    for client in &clients {
+        attach(client, 0);
+        client.report(GIB / 4 * 3, 0);
+        client.request();
+    }
+    let [holder, waiter] = clients;
+    holder.until_granted();
+    daemon.log.wait("contended");
+    trouble::lose(machine(), 0, true).expect("a file");
+    waiter.until_granted();
+    wait_for_list(&daemon, &[format!("{} gone", name(0)), name(1)]);
+    let text = daemon.ctl(&["status"]).stdout;
+    assert!(text.contains("this GPU is gone: the driver no longer lists it"), "{text}");
+    daemon.log.wait("is gone, and programs still use it");
+
+    // It cannot be chosen any more, and others can.
+    let refused = daemon.ctl(&["lock", "--gpu", &name(0), "true"]);
+    assert!(refused.stderr.contains(&format!("there is no GPU {:?}: there are {}", name(0), name(1))), "{refused:?}");
+    assert_eq!(daemon.ctl(&["lock", "--gpu", &name(1), "true"]).code, Some(0));
+
+    drop(holder);
+    wait_for_list(&daemon, &[format!("{} gone", name(0)), name(1)]);
+    drop(waiter);
+    wait_for_list(&daemon, &[name(1)]);
+    trouble::lose(machine(), 0, false).expect("no file");
+    wait_for_list(&daemon, &[name(0), name(1)]);
+}
+
+#[test]
+fn slices_replace_their_gpu_and_each_other() {
+    if !own_process("slices_replace_their_gpu_and_each_other", 1) {
+        return;
+    }
+    let slice = |slice| Config::get().slice_uuid_text(0, slice);
+    let daemon = Daemon::start();
+    wait_for_list(&daemon, &[name(0)]);
+    trouble::slice(machine(), 0, Some(&[1, 2])).expect("a file");
+    wait_for_list(&daemon, &[slice(1), slice(2)]);
+    trouble::slice(machine(), 0, Some(&[2, 3])).expect("a file");
+    wait_for_list(&daemon, &[slice(2), slice(3)]);
+    // Nothing can run on a GPU in MIG mode without slices.
+    trouble::slice(machine(), 0, Some(&[])).expect("a file");
+    wait_for_list(&daemon, &[]);
+    trouble::slice(machine(), 0, None).expect("no file");
+    wait_for_list(&daemon, &[name(0)]);
+}
+
+// ---- letting go of the driver ----
+
+#[test]
+fn the_driver_is_released_until_a_program_comes() {
+    if !own_process("the_driver_is_released_until_a_program_comes", 1) {
+        return;
+    }
+    let daemon = Daemon::start();
+    wait_for_list(&daemon, &[name(0)]);
+    wait_for("NVML to be open", || (!open_files(&daemon).is_empty()).then_some(()));
+
+    let released = daemon.ctl(&["release-driver", "--for", "600"]);
+    assert_eq!((released.code, open_files(&daemon).len()), (Some(0), 0), "{released:?}");
+    assert!(released.stdout.contains("released the driver, for 600 s"), "{released:?}");
+    // It says what it knew, and asks nobody.
+    assert_eq!(listed(&daemon), [name(0)]);
+    assert!(open_files(&daemon).is_empty());
+
+    let client = daemon.client();
+    attach(&client, 0);
+    wait_for("NVML to be opened", || (!open_files(&daemon).is_empty()).then_some(()));
+    wait_for("its memory to be measured", || (status(&daemon)["gpus"][0]["accounting"] != "reports").then_some(()));
+
+    // The program uses the driver itself.
+    let refused = daemon.ctl(&["release-driver"]);
+    assert_eq!((refused.code, open_files(&daemon).len()), (Some(1), 0), "{refused:?}");
+    let line = format!("client {}: ", client.id);
+    assert!(refused.stderr.contains("programs use it: stop them") && refused.stderr.contains(&line), "{refused:?}");
+    // Without measurements it goes on.
+    client.report(GIB / 4, 0);
+    client.request();
+    client.until_granted();
+    let other = daemon.client();
+    attach(&other, 0);
+    other.report(GIB, 0);
+    other.request();
+    client.until(|message| matches!(message, SchedulerMessage::Contended { .. } | SchedulerMessage::Revoke { .. }));
+}
+
+#[test]
+fn the_driver_is_let_go_of_when_no_program_has_needed_it_for_a_while() {
+    if !own_process("the_driver_is_let_go_of_when_no_program_has_needed_it_for_a_while", 1) {
+        return;
+    }
+    let daemon = Daemon::start();
+    let client = daemon.client();
+    attach(&client, 0);
+    wait_for("NVML to be open", || (!open_files(&daemon).is_empty()).then_some(()));
+    drop(client);
+    wait_for("NVML to be closed", || open_files(&daemon).is_empty().then_some(()));
+    daemon.log.wait("nobody needs NVML");
+    // Whoever looks is told what is known, which does not open it.
+    assert_eq!(listed(&daemon), [name(0)]);
+    assert!(open_files(&daemon).is_empty());
+    attach(&daemon.client(), 0);
+    wait_for("NVML to be opened again", || (!open_files(&daemon).is_empty()).then_some(()));
+}
+
+#[test]
+fn a_release_ends_when_its_time_is_over() {
+    if !own_process("a_release_ends_when_its_time_is_over", 1) {
+        return;
+    }
+    let daemon = Daemon::start();
+    let client = daemon.client();
+    attach(&client, 0);
+    wait_for("NVML to be open", || (!open_files(&daemon).is_empty()).then_some(()));
+    assert_eq!(daemon.ctl(&["release-driver", "--for", "1"]).code, Some(1), "a program uses it");
+    daemon.log.wait("the driver was released");
+    wait_for("NVML to be open again", || (!open_files(&daemon).is_empty()).then_some(()));
+    for wrong in ["0", "3601", "soon"] {
+        let refused = daemon.ctl(&["release-driver", "--for", wrong]);
+        assert_eq!(refused.code, Some(2), "{refused:?}");
+    }
+}
+
+#[test]
+fn only_administrators_release_the_driver() {
+    if !is_root() {
+        eprintln!("skipped: only root can be another user");
+        return;
+    }
+    if !own_process("only_administrators_release_the_driver", 1) {
+        return;
+    }
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::process::CommandExt;
+    let daemon = Daemon::start();
+    let anybody = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(daemon.control(), anybody.clone()).expect("the socket");
+    std::fs::set_permissions(daemon.control().parent().expect("its directory"), anybody).expect("the directory");
+    let mut command = ctl();
+    command.arg("--control").arg(daemon.control()).arg("release-driver").uid(65534).gid(65534);
+    let refused = Output::of(&mut command);
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("may not have the driver released"), "{refused:?}");
+    assert!(!open_files(&daemon).is_empty());
+}
