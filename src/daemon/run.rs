@@ -235,12 +235,14 @@ impl Startup {
         let (clients_list, clients_changed) = watch::channel(ClientPids::new());
         let (request, mut requests) = mpsc::unbounded_channel();
         let (thrashing, gpus) = (core.borrow().follow_thrashing(), core.borrow().follow_gpus());
+        let attached = core.borrow().follow_attached();
         let followed = bus::Followed {
             settings: settings_changed,
             holders: holders_changed,
             clients: clients_changed,
             thrashing,
             gpus,
+            attached,
         };
         let (bus, bus_attempted) = BusServer::start(bus, control_socket, request, followed)?;
         let (scrape, mut scrapes) = mpsc::unbounded_channel();

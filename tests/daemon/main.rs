@@ -14,5 +14,6 @@ mod restart;
 mod service;
 mod settings;
 mod shared_memory;
+mod sleep;
 mod thrash;
 mod unverified_frees;

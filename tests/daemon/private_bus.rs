@@ -48,6 +48,8 @@ impl Bus {
                 <allow send_destination="org.freedesktop.DBus"/>
                 <allow own="org.freedesktop.PolicyKit1"/>
                 <allow send_destination="org.freedesktop.PolicyKit1"/>
+                <allow own="org.freedesktop.login1"/>
+                <allow send_destination="org.freedesktop.login1"/>
               </policy>
               <include>{}</include>
             </busconfig>"#,

@@ -17,7 +17,8 @@ use crate::daemon::core::{Present, Thrashing};
 
 /// Says every real change once, until the connection ends.
 pub async fn announce(connection: &Connection, shared: &Shared) {
-    let Followed { mut settings, mut holders, mut clients, mut thrashing, mut gpus } = shared.followed.clone();
+    let Followed { mut settings, mut holders, mut clients, mut thrashing, mut gpus, attached: _ } =
+        shared.followed.clone();
     let mut before = settings.borrow_and_update().clone();
     let mut held = holders.borrow_and_update().clone();
     let mut connected = clients.borrow_and_update().clone();

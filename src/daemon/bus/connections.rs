@@ -15,7 +15,7 @@ use super::authority::Authority;
 use super::callers::Callers;
 use super::object::Object;
 use super::served::Served;
-use super::{Bus, Shared};
+use super::{Bus, Shared, sleep};
 use crate::bus;
 use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Present, Thrashing};
@@ -53,7 +53,7 @@ pub async fn serve_bus(bus: Bus, shared: Shared, attempted: oneshot::Sender<()>)
                 info!("on the bus as {}", bus::NAME);
                 drop(attempted.take());
                 complained = false;
-                announce(&connection, &shared).await;
+                tokio::join!(announce(&connection, &shared), sleep::follow(&connection, &shared));
                 warn!(name: "bus-gone", "the bus has gone away");
             }
             Err(e) => {

@@ -4,6 +4,7 @@
 //! - `connections`: the bus and the control socket.
 //! - `object`: methods and properties; `served`: their dispatch by zbus; `failure`: their errors.
 //! - `announce`: PropertiesChanged and the signals.
+//! - `sleep`: what logind says before the machine sleeps.
 //! - `callers`: identifies and authorizes callers; `authority`: polkit, which authorizes users other than root.
 
 mod announce;
@@ -13,6 +14,7 @@ mod connections;
 mod failure;
 mod object;
 mod served;
+mod sleep;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -61,6 +63,8 @@ pub enum Request {
     Debug(oneshot::Sender<Box<Snapshot>>),
     /// Lets go of the driver for that long at most. The answer has the programs that use it all the same.
     ReleaseDriver(Duration, oneshot::Sender<Vec<u64>>),
+    /// The machine is about to sleep, or has woken up. The answer comes once all memory that can leave the GPUs has left.
+    Sleep(bool, oneshot::Sender<()>),
     Reload(oneshot::Sender<Result<(), String>>),
     /// Forgets every `Set`.
     Reset(oneshot::Sender<Result<(), Failure>>),
@@ -146,6 +150,8 @@ pub struct Followed {
     pub clients: watch::Receiver<ClientPids>,
     pub thrashing: watch::Receiver<Thrashing>,
     pub gpus: watch::Receiver<Present>,
+    /// Whether a program has a GPU attached.
+    pub attached: watch::Receiver<bool>,
 }
 
 #[derive(Debug, Clone)]

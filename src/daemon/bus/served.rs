@@ -148,7 +148,8 @@ mod tests {
         let (_, thrashing) = watch::channel(Thrashing::new());
         let (_, clients) = watch::channel(ClientPids::new());
         let (_, gpus) = watch::channel(Present::new());
-        let followed = Followed { settings, holders, clients, thrashing, gpus };
+        let (_, attached) = watch::channel(false);
+        let followed = Followed { settings, holders, clients, thrashing, gpus, attached };
         let shared = Shared { requests, bundling: Arc::default(), followed };
         let object = Object { shared, callers: Callers::Peer { uid: 0, pid: 0, groups: Vec::new() } };
         let mut generated = String::new();

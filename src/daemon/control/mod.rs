@@ -9,7 +9,9 @@ pub mod status_line;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::rc::Rc;
+use std::time::Duration;
 
+use tokio::sync::oneshot;
 use tokio::task::{spawn_blocking, spawn_local};
 use tracing::{info, warn};
 use zbus::fdo;
@@ -58,6 +60,10 @@ impl Control {
                     let _ = released.await;
                     let _ = reply.send(programs);
                 });
+            }
+            Request::Sleep(asleep, done) => {
+                core.borrow_mut().sleep(asleep);
+                spawn_local(evacuate(core.clone(), done));
             }
             // The others read or write files, which must not hold the scheduling loop up.
             Request::Reload(reply) => {
@@ -147,4 +153,15 @@ impl Control {
         self.log.set(self.log_level.unwrap_or(config.log_level));
         core.borrow_mut().configure(config);
     }
+}
+
+/// How often it is looked whether memory has left the GPUs.
+const EVACUATION_LOOK: Duration = Duration::from_millis(20);
+
+/// Answers once all memory that can leave the GPUs has left, or the machine has woken up.
+async fn evacuate(core: Rc<RefCell<Core>>, done: oneshot::Sender<()>) {
+    while !core.borrow().is_evacuated() {
+        tokio::time::sleep(EVACUATION_LOOK).await;
+    }
+    let _ = done.send(());
 }

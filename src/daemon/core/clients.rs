@@ -163,6 +163,9 @@ impl Core {
         let now = clock::now();
         self.trace(now, client, None, "disconnect", None);
         let Some(gone) = self.clients.remove(&client) else { return };
+        if gone.lock.is_none() {
+            self.count_attachments(|count| count - gone.gpus.len());
+        }
         if let Some(name) = gone.stored_as {
             systemd::forget(&name.to_string());
         }
@@ -219,7 +222,10 @@ impl Core {
                     untracked_work: false,
                     reason,
                 };
-                entry.gpus.insert(gpu, fresh);
+                let is_program = entry.lock.is_none();
+                if entry.gpus.insert(gpu, fresh).is_none() && is_program {
+                    self.count_attachments(|count| count + 1);
+                }
                 self.store(client);
                 self.query_nvml(Query::Attach);
                 debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");

@@ -82,8 +82,9 @@ impl Core {
             }
             Event::Detached { client, gpu } => {
                 self.trace(now, *client, Some(*gpu), "detach", None);
-                if let Some(entry) = self.clients.get_mut(client) {
-                    entry.gpus.remove(gpu);
+                let Some(entry) = self.clients.get_mut(client) else { return };
+                if entry.gpus.remove(gpu).is_some() && entry.lock.is_none() {
+                    self.count_attachments(|count| count - 1);
                 }
             }
             Event::Memory { client, gpu, report } => {

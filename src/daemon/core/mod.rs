@@ -6,6 +6,7 @@
 //!   see, `sharing` their shared memory, which [`shared_memory`] keeps track of; [`pods`]: names from Kubernetes.
 //! - `gpus`: GPUs that come and go; `measure`: measurements of GPU and host memory; `traffic`: of traffic between them, and thrashing.
 //! - `event_log` and `refusals`: log lines and the event trace; `counts`: counters for metrics, of which `metrics` makes a copy.
+//! - `sleep`: sleep of the machine.
 //! - [`views`]: what D-Bus shows; [`bundle`]: debug bundles.
 
 pub mod bundle;
@@ -22,6 +23,7 @@ mod refusals;
 mod rules;
 mod shared_memory;
 mod sharing;
+mod sleep;
 mod state;
 mod traffic;
 pub mod views;

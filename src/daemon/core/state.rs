@@ -80,6 +80,11 @@ pub struct Core {
     pub(super) thrashing: watch::Sender<Thrashing>,
     pub(super) thrashing_log: BTreeMap<GpuId, traffic::LogState>,
     pub(super) present: watch::Sender<Present>,
+    /// How often programs have attached GPUs, and whether they have any.
+    pub(super) attachments: usize,
+    pub(super) attached: watch::Sender<bool>,
+    /// The machine is about to sleep.
+    pub(super) asleep: bool,
     pub signals: Rc<Signals>,
 }
 
@@ -242,6 +247,9 @@ impl Core {
             thrashing: watch::Sender::default(),
             thrashing_log: BTreeMap::new(),
             present: watch::Sender::default(),
+            attachments: 0,
+            attached: watch::Sender::default(),
+            asleep: false,
             signals: Rc::default(),
         })
     }

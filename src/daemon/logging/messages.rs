@@ -38,6 +38,8 @@ const IDS: &[(&str, &str)] = &[
     ("settings-unsaved", "e1f5d85264cd433b8d56ce7675edb146"),
     ("configuration-read", "9f559feef19a448ea34021bab3d87425"),
     ("configuration-wrong", "e5a46eb3aef9431ba14731b7ac8c622c"),
+    ("sleep", "fe450a46ae884458b566c7ba17a7f303"),
+    ("woken", "a94602fa24c245b1b4cfb7d9ca178fa3"),
     ("started", "acf6bc07a00d4831a5ed96566922874a"),
     ("cannot-start", "28d82b5ac34f445d8864a3dfb045e8a0"),
     ("stopping", "bd10fe47d675479cac02862aaed074ca"),

@@ -1,0 +1,113 @@
+//! Suspend and hibernation, by logind: before the machine sleeps, programs' memory leaves the GPUs. The driver keeps the contents
+//! of GPU memory only where it was set up for that (`NVreg_PreserveVideoMemoryAllocations`), and then has less to write.
+//!
+//! While a program has a GPU attached, an inhibitor delays sleep. It is closed once all memory that can leave has left; logind waits
+//! for it no longer than `InhibitDelayMaxSec`, 5 seconds by default.
+
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tracing::debug;
+use zbus::export::futures_core::Stream;
+use zbus::{Connection, OwnedFd};
+
+use super::{Request, Shared};
+
+/// logind says when the machine has woken up. If it does not, programs run again after so much time awake.
+const AWAKE_AFTER: Duration = Duration::from_secs(60);
+
+/// Time before an inhibitor is asked for again where there was none to be had.
+const RETRY: Duration = Duration::from_secs(30);
+
+#[zbus::proxy(
+    interface = "org.freedesktop.login1.Manager",
+    default_service = "org.freedesktop.login1",
+    default_path = "/org/freedesktop/login1"
+)]
+trait Manager {
+    fn inhibit(&self, what: &str, who: &str, why: &str, mode: &str) -> zbus::Result<OwnedFd>;
+
+    #[zbus(signal)]
+    fn prepare_for_sleep(&self, start: bool) -> zbus::Result<()>;
+}
+
+/// Follows logind until the connection ends.
+pub async fn follow(connection: &Connection, shared: &Shared) {
+    let mut asleep = None;
+    tokio::select! {
+        () = connection.closed() => {}
+        Err(e) = prepare(connection, shared, &mut asleep) => {
+            debug!("logind does not say when the machine sleeps: {e}");
+            connection.closed().await;
+        }
+    }
+    if asleep.is_some() {
+        drop(tell(shared, false));
+    }
+}
+
+/// Tells the scheduling loop that the machine is about to sleep, or has woken up. The receiver is notified once all memory that
+/// can leave has left.
+fn tell(shared: &Shared, asleep: bool) -> oneshot::Receiver<()> {
+    let (done, evacuated) = oneshot::channel();
+    let _ = shared.requests.send(Request::Sleep(asleep, done)); // it may be stopping
+    evacuated
+}
+
+/// `asleep`: the machine is about to sleep, and memory may still be leaving.
+async fn prepare(
+    connection: &Connection,
+    shared: &Shared,
+    asleep: &mut Option<oneshot::Receiver<()>>,
+) -> zbus::Result<std::convert::Infallible> {
+    let logind = ManagerProxy::new(connection).await?;
+    let mut signals = logind.receive_prepare_for_sleep().await?;
+    let mut attached = shared.followed.attached.clone();
+    let mut inhibitor: Option<OwnedFd> = None;
+    loop {
+        let is_wanted = *attached.borrow_and_update();
+        if asleep.is_none() && is_wanted != inhibitor.is_some() {
+            inhibitor = if is_wanted { inhibit(&logind).await } else { None };
+        }
+        let next = std::future::poll_fn(|cx| std::pin::Pin::new(&mut signals).poll_next(cx));
+        let woken = tokio::select! {
+            changed = attached.changed() => match changed {
+                Ok(()) => false,
+                Err(_stopping) => std::future::pending().await,
+            },
+            signal = next => {
+                let start = match signal {
+                    Some(signal) => signal.args()?.start,
+                    None => std::future::pending().await, // the connection ends
+                };
+                if start {
+                    *asleep = Some(tell(shared, true));
+                }
+                !start
+            }
+            () = evacuated(asleep), if inhibitor.is_some() => {
+                inhibitor = None;
+                false
+            }
+            () = tokio::time::sleep(RETRY), if is_wanted && inhibitor.is_none() && asleep.is_none() => false,
+            () = tokio::time::sleep(AWAKE_AFTER), if asleep.is_some() => true,
+        };
+        if woken && asleep.take().is_some() {
+            drop(tell(shared, false));
+        }
+    }
+}
+
+async fn inhibit(logind: &ManagerProxy<'_>) -> Option<OwnedFd> {
+    let why = "Programs' memory is moved from GPUs to host memory";
+    let inhibitor = logind.inhibit("sleep", "nvshare", why, "delay").await;
+    inhibitor.map_err(|e| debug!("sleep cannot be delayed: {e}")).ok()
+}
+
+/// Waits until all memory that can leave has left.
+async fn evacuated(asleep: &mut Option<oneshot::Receiver<()>>) {
+    match asleep {
+        Some(evacuated) => drop(evacuated.await),
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,154 @@
+//! A machine that sleeps, by a stand-in for logind on a private bus.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+
+use zbus::connection::Builder;
+use zbus::object_server::SignalEmitter;
+use zbus::{Connection, OwnedFd};
+
+use crate::private_bus::*;
+use nvshare_wire::SchedulerMessage;
+use test_support::daemon::*;
+use test_support::wait_for;
+
+const MANAGER: &str = "/org/freedesktop/login1";
+
+/// Its own ends of the inhibitors that it gave.
+type Inhibitors = Arc<Mutex<Vec<UnixStream>>>;
+
+struct Manager(Inhibitors);
+
+#[zbus::interface(name = "org.freedesktop.login1.Manager")]
+impl Manager {
+    fn inhibit(&self, what: &str, who: &str, why: &str, mode: &str) -> OwnedFd {
+        assert_eq!((what, who, mode, why.is_empty()), ("sleep", "nvshare", "delay", false));
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        ours.set_nonblocking(true).expect("a socket");
+        self.0.lock().expect("the list").push(ours);
+        std::os::fd::OwnedFd::from(theirs).into()
+    }
+
+    #[zbus(signal)]
+    async fn prepare_for_sleep(emitter: &SignalEmitter<'_>, start: bool) -> zbus::Result<()>;
+}
+
+struct Logind {
+    inhibitors: Inhibitors,
+    connection: Connection,
+}
+
+impl Logind {
+    async fn start(bus: &Bus) -> Self {
+        let inhibitors = Inhibitors::default();
+        let connection = Builder::address(bus.address.as_str())
+            .serve_at(MANAGER, Manager(inhibitors.clone()))
+            .name("org.freedesktop.login1")
+            .build()
+            .await
+            .expect("the bus");
+        Self { inhibitors, connection }
+    }
+
+    async fn sleeps(&self, start: bool) {
+        let emitter = SignalEmitter::new(&self.connection, MANAGER).expect("the path");
+        Manager::prepare_for_sleep(&emitter, start).await.expect("the bus");
+    }
+
+    /// How many inhibitors are held. One is enough at any time.
+    fn held(&self) -> usize {
+        let mut all = self.inhibitors.lock().expect("the list");
+        all.retain(|inhibitor| {
+            let end = (&*inhibitor).read(&mut [0]);
+            !matches!(end, Ok(0))
+        });
+        assert!(all.len() <= 1);
+        all.len()
+    }
+
+    async fn until(&self, held: usize) {
+        while self.held() != held {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    }
+}
+
+/// Has carried out all allowances, down to nothing on the GPU.
+fn evict(client: &Client, demand: u64) {
+    let is_last = |message: &SchedulerMessage| matches!(message, SchedulerMessage::Allowance { bytes: 0, .. });
+    let SchedulerMessage::Allowance { seq, .. } = client.until(is_last) else { panic!("it is an allowance") };
+    client.send(memory_after(seq, 1, demand, 0));
+}
+
+#[test]
+fn memory_leaves_before_sleep_and_programs_go_on_afterwards() {
+    let bus = Bus::start();
+    block_on(async {
+        let logind = Logind::start(&bus).await;
+        let daemon = bus.daemon();
+        let connected = daemon.client();
+        assert_eq!(logind.held(), 0, "without a GPU it does not matter");
+        let [holder, waiter] = daemon.holder_and_waiter();
+        logind.until(1).await;
+
+        logind.sleeps(true).await;
+        holder.until(|message| matches!(message, SchedulerMessage::Revoke { gpus: 1 }));
+        assert_eq!(logind.held(), 1, "its memory is on the GPU");
+        holder.release();
+        evict(&holder, 12 * GIB);
+        logind.until(0).await;
+        daemon.log.wait("the machine is about to sleep");
+        let status = daemon.ctl(&["--json", "status"]).stdout;
+        let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+        assert_eq!(
+            (&status["gpus"][0]["resident"], &status["gpus"][0]["holders"]),
+            (&0.into(), &serde_json::json!([]))
+        );
+
+        logind.sleeps(false).await;
+        waiter.until_granted();
+        logind.until(1).await;
+        daemon.log.wait("the machine has woken up");
+        drop((holder, waiter, connected));
+        logind.until(0).await;
+    });
+}
+
+#[test]
+fn sleep_is_delayed_only_while_a_program_has_a_gpu() {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    block_on(async {
+        let logind = Logind::start(&bus).await;
+        let client = daemon.client();
+        client.attach();
+        logind.until(1).await;
+        // Its memory cannot leave: it has none that could.
+        logind.sleeps(true).await;
+        logind.until(0).await;
+        logind.sleeps(false).await;
+        logind.until(1).await;
+        drop(client);
+        logind.until(0).await;
+    });
+}
+
+#[test]
+fn programs_run_again_when_the_bus_is_lost_before_the_machine_wakes() {
+    let bus = Bus::start();
+    let daemon = bus.daemon();
+    let client = daemon.client();
+    block_on(async {
+        let logind = Logind::start(&bus).await;
+        client.attach();
+        logind.until(1).await;
+        logind.sleeps(true).await;
+        logind.until(0).await;
+    });
+    client.report(GIB, 0);
+    client.request();
+    wait_for("its request", || daemon.ctl(&["status"]).stdout.contains("waiting #1").then_some(()));
+    drop(bus);
+    client.until_granted();
+}
