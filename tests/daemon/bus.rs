@@ -487,14 +487,15 @@ fn who_holds_which_gpu_can_be_followed() {
     });
 }
 
-/// The next signal of the interface itself: its name and its arguments.
+/// The next signal about a client: its name and its arguments.
 async fn next_signal(stream: &mut MessageStream) -> (String, u64, u32) {
     use zbus::export::futures_core::Stream;
     loop {
         let message = std::future::poll_fn(|cx| std::pin::Pin::new(&mut *stream).poll_next(cx)).await;
         let message = message.expect("the connection lives").expect("a message");
         let header = message.header();
-        if header.message_type() == zbus::message::Type::Signal && header.interface().is_some_and(|name| name == NAME) {
+        let of_clients = || header.member().is_some_and(|name| name.starts_with("Client"));
+        if header.interface().is_some_and(|name| name == NAME) && of_clients() {
             let (id, pid) = message.body().deserialize().expect("the signal's types");
             return (header.member().expect("a name").to_string(), id, pid);
         }
