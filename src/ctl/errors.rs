@@ -24,7 +24,7 @@ impl CtlError {
 
     pub(super) fn not_running(why: impl fmt::Display) -> Self {
         Self::NotRunning(format!(
-            "the scheduler is not running ({why}): start it with `systemctl start nvshare.socket nvshare-control.socket` as root; \
+            "the scheduler is not running ({why}): start it with `systemctl start nvshare.socket` as root; \
              one of your own listens where --control or $NVSHARE_CONTROL says"
         ))
     }

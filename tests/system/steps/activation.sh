@@ -7,8 +7,13 @@ says "u 45" busctl get-property "${bus[@]}" TimeQuantum
 [ "$(systemctl is-active $unit)" = active ] || fail "$unit is $(systemctl is-active $unit)"
 nvsharectl reset
 
-systemctl stop nvshare.socket nvshare-control.socket $unit
+# One unit for everything: the other socket and the service stop and start with it.
+systemctl stop nvshare.socket
+for stopped in nvshare.socket nvshare-control.socket $unit; do
+    [ "$(systemctl is-active $stopped)" = inactive ] || fail "$stopped is $(systemctl is-active $stopped)"
+done
 systemctl enable --quiet --now nvshare.socket
+[ "$(systemctl is-active nvshare-control.socket)" = active ] || fail "there is no control socket"
 [ "$(systemctl is-active $unit)" = inactive ] || fail "the scheduler runs before anybody wants it"
 program mix --mem 16M --rounds 2 >/dev/null || fail "a program ended with $?"
 [ "$(systemctl is-active $unit)" = active ] || fail "a program has not started the scheduler"
