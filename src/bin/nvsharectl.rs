@@ -75,10 +75,10 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
 
 fn toggle(command: &Preload, target: &Target, json: bool) -> Result<u8, CtlError> {
     let answer = match command {
-        Preload::Status => preload::status(target, json)?,
+        Preload::Status { of } => preload::status(target, of, json)?,
         Preload::Verify { library } => preload::verify(library.as_deref(), json)?,
-        Preload::Enable { library } => preload::enable(library.as_deref())?,
-        Preload::Disable => preload::disable()?,
+        Preload::Enable { library, of } => preload::enable(library.as_deref(), of)?,
+        Preload::Disable { of } => preload::disable(of)?,
     };
     print(&answer.text)?;
     Ok(answer.exit_code)

@@ -11,6 +11,7 @@ use nvshare_wire::MAX_SLOTS;
 
 use super::cdi::{Generate, Install};
 use super::lock::OnLoss;
+use super::preload::Of;
 use super::rules;
 use super::settings::parse_seconds;
 use crate::config::names::{ANTI_THRASH, POLICY_NAMES, anti_thrash_name, parse_anti_thrash, parse_policy, policy_name};
@@ -154,7 +155,7 @@ pub enum Verb {
         #[arg(long)]
         command_lines: bool,
     },
-    /// Have every program of this machine load the library, by /etc/ld.so.preload
+    /// Have every program of this machine load the library, or those of a service
     #[command(subcommand)]
     Preload(Preload),
     /// Bring GPUs and nvshare into containers, by the Container Device Interface (CDI)
@@ -173,21 +174,29 @@ pub enum Cdi {
 #[derive(Debug, Subcommand)]
 pub enum Preload {
     /// Show whether programs load the library, which one, and what is wrong with that
-    Status,
+    Status {
+        #[command(flatten)]
+        of: Of,
+    },
     /// Check that the library can be loaded by everything; changes nothing
     Verify {
         /// The library [default: the one that is installed with nvsharectl]
         #[arg(long, value_name = "PATH")]
         library: Option<PathBuf>,
     },
-    /// Verify the library, and then have every program load it that starts from now on
+    /// Verify the library, and then have every program load it that starts from now on, or a service's programs
     Enable {
         /// The library [default: the one that is installed with nvsharectl]
         #[arg(long, value_name = "PATH")]
         library: Option<PathBuf>,
+        #[command(flatten)]
+        of: Of,
     },
-    /// Have no program load it that starts from now on
-    Disable,
+    /// Undo what `enable` did with the same options
+    Disable {
+        #[command(flatten)]
+        of: Of,
+    },
 }
 
 #[derive(Debug, Subcommand)]

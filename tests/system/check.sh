@@ -11,7 +11,7 @@ bases=${built%/*}/system
 mkdir -p "$bases"
 
 # What the packages depend on is there already: the systems have no network. procps and diffutils are for the steps.
-include=systemd,systemd-sysv,dbus,polkitd,libc6,adduser,procps,diffutils,man-db,bash-completion
+include=systemd,systemd-sysv,dbus,polkitd,libpam-systemd,libc6,adduser,procps,diffutils,man-db,bash-completion
 
 failed=0
 for suite in ${SUITES:-bookworm trixie}; do

@@ -1,9 +1,11 @@
 //! `nvsharectl preload`: the entry in `/etc/ld.so.preload` that loads `libnvshare.so` into every program of the
-//! machine.
+//! machine, and drop-ins that load it into single services.
 //!
 //! - `entries`: the text of that file, in bytes. `file`: the file on disk.
 //! - `library`: `libnvshare.so` as a file. `trial`: programs that are run with it.
 //! - `verify`: checks that the library can be loaded everywhere. `state`: the current state.
+//! - `service`: single services. `drop_in`: the file that systemd reads. `systemd`: asking systemd. `program`: whether a
+//!   program heeds `LD_PRELOAD`.
 //!
 //! A library that cannot be loaded stops every program of the system from starting. So a new file is tried first by
 //! programs that alone see it, then, once it is in place, by programs that see it like all others; if these fail, the
@@ -11,10 +13,14 @@
 //! `disable` starts no program, and where nvsharectl is linked statically (`make build` does so) it works even when
 //! no other program does.
 
+mod drop_in;
 pub mod entries;
 mod file;
 pub(super) mod library;
+mod program;
+pub mod service;
 mod state;
+mod systemd;
 mod trial;
 mod verify;
 
@@ -22,6 +28,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use file::FILE;
+pub use service::Of;
 use state::State;
 use trial::{By, User};
 use verify::Report;
@@ -44,8 +51,12 @@ impl Answer {
     }
 }
 
-pub fn status(target: &Target, json: bool) -> Result<Answer, CtlError> {
-    let state = State::of(&file::read()?, state::scheduler_version(target));
+pub fn status(target: &Target, of: &Of, json: bool) -> Result<Answer, CtlError> {
+    if let Some(selected) = of.selected()? {
+        return Ok(service::status(&selected, json));
+    }
+    let mut state = State::of(&file::read()?, state::scheduler_version(target));
+    state.services = service::states(None);
     let text = if json { format!("{:#}\n", state.json()) } else { state.text() };
     Ok(Answer { text, exit_code: if state.on() { 0 } else { OFF } })
 }
@@ -55,13 +66,16 @@ pub fn verify(asked: Option<&Path>, json: bool) -> Result<Answer, CtlError> {
     let alone = [library.as_os_str().as_bytes(), b"\n"].concat();
     // A file that `enable` would refuse is no reason not to look at the library.
     let text = file::read().ok().and_then(|found| entries::with(found.text(), library.as_os_str().as_bytes()).ok());
-    let report = verify::verify(&library, &text.unwrap_or(alone));
+    let report = verify::verify(&library, Some(&text.unwrap_or(alone)));
     let text = if json { format!("{:#}\n", report.json()) } else { report.text() };
     Ok(Answer { text, exit_code: u8::from(!report.is_good()) })
 }
 
-pub fn enable(asked: Option<&Path>) -> Result<Answer, CtlError> {
-    only_root("enable")?;
+pub fn enable(asked: Option<&Path>, of: &Of) -> Result<Answer, CtlError> {
+    if let Some(selected) = of.selected()? {
+        return service::enable(&selected, asked);
+    }
+    only_root(FILE, "enable")?;
     let library = library::find(asked)?;
     library::check_name(&library).map_err(|why| CtlError::Failed(format!("{}: {why}", library.display())))?;
     let _lock = file::lock()?;
@@ -82,7 +96,7 @@ pub fn enable(asked: Option<&Path>) -> Result<Answer, CtlError> {
         })
     })?;
     let on_already = text == found.text();
-    let report = verify::verify(&library, &text);
+    let report = verify::verify(&library, Some(&text));
     if !report.is_good() {
         let state = if on_already {
             format!("It is in force all the same, from {FILE}; `nvsharectl preload disable` ends that")
@@ -121,9 +135,12 @@ fn notes(report: &Report) -> String {
     notes.iter().map(|note| format!("  note: {note}\n")).collect()
 }
 
-/// Starts no program, and looks at no library.
-pub fn disable() -> Result<Answer, CtlError> {
-    only_root("disable")?;
+/// For every program of the machine: starts no program, and looks at no library.
+pub fn disable(of: &Of) -> Result<Answer, CtlError> {
+    if let Some(selected) = of.selected()? {
+        return service::disable(&selected);
+    }
+    only_root(FILE, "disable")?;
     let _lock = file::lock()?;
     let found = file::read()?;
     let text = entries::without(found.text());
@@ -134,9 +151,9 @@ pub fn disable() -> Result<Answer, CtlError> {
     Ok(Answer::done("Off: programs that start from now on do not load libnvshare.so. Those that run keep it.\n".into()))
 }
 
-fn only_root(verb: &str) -> Result<(), CtlError> {
+fn only_root(what: &str, verb: &str) -> Result<(), CtlError> {
     if rustix::process::geteuid().is_root() {
         return Ok(());
     }
-    Err(CtlError::Failed(format!("only root may change {FILE}: sudo nvsharectl preload {verb}")))
+    Err(CtlError::Failed(format!("only root may change {what}: sudo nvsharectl preload {verb}")))
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::file::{FILE, Found};
-use super::{entries, library};
+use super::{entries, library, service};
 use crate::bus;
 use crate::ctl::{CtlError, Target, block_on};
 
@@ -27,6 +27,8 @@ pub struct State {
     pub scheduler: Option<String>,
     /// Problems, as sentences.
     pub problems: Vec<String>,
+    /// Single services that preload it.
+    pub services: Vec<service::State>,
 }
 
 impl State {
@@ -89,6 +91,7 @@ impl State {
         for problem in &self.problems {
             let _ = writeln!(text, "  problem: {problem}");
         }
+        text.extend(self.services.iter().map(service::State::text));
         text
     }
 
@@ -101,6 +104,7 @@ impl State {
             "library-version": self.version,
             "scheduler-version": self.scheduler,
             "problems": self.problems,
+            "services": self.services.iter().map(service::State::json).collect::<Vec<_>>(),
         })
     }
 }

@@ -23,8 +23,9 @@ const ADDRESS_SANITIZER: &str = "a program built with gcc -fsanitize=address end
     does not come first\"): set ASAN_OPTIONS=verify_asan_link_order=0 for it, link it with -static-libasan, or preload for single \
     programs instead, with nvsharectl run or LD_PRELOAD";
 
-/// Checks the file, and then runs programs with it; `rehearse` is the text that `/etc/ld.so.preload` would have.
-pub fn verify(path: &Path, rehearse: &[u8]) -> Report {
+/// Checks the file, and then runs programs with it; `rehearse` is the text that `/etc/ld.so.preload` would have. Without it, they
+/// get the library by `LD_PRELOAD`.
+pub fn verify(path: &Path, rehearse: Option<&[u8]>) -> Report {
     let version = library::version(path);
     let check = |what: &str, result| Trial { what: what.into(), result };
     let checks = vec![
@@ -45,21 +46,21 @@ pub fn verify(path: &Path, rehearse: &[u8]) -> Report {
         report.notes.push(why);
         trial::all(By::Environment(path), path, users).unwrap_or_default()
     };
-    let trials = if root {
-        trial::all(By::Rehearsal(rehearse), path, users).unwrap_or_else(|why| {
+    let trials = match rehearse {
+        Some(text) if root => trial::all(By::Rehearsal(text), path, users).unwrap_or_else(|why| {
             environment(&mut report, format!("setuid programs were not tried, which takes a rehearsal: {why}"))
-        })
-    } else {
-        environment(
+        }),
+        _ if root => trial::all(By::Environment(path), path, users).unwrap_or_default(),
+        _ => environment(
             &mut report,
             "tried as yourself only: root can try it as root, as nobody and with setuid programs".into(),
-        )
+        ),
     };
     report.checks.extend(trials);
     if report.is_good() {
         report.notes.push(ADDRESS_SANITIZER.into());
     }
-    if !report.is_good() && others_are_bad(rehearse) {
+    if !report.is_good() && rehearse.is_some_and(others_are_bad) {
         report.notes.push("what else is in /etc/ld.so.preload does harm by itself: mend or remove that first".into());
     }
     report

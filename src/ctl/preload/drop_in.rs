@@ -1,0 +1,139 @@
+//! The drop-in that has systemd start a service with the library: `/etc/systemd/system/UNIT.d/zz-nvshare-preload.conf`.
+//! Its name sorts behind that of `systemctl edit`, because the last `Environment=` of a variable counts.
+
+use std::ffi::OsStr;
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use super::entries;
+
+pub const VARIABLE: &str = "LD_PRELOAD";
+
+const UNITS: &str = "/etc/systemd/system";
+const FILE: &str = "zz-nvshare-preload.conf";
+/// Longer than systemd's names of units are.
+const NAME_MAX: usize = 255;
+
+/// Where the drop-in of a unit is, or would be.
+pub fn path(unit: &str) -> PathBuf {
+    Path::new(UNITS).join(format!("{unit}.d")).join(FILE)
+}
+
+/// The units that have one, sorted.
+pub fn units() -> Vec<String> {
+    let directories = Path::new(UNITS).read_dir().into_iter().flatten().flatten();
+    let unit = |name: &OsStr| Some(name.to_str()?.strip_suffix(".d")?.to_owned());
+    let mut units: Vec<String> = directories.filter_map(|directory| unit(&directory.file_name())).collect();
+    units.retain(|unit| path(unit).is_file());
+    units.sort();
+    units
+}
+
+/// The name as systemd has it: a service where nothing else is said.
+///
+/// # Errors
+/// If no unit can have that name.
+pub fn unit_name(asked: &str) -> Result<String, String> {
+    let name = if asked.contains('.') { asked.to_owned() } else { format!("{asked}.service") };
+    let allowed = |c: char| c.is_ascii_alphanumeric() || ":-_.\\@".contains(c);
+    let is_name = name.len() <= NAME_MAX && name.chars().all(allowed) && !name.starts_with(['.', '@']);
+    is_name.then_some(name).ok_or_else(|| format!("{asked:?} is no name of a unit"))
+}
+
+/// `LD_PRELOAD` with the library in front of what is in it, and with no other library of ours.
+pub fn preload_list(before: &str, library: &str) -> String {
+    let others =
+        before.split([' ', '\t', '\n', ':']).filter(|name| !name.is_empty() && !entries::is_ours(name.as_bytes()));
+    std::iter::once(library).chain(others).collect::<Vec<_>>().join(":")
+}
+
+/// The names in an `LD_PRELOAD` that are ours.
+pub fn ours(list: &str) -> Option<&str> {
+    list.split([' ', '\t', '\n', ':']).find(|name| entries::is_ours(name.as_bytes()))
+}
+
+/// The last value of `LD_PRELOAD` in a list of assignments.
+pub fn assigned(environment: &[String]) -> &str {
+    let mut values = environment.iter().filter_map(|pair| pair.strip_prefix(VARIABLE)?.strip_prefix('='));
+    values.next_back().unwrap_or_default()
+}
+
+/// The text of the drop-in. `options` are those by which it was asked for.
+pub fn text(options: &str, list: &str) -> String {
+    // systemd replaces `%` and `\`, and ends the word at `"`.
+    let quoted = list.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%");
+    format!(
+        "# Written by nvsharectl(1); `nvsharectl preload disable {options}` removes it.\n\
+         [Service]\nEnvironment=\"{VARIABLE}={quoted}\"\n"
+    )
+}
+
+/// Puts the drop-in of a unit in its place in one step, and returns what was there before.
+pub fn write(unit: &str, text: &str) -> io::Result<Option<String>> {
+    let path = path(unit);
+    let directory = path.parent().unwrap_or(Path::new(UNITS));
+    let before = match std::fs::read_to_string(&path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        text => Some(text?),
+    };
+    std::fs::create_dir_all(directory)?;
+    // systemd reads the files that end in .conf, and no others.
+    let mut file = tempfile::Builder::new().prefix(".nvshare-").suffix(".new").tempfile_in(directory)?;
+    file.write_all(text.as_bytes())?;
+    file.as_file().set_permissions(PermissionsExt::from_mode(0o644))?;
+    file.as_file().sync_all()?;
+    file.persist(&path)?;
+    Ok(before)
+}
+
+/// Removes the drop-in of a unit, and its directory if nothing else is in it. False if there was none.
+pub fn remove(unit: &str) -> io::Result<bool> {
+    let path = path(unit);
+    match std::fs::remove_file(&path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+        removed => removed?,
+    }
+    let _ = path.parent().map(std::fs::remove_dir);
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_preloaded_already_stays() {
+        for (before, list) in [
+            ("", "/l/libnvshare.so"),
+            ("/usr/lib/a.so", "/l/libnvshare.so:/usr/lib/a.so"),
+            ("a.so  b.so:/old/libnvshare.so", "/l/libnvshare.so:a.so:b.so"),
+        ] {
+            assert_eq!(preload_list(before, "/l/libnvshare.so"), list, "{before:?}");
+            assert_eq!(preload_list(list, "/l/libnvshare.so"), list, "twice is once");
+        }
+    }
+
+    #[test]
+    fn the_last_assignment_counts() {
+        let environment = ["A=1", "LD_PRELOAD=a.so", "LD_PRELOADED=x", "LD_PRELOAD=b.so"].map(str::to_owned);
+        assert_eq!(assigned(&environment), "b.so");
+        assert_eq!(assigned(&environment[..1]), "");
+    }
+
+    #[test]
+    fn systemd_reads_the_value_as_it_is() {
+        let text = text("--unit x.service", "/a%b/libnvshare.so:\"c\\d\".so");
+        assert!(text.ends_with("Environment=\"LD_PRELOAD=/a%%b/libnvshare.so:\\\"c\\\\d\\\".so\"\n"), "{text}");
+    }
+
+    #[test]
+    fn names_of_units_are_no_paths() {
+        assert_eq!(unit_name("jupyter").as_deref(), Ok("jupyter.service"));
+        assert_eq!(unit_name("batch.slice").as_deref(), Ok("batch.slice"));
+        assert_eq!(unit_name("user@1000.service").as_deref(), Ok("user@1000.service"));
+        for bad in ["", "../x.service", "a/b.service", "a b.service", ".service", "@.service", &"x".repeat(300)] {
+            assert!(unit_name(bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Whether a program heeds `LD_PRELOAD`, by its file.
+
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use object::Endianness;
+use object::elf::FileHeader64;
+use object::read::elf::{FileHeader, ProgramHeader};
+
+/// What is looked at: headers are at the beginning.
+const READ_MAX: u64 = 1 << 20;
+const SETUID_OR_SETGID: u32 = 0o6000;
+
+/// The reason why a program does not load what is in `LD_PRELOAD`, if there is one that its file shows. Programs that it
+/// starts may load it all the same.
+pub fn obstacle(program: &Path) -> Option<&'static str> {
+    let metadata = program.metadata().ok()?;
+    let mut bytes = Vec::new();
+    std::fs::File::open(program).ok()?.take(READ_MAX).read_to_end(&mut bytes).ok()?;
+    if bytes.starts_with(b"#!") {
+        return None;
+    }
+    if metadata.mode() & SETUID_OR_SETGID != 0 || xattr::get(program, "security.capability").ok().flatten().is_some() {
+        return Some("runs with the rights of its file, so the loader ignores LD_PRELOAD");
+    }
+    // The headers alone: an ElfFile wants the sections as well, which are at the end.
+    let headers = FileHeader64::<Endianness>::parse(&*bytes).and_then(|header| {
+        let endian = header.endian()?;
+        Ok((endian, header.program_headers(endian, &*bytes)?))
+    });
+    let Ok((endian, headers)) = headers else {
+        return Some("is no program for this machine's C library");
+    };
+    let interpreter = headers.iter().find_map(|segment| segment.interpreter(endian, &*bytes).ok().flatten());
+    match interpreter.map(|path| path.rsplit(|byte| *byte == b'/').next().unwrap_or_default()) {
+        None => Some("is linked statically, so it loads no library"),
+        Some(loader) if loader.starts_with(b"ld-linux") => None,
+        Some(_) => Some("uses another C library than glibc, so it cannot load the library"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_of_glibc_have_none() {
+        assert_eq!(obstacle(Path::new("/bin/true")), None);
+        assert_eq!(obstacle(Path::new("/gone")), None, "nothing is known of it");
+    }
+
+    #[test]
+    fn a_file_shows_why_it_loads_nothing() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = |name: &str, bytes: &[u8]| {
+            let path = directory.path().join(name);
+            std::fs::write(&path, bytes).expect("a file");
+            path
+        };
+        assert_eq!(obstacle(&file("script", b"#!/bin/sh\n")), None);
+        assert!(obstacle(&file("text", b"exit 1\n")).is_some_and(|why| why.contains("no program")));
+
+        let own = std::fs::read("/bin/true").expect("a program");
+        let at =
+            own.windows(11).position(|bytes| bytes == b"/ld-linux-x" || bytes == b"/ld-linux-a").expect("its loader");
+        let musl = [&own[..at], b"/ld-musl-xx", &own[at + 11..]].concat();
+        assert!(obstacle(&file("musl", &musl)).is_some_and(|why| why.contains("another C library")));
+
+        let setuid = file("setuid", &own);
+        std::fs::set_permissions(&setuid, std::os::unix::fs::PermissionsExt::from_mode(0o4755)).expect("its mode");
+        assert!(obstacle(&setuid).is_some_and(|why| why.contains("ignores LD_PRELOAD")));
+    }
+}

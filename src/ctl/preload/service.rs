@@ -1,0 +1,360 @@
+//! `--unit` and `--user`: the library in one service, or in what a user's service manager starts, instead of in every program
+//! of the machine. Both are a drop-in for a service that sets `LD_PRELOAD`; a user's is `user@UID.service`.
+//!
+//! systemd has nothing of the kind for slices: `Slice=` is a property of a service, and drop-ins apply by a unit's name.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::systemd::{Service, Systemd};
+use super::{Answer, OFF, drop_in, file, library, only_root, program, verify};
+use crate::ctl::{CtlError, block_on};
+
+/// For which programs.
+#[derive(Debug, Clone, Default, Args)]
+#[group(multiple = false)]
+pub struct Of {
+    /// Only for this service
+    #[arg(long, value_name = "UNIT", value_hint = clap::ValueHint::Other)]
+    unit: Option<String>,
+    /// Only for the services of this user: a name or number
+    #[arg(long, value_name = "USER", value_hint = clap::ValueHint::Username)]
+    user: Option<String>,
+    /// Refused with the reason, since rules can select by slice
+    #[arg(long, value_name = "SLICE", hide = true)]
+    slice: Option<String>,
+}
+
+/// The service that gets the drop-in.
+#[derive(Debug)]
+pub struct Selected {
+    unit: String,
+    /// As they were given, for messages.
+    options: String,
+}
+
+impl Of {
+    /// `None`: every program of the machine.
+    pub fn selected(&self) -> Result<Option<Selected>, CtlError> {
+        let (unit, options) = match (&self.unit, &self.user, &self.slice) {
+            (None, None, None) => return Ok(None),
+            (Some(unit), ..) | (.., Some(unit)) => (unit.clone(), format!("--unit {unit}")),
+            (_, Some(user), _) => (format!("user@{}.service", uid(user)?), format!("--user {user}")),
+        };
+        let slice = self.slice.is_some() && !unit.contains('.');
+        let unit = drop_in::unit_name(&if slice { format!("{unit}.slice") } else { unit }).map_err(CtlError::Failed)?;
+        Ok(Some(Selected { unit, options }))
+    }
+}
+
+/// The number of a user. Another program looks it up: only one that is linked dynamically can, where users are not in a file.
+fn uid(user: &str) -> Result<u32, CtlError> {
+    if let Ok(uid) = user.parse() {
+        return Ok(uid);
+    }
+    let unknown = || CtlError::Failed(format!("there is no user {user:?}"));
+    let output = Command::new("getent").args(["passwd", "--", user]).output();
+    let output =
+        output.map_err(|e| CtlError::Failed(format!("cannot look up {user:?}: getent: {e}; use the user's number")))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.split(':').nth(2).and_then(|uid| uid.parse().ok()).ok_or_else(unknown)
+}
+
+pub fn enable(selected: &Selected, asked: Option<&Path>) -> Result<Answer, CtlError> {
+    let Selected { unit, options } = selected;
+    only_root(unit, &format!("enable {options}"))?;
+    let library = library::find(asked)?;
+    let report = verify::verify(&library, None);
+    if !report.is_good() {
+        return Err(CtlError::Failed(format!(
+            "the library cannot be preloaded\n{}Nothing has changed.",
+            report.text()
+        )));
+    }
+    // The checks above include that the path has no blanks, so that it is text or harmless.
+    let path = library.to_str().ok_or_else(|| CtlError::Failed(format!("{} is no text", library.display())))?;
+    let _lock = file::lock()?;
+    block_on(async {
+        let systemd = Systemd::connect().await?;
+        is_service(&systemd, unit).await?;
+        let service = systemd.service(unit).await?;
+        service.accepts(&library)?;
+        let list = drop_in::preload_list(drop_in::assigned(&service.environment), path);
+        let unit = &service.id;
+        put_in_force(&systemd, unit, options, &list, path).await?;
+        let mut text = format!("On: {unit} preloads {path} from its next start on.\n");
+        if service.main_pid != 0 {
+            let _ = writeln!(text, "  note: it is running: {}", restart(unit));
+        }
+        for note in service.notes() {
+            let _ = writeln!(text, "  note: {note}");
+        }
+        Ok(Answer::done(text))
+    })
+}
+
+/// Writes the drop-in, and takes it back unless systemd then has the library in the service's environment.
+async fn put_in_force(systemd: &Systemd, unit: &str, options: &str, list: &str, library: &str) -> Result<(), CtlError> {
+    let cannot = |e| CtlError::Failed(format!("cannot write {}: {e}", drop_in::path(unit).display()));
+    let before = drop_in::write(unit, &drop_in::text(options, list)).map_err(cannot)?;
+    let tried = async {
+        systemd.reload().await?;
+        let now = systemd.service(unit).await?;
+        match drop_in::ours(drop_in::assigned(&now.environment)) == Some(library) {
+            true => Ok(()),
+            false => Err(CtlError::Failed(format!(
+                "another file outranks {}, so {unit} would not preload the library: `systemctl cat {unit}` shows them all. Add \
+                 {library} to its LD_PRELOAD. Nothing has changed.",
+                drop_in::path(unit).display()
+            ))),
+        }
+    };
+    let Err(e) = tried.await else { return Ok(()) };
+    match before {
+        Some(text) => drop(drop_in::write(unit, &text)),
+        None => drop(drop_in::remove(unit)),
+    }
+    let _ = systemd.reload().await;
+    Err(e)
+}
+
+pub fn disable(selected: &Selected) -> Result<Answer, CtlError> {
+    let Selected { unit, options } = selected;
+    only_root(unit, &format!("disable {options}"))?;
+    let _lock = file::lock()?;
+    block_on(async {
+        // A service that is gone, and one where systemd does not run, can have a drop-in all the same.
+        let systemd = Systemd::connect().await;
+        let id = match &systemd {
+            Ok(systemd) => systemd.service(unit).await.map_or_else(|_| unit.clone(), |service| service.id),
+            Err(_) => unit.clone(),
+        };
+        let mut removed = false;
+        for name in [unit, &id] {
+            let cannot = |e| CtlError::Failed(format!("cannot remove {}: {e}", drop_in::path(name).display()));
+            removed |= drop_in::remove(name).map_err(cannot)?;
+        }
+        if !removed {
+            return Ok(Answer::done(format!("Already off: there is no {}.\n", drop_in::path(&id).display())));
+        }
+        let mut text = format!("Off: {id} does not preload the library from its next start on.\n");
+        let told = match systemd {
+            Ok(systemd) => systemd.reload().await,
+            Err(e) => Err(e),
+        };
+        if let Err(e) = told {
+            let _ = writeln!(text, "  note: {e}");
+        }
+        Ok(Answer::done(text))
+    })
+}
+
+fn restart(unit: &str) -> String {
+    match unit.strip_prefix("user@") {
+        Some(_) => format!("`systemctl restart {unit}` ends all programs of that user's services"),
+        None => format!("sudo systemctl restart {unit}"),
+    }
+}
+
+/// # Errors
+/// If the unit is of a kind that starts no programs.
+async fn is_service(systemd: &Systemd, unit: &str) -> Result<(), CtlError> {
+    let refused = match unit.rsplit('.').next().unwrap_or_default() {
+        "service" => return Ok(()),
+        "slice" => {
+            let members = systemd.services_in(unit).await?;
+            let commands = members.iter().map(|member| format!("\n  sudo nvsharectl preload enable --unit {member}"));
+            let members = match commands.collect::<String>() {
+                none if none.is_empty() => "No service in it is loaded now.".to_owned(),
+                commands => format!("Its services now:{commands}"),
+            };
+            format!(
+                "{unit} is a slice, and systemd gives a slice no environment to pass to the services in it: preload for each of \
+                 them, and start other programs there with `nvsharectl run`. {members}"
+            )
+        }
+        "scope" => format!("{unit} is a scope: systemd does not start its programs. Start them with `nvsharectl run`"),
+        _ => format!("{unit} is not a service, and starts no programs: name the service"),
+    };
+    Err(CtlError::Failed(refused))
+}
+
+impl Service {
+    /// # Errors
+    /// If the library would not be loaded there, or do no good.
+    fn accepts(&self, library: &Path) -> Result<(), CtlError> {
+        let Self { id, root_directory, root_image, .. } = self;
+        let refused = |why: String| Err(CtlError::Failed(why));
+        if !root_image.is_empty() {
+            return refused(format!(
+                "{id} runs in an image (RootImage={root_image}), in which this machine's libnvshare.so is not found: install \
+                 nvshare's library in the image, and set LD_PRELOAD in the unit"
+            ));
+        }
+        if !matches!(&**root_directory, "" | "/") {
+            let inside = Path::new(root_directory).join(library.strip_prefix("/").unwrap_or(library));
+            if !inside.exists() {
+                return refused(format!(
+                    "{id} runs in {root_directory} (RootDirectory=), and there is no {}: install nvshare's library in there, \
+                     and have /run/nvshare there by BindReadOnlyPaths=",
+                    inside.display()
+                ));
+            }
+        }
+        if !self.unix_sockets {
+            return refused(format!(
+                "{id} may not use Unix sockets, by which programs reach the scheduler: add AF_UNIX to its RestrictAddressFamilies="
+            ));
+        }
+        if self.unset_environment.iter().any(|name| name.split('=').next() == Some(drop_in::VARIABLE)) {
+            return refused(format!("{id} has UnsetEnvironment=LD_PRELOAD, which outranks what sets it: remove that"));
+        }
+        if let Some(file) = self.file_that_sets_it() {
+            return refused(format!(
+                "{id} reads LD_PRELOAD from {}, which outranks the unit's Environment=: add {} to it there",
+                file.display(),
+                library.display()
+            ));
+        }
+        Ok(())
+    }
+
+    /// The file of `EnvironmentFile=` in which there is an `LD_PRELOAD`, if there is one.
+    fn file_that_sets_it(&self) -> Option<PathBuf> {
+        let files = self.environment_files.iter().filter_map(|pattern| glob::glob(pattern).ok()).flatten().flatten();
+        let sets =
+            |line: &str| line.trim_start().strip_prefix(drop_in::VARIABLE).is_some_and(|rest| rest.starts_with('='));
+        files.into_iter().find(|file| std::fs::read_to_string(file).is_ok_and(|text| text.lines().any(sets)))
+    }
+
+    fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        if !self.apparmor_profile.is_empty() {
+            notes.push(format!(
+                "AppArmor confines it by the profile {}, which must `include <abstractions/nvshare>`",
+                self.apparmor_profile
+            ));
+        }
+        for path in &self.programs {
+            if let Some(why) = program::obstacle(Path::new(path)) {
+                notes.push(format!("{path} {why}; programs that it starts may load it"));
+            }
+        }
+        notes
+    }
+}
+
+/// A service with the drop-in, and what is wrong with that.
+#[derive(Debug)]
+pub struct State {
+    unit: String,
+    library: Option<String>,
+    version: Option<String>,
+    problems: Vec<String>,
+}
+
+/// The services with the drop-in; of all, or of the one that was selected.
+pub fn states(selected: Option<&Selected>) -> Vec<State> {
+    let mut units = drop_in::units();
+    block_on(async {
+        let systemd = if units.is_empty() { None } else { Systemd::connect().await.ok() };
+        if let Some(Selected { unit, .. }) = selected {
+            let id = match &systemd {
+                Some(systemd) => systemd.service(unit).await.map_or_else(|_| unit.clone(), |service| service.id),
+                None => unit.clone(),
+            };
+            units.retain(|name| name == unit || *name == id);
+        }
+        let mut states = Vec::new();
+        for unit in units {
+            states.push(State::of(unit, systemd.as_ref()).await);
+        }
+        Ok(states)
+    })
+    .unwrap_or_default()
+}
+
+impl State {
+    async fn of(unit: String, systemd: Option<&Systemd>) -> Self {
+        let text = std::fs::read_to_string(drop_in::path(&unit)).unwrap_or_default();
+        let written = text.lines().find_map(|line| line.strip_prefix(&format!("Environment=\"{}=", drop_in::VARIABLE)));
+        let library =
+            written.and_then(|list| drop_in::ours(list.trim_end_matches('"'))).map(|name| name.replace("%%", "%"));
+        let mut problems = Vec::new();
+        let version = match library.as_ref().map(|library| library::version(Path::new(library))) {
+            Some(Ok(version)) => Some(version),
+            Some(Err(why)) => {
+                problems.push(format!("{}: {why}", library.as_deref().unwrap_or_default()));
+                None
+            }
+            None => {
+                problems.push(format!("{} names no libnvshare.so", drop_in::path(&unit).display()));
+                None
+            }
+        };
+        if let Some(systemd) = systemd {
+            match systemd.service(&unit).await {
+                Ok(service) => problems.extend(service.problem()),
+                Err(e) => problems.push(e.to_string()),
+            }
+        }
+        Self { unit, library, version, problems }
+    }
+
+    pub fn text(&self) -> String {
+        let version = self.version.as_ref().map_or(String::new(), |version| format!(", version {version}"));
+        let mut text = format!("  on for {}: {}{version}\n", self.unit, self.library.as_deref().unwrap_or("?"));
+        for problem in &self.problems {
+            let _ = writeln!(text, "    problem: {problem}");
+        }
+        text
+    }
+
+    pub fn json(&self) -> Value {
+        json!({ "unit": self.unit, "library": self.library, "library-version": self.version, "problems": self.problems })
+    }
+}
+
+impl Service {
+    /// What keeps the library out of the running service.
+    fn problem(&self) -> Option<String> {
+        let Self { id, main_pid, .. } = self;
+        if drop_in::ours(drop_in::assigned(&self.environment)).is_none() {
+            return Some(format!("another file outranks the drop-in: `systemctl cat {id}` shows them all"));
+        }
+        let read = |name: &str| std::fs::read(format!("/proc/{main_pid}/{name}")).ok();
+        if *main_pid == 0 {
+            return None;
+        }
+        // Only root may look into other users' processes.
+        let (maps, environment) = (read("maps")?, read("environ")?);
+        if String::from_utf8_lossy(&maps).contains("/libnvshare.so") {
+            return None;
+        }
+        let environment: Vec<String> =
+            environment.split(|byte| *byte == 0).map(|pair| String::from_utf8_lossy(pair).into_owned()).collect();
+        Some(match drop_in::ours(drop_in::assigned(&environment)) {
+            None => format!("process {main_pid} was started before: {}", restart(id)),
+            Some(_) => format!(
+                "process {main_pid} has not loaded it: it is linked statically, has another C library or additional rights, or \
+                 AppArmor or SELinux confine it. Programs that it starts may load it"
+            ),
+        })
+    }
+}
+
+/// `preload status --unit` and `--user`.
+pub fn status(selected: &Selected, json: bool) -> Answer {
+    let states = states(Some(selected));
+    let exit_code = if states.is_empty() { OFF } else { 0 };
+    let text = match (json, &*states) {
+        (true, _) => format!("{:#}\n", json!(states.iter().map(State::json).collect::<Vec<_>>())),
+        (false, []) => format!("off for {}\n", selected.unit),
+        (false, states) => states.iter().map(|state| state.text().trim_start().to_owned()).collect(),
+    };
+    Answer { text, exit_code }
+}

@@ -1,0 +1,181 @@
+//! What systemd says about a service, over D-Bus.
+
+use std::time::Duration;
+
+use zbus::Connection;
+use zbus::OwnedObjectPath;
+use zbus::connection::Builder;
+use zbus::proxy::CacheProperties;
+
+use crate::ctl::CtlError;
+
+/// As long as systemctl gives `daemon-reload`, which runs every generator.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+#[zbus::proxy(
+    interface = "org.freedesktop.systemd1.Manager",
+    default_service = "org.freedesktop.systemd1",
+    default_path = "/org/freedesktop/systemd1"
+)]
+trait Manager {
+    fn load_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
+    fn reload(&self) -> zbus::Result<()>;
+    fn list_units_by_patterns(&self, states: &[&str], patterns: &[&str]) -> zbus::Result<Vec<Listed>>;
+}
+
+/// Name, description, load state, active state, sub-state, followed unit, object, job: number, kind, object.
+type Listed = (String, String, String, String, String, String, OwnedObjectPath, u32, String, OwnedObjectPath);
+
+#[zbus::proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]
+trait Unit {
+    #[zbus(property)]
+    fn id(&self) -> zbus::Result<String>;
+    #[zbus(property)]
+    fn load_state(&self) -> zbus::Result<String>;
+}
+
+#[zbus::proxy(interface = "org.freedesktop.systemd1.Service", default_service = "org.freedesktop.systemd1")]
+trait Service {
+    #[zbus(property)]
+    fn environment(&self) -> zbus::Result<Vec<String>>;
+    #[zbus(property)]
+    fn environment_files(&self) -> zbus::Result<Vec<(String, bool)>>;
+    #[zbus(property)]
+    fn unset_environment(&self) -> zbus::Result<Vec<String>>;
+    #[zbus(property)]
+    fn root_directory(&self) -> zbus::Result<String>;
+    #[zbus(property)]
+    fn root_image(&self) -> zbus::Result<String>;
+    #[zbus(property)]
+    fn restrict_address_families(&self) -> zbus::Result<(bool, Vec<String>)>;
+    #[zbus(property)]
+    fn app_armor_profile(&self) -> zbus::Result<(bool, String)>;
+    #[zbus(property)]
+    fn exec_start(&self) -> zbus::Result<Vec<ExecCommand>>;
+    #[zbus(property, name = "MainPID")]
+    fn main_pid(&self) -> zbus::Result<u32>;
+    #[zbus(property)]
+    fn slice(&self) -> zbus::Result<String>;
+}
+
+/// Path, arguments, whether failures are ignored, when it started and ended by two clocks each, process, code, status.
+type ExecCommand = (String, Vec<String>, bool, u64, u64, u64, u64, u32, i32, i32);
+
+/// A service as systemd has loaded it.
+#[derive(Debug, Default)]
+pub struct Service {
+    /// Its name; what was asked for may be another.
+    pub id: String,
+    pub environment: Vec<String>,
+    /// Files with more variables, which outrank `environment`.
+    pub environment_files: Vec<String>,
+    pub unset_environment: Vec<String>,
+    pub root_directory: String,
+    pub root_image: String,
+    /// Whether it may use Unix sockets.
+    pub unix_sockets: bool,
+    pub apparmor_profile: String,
+    /// The programs that it is started by.
+    pub programs: Vec<String>,
+    /// 0 if it does not run.
+    pub main_pid: u32,
+}
+
+/// The system's service manager.
+#[derive(Debug)]
+pub struct Systemd {
+    connection: Connection,
+}
+
+impl Systemd {
+    pub async fn connect() -> Result<Self, CtlError> {
+        let connection = Builder::system().method_timeout(PATIENCE).build().await;
+        let connection =
+            connection.map_err(|e| CtlError::Failed(format!("systemd cannot be asked on the system bus: {e}")))?;
+        Ok(Self { connection })
+    }
+
+    async fn manager(&self) -> zbus::Result<ManagerProxy<'_>> {
+        ManagerProxy::builder(&self.connection).cache_properties(CacheProperties::No).build().await
+    }
+
+    /// Has systemd read its files again.
+    pub async fn reload(&self) -> Result<(), CtlError> {
+        let reloaded = async { self.manager().await?.reload().await }.await;
+        reloaded.map_err(|e| CtlError::Failed(format!("systemd cannot read its files again (daemon-reload): {e}")))
+    }
+
+    /// The service of that name; of a template, what its instances have in common.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be started.
+    pub async fn service(&self, name: &str) -> Result<Service, CtlError> {
+        let asked = async {
+            let loaded = name.replace("@.", "@nvshare.");
+            let path = self.manager().await?.load_unit(&loaded).await?;
+            let unit =
+                UnitProxy::builder(&self.connection).path(&path).cache_properties(CacheProperties::No).build().await?;
+            let state = unit.load_state().await?;
+            if state != "loaded" {
+                return Ok(Err(state));
+            }
+            let mut service = self.describe(&path).await?;
+            service.id = if loaded == name { unit.id().await? } else { name.to_owned() };
+            Ok(Ok(service))
+        };
+        match asked.await {
+            Ok(Ok(service)) => Ok(service),
+            Ok(Err(state)) if state == "not-found" => Err(CtlError::Failed(format!(
+                "systemd has no {name}: `systemctl list-unit-files --type=service` lists what there is"
+            ))),
+            Ok(Err(state)) => {
+                Err(CtlError::Failed(format!("{name} cannot be started: systemd says that it is {state}")))
+            }
+            Err(e) => Err(failed(name, &e)),
+        }
+    }
+
+    async fn describe(&self, path: &OwnedObjectPath) -> zbus::Result<Service> {
+        let service = self.proxy(path).await?;
+        let (only, families) = service.restrict_address_families().await?;
+        Ok(Service {
+            id: String::new(),
+            environment: service.environment().await?,
+            environment_files: service.environment_files().await?.into_iter().map(|(file, _)| file).collect(),
+            unset_environment: service.unset_environment().await?,
+            root_directory: service.root_directory().await?,
+            root_image: service.root_image().await?,
+            unix_sockets: families.iter().any(|family| family == "AF_UNIX") == only,
+            apparmor_profile: service.app_armor_profile().await?.1,
+            programs: service.exec_start().await?.into_iter().map(|command| command.0).collect(),
+            main_pid: service.main_pid().await?,
+        })
+    }
+
+    async fn proxy(&self, path: &OwnedObjectPath) -> zbus::Result<ServiceProxy<'_>> {
+        ServiceProxy::builder(&self.connection).path(path.clone()).cache_properties(CacheProperties::No).build().await
+    }
+
+    /// The loaded services in a slice or one below it, sorted.
+    pub async fn services_in(&self, slice: &str) -> Result<Vec<String>, CtlError> {
+        let below = format!("{}-", slice.strip_suffix(".slice").unwrap_or(slice));
+        let listed = async {
+            let mut services = Vec::new();
+            for (name, _, load_state, _, _, _, path, ..) in
+                self.manager().await?.list_units_by_patterns(&[], &["*.service"]).await?
+            {
+                let own = self.proxy(&path).await?.slice().await?;
+                if load_state == "loaded" && (own == slice || own.starts_with(&below)) {
+                    services.push(name);
+                }
+            }
+            services.sort();
+            Ok(services)
+        };
+        listed.await.map_err(|e| failed(slice, &e))
+    }
+}
+
+fn failed(what: &str, error: &zbus::Error) -> CtlError {
+    CtlError::Failed(format!("systemd cannot be asked about {what}: {error}"))
+}
