@@ -115,13 +115,14 @@ install:
 	mv -f $(DESTDIR)$(libdir)/libnvshare.so.new $(DESTDIR)$(libdir)/libnvshare.so
 	@# Settings that somebody has changed stay.
 	[ -e $(DESTDIR)$(sysconfdir)/nvshare/nvshare.toml ] || install -m 644 etc/nvshare.toml $(DESTDIR)$(sysconfdir)/nvshare
-	install -m 644 $(wildcard systemd/*.service systemd/*.socket) $(DESTDIR)$(unitdir)
-	sed -i 's|/usr/bin/|$(bindir)/|' $(DESTDIR)$(unitdir)/nvshare.service
+	install -m 644 $(wildcard systemd/*.service systemd/*.socket systemd/*.path) $(DESTDIR)$(unitdir)
+	sed -i 's|/usr/bin/|$(bindir)/|' $(DESTDIR)$(unitdir)/nvshare.service $(DESTDIR)$(unitdir)/nvshare-cdi.service
 	install -Dm 644 $(COMPLETIONS)/nvsharectl.bash $(DESTDIR)$(bashdir)/nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(zshdir) $(COMPLETIONS)/_nvsharectl
 	install -Dm 644 -t $(DESTDIR)$(fishdir) $(COMPLETIONS)/nvsharectl.fish
 	@# What containers have as /etc/ld.so.preload. The loader knows no comments there.
 	install -Dm 644 -t $(DESTDIR)$(prefix)/share/nvshare etc/ld.so.preload
+	install -Dm 644 etc/apparmor-abstraction $(DESTDIR)$(sysconfdir)/apparmor.d/abstractions/nvshare
 	install -Dm 644 systemd/nvshare.sysusers $(DESTDIR)$(prefix)/lib/sysusers.d/nvshare.conf
 	install -Dm 644 systemd/nvshare.catalog $(DESTDIR)$(prefix)/lib/systemd/catalog/nvshare.catalog
 	install -Dm 644 systemd/nvshare.tmpfiles $(DESTDIR)$(prefix)/lib/tmpfiles.d/nvshare.conf

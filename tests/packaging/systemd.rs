@@ -29,6 +29,24 @@ fn the_service_is_exposed_to_little() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
+/// The abstraction is included in a profile, and the parser knows all that is in it.
+#[test]
+fn apparmor_takes_the_abstraction() {
+    let directory = Directory::new();
+    let abstraction = Path::new(env!("CARGO_MANIFEST_DIR")).join("etc/apparmor-abstraction");
+    let profile = directory.0.join("profile");
+    let text = format!(
+        "include <tunables/global>\nprofile program /usr/bin/program {{\n  include <abstractions/base>\n  include \"{}\"\n}}\n",
+        abstraction.display()
+    );
+    std::fs::write(&profile, text).expect("a file");
+    let mut command = Command::new("apparmor_parser");
+    // Compiled, and not loaded into the kernel.
+    command.args(["--skip-kernel-load", "--skip-cache"]).arg(&profile);
+    let Some(output) = ask(&mut command) else { return };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 #[test]
 fn the_journal_takes_the_catalog() {
     let directory = Directory::new();

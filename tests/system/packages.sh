@@ -155,7 +155,15 @@ is "the file" "$(cat $list)" "$(printf '/usr/lib/libother.so: \n/usr/lib/libnvsh
 rm $list /usr/lib/libother.so /usr/lib/libnvshare.so.no
 install "$new"
 quietly nvsharectl preload enable
+# A service that preloads it, and one of which something else has been changed as well.
+for unit in a b; do
+    mkdir -p /etc/systemd/system/$unit.service.d
+    printf '[Service]\nEnvironment="LD_PRELOAD=libnvshare.so"\n' >/etc/systemd/system/$unit.service.d/zz-nvshare-preload.conf
+done
+touch /etc/systemd/system/b.service.d/override.conf
 quietly dpkg --force-depends --remove libnvshare-preload
+is "what is left" "$(echo /etc/systemd/system/?.service.d/*)" /etc/systemd/system/b.service.d/override.conf
+rm -r /etc/systemd/system/b.service.d
 [ ! -e $list ] || fail "there is a $list"
 clean
 install "$new"
@@ -165,7 +173,7 @@ quietly nvsharectl preload enable
 quietly systemctl enable nvshare.service nvshare.socket
 quietly usermod --append --groups nvshare nobody
 quietly gpasswd --delete nobody nvshare
-mkdir -p /var/lib/nvshare && touch /var/lib/nvshare/settings.toml /etc/nvshare/nvshare.toml.dpkg-old /run/nvshare/lock
+mkdir -p /var/lib/nvshare /etc/cdi && touch /etc/cdi/nvshare.json /var/lib/nvshare/settings.toml /etc/nvshare/nvshare.toml.dpkg-old /run/nvshare/lock
 quietly dpkg --purge nvshare libnvshare-preload
 everything >"$work/after"
 diff "$work/before" "$work/after" >"$log" || fail "something is left, or missing"

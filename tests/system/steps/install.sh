@@ -3,7 +3,7 @@
 . "$(dirname "$0")/../lib.sh"
 
 apt-get install -qq -y "$here"/packages/*.deb >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "apt-get install"; }
-for socket in nvshare.socket nvshare-control.socket nvshare-metrics.socket $unit; do
+for socket in nvshare.socket nvshare-control.socket nvshare-metrics.socket nvshare-cdi.service nvshare-cdi.path $unit; do
     case $socket in nvshare-control.socket) state=static ;; *) state=disabled ;; esac
     [ "$(systemctl is-enabled $socket)" = $state ] || fail "$socket is $(systemctl is-enabled $socket)"
     [ "$(systemctl is-active $socket)" = inactive ] || fail "$socket is $(systemctl is-active $socket)"

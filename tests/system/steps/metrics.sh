@@ -1,6 +1,5 @@
 #!/bin/bash
-# Metrics: on no socket until somebody enables that, then on TCP where somebody asked for that, and on none again. And the file
-# by which containers share GPUs.
+# Metrics: on no socket until somebody enables that, then on TCP where somebody asked for that, and on none again.
 . "$(dirname "$0")/../lib.sh"
 
 unit_of_metrics=nvshare-metrics.socket
@@ -28,9 +27,3 @@ rm -r /etc/systemd/system/$unit_of_metrics.d
 systemctl daemon-reload
 systemctl restart $unit
 [ ! -e /run/nvshare-metrics/metrics.sock ] || fail "metrics are served still"
-
-printf 'cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ndevices:\n- name: all\n  containerEdits:\n    deviceNodes:\n    - path: /dev/null\n- name: "0"\n  containerEdits:\n    deviceNodes:\n    - path: /dev/null\n' >/tmp/nvidia.yaml
-nvsharectl cdi generate --nvidia /tmp/nvidia.yaml >/dev/null 2>&1 || fail "the CDI file: $(nvsharectl cdi generate --nvidia /tmp/nvidia.yaml 2>&1)"
-grep -q '"hostPath": "/usr/share/nvshare/ld.so.preload"' /etc/cdi/nvshare.json || fail "what containers get: $(cat /etc/cdi/nvshare.json)"
-says "/usr/lib/nvshare/libnvshare.so" cat /usr/share/nvshare/ld.so.preload
-rm -r /etc/cdi

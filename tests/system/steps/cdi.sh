@@ -1,0 +1,21 @@
+#!/bin/bash
+# The file by which containers share GPUs: written, and written again when NVIDIA's changes, as it does with each driver.
+. "$(dirname "$0")/../lib.sh"
+
+nvidias() { # driver
+    printf 'cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ncontainerEdits:\n  env:\n  - DRIVER=%s\ndevices:\n- name: "0"\n  containerEdits:\n    deviceNodes:\n    - path: /dev/null\n' "$1"
+}
+nvidias 1 >/tmp/nvidia.yaml
+nvsharectl cdi generate --nvidia /tmp/nvidia.yaml >/dev/null 2>&1 || fail "the CDI file: $(nvsharectl cdi generate --nvidia /tmp/nvidia.yaml 2>&1)"
+grep -q '"hostPath": "/usr/share/nvshare/ld.so.preload"' /etc/cdi/nvshare.json || fail "what containers get: $(cat /etc/cdi/nvshare.json)"
+says "/usr/lib/nvshare/libnvshare.so" cat /usr/share/nvshare/ld.so.preload
+rm /etc/cdi/nvshare.json
+
+nvidias 2 >/etc/cdi/nvidia.yaml
+systemctl enable --quiet --now nvshare-cdi.service || fail "nvshare-cdi.service: $(journalctl --no-pager -u nvshare-cdi.service)"
+grep -q DRIVER=2 /etc/cdi/nvshare.json || fail "what containers get: $(cat /etc/cdi/nvshare.json)"
+[ "$(systemctl is-enabled nvshare-cdi.path)" = enabled ] || fail "nvshare-cdi.path is $(systemctl is-enabled nvshare-cdi.path)"
+nvidias 3 >/etc/cdi/nvidia.yaml
+until_true "the file of the new driver" grep -q DRIVER=3 /etc/cdi/nvshare.json
+# What is there is left for the purge.
+rm /etc/cdi/nvidia.yaml
