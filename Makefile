@@ -32,8 +32,10 @@ fishdir ?= $(prefix)/share/fish/vendor_completions.d
 IN_IMAGE = man/nvshare-device-plugin.8 man/nvshare-agent.8
 # Where deb puts what it builds.
 PACKAGES ?= $(abspath $(TARGET))/packages
+# Where apt-repository puts what it makes of them.
+REPOSITORY ?= $(abspath $(TARGET))/repository
 
-.PHONY: help build artifacts programs demo check check-system check-containers bench install deb clean
+.PHONY: help build artifacts programs demo check check-system check-containers bench install deb apt-repository clean
 
 help:
 	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
@@ -48,6 +50,9 @@ help:
 	@echo 'make install   to $$DESTDIR$(prefix): programs, library, systemd units, D-Bus and polkit policy, man pages,'
 	@echo '                 completions'
 	@echo 'make deb       Debian packages, in $(TARGET)/packages; VERSION=0.1.1~test gives them that version'
+	@echo 'make apt-repository  a signed apt repository of these packages, in $(TARGET)/repository:'
+	@echo '                 KEY=you@example.org        the gpg key that signs it; without it, one for tests is made'
+	@echo '                 URL=https://example.org/   where hosts find it'
 	@echo 'make clean     removes what was built'
 	@echo
 	@echo 'While you change something:'
@@ -88,7 +93,7 @@ check:
 
 # Both versions are of the same programs: what an upgrade does is dpkg's and systemd's.
 check-system: programs
-	@tests/needs.sh mmdebstrap systemd-nspawn
+	@tests/needs.sh mmdebstrap systemd-nspawn apt-ftparchive gpg
 	rm -rf $(TARGET)/system/packages
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages'
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages' VERSION=999~test
@@ -144,6 +149,10 @@ deb:
 	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
 	@echo 'Built. To install:' && echo "  sudo apt install $$(sed 's| .*||; s|^|$(PACKAGES)/|' debian/files | paste -sd ' ')"
 	@dh_clean
+
+apt-repository:
+	@tests/needs.sh apt-ftparchive dpkg-deb gpg
+	@KEY='$(KEY)' URL='$(URL)' debian/apt-repository.sh '$(PACKAGES)' '$(REPOSITORY)'
 
 clean:
 	$(CARGO) clean

@@ -32,6 +32,9 @@ for what; do
     man) command -v man >/dev/null || lacks man man-db ;;
     dpkg-buildpackage) command -v dpkg-buildpackage >/dev/null || lacks dpkg-buildpackage dpkg-dev ;;
     dh) command -v dh_installsysusers >/dev/null || lacks dh debhelper ;;
+    apt-ftparchive) command -v apt-ftparchive >/dev/null || lacks apt-ftparchive apt-utils ;;
+    dpkg-deb) command -v dpkg-deb >/dev/null || lacks dpkg-deb dpkg ;;
+    gpg) command -v gpg >/dev/null || lacks gpg gpg ;;
     mmdebstrap) command -v mmdebstrap >/dev/null || lacks mmdebstrap mmdebstrap ;;
     systemd-nspawn) command -v systemd-nspawn >/dev/null || lacks systemd-nspawn systemd-container ;;
     musl-gcc) command -v musl-gcc >/dev/null || lacks musl-gcc musl-tools ;;

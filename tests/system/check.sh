@@ -33,9 +33,14 @@ for suite in ${SUITES:-bookworm trixie}; do
     mkdir -p "$root/opt/nvshare-test"
     cp -r "$here"/*.sh "$here/steps" "$root/opt/nvshare-test"
     versions=$(for deb in "$packages"/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
-    mkdir "$root/opt/nvshare-test/packages" "$root/opt/nvshare-test/newer"
-    cp "$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb "$root/opt/nvshare-test/packages"
-    cp "$packages"/*_"$(tail -n 1 <<<"$versions")"_*.deb "$root/opt/nvshare-test/newer"
+    # A repository as it is before the newer version is published, and as it is afterwards; both are found at the same URL.
+    older=$(mktemp -d)
+    cp "$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb "$older"
+    URL=file:/opt/nvshare-test/repository "$here/../../debian/apt-repository.sh" "$older" "$bases/repository" >/dev/null
+    cp -r "$bases/repository" "$root/opt/nvshare-test/repository"
+    URL=file:/opt/nvshare-test/repository "$here/../../debian/apt-repository.sh" "$packages" "$bases/repository" >/dev/null
+    cp -r "$bases/repository" "$root/opt/nvshare-test/repository.newer"
+    rm -r "$older"
 
     echo "--- $suite: what dpkg does with the packages"
     "$here/packages.sh" "$root" "$packages" || { failed=1 && echo "--- $suite: FAILED" >&2; }

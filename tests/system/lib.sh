@@ -44,6 +44,12 @@ refused() { # text, command…
     [[ $said == *"$text"* ]] || fail "$*: said «$said», which has nothing of «$text»"
 }
 
+# apt-get with nvshare's repository and no other: the system has no network.
+apt_nvshare() {
+    apt-get -qq -y -o Dir::Etc::sourcelist=/etc/apt/sources.list.d/nvshare.sources -o Dir::Etc::sourceparts=- "$@" >/tmp/apt.log 2>&1 ||
+        { cat /tmp/apt.log >&2; fail "apt-get $*"; }
+}
+
 as_user() { runuser -u $user -- "$@"; }
 
 # A program on the simulated GPU, under nvshare. Its files are everybody's, as a GPU is.

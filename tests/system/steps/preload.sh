@@ -20,7 +20,7 @@ connected=$(logged 'cuda-program connected$')
 until_true "the program to have shared" has_logged $((connected + 1)) 'cuda-program connected$'
 
 # Installed again, it is as it was.
-apt-get install -qq -y --reinstall "$here"/newer/*.deb >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "a reinstallation"; }
+apt_nvshare install --reinstall nvshare libnvshare-preload
 says "$once" cat $list
 says "" /bin/true
 

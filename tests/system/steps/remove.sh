@@ -10,5 +10,7 @@ apt-get remove -qq -y nvshare libnvshare-preload >/tmp/apt.log 2>&1 || { cat /tm
 says "" /bin/true
 [ "$(systemctl is-active nvshare.socket)" != active ] || fail "the socket is still there"
 wait $program || fail "a program that ran meanwhile ended with $?"
+[ -e /etc/cdi/nvshare.json ] || fail "the CDI file is gone before it is purged"
 [ -e /etc/nvshare/nvshare.toml ] || fail "the configuration is gone before it is purged"
 apt-get purge -qq -y nvshare libnvshare-preload >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "apt-get purge"; }
+rm /etc/apt/sources.list.d/nvshare.sources /etc/apt/keyrings/nvshare.gpg

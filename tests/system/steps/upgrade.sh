@@ -9,7 +9,11 @@ connected=$(logged 'cuda-program connected$')
 scheduler=$(shown MainPID)
 start_two mix --mem 160M --rounds 16 --gpu-ms 50
 
-apt-get install -qq -y "$here"/newer/*.deb >/tmp/apt.log 2>&1 || { cat /tmp/apt.log >&2; fail "the upgrade"; }
+mv "$here/repository" "$here/repository.older"
+mv "$here/repository.newer" "$here/repository"
+apt_nvshare update
+apt_nvshare upgrade
+[ "$(dpkg-query --show --showformat='${Version}' nvshare)" = 999~test ] || fail "the newer version is not installed"
 [ "$(shown MainPID)" != "$scheduler" ] || fail "the old scheduler runs still"
 for program in "${programs[@]}"; do kill -0 "$program" || fail "a program was too short for this, or has ended"; done
 [ "$(stat -c %i /run/nvshare/scheduler.sock)" = "$inode" ] || fail "the socket is another"
