@@ -32,10 +32,12 @@ fishdir ?= $(prefix)/share/fish/vendor_completions.d
 IN_IMAGE = man/nvshare-device-plugin.8 man/nvshare-agent.8
 # Where deb puts what it builds.
 PACKAGES ?= $(abspath $(TARGET))/packages
+# What dist makes, and the folder in it.
+DIST = nvshare-$(shell sed -n '/^\[workspace.package\]/,/^$$/s/^version = "\(.*\)"/\1/p' Cargo.toml)
 # Where apt-repository puts what it makes of them.
 REPOSITORY ?= $(abspath $(TARGET))/repository
 
-.PHONY: help build artifacts programs demo check check-system check-containers bench install deb apt-repository clean
+.PHONY: help build artifacts programs demo check check-system check-containers bench install deb apt-repository dist clean
 
 help:
 	@echo 'make build     optimised programs, libnvshare.so and shell completions, in $(TARGET)/release; or:'
@@ -53,6 +55,7 @@ help:
 	@echo 'make apt-repository  a signed apt repository of these packages, in $(TARGET)/repository:'
 	@echo '                 KEY=you@example.org        the gpg key that signs it; without it, one for tests is made'
 	@echo '                 URL=https://example.org/   where hosts find it'
+	@echo 'make dist      the source with all crates, in $(TARGET)/dist: it builds without a network'
 	@echo 'make clean     removes what was built'
 	@echo
 	@echo 'While you change something:'
@@ -149,6 +152,18 @@ deb:
 	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
 	@echo 'Built. To install:' && echo "  sudo apt install $$(sed 's| .*||; s|^|$(PACKAGES)/|' debian/files | paste -sd ' ')"
 	@dh_clean
+
+# Of the last commit. What cargo vendor prints is what has cargo use it.
+dist:
+	@tests/needs.sh cargo
+	rm -rf $(TARGET)/dist
+	mkdir -p $(TARGET)/dist
+	git archive --prefix=$(DIST)/ HEAD | tar -x -C $(TARGET)/dist
+	cd $(TARGET)/dist/$(DIST) && $(CARGO) vendor --locked --quiet --sync preload/Cargo.toml vendor >vendor.toml && \
+	    cat vendor.toml >>.cargo/config.toml && rm vendor.toml
+	tar -C $(TARGET)/dist -cJf $(TARGET)/dist/$(DIST).tar.xz $(DIST)
+	rm -r $(TARGET)/dist/$(DIST)
+	@echo 'To build it without a network: tar -xJf $(TARGET)/dist/$(DIST).tar.xz && cd $(DIST) && make deb'
 
 apt-repository:
 	@tests/needs.sh apt-ftparchive dpkg-deb gpg

@@ -1,5 +1,6 @@
 //! Installed files and documents against the programs: the library as a file, units, manual pages, figures.
 
+mod copyright;
 mod documentation;
 mod figures;
 mod library;

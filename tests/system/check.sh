@@ -13,15 +13,26 @@ mkdir -p "$bases"
 # What the packages depend on is there already: the systems have no network. procps and diffutils are for the steps.
 include=systemd,systemd-sysv,dbus,polkitd,libpam-systemd,libc6,adduser,procps,diffutils,man-db,bash-completion
 
+# Makes the base system of a suite where there is none yet.
+base() { # name, packages
+    base=$bases/$1.tar
+    [ ! -e "$base" ] || return 0
+    echo "--- $1: making a base system"
+    mmdebstrap --quiet --format=tar --variant=apt --include="$2" "${1%%-*}" "$base.new"
+    mv "$base.new" "$base"
+}
+
+# Makes a source package of the tree.
+source_package() { # directory
+    mkdir -p "$1/nvshare"
+    git -C "$here/../.." ls-files -z --cached --others --exclude-standard | tar -C "$here/../.." --null -cT - | tar -x -C "$1/nvshare"
+    (cd "$1" && dpkg-source --build nvshare >/dev/null && rm -r nvshare)
+}
+
 failed=0
 for suite in ${SUITES:-bookworm trixie}; do
     began=$SECONDS
-    base=$bases/$suite.tar
-    if [ ! -e "$base" ]; then
-        echo "--- $suite: making a base system"
-        mmdebstrap --quiet --format=tar --variant=apt --include=$include "$suite" "$base.new"
-        mv "$base.new" "$base"
-    fi
+    base "$suite" $include
     root=$(mktemp -d "${TMPDIR:-/tmp}/nvshare-system-XXXXXX")
     # shellcheck disable=SC2064
     trap "rm -rf --one-file-system '$root'" EXIT
@@ -41,6 +52,20 @@ for suite in ${SUITES:-bookworm trixie}; do
     URL=file:/opt/nvshare-test/repository "$here/../../debian/apt-repository.sh" "$packages" "$bases/repository" >/dev/null
     cp -r "$bases/repository" "$root/opt/nvshare-test/repository.newer"
     rm -r "$older"
+
+    # lintian is larger than a system without it, so that it has a system of its own.
+    base "$suite-lintian" lintian
+    echo "--- $suite: what lintian says"
+    mkdir "$root/opt/lintian"
+    tar -C "$root/opt/lintian" -xf "$base"
+    subjects=("$packages"/*_"$(head -n 1 <<<"$versions")"_*.deb)
+    "$here/lintian.sh" "$root/opt/lintian" "${subjects[@]}" || { failed=1 && echo "--- $suite: FAILED" >&2; }
+    # The source is for the newest policy alone: an older lintian does not know that.
+    if [ "$suite" != bookworm ]; then
+        source_package "$root/opt/source"
+        "$here/lintian.sh" "$root/opt/lintian" "$root"/opt/source/nvshare_* || { failed=1 && echo "--- $suite: FAILED" >&2; }
+    fi
+    rm -rf --one-file-system "$root/opt/lintian" "$root/opt/source"
 
     echo "--- $suite: what dpkg does with the packages"
     "$here/packages.sh" "$root" "$packages" || { failed=1 && echo "--- $suite: FAILED" >&2; }
