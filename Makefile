@@ -151,7 +151,7 @@ deb:
 	NVSHARE_VERSION='$(VERSION)' NVSHARE_PACKAGES='$(PACKAGES)' \
 	    dpkg-buildpackage --build=binary --no-check-builddeps --rules-target=clean,binary
 	@echo 'Built. To install:' && echo "  sudo apt install $$(sed 's| .*||; s|^|$(PACKAGES)/|' debian/files | paste -sd ' ')"
-	@dh_clean
+	@dh_clean -Xvendor/
 
 # Of the last commit. What cargo vendor prints is what has cargo use it.
 dist:
@@ -159,8 +159,8 @@ dist:
 	rm -rf $(TARGET)/dist
 	mkdir -p $(TARGET)/dist
 	git archive --prefix=$(DIST)/ HEAD | tar -x -C $(TARGET)/dist
-	cd $(TARGET)/dist/$(DIST) && $(CARGO) vendor --locked --quiet --sync preload/Cargo.toml vendor >vendor.toml && \
-	    cat vendor.toml >>.cargo/config.toml && rm vendor.toml
+	cd $(TARGET)/dist/$(DIST) && $(CARGO) vendor --locked --sync preload/Cargo.toml vendor >vendor.toml
+	cd $(TARGET)/dist/$(DIST) && cat vendor.toml >>.cargo/config.toml && rm vendor.toml
 	tar -C $(TARGET)/dist -cJf $(TARGET)/dist/$(DIST).tar.xz $(DIST)
 	rm -r $(TARGET)/dist/$(DIST)
 	@echo 'To build it without a network: tar -xJf $(TARGET)/dist/$(DIST).tar.xz && cd $(DIST) && make deb'
