@@ -23,8 +23,17 @@ pub const MIB: u64 = 1 << 20;
 pub const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(5);
 
+/// A directory with some of another version's artifacts, which are tested instead: `make check-compatibility`.
+const OTHER_VERSION: &str = "NVSHARE_TEST_OTHER_VERSION";
+
 /// Where cargo put what is under test: beside the directory of this test program.
 pub fn artifact(name: &str) -> PathBuf {
+    if let Some(directory) = std::env::var_os(OTHER_VERSION) {
+        let path = Path::new(&directory).join(name);
+        if path.exists() {
+            return path;
+        }
+    }
     let exe = std::env::current_exe().expect("the path of this program");
     let path = exe.parent().and_then(Path::parent).expect("target/PROFILE/deps").join(name);
     assert!(path.exists(), "{} is missing: run `make artifacts` first", path.display());

@@ -1,0 +1,48 @@
+#!/bin/sh
+# Whether another version of nvshare and this one work together: programs share a simulated GPU, once with that version's library
+# and this scheduler, as containers and programs that keep running after an upgrade have it, and once with this library and that
+# version's scheduler.
+#
+#   compatibility.sh COMMIT BUILT   COMMIT: a tag or any other commit; BUILT: target/debug, with this version's programs
+set -eu
+
+[ $# = 2 ] || { echo "usage: $0 COMMIT BUILT" >&2; exit 2; }
+cd "$(dirname "$0")/.."
+cargo=${CARGO:-cargo}
+commit=$(git rev-parse --verify --quiet "$1^{commit}") || { echo "there is no commit $1" >&2; exit 1; }
+directory=$(realpath "$2")/../compatibility
+mkdir -p "$directory"
+directory=$(realpath "$directory")
+
+# Sharing in general, a restart of the scheduler, its absence, limits, memory that programs share. These look at what programs
+# compute and are told, and at no wording that may change.
+tests='
+    test(=turns::programs_of_every_kind_take_turns)
+  | test(=turns::random_allocations_survive_hand_overs)
+  | test(=memory::swapped_memory_comes_back_as_it_was)
+  | test(=restart::two_programs_go_on_when_the_scheduler_is_restarted_over_and_over)
+  | test(=offline::a_scheduler_that_comes_back_takes_over)
+  | test(=limits::a_program_is_refused_memory_exactly_at_its_limit)
+  | test(=limits::a_program_can_be_given_less_by_its_environment)
+  | test(=memory_info::a_program_under_a_rule_is_told_one_story_by_all)
+  | test(=ipc::two_programs_use_the_same_memory_while_their_own_is_swapped)'
+
+echo "--- building $1"
+rm -rf "$directory/source" "$directory/library" "$directory/scheduler"
+mkdir "$directory/source" "$directory/library" "$directory/scheduler"
+# With the time of now: cargo goes by times, and would take what it built of a newer commit.
+git archive "$commit" | tar -xm -C "$directory/source"
+build() { (cd "$directory/source" && CARGO_TARGET_DIR="$directory/target" "$cargo" build --locked "$@"); }
+build -p nvshare --bin nvshare-scheduler
+build --manifest-path preload/Cargo.toml
+cp "$directory/target/debug/libnvshare.so" "$directory/library"
+cp "$directory/target/debug/nvshare-scheduler" "$directory/scheduler"
+rm -rf "$directory/source"
+
+failed=0
+for part in library scheduler; do
+    echo "--- the $part of $1"
+    NVSHARE_TEST_OTHER_VERSION="$directory/$part" "$cargo" nextest run -p nvshare --test sharing --locked --no-fail-fast \
+        -E "binary(sharing) & ($tests)" || failed=1
+done
+exit $failed
