@@ -43,6 +43,7 @@ for suite in ${SUITES:-bookworm trixie}; do
     install "$built/cuda-program" "$root/usr/local/bin"
     mkdir -p "$root/opt/nvshare-test"
     cp -r "$here"/*.sh "$here/steps" "$root/opt/nvshare-test"
+    cp -r "$here/../../debian/tests" "$root/opt/nvshare-test/autopkgtests"
     versions=$(for deb in "$packages"/nvshare_*.deb; do dpkg-deb -f "$deb" Version; done | sort -V)
     # A repository as it is before the newer version is published, and as it is afterwards; both are found at the same URL.
     older=$(mktemp -d)

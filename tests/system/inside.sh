@@ -28,7 +28,7 @@ mkdir -p /etc/systemd/system/$unit.d
 printf '[Service]\nEnvironment=%s\n' "${gpu[*]}" >/etc/systemd/system/$unit.d/gpu.conf
 snapshot >/tmp/before
 
-for step in install activation settings metrics cdi share restart upgrade preload-service preload remove; do
+for step in install autopkgtest activation settings metrics cdi share restart upgrade preload-service preload remove; do
     began=$(date +%s%N)
     "$here/steps/$step.sh" || { echo "step $step failed" >&2; exit 1; }
     printf '  %-12s %5d ms\n' $step $((($(date +%s%N) - began) / 1000000))

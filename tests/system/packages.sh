@@ -76,7 +76,8 @@ getent passwd nvshare >/dev/null || fail "there is no user nvshare"
 is "its directory" "$(stat -c %U:%a /run/nvshare)" nvshare:755
 nvshare-scheduler --check-config >/dev/null || fail "the configuration file is wrong"
 LD_PRELOAD=libnvshare.so clean
-for script in /var/lib/dpkg/info/nvshare.postinst /var/lib/dpkg/info/libnvshare-preload.postinst; do
+# Files of a package that can be there for several architectures have the architecture in their name.
+for script in /var/lib/dpkg/info/nvshare.postinst /var/lib/dpkg/info/libnvshare-preload:*.postinst; do
     quietly $script configure "$old"
     quietly $script configure
 done
@@ -138,8 +139,11 @@ clean
 
 step "a library that fails its trial is not left in force"
 remade "$(echo /packages/libnvshare-preload_"$new"_*.deb)" damaged "echo damaged | tee usr/lib/*/libnvshare.so >/dev/null"
+mkdir -p /etc/systemd/system/a.service.d
+printf '[Service]\nEnvironment="LD_PRELOAD=libnvshare.so"\n' >/etc/systemd/system/a.service.d/zz-nvshare-preload.conf
 quietly dpkg --install --force-depends "$work/damaged.deb"
 ! preloading || fail "it is on"
+[ ! -e /etc/systemd/system/a.service.d ] || fail "it is on for a service"
 clean
 install "$new"
 ! preloading || fail "it is on again"
@@ -177,5 +181,5 @@ mkdir -p /var/lib/nvshare /etc/cdi && touch /etc/cdi/nvshare.json /var/lib/nvsha
 quietly dpkg --purge nvshare libnvshare-preload
 everything >"$work/after"
 diff "$work/before" "$work/after" >"$log" || fail "something is left, or missing"
-for script in nvshare libnvshare-preload; do [ ! -e /var/lib/dpkg/info/$script.list ] || fail "dpkg knows $script"; done
+for file in /var/lib/dpkg/info/*nvshare*; do [ ! -e "$file" ] || fail "dpkg knows $file"; done
 echo "packages.sh: all right"

@@ -18,7 +18,7 @@ of_process() { awk -v "field=$1:" '$1 == field { print $2 }' "/proc/$(shown Main
 # One unit for everything: the other socket and the service stop and start with it.
 systemctl stop nvshare.socket
 for stopped in nvshare.socket nvshare-control.socket $unit; do
-    [ "$(systemctl is-active $stopped)" = inactive ] || fail "$stopped is $(systemctl is-active $stopped)"
+    until_true "$stopped to stop" sh -c "! systemctl is-active $stopped"
 done
 systemctl enable --quiet --now nvshare.socket
 [ "$(systemctl is-active nvshare-control.socket)" = active ] || fail "there is no control socket"

@@ -1,0 +1,10 @@
+#!/bin/bash
+# debian/tests, which Debian runs for what is installed.
+. "$(dirname "$0")/../lib.sh"
+
+AUTOPKGTEST_TMP=$(mktemp -d)
+export AUTOPKGTEST_TMP
+for test in command-line service preload; do
+    "$here/autopkgtests/$test" >/tmp/said 2>&1 || { cat /tmp/said >&2; fail "the autopkgtest $test ended with $?"; }
+done
+rm -r "$AUTOPKGTEST_TMP"
