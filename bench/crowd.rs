@@ -14,7 +14,7 @@ const HAND_OVERS: usize = 5_000;
 pub fn daemon(more: impl Fn(&std::path::Path) -> String) -> Daemon {
     Daemon::start_with(|command, directory| {
         let file = directory.join("nvshare.toml");
-        let text = "anti-thrash = \"on\"\nmax-clients-per-user = 65535\nlog-level = \"warn\"\n";
+        let text = "anti-thrash = \"on\"\nmax-clients-per-tenant = 65535\nlog-level = \"warn\"\n";
         std::fs::write(&file, format!("{text}{}", more(directory))).expect("a configuration");
         command.arg("--config").arg(file).args(["--log-level", "info"]);
     })

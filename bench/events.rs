@@ -65,7 +65,7 @@ fn cost(others: u64, wait: bool) -> (Duration, Duration) {
     let begun = Instant::now();
     for number in 1..=others + 2 {
         let client = ClientId(number);
-        let tenant = TenantId((number % TENANTS) as u32);
+        let tenant = TenantId(number % TENANTS);
         machine.handle(now, Event::Connected { client, gang: 0, tenant });
         machine.handle(now, Event::Attached { client, gpu: GPU, engine: Engine::Swap });
         let (ack, limit_ack) = (u32::MAX, u32::MAX);

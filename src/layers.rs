@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 const CRATE: [&str; 8] = ["sys", "identity", "config", "bus", "recorder", "simulate", "daemon", "ctl"];
 
 /// Modules of the daemon, from the lowest to the highest.
-const DAEMON: [&str; 12] = [
+const DAEMON: [&str; 13] = [
     "logging",
     "node",
     "systemd",
+    "tenants",
     "transport",
     "gpu",
     "metrics",

@@ -24,7 +24,7 @@ use crate::scheduler::{AntiThrash, Placement, PolicyName, Settings};
 pub struct Config {
     pub settings: Settings,
     /// Connections of one user; root has no limit.
-    pub max_clients_per_user: u32,
+    pub max_clients_per_tenant: u32,
     pub log_level: LogLevel,
     /// Connections outlive the daemon, if systemd can store them.
     pub keep_connections: bool,
@@ -40,7 +40,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             settings: settings::defaults(),
-            max_clients_per_user: 512,
+            max_clients_per_tenant: 512,
             log_level: LogLevel::Info,
             keep_connections: true,
             // Swapped memory is locked in RAM: what the host itself needs must not be.
@@ -111,7 +111,7 @@ impl Config {
                 placement: all.placement.unwrap_or(default.settings.placement),
                 ..scheduler.settings()
             },
-            max_clients_per_user: all.max_clients_per_user.unwrap_or(default.max_clients_per_user),
+            max_clients_per_tenant: all.max_clients_per_tenant.unwrap_or(default.max_clients_per_tenant),
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
@@ -159,7 +159,7 @@ struct File {
     #[serde(default, deserialize_with = "read_placement")]
     placement: Option<Placement>,
     #[serde(default, deserialize_with = "read_max_clients")]
-    max_clients_per_user: Option<u32>,
+    max_clients_per_tenant: Option<u32>,
     #[serde(default, deserialize_with = "read_log_level")]
     log_level: Option<LogLevel>,
     #[serde(default)]
@@ -184,7 +184,7 @@ impl File {
             anti_thrash: self.anti_thrash.or(before.anti_thrash),
             policy: self.policy.or(before.policy),
             placement: self.placement.or(before.placement),
-            max_clients_per_user: self.max_clients_per_user.or(before.max_clients_per_user),
+            max_clients_per_tenant: self.max_clients_per_tenant.or(before.max_clients_per_tenant),
             log_level: self.log_level.or(before.log_level),
             keep_connections: self.keep_connections.or(before.keep_connections),
             memory: FileMemory {
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_read() {
-        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-user = 9\nlog-level = \"debug\"\n\
+        let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
                     [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n\
                     [metrics]\nlisten = \"/run/m.sock\"\n";
@@ -254,7 +254,7 @@ mod tests {
                 time_period: Duration::from_secs(20),
                 placement: Placement::Pack,
             },
-            max_clients_per_user: 9,
+            max_clients_per_tenant: 9,
             log_level: LogLevel::Debug,
             keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
@@ -344,14 +344,17 @@ mod tests {
                 "[metrics]\nlisten = \"9810\"",
                 "nvshare.toml:2:10: metrics.listen cannot be \"9810\": the path of a socket, like \"/run/nvshare-metrics/metrics.sock\", an address with a port, like \"127.0.0.1:9810\" or \"[::1]:9810\", or nothing at all is allowed",
             ),
-            ("max-clients-per-user = 0", "nvshare.toml:1:24: max-clients-per-user cannot be 0: 1 to 65535 are allowed"),
+            (
+                "max-clients-per-tenant = 0",
+                "nvshare.toml:1:26: max-clients-per-tenant cannot be 0: 1 to 65535 are allowed",
+            ),
             (
                 "log-level = \"loud\"",
                 "nvshare.toml:1:13: log-level cannot be \"loud\": \"error\", \"warn\", \"info\", \"debug\" or \"trace\" are allowed",
             ),
             (
                 "quantum = 3",
-                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `max-clients-per-user`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `rule`",
+                "nvshare.toml:1:1: unknown field `quantum`, expected one of `time-quantum`, `max-wait`, `time-period`, `anti-thrash`, `policy`, `placement`, `max-clients-per-tenant`, `log-level`, `keep-connections`, `memory`, `swap`, `metrics`, `rule`",
             ),
         ];
         for (text, expected) in cases {

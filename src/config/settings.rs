@@ -163,12 +163,12 @@ pub(super) fn read_placement<'de, D: Deserializer<'de>>(from: D) -> Result<Optio
 }
 
 pub(super) fn read_max_clients<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
-    match Scalar::read(from, "max-clients-per-user", "a number from 1 to 65535")? {
+    match Scalar::read(from, "max-clients-per-tenant", "a number from 1 to 65535")? {
         Scalar::Number(number @ 1..=65535) => Ok(Some(number as u32)),
         Scalar::Number(other) => Err(other.to_string()),
         Scalar::Text(text) => Err(format!("{text:?}")),
     }
-    .map_err(|given| de::Error::custom(format!("max-clients-per-user cannot be {given}: 1 to 65535 are allowed")))
+    .map_err(|given| de::Error::custom(format!("max-clients-per-tenant cannot be {given}: 1 to 65535 are allowed")))
 }
 
 pub(super) fn read_reserve<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {

@@ -6,6 +6,7 @@
 //! - `logging`: the log, the journal, the event trace.
 //! - `node`: whether a daemon in a pod sees the processes of its node.
 //! - `systemd`: socket activation, notifications, the descriptor store.
+//! - `tenants`: what the clients of each tenant may take of the scheduler.
 //! - `transport`: clients' connections as packets, the protocol's state, the peer's identity.
 //! - `gpu`: NVML, memory accounting, traffic, host memory, the driver's limits.
 //! - `metrics`: metrics for monitoring.
@@ -27,6 +28,7 @@ mod node;
 mod run;
 mod systemd;
 mod tasks;
+mod tenants;
 mod transport;
 
 pub use run::{Options, StartError, run};

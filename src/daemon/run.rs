@@ -18,6 +18,7 @@ use crate::daemon::bus::{self, Bus, BusServer};
 use crate::daemon::connections::{Connections, accept, resume};
 use crate::daemon::control::Control;
 use crate::daemon::control::changes::Changes;
+use crate::daemon::control::lists::Lists;
 use crate::daemon::core::Core;
 use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::gpu::nvml::{self, Report};
@@ -122,7 +123,8 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         Options { bus_address: Some(address), .. } => Bus::Address(address.clone()),
         _ => Bus::System,
     };
-    let control = Control { config: options.config, log_level: options.log_level, log, changes };
+    let control =
+        Control { config: options.config, log_level: options.log_level, log, changes, lists: Lists::default() };
     let daemon = Startup { control, config, sockets, trace, bus };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // A directory service that does not answer keeps nobody from stopping the daemon.
@@ -249,6 +251,7 @@ impl Startup {
         metrics::start(metrics, scrape)?;
         let connections = start_connections(&core, clients, stored, bus_attempted);
         tasks::start(&core, holders, clients_list);
+        control.lists.start(&core);
         info!(name: "started", "nvshare-scheduler {} serves {}", env!("CARGO_PKG_VERSION"), clients_path.display());
 
         let watchdog = systemd::watchdog_period();
@@ -262,7 +265,11 @@ impl Startup {
                 }
                 Some(report) = reports.recv() => core.borrow_mut().nvml_report(report),
                 Some(reply) = scrapes.recv() => drop(reply.send(core.borrow().snapshot())),
-                Some(request) = requests.recv() => control.answer(&core, &connections, request),
+                Some(request) = requests.recv() => {
+                    control.answer(&core, &connections, request);
+                    // However many requests there are, clients are served between them.
+                    tokio::task::yield_now().await;
+                }
                 _ = hang_up.recv() => {
                     let (control, core) = (control.clone(), core.clone());
                     spawn_local(async move { control.reload(&core).await });
@@ -307,7 +314,7 @@ fn start_connections(
     bus_attempted: oneshot::Receiver<()>,
 ) -> Rc<Connections> {
     let (done, mut resumed) = watch::channel(false);
-    let connections = Rc::new(Connections::new(resumed.clone()));
+    let connections = Rc::new(Connections::new(core.borrow().budgets.clone(), resumed.clone()));
     spawn_local({
         let (core, connections) = (core.clone(), connections.clone());
         async move {

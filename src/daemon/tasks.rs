@@ -22,6 +22,9 @@ const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 /// announced: a copy of all of them is made each time.
 const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
 
+/// Shortest time between two announcements of limits to all clients.
+const LIMITS_PERIOD: Duration = Duration::from_millis(100);
+
 /// Time between measurements of traffic. NVML counts for 20 ms in each direction.
 const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
 
@@ -39,6 +42,7 @@ pub fn start(core: &Rc<RefCell<Core>>, holders: watch::Sender<Holders>, clients:
     spawn_local(watch_traffic(core.clone()));
     spawn_local(publish_holders(core.clone(), holders));
     spawn_local(publish_clients(core.clone(), clients));
+    spawn_local(announce_limits(core.clone()));
 }
 
 /// Wakes the machine at its deadlines.
@@ -94,6 +98,16 @@ async fn watch_traffic(core: Rc<RefCell<Core>>) {
         } else {
             signals.grants.notified().await;
         }
+    }
+}
+
+/// Tells clients their limits on GPUs that other clients have named.
+async fn announce_limits(core: Rc<RefCell<Core>>) {
+    let signals = core.borrow().signals.clone();
+    loop {
+        signals.limits.notified().await;
+        core.borrow_mut().announce_all_limits();
+        tokio::time::sleep(LIMITS_PERIOD).await;
     }
 }
 

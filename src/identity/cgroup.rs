@@ -46,14 +46,29 @@ impl Cgroup {
         self.names().rfind(|name| is_slice(name)).unwrap_or("")
     }
 
-    /// The id of the innermost container, shortened as container tools show it.
+    /// The id of the outermost container, shortened as container tools show it: what is inside it can be called anything by
+    /// its root. A user's container is shown if it is in none of the host's.
     pub fn container(&self) -> &str {
-        self.names().rev().find_map(container).map_or("", |id| id.get(..12).unwrap_or(id))
+        let of_user = || self.names().find_map(container);
+        let id = self.of_system().container.map(|(_, id)| id).or_else(of_user);
+        id.map_or("", |id| id.get(..12).unwrap_or(id))
     }
 
-    /// The part that the system manager created.
+    /// The part that the system manager and runtimes owned by root created.
     pub fn of_system(&self) -> Owned<'_> {
         self.owned(0)
+    }
+
+    /// The same, without the container that `own` is in as well.
+    pub fn of_system_below(&self, own: &Self) -> Owned<'_> {
+        let shared = own.of_system().container.map_or("", |(path, _)| path);
+        let is_within = self.path.strip_prefix(shared).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+        self.owned(if is_within { shared.len() } else { 0 })
+    }
+
+    /// The user in whose slice it is.
+    pub fn user_slice(&self) -> Option<u32> {
+        self.of_system().slices.into_iter().find_map(|path| slice_owner(name(path)))
     }
 
     /// The part that a user's manager created, and that user's id.
@@ -76,10 +91,13 @@ impl Cgroup {
     fn owned(&self, root: usize) -> Owned<'_> {
         let mut owned = Owned::default();
         let mut above = true;
+        // Containers below a user's slice are that user's.
+        let mut of_a_user = false;
         for path in self.within().filter(|path| path.len() > root) {
             let name = name(path);
             if above && is_slice(name) {
                 owned.slices.push(path);
+                of_a_user |= slice_owner(name).is_some();
             } else {
                 if above && is_unit(name) {
                     owned.unit = Some(path);
@@ -88,6 +106,9 @@ impl Cgroup {
             }
             if manager(name).is_some() {
                 break; // what is in there is that user's
+            }
+            if of_a_user {
+                continue;
             }
             if owned.container.is_none() {
                 owned.pod = owned.pod.or_else(|| Some((path, pod(name)?)));
@@ -117,6 +138,11 @@ pub fn is_unit(name: &str) -> bool {
 
 pub fn is_slice(name: &str) -> bool {
     name.ends_with(".slice")
+}
+
+/// Whose slice that is.
+fn slice_owner(slice: &str) -> Option<u32> {
+    slice.strip_prefix("user-")?.strip_suffix(".slice")?.parse().ok()
 }
 
 /// Whose manager runs in that unit.

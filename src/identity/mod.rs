@@ -1,9 +1,11 @@
-//! The identity of a process: its user and groups, control group, systemd unit, container and pod. Rules match on it,
-//! and the scheduler shows it. It comes from the kernel (`daemon::transport::peer`), never from the process itself.
+//! The identity of a process: its user and groups, control group, systemd unit, container and pod, and its tenant. Rules
+//! match on it, and the scheduler shows it. It comes from the kernel (`daemon::transport::peer`), never from the process itself.
 
 mod cgroup;
+mod tenant;
 
 pub use cgroup::{Cgroup, Owned, is_slice, is_unit, name};
+pub use tenant::{Place, Tenant};
 
 /// A process that connected.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -11,6 +13,8 @@ pub struct Identity {
     /// 0 where the process is in a PID namespace that we cannot see into.
     pub pid: i32,
     pub uid: u32,
+    /// Whose account it is on.
+    pub tenant: Tenant,
     /// The short name (`comm`), which every user may see; empty if unknown.
     pub name: String,
     /// The command line, which only its user and root may see.
@@ -43,11 +47,10 @@ pub struct Pod {
 }
 
 impl Identity {
-    /// True if one of the two may open memory that the other exports: both belong to the same user, and to the same
-    /// container or none. The container of a process that is not visible is unknown, so such a process shares with
-    /// none.
+    /// True if one of the two may open memory that the other exports: both belong to the same tenant. The container of a
+    /// process that is not visible is unknown, so such a process shares with none.
     pub fn may_share_with(&self, other: &Self) -> bool {
-        self.placed && other.placed && (self.uid, &self.container) == (other.uid, &other.container)
+        self.placed && other.placed && self.tenant == other.tenant
     }
 }
 
@@ -56,13 +59,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_shared_within_a_user_and_a_container_only() {
-        let process =
-            |uid, container: &str, placed| Identity { uid, container: container.into(), placed, ..Identity::default() };
-        let one = process(1000, "a", true);
-        assert!(one.may_share_with(&process(1000, "a", true)));
-        for other in [(1001, "a", true), (1000, "b", true), (1000, "", true), (1000, "a", false)] {
-            let other = process(other.0, other.1, other.2);
+    fn memory_is_shared_within_a_tenant_only() {
+        let process = |tenant, placed| Identity { tenant, placed, ..Identity::default() };
+        let container = |id: &str| Tenant::Container(id.into());
+        let one = process(container("a"), true);
+        assert!(one.may_share_with(&process(container("a"), true)));
+        for other in [(container("b"), true), (Tenant::User(1000), true), (container("a"), false)] {
+            let other = process(other.0, other.1);
             assert!(!one.may_share_with(&other) && !other.may_share_with(&one), "{other:?}");
         }
     }

@@ -33,7 +33,7 @@ pub fn plans(scenario: &Scenario) -> Vec<Plan> {
                     Gap::Random(mean) => dice.gap(mean),
                 });
             }
-            let next = TenantId(u32::try_from(tenants.len()).unwrap_or(u32::MAX));
+            let next = TenantId(tenants.len() as u64);
             let tenant = *tenants.entry(user).or_insert(next);
             plans.push(Plan { job: at, tenant, arrives, gpus: Vec::new() });
         }
@@ -122,7 +122,7 @@ mod tests {
             "[[gpu]]\nmemory = \"1G\"\n[[job]]\nname = \"a\"\nmemory = 1\nwork = 1\ncount = 3\nusers = 2\n\
              [[job]]\nname = \"b\"\nmemory = 1\nwork = 1\nuser = \"a-2\"\n[[job]]\nname = \"c\"\nmemory = 1\nwork = 1",
         );
-        let users: Vec<u32> = plans.iter().map(|plan| plan.tenant.0).collect();
+        let users: Vec<u64> = plans.iter().map(|plan| plan.tenant.0).collect();
         assert_eq!(users, [0, 1, 0, 1, 2]);
     }
 

@@ -7,6 +7,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// User, group and process. `pid` is 0 for a process that is not visible in this PID namespace.
@@ -64,12 +65,26 @@ pub fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> io::Result<Option<OwnedFd>> {
         Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => return Err(e),
         Err(_) => {} // an older kernel, or the process has ended
     }
+    pidfd_of(pid)
+}
+
+/// A descriptor of the process that has that number now. `None` if there is none.
+///
+/// # Errors
+/// If no descriptors are left.
+pub fn pidfd_of(pid: i32) -> io::Result<Option<OwnedFd>> {
     let Some(pid) = (pid > 0).then(|| Pid::from_raw(pid)).flatten() else { return Ok(None) };
     match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(fd) => Ok(Some(fd)),
         Err(e) if matches!(e, rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => Err(e.into()),
         Err(_) => Ok(None),
     }
+}
+
+/// True if the process of a descriptor has ended.
+pub fn has_ended(pidfd: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
+    rustix::event::poll(&mut fds, Some(&Timespec::default())) != Ok(0)
 }
 
 fn option<T>(socket: BorrowedFd<'_>, name: libc::c_int) -> io::Result<T> {

@@ -76,6 +76,11 @@ pub fn shut_down(socket: BorrowedFd<'_>) {
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
 }
 
+/// Has the peer's sending fail. What it has sent already can still be received.
+pub fn stop_receiving(socket: BorrowedFd<'_>) {
+    let _ = rustix::net::shutdown(socket, Shutdown::Read);
+}
+
 /// True if a socket that another process created listens and is of that kind.
 pub fn is_listening(socket: BorrowedFd<'_>, kind: Kind) -> bool {
     sockopt::socket_acceptconn(socket) == Ok(true)

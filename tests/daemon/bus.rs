@@ -448,7 +448,8 @@ fn a_lock_for_which_something_is_wrong_is_refused_in_words() {
         let invalid = "org.freedesktop.DBus.Error.InvalidArgs";
         let said = |text: &str| (invalid.to_owned(), text.to_owned());
         assert_eq!(ask("", "a", "b").await, said("the scheduler knows no GPU"));
-        daemon.client().attach();
+        let client = daemon.client();
+        client.attach();
         let none = format!("there is no GPU \"GPU-0\": there are {GPU_NAME}");
         assert_eq!(ask("GPU-0", "a", "b").await, said(&none));
         let long = "why must have 1 to 200 characters";

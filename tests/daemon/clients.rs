@@ -188,7 +188,9 @@ fn helper_fill() {
     let Some(SchedulerMessage::Refused { reason: Refusal::TooMany, text }) = refusal else {
         panic!("instead of Refused: {refusal:?}");
     };
-    assert_eq!(text.as_str(), "5 programs of this user are connected; max-clients-per-user allows no more");
+    // SAFETY: a plain call that cannot fail.
+    let tenant = format!("user {}", unsafe { libc::getuid() });
+    assert_eq!(text.as_str(), format!("{tenant} has 5 programs connected; max-clients-per-tenant allows no more"));
     assert_eq!(welcomed.len(), 5);
     // When one ends, there is room for another.
     welcomed.pop();
@@ -207,12 +209,12 @@ fn helper_fill() {
 fn one_user_can_have_so_many_clients_and_no_more() {
     let daemon = Daemon::start_with(|command, directory| {
         let config = directory.join("nvshare.toml");
-        std::fs::write(&config, "max-clients-per-user = 5\n").expect("a file");
+        std::fs::write(&config, "max-clients-per-tenant = 5\n").expect("a file");
         command.arg("--config").arg(config);
     });
     let mut fill = helper("clients::helper_fill", &daemon.socket());
     if is_root() {
-        // root has no limit, so somebody else fills it.
+        // root's limit is higher, so somebody else fills it.
         fill.uid(65534).gid(65534);
     }
     let output = fill.stderr(Stdio::piped()).output().expect("it starts");

@@ -174,7 +174,8 @@ fn nothing_is_asked_about_root_nor_for_a_value_that_is_not_allowed() {
     with_polkit(async |bus, daemon, polkit| {
         polkit.say(Says::No);
         let (root, stranger) = (on_bus(bus).await, on_bus_as(bus, NOBODY).await);
-        daemon.client().attach();
+        let client = daemon.client();
+        client.attach();
         set_quantum(&root, 45).await.expect("root may");
         let scheduler = scheduler(&root).await;
         scheduler.reload().await.expect("root may");
@@ -193,7 +194,8 @@ fn nothing_is_asked_about_root_nor_for_a_value_that_is_not_allowed() {
 #[test]
 fn a_lock_is_for_whom_polkit_allows_it() {
     with_polkit(async |bus, daemon, polkit| {
-        daemon.client().attach();
+        let client = daemon.client();
+        client.attach();
         let stranger = on_bus_as(bus, NOBODY).await;
         let scheduler = scheduler(&stranger).await;
         acquire(&scheduler).await.expect("polkit says yes");
@@ -427,7 +429,8 @@ fn who_lets_many_questions_wait_is_refused_and_nobody_else() {
 #[test]
 fn a_polkit_that_dies_says_no_and_one_that_is_absent_leaves_root() {
     with_polkit(async |bus, daemon, polkit| {
-        daemon.client().attach();
+        let client = daemon.client();
+        client.attach();
         polkit.say(Says::Nothing);
         let stranger = on_bus_as(bus, NOBODY).await;
         let scheduler = scheduler(&stranger).await;

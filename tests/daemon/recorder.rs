@@ -44,7 +44,7 @@ fn history(seed: u64) -> (Settings, Vec<(Time, Event)>) {
         world.add(Plan {
             gpus: GpuSet::from([gpu(rng.below(gpus)), gpu(rng.below(gpus))]),
             gang: if rng.one_in(3) { 1 + rng.below(2) } else { 0 },
-            tenant: TenantId(n as u32 % 3),
+            tenant: TenantId(n % 3),
             group: rng.one_in(3).then_some(Group { id: GroupId(n % 2), limits }),
             own: EnvLimits { weight: rng.one_in(3).then_some(40), ..EnvLimits::default() },
             fullness: [None, Some(1000), Some(100)][rng.below(3) as usize],

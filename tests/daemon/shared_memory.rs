@@ -33,6 +33,10 @@ fn exporter(daemon: &Daemon) -> Client {
     let client = client(daemon);
     client.attach();
     client.send(ClientMessage::Exporter { key: KEY });
+    // Once it has the lock, what it said before that has been read; others may be read before it.
+    client.request();
+    client.until_granted();
+    client.release();
     client
 }
 

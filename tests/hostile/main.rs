@@ -1,10 +1,12 @@
-//! A scheduler that is broken, malicious, or of another version cannot harm a program: its results are right, it ends, and
+//! A scheduler that is broken, malicious, or of another version cannot harm a program, and programs cannot keep a scheduler
+//! from serving others (`clients`). With such a scheduler, the results of a program are right, it ends, and
 //! it waits only where one that is alive and never grants may make it wait. A program may be refused memory by it, as by
 //! any scheduler, with CUDA's own error.
 //!
 //! `NVSHARE_HOSTILE_SEQUENCES=20000 cargo nextest run --test hostile --no-capture` tries more of the random sequences;
 //! `NVSHARE_TEST_SEED` begins with that one.
 
+mod clients;
 mod fake;
 mod nonsense;
 mod peer;

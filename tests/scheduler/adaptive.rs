@@ -20,7 +20,7 @@ fn world(settings: Settings) -> World {
     world
 }
 
-fn user(n: u32) -> TenantId {
+fn user(n: u64) -> TenantId {
     TenantId(n)
 }
 
@@ -124,7 +124,7 @@ fn a_client_with_a_lower_weight_of_its_own_waits_that_off_and_no_longer() {
 fn memory_leaves_from_those_first_who_run_last() {
     let mut world = world(adaptive(AntiThrash::Auto, s(30), s(0)));
     for n in 1..=4 {
-        let start = ms(500 * u64::from(n));
+        let start = ms(500 * n);
         world.add(Plan { demand: 4 * GIB, gpu: s(400), tenant: user(n), start, ..Plan::default() });
     }
     world.run(s(100));

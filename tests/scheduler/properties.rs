@@ -44,7 +44,7 @@ proptest! {
         };
         for n in 1..=clients {
             let plan = plan(&mut world.rng, gpus, unruly);
-            let tenant = if users { TenantId(n as u32) } else { plan.tenant };
+            let tenant = if users { TenantId(n) } else { plan.tenant };
             let own = if unruly.claiming { claims_of_time(&mut world.rng) } else { plan.own };
             world.add(Plan { group: group(seed, n), tenant, own, ..plan });
         }
@@ -276,7 +276,7 @@ fn event() -> impl Strategy<Value = Event> {
         3 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::LimitRequested { client, gpu, bytes }),
         2 => (c(), g(), bytes()).prop_map(|(client, gpu, bytes)| Event::ReservationRequested { client, gpu, bytes }),
         2 => (c(), g(), 0u32..2000).prop_map(|(client, gpu, permille)| Event::Utilization { client, gpu, permille }),
-        3 => (c(), 0u64..3, 0u32..3).prop_map(|(client, gang, user)| Event::Connected { client, gang, tenant: TenantId(user) }),
+        3 => (c(), 0u64..3, 0u64..3).prop_map(|(client, gang, user)| Event::Connected { client, gang, tenant: TenantId(user) }),
         2 => prop::collection::btree_map(c(), prop::option::of((0u64..3, bytes())), 0..4).prop_map(|groups| {
             // A group has one limit, whoever names it.
             let max = |(id, bytes): (u64, u64)| Group {

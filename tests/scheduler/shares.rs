@@ -35,7 +35,7 @@ fn add(world: &mut World, share: Option<Share>, plan: Plan) -> ClientId {
     let n = world.models.len() as u64 + 1;
     let group =
         share.map(|share| Group { id: GroupId(n), limits: RuleLimits { share: Some(share), ..RuleLimits::default() } });
-    world.add(Plan { tenant: TenantId(n as u32), group, ..plan })
+    world.add(Plan { tenant: TenantId(n), group, ..plan })
 }
 
 /// Percent of the time that each had the lock between these moments.
@@ -387,7 +387,7 @@ fn tightened(mode: AntiThrash, drain: Duration, members: &[(u64, Option<Share>, 
     world.most_steps = 3_000_000;
     for (id, share, own) in members {
         let group = Group { id: GroupId(*id), limits: RuleLimits { share: *share, ..RuleLimits::default() } };
-        let user = TenantId(*id as u32);
+        let user = TenantId(*id);
         world.add(Plan { tenant: user, group: Some(group), own: *own, drain, gpu: s(100_000), ..Plan::default() });
     }
     world

@@ -97,7 +97,7 @@ pub fn plan(rng: &mut Dice, gpus: u64, unruly: Unruly) -> Plan {
         gpus: set,
         job: 0,
         gang: if unruly.gangs && rng.one_in(2) { 1 + rng.below(3) } else { 0 },
-        tenant: TenantId(rng.below(3) as u32),
+        tenant: TenantId(rng.below(3)),
         group: None,
         own: if unruly.claiming && rng.one_in(3) { claims(rng) } else { EnvLimits::default() },
         fullness: [None, Some(1000), Some(900), Some(100), Some(0)][rng.below(5) as usize],

@@ -1,7 +1,9 @@
 //! Callers of the D-Bus object, and their authorization.
 
 use std::collections::HashMap;
+use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::Arc;
 
 use tracing::debug;
 use zbus::Connection;
@@ -10,7 +12,7 @@ use zbus::message::{Flags, Header};
 
 use super::authority::{Action, Answer, Authority, Details, Manner, Subject};
 use crate::daemon::connections::lock::Lockable;
-use crate::daemon::transport::peer;
+use crate::daemon::transport::peer::{self, Process, Where};
 use crate::identity::Identity;
 use crate::sys::access;
 
@@ -20,7 +22,7 @@ pub enum Callers {
     /// The bus identifies each sender, and polkit authorizes it.
     Bus(Authority),
     /// The peer of a socket is the only caller; the kernel identifies it.
-    Peer { uid: u32, pid: i32, groups: Vec<u32> },
+    Peer { process: Arc<Process>, groups: Vec<u32> },
 }
 
 /// The sender of a message.
@@ -29,6 +31,7 @@ pub struct Caller<'a> {
     pub uid: u32,
     /// 0 if unknown.
     pub pid: i32,
+    process: Arc<Process>,
     /// All its groups, as far as they are known.
     groups: Vec<u32>,
     from: From<'a>,
@@ -58,8 +61,9 @@ impl Callers {
     ) -> fdo::Result<Caller<'a>> {
         let authority = match self {
             Self::Bus(authority) => authority,
-            Self::Peer { uid, pid, groups } => {
-                return Ok(Caller { uid: *uid, pid: *pid, groups: groups.clone(), from: From::Peer });
+            Self::Peer { process, groups } => {
+                let (uid, pid) = (process.uid, process.pid);
+                return Ok(Caller { uid, pid, process: process.clone(), groups: groups.clone(), from: From::Peer });
             }
         };
         let known = async {
@@ -69,10 +73,11 @@ impl Callers {
             let known = bus.get_connection_credentials(sender.clone().into()).await.ok()?;
             let uid = known.unix_user_id()?;
             let pid = known.process_id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
+            let process = Arc::new(Process::named(pid, uid, known.process_fd().map(AsFd::as_fd)));
             let groups = known.unix_group_ids().cloned().unwrap_or_default();
             let subject = Subject::new(header, uid)?;
             let interactive = header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
-            Some(Caller { uid, pid, groups, from: From::Bus { authority, connection, subject, interactive } })
+            Some(Caller { uid, pid, process, groups, from: From::Bus { authority, connection, subject, interactive } })
         };
         known.await.ok_or_else(|| denied("the bus does not identify the caller"))
     }
@@ -89,12 +94,21 @@ impl Caller<'_> {
         self.is_of_the_host("see what others do")
     }
 
-    /// Processes in containers are not authorized for anything, even as root.
+    /// Processes in containers are not authorized for anything, even as root. A process may pass its connection on, so the
+    /// one that connected must still be there, on the host.
     fn is_of_the_host(&self, what: &str) -> fdo::Result<()> {
-        if peer::is_in_another_namespace(self.pid) {
-            return Err(denied(format!("a process in a container, or in another PID namespace, may not {what}")));
-        }
-        Ok(())
+        let text = match self.process.place() {
+            Where::Host => return Ok(()),
+            Where::Elsewhere => format!("a process in a container, or in another PID namespace, may not {what}"),
+            Where::Ended => format!("the process that connected has ended, so this one may not {what}: connect again"),
+            Where::Hidden => {
+                peer::log_hidden();
+                format!(
+                    "nobody may {what} while /proc hides processes from the scheduler (hidepid): see nvshare.service(8)"
+                )
+            }
+        };
+        Err(denied(text))
     }
 
     /// The identity of the caller, as that of a client.
@@ -103,7 +117,7 @@ impl Caller<'_> {
     /// If it is not of the host.
     pub fn identity(&self, what: &str) -> fdo::Result<Identity> {
         self.is_of_the_host(what)?;
-        let identity = peer::identify_caller(self.pid, self.uid, self.groups.clone());
+        let identity = Identity { groups: self.groups.clone(), ..self.process.describe() };
         if !identity.container.is_empty() || !identity.pod.uid.is_empty() {
             // It is in the host's PID namespace, and still need not have the host's devices.
             return Err(denied(format!("a process in a container may not {what}")));

@@ -19,7 +19,7 @@ use super::{Bus, Shared, sleep};
 use crate::bus;
 use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Present, Thrashing};
-use crate::daemon::transport::peer;
+use crate::daemon::transport::peer::{Process, Where};
 use crate::sys::{credentials, descriptors, socket};
 
 /// Time before another attempt to connect to the bus.
@@ -98,16 +98,17 @@ pub async fn serve_peers(listener: OwnedFd, shared: Shared) {
 }
 
 async fn serve_peer(stream: OwnedFd, mut shared: Shared) -> zbus::Result<()> {
-    let credentials::Credentials { uid, pid, gid } = credentials::credentials(stream.as_fd())?;
+    let credentials::Credentials { gid, .. } = credentials::credentials(stream.as_fd())?;
     let groups = credentials::groups(stream.as_fd(), gid)?;
-    if peer::is_in_another_namespace(pid) {
+    let process = Process::of_socket(stream.as_fd())?;
+    if process.place() != Where::Host {
         // The control socket was mounted into a container: the peer sees no changes either.
         shared.followed.holders = watch::channel(Holders::new()).1;
         shared.followed.clients = watch::channel(ClientPids::new()).1;
         shared.followed.thrashing = watch::channel(Thrashing::new()).1;
         shared.followed.gpus = watch::channel(Present::new()).1;
     }
-    let object = Object { shared: shared.clone(), callers: Callers::Peer { uid, pid, groups } };
+    let object = Object { shared: shared.clone(), callers: Callers::Peer { process: Arc::new(process), groups } };
     let build = connection::Builder::unix_stream(UnixStream::from(stream))
         .server(Guid::generate())
         .p2p()

@@ -46,8 +46,8 @@ const STOP_PATIENCE: Duration = Duration::from_millis(300);
 /// A request of the object to the scheduling loop.
 #[derive(Debug)]
 pub enum Request {
-    Clients(oneshot::Sender<Vec<ClientView>>),
-    Gpus(oneshot::Sender<Vec<bus::Gpu>>),
+    Clients(oneshot::Sender<Arc<Vec<ClientView>>>),
+    Gpus(oneshot::Sender<Arc<Vec<bus::Gpu>>>),
     Set(Change, oneshot::Sender<Result<(), Failure>>),
     /// Every rule in effect, in the order in which they are tried, and where it is from.
     Rules(oneshot::Sender<Vec<(toml::Table, String)>>),

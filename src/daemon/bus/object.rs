@@ -1,6 +1,7 @@
 //! The methods and properties of the object.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -35,7 +36,7 @@ impl Object {
         #[zbus(connection)] connection: &Connection,
     ) -> Result<Vec<bus::Gpu>, Failure> {
         self.callers.identify(Some(&header), connection).await.map_or(Ok(()), |caller| caller.may_see_others())?;
-        Ok(self.ask(Request::Gpus).await?)
+        Ok(self.ask(Request::Gpus).await.map(Arc::unwrap_or_clone)?)
     }
 
     #[zbus(out_args("clients"))]
@@ -55,13 +56,7 @@ impl Object {
             _ => false,
         };
         let may_see = |client: &ClientView| sees_all || Some(client.identity.uid) == uid;
-        Ok(clients
-            .into_iter()
-            .map(|client| {
-                let may_see = may_see(&client);
-                client.present(may_see)
-            })
-            .collect())
+        Ok(clients.iter().map(|client| client.present(may_see(client))).collect())
     }
 
     #[zbus(out_args("lock"))]

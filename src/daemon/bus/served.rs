@@ -127,6 +127,7 @@ mod tests {
     use crate::daemon::bus::{Followed, Shared};
     use crate::daemon::core::views::{ClientPids, Holders};
     use crate::daemon::core::{Present, Thrashing};
+    use crate::daemon::transport::peer::Process;
 
     /// XML without comments and blank lines, one element a line.
     fn bare(xml: &str) -> Vec<String> {
@@ -151,7 +152,8 @@ mod tests {
         let (_, attached) = watch::channel(false);
         let followed = Followed { settings, holders, clients, thrashing, gpus, attached };
         let shared = Shared { requests, bundling: Arc::default(), followed };
-        let object = Object { shared, callers: Callers::Peer { uid: 0, pid: 0, groups: Vec::new() } };
+        let callers = Callers::Peer { process: Arc::new(Process::named(0, 0, None)), groups: Vec::new() };
+        let object = Object { shared, callers };
         let mut generated = String::new();
         object.introspect_to_writer(&mut generated, 0);
         // Changes of these are announced by `announce`, which the macro does not know.

@@ -12,6 +12,9 @@ use tracing::error;
 
 use super::{Connections, client};
 use crate::daemon::core::Core;
+use crate::daemon::tenants::What;
+use crate::daemon::transport::peer;
+use crate::identity::Tenant;
 use crate::sys::descriptors::{self, Spare};
 use crate::sys::socket;
 
@@ -34,11 +37,16 @@ pub async fn accept(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<
         };
         match accepted {
             Ok(socket) => {
-                tokio::task::spawn_local(client::serve(core.clone(), socket, connections.clone()));
+                // Who connects faster than it is identified is hung up on, since it cannot be told.
+                let budget = connections.budgets.of(&peer::presumed_tenant(socket.as_fd()));
+                if let Some(arrival) = budget.take(What::Arrivals, 1) {
+                    tokio::task::spawn_local(client::serve(core.clone(), socket, budget, arrival, connections.clone()));
+                }
+                tokio::task::yield_now().await;
             }
             // Linux reports this before it looks for a waiting connection, so there may be none to refuse.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
-                if log_limit.borrow_mut().allows("descriptors", 0) {
+                if log_limit.borrow_mut().allows("descriptors", &Tenant::Root) {
                     error!(name: "no-descriptors", "no file descriptors are left ({e}): new programs are refused until others end");
                 }
                 let refused = spare.accept(listener.as_fd()).map(|socket| {
@@ -55,7 +63,7 @@ pub async fn accept(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<
             // The client gave up before it was accepted.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNABORTED | libc::EINTR)) => {}
             Err(e) => {
-                if log_limit.borrow_mut().allows("accept", 0) {
+                if log_limit.borrow_mut().allows("accept", &Tenant::Root) {
                     error!("cannot accept a connection: {e}");
                 }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -65,8 +73,9 @@ pub async fn accept(core: Rc<RefCell<Core>>, listener: OwnedFd, connections: Rc<
 }
 
 /// Tells a client why it is refused. Its packets are read first: closing a socket with unread data discards what was sent
-/// on it.
+/// on it. It can send no more meanwhile, so that reading ends.
 pub(super) fn refuse(socket: BorrowedFd<'_>, reason: Refusal, text: &str) {
+    socket::stop_receiving(socket);
     let mut buffer = [0; MAX_LEN];
     let mut descriptors = Vec::new();
     while socket::receive(socket, &mut buffer, &mut descriptors).is_ok_and(|n| n > 0) {

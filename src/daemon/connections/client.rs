@@ -13,32 +13,42 @@ use tracing::{debug, error};
 
 use super::Connections;
 use super::accept::refuse;
-use crate::daemon::core::{Arrival, Core};
-use crate::daemon::transport::connection::Connection;
+use crate::daemon::core::{Arrival, Core, Listed};
+use crate::daemon::tenants::{Budget, Share, What};
+use crate::daemon::transport::connection::{Connection, Received};
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::Violation;
-use crate::identity::Identity;
+use crate::identity::{Identity, Tenant};
 use crate::scheduler::ClientId;
 use crate::sys::{descriptors, socket};
 
 /// A connection that sends nothing for this long is closed. A client that was stopped meanwhile connects again.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Packets of one client that are read before other clients have their turn.
-const BURST: usize = 16;
+/// What it costs to identify a process, and to take a client in or out, in messages.
+const ARRIVAL_TOKENS: u32 = 10;
 /// Packets that are read of a process that has ended: more than a socket holds.
 const MAX_LAST_PACKETS: usize = 1024;
-/// Connections beyond the limit of a user that are refused with a message at a time; more are just closed.
-const MAX_REFUSALS: u32 = 32;
+
+/// Time for NVML to list the GPUs anew.
+const SCAN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Completes a log line that begins with a program's name.
 const DISCONNECTED: &str = "is disconnected after a protocol violation";
 
-/// Serves a connection from the handshake to its end.
-pub(super) async fn serve(core: Rc<RefCell<Core>>, socket: OwnedFd, connections: Rc<Connections>) {
+/// Serves a connection from the handshake to its end. `budget` is that of its presumed tenant, and `arrival` its place there.
+pub(super) async fn serve(
+    core: Rc<RefCell<Core>>,
+    socket: OwnedFd,
+    budget: Rc<Budget>,
+    arrival: Share,
+    connections: Rc<Connections>,
+) {
+    let slice = budget.slice().await;
+    slice.spend(ARRIVAL_TOKENS);
     let (identity, pidfd) = match peer::identify(socket.as_fd()) {
         Ok(known) => known,
         Err(e) => {
-            if connections.log_limit.borrow_mut().allows("identify", 0) {
+            if connections.log_limit.borrow_mut().allows("identify", &Tenant::Root) {
                 error!(name: "client-refused", "a program is refused: cannot identify it: {e}");
             }
             return refuse(
@@ -48,14 +58,19 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, socket: OwnedFd, connections:
             );
         }
     };
+    slice.end().await;
+    drop(arrival);
     let identity = Arc::new(identity);
-    let most = core.borrow().config.max_clients_per_user;
-    let (_counted, count) = connections.count(identity.uid);
-    let too_many = identity.uid != 0 && count > most;
-    if too_many && count > most + MAX_REFUSALS {
-        return;
-    }
-    let watched = Connection::new(socket, 0)
+    let budget = connections.budgets.of(&identity.tenant);
+    let (place, too_many) = match budget.take(What::Clients, 1) {
+        Some(place) => (place, false),
+        // It is told so, unless too many others are.
+        None => match budget.take(What::Refusals, 1) {
+            Some(place) => (place, true),
+            None => return,
+        },
+    };
+    let watched = Connection::new(socket, 0, budget.clone())
         .and_then(|connection| pidfd.map(descriptors::watch).transpose().map(|pidfd| (connection, pidfd)));
     let (connection, pidfd) = match watched {
         Ok((connection, pidfd)) => (Rc::new(connection), pidfd),
@@ -69,6 +84,8 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, socket: OwnedFd, connections:
         Err(_) => return debug!(pid = identity.pid, "sent no Hello within {HELLO_TIMEOUT:?}"),
     };
     let Hello { min, max, resume, gang, library } = hello;
+    let slice = budget.slice().await;
+    slice.spend(ARRIVAL_TOKENS);
     let Some(version) = version::negotiate(min, max) else {
         let (oldest, newest) = (version::MIN, version::MAX);
         connections.log_refused(
@@ -81,9 +98,8 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, socket: OwnedFd, connections:
         return refuse(connection.socket(), Refusal::Version, &text);
     };
     if too_many {
-        connections
-            .log_refused(&identity, format_args!("is refused: user {} has {most} programs connected", identity.uid));
-        let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
+        let text = too_many_clients(&budget);
+        connections.log_refused(&identity, format_args!("is refused: {text}"));
         return refuse(connection.socket(), Refusal::TooMany, &text);
     }
 
@@ -100,8 +116,16 @@ pub(super) async fn serve(core: Rc<RefCell<Core>>, socket: OwnedFd, connections:
         reconnects,
     };
     let client = core.borrow_mut().connect(arrival);
+    slice.end().await;
     connections.resumed().await;
     converse(&core, client, &connection, &identity, pidfd.as_ref(), &connections).await;
+    drop(place);
+}
+
+/// Why another client of a tenant is refused.
+pub(super) fn too_many_clients(budget: &Budget) -> String {
+    let (tenant, most) = (budget.tenant(), budget.limit(What::Clients));
+    format!("{tenant} has {most} programs connected; max-clients-per-tenant allows no more")
 }
 
 /// Exchanges packets with a client that has been welcomed, until either side ends the connection.
@@ -120,6 +144,8 @@ pub async fn converse(
         () = async { connection.flush().await; std::future::pending().await } => End::Closed,
         () = died(pidfd) => End::Died,
     };
+    let slice = connection.budget().slice().await;
+    slice.spend(ARRIVAL_TOKENS);
     if !matches!(end, End::Violation(_)) {
         read_last_packets(core, client, connection);
     }
@@ -133,6 +159,7 @@ pub async fn converse(
     };
     core.borrow_mut().disconnect(client, why);
     connection.close();
+    slice.end().await;
 }
 
 /// Reads what a process sent before it ended: its end can be noticed before its last packets.
@@ -186,21 +213,38 @@ async fn read_hello(connection: &Connection) -> Result<Option<Hello>, Violation>
     }
 }
 
+/// Reads what a client sends, in the time slices of its tenant.
 async fn read(core: &RefCell<Core>, client: ClientId, connection: &Connection) -> End {
     let mut buffer = [0; MAX_LEN];
     loop {
-        for _ in 0..BURST {
+        connection.readable().await;
+        let slice = connection.budget().slice().await;
+        let waiting = loop {
             let mut descriptors = Vec::new();
-            match connection.receive(&mut buffer, &mut descriptors).await {
-                Ok(Some(packet)) => {
-                    if let Err(violation) = core.borrow_mut().receive(client, packet, descriptors) {
-                        return End::Violation(violation);
-                    }
-                }
-                Ok(None) => return End::Closed,
+            let length = match connection.try_receive(&mut buffer, &mut descriptors) {
+                Ok(Received::Packet(length)) => length,
+                Ok(Received::Nothing) => break None,
+                Ok(Received::End) => return End::Closed,
+                Err(violation) => return End::Violation(violation),
+            };
+            let packet = buffer.get(..length).unwrap_or_default();
+            let received = core.borrow_mut().receive(client, packet, descriptors);
+            match received {
+                Ok(None) => {}
+                Ok(Some(attach)) => break Some((attach, core.borrow().follow_scans())),
                 Err(violation) => return End::Violation(violation),
             }
+            if !slice.spend(1) {
+                break None;
+            }
+        };
+        slice.end().await;
+        if let Some((attach, mut scans)) = waiting {
+            // NVML lists the GPUs anew: this one may have been created just now.
+            let _ = tokio::time::timeout(SCAN_TIMEOUT, scans.changed()).await;
+            if let Err(violation) = core.borrow_mut().attach(client, attach, Listed::Required) {
+                return End::Violation(violation);
+            }
         }
-        tokio::task::yield_now().await;
     }
 }

@@ -1,7 +1,7 @@
 //! GPU locks that are acquired over D-Bus, without the library: `AcquireLock`, and with it `nvsharectl lock`.
 //!
 //! The caller becomes a client like any other, with its own identity and so its own rule, in the same queue, with the same turns,
-//! counted against the same limit of its user; a [`LockKeeper`] speaks the protocol for it. The caller gets one end of a pair of
+//! counted against the same limit of its tenant; a [`LockKeeper`] speaks the protocol for it. The caller gets one end of a pair of
 //! sockets; closing it releases the lock, or ends the wait for it. A revoked lock is released at once, whether the caller reads or
 //! not, and requested again.
 //!
@@ -26,11 +26,13 @@ use tokio::task::spawn_local;
 use tracing::warn;
 use zbus::fdo;
 
-use super::{ConnectionCount, Connections};
+use super::Connections;
+use super::client::too_many_clients;
 use crate::daemon::core::views::{NamedGpu, printable};
-use crate::daemon::core::{Arrival, Core, LockFiles};
+use crate::daemon::core::{Arrival, Core, Listed, LockFiles};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{LOCK_RECORD, StoredConnection};
+use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::identity::{Cgroup, Identity};
@@ -86,17 +88,13 @@ pub fn check(core: &Core, request: &LockRequest) -> fdo::Result<Lockable> {
 /// Queues the caller for the lock. Returns the caller's end of the pair of sockets.
 ///
 /// # Errors
-/// If the request is wrong or not allowed, or the user has too many clients.
+/// If the request is wrong or not allowed, or the caller's tenant has too many clients.
 pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: LockRequest) -> fdo::Result<OwnedFd> {
     let failed = |e: io::Error| fdo::Error::Failed(format!("cannot create a lock: {e}"));
     let Lockable { gpu, .. } = check(&core.borrow(), &request)?;
-    let most = core.borrow().config.max_clients_per_user;
-    let uid = request.caller.uid;
-    let (counted, count) = connections.count(uid);
-    if uid != 0 && count > most {
-        let text = format!("{most} programs of this user are connected; max-clients-per-user allows no more");
-        return Err(fdo::Error::LimitsExceeded(text));
-    }
+    let budget = connections.budgets.of(&request.caller.tenant);
+    let too_many = || fdo::Error::LimitsExceeded(too_many_clients(&budget));
+    let place = budget.take(What::Clients, 1).ok_or_else(too_many)?;
 
     let (owner, theirs) = std::os::unix::net::UnixStream::pair().map_err(failed)?;
     owner.set_nonblocking(true).map_err(failed)?;
@@ -104,7 +102,7 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
     let record = Record::new(&gpu, &identity);
     let files =
         LockFiles { owner: UnixStream::from_std(owner).map_err(failed)?, record: record.create().map_err(failed)? };
-    let (arrival, keeper) = record.client(identity, files).map_err(failed)?;
+    let (arrival, keeper) = record.client(identity, files, budget).map_err(failed)?;
     let client = core.borrow_mut().connect(arrival);
     let (core, connections) = (core.clone(), connections.clone());
     spawn_local(async move {
@@ -113,7 +111,7 @@ pub fn acquire(core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request:
         keeper.attach();
         // At once, since there is no context to wait for.
         keeper.request();
-        keeper.keep(counted).await;
+        keeper.keep(place).await;
     });
     Ok(theirs.into())
 }
@@ -194,15 +192,16 @@ impl Record {
             ..Identity::default()
         };
         if let Some(path) = cgroup {
-            peer::place(&mut identity, Cgroup { path: path.clone() });
+            // Its caller was on the host, or it would not have got the lock.
+            peer::place(&mut identity, Cgroup { path: path.clone() }, true, true);
         }
         identity
     }
 
     /// The client, and what keeps the lock for it.
-    fn client(self, identity: Identity, files: LockFiles) -> io::Result<(Arrival, Unattached)> {
+    fn client(self, identity: Identity, files: LockFiles, budget: Rc<Budget>) -> io::Result<(Arrival, Unattached)> {
         let (client_end, daemon_end) = socket::packet_pair()?;
-        let connection = Rc::new(Connection::new(daemon_end, version::MAX)?);
+        let connection = Rc::new(Connection::new(daemon_end, version::MAX, budget)?);
         let client_end = descriptors::watch(client_end)?;
         let files = Rc::new(files);
         let arrival = Arrival {
@@ -222,7 +221,7 @@ impl Record {
 pub struct TakenOver {
     keeper: LockKeeper,
     held: bool,
-    counted: ConnectionCount,
+    place: Share,
 }
 
 /// Takes over a lock of an earlier daemon, with the identity that its caller had then. If that cannot be done, the lock ends.
@@ -236,10 +235,13 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         }
         let (content, held) = Record::read(&record)?;
         let owner = UnixStream::from_std(socket.into())?;
-        let (arrival, keeper) = content.clone().client(content.identity(), LockFiles { owner, record })?;
-        Ok::<_, io::Error>((arrival, keeper, held))
+        let identity = content.identity();
+        let budget = connections.budgets.of(&identity.tenant);
+        let place = budget.hold(What::Clients, 1);
+        let (arrival, keeper) = content.client(identity, LockFiles { owner, record }, budget)?;
+        Ok::<_, io::Error>((arrival, keeper, held, place))
     };
-    let (arrival, keeper, held) = match taken_over() {
+    let (arrival, keeper, held, place) = match taken_over() {
         Ok(taken_over) => taken_over,
         Err(e) => {
             warn!(name: "lock-lost", client = name.client, "a lock over D-Bus ends, since it cannot be taken over: {e}");
@@ -250,7 +252,6 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         }
     };
     let client = ClientId(name.client);
-    let (counted, _) = connections.count(arrival.identity.uid);
     core.borrow_mut().resume(client, arrival, name);
     let keeper = keeper.of(core, client);
     keeper.attach();
@@ -258,17 +259,17 @@ pub fn take_over(core: &Rc<RefCell<Core>>, connections: &Connections, stored: St
         core.borrow_mut().resume_locks(client, GPUS);
         keeper.granted();
     }
-    Some(TakenOver { keeper, held, counted })
+    Some(TakenOver { keeper, held, place })
 }
 
 impl TakenOver {
     /// Repeats its request, if the lock is not held, and keeps it from now on.
     pub fn go_on(self) {
-        let Self { keeper, held, counted } = self;
+        let Self { keeper, held, place } = self;
         if !held {
             keeper.request();
         }
-        spawn_local(async move { keeper.keep(counted).await });
+        spawn_local(async move { keeper.keep(place).await });
     }
 }
 
@@ -300,7 +301,11 @@ struct LockKeeper {
 impl LockKeeper {
     fn send(&self, message: ClientMessage) {
         // These messages keep the protocol.
-        let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
+        let mut core = self.core.borrow_mut();
+        if let Ok(Some(attach)) = core.receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new()) {
+            // A lock that was taken over before NVML has listed its GPU.
+            let _ = core.attach(self.client, attach, Listed::NotRequired);
+        }
     }
 
     fn attach(&self) {
@@ -320,7 +325,7 @@ impl LockKeeper {
     }
 
     /// Keeps the lock until the owner closes its end.
-    async fn keep(self, counted: ConnectionCount) {
+    async fn keep(self, place: Share) {
         let why = tokio::select! {
             () = self.serve() => "is ended by an administrator",
             () = self.owner_closes() => "no longer wants the lock",
@@ -330,7 +335,7 @@ impl LockKeeper {
         self.core.borrow_mut().disconnect(self.client, why);
         // systemd may still have a copy, with which the owner would never read the end.
         socket::shut_down(self.files.owner.as_fd());
-        drop(counted);
+        drop(place);
     }
 
     /// Writes a line to the owner, who need not read it.
@@ -411,7 +416,7 @@ mod tests {
         };
         let mut identity = Identity { pid: 5, uid: 1000, groups: vec![1000, 44], ..Identity::default() };
         (identity.name, identity.why, identity.command) = ("me".into(), "to measure".into(), "python x.py".into());
-        peer::place(&mut identity, Cgroup { path: "/system.slice/jupyter.service".into() });
+        peer::place(&mut identity, Cgroup { path: "/system.slice/jupyter.service".into() }, true, true);
         let file = Record::new(&gpu, &identity).create().expect("a file in memory");
         let (record, held) = Record::read(&file).expect("a record");
         assert_eq!((record.identity(), record.gpu, record.is_slice, held), (identity.clone(), [7; 16], true, false));

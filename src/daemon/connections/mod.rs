@@ -11,7 +11,6 @@ pub mod lock;
 pub mod resume;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::fmt;
 use std::rc::Rc;
 
@@ -19,21 +18,21 @@ use tokio::sync::watch;
 use tracing::warn;
 
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
+use crate::daemon::tenants::Budgets;
 use crate::identity::Identity;
 
 /// The state that all connections share.
 #[derive(Debug)]
 pub struct Connections {
     log_limit: RefCell<LogRateLimit>,
-    /// Number of connections of each user, those before the handshake included.
-    by_user: Rc<RefCell<HashMap<u32, u32>>>,
+    pub budgets: Rc<Budgets>,
     /// True once clients of an earlier daemon have been taken over.
     resumed: watch::Receiver<bool>,
 }
 
 impl Connections {
-    pub fn new(resumed: watch::Receiver<bool>) -> Self {
-        Self { log_limit: RefCell::default(), by_user: Rc::default(), resumed }
+    pub fn new(budgets: Rc<Budgets>, resumed: watch::Receiver<bool>) -> Self {
+        Self { log_limit: RefCell::default(), budgets, resumed }
     }
 
     /// Waits until clients of an earlier daemon have been taken over. Before that, no other client's requests are read.
@@ -41,39 +40,10 @@ impl Connections {
         let _ = self.resumed.clone().wait_for(|resumed| *resumed).await;
     }
 
-    /// Counts one more connection of a user until the value returned is dropped. Returns the user's number of connections.
-    fn count(&self, uid: u32) -> (ConnectionCount, u32) {
-        let count = {
-            let mut counts = self.by_user.borrow_mut();
-            let count = counts.entry(uid).or_default();
-            *count += 1;
-            *count
-        };
-        (ConnectionCount { by_user: self.by_user.clone(), uid }, count)
-    }
-
     fn log_refused(&self, identity: &Identity, what: fmt::Arguments<'_>) {
-        if self.log_limit.borrow_mut().allows("client", identity.uid) {
-            let Identity { pid, uid, unit, name, .. } = identity;
-            warn!(name: "client-refused", pid, uid, unit, "{name} {what}");
-        }
-    }
-}
-
-/// A connection that is counted for its user.
-struct ConnectionCount {
-    by_user: Rc<RefCell<HashMap<u32, u32>>>,
-    uid: u32,
-}
-
-impl Drop for ConnectionCount {
-    fn drop(&mut self) {
-        let mut counts = self.by_user.borrow_mut();
-        if let Some(count) = counts.get_mut(&self.uid) {
-            *count -= 1;
-            if *count == 0 {
-                counts.remove(&self.uid);
-            }
+        if self.log_limit.borrow_mut().allows("client", &identity.tenant) {
+            let Identity { pid, uid, unit, name, tenant, .. } = identity;
+            warn!(name: "client-refused", pid, uid, unit, %tenant, "{name} {what}");
         }
     }
 }

@@ -19,12 +19,13 @@ use tokio::task::spawn_local;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
+use super::Connections;
 use super::client::{self, Hello};
 use super::lock::{self, TakenOver};
-use super::{ConnectionCount, Connections};
-use crate::daemon::core::{Arrival, Core};
+use crate::daemon::core::{Arrival, Core, Listed};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
+use crate::daemon::tenants::{Share, What};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::peer;
 use crate::identity::Identity;
@@ -44,7 +45,7 @@ struct StoredClient {
     connection: Rc<Connection>,
     identity: Arc<Identity>,
     pidfd: Option<AsyncFd<OwnedFd>>,
-    count: ConnectionCount,
+    place: Share,
 }
 
 /// The state of a client.
@@ -141,11 +142,12 @@ fn ask(
         socket::shut_down(socket.as_fd());
         return None;
     };
-    let connection = Rc::new(Connection::new(socket, name.version).ok()?);
+    let budget = connections.budgets.of(&identity.tenant);
+    let place = budget.hold(What::Clients, 1);
+    let connection = Rc::new(Connection::new(socket, name.version, budget).ok()?);
     let pidfd = pidfd.map(descriptors::watch).transpose().ok()?;
-    let (count, _) = connections.count(identity.uid);
     connection.send(SchedulerMessage::Resume { client: name.client });
-    Some(StoredClient { name, connection, identity: Arc::new(identity), pidfd, count })
+    Some(StoredClient { name, connection, identity: Arc::new(identity), pidfd, place })
 }
 
 /// Waits for the state of one client. `None` if the client is gone.
@@ -208,7 +210,10 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
                 requests.push((client, packet));
             } else {
                 // Packets about a GPU that another thread sent before the GPU was named break the protocol; they are sent again.
-                let _ = core.borrow_mut().receive(client, &packet, Vec::new());
+                let waiting = core.borrow_mut().receive(client, &packet, Vec::new());
+                if let Ok(Some(attach)) = waiting {
+                    let _ = core.borrow_mut().attach(client, attach, Listed::NotRequired);
+                }
             }
         }
     }
@@ -219,11 +224,11 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
         let _ = core.borrow_mut().receive(client, &packet, Vec::new());
     }
     for ClientState { asked, .. } in states {
-        let StoredClient { name, connection, identity, pidfd, count } = asked;
+        let StoredClient { name, connection, identity, pidfd, place } = asked;
         let (core, connections) = (core.clone(), connections.clone());
         spawn_local(async move {
             client::converse(&core, ClientId(name.client), &connection, &identity, pidfd.as_ref(), &connections).await;
-            drop(count);
+            drop(place);
         });
     }
 }

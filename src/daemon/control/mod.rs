@@ -1,9 +1,11 @@
 //! Requests of the D-Bus object, carried out on the scheduling loop: lists, changed settings and rules, reloading.
 //!
 //! - [`changes`]: settings changed at run time.
+//! - [`lists`]: lists of clients and GPUs.
 //! - [`status_line`]: the line that `systemctl status` shows.
 
 pub mod changes;
+pub mod lists;
 pub mod status_line;
 
 use std::cell::RefCell;
@@ -26,6 +28,7 @@ use crate::daemon::logging;
 use crate::daemon::systemd;
 use crate::scheduler::ClientId;
 use changes::Changes;
+use lists::Lists;
 
 /// Answers requests.
 pub struct Control {
@@ -35,6 +38,7 @@ pub struct Control {
     pub log_level: Option<LogLevel>,
     pub log: logging::Control,
     pub changes: Changes,
+    pub lists: Lists,
 }
 
 impl Control {
@@ -42,8 +46,8 @@ impl Control {
     pub fn answer(self: &Rc<Self>, core: &Rc<RefCell<Core>>, connections: &Rc<Connections>, request: Request) {
         // It is no error if the caller no longer waits for the answer.
         match request {
-            Request::Clients(reply) => drop(reply.send(core.borrow().list_clients())),
-            Request::Gpus(reply) => drop(reply.send(core.borrow().list_gpus())),
+            Request::Clients(reply) => self.lists.clients(reply),
+            Request::Gpus(reply) => self.lists.gpus(reply),
             Request::Rules(reply) => {
                 let core = core.borrow();
                 let all = core.config.rules.all().map(|rule| (rule.to_table(), rule.origin.to_string()));

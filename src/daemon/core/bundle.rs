@@ -111,7 +111,7 @@ fn visible(client: ClientView, command_lines: bool) -> bus::Client {
 
 /// The keys of the configuration file with the values in effect.
 fn configuration(config: &Config) -> Value {
-    let Config { settings, max_clients_per_user, log_level, keep_connections, swap_max, metrics, rules } = config;
+    let Config { settings, max_clients_per_tenant, log_level, keep_connections, swap_max, metrics, rules } = config;
     let rules = rules.all().map(|rule| {
         let mut keys = rule.to_table();
         keys.insert("origin".into(), rule.origin.to_string().into());
@@ -134,7 +134,7 @@ fn configuration(config: &Config) -> Value {
         "anti-thrash": names::anti_thrash_name(settings.anti_thrash),
         "policy": names::policy_name(settings.policy),
         "placement": placement,
-        "max-clients-per-user": max_clients_per_user,
+        "max-clients-per-tenant": max_clients_per_tenant,
         "log-level": log_level,
         "keep-connections": keep_connections,
         "memory": { "reserve": settings.reserve, "context": settings.context },

@@ -1,45 +1,54 @@
 //! Clients connect, send messages and disconnect.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use nvshare_wire::client::{GpuKind, Sharing};
 use nvshare_wire::{SchedulerMessage, SlotSet, version};
 use tracing::{debug, info};
 use zbus::fdo;
 
-use super::state::{Arrival, Client, ClientGpuStats, Core, Gpu};
+use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
 use super::views::printable;
 use crate::config::rules::EnvLimits;
 use crate::daemon::gpu::accounting::{Accounting, History};
 use crate::daemon::gpu::nvml::{Query, Sample};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, LOCK_RECORD};
+use crate::daemon::tenants::What;
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::{ClientAction, Session, Violation};
 use crate::identity::Identity;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
-/// GPUs that only clients know, not NVML. A client that reports more is making them up.
-const MAX_UNKNOWN_GPUS: usize = 128;
+/// Host memory is measured no more often for limit requests.
+const HOST_PERIOD: Duration = Duration::from_millis(10);
+
+/// Whether a GPU that a client attaches must be one that NVML lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Listed {
+    Required,
+    /// The client had it under an earlier daemon.
+    NotRequired,
+}
 
 impl Core {
     /// Welcomes a client that has sent Hello.
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
         let client = ClientId(self.next_client);
         self.next_client += 1;
-        let (version, tenant) = (arrival.version, TenantId(arrival.identity.uid));
-        let gang = self.gang(&arrival);
-        let Identity { pid, uid, unit, name, .. } = &*arrival.identity.clone();
-        if self.log_limit.allows("connected", *uid) {
+        let (version, account) = (arrival.version, TenantId(arrival.identity.tenant.number()));
+        let gang = self.gang(client, &arrival);
+        let Identity { pid, uid, unit, name, tenant, .. } = &*arrival.identity.clone();
+        if self.log_limit.allows("connected", tenant) {
             let library = printable(&arrival.library);
-            info!(name: "client-connected", client = client.0, pid, uid, unit, library, "{name} connected");
+            info!(name: "client-connected", client = client.0, pid, uid, unit, %tenant, library, "{name} connected");
         }
         self.add_client(client, arrival, gang, "connect");
         self.send(client, SchedulerMessage::Welcome { version, client: client.0 });
-        self.apply(Event::Connected { client, gang, tenant });
+        self.apply(Event::Connected { client, gang, tenant: account });
         self.apply_rule(client);
         self.find_place(client);
         client
@@ -47,31 +56,45 @@ impl Core {
 
     /// Takes over a client of an earlier daemon, with the id that it had.
     pub fn resume(&mut self, client: ClientId, arrival: Arrival, name: ConnectionName) {
-        let (gang, tenant) = (self.gang(&arrival), TenantId(arrival.identity.uid));
-        let Identity { pid, uid, unit, name: called, .. } = &*arrival.identity.clone();
-        if self.log_limit.allows("connected", *uid) {
+        let (gang, account) = (self.gang(client, &arrival), TenantId(arrival.identity.tenant.number()));
+        let Identity { pid, uid, unit, name: called, tenant, .. } = &*arrival.identity.clone();
+        if self.log_limit.allows("connected", tenant) {
             let library = printable(&arrival.library);
-            info!(name: "client-resumed", client = client.0, pid, uid, unit, library, "{called} continues");
+            info!(name: "client-resumed", client = client.0, pid, uid, unit, %tenant, library, "{called} continues");
         }
         self.add_client(client, arrival, gang, "resume");
         if let Some(entry) = self.clients.get_mut(&client) {
             entry.stored_as = Some(name);
         }
-        self.apply(Event::Connected { client, gang, tenant });
+        self.apply(Event::Connected { client, gang, tenant: account });
         self.apply_rule(client);
     }
 
-    /// The machine's number of the gang that a client names. Members of one gang share the name, the user and the container.
-    fn gang(&mut self, arrival: &Arrival) -> u64 {
+    /// The machine's number of the gang that a client names. Members of one gang share the name and the tenant.
+    fn gang(&mut self, client: ClientId, arrival: &Arrival) -> u64 {
         if arrival.gang == 0 {
             return 0;
         }
-        let same = |other: &&Client| other.gang.0 == arrival.gang && other.identity.may_share_with(&arrival.identity);
-        match self.clients.values().find(same) {
-            Some(peer) => peer.gang.1,
-            None => {
-                self.next_gang += 1;
-                self.next_gang
+        let Identity { placed, tenant, .. } = &*arrival.identity;
+        if !placed {
+            self.next_gang += 1;
+            return self.next_gang; // it has no peers, since it shares with none
+        }
+        let gang = self.gangs.entry((tenant.clone(), arrival.gang)).or_insert_with(|| {
+            self.next_gang += 1;
+            Gang { number: self.next_gang, members: BTreeSet::new() }
+        });
+        gang.members.insert(client);
+        gang.number
+    }
+
+    /// Takes a client out of its gang.
+    fn leave_gang(&mut self, client: ClientId, gone: &Client) {
+        let key = (gone.identity.tenant.clone(), gone.gang.0);
+        if let Some(gang) = self.gangs.get_mut(&key) {
+            gang.members.remove(&client);
+            if gang.members.is_empty() {
+                self.gangs.remove(&key);
             }
         }
     }
@@ -95,6 +118,8 @@ impl Core {
             rule: None,
             env_limits: EnvLimits::default(),
             announced_limits: BTreeMap::new(),
+            adoptions: Adoptions::default(),
+            asked_for: None,
             reconnects,
             stored_as: None,
             lock,
@@ -166,13 +191,14 @@ impl Core {
         if gone.lock.is_none() {
             self.count_attachments(|count| count - gone.gpus.len());
         }
+        self.leave_gang(client, &gone);
         if let Some(name) = gone.stored_as {
             systemd::forget(&name.to_string());
         }
-        let Identity { pid, uid, unit, name, .. } = &*gone.identity;
+        let Identity { pid, uid, unit, name, tenant, .. } = &*gone.identity;
         let identity = &gone.identity;
-        if self.log_limit.allows("gone", *uid) {
-            info!(name: "client-gone", client = client.0, pid, uid, unit, "{name} {why}");
+        if self.log_limit.allows("gone", tenant) {
+            info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name} {why}");
         }
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
         self.stopped.remove(&client);
@@ -186,51 +212,41 @@ impl Core {
             self.send_open_result(importer, ticket, Sharing::Unknown);
         }
         self.apply(Event::Disconnected { client });
+        gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
 
-    /// Handles one packet of a client, and the descriptors that came with it.
+    /// Handles one packet of a client, and the descriptors that came with it. Returns an action that has to wait until NVML
+    /// has listed the GPUs anew; then it goes to [`Core::attach`], before any other packet is handled.
     ///
     /// # Errors
     /// If the client broke the protocol: its connection is to be closed.
-    pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
+    pub fn receive(
+        &mut self,
+        client: ClientId,
+        packet: &[u8],
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Option<ClientAction>, Violation> {
         let now = clock::now();
-        let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
+        let Some(entry) = self.clients.get_mut(&client) else { return Ok(None) };
         let action = entry.session.receive(packet)?;
         self.mark_active();
         match action {
             ClientAction::Event(event) => {
-                if let Event::LimitRequested { .. } = event {
+                if let Event::LimitRequested { .. } = event
+                    && now >= self.host_sampled + HOST_PERIOD
+                {
                     self.sample_host(); // the decision needs current figures
                 }
+                let detached = if let Event::Detached { gpu, .. } = &event { Some(*gpu) } else { None };
                 self.apply(event);
+                detached.into_iter().for_each(|gpu| self.forget_unlisted(gpu));
             }
-            ClientAction::Attach { event, slot, gpu, kind, total, name, reason } => {
-                let Event::Attached { engine, .. } = event else { return Ok(()) };
-                self.add_unknown_gpu(gpu, kind, total, name)?;
-                let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
-                let fresh = ClientGpuStats {
-                    idle_since: now,
-                    mapped: 0,
-                    allowance: 0,
-                    history: History::default(),
-                    limit: None,
-                    report: None,
-                    host: 0,
-                    refusal_logged: None,
-                    failure_logged: None,
-                    eviction_block_logged: None,
-                    untracked_work: false,
-                    reason,
-                };
-                let is_program = entry.lock.is_none();
-                if entry.gpus.insert(gpu, fresh).is_none() && is_program {
-                    self.count_attachments(|count| count + 1);
+            ClientAction::Attach { gpu, .. } => {
+                if self.is_listing && !self.gpus.contains_key(&gpu) {
+                    self.query_nvml(Query::Scan);
+                    return Ok(Some(action));
                 }
-                self.store(client);
-                self.query_nvml(Query::Attach);
-                debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
-                self.trace(now, client, Some(gpu), "attach", None);
-                self.apply(event);
+                self.attach(client, action, Listed::NotRequired)?;
             }
             ClientAction::Memory { gpu, mut report, device_free, host, counts } => {
                 self.counts.report(client, gpu, counts);
@@ -262,6 +278,46 @@ impl Core {
         }
         let overdue = self.shared_memory.overdue(client, now);
         self.ask_to_adopt(overdue);
+        Ok(None)
+    }
+
+    /// Attaches a GPU to a client.
+    ///
+    /// # Errors
+    /// If NVML lists GPUs and this one is `Required` to be among them, or if the client's tenant has named too many that it
+    /// does not list.
+    pub fn attach(&mut self, client: ClientId, attach: ClientAction, listed: Listed) -> Result<(), Violation> {
+        let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
+        let Event::Attached { engine, .. } = event else { return Ok(()) };
+        let now = clock::now();
+        if listed == Listed::Required && self.is_listing && !self.gpus.contains_key(&gpu) {
+            return Err(Violation::UnlistedGpu { gpu });
+        }
+        self.add_unknown_gpu(client, gpu, kind, total, name)?;
+        let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
+        let fresh = ClientGpuStats {
+            idle_since: now,
+            mapped: 0,
+            allowance: 0,
+            history: History::default(),
+            limit: None,
+            report: None,
+            host: 0,
+            refusal_logged: None,
+            failure_logged: None,
+            eviction_block_logged: None,
+            untracked_work: false,
+            reason,
+        };
+        let is_program = entry.lock.is_none();
+        if entry.gpus.insert(gpu, fresh).is_none() && is_program {
+            self.count_attachments(|count| count + 1);
+        }
+        self.store(client);
+        self.query_nvml(Query::Attach);
+        debug!(client = client.0, slot, gpu = %gpu.0, ?engine, "attached");
+        self.trace(now, client, Some(gpu), "attach", None);
+        self.apply(event);
         Ok(())
     }
 
@@ -285,14 +341,17 @@ impl Core {
         self.apply(Event::Memory { client, gpu, report });
     }
 
-    /// Adds a GPU that a client named and that NVML does not know.
-    fn add_unknown_gpu(&mut self, gpu: GpuId, kind: GpuKind, total: u64, name: String) -> Result<(), Violation> {
-        if self.gpus.contains_key(&gpu) {
-            return Ok(());
-        }
-        if self.gpus.values().filter(|known| known.index.is_none()).count() >= MAX_UNKNOWN_GPUS {
-            return Err(Violation::TooManyGpus);
-        }
+    /// Adds a GPU that a client named and that NVML does not list.
+    fn add_unknown_gpu(
+        &mut self,
+        client: ClientId,
+        gpu: GpuId,
+        kind: GpuKind,
+        total: u64,
+        name: String,
+    ) -> Result<(), Violation> {
+        let Some(budget) = self.budget(client).filter(|_| !self.gpus.contains_key(&gpu)) else { return Ok(()) };
+        let share = budget.take(What::Gpus, 1).ok_or(Violation::TooManyGpus)?;
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
         let entry = Gpu {
             kind,
@@ -303,15 +362,30 @@ impl Core {
             minor: None,
             accounting: Accounting::default(),
             sample: None,
+            _named_by: Some(share),
         };
-        info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a client uses {}, which NVML does not know", entry.name);
+        if self.log_limit.allows("gpu-found", budget.tenant()) {
+            info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "a client uses {}, which NVML does not know", entry.name);
+        }
         self.create_lock_files(gpu);
         self.gpus.insert(gpu, entry);
         self.apply(Event::GpuFound { gpu, total });
-        self.announce_all_limits();
+        self.announce_limits([client]);
+        self.signals.limits.notify_one();
         self.publish_gpus();
         // It may be a MIG slice that was created just now.
         self.query_nvml(Query::Scan);
         Ok(())
+    }
+
+    /// Forgets a GPU that NVML does not list, once no client uses it.
+    fn forget_unlisted(&mut self, gpu: GpuId) {
+        let is_used = || self.clients.values().any(|client| client.gpus.contains_key(&gpu));
+        if self.gpus.get(&gpu).is_none_or(|entry| entry.index.is_some()) || is_used() {
+            return;
+        }
+        debug!(gpu = %gpu.0, "forgotten: nobody uses it any more");
+        self.apply(Event::GpuGone { gpu });
+        self.forget(gpu);
     }
 }

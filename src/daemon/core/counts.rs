@@ -56,6 +56,14 @@ impl Counts {
         self.clients.iter().flat_map(|(client, gpus)| gpus.iter().map(|(gpu, count)| (*client, *gpu, count)))
     }
 
+    /// Forgets a GPU.
+    pub fn forget(&mut self, gpu: GpuId) {
+        self.gpus.remove(&gpu);
+        for gpus in self.clients.values_mut() {
+            gpus.remove(&gpu);
+        }
+    }
+
     fn client(&mut self, client: ClientId, gpu: GpuId) -> &mut ClientCounts {
         self.clients.entry(client).or_default().entry(gpu).or_default()
     }

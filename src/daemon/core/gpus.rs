@@ -55,7 +55,8 @@ impl Core {
         let is_same_size = before.as_ref().is_some_and(|known| known.total == total);
         let is_news = before.as_ref().is_none_or(|known| known.index.is_none());
         let (accounting, sample) = before.map(|known| (known.accounting, known.sample)).unwrap_or_default();
-        let entry = Gpu { kind, name, total, index: Some(index), gone: false, minor, accounting, sample };
+        let entry =
+            Gpu { kind, name, total, index: Some(index), gone: false, minor, accounting, sample, _named_by: None };
         if is_new {
             info!(name: "gpu-found", gpu = entry.label(gpu), bytes = total, "found {}", entry.name);
             self.create_lock_files(gpu);
@@ -86,9 +87,21 @@ impl Core {
 
     /// Forgets GPUs that are gone and that the machine has forgotten, since no client is left there.
     pub(super) fn forget_gone(&mut self) {
-        if self.gpus.values().any(|gpu| gpu.gone) {
-            self.gpus.retain(|id, gpu| !gpu.gone || self.machine.is_known(*id));
+        let is_over = |(id, gpu): &(&GpuId, &Gpu)| gpu.gone && !self.machine.is_known(**id);
+        let over: Vec<GpuId> = self.gpus.iter().filter(is_over).map(|(id, _)| *id).collect();
+        over.into_iter().for_each(|gpu| self.forget(gpu));
+    }
+
+    /// Forgets a GPU that the machine has forgotten.
+    pub(super) fn forget(&mut self, gpu: GpuId) {
+        self.gpus.remove(&gpu);
+        self.remove_lock_files(gpu);
+        self.counts.forget(gpu);
+        self.thrashing_log.remove(&gpu);
+        for client in self.clients.values_mut() {
+            client.announced_limits.remove(&gpu);
         }
+        self.publish_gpus();
     }
 
     /// Takes note of whether NVML can be asked.
@@ -101,6 +114,7 @@ impl Core {
             }
         }
         self.nvml_state = state;
+        self.scanned();
         // No measurement comes that the machine may be waiting for.
         if self.nvml_state != State::Usable {
             let now = clock::now();

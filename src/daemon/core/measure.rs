@@ -25,6 +25,7 @@ const CONTEXT_DIVISOR: u64 = 16;
 impl Core {
     /// Measures host memory.
     pub fn sample_host(&mut self) {
+        self.host_sampled = clock::now();
         let Some(info) = MemInfo::read() else { return };
         let held = self.clients.values().flat_map(|c| c.gpus.values()).fold(0u64, |sum, u| sum.saturating_add(u.host));
         if let Some(bytes) = self.host.sample(clock::now(), info, held, self.config.swap_max) {
@@ -36,7 +37,10 @@ impl Core {
     /// Handles a report of the NVML thread.
     pub fn nvml_report(&mut self, report: Report) {
         match report {
-            Report::Gpus(listing) => self.gpus_listed(listing),
+            Report::Gpus(listing) => {
+                self.gpus_listed(listing);
+                self.scanned();
+            }
             Report::State(state) => self.nvml_is(state),
             Report::Used(used) => {
                 for sample in used {

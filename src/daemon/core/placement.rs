@@ -192,8 +192,8 @@ impl Core {
     fn refuse_place(&mut self, client: ClientId, why: &str, label: &str) {
         self.unplaced(client, NoPlacement::NoGpu, why);
         let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
-        let Identity { pid, uid, unit, name, .. } = &*identity;
-        if !self.log_limit.allows("not-placed", *uid) {
+        let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
+        if !self.log_limit.allows("not-placed", tenant) {
             return;
         }
         let rule = self.rule_of(client).map(Rule::to_string).unwrap_or_default();

@@ -65,7 +65,7 @@ impl Core {
 
     /// Tells clients the memory that a rule allows them on each GPU, where it has changed: programs query the size of memory
     /// before they use a GPU, and plan by it.
-    fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
+    pub(super) fn announce_limits(&mut self, clients: impl IntoIterator<Item = ClientId>) {
         for client in clients {
             let Some(entry) = self.clients.get_mut(&client) else { continue };
             if entry.session.version < version::ANNOUNCED_LIMITS {
@@ -81,7 +81,7 @@ impl Core {
         }
     }
 
-    pub(super) fn announce_all_limits(&mut self) {
+    pub fn announce_all_limits(&mut self) {
         self.announce_limits(self.clients.keys().copied().collect::<Vec<_>>());
     }
 

@@ -6,12 +6,13 @@
 //! the exporter's last report of it and the adopter's first, the daemon adds it to the adopter's reports
 //! ([`SharedMemoryRegistry::uncounted`]), so that it never counts as free.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use nvshare_wire::Secret;
 use nvshare_wire::client::Sharing;
 
+use crate::daemon::tenants::Share;
 use crate::scheduler::{ClientId, GpuId, Time};
 
 /// Requests that one exporter can leave unanswered, for instance while it is stopped.
@@ -20,14 +21,86 @@ const MAX_PENDING: usize = 32;
 /// has not reconnected within this time.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// A range of an exporter's memory, by the exporter's secret.
+type Range = (Secret, u32);
+
+/// Every change costs time in proportion to the logarithm of what there is, and to what the client itself has open.
 #[derive(Debug, Default)]
 pub struct SharedMemoryRegistry {
-    /// The secrets under which clients export memory.
-    exporters: BTreeMap<ClientId, Secret>,
-    /// Requests that exporters have not answered, by the number sent to the exporter.
-    requests: BTreeMap<u64, OpenRequest>,
-    next_request: u64,
-    imports: BTreeMap<Import, OpenMemory>,
+    exporters: Exporters,
+    requests: Requests,
+    imports: Imports,
+}
+
+/// The secrets under which clients export memory.
+#[derive(Debug, Default)]
+struct Exporters {
+    secrets: BTreeMap<ClientId, Secret>,
+    clients: BTreeMap<Secret, BTreeSet<ClientId>>,
+}
+
+impl Exporters {
+    fn insert(&mut self, client: ClientId, key: Secret) {
+        self.remove(client);
+        self.secrets.insert(client, key);
+        self.clients.entry(key).or_default().insert(client);
+    }
+
+    /// Returns the secret of the client.
+    fn remove(&mut self, client: ClientId) -> Option<Secret> {
+        let key = self.secrets.remove(&client)?;
+        if let Some(clients) = self.clients.get_mut(&key) {
+            clients.remove(&client);
+            if clients.is_empty() {
+                self.clients.remove(&key);
+            }
+        }
+        Some(key)
+    }
+}
+
+/// Requests that exporters have not answered.
+#[derive(Debug, Default)]
+struct Requests {
+    /// By the number sent to the exporter.
+    all: BTreeMap<u64, OpenRequest>,
+    of_exporter: BTreeMap<ClientId, BTreeSet<u64>>,
+    /// The request whose answer an importer still awaits: its newest.
+    of_importer: BTreeMap<ClientId, u64>,
+    last: u64,
+}
+
+impl Requests {
+    fn insert(&mut self, importer: ClientId, request: OpenRequest) -> u64 {
+        self.last += 1;
+        self.of_exporter.entry(request.exporter).or_default().insert(self.last);
+        self.of_importer.insert(importer, self.last);
+        self.all.insert(self.last, request);
+        self.last
+    }
+
+    fn remove(&mut self, number: u64) -> Option<OpenRequest> {
+        let request = self.all.remove(&number)?;
+        if let Some(numbers) = self.of_exporter.get_mut(&request.exporter) {
+            numbers.remove(&number);
+            if numbers.is_empty() {
+                self.of_exporter.remove(&request.exporter);
+            }
+        }
+        if let Some((importer, _)) = request.importer {
+            self.of_importer.remove(&importer);
+        }
+        Some(request)
+    }
+
+    /// The importer is no longer interested in its request, if that is for one that `is_meant`.
+    fn give_up(&mut self, importer: ClientId, is_meant: impl Fn(&OpenRequest) -> bool) {
+        let Some(number) = self.of_importer.get(&importer) else { return };
+        if let Some(request) = self.all.get_mut(number).filter(|request| is_meant(request)) {
+            request.importer = None;
+            self.of_importer.remove(&importer);
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,11 +120,19 @@ pub struct Import {
     pub range: u32,
 }
 
-#[derive(Debug, Clone, Copy)]
+impl Import {
+    fn range(&self) -> Range {
+        (self.exporter, self.range)
+    }
+}
+
+#[derive(Debug)]
 struct OpenMemory {
     gpu: GpuId,
     bytes: u64,
     counted_by: CountedBy,
+    /// Of the importer's budget.
+    _share: Share,
 }
 
 /// The client whose report has the bytes.
@@ -67,10 +148,131 @@ enum CountedBy {
     Importer,
 }
 
+/// What clients have open.
+#[derive(Debug, Default)]
+struct Imports {
+    /// The importers of each range.
+    ranges: BTreeMap<Range, BTreeMap<ClientId, OpenMemory>>,
+    /// The importers that have adopted a range, or have been told to: one, unless clients of an earlier daemon say otherwise.
+    adopters: BTreeMap<Range, BTreeSet<ClientId>>,
+    of_importer: BTreeMap<ClientId, OfImporter>,
+    /// Number of imports whose exporter is missing.
+    missing: usize,
+}
+
+/// What one client has open.
+#[derive(Debug, Default)]
+struct OfImporter {
+    ranges: BTreeSet<Range>,
+    sums: BTreeMap<GpuId, Sums>,
+    /// Those that its next report of a GPU counts.
+    next_report: BTreeMap<GpuId, BTreeSet<Range>>,
+    /// When the first exporter was found missing, while any is.
+    missing_since: Option<Time>,
+}
+
+/// Bytes on one GPU.
+#[derive(Debug, Default, Clone, Copy)]
+struct Sums {
+    /// That count with the client although its own reports do not have them yet.
+    uncounted: u128,
+    /// That count with it although another program allocated them.
+    adopted: u128,
+}
+
+impl Imports {
+    fn insert(&mut self, import: Import, memory: OpenMemory) {
+        self.remove(import);
+        let (gpu, by, bytes) = (memory.gpu, memory.counted_by, memory.bytes);
+        self.ranges.entry(import.range()).or_default().insert(import.importer, memory);
+        self.of_importer.entry(import.importer).or_default().ranges.insert(import.range());
+        self.count(import, gpu, bytes, by, true);
+    }
+
+    /// Returns the client that counted it.
+    fn remove(&mut self, import: Import) -> Option<CountedBy> {
+        let importers = self.ranges.get_mut(&import.range())?;
+        let OpenMemory { gpu, bytes, counted_by, .. } = importers.remove(&import.importer)?;
+        if importers.is_empty() {
+            self.ranges.remove(&import.range());
+        }
+        self.count(import, gpu, bytes, counted_by, false);
+        if let Some(own) = self.of_importer.get_mut(&import.importer) {
+            own.ranges.remove(&import.range());
+            if own.ranges.is_empty() {
+                self.of_importer.remove(&import.importer);
+            }
+        }
+        Some(counted_by)
+    }
+
+    fn get(&mut self, import: Import) -> Option<&mut OpenMemory> {
+        self.ranges.get_mut(&import.range())?.get_mut(&import.importer)
+    }
+
+    fn set(&mut self, import: Import, now: CountedBy) {
+        let Some(memory) = self.get(import) else { return };
+        let (gpu, bytes, before) = (memory.gpu, memory.bytes, std::mem::replace(&mut memory.counted_by, now));
+        self.count(import, gpu, bytes, before, false);
+        self.count(import, gpu, bytes, now, true);
+    }
+
+    /// Adds an import to what is known about its importer and its range, or takes it out again.
+    fn count(&mut self, import: Import, gpu: GpuId, bytes: u64, by: CountedBy, add: bool) {
+        let own = self.of_importer.entry(import.importer).or_default();
+        let sums = own.sums.entry(gpu).or_default();
+        let change = |sum: &mut u128| *sum = if add { *sum + u128::from(bytes) } else { *sum - u128::from(bytes) };
+        if by != CountedBy::Exporter {
+            change(&mut sums.adopted);
+        }
+        if is_unreported(by) {
+            change(&mut sums.uncounted);
+        }
+        match by {
+            CountedBy::Missing(since) if add => {
+                own.missing_since.get_or_insert(since);
+                self.missing += 1;
+            }
+            CountedBy::Missing(_) => self.missing -= 1,
+            CountedBy::NextReport if add => drop(own.next_report.entry(gpu).or_default().insert(import.range())),
+            CountedBy::NextReport => drop(own.next_report.get_mut(&gpu).map(|next| next.remove(&import.range()))),
+            _ => {}
+        }
+        if is_adopted(by) {
+            let adopters = self.adopters.entry(import.range()).or_default();
+            if add {
+                adopters.insert(import.importer);
+            } else {
+                adopters.remove(&import.importer);
+            }
+            if adopters.is_empty() {
+                self.adopters.remove(&import.range());
+            }
+        }
+    }
+
+    /// Chooses an importer for bytes that no client counts any more.
+    fn orphan(&mut self, (exporter, range): Range) -> Option<Import> {
+        if self.adopters.contains_key(&(exporter, range)) {
+            return None;
+        }
+        let importer = *self.ranges.get(&(exporter, range))?.keys().next()?;
+        let import = Import { importer, exporter, range };
+        self.set(import, CountedBy::Adopting);
+        Some(import)
+    }
+
+    /// The ranges of an exporter that somebody has open.
+    fn of_exporter(&self, key: Secret) -> Vec<Range> {
+        self.ranges.range((key, 0)..=(key, u32::MAX)).map(|(range, _)| *range).collect()
+    }
+}
+
 impl SharedMemoryRegistry {
     /// Requests are numbered from the current time on, so that answers to an earlier daemon's requests match none.
     pub fn new(now: Time) -> Self {
-        Self { next_request: u64::try_from(now.as_nanos()).unwrap_or(0), ..Self::default() }
+        let last = u64::try_from(now.as_nanos()).unwrap_or(0);
+        Self { requests: Requests { last, ..Requests::default() }, ..Self::default() }
     }
 
     // ---- requests ------------------------------------------------------------------------------------------------
@@ -78,14 +280,18 @@ impl SharedMemoryRegistry {
     /// A client exports memory under that secret. Returns the importers whose imports it counts from now on.
     pub fn announce(&mut self, client: ClientId, key: Secret) -> Vec<ClientId> {
         self.exporters.insert(client, key);
-        let missing = |(import, open): &(&Import, &mut OpenMemory)| {
-            import.exporter == key && matches!(open.counted_by, CountedBy::Missing(_))
-        };
-        let found = self.imports.iter_mut().filter(missing).map(|(import, open)| {
-            open.counted_by = CountedBy::Exporter;
-            import.importer
-        });
-        found.collect()
+        if self.imports.missing == 0 {
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        for (exporter, range) in self.imports.of_exporter(key) {
+            let importers = self.imports.ranges.get(&(exporter, range)).into_iter().flatten();
+            let missing = importers.filter(|(_, open)| matches!(open.counted_by, CountedBy::Missing(_)));
+            found.extend(missing.map(|(importer, _)| Import { importer: *importer, exporter, range }));
+        }
+        found.iter().for_each(|import| self.imports.set(*import, CountedBy::Exporter));
+        let importers: BTreeSet<ClientId> = found.into_iter().map(|import| import.importer).collect();
+        importers.into_iter().collect()
     }
 
     /// A client asks to open memory that a client which it `may` share with exports. Returns the exporter, and the number of
@@ -97,143 +303,140 @@ impl SharedMemoryRegistry {
         &mut self,
         importer: ClientId,
         ticket: u32,
-        (key, range): (Secret, u32),
+        (key, range): Range,
         may: impl Fn(ClientId) -> bool,
     ) -> Result<(ClientId, u64), Sharing> {
-        for request in self.requests.values_mut() {
-            request.importer = request.importer.filter(|(asker, _)| *asker != importer);
-        }
-        let named = self.exporters.iter().rev().filter(|(_, name)| **name == key);
-        let exporter = named.map(|(client, _)| *client).find(|client| *client != importer && may(*client));
-        let exporter = exporter.ok_or(Sharing::Unknown)?;
-        if self.requests.values().filter(|q| q.exporter == exporter).count() >= MAX_PENDING {
+        self.requests.give_up(importer, |_| true);
+        let named = self.exporters.clients.get(&key).into_iter().flatten().rev();
+        let exporter = named.copied().find(|client| *client != importer && may(*client)).ok_or(Sharing::Unknown)?;
+        if self.requests.of_exporter.get(&exporter).map_or(0, BTreeSet::len) >= MAX_PENDING {
             return Err(Sharing::Busy);
         }
-        self.next_request += 1;
         let request = OpenRequest { importer: Some((importer, ticket)), exporter, key, range };
-        self.requests.insert(self.next_request, request);
-        Ok((exporter, self.next_request))
+        Ok((exporter, self.requests.insert(importer, request)))
     }
 
     /// An exporter answers a request. `None` if there is no such request.
     pub fn answer(&mut self, exporter: ClientId, number: u64) -> Option<OpenRequest> {
-        self.requests.get(&number).filter(|q| q.exporter == exporter)?;
-        self.requests.remove(&number)
+        self.requests.all.get(&number).filter(|request| request.exporter == exporter)?;
+        self.requests.remove(number)
     }
 
     // ---- open memory ---------------------------------------------------------------------------------------------
 
     /// The importer has the memory open from now on.
-    pub fn open(&mut self, request: &OpenRequest, gpu: GpuId, bytes: u64) {
+    pub fn open(&mut self, request: &OpenRequest, gpu: GpuId, bytes: u64, share: Share) {
         let Some((importer, _)) = request.importer else { return };
         let import = Import { importer, exporter: request.key, range: request.range };
-        self.imports.entry(import).or_insert(OpenMemory { gpu, bytes, counted_by: CountedBy::Exporter });
+        if self.imports.get(import).is_none() {
+            let memory = OpenMemory { gpu, bytes, counted_by: CountedBy::Exporter, _share: share };
+            self.imports.insert(import, memory);
+        }
     }
 
     /// A client of an earlier daemon says that it has memory open.
-    pub fn restore(&mut self, import: Import, gpu: GpuId, bytes: u64, adopted: bool, now: Time) {
+    pub fn restore(&mut self, import: Import, gpu: GpuId, bytes: u64, adopted: bool, now: Time, share: Share) {
         let counted_by = match adopted {
             true => CountedBy::Importer,
-            false if self.exporters.values().any(|key| *key == import.exporter) => CountedBy::Exporter,
+            false if self.exporters.clients.contains_key(&import.exporter) => CountedBy::Exporter,
             false => CountedBy::Missing(now),
         };
-        self.imports.insert(import, OpenMemory { gpu, bytes, counted_by });
+        self.imports.insert(import, OpenMemory { gpu, bytes, counted_by, _share: share });
     }
 
     /// The exporter has freed the memory. Returns the importer that is to adopt it.
     pub fn withdraw(&mut self, client: ClientId, range: u32) -> Option<Import> {
-        let key = *self.exporters.get(&client)?;
-        self.orphan(key, range)
+        let key = *self.exporters.secrets.get(&client)?;
+        self.imports.orphan((key, range))
     }
 
     /// The importer has closed the memory, or withdrawn its request. Returns the importer that is to adopt it instead.
     pub fn close(&mut self, import: Import) -> Option<Import> {
-        for request in self.requests.values_mut().filter(|q| (q.key, q.range) == (import.exporter, import.range)) {
-            request.importer = request.importer.filter(|(asker, _)| *asker != import.importer);
-        }
-        let open = self.imports.remove(&import)?;
-        (open.counted_by != CountedBy::Exporter).then(|| self.orphan(import.exporter, import.range)).flatten()
+        self.requests.give_up(import.importer, |request| (request.key, request.range) == import.range());
+        let counted_by = self.imports.remove(import)?;
+        (counted_by != CountedBy::Exporter).then(|| self.imports.orphan(import.range())).flatten()
     }
 
-    /// Chooses an importer for bytes that no client counts any more.
-    fn orphan(&mut self, exporter: Secret, range: u32) -> Option<Import> {
-        let same = |import: &&Import| (import.exporter, import.range) == (exporter, range);
-        if self.imports.iter().any(|(import, open)| same(&import) && is_adopted(open.counted_by)) {
-            return None;
-        }
-        let adopter = *self.imports.keys().find(same)?;
-        self.imports.get_mut(&adopter)?.counted_by = CountedBy::Adopting;
-        Some(adopter)
+    /// Whether the importer has been told to adopt the memory, and has not answered.
+    pub fn is_adopting(&mut self, import: Import) -> bool {
+        self.imports.get(import).is_some_and(|open| open.counted_by == CountedBy::Adopting)
     }
 
     /// The importer has adopted the memory: its next report counts it.
     pub fn adopted(&mut self, import: Import) {
-        if let Some(open) = self.imports.get_mut(&import).filter(|open| open.counted_by == CountedBy::Adopting) {
-            open.counted_by = CountedBy::NextReport;
+        if self.is_adopting(import) {
+            self.imports.set(import, CountedBy::NextReport);
         }
     }
 
     /// A report of that client has arrived.
     pub fn reported(&mut self, client: ClientId, gpu: GpuId) {
-        for (_, open) in self.of(client).filter(|(_, open)| open.gpu == gpu && open.counted_by == CountedBy::NextReport)
-        {
-            open.counted_by = CountedBy::Importer;
+        let next = self.imports.of_importer.get_mut(&client).and_then(|own| own.next_report.remove(&gpu));
+        for (exporter, range) in next.into_iter().flatten() {
+            let import = Import { importer: client, exporter, range };
+            if self.imports.get(import).is_some_and(|open| open.counted_by == CountedBy::NextReport) {
+                self.imports.set(import, CountedBy::Importer);
+            }
         }
     }
 
     /// Memory that importers must adopt because the exporter has not reconnected in time.
     pub fn overdue(&mut self, client: ClientId, now: Time) -> Vec<Import> {
-        let missing = |by| matches!(by, CountedBy::Missing(since) if now >= since + RECONNECT_TIMEOUT);
-        let late: Vec<Import> =
-            self.of(client).filter(|(_, c)| missing(c.counted_by)).map(|(import, _)| *import).collect();
-        late.into_iter().filter_map(|import| self.orphan(import.exporter, import.range)).collect()
+        let Some(own) = self.imports.of_importer.get_mut(&client) else { return Vec::new() };
+        if own.missing_since.is_none_or(|since| now < since + RECONNECT_TIMEOUT) {
+            return Vec::new();
+        }
+        own.missing_since = None;
+        let (mut late, mut earliest) = (Vec::new(), None);
+        for (exporter, range) in own.ranges.clone() {
+            let import = Import { importer: client, exporter, range };
+            match self.imports.get(import).map(|open| open.counted_by) {
+                Some(CountedBy::Missing(since)) if now >= since + RECONNECT_TIMEOUT => late.push(import.range()),
+                Some(CountedBy::Missing(since)) => earliest = earliest.into_iter().chain([since]).min(),
+                _ => {}
+            }
+        }
+        if let Some(own) = self.imports.of_importer.get_mut(&client) {
+            own.missing_since = earliest;
+        }
+        late.into_iter().filter_map(|range| self.imports.orphan(range)).collect()
     }
 
     /// Bytes on that GPU that count with this client although its own reports do not have them yet.
     pub fn uncounted(&self, client: ClientId, gpu: GpuId) -> u64 {
-        let is_unreported = |by| matches!(by, CountedBy::Missing(_) | CountedBy::Adopting | CountedBy::NextReport);
-        let bytes =
-            self.imports.iter().filter(|(i, c)| i.importer == client && c.gpu == gpu && is_unreported(c.counted_by));
-        bytes.map(|(_, open)| open.bytes).fold(0, u64::saturating_add)
+        saturated(self.sums(client, gpu).uncounted)
     }
 
     /// Bytes on that GPU that count with this client although another program allocated them: NVML may show them for that one.
     pub fn adopted_by(&self, client: ClientId, gpu: GpuId) -> u64 {
-        let counts = |by| is_adopted(by) || matches!(by, CountedBy::Missing(_));
-        let bytes = self.imports.iter().filter(|(i, c)| i.importer == client && c.gpu == gpu && counts(c.counted_by));
-        bytes.map(|(_, open)| open.bytes).fold(0, u64::saturating_add)
+        saturated(self.sums(client, gpu).adopted)
+    }
+
+    fn sums(&self, client: ClientId, gpu: GpuId) -> Sums {
+        self.imports.of_importer.get(&client).and_then(|own| own.sums.get(&gpu)).copied().unwrap_or_default()
     }
 
     /// A client has disconnected. Returns the importers that are to adopt what it counted, and the requests that it will
     /// not answer.
     pub fn leave(&mut self, client: ClientId) -> (Vec<Import>, Vec<OpenRequest>) {
-        let mut orphans: Vec<(Secret, u32)> = Vec::new();
-        if let Some(key) = self.exporters.remove(&client)
-            && !self.exporters.values().any(|other| *other == key)
+        let mut orphans: Vec<Range> = Vec::new();
+        if let Some(key) = self.exporters.remove(client)
+            && !self.exporters.clients.contains_key(&key)
         {
-            orphans.extend(self.imports.keys().filter(|i| i.exporter == key).map(|i| (key, i.range)));
+            orphans = self.imports.of_exporter(key);
         }
-        let own: Vec<(Import, CountedBy)> = self.of(client).map(|(import, open)| (*import, open.counted_by)).collect();
-        for (import, by) in own {
-            self.imports.remove(&import);
-            if by != CountedBy::Exporter {
-                orphans.push((import.exporter, import.range));
+        let own = self.imports.of_importer.get(&client).map(|own| own.ranges.clone()).unwrap_or_default();
+        for (exporter, range) in own {
+            let counted_by = self.imports.remove(Import { importer: client, exporter, range });
+            if counted_by.is_some_and(|by| by != CountedBy::Exporter) {
+                orphans.push((exporter, range));
             }
         }
-        let adopters = orphans.into_iter().filter_map(|(key, range)| self.orphan(key, range)).collect();
-        let mut unanswered = Vec::new();
-        self.requests.retain(|_, request| {
-            if request.exporter == client {
-                unanswered.push(*request);
-            }
-            request.importer = request.importer.filter(|(asker, _)| *asker != client);
-            request.exporter != client
-        });
+        let adopters = orphans.into_iter().filter_map(|range| self.imports.orphan(range)).collect();
+        self.requests.give_up(client, |_| true);
+        let numbers = self.requests.of_exporter.get(&client).cloned().unwrap_or_default();
+        let unanswered = numbers.into_iter().filter_map(|number| self.requests.remove(number)).collect();
         (adopters, unanswered)
-    }
-
-    fn of(&mut self, client: ClientId) -> impl Iterator<Item = (&Import, &mut OpenMemory)> {
-        self.imports.iter_mut().filter(move |(import, _)| import.importer == client)
     }
 }
 
@@ -241,11 +444,21 @@ fn is_adopted(by: CountedBy) -> bool {
     matches!(by, CountedBy::Adopting | CountedBy::NextReport | CountedBy::Importer)
 }
 
+fn is_unreported(by: CountedBy) -> bool {
+    matches!(by, CountedBy::Missing(_) | CountedBy::Adopting | CountedBy::NextReport)
+}
+
+fn saturated(bytes: u128) -> u64 {
+    u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use nvshare_wire::Uuid;
 
     use super::*;
+    use crate::daemon::tenants::{Budgets, What};
+    use crate::identity::Tenant;
 
     const GPU: GpuId = GpuId(Uuid([7; 16]));
     const KEY: Secret = Secret([1; 16]);
@@ -253,6 +466,10 @@ mod tests {
     const B: ClientId = ClientId(2);
     const C: ClientId = ClientId(3);
     const NOW: Time = Duration::from_secs(10);
+
+    fn share() -> Share {
+        Budgets::new(1).of(&Tenant::User(1)).hold(What::Imports, 1)
+    }
 
     fn import(importer: ClientId) -> Import {
         Import { importer, exporter: KEY, range: 5 }
@@ -266,7 +483,7 @@ mod tests {
             let (exporter, number) = registry.request(*importer, 1, (KEY, 5), |_| true).expect("it exports");
             assert_eq!(exporter, A);
             let request = registry.answer(A, number).expect("it was asked");
-            registry.open(&request, GPU, 100);
+            registry.open(&request, GPU, 100, share());
         }
         registry
     }
@@ -326,7 +543,7 @@ mod tests {
         assert_eq!(registry.close(import(B)), Some(import(C)));
         assert_eq!(registry.uncounted(C, GPU), 100);
         assert_eq!(registry.leave(C).0, [], "nobody has it any more");
-        assert!(registry.imports.is_empty());
+        assert!(registry.imports.ranges.is_empty() && registry.imports.of_importer.is_empty());
     }
 
     #[test]
@@ -340,17 +557,17 @@ mod tests {
     #[test]
     fn after_a_restart_the_order_of_return_does_not_matter() {
         let mut registry = SharedMemoryRegistry::default();
-        registry.restore(import(B), GPU, 100, false, NOW);
+        registry.restore(import(B), GPU, 100, false, NOW, share());
         assert_eq!(registry.uncounted(B, GPU), 100, "nobody else counts it yet");
         assert_eq!(registry.overdue(B, NOW), []);
         registry.announce(A, KEY);
         assert_eq!(registry.uncounted(B, GPU), 0, "its exporter is back");
         let mut registry = SharedMemoryRegistry::default();
-        registry.restore(import(B), GPU, 100, false, NOW);
-        registry.restore(import(C), GPU, 100, true, NOW);
+        registry.restore(import(B), GPU, 100, false, NOW, share());
+        registry.restore(import(C), GPU, 100, true, NOW, share());
         assert_eq!(registry.overdue(B, NOW + RECONNECT_TIMEOUT), [], "C adopted it under the daemon before");
         let mut registry = SharedMemoryRegistry::default();
-        registry.restore(import(B), GPU, 100, false, NOW);
+        registry.restore(import(B), GPU, 100, false, NOW, share());
         assert_eq!(registry.overdue(B, NOW + RECONNECT_TIMEOUT), [import(B)], "the exporter is gone for good");
     }
 
@@ -359,5 +576,56 @@ mod tests {
         let mut registry = shared_with(&[B]);
         registry.announce(C, KEY);
         assert_eq!(registry.leave(A).0, [], "C is the same process");
+    }
+
+    #[test]
+    fn what_is_known_about_a_client_is_what_its_imports_say() {
+        let mut dice = 1u32;
+        let mut next = |n: u32| {
+            dice = dice.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (dice >> 8) % n
+        };
+        let mut registry = SharedMemoryRegistry::default();
+        for step in 0..20_000u64 {
+            let client = ClientId(1 + u64::from(next(4)));
+            let import = Import { importer: client, exporter: Secret([next(3) as u8; 16]), range: next(4) };
+            let now = NOW + Duration::from_millis(step);
+            match next(9) {
+                0 => drop(registry.announce(client, import.exporter)),
+                1 => registry.restore(import, GPU, u64::from(next(9)), next(2) == 0, now, share()),
+                2 => drop(registry.close(import)),
+                3 => registry.adopted(import),
+                4 => registry.reported(client, GPU),
+                5 => drop(registry.overdue(client, now)),
+                6 => drop(registry.withdraw(client, import.range)),
+                7 if next(10) == 0 => drop(registry.leave(client)),
+                _ => {
+                    if let Ok((exporter, number)) = registry.request(client, 1, import.range(), |_| true)
+                        && let Some(request) = registry.answer(exporter, number)
+                    {
+                        registry.open(&request, GPU, 5, share());
+                    }
+                }
+            }
+            let open = || {
+                let ranges = registry.imports.ranges.iter();
+                ranges.flat_map(|(range, all)| all.iter().map(move |(importer, open)| (*range, *importer, open)))
+            };
+            for client in (1..=4).map(ClientId) {
+                let own = || open().filter(|(_, importer, _)| *importer == client).map(|(_, _, open)| open);
+                let sum = |is: fn(CountedBy) -> bool| {
+                    own().filter(|open| is(open.counted_by)).map(|open| open.bytes).sum::<u64>()
+                };
+                assert_eq!(registry.uncounted(client, GPU), sum(is_unreported), "step {step}");
+                assert_eq!(registry.adopted_by(client, GPU), sum(|by| by != CountedBy::Exporter), "step {step}");
+            }
+            let missing = open().filter(|(.., open)| matches!(open.counted_by, CountedBy::Missing(_))).count();
+            assert_eq!(registry.imports.missing, missing, "step {step}");
+            let mut adopters: BTreeMap<Range, BTreeSet<ClientId>> = BTreeMap::new();
+            for (range, importer, _) in open().filter(|(.., open)| is_adopted(open.counted_by)) {
+                adopters.entry(range).or_default().insert(importer);
+            }
+            assert_eq!(registry.imports.adopters, adopters, "step {step}");
+        }
     }
 }

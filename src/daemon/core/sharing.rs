@@ -1,14 +1,27 @@
 //! Messages about memory that programs share, passed between exporter and importer.
 
+use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::time::Duration;
 
 use nvshare_wire::client::Sharing;
-use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, SchedulerMessage};
+use nvshare_wire::{ClientMessage, MAX_DESCRIPTORS, SchedulerMessage, Secret};
+use tracing::warn;
 
 use super::shared_memory::Import;
-use super::state::Core;
+use super::state::{Client, Core};
+use crate::daemon::tenants::{Budget, What};
+use crate::identity::Identity;
 use crate::scheduler::{ClientId, GpuId, Time};
+
+/// Requests to adopt memory that a client can leave unanswered: an exporter can leave thousands of ranges, more than a
+/// client can be sent at once.
+const MAX_ADOPTIONS: usize = 64;
+
+/// What an exporter has said is read within this time, whatever the others of its tenant send. The order in which different
+/// clients' messages are read is not the order in which they were sent.
+const READ_TIME: Duration = Duration::from_millis(500);
 
 /// Programs that ran under an earlier scheduler are back within this time, even if they lost two in a row: such a one waits
 /// 2 s before it tries again.
@@ -34,12 +47,18 @@ impl Core {
                     let [a, b] = [client, other].map(|id| clients.get(&id).map(|c| &*c.identity));
                     a.zip(b).is_some_and(|(a, b)| a.may_share_with(b))
                 };
+                if self.budget(client).is_none_or(|budget| budget.left(What::Imports) == 0) {
+                    self.log_over_budget(client, "has opened too much memory of other programs");
+                    return self.send_open_result(client, ticket, Sharing::Failed);
+                }
                 match self.shared_memory.request(client, ticket, (exporter, range), may) {
                     Ok((exporter, ticket)) => {
                         self.send(exporter, SchedulerMessage::Export { ticket, secret, range, allocation, first });
                     }
-                    // It may be on its way back from an earlier daemon.
-                    Err(Sharing::Unknown) if now < self.started + LATE_RETURN => {
+                    // It may be on its way back from an earlier daemon, or what it has said may not be read yet.
+                    Err(Sharing::Unknown)
+                        if now < self.started + LATE_RETURN || self.may_come(client, exporter, now) =>
+                    {
                         self.send_open_result(client, ticket, Sharing::Busy);
                     }
                     Err(outcome) => self.send_open_result(client, ticket, outcome),
@@ -55,9 +74,13 @@ impl Core {
                 let Some(connection) = self.clients.get(&importer).map(|entry| entry.connection.clone()) else {
                     return;
                 };
+                // Others of its tenant may have opened something since it asked.
+                let Some(share) = connection.budget().take(What::Imports, 1) else {
+                    return self.send_open_result(importer, ticket, Sharing::Failed);
+                };
                 let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
                 // Before it is sent, so that open memory is always counted.
-                self.shared_memory.open(&request, gpu, bytes.min(total));
+                self.shared_memory.open(&request, gpu, bytes.min(total), share);
                 if connection
                     .send_with(SchedulerMessage::Opened { ticket, outcome, bytes, chunk }, descriptors)
                     .is_err()
@@ -73,18 +96,45 @@ impl Core {
                 let Some(gpu) = gpu else { return };
                 let total = self.gpus.get(&gpu).map_or(0, |gpu| gpu.total);
                 let import = Import { importer: client, exporter, range };
-                self.shared_memory.restore(import, gpu, bytes.min(total), adopted != 0, now);
+                // It can have opened no more under the daemon before this one.
+                let Some(share) = self.budget(client).and_then(|budget| budget.take(What::Imports, 1)) else {
+                    return self.log_over_budget(client, "says that it has opened too much memory of other programs");
+                };
+                self.shared_memory.restore(import, gpu, bytes.min(total), adopted != 0, now, share);
                 self.report(client, gpu);
             }
             ClientMessage::Adopted { exporter, range } => {
                 self.shared_memory.adopted(Import { importer: client, exporter, range });
+                self.adoption_answered(client);
             }
             ClientMessage::Closed { exporter, range } => {
                 let adopter = self.shared_memory.close(Import { importer: client, exporter, range });
+                self.adoption_answered(client);
                 self.ask_to_adopt(adopter);
                 self.report_all_gpus(client);
             }
             _ => {}
+        }
+    }
+
+    /// Whether an exporter may still turn up that a client asks for: it asked for it first a short time ago.
+    fn may_come(&mut self, importer: ClientId, exporter: Secret, now: Time) -> bool {
+        let Some(entry) = self.clients.get_mut(&importer) else { return false };
+        let asked = entry.asked_for.filter(|(key, _)| *key == exporter);
+        let (_, since) = *entry.asked_for.insert(asked.unwrap_or((exporter, now)));
+        now < since + READ_TIME
+    }
+
+    pub(super) fn budget(&self, client: ClientId) -> Option<Rc<Budget>> {
+        Some(self.clients.get(&client)?.connection.budget().clone())
+    }
+
+    /// Logs that a client asks for more than its tenant may have.
+    fn log_over_budget(&mut self, client: ClientId, what: &str) {
+        let Some(identity) = self.clients.get(&client).map(|entry| entry.identity.clone()) else { return };
+        let Identity { pid, uid, unit, name, tenant, .. } = &*identity;
+        if self.log_limit.allows("over-budget", tenant) {
+            warn!(name: "over-budget", client = client.0, pid, uid, unit, %tenant, "{name} {what}: no more is opened for {tenant}");
         }
     }
 
@@ -94,10 +144,38 @@ impl Core {
 
     /// Has importers adopt shared memory that no other client counts any more.
     pub(super) fn ask_to_adopt(&mut self, imports: impl IntoIterator<Item = Import>) {
-        for Import { importer, exporter, range } in imports {
-            self.report_all_gpus(importer);
-            self.send(importer, SchedulerMessage::Adopt { exporter, range });
+        let imports: Vec<Import> = imports.into_iter().collect();
+        // Once for each importer, however much it has to adopt: an exporter can leave thousands of ranges.
+        let importers: BTreeSet<ClientId> = imports.iter().map(|import| import.importer).collect();
+        importers.into_iter().for_each(|importer| self.report_all_gpus(importer));
+        for import in imports {
+            if let Some(entry) = self.clients.get_mut(&import.importer) {
+                entry.adoptions.waiting.push_back(import);
+                self.ask_next(import.importer);
+            }
         }
+    }
+
+    /// Sends a client what it is to adopt, as far as it has answered what was sent before.
+    fn ask_next(&mut self, importer: ClientId) {
+        let Some(Client { adoptions, connection, .. }) = self.clients.get_mut(&importer) else { return };
+        while adoptions.asked < MAX_ADOPTIONS {
+            let Some(import) = adoptions.waiting.pop_front() else { return };
+            // It may have closed it meanwhile.
+            if self.shared_memory.is_adopting(import) {
+                adoptions.asked += 1;
+                let Import { exporter, range, .. } = import;
+                connection.send(SchedulerMessage::Adopt { exporter, range });
+            }
+        }
+    }
+
+    /// A client has answered one of those.
+    fn adoption_answered(&mut self, importer: ClientId) {
+        if let Some(entry) = self.clients.get_mut(&importer) {
+            entry.adoptions.asked = entry.adoptions.asked.saturating_sub(1);
+        }
+        self.ask_next(importer);
     }
 
     fn report_all_gpus(&mut self, client: ClientId) {

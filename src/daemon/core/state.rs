@@ -1,7 +1,7 @@
 //! [`Core`]: the machine, its clients and GPUs, and the state of the log.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use nvshare_wire::Secret;
 use nvshare_wire::client::{EngineReason, GpuKind};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, watch};
@@ -16,7 +17,7 @@ use tracing::{debug, info, warn};
 
 use super::gpus::Present;
 use super::pods::Pods;
-use super::shared_memory::SharedMemoryRegistry;
+use super::shared_memory::{Import, SharedMemoryRegistry};
 use super::traffic::Thrashing;
 use super::{counts, placement, traffic};
 use crate::bus;
@@ -28,9 +29,10 @@ use crate::daemon::gpu::nvml::{self, DriverVersions, Query, Sample};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
 use crate::daemon::logging::trace::Trace;
 use crate::daemon::systemd::fd_store::ConnectionName;
+use crate::daemon::tenants::{Budgets, Share};
 use crate::daemon::transport::connection::Connection;
 use crate::daemon::transport::session::Session;
-use crate::identity::Identity;
+use crate::identity::{Identity, Tenant};
 use crate::recorder::Recorder;
 use crate::scheduler::{ClientId, Event, GpuId, GroupId, Machine, MemoryReport, Settings, Time};
 use crate::sys::clock::{self, Timer};
@@ -50,6 +52,14 @@ pub struct Core {
     pub(super) groups: BTreeMap<Instance, GroupId>,
     pub(super) next_group: u64,
     pub(super) next_gang: u64,
+    /// Gangs with clients, by the tenant and the name.
+    pub(super) gangs: BTreeMap<(Tenant, u64), Gang>,
+    pub budgets: Rc<Budgets>,
+    /// NVML has listed GPUs: there are no others.
+    pub(super) is_listing: bool,
+    scans: watch::Sender<()>,
+    /// When host memory was last measured.
+    pub(super) host_sampled: Time,
     /// Kubernetes' names of the pods of this node.
     pub(super) pods: Pods,
     /// Processes to which GPUs were assigned for a program that they are yet to start.
@@ -101,11 +111,29 @@ pub struct Signals {
     pub arrivals: Notify,
     /// A client was granted a lock.
     pub grants: Notify,
+    /// There is another GPU: clients are to be told their limits on it.
+    pub limits: Notify,
     /// A client did something after [`SAMPLE_QUIET`].
     pub activity: Notify,
     pub last_activity: Cell<Time>,
     /// Number of clients.
     pub clients: Cell<usize>,
+}
+
+/// Memory that a client is to adopt.
+#[derive(Default)]
+pub(super) struct Adoptions {
+    /// What it has not been told yet.
+    pub waiting: VecDeque<Import>,
+    /// Number of those that it has been told and has not answered.
+    pub asked: usize,
+}
+
+/// Clients whose kernels wait for each other.
+pub(super) struct Gang {
+    /// The machine's number.
+    pub number: u64,
+    pub members: BTreeSet<ClientId>,
 }
 
 /// A client that has been welcomed.
@@ -125,6 +153,9 @@ pub(super) struct Client {
     pub env_limits: EnvLimits,
     /// The memory limits by rule that were announced to it, bytes by GPU.
     pub announced_limits: BTreeMap<GpuId, u64>,
+    pub adoptions: Adoptions,
+    /// The exporter that it asked for last and that is not known, and when it did so first.
+    pub asked_for: Option<(Secret, Time)>,
     /// It was connected before, and may have received other limits then.
     pub reconnects: bool,
     /// The name of its connection in systemd's descriptor store, if it is there.
@@ -198,6 +229,8 @@ pub(super) struct Gpu {
     pub accounting: Accounting,
     /// The newest measurement by NVML.
     pub sample: Option<Sample>,
+    /// The part of a tenant's budget that it is, if a client named it and NVML does not list it.
+    pub _named_by: Option<Share>,
 }
 
 impl Gpu {
@@ -215,6 +248,7 @@ impl Core {
     /// If the process has no file descriptors left.
     pub fn new(config: Config, trace: Option<Trace>, settings: watch::Sender<Settings>) -> std::io::Result<Self> {
         let machine = Machine::new(config.settings.clone());
+        let budgets = Rc::new(Budgets::new(config.max_clients_per_tenant));
         Ok(Self {
             recorder: Recorder::new(&machine),
             machine,
@@ -225,6 +259,11 @@ impl Core {
             groups: BTreeMap::new(),
             next_group: 1,
             next_gang: 0,
+            gangs: BTreeMap::new(),
+            budgets,
+            is_listing: false,
+            scans: watch::Sender::default(),
+            host_sampled: Time::ZERO,
             pods: Pods::default(),
             pending_placements: Vec::new(),
             lock_directory: None,
@@ -278,6 +317,25 @@ impl Core {
         }
     }
 
+    /// Removes the lock files of a GPU that nobody uses.
+    pub(super) fn remove_lock_files(&self, gpu: GpuId) {
+        let Some(directory) = &self.lock_directory else { return };
+        for what in ["turn", "here"] {
+            let _ = std::fs::remove_file(directory.join(format!("nvshare-{}.{what}", gpu.0)));
+        }
+    }
+
+    /// Notified when NVML has listed the GPUs anew.
+    pub fn follow_scans(&self) -> watch::Receiver<()> {
+        self.scans.subscribe()
+    }
+
+    /// NVML has listed the GPUs.
+    pub(super) fn scanned(&mut self) {
+        self.is_listing = self.nvml_state == nvml::State::Usable && self.gpus.values().any(|gpu| gpu.index.is_some());
+        self.scans.send_replace(());
+    }
+
     pub fn use_nvml(&mut self, queries: std::sync::mpsc::Sender<Query>) {
         self.nvml = Some(queries);
     }
@@ -304,6 +362,7 @@ impl Core {
     pub fn configure(&mut self, config: Config) {
         let before = std::mem::replace(&mut self.config, config);
         self.config.rules.put_last(self.pods.rules());
+        self.budgets.set_clients(self.config.max_clients_per_tenant);
         if before.keep_connections != self.config.keep_connections {
             self.store_as_configured();
         }

@@ -35,8 +35,8 @@ pub struct ClientView {
 
 impl ClientView {
     /// The client on D-Bus. Its command line is left out unless the caller `may_see` it.
-    pub fn present(self, may_see: bool) -> bus::Client {
-        let Self { identity, library, rule, env_limits, .. } = self;
+    pub fn present(&self, may_see: bool) -> bus::Client {
+        let Self { identity, library, rule, env_limits, .. } = self.clone();
         let since = self.connected.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         bus::Client {
             id: self.id.0,
@@ -59,10 +59,10 @@ impl ClientView {
             environment: env_limits.0,
             environment_ignored: env_limits.1,
             gang: self.gang_peers.iter().map(|peer| peer.0).collect(),
-            placed: self.placed,
+            placed: self.placed.clone(),
             connected_since: since.as_secs_f64(),
             stopped: self.stopped,
-            gpus: self.uses,
+            gpus: self.uses.clone(),
         }
     }
 }

@@ -44,6 +44,8 @@ const IDS: &[(&str, &str)] = &[
     ("cannot-start", "28d82b5ac34f445d8864a3dfb045e8a0"),
     ("stopping", "bd10fe47d675479cac02862aaed074ca"),
     ("bus-gone", "9cd82c7cf0904a6cb3084ce13f61021f"),
+    ("over-budget", "7c0f52d1e9aa4b1f8f0b6f6b1f0d93c2"),
+    ("processes-hidden", "a1d5c9be04f84c5f9a3e2c7f6b0d4e18"),
     ("lines-left-out", "56547018172a4b72b4b131a3afbb4c06"),
     ("log-lines-lost", "d376d6b6696c4bd3a886106262e032f3"),
 ];

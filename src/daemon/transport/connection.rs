@@ -3,13 +3,16 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
 
 use nvshare_wire::{MAX_LEN, SchedulerMessage, WireError};
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
 use super::outbox::Outbox;
 use super::session::Violation;
+use crate::daemon::tenants::Budget;
 use crate::sys::{descriptors, socket};
 
 /// A client's socket, and the messages that the client has yet to read.
@@ -22,18 +25,25 @@ pub struct Connection {
     /// The outbox is full: the connection is to be closed.
     overflow: Notify,
     version: Cell<u16>,
+    budget: Rc<Budget>,
 }
 
 impl Connection {
-    /// `version` is the protocol version, 0 before the handshake.
-    pub fn new(socket: OwnedFd, version: u16) -> io::Result<Self> {
+    /// `version` is the protocol version, 0 before the handshake; `budget` is that of the client's tenant.
+    pub fn new(socket: OwnedFd, version: u16, budget: Rc<Budget>) -> io::Result<Self> {
         Ok(Self {
             socket: descriptors::watch(socket)?,
             outbox: RefCell::default(),
             wake: Notify::new(),
             overflow: Notify::new(),
             version: Cell::new(version),
+            budget,
         })
+    }
+
+    /// The budget of the client's tenant.
+    pub fn budget(&self) -> &Rc<Budget> {
+        &self.budget
     }
 
     /// Sets the protocol version, once the handshake has negotiated it.
@@ -51,7 +61,7 @@ impl Connection {
                 _ => return,
             }
         }
-        if outbox.push(message).is_err() {
+        if outbox.push(message, &self.budget).is_err() {
             self.overflow.notify_one();
         }
         self.wake.notify_one();
@@ -110,19 +120,56 @@ impl Connection {
         buffer: &'a mut [u8; MAX_LEN],
         descriptors: &mut Vec<OwnedFd>,
     ) -> Result<Option<&'a [u8]>, Violation> {
-        let length = loop {
-            let Ok(mut ready) = self.socket.readable().await else { return Ok(None) };
-            match ready.try_io(|fd| socket::receive(fd.as_fd(), buffer, descriptors)) {
-                Ok(Ok(length)) => break length,
-                Ok(Err(e)) if e.kind() == io::ErrorKind::Interrupted => {}
-                Ok(Err(_)) => return Ok(None),
-                Err(_would_block) => {}
+        loop {
+            self.readable().await;
+            match self.try_receive(buffer, descriptors)? {
+                Received::Packet(length) => return Ok(buffer.get(..length)),
+                Received::End => return Ok(None),
+                Received::Nothing => {}
             }
+        }
+    }
+
+    /// Waits until there may be a packet, or the end of the connection.
+    pub async fn readable(&self) {
+        // On an error, receiving fails as well.
+        let _ = self.socket.readable().await;
+    }
+
+    /// Receives the next packet and its descriptors, if there is one.
+    ///
+    /// # Errors
+    /// If the packet is longer than any message.
+    pub fn try_receive(
+        &self,
+        buffer: &mut [u8; MAX_LEN],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> Result<Received, Violation> {
+        let received = self.socket.try_io(Interest::READABLE, |fd| socket::receive(fd.as_fd(), buffer, descriptors));
+        let length = match received {
+            Ok(length) => length,
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                return Ok(Received::Nothing);
+            }
+            Err(_) => return Ok(Received::End),
         };
         if length == 0 {
-            return Ok(None);
+            return Ok(Received::End);
         }
         // The kernel reports the length of a packet that it cut off.
-        buffer.get(..length).map(Some).ok_or(Violation::Wire(WireError::Oversized { have: length }))
+        if length > buffer.len() {
+            return Err(Violation::Wire(WireError::Oversized { have: length }));
+        }
+        Ok(Received::Packet(length))
     }
+}
+
+/// What was received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Received {
+    /// A packet of so many bytes.
+    Packet(usize),
+    Nothing,
+    /// The end of the connection.
+    End,
 }

@@ -2,16 +2,20 @@
 //! that newer ones supersede.
 
 use std::collections::VecDeque;
+use std::rc::Rc;
 
 use nvshare_wire::SchedulerMessage;
+
+use crate::daemon::tenants::{Budget, Share, What};
 
 /// More than a client can cause by being stopped; one that sends without ever reading gets here.
 const MAX_QUEUED: usize = 1024;
 
+/// The messages, each with its part of the bytes that its tenant may leave unread.
 #[derive(Debug, Default)]
-pub struct Outbox(VecDeque<SchedulerMessage>);
+pub struct Outbox(VecDeque<(SchedulerMessage, Share)>);
 
-/// The queue is full.
+/// The queue is full, or all of its tenant together have left too much unread.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Full;
 
@@ -20,17 +24,18 @@ impl Outbox {
         self.0.is_empty()
     }
 
-    pub fn push(&mut self, message: SchedulerMessage) -> Result<(), Full> {
-        self.0.retain(|older| !replaces(&message, older));
+    pub fn push(&mut self, message: SchedulerMessage, budget: &Rc<Budget>) -> Result<(), Full> {
+        self.0.retain(|(older, _)| !replaces(&message, older));
         if self.0.len() >= MAX_QUEUED {
             return Err(Full);
         }
-        self.0.push_back(message);
+        let share = budget.take(What::Queued, size_of::<SchedulerMessage>() as u32).ok_or(Full)?;
+        self.0.push_back((message, share));
         Ok(())
     }
 
     pub fn front(&self) -> Option<&SchedulerMessage> {
-        self.0.front()
+        self.0.front().map(|(message, _)| message)
     }
 
     pub fn pop(&mut self) {
@@ -58,24 +63,53 @@ fn replaces(newer: &SchedulerMessage, older: &SchedulerMessage) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::daemon::tenants::Budgets;
+    use crate::identity::Tenant;
+
+    fn budget() -> Rc<Budget> {
+        Budgets::new(1).of(&Tenant::User(1))
+    }
 
     #[test]
     fn only_the_newest_state_is_kept() {
-        let mut outbox = Outbox::default();
+        let (mut outbox, budget) = (Outbox::default(), budget());
         for seq in 0..100_000 {
-            outbox.push(SchedulerMessage::Allowance { slot: seq % 2, seq, bytes: 0 }).expect("room");
-            outbox.push(SchedulerMessage::Contended { gpus: 1, waiters: seq, grace_us: 0 }).expect("room");
+            outbox.push(SchedulerMessage::Allowance { slot: seq % 2, seq, bytes: 0 }, &budget).expect("room");
+            outbox.push(SchedulerMessage::Contended { gpus: 1, waiters: seq, grace_us: 0 }, &budget).expect("room");
         }
         assert_eq!(outbox.0.len(), 3);
-        assert_eq!(outbox.0.back(), Some(&SchedulerMessage::Contended { gpus: 1, waiters: 99_999, grace_us: 0 }));
+        assert_eq!(
+            outbox.0.back().map(|(message, _)| message),
+            Some(&SchedulerMessage::Contended { gpus: 1, waiters: 99_999, grace_us: 0 })
+        );
     }
 
     #[test]
     fn grants_are_never_dropped_and_the_queue_has_an_end() {
-        let mut outbox = Outbox::default();
+        let (mut outbox, budget) = (Outbox::default(), budget());
         for _ in 0..MAX_QUEUED {
-            outbox.push(SchedulerMessage::Grant { gpus: 1 }).expect("room");
+            outbox.push(SchedulerMessage::Grant { gpus: 1 }, &budget).expect("room");
         }
-        assert_eq!(outbox.push(SchedulerMessage::Grant { gpus: 1 }), Err(Full));
+        assert_eq!(outbox.push(SchedulerMessage::Grant { gpus: 1 }, &budget), Err(Full));
+    }
+
+    #[test]
+    fn what_all_clients_of_a_tenant_leave_unread_has_an_end() {
+        let budget = budget();
+        let mut outboxes: Vec<Outbox> = Vec::new();
+        let fill = |outbox: &mut Outbox| {
+            (0..MAX_QUEUED).all(|_| outbox.push(SchedulerMessage::Grant { gpus: 1 }, &budget).is_ok())
+        };
+        while outboxes.len() < 1000 {
+            let mut outbox = Outbox::default();
+            let is_full = !fill(&mut outbox);
+            outboxes.push(outbox);
+            if is_full {
+                break;
+            }
+        }
+        assert!((10..1000).contains(&outboxes.len()), "{}", outboxes.len());
+        outboxes.clear();
+        assert!(fill(&mut Outbox::default()), "it is there again");
     }
 }

@@ -1,10 +1,19 @@
 //! The process at the other end of a connection, as the kernel describes it: user, process, command line, systemd
 //! unit and container. None of this is the client's own word, except the name and the reason of a lock acquired over
 //! D-Bus.
+//!
+//! The kernel records who *connected*. That process may have ended since, and its number may be another's: what `/proc`
+//! says counts only if a descriptor of the process (pidfd) shows before and after that it still runs. About a process that
+//! has ended, and about one whose `/proc` cannot be read, nothing is known, and nothing is granted.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::OnceLock;
 
-use crate::identity::{Cgroup, Identity};
+use tracing::warn;
+
+use crate::identity::{Cgroup, Identity, Place, Tenant};
 use crate::sys::credentials;
 
 /// The identity of the process at the other end, and a descriptor that becomes readable when the process ends.
@@ -12,35 +21,119 @@ pub fn identify(socket: BorrowedFd<'_>) -> std::io::Result<(Identity, Option<Own
     let credentials = credentials::credentials(socket)?;
     let pidfd = credentials::pidfd(socket, credentials.pid)?;
     let groups = credentials::groups(socket, credentials.gid)?;
-    let mut identity = Identity { pid: credentials.pid.max(0), uid: credentials.uid, groups, ..Identity::default() };
-    describe(&mut identity);
-    Ok((identity, pidfd))
+    let process = Process { pid: credentials.pid.max(0), uid: credentials.uid, pidfd };
+    let mut identity = process.describe();
+    identity.groups = groups;
+    Ok((identity, process.pidfd))
 }
 
-/// The identity of a process that does not connect to the clients' socket itself: a caller on D-Bus, as the bus or the kernel
-/// identified it.
-pub fn identify_caller(pid: i32, uid: u32, groups: Vec<u32>) -> Identity {
-    let mut identity = Identity { pid, uid, groups, ..Identity::default() };
-    describe(&mut identity);
-    identity
+/// The tenant of the process at the other end as far as it can be told quickly. It may be another one if that process has
+/// ended.
+pub fn presumed_tenant(socket: BorrowedFd<'_>) -> Tenant {
+    let Ok(credentials::Credentials { pid, uid, .. }) = credentials::credentials(socket) else {
+        return Tenant::default();
+    };
+    let cgroup = std::fs::read(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    let cgroup = Cgroup::read(&String::from_utf8_lossy(&cgroup));
+    Tenant::of(uid, Place { cgroup: &cgroup, on_host: true, own_ids: true }, own_cgroup(), |_| None)
 }
 
-/// Adds what the kernel says of the process.
-fn describe(identity: &mut Identity) {
-    if identity.pid <= 0 {
-        return;
+/// A process that connected.
+#[derive(Debug)]
+pub struct Process {
+    /// 0 if it is not visible in this PID namespace.
+    pub pid: i32,
+    pub uid: u32,
+    /// `None` if it has ended or is not visible.
+    pidfd: Option<OwnedFd>,
+}
+
+/// Where a process is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Where {
+    /// In this PID namespace.
+    Host,
+    /// In another one, as processes in containers are.
+    Elsewhere,
+    /// It has ended.
+    Ended,
+    /// `/proc` does not show it, as with the mount option `hidepid`.
+    Hidden,
+}
+
+impl Process {
+    /// The process at the other end of a socket.
+    ///
+    /// # Errors
+    /// If no descriptors are left.
+    pub fn of_socket(socket: BorrowedFd<'_>) -> std::io::Result<Self> {
+        let credentials::Credentials { pid, uid, .. } = credentials::credentials(socket)?;
+        Ok(Self { pid: pid.max(0), uid, pidfd: credentials::pidfd(socket, pid)? })
     }
-    let read = |file: &str| std::fs::read(format!("/proc/{}/{file}", identity.pid)).unwrap_or_default();
-    let (name, command, cgroup) = (read("comm"), read("cmdline"), read("cgroup"));
-    identity.name = printable(&name);
-    identity.command = command_line(&command);
-    if !cgroup.is_empty() {
-        place(identity, Cgroup::read(&String::from_utf8_lossy(&cgroup)));
+
+    /// A process of which another one says that it connected with these credentials. Without a `pidfd` from there, it is
+    /// the process that has this number now.
+    pub fn named(pid: i32, uid: u32, pidfd: Option<BorrowedFd<'_>>) -> Self {
+        let own = pidfd.and_then(|fd| fd.try_clone_to_owned().ok());
+        let pidfd = own.or_else(|| credentials::pidfd_of(pid).ok().flatten());
+        Self { pid: pid.max(0), uid, pidfd }
+    }
+
+    /// Where it is now.
+    pub fn place(&self) -> Where {
+        match self.status() {
+            Ok(status) if status.depth == 1 => Where::Host,
+            Ok(_) => Where::Elsewhere,
+            Err(_) if self.pid == 0 => Where::Elsewhere,
+            Err(why) => why,
+        }
+    }
+
+    fn runs(&self) -> bool {
+        self.pid > 0 && self.pidfd.as_ref().is_some_and(|pidfd| !credentials::has_ended(pidfd.as_fd()))
+    }
+
+    /// Its status, as far as that is certainly its own.
+    fn status(&self) -> Result<Status, Where> {
+        let status = Status::read(self.pid);
+        if !self.runs() {
+            return Err(Where::Ended);
+        }
+        status.ok_or(Where::Hidden)
+    }
+
+    /// All that is known about it, but its groups.
+    pub fn describe(&self) -> Identity {
+        let &Self { pid, uid, .. } = self;
+        let unknown = Identity { pid, uid, tenant: Tenant::User(uid), ..Identity::default() };
+        if pid == 0 {
+            return unknown;
+        }
+        let read = |file: &str| std::fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        let (name, command, cgroup) = (read("comm"), read("cmdline"), read("cgroup"));
+        let own_ids = read("uid_map") == own_ids();
+        let status = match self.status() {
+            // On kernels before 6.5 the descriptor may be of a process that got the number of the one that connected.
+            Ok(status) if status.uids.contains(&uid) => status,
+            Ok(_) => return unknown,
+            Err(Where::Hidden) => {
+                log_hidden();
+                return unknown;
+            }
+            Err(_) => return unknown,
+        };
+        let mut identity = Identity { name: printable(&name), command: command_line(&command), ..unknown };
+        if !cgroup.is_empty() {
+            place(&mut identity, Cgroup::read(&String::from_utf8_lossy(&cgroup)), status.depth == 1, own_ids);
+        }
+        identity
     }
 }
 
-/// Adds the control group of the process, and what follows from it.
-pub fn place(identity: &mut Identity, cgroup: Cgroup) {
+/// Adds the control group of a process, and what follows from it. `on_host` and `own_ids` are those of [`Place`].
+pub fn place(identity: &mut Identity, cgroup: Cgroup, on_host: bool, own_ids: bool) {
+    let place = Place { cgroup: &cgroup, on_host, own_ids };
+    identity.tenant = Tenant::of(identity.uid, place, own_cgroup(), owner);
     identity.placed = true;
     identity.unit = cgroup.unit().to_owned();
     identity.slice = cgroup.slice().to_owned();
@@ -54,13 +147,58 @@ pub fn name(pid: i32) -> Option<String> {
     Some(printable(&std::fs::read(format!("/proc/{pid}/comm")).ok()?)).filter(|_| pid > 0)
 }
 
-/// True if the process is in a PID namespace below ours, as processes in containers are, or in one that is not
-/// visible.
-pub fn is_in_another_namespace(pid: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let of_each = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
-    // Kernels before 4.1 do not show NSpid; a process that has ended has no status.
-    pid <= 0 || of_each.is_some_and(|numbers| numbers.split_whitespace().count() > 1)
+/// Says once that `/proc` hides processes.
+pub fn log_hidden() {
+    static LOGGED: OnceLock<()> = OnceLock::new();
+    LOGGED.get_or_init(|| {
+        warn!(
+            name: "processes-hidden",
+            "/proc does not show processes of other users (mount option hidepid): rules that name units, slices, containers or \
+             pods do not apply to them, and nobody may change settings; see nvshare.service(8)"
+        );
+    });
+}
+
+/// What `/proc/PID/status` says.
+struct Status {
+    /// The real, effective, saved and file system user.
+    uids: Vec<u32>,
+    /// Number of PID namespaces that the process is in, this one and those below.
+    depth: usize,
+}
+
+impl Status {
+    fn read(pid: i32) -> Option<Self> {
+        // A process may call itself anything.
+        Self::parse(&String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/status")).ok()?))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).map(str::split_whitespace);
+        Some(Self {
+            uids: field("Uid:")?.filter_map(|uid| uid.parse().ok()).collect(),
+            depth: field("NSpid:")?.count(),
+        })
+    }
+}
+
+/// The control group of this process.
+fn own_cgroup() -> &'static Cgroup {
+    static OWN: OnceLock<Cgroup> = OnceLock::new();
+    OWN.get_or_init(|| Cgroup::read(&std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default()))
+}
+
+/// The user ids of this process's user namespace, as `/proc` shows them for each process in it.
+fn own_ids() -> &'static [u8] {
+    static OWN: OnceLock<Vec<u8>> = OnceLock::new();
+    OWN.get_or_init(|| std::fs::read("/proc/self/uid_map").unwrap_or_default())
+}
+
+/// The owner of a control group; `None` where it is not visible.
+fn owner(path: &str) -> Option<u32> {
+    let roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"];
+    let relative = path.trim_start_matches('/');
+    roots.iter().find_map(|root| std::fs::metadata(Path::new(root).join(relative)).ok()).map(|found| found.uid())
 }
 
 /// True if the process is stopped, by a signal or by a debugger. False if it has ended.
@@ -130,6 +268,29 @@ mod tests {
         let expected: std::collections::BTreeSet<u32> = expected.into_iter().map(|gid| gid.as_raw()).collect();
         assert_eq!(identity.groups.into_iter().collect::<std::collections::BTreeSet<_>>(), expected);
         drop(theirs);
+    }
+
+    #[test]
+    fn the_place_of_a_process_is_known_while_it_runs() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        let (pid, uid) = (child.id() as i32, nix::unistd::getuid().as_raw());
+        let process = Process::named(pid, uid, None);
+        assert_eq!(process.place(), Where::Host);
+        assert!(process.describe().placed);
+        assert!(!Process::named(pid, uid + 1, None).describe().placed, "it is another user's");
+        child.kill().expect("it runs");
+        child.wait().expect("its end");
+        assert_eq!(process.place(), Where::Ended);
+        assert_eq!(process.describe(), Identity { pid, uid, tenant: Tenant::User(uid), ..Identity::default() });
+        assert_eq!(Process::named(0, uid, None).place(), Where::Elsewhere);
+    }
+
+    #[test]
+    fn a_status_without_a_namespace_is_none() {
+        let text = "Name:\ta\nUid:\t0\t1\t2\t3\nNSpid:\t4711\t1\n";
+        let status = Status::parse(text).expect("a status");
+        assert_eq!((status.uids, status.depth), (vec![0, 1, 2, 3], 2));
+        assert!(Status::parse("Uid:\t0\n").is_none() && Status::parse("").is_none());
     }
 
     #[test]

@@ -34,9 +34,9 @@ pub struct GpuId(pub Uuid);
 pub struct ClientId(pub u64);
 
 /// A tenant: whose clients take turns as one, whatever their number, and trust each other's reports. The caller decides what
-/// a tenant is; the daemon takes the user (uid) that a client runs as.
+/// a tenant is; the daemon takes the container or pod that a client is in, otherwise its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
-pub struct TenantId(pub u32);
+pub struct TenantId(pub u64);
 
 /// A set of GPUs. Ordered, so that the machine is deterministic.
 pub type GpuSet = BTreeSet<GpuId>;

@@ -196,7 +196,7 @@ fn have_descriptors() {
 #[test]
 fn a_thousand_clients_are_read_by_several_at_once_while_locks_go_round() {
     have_descriptors();
-    let daemon = scrape::daemon("", "max-clients-per-user = 65535\nanti-thrash = \"on\"");
+    let daemon = scrape::daemon("", "max-clients-per-tenant = 65535\nanti-thrash = \"on\"");
     let clients = crowd(&daemon);
     let (one, other) = (daemon.client(), daemon.client());
     [&one, &other].into_iter().for_each(Client::attach);
@@ -243,7 +243,7 @@ fn a_thousand_clients_are_read_by_several_at_once_while_locks_go_round() {
 #[test]
 fn those_who_do_not_read_hold_nobody_up() {
     have_descriptors();
-    let daemon = scrape::daemon("", "max-clients-per-user = 65535");
+    let daemon = scrape::daemon("", "max-clients-per-tenant = 65535");
     let _clients = crowd(&daemon);
     let path = metrics_path(&daemon.directory.0);
     let begin = |path: &Path| {

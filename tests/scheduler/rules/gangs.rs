@@ -97,7 +97,7 @@ fn a_rule_makes_a_gang_of_those_whom_it_counts_together() {
     let mut t = Talk::in_mode(AntiThrash::On);
     t.say(Event::GpuFound { gpu: gpu(1), total: 16 * GIB });
     for n in [1, 2] {
-        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n as u32) });
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
         t.say(Event::Attached { client: client(n), gpu: gpu(n - 1), engine: Engine::Swap });
     }
     let rule = |gang| {

@@ -6,7 +6,7 @@ use scheduler_sim::*;
 use std::time::Duration;
 
 /// Clients 1, 2, … of the users given, who all want all of the GPU for good: whose turns come, in order.
-fn turns_of(users: &[u32], count: usize) -> Vec<u64> {
+fn turns_of(users: &[u64], count: usize) -> Vec<u64> {
     let mut t = Talk::in_mode(AntiThrash::On);
     for (n, user) in (1..).zip(users) {
         t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(*user) });
@@ -49,7 +49,7 @@ fn three_users_share_the_gpu_in_thirds() {
 fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
     let mut t = Talk::in_mode(AntiThrash::On);
     for n in 1..=2 {
-        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n as u32) });
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         t.report(n, 0, 0, 0);
         t.request(n);
@@ -76,7 +76,7 @@ fn a_holder_that_would_be_the_next_is_not_asked_for_the_lock() {
 fn what_a_user_had_while_others_needed_little_is_not_held_against_it() {
     let mut t = Talk::in_mode(AntiThrash::Auto);
     for n in 1..=5 {
-        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n as u32) });
+        t.say(Event::Connected { client: client(n), gang: 0, tenant: TenantId(n) });
         t.say(Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap });
         t.report(n, 0, 0, 0);
     }

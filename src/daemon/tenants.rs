@@ -1,0 +1,278 @@
+//! Budgets of tenants: what the clients of one tenant together may take of the scheduler, so that no tenant can keep it from
+//! the others.
+//!
+//! - *Time slices*. What tenants send is read in slices of at most [`SLICE`]: a tenant has one at a time, however many
+//!   clients it has, and then all others that have sent something have theirs. So a message waits for one slice of each
+//!   other tenant, whatever these send.
+//! - *Messages per second*, by a token bucket. A tenant that has spent its tokens is not read until it has new ones. Nothing
+//!   is lost: what it sends stays in its sockets.
+//! - *Amounts*: clients, arrivals, memory of others that is open, GPUs that NVML does not list, bytes that clients have not
+//!   read. A [`Share`] is a part of an amount, and gives it back when it is dropped.
+//!
+//! A tenant that comes back within the time that its bucket takes to fill finds it as it left it. root of the host has
+//! [`ROOT_FACTOR`] times as much of everything.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+use crate::identity::Tenant;
+use crate::scheduler::Time;
+use crate::sys::clock;
+
+/// Time after which a slice ends, once the message at hand is done.
+const SLICE: Duration = Duration::from_micros(100);
+/// Messages that a tenant may send in a second on average, and at once. Two clients that do nothing but take turns send
+/// about 8,000.
+const MESSAGES_PER_SECOND: u32 = 10_000;
+/// How much more root of the host may have.
+const ROOT_FACTOR: u32 = 8;
+
+/// Something of which a tenant has a limited amount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// Clients, those before the handshake included; the configuration has the limit.
+    Clients,
+    /// Connections that are not identified yet.
+    Arrivals,
+    /// Connections beyond the limit of clients that are being told so.
+    Refusals,
+    /// Ranges of other clients' memory that clients have open.
+    Imports,
+    /// GPUs that NVML does not list.
+    Gpus,
+    /// Bytes of messages that clients have not read.
+    Queued,
+}
+
+impl What {
+    const COUNT: usize = 6;
+
+    /// The limit of a tenant, given the limit of clients.
+    fn limit(self, clients: u32) -> u32 {
+        match self {
+            Self::Clients => clients,
+            Self::Arrivals => clients.saturating_add(64),
+            Self::Refusals => 32,
+            Self::Imports => 4096,
+            // As many as one client can attach.
+            Self::Gpus => nvshare_wire::MAX_SLOTS,
+            Self::Queued => 16 << 20,
+        }
+    }
+}
+
+/// The budgets of all tenants.
+#[derive(Debug)]
+pub struct Budgets {
+    tenants: RefCell<BTreeMap<Tenant, Rc<Budget>>>,
+    clients: Rc<Cell<u32>>,
+}
+
+impl Budgets {
+    /// Budgets with so many clients for each tenant.
+    pub fn new(clients: u32) -> Self {
+        Self { tenants: RefCell::default(), clients: Rc::new(Cell::new(clients)) }
+    }
+
+    /// Sets how many clients each tenant may have. Those that it has stay.
+    pub fn set_clients(&self, clients: u32) {
+        self.clients.set(clients);
+    }
+
+    /// The budget of a tenant.
+    pub fn of(&self, tenant: &Tenant) -> Rc<Budget> {
+        let mut tenants = self.tenants.borrow_mut();
+        if let Some(budget) = tenants.get(tenant) {
+            return budget.clone();
+        }
+        let now = clock::now();
+        tenants.retain(|_, budget| Rc::strong_count(budget) > 1 || !budget.has_rested(now));
+        let budget = Rc::new(Budget::new(tenant.clone(), self.clients.clone(), now));
+        tenants.insert(tenant.clone(), budget.clone());
+        budget
+    }
+}
+
+/// The budget of one tenant.
+#[derive(Debug)]
+pub struct Budget {
+    tenant: Tenant,
+    clients: Rc<Cell<u32>>,
+    used: [Cell<u32>; What::COUNT],
+    slice: Semaphore,
+    /// The time at which the bucket is full again. Each message is a moment later.
+    full: Cell<Time>,
+}
+
+impl Budget {
+    fn new(tenant: Tenant, clients: Rc<Cell<u32>>, now: Time) -> Self {
+        Self { tenant, clients, used: Default::default(), slice: Semaphore::new(1), full: Cell::new(now) }
+    }
+
+    pub fn tenant(&self) -> &Tenant {
+        &self.tenant
+    }
+
+    fn factor(&self) -> u32 {
+        if self.tenant == Tenant::Root { ROOT_FACTOR } else { 1 }
+    }
+
+    /// How much the tenant may have.
+    pub fn limit(&self, what: What) -> u32 {
+        what.limit(self.clients.get()).saturating_mul(self.factor())
+    }
+
+    /// Takes a part of an amount; `None` if that would be more than the limit.
+    pub fn take(self: &Rc<Self>, what: What, amount: u32) -> Option<Share> {
+        let is_there = self.used(what).get().saturating_add(amount) <= self.limit(what);
+        is_there.then(|| self.hold(what, amount))
+    }
+
+    /// Takes it whatever the limit.
+    pub fn hold(self: &Rc<Self>, what: What, amount: u32) -> Share {
+        let used = self.used(what);
+        used.set(used.get().saturating_add(amount));
+        Share { budget: self.clone(), what, amount }
+    }
+
+    /// What is left until the limit.
+    pub fn left(&self, what: What) -> u32 {
+        self.limit(what).saturating_sub(self.used(what).get())
+    }
+
+    fn used(&self, what: What) -> &Cell<u32> {
+        // The array has a place for each.
+        self.used.get(what as usize).unwrap_or(&self.used[0])
+    }
+
+    /// Time in which one token comes.
+    fn token(&self) -> Duration {
+        Duration::from_secs(1) / MESSAGES_PER_SECOND.saturating_mul(self.factor())
+    }
+
+    /// Waits until the tenant has its time slice and has tokens.
+    pub async fn slice(&self) -> Slice<'_> {
+        let permit = self.slice.acquire().await.ok();
+        loop {
+            let now = clock::now();
+            match self.wait(now) {
+                Duration::ZERO => return Slice { budget: self, ends: now.saturating_add(SLICE), _permit: permit },
+                wait => tokio::time::sleep(wait).await,
+            }
+        }
+    }
+
+    /// How long it takes until there are tokens.
+    fn wait(&self, now: Time) -> Duration {
+        // The bucket holds the tokens of a second.
+        self.full.get().saturating_sub(now.saturating_add(Duration::from_secs(1)))
+    }
+
+    fn spend(&self, tokens: u32, now: Time) {
+        self.full.set(self.full.get().max(now).saturating_add(self.token().saturating_mul(tokens)));
+    }
+
+    fn has_rested(&self, now: Time) -> bool {
+        self.full.get() <= now
+    }
+}
+
+/// A tenant's time slice, until it is dropped.
+#[derive(Debug)]
+pub struct Slice<'a> {
+    budget: &'a Budget,
+    ends: Time,
+    _permit: Option<SemaphorePermit<'a>>,
+}
+
+impl Slice<'_> {
+    /// Spends tokens. True if there is time for more.
+    pub fn spend(&self, tokens: u32) -> bool {
+        let now = clock::now();
+        self.budget.spend(tokens, now);
+        now < self.ends && self.budget.wait(now).is_zero()
+    }
+
+    /// Ends the slice. The tenant has its next one after the runtime has looked for what others have sent.
+    pub async fn end(self) {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// A part of an amount, until it is dropped.
+#[derive(Debug)]
+pub struct Share {
+    budget: Rc<Budget>,
+    what: What,
+    amount: u32,
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let used = self.budget.used(self.what);
+        used.set(used.get().saturating_sub(self.amount));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_amount_is_a_tenants_and_comes_back() {
+        let budgets = Budgets::new(2);
+        let (one, other) = (budgets.of(&Tenant::User(1)), budgets.of(&Tenant::User(2)));
+        let shares = [one.take(What::Clients, 1), one.take(What::Clients, 1)];
+        assert!(shares.iter().all(Option::is_some) && one.take(What::Clients, 1).is_none());
+        assert!(budgets.of(&Tenant::User(1)).take(What::Clients, 1).is_none(), "it is the same budget");
+        assert!(other.take(What::Clients, 2).is_some());
+        drop(shares);
+        assert!(one.take(What::Clients, 2).is_some());
+        let more = one.hold(What::Clients, 3);
+        assert!(one.take(What::Clients, 1).is_none());
+        drop(more);
+        budgets.set_clients(5);
+        assert!(one.take(What::Clients, 5).is_some());
+        assert_eq!(budgets.of(&Tenant::Root).limit(What::Clients), 5 * ROOT_FACTOR);
+        assert!(one.take(What::Imports, 1).is_some(), "another amount");
+    }
+
+    #[test]
+    fn who_has_spent_its_tokens_waits_for_new_ones_even_if_it_goes_and_comes_back() {
+        let budgets = Budgets::new(1);
+        let budget = budgets.of(&Tenant::User(1));
+        let now = clock::now();
+        budget.spend(MESSAGES_PER_SECOND, now);
+        assert_eq!(budget.wait(now), Duration::ZERO, "a second's may come at once");
+        budget.spend(MESSAGES_PER_SECOND / 2, now);
+        assert_eq!(budget.wait(now), Duration::from_millis(500));
+        assert_eq!(budget.wait(now + Duration::from_millis(500)), Duration::ZERO);
+        drop(budget);
+        budgets.of(&Tenant::User(2)); // drops budgets that nobody needs
+        assert_eq!(budgets.of(&Tenant::User(1)).wait(now), Duration::from_millis(500));
+        let root = budgets.of(&Tenant::Root);
+        let now = clock::now();
+        root.spend(MESSAGES_PER_SECOND * 2, now);
+        assert_eq!(root.wait(now), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_tenant_has_one_slice_at_a_time() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+        runtime.block_on(async {
+            let budgets = Budgets::new(1);
+            let (one, other) = (budgets.of(&Tenant::User(1)), budgets.of(&Tenant::User(2)));
+            let slice = one.slice().await;
+            let again = tokio::time::timeout(Duration::from_millis(20), one.slice());
+            assert!(again.await.is_err(), "it has one already");
+            drop(other.slice().await);
+            assert!(slice.spend(1) || clock::now() >= slice.ends);
+            drop(slice);
+            drop(one.slice().await);
+        });
+    }
+}

@@ -1,0 +1,190 @@
+//! Tenants: whose programs trust each other, and whose account they are on.
+//!
+//! A tenant is the outermost container or pod of a process, otherwise its user. It is the one key for budgets, turns, the
+//! belief in what programs report, shared memory and the limits of the log. Two users of one container are one tenant,
+//! since root in there can become either; one user in two containers is two.
+//!
+//! Names of control groups make tenants only where root made them. Below a user's slice, and in whatever is delegated to a
+//! user, that user may call a control group anything: everything in there is on that user's account, whichever of the user's
+//! subordinate ids it runs with. Inside a container its root may do the same, so the outermost one counts. A container that
+//! the scheduler itself is in tells nobody apart and does not count.
+
+use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use super::Cgroup;
+
+/// Whose programs trust each other, and whose account they are on.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tenant {
+    /// root of the host, in no container and no PID namespace of its own.
+    Root,
+    /// A user. User 0 is a root that is not known to be the host's.
+    User(u32),
+    /// A container, by its whole id.
+    Container(String),
+    /// A pod, by its UID.
+    Pod(String),
+}
+
+/// What the kernel says about the place of a process.
+#[derive(Debug, Clone, Copy)]
+pub struct Place<'a> {
+    pub cgroup: &'a Cgroup,
+    /// The process is in the scheduler's PID namespace.
+    pub on_host: bool,
+    /// The process is in the scheduler's user namespace.
+    pub own_ids: bool,
+}
+
+impl Tenant {
+    /// The tenant of a process. `own` is the scheduler's control group, and `owner` finds the owner of one, where the
+    /// scheduler can see it.
+    pub fn of(uid: u32, place: Place<'_>, own: &Cgroup, owner: impl Fn(&str) -> Option<u32>) -> Self {
+        let Place { cgroup, on_host, own_ids } = place;
+        // Who owns a control group may make others below it.
+        let maker = |path: &str| {
+            let above = cgroup.within().filter(|other| other.len() < path.len());
+            above.filter_map(&owner).find(|owner| *owner != 0)
+        };
+        let system = cgroup.of_system_below(own);
+        let pod = system.pod.map(|(path, uid)| (path, Self::Pod(uid)));
+        let container = || system.container.map(|(path, id)| (path, Self::Container(id.to_owned())));
+        if let Some((path, tenant)) = pod.or_else(container) {
+            return maker(path).map_or(tenant, Self::User);
+        }
+        if !own_ids && let Some(owner) = cgroup.user_slice().or_else(|| maker(&cgroup.path)) {
+            return Self::User(owner);
+        }
+        if uid == 0 && on_host { Self::Root } else { Self::User(uid) }
+    }
+
+    /// A number by which the state machine knows this tenant. It is the same whenever the tenant comes back, so that who
+    /// disconnects does not lose what counts against it.
+    pub fn number(&self) -> u64 {
+        const NAMED: u64 = 1 << 63;
+        match self {
+            Self::Root => 1 << 32,
+            Self::User(uid) => u64::from(*uid),
+            Self::Container(_) | Self::Pod(_) => {
+                let mut hasher = DefaultHasher::new();
+                self.hash(&mut hasher);
+                hasher.finish() | NAMED
+            }
+        }
+    }
+}
+
+impl Default for Tenant {
+    fn default() -> Self {
+        Self::User(0)
+    }
+}
+
+impl fmt::Display for Tenant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Root => f.write_str("root"),
+            Self::User(uid) => write!(f, "user {uid}"),
+            Self::Container(id) => write!(f, "container {}", id.get(..12).unwrap_or(id)),
+            Self::Pod(uid) => write!(f, "pod {uid}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+    const OTHER: &str = "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210";
+    const POD: &str = "01234567-89ab-cdef-0123-456789abcdef";
+
+    fn of(uid: u32, path: &str, on_host: bool, own_ids: bool) -> Tenant {
+        let cgroup = Cgroup { path: path.into() };
+        Tenant::of(uid, Place { cgroup: &cgroup, on_host, own_ids }, &Cgroup::default(), |_| None)
+    }
+
+    fn host(uid: u32, path: &str) -> Tenant {
+        of(uid, path, true, true)
+    }
+
+    #[test]
+    fn the_outermost_container_or_pod_of_roots_counts_and_otherwise_the_user() {
+        let container = Tenant::Container(ID.into());
+        let pod = Tenant::Pod(POD.into());
+        for (path, expected) in [
+            ("/".to_owned(), Tenant::User(7)),
+            ("/system.slice/jupyter.service".to_owned(), Tenant::User(7)),
+            ("/user.slice/user-1000.slice/session-2.scope".to_owned(), Tenant::User(7)),
+            (format!("/system.slice/docker-{ID}.scope"), container.clone()),
+            (format!("/docker/{ID}/docker/{OTHER}"), container.clone()),
+            (format!("/docker/{ID}/kubepods/pod{POD}/{OTHER}"), container.clone()),
+            (format!("/kubepods/besteffort/pod{POD}/{ID}"), pod.clone()),
+            (format!("/kubepods.slice/kubepods-pod{}.slice/crio-{ID}.scope/a", POD.replace('-', "_")), pod),
+        ] {
+            assert_eq!(host(7, &path), expected, "{path}");
+        }
+        assert_eq!(of(0, &format!("/docker/{ID}"), false, true), container, "whoever is in there");
+    }
+
+    #[test]
+    fn what_a_user_makes_is_on_that_users_account() {
+        let slice = "/user.slice/user-1000.slice";
+        for below in ["user@1000.service/user.slice/", "session-2.scope/", ""] {
+            let path = format!("{slice}/{below}libpod-{ID}.scope/container");
+            assert_eq!(of(1000, &path, false, false), Tenant::User(1000), "{path}");
+            assert_eq!(of(100_999, &path, false, false), Tenant::User(1000), "a subordinate id: {path}");
+        }
+        // Another user by `su`, and root by `sudo`, in the same session.
+        let session = format!("{slice}/session-2.scope");
+        assert_eq!(host(1001, &session), Tenant::User(1001));
+        assert_eq!(host(0, &session), Tenant::Root);
+
+        let delegated = format!("/system.slice/lab.service/docker-{ID}.scope");
+        let cgroup = Cgroup { path: delegated.clone() };
+        let of = |uid, own_ids, owner: u32| {
+            let place = Place { cgroup: &cgroup, on_host: true, own_ids };
+            Tenant::of(uid, place, &Cgroup::default(), |path| Some(if path.ends_with(".service") { owner } else { 0 }))
+        };
+        assert_eq!(of(1000, true, 1000), Tenant::User(1000), "lab.service is delegated to them");
+        assert_eq!(of(100_999, false, 1000), Tenant::User(1000));
+        assert_eq!(of(1000, true, 0), Tenant::Container(ID.into()), "only root can have made it");
+    }
+
+    #[test]
+    fn root_is_the_hosts_only_where_the_kernel_shows_that() {
+        assert_eq!(host(0, "/system.slice/a.service"), Tenant::Root);
+        assert_eq!(of(0, "/system.slice/a.service", false, true), Tenant::User(0));
+    }
+
+    #[test]
+    fn a_container_that_the_scheduler_is_in_tells_nobody_apart() {
+        let own = Cgroup { path: format!("/docker/{ID}/init.scope") };
+        let of = |path: &str| {
+            let cgroup = Cgroup { path: path.into() };
+            Tenant::of(7, Place { cgroup: &cgroup, on_host: true, own_ids: true }, &own, |_| None)
+        };
+        assert_eq!(of(&format!("/docker/{ID}")), Tenant::User(7));
+        assert_eq!(of(&format!("/docker/{ID}/system.slice/docker-{OTHER}.scope")), Tenant::Container(OTHER.into()));
+        assert_eq!(of(&format!("/docker/{OTHER}")), Tenant::Container(OTHER.into()));
+    }
+
+    #[test]
+    fn tenants_have_numbers_of_their_own() {
+        let tenants = [
+            Tenant::Root,
+            Tenant::User(0),
+            Tenant::User(1),
+            Tenant::User(u32::MAX),
+            Tenant::Container(ID.into()),
+            Tenant::Container(OTHER.into()),
+            Tenant::Pod(ID.into()),
+        ];
+        let numbers: BTreeSet<u64> = tenants.iter().map(Tenant::number).collect();
+        assert_eq!(numbers.len(), tenants.len());
+        assert_eq!(Tenant::Container(ID.into()).number(), Tenant::Container(ID.into()).number());
+    }
+}

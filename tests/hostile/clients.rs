@@ -1,0 +1,352 @@
+//! The other way round: programs that do what they like to the scheduler. What they can take from it is bounded for each
+//! tenant, and everybody else is served meanwhile.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use nvshare_wire::client::Sharing;
+use nvshare_wire::scheduler::Refusal;
+use nvshare_wire::{ClientMessage, SchedulerMessage, Secret, Uuid, version};
+use test_support::cgroup::Unit;
+use test_support::daemon::{self as support, Client, Daemon, GIB, helper, helper_socket, is_root};
+use test_support::{has_own_process, wait_for};
+
+const NOBODY: u32 = 65534;
+const KEY: Secret = Secret([9; 16]);
+const IDS: [&str; 2] = [
+    "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+    "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210",
+];
+
+/// A client that knows about shared memory, attached.
+fn sharing(path: &std::path::Path, gpu: Uuid) -> Client {
+    let client = Client::welcomed_as(path, version::SHARING);
+    client.attach_gpu(gpu, GIB);
+    client
+}
+
+/// Runs a helper as somebody else and waits for its good end.
+#[track_caller]
+fn as_nobody(name: &str, daemon: &Daemon) {
+    let output = helper(name, &daemon.socket()).uid(NOBODY).gid(NOBODY).stderr(Stdio::piped()).output();
+    let output = output.expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+#[ignore = "a helper: opens memory that it says somebody exports, far too much of it, and then the exporter ends"]
+fn helper_imports() {
+    let [exporter, importer] = [sharing(&helper_socket(), support::GPU), sharing(&helper_socket(), support::GPU)];
+    exporter.send(ClientMessage::Exporter { key: KEY });
+    for range in 0..30_000 {
+        importer.send(ClientMessage::Imported { slot: 0, exporter: KEY, range, bytes: 1, adopted: 0 });
+    }
+    // What comes before this has been read.
+    importer.request();
+    importer.until_granted();
+    drop(exporter);
+    let mut adopted = BTreeSet::new();
+    while adopted.len() < 4096 {
+        let asked = importer.until(|message| matches!(message, SchedulerMessage::Adopt { .. }));
+        let SchedulerMessage::Adopt { exporter, range } = asked else { continue };
+        assert!(range < 4096 && adopted.insert(range), "it adopts what was counted, once: {range}");
+        // As if it were busy: it reads what it is told, and answers some time.
+        if adopted.len() % 64 == 0 {
+            let answer = |range: &u32| importer.send(ClientMessage::Adopted { exporter, range: *range });
+            adopted.iter().rev().take(64).for_each(answer);
+        }
+    }
+}
+
+#[test]
+fn memory_of_others_is_counted_up_to_a_budget() {
+    if !is_root() {
+        eprintln!("skipped: only root can be two users");
+        return;
+    }
+    let daemon = Daemon::start();
+    as_nobody("clients::helper_imports", &daemon);
+    daemon.log.wait("no more is opened for user 65534");
+    daemon.client().attach();
+}
+
+#[test]
+fn who_is_refused_cannot_keep_the_scheduler_reading() {
+    let daemon = Daemon::start();
+    let client = Client::connect(&daemon.socket()).expect("the daemon listens");
+    assert!(client.send_raw(support::hello_of(999, 999).encode(0).as_bytes()));
+    let flood = |_| {
+        let socket = client.socket.try_clone().expect("a descriptor");
+        // Until it cannot send: the connection is never closed here.
+        thread::spawn(move || {
+            let packet = support::release().encode(1);
+            let client = Client { socket, id: 0, version: 1 };
+            while client.send_raw(packet.as_bytes()) {}
+        })
+    };
+    let floods: Vec<_> = (0..8).map(flood).collect();
+    wait_for("the floods to end", || floods.iter().all(thread::JoinHandle::is_finished).then_some(()));
+    // The refusal is there, whatever came with what it refuses.
+    let said = client.receive();
+    assert!(matches!(said, Some(SchedulerMessage::Refused { reason: Refusal::Version, .. })), "{said:?}");
+    daemon.client();
+}
+
+#[test]
+#[ignore = "a helper: connects until it is refused, and says by which words"]
+fn helper_fill() {
+    let mut welcomed = Vec::new();
+    loop {
+        let client = Client::connect(&helper_socket()).expect("the daemon listens");
+        client.send(support::hello());
+        match client.receive() {
+            Some(SchedulerMessage::Welcome { .. }) => welcomed.push(client),
+            Some(SchedulerMessage::Refused { text, .. }) => {
+                return eprintln!("{} welcomed: {}", welcomed.len(), text.as_str());
+            }
+            other => panic!("instead of an answer: {other:?}"),
+        }
+        assert!(welcomed.len() < 1000, "never refused");
+    }
+}
+
+/// A daemon with a limit of clients.
+fn limited(clients: u32) -> Daemon {
+    Daemon::start_with(|command, directory| {
+        let config = directory.join("nvshare.toml");
+        fs::write(&config, format!("max-clients-per-tenant = {clients}\n")).expect("a file");
+        command.arg("--config").arg(config);
+    })
+}
+
+/// How often a helper in that control group was welcomed, and why it was refused then.
+fn filled_from(unit: Option<&Unit>, daemon: &Daemon) -> String {
+    let mut command = helper("clients::helper_fill", &daemon.socket());
+    let procs = unit.map(Unit::procs);
+    // SAFETY: `before` is what runs between fork and exec; it opens and writes a file.
+    unsafe { command.pre_exec(move || procs.as_ref().map_or(Ok(()), |procs| fs::write(procs, "0"))) };
+    let output = command.stderr(Stdio::piped()).output().expect("it starts");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    said.lines().find(|line| line.contains("welcomed")).expect("its line").to_owned()
+}
+
+#[test]
+fn root_in_a_container_is_limited_like_everybody_and_by_its_outermost_container() {
+    if !is_root() {
+        eprintln!("skipped: takes root");
+        return;
+    }
+    let Some(outer) = Unit::new(&format!("docker-{}.scope", IDS[0])) else { return };
+    // Its root may call control groups in there anything.
+    let invented = format!("docker-{}.scope/docker-{}.scope", IDS[0], IDS[1]);
+    let Some(inner) = Unit::new(&invented) else { return };
+    let daemon = limited(5);
+    let refused = "container 0123456789ab has 5 programs connected; max-clients-per-tenant allows no more";
+    assert_eq!(filled_from(Some(&inner), &daemon), format!("5 welcomed: {refused}"));
+    assert_eq!(filled_from(Some(&outer), &daemon), format!("5 welcomed: {refused}"));
+    // The host's has more, and has it to itself.
+    let said = filled_from(None, &daemon);
+    assert!(said.starts_with("40 welcomed: root has 40 programs connected"), "{said}");
+    drop(inner);
+}
+
+#[test]
+fn containers_share_no_memory_even_of_the_same_user() {
+    if !is_root() {
+        eprintln!("skipped: takes root");
+        return;
+    }
+    if !has_own_process("clients::containers_share_no_memory_even_of_the_same_user", &[]) {
+        return;
+    }
+    let [Some(one), Some(other)] = IDS.map(|id| Unit::new(&format!("docker-{id}.scope"))) else { return };
+    let daemon = Daemon::start();
+    let in_unit = |unit: &Unit| {
+        let _stay = unit.enter();
+        sharing(&daemon.socket(), Uuid(cuda_sim_gpus::Config::get().uuid(0)))
+    };
+    let (exporter, fellow, stranger) = (in_unit(&one), in_unit(&one), in_unit(&other));
+    exporter.send(ClientMessage::Exporter { key: KEY });
+    exporter.request();
+    exporter.until_granted();
+    let open = |ticket| ClientMessage::Open { ticket, exporter: KEY, secret: KEY, range: 1, allocation: 2, first: 0 };
+    fellow.send(open(0));
+    exporter.until(|message| matches!(message, SchedulerMessage::Export { .. }));
+    let outcome = (0..1000).find_map(|ticket| {
+        stranger.send(open(ticket));
+        match stranger.until(|message| matches!(message, SchedulerMessage::Opened { .. })) {
+            SchedulerMessage::Opened { outcome: Sharing::Busy, .. } => thread::sleep(Duration::from_millis(20)),
+            SchedulerMessage::Opened { outcome, .. } => return Some(outcome),
+            _ => {}
+        }
+        None
+    });
+    assert_eq!(outcome, Some(Sharing::Unknown));
+}
+
+/// The number of GPUs that the scheduler lists.
+fn gpus(daemon: &Daemon) -> usize {
+    let status: serde_json::Value = serde_json::from_str(&daemon.ctl(&["--json", "status"]).stdout).expect("JSON");
+    status["gpus"].as_array().expect("GPUs").len()
+}
+
+/// How many lock files of GPUs there are.
+fn lock_files(daemon: &Daemon) -> usize {
+    let directory = daemon.socket().parent().expect("a directory").to_owned();
+    let files = fs::read_dir(directory).expect("the directory").flatten();
+    files.filter(|file| file.file_name().to_string_lossy().starts_with("nvshare-")).count()
+}
+
+#[test]
+#[ignore = "a helper: invents GPUs until it is hung up on"]
+fn helper_invents() {
+    let one = Client::welcomed(&helper_socket());
+    for slot in 0..64 {
+        one.send(support::attach(slot, Uuid([slot as u8 + 1; 16])));
+        one.until(|message| matches!(message, SchedulerMessage::Attached { slot: of } if *of == slot));
+    }
+    let other = Client::welcomed(&helper_socket());
+    other.send(support::attach(0, Uuid([1; 16])));
+    other.until(|message| matches!(message, SchedulerMessage::Attached { .. }));
+    other.send(support::attach(1, Uuid([100; 16])));
+    other.until_end();
+    one.send(ClientMessage::Detach { slot: 0 });
+    one.send(ClientMessage::Detach { slot: 1 });
+    one.send(support::attach(0, Uuid([101; 16])));
+    one.until(|message| matches!(message, SchedulerMessage::Attached { slot: 0 }));
+}
+
+#[test]
+fn invented_gpus_are_few_for_each_tenant_and_forgotten() {
+    if !is_root() {
+        eprintln!("skipped: only root can be two users");
+        return;
+    }
+    // The directory outlives the daemon, so that lock files are made in it.
+    let directory = support::Directory::new();
+    fs::create_dir(directory.0.join("run")).expect("a directory");
+    let daemon = Daemon::start_in(directory, None, |_, _| ());
+    as_nobody("clients::helper_invents", &daemon);
+    daemon.log.wait("too many GPUs of its tenant that NVML does not know");
+    wait_for("the GPUs to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
+    let client = daemon.client();
+    client.attach();
+    assert_eq!((gpus(&daemon), lock_files(&daemon)), (1, 2));
+    client.send(ClientMessage::Detach { slot: 0 });
+    wait_for("it to be forgotten", || (gpus(&daemon) == 0 && lock_files(&daemon) == 0).then_some(()));
+}
+
+#[test]
+fn where_nvml_lists_gpus_there_are_no_others() {
+    if !has_own_process("clients::where_nvml_lists_gpus_there_are_no_others", &[]) {
+        return;
+    }
+    let daemon = Daemon::start();
+    daemon.log.wait("found");
+    let client = daemon.client();
+    client.attach_gpu(Uuid(cuda_sim_gpus::Config::get().uuid(0)), GIB);
+    client.send(support::attach(1, Uuid([200; 16])));
+    client.until_end();
+    daemon.log.wait("NVML knows no GPU c8c8c8c8-c8c8-c8c8-c8c8-c8c8c8c8c8c8");
+    assert_eq!(gpus(&daemon), 1);
+}
+
+#[test]
+#[ignore = "a helper: connects to the control socket, has another process use that connection, and ends"]
+#[expect(clippy::zombie_processes, reason = "the child is to outlive this process")]
+fn helper_hands_over() {
+    let stream = UnixStream::connect(helper_socket()).expect("the control socket");
+    // SAFETY: a plain call on a descriptor that lives.
+    unsafe { libc::fcntl(stream.as_raw_fd(), libc::F_SETFD, 0) };
+    let mut heir = helper("clients::helper_calls", &helper_socket());
+    heir.env("NVSHARE_TEST_FD", stream.as_raw_fd().to_string())
+        .env("NVSHARE_TEST_PARENT", std::process::id().to_string());
+    heir.stdout(Stdio::inherit()).stderr(Stdio::inherit()).spawn().expect("it starts");
+}
+
+#[test]
+#[ignore = "a helper: once its parent has ended, sets the time quantum on a connection of its parent"]
+fn helper_calls() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok()).expect("a number");
+    let parent: i32 = number("NVSHARE_TEST_PARENT");
+    wait_for("its parent's end", || (std::os::unix::process::parent_id() as i32 != parent).then_some(()));
+    // SAFETY: it was passed on for this.
+    let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(number("NVSHARE_TEST_FD")) });
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let said = runtime.block_on(async {
+        let connection = zbus::connection::Builder::unix_stream(stream).p2p().build().await.expect("the handshake");
+        let body = ("org.nvshare.Scheduler1", "TimeQuantum", zbus::Variant::from(45u32));
+        let (path, interface) = ("/org/nvshare/Scheduler1", "org.freedesktop.DBus.Properties");
+        connection.call_method(None::<&str>, path, Some(interface), "Set", &body).await.map(drop)
+    });
+    eprintln!("it may: {said:?}");
+}
+
+#[test]
+fn who_inherits_a_connection_has_no_rights_by_it() {
+    let daemon = Daemon::start();
+    let mut command = helper("clients::helper_hands_over", &daemon.control());
+    let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
+    // The heir has it as well, and ends it.
+    let mut lines = BufReader::new(child.stderr.take().expect("its stderr")).lines().map_while(Result::ok);
+    // The connecting process has to be waited for, or it would still be there.
+    assert!(support::wait(&mut child).success());
+    let said = lines.find(|line| line.contains("it may: ")).expect("its line");
+    assert!(said.contains("NotAuthorized") && said.contains("the process that connected has ended"), "{said}");
+    assert!(daemon.ctl(&["get"]).stdout.contains("30"), "{}", daemon.ctl(&["get"]).stdout);
+    assert_eq!(daemon.ctl(&["set", "time-quantum", "45"]).code, Some(0), "who is there may");
+}
+
+/// Has a command find a `/proc` that hides processes of other users.
+fn hides_processes(command: &mut Command) {
+    let mount = || {
+        let nothing = std::ptr::null();
+        // SAFETY: system calls with texts that end.
+        let done = unsafe {
+            libc::unshare(libc::CLONE_NEWNS) == 0
+                && libc::mount(nothing, c"/".as_ptr(), nothing, libc::MS_REC | libc::MS_PRIVATE, nothing.cast()) == 0
+                && libc::mount(
+                    c"proc".as_ptr(),
+                    c"/proc".as_ptr(),
+                    c"proc".as_ptr(),
+                    0,
+                    c"hidepid=2,gid=54321".as_ptr().cast(),
+                ) == 0
+        };
+        if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    };
+    // SAFETY: it makes system calls and no others.
+    unsafe { command.pre_exec(mount) };
+}
+
+#[test]
+fn processes_that_the_kernel_hides_are_nobody_in_particular_and_the_log_says_so() {
+    let mut probe = Command::new("true");
+    hides_processes(&mut probe);
+    if !is_root() || !probe.status().is_ok_and(|status| status.success()) {
+        eprintln!("skipped: /proc cannot be mounted here");
+        return;
+    }
+    let daemon = Daemon::start_with(|command, _| hides_processes(command));
+    as_nobody("clients::helper_connects", &daemon);
+    daemon.log.wait("hidepid");
+    assert_eq!(daemon.log.count("hidepid"), 1);
+    // Not even root, which could be a container's.
+    let refused = daemon.ctl(&["set", "time-quantum", "45"]);
+    assert_eq!(refused.code, Some(1));
+    assert!(refused.stderr.contains("hidepid") && refused.stderr.contains("nvshare.service(8)"), "{}", refused.stderr);
+}
+
+#[test]
+#[ignore = "a helper: connects"]
+fn helper_connects() {
+    Client::welcomed(&helper_socket()).attach();
+}
