@@ -1,0 +1,326 @@
+//! What a tenant notices of others that do their worst: each at its limits, with floods of every message, of connections, and
+//! of calls over D-Bus. The daemon is a process, and so is each hostile tenant; the clients are sockets.
+//!
+//! Takes root, to be several users. `cargo bench --bench hostile [-- --json FILE]`; with a file, the figures are put into it
+//! (see `bench_support::results`).
+
+#[expect(dead_code, reason = "it needs only hand-overs")]
+mod crowd;
+
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bench_support::results::{Figure, Results};
+use crowd::{at, hand_overs};
+use nvshare_wire::client::{ReleaseReason, Sharing, StuckReason};
+use nvshare_wire::env_limits::LimitName;
+use nvshare_wire::visible_devices::Chooser;
+use nvshare_wire::{ClientMessage, SchedulerMessage, Secret, Text, Uuid, version};
+use test_support::daemon::{self, Client, Daemon, GIB};
+
+/// The default limit of clients.
+const CLIENTS: usize = 512;
+/// The budget of open memory.
+const IMPORTS: u32 = 4096;
+/// Time between two looks at the loop.
+const LOOK: Duration = Duration::from_millis(1);
+/// A GPU that only hostile clients want to run on, and one that only the look at the loop uses.
+const THEIRS: Uuid = Uuid([8; 16]);
+const OURS: Uuid = Uuid([6; 16]);
+
+/// What a hostile tenant does.
+const FLOODS: [(&str, &str); 6] = [
+    ("messages", "every message, from all of its clients"),
+    ("waiting", "requests of all of its clients for one GPU"),
+    ("leaving", "an exporter of as much memory as may be open, which ends"),
+    ("connections", "connections"),
+    ("hellos", "Hello of no version, and packets after it"),
+    ("gpus", "GPUs that do not exist"),
+];
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let Some(at) = arguments.iter().position(|argument| argument == "--flood") {
+        return flood(&arguments[at + 1], Path::new(&arguments[at + 2]));
+    }
+    assert!(daemon::is_root(), "only root can be several users");
+    let mut results = Results::from_arguments();
+    println!("{:>56}  {:>9}  {:>9}  {:>9}  {:>9}  {:>9}", "beside", "median", "99 %", "longest", "loop", "Welcome");
+    row("nobody", &[], false);
+    for (name, what) in FLOODS {
+        row(&format!("one tenant: {what}"), &[(65534, name)], false);
+    }
+    row("calls over D-Bus", &[], true);
+    let names = FLOODS.map(|(name, _)| name);
+    // A user for each, so that all of them are at their limits.
+    let all: Vec<(u32, &str)> = (65_000..).zip(names).collect();
+    let worst = row("six tenants, one for each of these, and D-Bus", &all, true);
+    let note = format!("beside {} hostile tenants at their limits, and calls over D-Bus", all.len());
+    let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    for (name, value) in [("hostile-loop-gap-max", worst.gap), ("handover-beside-hostile-p99", worst.handover)] {
+        results.add(Figure { name, value: ms(value), unit: "ms", note: note.clone() });
+    }
+    results.write();
+}
+
+struct Measured {
+    gap: Duration,
+    handover: Duration,
+}
+
+/// Prints what hand-overs take beside floods, the longest time in which the loop answered nothing, and the longest until a
+/// new program was welcomed.
+fn row(what: &str, floods: &[(u32, &str)], on_bus: bool) -> Measured {
+    // With the default limits.
+    let daemon = Daemon::start_with(|command, directory| {
+        let file = directory.join("nvshare.toml");
+        std::fs::write(&file, "anti-thrash = \"on\"\n").expect("a configuration");
+        command.arg("--config").arg(file).args(["--log-level", "info"]);
+    });
+    let _floods: Vec<Flood> = floods.iter().map(|(uid, name)| Flood::start(*uid, name, &daemon)).collect();
+    let control = daemon.control();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        if on_bus {
+            for _ in 0..4 {
+                scope.spawn(|| call(&control, &done));
+            }
+        }
+        std::thread::sleep(Duration::from_secs(3)); // until the floods are at their limits
+        let gap = scope.spawn(|| longest_gap(&daemon, &done));
+        let welcome = scope.spawn(|| longest_welcome(&daemon, &done));
+        let times = hand_overs(&daemon, None);
+        std::thread::sleep(Duration::from_secs(5)); // the loop for longer
+        done.store(true, Ordering::Relaxed);
+        let (gap, welcome) = (gap.join().expect("no panic"), welcome.join().expect("no panic"));
+        let [median, most, all] = [0.5, 0.99, 1.0].map(|share| at(&times, share));
+        println!("{what:>56}  {median:>9.1?}  {most:>9.1?}  {all:>9.1?}  {gap:>9.1?}  {welcome:>9.1?}");
+        Measured { gap, handover: most }
+    })
+}
+
+/// The longest time until a client that is alone on its GPU has the lock.
+fn longest_gap(daemon: &Daemon, done: &AtomicBool) -> Duration {
+    let client = daemon.client();
+    client.attach_gpu(OURS, 1 << 40);
+    let mut longest = Duration::ZERO;
+    while !done.load(Ordering::Relaxed) {
+        let begin = Instant::now();
+        client.request();
+        client.until_granted();
+        longest = longest.max(begin.elapsed());
+        client.release();
+        std::thread::sleep(LOOK);
+    }
+    longest
+}
+
+fn longest_welcome(daemon: &Daemon, done: &AtomicBool) -> Duration {
+    let mut longest = Duration::ZERO;
+    while !done.load(Ordering::Relaxed) {
+        let begin = Instant::now();
+        drop(daemon.client());
+        longest = longest.max(begin.elapsed());
+        std::thread::sleep(10 * LOOK);
+    }
+    longest
+}
+
+/// Lists clients and GPUs, again and again.
+fn call(control: &Path, done: &AtomicBool) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let stream = std::os::unix::net::UnixStream::connect(control).expect("the control socket");
+        let connection = zbus::connection::Builder::unix_stream(stream).p2p().build().await.expect("the handshake");
+        let (path, interface) = ("/org/nvshare/Scheduler1", Some("org.nvshare.Scheduler1"));
+        while !done.load(Ordering::Relaxed) {
+            for method in ["ListClients", "ListGpus", "ListRules"] {
+                connection.call_method(None::<&str>, path, interface, method, &()).await.expect("a list");
+            }
+        }
+    });
+}
+
+/// A hostile tenant, until it is dropped.
+struct Flood(Child);
+
+impl Flood {
+    fn start(uid: u32, name: &str, daemon: &Daemon) -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.args(["--flood", name]).arg(daemon.socket()).uid(uid).gid(uid).stdin(Stdio::null());
+        // It should keep the scheduler busy, not the processors on which it and we run.
+        // SAFETY: a plain system call between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                libc::setpriority(libc::PRIO_PROCESS, 0, 19);
+                Ok(())
+            })
+        };
+        Self(command.spawn().expect("it starts"))
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn flood(name: &str, socket: &Path) {
+    let socket = socket.to_owned();
+    match name {
+        "messages" => messages(&socket),
+        "waiting" => waiting(&socket),
+        "leaving" => leaving(&socket),
+        "connections" => loop {
+            drop(Client::connect(&socket));
+        },
+        "hellos" => hellos(&socket),
+        "gpus" => gpus(&socket),
+        other => panic!("no flood {other}"),
+    }
+}
+
+/// Sends without waiting. `false` if the daemon has hung up.
+fn post(client: &Client, message: ClientMessage) -> bool {
+    let packet = message.encode(client.version);
+    let (bytes, flags) = (packet.as_bytes(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
+    // SAFETY: the kernel reads so many bytes of a buffer that lives.
+    let sent = unsafe { libc::send(client.socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
+    sent >= 0 || std::io::Error::last_os_error().kind() == std::io::ErrorKind::WouldBlock
+}
+
+/// Discards what was received.
+fn discard(client: &Client) {
+    let mut buffer = [0u8; 256];
+    // SAFETY: the kernel writes no more than fits.
+    while unsafe { libc::recv(client.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT) }
+        > 0
+    {}
+}
+
+/// A client of the newest version, attached to two GPUs; `None` if it is refused.
+fn attached(socket: &Path) -> Option<Client> {
+    let mut client = Client::connect(socket).ok()?;
+    client.send(daemon::hello_of(version::MAX, version::MAX));
+    if !matches!(client.receive(), Some(SchedulerMessage::Welcome { .. })) {
+        return None;
+    }
+    client.version = version::MAX;
+    for (slot, gpu) in (0..).zip([THEIRS, daemon::GPU]) {
+        let ClientMessage::Attach { kind, engine, name, reason, .. } = daemon::attach(slot, gpu) else { continue };
+        post(&client, ClientMessage::Attach { slot, uuid: gpu, kind, engine, total: 1 << 40, name, reason });
+    }
+    Some(client)
+}
+
+fn crowd_of(socket: &Path) -> Vec<Client> {
+    (0..CLIENTS).map_while(|_| attached(socket)).collect()
+}
+
+fn messages(socket: &Path) {
+    let mut clients = crowd_of(socket);
+    for round in 0u32.. {
+        for client in &mut clients {
+            discard(client);
+            if !every_message(round).into_iter().all(|message| post(client, message))
+                && let Some(next) = attached(socket)
+            {
+                *client = next;
+            }
+        }
+    }
+}
+
+/// Every message but those that break the protocol. Requests are for their own GPU.
+fn every_message(round: u32) -> Vec<ClientMessage> {
+    let (slot, gpus, bytes) = (0, 1, GIB + u64::from(round));
+    let (key, range) = (Secret([7; 16]), round % IMPORTS);
+    let reason = ReleaseReason::Idle;
+    vec![
+        daemon::memory(slot, bytes, bytes / 2),
+        daemon::memory(1, bytes, 0),
+        ClientMessage::Request { gpus },
+        ClientMessage::Release { gpus, reason, busy_us: 1 },
+        ClientMessage::Request { gpus },
+        ClientMessage::Cancel { gpus },
+        ClientMessage::RequestLimit { slot, bytes },
+        ClientMessage::Reserve { slot, bytes: 1 << 20 },
+        ClientMessage::Utilization { slot, permille: round % 1000 },
+        ClientMessage::Stuck { gpus, reason: StuckReason::LongWork },
+        ClientMessage::VisibleDevices { text: Text::new("0,1") },
+        ClientMessage::RequestPlacement { chooser: Chooser::List, count: 1, bytes: 0, devices: 0, ahead: 1 },
+        ClientMessage::EnvLimit {
+            limit: LimitName::Weight,
+            more: 0,
+            text: Text::new(if round.is_multiple_of(2) { "50" } else { "60" }),
+        },
+        ClientMessage::Exporter { key },
+        ClientMessage::Open { ticket: round, exporter: key, secret: key, range, allocation: 1, first: 0 },
+        ClientMessage::Exported { ticket: u64::from(round), outcome: Sharing::Failed, slot, bytes, chunk: 1 },
+        ClientMessage::Imported { slot, exporter: key, range, bytes: 1, adopted: 0 },
+        ClientMessage::Withdrawn { range },
+        ClientMessage::Adopted { exporter: key, range },
+        ClientMessage::Closed { exporter: key, range },
+        ClientMessage::Detach { slot: 1 },
+        daemon::attach(1, daemon::GPU),
+    ]
+}
+
+/// All wait for the same GPU, and whoever has it gives it to the next.
+fn waiting(socket: &Path) {
+    let clients = crowd_of(socket);
+    loop {
+        for client in &clients {
+            post(client, daemon::memory(0, GIB, 0));
+            post(client, ClientMessage::Request { gpus: 1 });
+            post(client, ClientMessage::Release { gpus: 1, reason: ReleaseReason::Revoked, busy_us: 1 });
+            discard(client);
+        }
+    }
+}
+
+fn leaving(socket: &Path) {
+    let key = Secret([5; 16]);
+    let importers: Vec<Client> = (0..8).filter_map(|_| attached(socket)).collect();
+    loop {
+        let Some(exporter) = attached(socket) else { continue };
+        exporter.send(ClientMessage::Exporter { key });
+        for range in 0..IMPORTS {
+            let importer = &importers[range as usize % importers.len()];
+            importer.send(ClientMessage::Imported { slot: 0, exporter: key, range, bytes: 1, adopted: 0 });
+            discard(importer);
+        }
+        drop(exporter);
+        importers.iter().for_each(discard);
+    }
+}
+
+fn hellos(socket: &Path) {
+    let refuse = |socket: PathBuf| loop {
+        let Ok(client) = Client::connect(&socket) else { continue };
+        client.send_raw(daemon::hello_of(999, 999).encode(0).as_bytes());
+        while client.send_raw(daemon::release().encode(1).as_bytes()) {}
+    };
+    let threads: Vec<_> =
+        (0..8).map(|_| socket.to_owned()).map(|socket| std::thread::spawn(move || refuse(socket))).collect();
+    threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+}
+
+fn gpus(socket: &Path) {
+    loop {
+        let Some(client) = attached(socket) else { continue };
+        for slot in 2..60 {
+            post(&client, daemon::attach(slot, Uuid([slot as u8 + 100; 16])));
+            discard(&client);
+        }
+        for slot in 2..60 {
+            post(&client, ClientMessage::Detach { slot });
+        }
+    }
+}
