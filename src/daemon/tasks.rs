@@ -12,6 +12,7 @@ use crate::daemon::core::views::{ClientPids, Holders};
 use crate::daemon::core::{Core, SAMPLE_QUIET};
 use crate::daemon::gpu::nvml::Query;
 use crate::daemon::systemd;
+use crate::scheduler::ClientId;
 use crate::sys::clock;
 
 /// Time between samples of memory while clients are active, and while they are idle.
@@ -24,6 +25,9 @@ const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
 
 /// Shortest time between two announcements of limits to all clients.
 const LIMITS_PERIOD: Duration = Duration::from_millis(100);
+
+/// Clients that are told their limits before others are served.
+const LIMITS_AT_ONCE: usize = 64;
 
 /// Time between measurements of traffic. NVML counts for 20 ms in each direction.
 const TRAFFIC_PERIOD: Duration = Duration::from_secs(1);
@@ -106,7 +110,11 @@ async fn announce_limits(core: Rc<RefCell<Core>>) {
     let signals = core.borrow().signals.clone();
     loop {
         signals.limits.notified().await;
-        core.borrow_mut().announce_all_limits();
+        let mut last = Some(ClientId(0));
+        while let Some(client) = last {
+            last = core.borrow_mut().announce_limits_after(client, LIMITS_AT_ONCE);
+            tokio::task::yield_now().await;
+        }
         tokio::time::sleep(LIMITS_PERIOD).await;
     }
 }

@@ -4,7 +4,7 @@
 //! - *Time slices*. What tenants send is read in slices of at most [`SLICE`]: a tenant has one at a time, however many
 //!   clients it has, and then all others that have sent something have theirs. So a message waits for one slice of each
 //!   other tenant, whatever these send.
-//! - *Messages per second*, by a token bucket. A tenant that has spent its tokens is not read until it has new ones. Nothing
+//! - *Messages per second*, by a token bucket; a costly message counts as several. A tenant that has spent its tokens is not read until it has new ones. Nothing
 //!   is lost: what it sends stays in its sockets.
 //! - *Amounts*: clients, arrivals, memory of others that is open, GPUs that NVML does not list, bytes that clients have not
 //!   read. A [`Share`] is a part of an amount, and gives it back when it is dropped.
@@ -28,6 +28,9 @@ const SLICE: Duration = Duration::from_micros(100);
 /// Messages that a tenant may send in a second on average, and at once. Two clients that do nothing but take turns send
 /// about 8,000.
 const MESSAGES_PER_SECOND: u32 = 10_000;
+/// The time of the scheduling loop that counts as one message, so that a tenant whose messages are costly, since it has many
+/// clients, takes no more than two fifths of it.
+const TOKEN_TIME: Duration = Duration::from_micros(40);
 /// How much more root of the host may have.
 const ROOT_FACTOR: u32 = 8;
 
@@ -160,7 +163,14 @@ impl Budget {
         loop {
             let now = clock::now();
             match self.wait(now) {
-                Duration::ZERO => return Slice { budget: self, ends: now.saturating_add(SLICE), _permit: permit },
+                Duration::ZERO => {
+                    return Slice {
+                        budget: self,
+                        ends: now.saturating_add(SLICE),
+                        spent: Cell::new(now),
+                        _permit: permit,
+                    };
+                }
                 wait => tokio::time::sleep(wait).await,
             }
         }
@@ -186,14 +196,18 @@ impl Budget {
 pub struct Slice<'a> {
     budget: &'a Budget,
     ends: Time,
+    /// When tokens were last spent.
+    spent: Cell<Time>,
     _permit: Option<SemaphorePermit<'a>>,
 }
 
 impl Slice<'_> {
-    /// Spends tokens. True if there is time for more.
+    /// Spends tokens, or as many as the time that has passed since the last ones. True if there is time for more.
     pub fn spend(&self, tokens: u32) -> bool {
         let now = clock::now();
-        self.budget.spend(tokens, now);
+        let time = now.saturating_sub(self.spent.replace(now));
+        let of_time = u32::try_from(time.as_nanos() / TOKEN_TIME.as_nanos()).unwrap_or(u32::MAX);
+        self.budget.spend(tokens.max(of_time), now);
         now < self.ends && self.budget.wait(now).is_zero()
     }
 

@@ -9,6 +9,7 @@ use nvshare_wire::{SchedulerMessage, SlotSet, version};
 use tracing::{debug, info};
 use zbus::fdo;
 
+use super::measure::EXIT_TIME;
 use super::state::{Adoptions, Arrival, Client, ClientGpuStats, Core, Gang, Gpu};
 use super::views::printable;
 use crate::config::rules::EnvLimits;
@@ -23,6 +24,8 @@ use crate::identity::Identity;
 use crate::scheduler::{ClientId, Engine, Event, GpuId, TenantId};
 use crate::sys::clock;
 
+/// Processes that have disconnected, before those that did so long ago are forgotten.
+const MAX_DEPARTED: usize = 1024;
 /// Host memory is measured no more often for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
@@ -199,6 +202,10 @@ impl Core {
         let identity = &gone.identity;
         if self.log_limit.allows("gone", tenant) {
             info!(name: "client-gone", client = client.0, pid, uid, unit, %tenant, "{name} {why}");
+        }
+        if self.departed.len() >= MAX_DEPARTED {
+            // Measurements do this as well, where there are any.
+            self.departed.retain(|_, left| now < *left + EXIT_TIME);
         }
         self.departed.insert(identity.pid.try_into().unwrap_or(0), now);
         self.stopped.remove(&client);

@@ -98,9 +98,6 @@ impl Core {
         self.remove_lock_files(gpu);
         self.counts.forget(gpu);
         self.thrashing_log.remove(&gpu);
-        for client in self.clients.values_mut() {
-            client.announced_limits.remove(&gpu);
-        }
         self.publish_gpus();
     }
 

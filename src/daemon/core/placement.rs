@@ -14,13 +14,15 @@ use crate::config::rules::{GpuName, Rule};
 use crate::daemon::transport::peer;
 use crate::daemon::transport::session::PlacementQuery;
 use crate::identity::Identity;
-use crate::scheduler::{ClientId, Event, GpuId, Labels, Placement, PlacementError, PlacementRequest, Time};
+use crate::scheduler::{ClientId, Event, GpuId, Labels, Placement, PlacementError, PlacementRequest, TenantId, Time};
 use crate::sys::clock;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Time for which a placement for a program waits for that program to connect.
 const REMEMBERED: Duration = Duration::from_secs(30);
+/// Placements of one tenant that wait for their programs, as many as the machine keeps. Beyond that, the oldest is dropped.
+const MOST_WAITING: usize = 64;
 /// Ancestors of a process that are searched for the one that requested its placement.
 const MOST_ANCESTORS: usize = 16;
 
@@ -29,6 +31,7 @@ const MOST_ANCESTORS: usize = 16;
 pub(super) struct PendingPlacement {
     pid: i32,
     client: ClientId,
+    tenant: TenantId,
     since: Time,
 }
 
@@ -41,8 +44,15 @@ impl Core {
         let Some(entry) = self.clients.get(&client) else { return };
         if query.ahead && entry.identity.pid > 0 {
             let pid = entry.identity.pid;
+            let tenant = TenantId(entry.identity.tenant.number());
             self.pending_placements.retain(|ahead| ahead.pid != pid); // a process has one placement, however often it asks
-            self.pending_placements.push(PendingPlacement { pid, client, since: clock::now() });
+            let of_tenant = |ahead: &PendingPlacement| ahead.tenant == tenant;
+            if self.pending_placements.iter().filter(|ahead| of_tenant(ahead)).count() >= MOST_WAITING
+                && let Some(oldest) = self.pending_placements.iter().position(of_tenant)
+            {
+                self.pending_placements.remove(oldest);
+            }
+            self.pending_placements.push(PendingPlacement { pid, client, tenant, since: clock::now() });
         }
         match self.choice(client, query) {
             Choice::Free => self.unplaced(client, NoPlacement::Free, ""),

@@ -71,6 +71,9 @@ impl Core {
             if entry.session.version < version::ANNOUNCED_LIMITS {
                 continue;
             }
+            if entry.announced_limits.len() > self.gpus.len() {
+                entry.announced_limits.retain(|gpu, _| self.gpus.contains_key(gpu));
+            }
             for gpu in self.gpus.keys() {
                 let bytes = self.machine.lowest_max(client, *gpu).unwrap_or(0);
                 let before = entry.announced_limits.insert(*gpu, bytes);
@@ -81,7 +84,16 @@ impl Core {
         }
     }
 
-    pub fn announce_all_limits(&mut self) {
+    /// Announces limits to the next clients. Returns the last of them; `None` when none are left.
+    pub fn announce_limits_after(&mut self, client: ClientId, count: usize) -> Option<ClientId> {
+        let after = (std::ops::Bound::Excluded(client), std::ops::Bound::Unbounded);
+        let next: Vec<ClientId> = self.clients.range(after).map(|(client, _)| *client).take(count).collect();
+        let last = next.last().copied();
+        self.announce_limits(next);
+        last
+    }
+
+    pub(super) fn announce_all_limits(&mut self) {
         self.announce_limits(self.clients.keys().copied().collect::<Vec<_>>());
     }
 
