@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Mutex, mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tracing::{error, info, warn};
 
@@ -123,8 +123,14 @@ fn run_logged(options: Options, mut config: Config, log: logging::Control) -> Re
         Options { bus_address: Some(address), .. } => Bus::Address(address.clone()),
         _ => Bus::System,
     };
-    let control =
-        Control { config: options.config, log_level: options.log_level, log, changes, lists: Lists::default() };
+    let control = Control {
+        config: options.config,
+        log_level: options.log_level,
+        log,
+        changes,
+        loading: Mutex::default(),
+        lists: Lists::default(),
+    };
     let daemon = Startup { control, config, sockets, trace, bus };
     let result = LocalSet::new().block_on(&runtime, daemon.serve());
     // A directory service that does not answer keeps nobody from stopping the daemon.

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::sync::{Mutex, oneshot};
 use tokio::task::{spawn_blocking, spawn_local};
 use tracing::{info, warn};
 use zbus::fdo;
@@ -38,6 +38,8 @@ pub struct Control {
     pub log_level: Option<LogLevel>,
     pub log: logging::Control,
     pub changes: Changes,
+    /// Held while the configuration is read, so that the last one that was asked for is the last to take effect.
+    pub loading: Mutex<()>,
     pub lists: Lists,
 }
 
@@ -94,9 +96,12 @@ impl Control {
     /// # Errors
     /// If the file is wrong. Then nothing changes.
     pub async fn reload(&self, core: &RefCell<Core>) -> Result<(), String> {
-        let _turn = self.changes.begin().await;
+        let _one_at_a_time = self.loading.lock().await;
         systemd::reloading();
-        let result = self.load().await.map(|mut config| {
+        let config = self.load().await;
+        // With what was changed while the file was read.
+        let _turn = self.changes.begin().await;
+        let result = config.map(|mut config| {
             self.changes.apply(&mut config);
             self.configure(core, config);
         });
@@ -136,9 +141,10 @@ impl Control {
 
     /// Forgets the changes made at run time.
     async fn reset(&self, core: &RefCell<Core>) -> Result<(), Failure> {
-        let turn = self.changes.begin().await;
+        let _one_at_a_time = self.loading.lock().await;
         // Read before anything is forgotten, so that a mistake in the file leaves everything as it is.
         let config = self.load().await.map_err(Error::InvalidConfiguration)?;
+        let turn = self.changes.begin().await;
         turn.reset().await?;
         self.configure(core, config);
         info!(name: "settings-reset", "settings changed at run time were reset");
