@@ -268,7 +268,8 @@ fn states_below(pid: u32) -> Vec<char> {
 fn a_lock_that_is_lost_is_reported_and_has_an_exit_code_of_its_own() {
     let start = |options: &[&str]| {
         let daemon = Daemon::start();
-        daemon.client().attach();
+        let client = daemon.client();
+        client.attach();
         let mut child = locked(&daemon, options);
         drop(daemon.kill());
         let message = next_message(&mut BufReader::new(child.stderr.take().expect("its stderr")));
@@ -289,7 +290,8 @@ fn a_lock_that_is_lost_is_reported_and_has_an_exit_code_of_its_own() {
 #[test]
 fn a_command_can_pause_until_a_lost_lock_is_held_again() {
     let daemon = Daemon::start();
-    daemon.client().attach();
+    let client = daemon.client();
+    client.attach();
     let mut child = locked(&daemon, &["--on-loss=pause"]);
     let directory = daemon.kill();
     let mut stderr = BufReader::new(child.stderr.take().expect("its stderr"));

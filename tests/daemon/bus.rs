@@ -289,7 +289,8 @@ fn a_bus_that_comes_later_is_joined() {
         command.arg("--bus-address").arg(&address);
     });
     daemon.log.wait("not on the bus, will try again");
-    daemon.client().attach();
+    let client = daemon.client();
+    client.attach();
     let bus = Bus::start_at(directory);
     daemon.log.wait("on the bus as");
     block_on(async {
@@ -570,7 +571,8 @@ fn a_lock_goes_by_the_rule_of_its_caller() {
         "[[rule]]\nname = \"urgent\"\nuser = {uid}\nweight = 50\ntime-max = \"40%\"\nallowed-gpus = [\"{GPU_NAME}\"]\n"
     );
     let daemon = with_rules(&bus, &rules);
-    daemon.client().attach();
+    let client = daemon.client();
+    client.attach();
     let other = Client::welcomed(&daemon.socket());
     other.attach_gpu(nvshare_wire::Uuid([8; 16]), 16 * GIB);
     block_on(async {
@@ -601,7 +603,8 @@ fn a_lock_is_in_no_gang() {
     let uid = unsafe { libc::geteuid() };
     let bus = Bus::start();
     let daemon = with_rules(&bus, &format!("[[rule]]\nname = \"job\"\nuser = {uid}\ngang = true\n"));
-    daemon.client().attach();
+    let client = daemon.client();
+    client.attach();
     block_on(async {
         let connection = on_bus(&bus).await;
         let (name, text) = refusal(scheduler(&connection).await.acquire_lock("", "me", "a test", HashMap::new()).await);

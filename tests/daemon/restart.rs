@@ -434,7 +434,8 @@ fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
     let manager = Manager::new(&directory.0);
     manager.keep_nothing();
     let daemon = Daemon::start_under(&manager, directory);
-    daemon.client().attach();
+    let client = daemon.client();
+    client.attach();
     let mut lock = Lock::acquire(&daemon.control());
     assert_eq!(lock.next(), "granted\n");
     until(|| manager.heard("FDSTORE=1") == 1);
@@ -442,7 +443,8 @@ fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
     assert_eq!(lock.until_end(), "");
 
     let daemon = Daemon::start_under(&manager, directory);
-    daemon.client().attach();
+    let client = daemon.client();
+    client.attach();
     let mut lock = Lock::acquire(&daemon.control());
     assert_eq!(lock.next(), "granted\n");
     until(|| manager.heard("FDSTORE=1") == 2);
@@ -453,7 +455,8 @@ fn a_lock_that_nobody_keeps_ends_with_the_daemon_and_its_caller_reads_that() {
 #[test]
 fn a_lock_that_cannot_be_taken_over_ends_and_its_caller_reads_that() {
     let (manager, daemon) = kept();
-    daemon.client().attach();
+    let client = daemon.client();
+    client.attach();
     let mut lock = Lock::acquire(&daemon.control());
     assert_eq!(lock.next(), "granted\n");
     until(|| manager.kept().len() == 1);

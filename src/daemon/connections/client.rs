@@ -13,7 +13,7 @@ use tracing::{debug, error};
 
 use super::Connections;
 use super::accept::refuse;
-use crate::daemon::core::{Arrival, Core, Listed};
+use crate::daemon::core::{Arrival, Core};
 use crate::daemon::tenants::{Budget, Share, What};
 use crate::daemon::transport::connection::{Connection, Received};
 use crate::daemon::transport::peer;
@@ -28,9 +28,6 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 const ARRIVAL_TOKENS: u32 = 10;
 /// Packets that are read of a process that has ended: more than a socket holds.
 const MAX_LAST_PACKETS: usize = 1024;
-
-/// Time for NVML to list the GPUs anew.
-const SCAN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Completes a log line that begins with a program's name.
 const DISCONNECTED: &str = "is disconnected after a protocol violation";
@@ -219,32 +216,23 @@ async fn read(core: &RefCell<Core>, client: ClientId, connection: &Connection) -
     loop {
         connection.readable().await;
         let slice = connection.budget().slice().await;
-        let waiting = loop {
+        loop {
             let mut descriptors = Vec::new();
             let length = match connection.try_receive(&mut buffer, &mut descriptors) {
                 Ok(Received::Packet(length)) => length,
-                Ok(Received::Nothing) => break None,
+                Ok(Received::Nothing) => break,
                 Ok(Received::End) => return End::Closed,
                 Err(violation) => return End::Violation(violation),
             };
             let packet = buffer.get(..length).unwrap_or_default();
             let received = core.borrow_mut().receive(client, packet, descriptors);
-            match received {
-                Ok(None) => {}
-                Ok(Some(attach)) => break Some((attach, core.borrow().follow_scans())),
-                Err(violation) => return End::Violation(violation),
-            }
-            if !slice.spend(1) {
-                break None;
-            }
-        };
-        slice.end().await;
-        if let Some((attach, mut scans)) = waiting {
-            // NVML lists the GPUs anew: this one may have been created just now.
-            let _ = tokio::time::timeout(SCAN_TIMEOUT, scans.changed()).await;
-            if let Err(violation) = core.borrow_mut().attach(client, attach, Listed::Required) {
+            if let Err(violation) = received {
                 return End::Violation(violation);
             }
+            if !slice.spend(1) {
+                break;
+            }
         }
+        slice.end().await;
     }
 }

@@ -29,7 +29,7 @@ use zbus::fdo;
 use super::Connections;
 use super::client::too_many_clients;
 use crate::daemon::core::views::{NamedGpu, printable};
-use crate::daemon::core::{Arrival, Core, Listed, LockFiles};
+use crate::daemon::core::{Arrival, Core, LockFiles};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{LOCK_RECORD, StoredConnection};
 use crate::daemon::tenants::{Budget, Share, What};
@@ -301,11 +301,7 @@ struct LockKeeper {
 impl LockKeeper {
     fn send(&self, message: ClientMessage) {
         // These messages keep the protocol.
-        let mut core = self.core.borrow_mut();
-        if let Ok(Some(attach)) = core.receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new()) {
-            // A lock that was taken over before NVML has listed its GPU.
-            let _ = core.attach(self.client, attach, Listed::NotRequired);
-        }
+        let _ = self.core.borrow_mut().receive(self.client, message.encode(version::MAX).as_bytes(), Vec::new());
     }
 
     fn attach(&self) {

@@ -22,7 +22,7 @@ use tracing::{info, warn};
 use super::Connections;
 use super::client::{self, Hello};
 use super::lock::{self, TakenOver};
-use crate::daemon::core::{Arrival, Core, Listed};
+use crate::daemon::core::{Arrival, Core};
 use crate::daemon::systemd;
 use crate::daemon::systemd::fd_store::{ConnectionName, Kind, StoredConnection};
 use crate::daemon::tenants::{Share, What};
@@ -210,10 +210,7 @@ fn admit(core: &Rc<RefCell<Core>>, mut states: Vec<ClientState>, connections: &R
                 requests.push((client, packet));
             } else {
                 // Packets about a GPU that another thread sent before the GPU was named break the protocol; they are sent again.
-                let waiting = core.borrow_mut().receive(client, &packet, Vec::new());
-                if let Ok(Some(attach)) = waiting {
-                    let _ = core.borrow_mut().attach(client, attach, Listed::NotRequired);
-                }
+                let _ = core.borrow_mut().receive(client, &packet, Vec::new());
             }
         }
     }

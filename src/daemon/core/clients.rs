@@ -29,14 +29,6 @@ const MAX_DEPARTED: usize = 1024;
 /// Host memory is measured no more often for limit requests.
 const HOST_PERIOD: Duration = Duration::from_millis(10);
 
-/// Whether a GPU that a client attaches must be one that NVML lists.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Listed {
-    Required,
-    /// The client had it under an earlier daemon.
-    NotRequired,
-}
-
 impl Core {
     /// Welcomes a client that has sent Hello.
     pub fn connect(&mut self, arrival: Arrival) -> ClientId {
@@ -222,19 +214,13 @@ impl Core {
         gone.gpus.keys().for_each(|gpu| self.forget_unlisted(*gpu));
     }
 
-    /// Handles one packet of a client, and the descriptors that came with it. Returns an action that has to wait until NVML
-    /// has listed the GPUs anew; then it goes to [`Core::attach`], before any other packet is handled.
+    /// Handles one packet of a client, and the descriptors that came with it.
     ///
     /// # Errors
     /// If the client broke the protocol: its connection is to be closed.
-    pub fn receive(
-        &mut self,
-        client: ClientId,
-        packet: &[u8],
-        descriptors: Vec<OwnedFd>,
-    ) -> Result<Option<ClientAction>, Violation> {
+    pub fn receive(&mut self, client: ClientId, packet: &[u8], descriptors: Vec<OwnedFd>) -> Result<(), Violation> {
         let now = clock::now();
-        let Some(entry) = self.clients.get_mut(&client) else { return Ok(None) };
+        let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
         let action = entry.session.receive(packet)?;
         self.mark_active();
         match action {
@@ -248,13 +234,7 @@ impl Core {
                 self.apply(event);
                 detached.into_iter().for_each(|gpu| self.forget_unlisted(gpu));
             }
-            ClientAction::Attach { gpu, .. } => {
-                if self.is_listing && !self.gpus.contains_key(&gpu) {
-                    self.query_nvml(Query::Scan);
-                    return Ok(Some(action));
-                }
-                self.attach(client, action, Listed::NotRequired)?;
-            }
+            ClientAction::Attach { .. } => self.attach(client, action)?,
             ClientAction::Memory { gpu, mut report, device_free, host, counts } => {
                 self.counts.report(client, gpu, counts);
                 if let Some(stats) = self.stats(client, gpu) {
@@ -285,21 +265,17 @@ impl Core {
         }
         let overdue = self.shared_memory.overdue(client, now);
         self.ask_to_adopt(overdue);
-        Ok(None)
+        Ok(())
     }
 
     /// Attaches a GPU to a client.
     ///
     /// # Errors
-    /// If NVML lists GPUs and this one is `Required` to be among them, or if the client's tenant has named too many that it
-    /// does not list.
-    pub fn attach(&mut self, client: ClientId, attach: ClientAction, listed: Listed) -> Result<(), Violation> {
+    /// If the client's tenant has named too many GPUs that NVML does not list.
+    fn attach(&mut self, client: ClientId, attach: ClientAction) -> Result<(), Violation> {
         let ClientAction::Attach { event, slot, gpu, kind, total, name, reason } = attach else { return Ok(()) };
         let Event::Attached { engine, .. } = event else { return Ok(()) };
         let now = clock::now();
-        if listed == Listed::Required && self.is_listing && !self.gpus.contains_key(&gpu) {
-            return Err(Violation::UnlistedGpu { gpu });
-        }
         self.add_unknown_gpu(client, gpu, kind, total, name)?;
         let Some(entry) = self.clients.get_mut(&client) else { return Ok(()) };
         let fresh = ClientGpuStats {

@@ -111,7 +111,6 @@ impl Core {
             }
         }
         self.nvml_state = state;
-        self.scanned();
         // No measurement comes that the machine may be waiting for.
         if self.nvml_state != State::Usable {
             let now = clock::now();

@@ -37,10 +37,7 @@ impl Core {
     /// Handles a report of the NVML thread.
     pub fn nvml_report(&mut self, report: Report) {
         match report {
-            Report::Gpus(listing) => {
-                self.gpus_listed(listing);
-                self.scanned();
-            }
+            Report::Gpus(listing) => self.gpus_listed(listing),
             Report::State(state) => self.nvml_is(state),
             Report::Used(used) => {
                 for sample in used {

@@ -28,7 +28,6 @@ mod state;
 mod traffic;
 pub mod views;
 
-pub use clients::Listed;
 pub use gpus::Present;
 pub use state::{Arrival, Core, LockFiles, SAMPLE_QUIET};
 pub use traffic::Thrashing;

@@ -55,9 +55,6 @@ pub struct Core {
     /// Gangs with clients, by the tenant and the name.
     pub(super) gangs: BTreeMap<(Tenant, u64), Gang>,
     pub budgets: Rc<Budgets>,
-    /// NVML has listed GPUs: there are no others.
-    pub(super) is_listing: bool,
-    scans: watch::Sender<()>,
     /// When host memory was last measured.
     pub(super) host_sampled: Time,
     /// Kubernetes' names of the pods of this node.
@@ -261,8 +258,6 @@ impl Core {
             next_gang: 0,
             gangs: BTreeMap::new(),
             budgets,
-            is_listing: false,
-            scans: watch::Sender::default(),
             host_sampled: Time::ZERO,
             pods: Pods::default(),
             pending_placements: Vec::new(),
@@ -323,17 +318,6 @@ impl Core {
         for what in ["turn", "here"] {
             let _ = std::fs::remove_file(directory.join(format!("nvshare-{}.{what}", gpu.0)));
         }
-    }
-
-    /// Notified when NVML has listed the GPUs anew.
-    pub fn follow_scans(&self) -> watch::Receiver<()> {
-        self.scans.subscribe()
-    }
-
-    /// NVML has listed the GPUs.
-    pub(super) fn scanned(&mut self) {
-        self.is_listing = self.nvml_state == nvml::State::Usable && self.gpus.values().any(|gpu| gpu.index.is_some());
-        self.scans.send_replace(());
     }
 
     pub fn use_nvml(&mut self, queries: std::sync::mpsc::Sender<Query>) {

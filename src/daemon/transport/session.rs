@@ -31,7 +31,6 @@ pub enum Violation {
     NoGpu { message: &'static str },
     Bytes { field: &'static str, bytes: u64 },
     TooManyGpus,
-    UnlistedGpu { gpu: GpuId },
     Choice,
     EnvLimit { limit: LimitName },
     Unread,
@@ -51,7 +50,6 @@ impl fmt::Display for Violation {
             Self::NoGpu { message } => write!(f, "{message} without a GPU"),
             Self::Bytes { field, bytes } => write!(f, "{field} cannot be {bytes} bytes"),
             Self::TooManyGpus => f.write_str("too many GPUs of its tenant that NVML does not know"),
-            Self::UnlistedGpu { gpu } => write!(f, "NVML knows no GPU {}", gpu.0),
             Self::Choice => write!(f, "a list of GPUs of more than {MAX_CHOICE} bytes"),
             Self::EnvLimit { limit } => {
                 write!(f, "a value of {} with more than {} bytes", variable(*limit), env_limits::LONGEST)
