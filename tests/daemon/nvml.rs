@@ -182,14 +182,14 @@ fn whoever_waits_for_a_gpu_that_is_lost_goes_on() {
     }
     let daemon = Daemon::start();
     wait_for_list(&daemon, &[name(0), name(1)]);
-    let clients = [daemon.client(), daemon.client()];
-    for client in &clients {
-        attach(client, 0);
-        client.report(GIB / 4 * 3, 0);
-        client.request();
-    }
-    let [holder, waiter] = clients;
+    let [holder, waiter] = [daemon.client(), daemon.client()];
+    attach(&holder, 0);
+    holder.report(GIB / 4 * 3, 0);
+    holder.request();
     holder.until_granted();
+    attach(&waiter, 0);
+    waiter.report(GIB / 4 * 3, 0);
+    waiter.request();
     daemon.log.wait("contended");
     trouble::lose(machine(), 0, true).expect("a file");
     waiter.until_granted();
