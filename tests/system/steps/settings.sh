@@ -11,7 +11,8 @@ refused "from 1 to 3600" busctl set-property "${bus[@]}" TimeQuantum u 0
 refused "expected u" busctl set-property "${bus[@]}" TimeQuantum s soon
 refused "auto" busctl set-property "${bus[@]}" AntiThrash s sometimes
 refused "may not" as_user busctl set-property "${bus[@]}" TimeQuantum u 5
-refused "may not" as_user busctl call "${bus[@]}" Reload
+# busctl shows its own words for this error, as for all of D-Bus's names.
+refused "ccess denied" as_user busctl call "${bus[@]}" Reload
 refused "may not" as_user nvsharectl set time-quantum 5
 refused "denied" as_user busctl call "${bus[@]}" NoSuchMethod
 says "u 46" busctl get-property "${bus[@]}" TimeQuantum
