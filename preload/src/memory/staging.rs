@@ -16,7 +16,10 @@ use crate::{
     work::capture,
 };
 use alloc::{sync::Arc, vec::Vec};
-use core::ffi::c_void;
+use core::{
+    ffi::c_void,
+    sync::atomic::{AtomicU32, Ordering},
+};
 use rustix::{
     io::Errno,
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
@@ -172,6 +175,14 @@ struct State {
     filled: Vec<Buffer>,
 }
 
+/// Threads that have not ended, of all GPUs.
+static WORKERS: AtomicU32 = AtomicU32::new(0);
+
+/// Whether no thread will use a context any more with which buffers were to be allocated.
+pub fn workers_have_ended() -> bool {
+    WORKERS.load(Ordering::SeqCst) == 0
+}
+
 impl StagingAllocator {
     /// Allocates buffers of these sizes, registered with that context, as far as the host has room, on at most `workers`
     /// threads.
@@ -181,8 +192,11 @@ impl StagingAllocator {
         let state = State { unfilled, filling: 0, filled: Vec::new() };
         let queue = Arc::new(Queue { context, state: Mutex::new(Rank::StagingBuffers, state) });
         for _ in 0..thread::cpus().min(workers).min(sizes.len()) {
+            WORKERS.fetch_add(1, Ordering::SeqCst);
             let worker = queue.clone();
-            threads::spawn(c"nvshare-host", move || worker.run());
+            if !threads::spawn(c"nvshare-host", move || worker.run()) {
+                WORKERS.fetch_sub(1, Ordering::SeqCst);
+            }
         }
         Self(queue)
     }
@@ -202,10 +216,10 @@ impl StagingAllocator {
         if self.0.fill(&buffer) { Taken::Buffer(buffer) } else { Taken::Nothing }
     }
 
-    /// Whether all buffers are finished for which the host has room.
+    /// Whether threads allocate no more: all buffers are finished, the host has no room, or no thread could allocate.
     pub fn is_done(&self) -> bool {
         let state = self.0.state.lock();
-        state.unfilled.is_empty() && state.filling == 0
+        workers_have_ended() || (state.unfilled.is_empty() && state.filling == 0)
     }
 
     /// Allocates no more than what has been started.
@@ -232,6 +246,7 @@ impl Queue {
                 state.filled.extend(filled.then_some(buffer));
             }
         });
+        WORKERS.fetch_sub(1, Ordering::SeqCst);
     }
 
     fn next(&self) -> Option<Buffer> {

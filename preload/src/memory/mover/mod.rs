@@ -23,7 +23,12 @@ use crate::{
         types::*,
     },
     env::trace::trace,
-    memory::{account::Account, chunk::Leaving, space::Space, staging::StagingAllocator},
+    memory::{
+        account::Account,
+        chunk::Leaving,
+        space::Space,
+        staging::{StagingAllocator, workers_have_ended},
+    },
     sys::{
         sync::Mutex,
         time::{self, Instant},
@@ -247,8 +252,9 @@ impl Mover {
 
     /// Stops using a context that is about to be destroyed.
     pub fn leave(&mut self, context: CUcontext, space: &Mutex<Space>, report: &dyn Fn(&Account)) {
-        // Buffers are registered with the mover's context, or with an earlier one that has failed.
-        while !self.stop_staging(space) {
+        // Buffers are registered with the mover's context, or with an earlier one that has failed, and threads that have not begun to
+        // allocate will make it current.
+        while !self.stop_staging(space) || !workers_have_ended() {
             time::sleep(RETRY_INTERVAL);
         }
         let is_used = self.context() == Some(context);
