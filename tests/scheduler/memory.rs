@@ -205,6 +205,8 @@ fn contexts_count_for_a_groups_limit() {
     assert_eq!(t.attachment(1).limit, 4 * GIB - 300 * MIB);
     let beyond = 4 * GIB - 299 * MIB;
     assert_eq!(wish(&mut t, 1, beyond), [denied(1, beyond, Denial::MemoryMax)]);
+    t.say(measured(299 * MIB));
+    assert_eq!(wish(&mut t, 1, beyond), [], "a smaller context leaves more, however little");
     t.say(measured(5 * GIB));
     assert_eq!(t.attachment(1).limit, 0, "nothing is left");
 }

@@ -194,8 +194,7 @@ impl Quota {
     pub fn contexts_measured(&mut self, cx: Context, id: GpuId, sizes: &BTreeMap<ClientId, u64>) {
         for (client, bytes) in sizes {
             let Some(entry) = self.entry_mut(*client, id) else { continue };
-            if entry.context.is_none_or(|before| before.abs_diff(*bytes) > LIMIT_STEP) {
-                entry.context = Some(*bytes);
+            if entry.context.replace(*bytes) != Some(*bytes) {
                 self.mark_bounded_changed(cx, *client, id);
             }
         }

@@ -129,7 +129,8 @@ impl Accounting {
                 return range.0.saturating_sub(guess);
             }
             match self.contexts.get(&process.first) {
-                _ if process.most - process.least <= SIGNIFICANT => {
+                // Only while no memory moves is it known to the byte; a limit counts each.
+                _ if process.most == process.least => {
                     self.contexts.insert(process.first, range.1);
                     range.1
                 }

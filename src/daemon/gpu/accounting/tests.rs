@@ -75,6 +75,18 @@ fn a_context_that_was_never_measured_is_guessed() {
     assert_eq!(told(&mut accounting, &sample(5000, &[(1, 4500)]), &[client(1, 4000)]), 1000);
 }
 
+/// A program was refused its last 2 MiB: its context had been measured while it mapped 2 MiB, and counted as that much larger.
+#[test]
+fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
+    let mut accounting = Accounting::default();
+    told(&mut accounting, &sample(8, &[(1, 8)]), &[moving(1, 2, 4)]);
+    assert_eq!(accounting.contexts().get(&ClientId(1)), None);
+    told(&mut accounting, &sample(8, &[(1, 8)]), &[client(1, 4)]);
+    assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)));
+    told(&mut accounting, &sample(10, &[(1, 10)]), &[moving(1, 4, 6)]);
+    assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)), "what was measured stays");
+}
+
 #[test]
 fn a_context_larger_than_guessed_counts_before_it_is_complete() {
     let mut accounting = Accounting::default();
