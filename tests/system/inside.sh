@@ -22,13 +22,15 @@ snapshot() {
 
 useradd --create-home --shell /bin/bash $user
 mkdir -m 777 /var/tmp/gpu
+# Who may open a GPU's device file may take its lock. As NVIDIA's driver has it, everybody may; here nobody does.
+install -m 666 /dev/null /dev/nvidia0
 ldconfig
 # The scheduler is of the simulated machine, like everybody.
 mkdir -p /etc/systemd/system/$unit.d
 printf '[Service]\nEnvironment=%s\n' "${gpu[*]}" >/etc/systemd/system/$unit.d/gpu.conf
 snapshot >/tmp/before
 
-for step in install autopkgtest activation settings metrics cdi share restart upgrade preload-service preload remove; do
+for step in install autopkgtest activation settings lock release-driver metrics cdi share restart upgrade preload-service preload remove; do
     began=$(date +%s%N)
     "$here/steps/$step.sh" || { echo "step $step failed" >&2; exit 1; }
     printf '  %-12s %5d ms\n' $step $((($(date +%s%N) - began) / 1000000))

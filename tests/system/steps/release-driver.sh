@@ -1,0 +1,29 @@
+#!/bin/bash
+# The scheduler lets go of the driver when an administrator says so, names the programs that still use it, and opens NVML
+# again for the next program.
+. "$(dirname "$0")/../lib.sh"
+
+# NVML has the driver's device file open.
+uses_driver() { readlink "/proc/$(shown MainPID)"/fd/* | grep -q '/nvidiactl$'; }
+
+program persistent --seconds 600 >/dev/null 2>&1 &
+program=$!
+until_true "a program" sh -c 'nvsharectl --json | grep -q cuda-program'
+until_true "NVML to be used" uses_driver
+refused "may not" as_user nvsharectl release-driver
+refused "cuda-program (pid" nvsharectl release-driver --for 300
+pkill -x cuda-program
+wait $program || true
+until_true "the program to be gone" kept 0
+
+nvsharectl release-driver --for 300 | grep -q "has released the driver, for 300 s" || fail "$(nvsharectl release-driver 2>&1)"
+! uses_driver || fail "the driver is still used"
+nvsharectl | grep -q Simulated || fail "the GPU is no longer shown: $(nvsharectl 2>&1)"
+! uses_driver || fail "showing the GPU uses the driver"
+
+program persistent --seconds 600 >/dev/null 2>&1 &
+program=$!
+until_true "NVML to be used for the next program" uses_driver
+pkill -x cuda-program
+wait $program || true
+until_true "nothing to be kept" kept 0
