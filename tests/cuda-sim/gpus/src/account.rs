@@ -33,6 +33,7 @@ pub struct Usage {
 /// One living process.
 #[derive(Clone, Debug)]
 pub struct Process {
+    /// Its number in its own PID namespace.
     pub pid: u32,
     pub gpus: [Usage; MAX_GPUS],
     /// What it shares with other processes.
@@ -52,12 +53,15 @@ fn managed_word(gpu: usize) -> usize {
     2 + 2 * gpu
 }
 
+static ACCOUNT: OnceLock<Account> = OnceLock::new();
+
 /// This process' own account.
 #[derive(Debug)]
 pub struct Account {
     words: &'static [AtomicU64; WORDS],
     path: PathBuf,
     _lock: File,
+    _pid: File,
 }
 
 impl Account {
@@ -66,7 +70,6 @@ impl Account {
     /// # Panics
     /// If the simulator's directory cannot be used: a simulated machine without it has no memory.
     pub fn get() -> &'static Account {
-        static ACCOUNT: OnceLock<Account> = OnceLock::new();
         ACCOUNT.get_or_init(|| {
             Account::open()
                 .unwrap_or_else(|e| panic!("cuda-sim: cannot use CUDA_SIM_DIR {}: {e}", Config::get().dir.display()))
@@ -99,7 +102,9 @@ impl Account {
             }
             &*at.cast::<[AtomicU64; WORDS]>()
         };
-        Ok(Account { words, path, _lock: file })
+        let pid = open_shared(&pid_file(&path))?;
+        lock_as_process(&pid, libc::F_SETLK)?;
+        Ok(Account { words, path, _lock: file, _pid: pid })
     }
 
     /// Takes `bytes` of a GPU, or nothing if they are not there. Managed memory makes room, its owner's or another's.
@@ -249,6 +254,36 @@ fn processes_dir() -> PathBuf {
     Config::get().dir.join("processes")
 }
 
+impl Process {
+    /// Its number in the PID namespace of the caller, as the driver tells it; its own where it is none of that namespace.
+    pub fn pid_here(&self) -> u32 {
+        // To close the file again would end the lock of the process itself.
+        if ACCOUNT.get().is_some_and(|own| own.path == self.path) {
+            return self.pid;
+        }
+        let holder = File::open(pid_file(&self.path)).and_then(|file| lock_as_process(&file, libc::F_GETLK));
+        holder.ok().filter(|pid| *pid > 0).map_or(self.pid, |pid| pid as u32)
+    }
+}
+
+/// The file that a process has locked so that others learn its number: the kernel translates that of a lock's holder.
+fn pid_file(account: &Path) -> PathBuf {
+    Config::get().dir.join("pids").join(account.file_name().unwrap_or_default())
+}
+
+/// Locks a file for this process (`F_SETLK`), or finds out who has (`F_GETLK`): the number of its holder, 0 for none.
+fn lock_as_process(file: &File, command: libc::c_int) -> io::Result<libc::pid_t> {
+    // SAFETY: zeroes are a lock of the whole file.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_WRLCK as libc::c_short;
+    // SAFETY: the kernel reads and writes a lock that lives.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
+        0 if lock.l_type == libc::F_UNLCK as libc::c_short => Ok(0),
+        0 => Ok(lock.l_pid),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// With everybody locked: reads the accounts of the living, and removes the files of the dead.
 fn living() -> Vec<Process> {
     let Ok(entries) = fs::read_dir(processes_dir()) else { return Vec::new() };
@@ -261,6 +296,7 @@ fn living() -> Vec<Process> {
 fn read(path: PathBuf) -> Option<Process> {
     let file = File::options().read(true).write(true).open(&path).ok()?;
     if flock(&file, libc::LOCK_EX | libc::LOCK_NB) {
+        let _ = fs::remove_file(pid_file(&path));
         let _ = fs::remove_file(&path);
         return None;
     }
