@@ -341,10 +341,11 @@ fn a_holder_that_cannot_drain_is_named_and_shown_and_others_run_beside_it() {
         command.arg("--config").arg(config).arg("--trace").arg(directory.join("trace"));
     });
     let (holder, waiter) = (daemon.client(), daemon.client());
-    for client in [&holder, &waiter] {
-        client.attach();
-        client.request();
-    }
+    holder.attach();
+    holder.request();
+    holder.until_granted();
+    waiter.attach();
+    waiter.request();
     holder.until(|message| matches!(message, SchedulerMessage::Revoke { gpus: 1 }));
     holder.send(ClientMessage::Stuck { gpus: 1, reason: StuckReason::LongWork });
     waiter.until_granted();
