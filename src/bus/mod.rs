@@ -56,6 +56,7 @@ pub struct Client {
     pub unit: String,
     pub slice: String,
     pub container: String,
+    pub tenant: String,
     pub pod: String,
     pub pod_namespace: String,
     pub pod_name: String,

@@ -65,6 +65,7 @@ fn client_json(client: &Client) -> Value {
         "unit": client.unit,
         "slice": client.slice,
         "container": client.container,
+        "tenant": client.tenant,
         "pod": client.pod,
         "pod-namespace": client.pod_namespace,
         "pod-name": client.pod_name,

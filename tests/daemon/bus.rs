@@ -193,6 +193,7 @@ fn helper_stranger() {
         let [client] = clients.as_slice() else { panic!("{clients:?}") };
         assert_eq!((client.uid, &client.command), (0, &None), "the command lines of others are not shown");
         assert!(!client.name.is_empty());
+        assert_eq!(client.tenant, "root");
     });
 }
 

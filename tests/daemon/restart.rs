@@ -382,7 +382,7 @@ fn a_lock_over_d_bus_outlives_the_daemon_with_its_identity() {
         daemon.log.wait("1 of 1 programs continue");
         assert_not_granted(&daemon, &other);
         let after = seen(&daemon);
-        for key in ["id", "pid", "uid", "name", "why", "command", "unit", "rule", "share"] {
+        for key in ["id", "pid", "uid", "name", "why", "command", "unit", "tenant", "rule", "share"] {
             assert_eq!(before[key], after[key], "{key}");
         }
         assert_eq!(after["gpus"][0]["state"], "holding");

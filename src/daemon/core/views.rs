@@ -48,6 +48,7 @@ impl ClientView {
             unit: identity.unit.clone(),
             slice: identity.slice.clone(),
             container: identity.container.clone(),
+            tenant: identity.tenant.to_string(),
             pod: identity.pod.uid.clone(),
             pod_namespace: identity.pod.namespace.clone(),
             pod_name: identity.pod.name.clone(),
