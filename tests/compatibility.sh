@@ -1,7 +1,7 @@
 #!/bin/sh
 # Whether another version of nvshare and this one work together: programs share a simulated GPU, once with that version's library
-# and this scheduler, as containers and programs that keep running after an upgrade have it, and once with this library and that
-# version's scheduler.
+# and this scheduler, as containers and programs that keep running after an upgrade have it, once with this library and that
+# version's scheduler, and once with that scheduler, which is upgraded to this one while they run.
 #
 #   compatibility.sh COMMIT BUILT   COMMIT: a tag or any other commit; BUILT: target/debug, with this version's programs
 set -eu
@@ -10,7 +10,8 @@ set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
 commit=$(git rev-parse --verify --quiet "$1^{commit}") || { echo "there is no commit $1" >&2; exit 1; }
-directory=$(realpath "$2")/../compatibility
+built=$(realpath "$2")
+directory=$built/../compatibility
 mkdir -p "$directory"
 directory=$(realpath "$directory")
 
@@ -28,8 +29,8 @@ tests='
   | test(=ipc::two_programs_use_the_same_memory_while_their_own_is_swapped)'
 
 echo "--- building $1"
-rm -rf "$directory/source" "$directory/library" "$directory/scheduler"
-mkdir "$directory/source" "$directory/library" "$directory/scheduler"
+rm -rf "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
+mkdir "$directory/source" "$directory/library" "$directory/scheduler" "$directory/upgrade"
 # With the time of now: cargo goes by times, and would take what it built of a newer commit.
 git archive "$commit" | tar -xm -C "$directory/source"
 build() { (cd "$directory/source" && CARGO_TARGET_DIR="$directory/target" "$cargo" build --locked "$@"); }
@@ -38,10 +39,21 @@ build --manifest-path preload/Cargo.toml
 cp "$directory/target/debug/libnvshare.so" "$directory/library"
 cp "$directory/target/debug/nvshare-scheduler" "$directory/scheduler"
 rm -rf "$directory/source"
+# A scheduler that is upgraded: the first that a test starts is of that version, later ones are of this one. Each run has a trace
+# of its own, with its number.
+cat >"$directory/upgrade/nvshare-scheduler" <<END
+#!/bin/sh
+case " \$* " in *"/trace-1 "*) exec '$directory/scheduler/nvshare-scheduler' "\$@" ;; esac
+exec '$built/nvshare-scheduler' "\$@"
+END
+chmod +x "$directory/upgrade/nvshare-scheduler"
 
 failed=0
-for part in library scheduler; do
-    echo "--- the $part of $1"
+for part in library scheduler upgrade; do
+    case $part in
+        upgrade) echo "--- an upgrade from $1 while programs run" ;;
+        *) echo "--- the $part of $1" ;;
+    esac
     NVSHARE_TEST_OTHER_VERSION="$directory/$part" "$cargo" nextest run -p nvshare --test sharing --locked --no-fail-fast \
         -E "binary(sharing) & ($tests)" || failed=1
 done
