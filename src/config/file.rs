@@ -30,6 +30,8 @@ pub struct Config {
     pub keep_connections: bool,
     /// Host memory that all programs together may use for swapped memory.
     pub swap_max: SwapMax,
+    /// Host memory that programs may allocate for memory that is still on a GPU.
+    pub swap_ahead: SwapMax,
     /// Where metrics are served, beside what systemd passes.
     pub metrics: Listen,
     /// Limits and shares of programs, by unit, slice, control group, user and so on.
@@ -45,6 +47,7 @@ impl Default for Config {
             keep_connections: true,
             // Swapped memory is locked in RAM: what the host itself needs must not be.
             swap_max: SwapMax::Percent(80),
+            swap_ahead: SwapMax::Percent(25),
             // It takes a privilege.
             metrics: Listen::Nowhere,
             rules: Rules::default(),
@@ -115,6 +118,7 @@ impl Config {
             log_level: all.log_level.unwrap_or(default.log_level),
             keep_connections: all.keep_connections.unwrap_or(default.keep_connections),
             swap_max: all.swap.max.unwrap_or(default.swap_max),
+            swap_ahead: all.swap.ahead.unwrap_or(default.swap_ahead),
             metrics: all.metrics.listen.unwrap_or(default.metrics),
             rules,
         })
@@ -191,7 +195,7 @@ impl File {
                 reserve: self.memory.reserve.or(before.memory.reserve),
                 context: self.memory.context.or(before.memory.context),
             },
-            swap: SwapSection { max: self.swap.max.or(before.swap.max) },
+            swap: SwapSection { max: self.swap.max.or(before.swap.max), ahead: self.swap.ahead.or(before.swap.ahead) },
             metrics: MetricsSection { listen: self.metrics.listen.or(before.metrics.listen) },
             rule: Vec::new(),
         }
@@ -241,7 +245,7 @@ mod tests {
     fn every_setting_is_read() {
         let text = "time-quantum = \"2min\"\nmax-wait = 0\ntime-period = \"20s\"\nanti-thrash = \"on\"\npolicy = \"adaptive\"\nplacement = \"pack\"\nmax-clients-per-tenant = 9\nlog-level = \"debug\"\n\
                      keep-connections = false\n\
-                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\n\
+                    [memory]\nreserve = \"1G\"\ncontext = 1048576\n[swap]\nmax = \"64G\"\nahead = \"none\"\n\
                     [metrics]\nlisten = \"/run/m.sock\"\n";
         let expected = Config {
             settings: Settings {
@@ -258,6 +262,7 @@ mod tests {
             log_level: LogLevel::Debug,
             keep_connections: false,
             swap_max: SwapMax::Bytes(64 << 30),
+            swap_ahead: SwapMax::Bytes(0),
             metrics: Listen::Path("/run/m.sock".into()),
             rules: Rules::default(),
         };

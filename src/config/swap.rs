@@ -54,15 +54,27 @@ impl fmt::Display for SwapMax {
 #[derive(Debug, Clone, Copy, Deserialize, Default)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct SwapSection {
-    #[serde(default, deserialize_with = "read_swap_max")]
+    #[serde(default, deserialize_with = "read_max")]
     pub max: Option<SwapMax>,
+    #[serde(default, deserialize_with = "read_ahead")]
+    pub ahead: Option<SwapMax>,
 }
 
-fn read_swap_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
-    match Scalar::read(from, "swap.max", "\"80%\", a size like \"64G\", or \"none\"")? {
+fn read_max<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
+    read(from, "swap.max")
+}
+
+/// "none" is no memory here, not no limit.
+fn read_ahead<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SwapMax>, D::Error> {
+    let ahead = read(from, "swap.ahead")?;
+    Ok(ahead.map(|most| if most == SwapMax::None { SwapMax::Bytes(0) } else { most }))
+}
+
+fn read<'de, D: Deserializer<'de>>(from: D, key: &'static str) -> Result<Option<SwapMax>, D::Error> {
+    match Scalar::read(from, key, "\"80%\", a size like \"64G\", or \"none\"")? {
         Scalar::Number(bytes) => Ok(SwapMax::Bytes(bytes)),
         Scalar::Text(text) => SwapMax::parse(&text),
     }
     .map(Some)
-    .map_err(|e| de::Error::custom(format!("swap.max: {e}")))
+    .map_err(|e| de::Error::custom(format!("{key}: {e}")))
 }

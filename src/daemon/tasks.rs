@@ -19,6 +19,9 @@ use crate::sys::clock;
 const SAMPLE_BUSY: Duration = Duration::from_millis(200);
 const SAMPLE_IDLE: Duration = Duration::from_secs(5);
 
+/// Time between samples of host memory while idle clients have memory that others may need.
+const HOST_PERIOD: Duration = Duration::from_secs(1);
+
 /// Shortest time between two changes of the D-Bus property `Holders`, and between two lists of clients whose differences are
 /// announced: a copy of all of them is made each time.
 const PUBLISHING_PERIOD: Duration = Duration::from_millis(100);
@@ -73,7 +76,19 @@ async fn sample_memory(core: Rc<RefCell<Core>>) {
         if clock::now().saturating_sub(signals.last_activity.get()) < SAMPLE_QUIET {
             tokio::time::sleep(SAMPLE_BUSY).await;
         } else {
-            let _ = tokio::time::timeout(SAMPLE_IDLE, signals.activity.notified()).await;
+            let idle = async {
+                // Other programs may need what is lent to idle ones.
+                while core.borrow().lends_host_memory() {
+                    tokio::time::sleep(HOST_PERIOD).await;
+                    core.borrow_mut().sample_host();
+                }
+                std::future::pending::<()>().await;
+            };
+            tokio::select! {
+                () = signals.activity.notified() => {}
+                () = tokio::time::sleep(SAMPLE_IDLE) => {}
+                () = idle => {}
+            }
         }
     }
 }

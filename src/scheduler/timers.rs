@@ -23,6 +23,8 @@ pub(crate) enum Wake {
     Limits,
     /// The client may be asked again for memory that it could not evict.
     Eviction(ClientId, GpuId),
+    /// The client's memory has been at rest for a while.
+    Ahead(ClientId, GpuId),
     /// Clients that thrashed may run together again, or no traffic has been measured for too long.
     Thrash(GpuId),
 }

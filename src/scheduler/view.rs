@@ -147,6 +147,12 @@ impl Machine {
         self.quota.host()
     }
 
+    /// Bytes that clients report to have in host memory, over all GPUs.
+    pub fn swapped(&self) -> u64 {
+        let accounts = self.memory.values().flat_map(|gpu| gpu.clients.keys().filter_map(|c| gpu.ledger.account(*c)));
+        accounts.fold(0, |sum, account| sum.saturating_add(account.report.swapped))
+    }
+
     /// Whether host memory is too small for every client to have a whole GPU.
     pub fn is_host_scarce(&self) -> bool {
         self.quota.is_host_scarce()

@@ -3,6 +3,7 @@
 
 mod accounting;
 mod adaptive;
+mod ahead;
 mod env_limits;
 mod gangs;
 mod memory;

@@ -268,6 +268,7 @@ fn event() -> impl Strategy<Value = Event> {
             |(gpu, [to_gpu, from_gpu, faults])| Event::Traffic { gpu, traffic: Traffic { to_gpu, from_gpu, faults } },
         ),
         1 => bytes().prop_map(|bytes| Event::HostMemory { bytes }),
+        1 => prop::option::of(bytes()).prop_map(|bytes| Event::HostAhead { bytes }),
         1 => (g(), prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, bytes)| Event::ContextSizes { gpu, bytes }),
         3 => (g(), 0u64..20_000, prop::collection::btree_map(c(), bytes(), 0..4)).prop_map(|(gpu, begun, bytes)| {
             let found = bytes.into_iter().map(|(client, bytes)| (client, Found { least: bytes / 2, most: bytes }));

@@ -95,3 +95,58 @@ fn host_memory_at_rest_is_given_back_and_what_is_in_it_is_not_lost() {
     assert!(moved, "what was in the host came back");
     machine.wait_until_empty();
 }
+
+/// Whether a control group limits what this test's programs may take.
+fn is_limited() -> bool {
+    let text = fs::read_to_string("/proc/self/cgroup").expect("control groups");
+    let limit = |root: &str, group: &Path, file: &str| {
+        let path = Path::new(root).join(group.strip_prefix("/").unwrap_or(group)).join(file);
+        // What is no number, or beyond any memory, is no limit.
+        fs::read_to_string(path).is_ok_and(|text| text.trim().parse().is_ok_and(|bytes: u64| bytes < 1 << 60))
+    };
+    text.lines().any(|line| match line.splitn(3, ':').collect::<Vec<_>>()[..] {
+        [_, "", group] => Path::new(group).ancestors().any(|group| limit("/sys/fs/cgroup", group, "memory.max")),
+        [_, "memory", group] => {
+            Path::new(group).ancestors().any(|group| limit("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes"))
+        }
+        _ => false,
+    })
+}
+
+const PREPARED: &str = "buffers are allocated ahead: true";
+
+#[test]
+fn memory_at_rest_has_its_buffers_before_it_has_to_leave() {
+    if is_limited() || !Path::new("/proc/pressure/memory").exists() {
+        return eprintln!(
+            "skipped: the memory of this test's programs is limited, or the kernel does not tell of pressure"
+        );
+    }
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
+    let mix = |cpu_ms: u32| format!("mix --mem 90M --chunks 4 --reps 3 --rounds 2 --cpu-ms {cpu_ms}");
+    let mut idle = machine.program(&mix(6000)).start();
+    wait_for("it to prepare", || idle.stderr().contains(PREPARED).then_some(()));
+    let mut other = machine.program(&mix(0)).start();
+    other.finish();
+    assert!(!other.stderr().contains(PREPARED), "it has not been there for long enough");
+    machine.wait_for_move(0, "the idle one to make room", |m| m.what == "freed");
+    idle.finish();
+    machine.wait_until_empty();
+}
+
+#[test]
+fn where_a_control_group_limits_memory_none_is_taken_ahead() {
+    let Some(group) = Group::new() else { return };
+    if !Path::new("/proc/pressure/memory").exists() {
+        return eprintln!("skipped: the kernel does not tell of pressure");
+    }
+    group.set(4 << 30);
+    let machine = Machine::with_scheduler(Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() });
+    let words = "mix --mem 90M --chunks 4 --reps 3 --rounds 2 --cpu-ms 5000";
+    let mut idle = machine.program_in(&group.path.join("cgroup.procs"), words).start();
+    wait_for("it to be asked", || idle.stderr().contains("\u{2190} Prepare").then_some(()));
+    idle.finish();
+    let said = idle.stderr();
+    assert!(!said.contains(PREPARED), "{said}");
+    machine.wait_until_empty();
+}

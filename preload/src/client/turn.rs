@@ -112,6 +112,11 @@ impl Turn {
         matches!(self.state, State::Over)
     }
 
+    /// Whether another client waits for the lock that this one has.
+    pub fn is_contended(&self) -> bool {
+        matches!(self.state, State::Holding { contended: Some(_) })
+    }
+
     /// The lock has been granted.
     pub fn begin(&mut self, gpu: &Gpu) {
         if let Some(since) = self.idle_since.take() {

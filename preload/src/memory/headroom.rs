@@ -10,6 +10,8 @@ const HOST_RESERVE: u64 = 512 << 20;
 /// Left to a control group for its other memory, which grows as well: this fraction of its limit, and this much at most.
 const GROUP_PART: u64 = 16;
 const GROUP_RESERVE: u64 = 256 << 20;
+/// No limit in version 1 is a number beyond this one.
+const NO_LIMIT: u64 = 1 << 60;
 /// The deepest nesting of control groups that is looked at.
 const DEPTH: usize = 32;
 
@@ -40,6 +42,11 @@ fn of_host() -> u64 {
     let text = file::read(c"/proc/meminfo");
     let kib = field(&text, b"MemAvailable:");
     kib.map_or(u64::MAX, |kib| kib.saturating_mul(1024).saturating_sub(HOST_RESERVE))
+}
+
+/// Whether a control group limits the memory of this process. What is allocated ahead could then be what the program lacks.
+pub fn is_limited() -> bool {
+    of_groups() < u64::MAX
 }
 
 /// The least that any of the control groups has left.
@@ -96,7 +103,7 @@ fn of_group(group: &[u8], files: &Files) -> Option<u64> {
     let read = |name: &[u8]| -> Vec<u8> {
         CString::new([group, name].concat()).map(|path| file::read(&path)).unwrap_or_default()
     };
-    let most = number(&read(files.most))?;
+    let most = number(&read(files.most)).filter(|most| *most < NO_LIMIT)?;
     let used = number(&read(files.used))?;
     let cached = field(&read(b"/memory.stat"), files.cached).unwrap_or(0);
     let reserve = (most / GROUP_PART).min(GROUP_RESERVE);
@@ -181,6 +188,15 @@ mod tests {
             ],
         );
         assert_eq!(groups.of("9:memory:/a"), Some((200 - 64) * MIB));
+    }
+
+    #[test]
+    fn no_limit_of_version_1_is_none() {
+        let groups = Groups::new("v1-unlimited");
+        let files =
+            [("memory.limit_in_bytes", "9223372036854771712\n"), ("memory.usage_in_bytes", "5\n"), ("memory.stat", "")];
+        groups.put("memory/a", files);
+        assert_eq!(groups.of("9:memory:/a"), Some(u64::MAX));
     }
 
     #[test]

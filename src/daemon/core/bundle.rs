@@ -111,7 +111,8 @@ fn visible(client: ClientView, command_lines: bool) -> bus::Client {
 
 /// The keys of the configuration file with the values in effect.
 fn configuration(config: &Config) -> Value {
-    let Config { settings, max_clients_per_tenant, log_level, keep_connections, swap_max, metrics, rules } = config;
+    let Config { settings, max_clients_per_tenant, log_level, keep_connections, swap_max, swap_ahead, metrics, rules } =
+        config;
     let rules = rules.all().map(|rule| {
         let mut keys = rule.to_table();
         keys.insert("origin".into(), rule.origin.to_string().into());
@@ -138,7 +139,7 @@ fn configuration(config: &Config) -> Value {
         "log-level": log_level,
         "keep-connections": keep_connections,
         "memory": { "reserve": settings.reserve, "context": settings.context },
-        "swap": { "max": swap_max.to_string() },
+        "swap": { "max": swap_max.to_string(), "ahead": swap_ahead.to_string() },
         "metrics": { "listen": metrics },
         "rule": rules.collect::<Vec<_>>(),
     })

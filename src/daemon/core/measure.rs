@@ -7,7 +7,7 @@ use tracing::{debug, info};
 
 use super::state::Core;
 use crate::daemon::gpu::accounting::Attached;
-use crate::daemon::gpu::host_memory::MemInfo;
+use crate::daemon::gpu::host_memory::{HostUse, MemInfo};
 use crate::daemon::gpu::nvml::{Query, Report, Sample};
 use crate::scheduler::{Event, GpuId, Time};
 use crate::sys::clock;
@@ -32,6 +32,20 @@ impl Core {
             debug!(bytes, held, "host memory for swapped memory");
             self.apply(Event::HostMemory { bytes });
         }
+        let swapped = self.machine.swapped();
+        let host = HostUse { info, held, swapped };
+        if let Some(bytes) = self.host_ahead.sample(clock::now(), host, self.config.swap_ahead) {
+            match bytes {
+                Some(bytes) => debug!(bytes, "host memory for what may have to leave GPUs"),
+                None => debug!("the host lacks memory"),
+            }
+            self.apply(Event::HostAhead { bytes });
+        }
+    }
+
+    /// Whether clients may have host memory that holds nothing, so that it has to be seen when others need it.
+    pub fn lends_host_memory(&self) -> bool {
+        self.machine.is_ahead()
     }
 
     /// Handles a report of the NVML thread.

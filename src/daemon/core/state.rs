@@ -24,7 +24,7 @@ use crate::bus;
 use crate::config::rules::{EnvLimits, Instance};
 use crate::config::{Config, names};
 use crate::daemon::gpu::accounting::{Accounting, History};
-use crate::daemon::gpu::host_memory::HostMemory;
+use crate::daemon::gpu::host_memory::{HostAhead, HostMemory};
 use crate::daemon::gpu::nvml::{self, DriverVersions, Query, Sample};
 use crate::daemon::logging::log_rate_limit::LogRateLimit;
 use crate::daemon::logging::trace::Trace;
@@ -71,6 +71,7 @@ pub struct Core {
     pub(super) ticked: Time,
     pub(super) started: Time,
     pub(super) host: HostMemory,
+    pub(super) host_ahead: HostAhead,
     /// Processes that have disconnected, and when: their GPU memory is freed only a moment later.
     pub(super) departed: BTreeMap<u32, Time>,
     pub(super) stopped: BTreeSet<ClientId>,
@@ -268,6 +269,7 @@ impl Core {
             ticked: Time::ZERO,
             started: clock::now(),
             host: HostMemory::default(),
+            host_ahead: HostAhead::default(),
             departed: BTreeMap::new(),
             stopped: BTreeSet::new(),
             log_limit: LogRateLimit::default(),

@@ -18,6 +18,12 @@ const BELIEVED_AFTER: Duration = Duration::from_secs(2);
 const WORTH_TELLING: u64 = 64 << 20;
 const WORTH_PART: u64 = 32;
 
+/// The host lacks memory if, over at least the first time, a process waited for memory in this part of the time. It is then
+/// taken to lack memory for the last time.
+const STALL_PERIOD: Duration = Duration::from_secs(1);
+const STALL_PART: u32 = 10;
+const SHORT_FOR: Duration = Duration::from_secs(30);
+
 /// `/proc/meminfo`, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemInfo {
@@ -40,6 +46,11 @@ impl MemInfo {
     }
 }
 
+/// Bytes that are reserved on a host of that size.
+fn reserve(total: u64) -> u64 {
+    RESERVE + EXCHANGE.min(total / SMALLEST_PART)
+}
+
 /// The recent measurements.
 #[derive(Debug, Default)]
 pub struct HostMemory {
@@ -51,8 +62,7 @@ impl HostMemory {
     /// Processes a measurement; `held` is the host memory that clients report to hold. Returns the bytes that may be
     /// committed, if they changed significantly.
     pub fn sample(&mut self, now: Time, info: MemInfo, held: u64, max: SwapMax) -> Option<u64> {
-        let reserve = RESERVE + EXCHANGE.min(info.total / SMALLEST_PART);
-        let measured = info.available.saturating_add(held).saturating_sub(reserve);
+        let measured = info.available.saturating_add(held).saturating_sub(reserve(info.total));
         self.lately.retain(|(at, bytes)| *at + BELIEVED_AFTER > now && *bytes > measured);
         self.lately.push_back((now, measured));
         let most = self.lately.front().map_or(measured, |(_, bytes)| *bytes);
@@ -66,9 +76,105 @@ impl HostMemory {
     }
 }
 
+/// How long some process of the host has waited for memory since it was booted (PSI); `None` if the kernel does not say.
+fn stalled() -> Option<Duration> {
+    parse_stalled(&std::fs::read_to_string("/proc/pressure/memory").ok()?)
+}
+
+fn parse_stalled(text: &str) -> Option<Duration> {
+    let some = text.lines().find_map(|line| line.strip_prefix("some "))?;
+    let total = some.split(' ').find_map(|field| field.strip_prefix("total="))?;
+    Some(Duration::from_micros(total.parse().ok()?))
+}
+
+/// The host memory that programs may allocate for memory that is still on a GPU.
+#[derive(Debug, Default)]
+pub struct HostAhead {
+    /// How long processes had waited by that time.
+    since: Option<(Time, Duration)>,
+    short_until: Time,
+    told: Option<Option<u64>>,
+}
+
+/// The present figures, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct HostUse {
+    pub info: MemInfo,
+    /// Clients hold so much, and so much of that holds memory that is not on a GPU.
+    pub held: u64,
+    pub swapped: u64,
+}
+
+impl HostAhead {
+    /// What all clients together may allocate, if that changed significantly: `Some(None)` if the host lacks memory, so that
+    /// they may keep none that holds nothing. It is at most `most`, and half of what is available.
+    pub fn sample(&mut self, now: Time, host: HostUse, most: SwapMax) -> Option<Option<u64>> {
+        self.decide(now, host, most, stalled())
+    }
+
+    fn decide(&mut self, now: Time, host: HostUse, most: SwapMax, stalled: Option<Duration>) -> Option<Option<u64>> {
+        let HostUse { info, held, swapped } = host;
+        let spare = info.available.saturating_sub(reserve(info.total));
+        // A kernel that does not tell of pressure could not be noticed to need the memory.
+        let most = stalled.map_or(0, |_| most.bytes(info.total));
+        if self.stalls(now, stalled) || (spare == 0 && held > swapped) {
+            self.short_until = now + SHORT_FOR;
+        }
+        let bytes = (now >= self.short_until).then(|| most.min(spare.saturating_add(held.saturating_sub(swapped)) / 2));
+        let is_told = self.told.is_some_and(|told| match (told, bytes) {
+            (Some(told), Some(bytes)) => told.abs_diff(bytes) <= told / 8,
+            (told, bytes) => told == bytes,
+        });
+        if is_told {
+            return None;
+        }
+        self.told = Some(bytes);
+        self.told
+    }
+
+    /// Whether processes have waited for memory lately.
+    fn stalls(&mut self, now: Time, stalled: Option<Duration>) -> bool {
+        let Some(stalled) = stalled else { return false };
+        let (at, before) = *self.since.get_or_insert((now, stalled));
+        let time = now.saturating_sub(at);
+        if time < STALL_PERIOD {
+            return false;
+        }
+        self.since = Some((now, stalled));
+        stalled.saturating_sub(before) >= time / STALL_PART
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_kernel_says_how_long_processes_have_waited() {
+        let text =
+            "some avg10=0.00 avg60=0.12 avg300=0.00 total=2500000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n";
+        assert_eq!(parse_stalled(text), Some(Duration::from_millis(2500)));
+        assert_eq!(parse_stalled("full total=7"), None);
+    }
+
+    #[test]
+    fn memory_is_lent_ahead_while_the_host_has_it_and_taken_back_when_processes_wait_for_it() {
+        let mut ahead = HostAhead::default();
+        let using =
+            |available, held, swapped| HostUse { info: info(available), held: held * GIB, swapped: swapped * GIB };
+        let ms = Duration::from_millis;
+        let quarter = SwapMax::Percent(25);
+        assert_eq!(ahead.decide(at(0), using(61, 0, 0), quarter, Some(ms(0))), Some(Some(16 * GIB)), "of 64 GiB");
+        assert_eq!(ahead.decide(at(1), using(45, 16, 0), quarter, Some(ms(50))), None, "clients have allocated it");
+        // What is available is no more than 20 GiB, and 4 of that are lent.
+        assert_eq!(ahead.decide(at(2), using(17, 4, 0), quarter, Some(ms(100))), Some(Some(10 * GIB)));
+        assert_eq!(ahead.decide(at(3), using(17, 4, 0), quarter, Some(ms(250))), Some(None), "150 ms of a second");
+        assert_eq!(ahead.decide(at(30), using(21, 0, 0), quarter, Some(ms(250))), None, "it was short lately");
+        assert_eq!(ahead.decide(at(33), using(21, 0, 0), quarter, Some(ms(250))), Some(Some(10 * GIB)));
+        assert_eq!(ahead.decide(at(34), using(1, 10, 0), quarter, Some(ms(250))), Some(None), "there is no more");
+        let mut untold = HostAhead::default();
+        assert_eq!(untold.decide(at(0), using(61, 0, 0), quarter, None), Some(Some(0)), "nobody would notice pressure");
+    }
 
     const GIB: u64 = 1 << 30;
 

@@ -75,8 +75,8 @@ pub enum Command {
     /// The holder is to drain and release these GPUs. It answers with [`Event::Released`], or with [`Event::Stuck`] and
     /// is then asked again later.
     Revoke { client: ClientId, gpus: GpuSet },
-    /// To a holder: about `bytes` of its memory will have to leave when its turn is over. It may allocate host memory
-    /// for them now.
+    /// About `bytes` of the client's memory will have to leave when its turn is over, or may have to when another client
+    /// comes. It may allocate host memory for them now.
     Prepare { client: ClientId, gpu: GpuId, bytes: u64 },
     /// To a holder: `waiters` requests wait for these GPUs, so it is to release the lock once it has been idle for
     /// `grace`. 0 waiters: no request waits any more, and the holder may stay idle.

@@ -85,6 +85,10 @@ pub enum Event {
     /// From the daemon: `bytes` of host memory, over all GPUs, that limits may count on. Without such an event there is
     /// no bound.
     HostMemory { bytes: u64 },
+    /// From the daemon: `bytes` of host memory, over all GPUs, that clients may allocate for memory that is still on a
+    /// GPU, so that it can leave at once; 0 until there was such an event. `None`: the host lacks memory, and clients
+    /// give back what holds nothing.
+    HostAhead { bytes: Option<u64> },
 
     /// A client connected and was identified. Clients with the same nonzero `gang` are granted and revoked together.
     Connected { client: ClientId, gang: u64, tenant: TenantId },

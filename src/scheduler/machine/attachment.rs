@@ -44,6 +44,7 @@ impl Machine {
             gpu.detach(client);
         }
         self.effects.wake(Wake::Eviction(client, id), None);
+        self.effects.wake(Wake::Ahead(client, id), None);
         self.touch(id);
         self.forget_if_gone(id);
     }
@@ -55,6 +56,7 @@ impl Machine {
         if report.demand > 0 {
             memory.used.get_or_insert(now);
         }
+        let on_gpu = self.account(client, id).map_or(0, |account| account.report.mapped);
         let Some((evicted, report)) = self.change_account(client, id, |account| {
             let evicted = account.reported(now, report);
             (evicted, account.report)
@@ -68,6 +70,9 @@ impl Machine {
         }
         if report.demand > needed {
             memory.grows(now);
+        }
+        if report.mapped != on_gpu {
+            self.memory_changed(client, id);
         }
         self.with_quota(|quota, cx, _| quota.reported(cx, client, id, report.limit_ack, report.demand));
         self.allow_resident(client, id);

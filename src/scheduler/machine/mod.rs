@@ -115,6 +115,7 @@ impl Machine {
                 Wake::HeldRequests(gpu) => self.held_requests_timed_out(gpu),
                 Wake::Failures(gpu) => self.failures_are_unexplained(gpu),
                 Wake::Limits => self.quota.mark_all_changed(),
+                Wake::Ahead(client, gpu) => self.ask_ahead(client, gpu),
                 Wake::Thrash(gpu) => self.look_at_traffic(gpu),
             }
         }
@@ -145,6 +146,7 @@ impl Machine {
             }
             Event::Traffic { gpu, traffic } => self.traffic(gpu, traffic),
             Event::HostMemory { bytes } => self.quota.host_memory(bytes),
+            Event::HostAhead { bytes } => self.host_ahead(bytes),
             Event::Connected { client, gang, tenant } => self.connected(client, gang, tenant),
             Event::Groups { groups } => self.grouped(&groups),
             Event::EnvLimits { client, limits } => self.set_env_limits(client, limits),

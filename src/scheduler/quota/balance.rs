@@ -148,7 +148,7 @@ impl Quota {
     /// Sends a client its limit.
     pub fn tell(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
         let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id).cloned() else { return };
-        let spare = if self.host.is_scarce() { 0 } else { u64::MAX };
+        let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
         let (most, max) = (cx.gpus.offer(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
         fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });
     }

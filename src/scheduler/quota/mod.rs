@@ -13,10 +13,12 @@
 //! - `bounds`: the limits that rules and environments set.
 //! - `request`: allocations that need a higher limit.
 //! - `held`: requests that wait for a measurement.
+//! - `ahead`: host memory for what is still on a GPU.
 //!
 //! The quota knows demands, limits and requests. It asks [`Capacities`] for the capacity of GPUs, and [`Rules`] for
 //! what rules say.
 
+mod ahead;
 mod balance;
 mod bounds;
 mod held;
@@ -29,6 +31,7 @@ pub(crate) use balance::FIRST_LIMIT_TIMEOUT;
 pub(crate) use limit::Limit;
 
 use crate::{api::*, effects::Effects, rules::Rules};
+use ahead::Ahead;
 use held::HeldRequest;
 use host::Host;
 use std::collections::{BTreeMap, BTreeSet};
@@ -63,6 +66,7 @@ pub(crate) struct Context<'a> {
 pub(crate) struct Quota {
     gpus: BTreeMap<GpuId, GpuLimits>,
     host: Host,
+    ahead: Ahead,
     /// Clients whose process is stopped: they acknowledge nothing.
     stopped: BTreeSet<ClientId>,
 }
@@ -136,6 +140,7 @@ impl Quota {
         gpu.count(rules.group(client), entry.limit.counted, 0);
         gpu.held_requests.remove(&client);
         gpu.summed_for = None;
+        self.ahead.forget((client, id));
     }
 
     pub fn disconnected(&mut self, client: ClientId) {

@@ -8,7 +8,7 @@
 //! - `serve`: bytes for holders, then for the queue, and grants.
 //! - `credit`, `eviction`: raise and lower allowances. `protection`: memory that rules keep on the GPU, or off it.
 //! - `reservations`: room for the driver's own allocations. `contexts`: admission of CUDA contexts.
-//! - `measurements`: what NVML shows. `failures`: mappings that fail. `eviction_blocks`: memory that cannot leave.
+//! - `ahead`: host memory for what may have to leave. `measurements`: what NVML shows. `failures`: mappings that fail. `eviction_blocks`: memory that cannot leave.
 //!
 //! The lock:
 //! - `requests`: from request to release. `order`: the order of queues.
@@ -16,6 +16,7 @@
 //! - `gangs`, `gang_conflict`: clients that run together or not at all.
 //! - `unresponsive`: clients that do not answer. `traffic`: clients that thrash, by the traffic between GPU and host.
 
+mod ahead;
 mod contexts;
 mod corun;
 mod credit;

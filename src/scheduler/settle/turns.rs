@@ -137,11 +137,11 @@ impl Machine {
         // A holder that is revoked is told nothing else.
         let tell = tell.filter(|_| !goes);
         hold.told = tell.or(hold.told);
-        if prepare {
-            self.effects.command(Command::Prepare { client, gpu: id, bytes: state.leaves });
-        }
         if let Some((waiters, grace)) = tell {
             self.effects.command(Command::Contended { client, gpus: GpuSet::from([id]), waiters, grace });
+        }
+        if prepare {
+            self.effects.command(Command::Prepare { client, gpu: id, bytes: state.leaves });
         }
         if goes {
             self.revoke(client, id);

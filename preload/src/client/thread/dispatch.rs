@@ -5,6 +5,7 @@ use crate::{
     client::turn::Turn,
     env::trace::trace,
     gpu::{self, Gpu, memory_limits},
+    memory::headroom,
     registry::shared,
 };
 use alloc::vec::Vec;
@@ -48,7 +49,10 @@ impl ClientThread {
             }
             SchedulerMessage::Prepare { slot, bytes } => {
                 if let Some((gpu, space)) = by_slot(slot).and_then(|gpu| Some((gpu, gpu.space()?))) {
-                    gpu.moving.lock().prepare(space, &gpu.work.contexts(), bytes);
+                    // Memory for what may never have to leave is not worth the program's end by its control group's limit.
+                    if self.turn(gpu).is_contended() || !headroom::is_limited() {
+                        gpu.moving.lock().prepare(space, &gpu.work.contexts(), bytes);
+                    }
                 }
             }
             SchedulerMessage::Denied { slot, bytes, what } => {

@@ -1,0 +1,44 @@
+//! Host memory that clients allocate ahead. The first time that memory leaves a GPU, allocating host memory for it takes
+//! longer than copying it. So a client whose memory has been at rest on a GPU is asked to allocate that beforehand, as far as
+//! the daemon has told that the host can spare it.
+
+use crate::{api::*, machine::Machine, memory::Account, timers::Wake};
+use std::time::Duration;
+
+/// For how long a client's memory has to be at rest: programs that end soon, or are still allocating, would gain nothing.
+const AT_REST: Duration = Duration::from_secs(3);
+
+impl Machine {
+    /// Notes that a client's memory on a GPU has changed.
+    pub(crate) fn memory_changed(&mut self, client: ClientId, id: GpuId) {
+        self.effects.wake(Wake::Ahead(client, id), Some(self.now + AT_REST));
+    }
+
+    /// Asks a client whose memory is at rest to allocate host memory for it.
+    pub(crate) fn ask_ahead(&mut self, client: ClientId, id: GpuId) {
+        let Some(memory) = self.memory_of(client, id) else { return };
+        if memory.engine != Engine::Swap || memory.eviction_block.is_some() {
+            return;
+        }
+        let on_gpu = |account: &Account| account.report.mapped.saturating_sub(account.report.pinned);
+        let bytes = self.account(client, id).map_or(0, on_gpu);
+        if let Some(bytes) = self.quota.ahead(client, id, bytes) {
+            self.effects.command(Command::Prepare { client, gpu: id, bytes });
+        }
+    }
+
+    /// Sets the host memory that may be allocated ahead.
+    pub(crate) fn host_ahead(&mut self, bytes: Option<u64>) {
+        if self.with_quota(|quota, cx, fx| quota.host_ahead(cx, fx, bytes)) {
+            let at = Some(self.now + AT_REST);
+            for (id, gpu) in &self.memory {
+                gpu.clients.keys().for_each(|client| self.effects.wake(Wake::Ahead(*client, *id), at));
+            }
+        }
+    }
+
+    /// Whether clients may have allocated host memory ahead, so that the host's memory has to be watched.
+    pub fn is_ahead(&self) -> bool {
+        self.quota.asked_ahead() > 0
+    }
+}
