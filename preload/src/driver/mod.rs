@@ -54,20 +54,28 @@ pub fn check(result: CUresult) -> Result<(), CUresult> {
     if result == SUCCESS { Ok(()) } else { Err(result) }
 }
 
-/// A function of the real driver, by its exported name.
+/// Room for the longest name of the driver, which has 49 bytes.
+const MAX_NAME: usize = 64;
+
+/// A function of the real driver, by its exported name. The name is a part of it: where it was a pointer, the loader had to relocate
+/// it in every program.
 #[derive(Debug)]
 pub struct Function {
-    name: &'static CStr,
     address: AtomicUsize,
+    name: [u8; MAX_NAME],
 }
 
 impl Function {
-    pub const fn new(name: &'static CStr) -> Self {
-        Self { name, address: AtomicUsize::new(0) }
+    /// For statics: a name that is too long does not compile.
+    pub const fn new(name: &CStr) -> Self {
+        let mut own = [0; MAX_NAME];
+        let (head, _) = own.split_at_mut(name.to_bytes_with_nul().len());
+        head.copy_from_slice(name.to_bytes_with_nul());
+        Self { address: AtomicUsize::new(0), name: own }
     }
 
-    pub fn name(&self) -> &'static CStr {
-        self.name
+    pub fn name(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.name).unwrap_or(c"")
     }
 
     /// The address of the real function; `None` if this driver does not have it.
@@ -82,7 +90,7 @@ impl Function {
 
     #[cold]
     fn look_up(&self) -> Option<usize> {
-        let address = library::export(LIBRARY.load()?, self.name).unwrap_or(0);
+        let address = library::export(LIBRARY.load()?, self.name()).unwrap_or(0);
         self.address.store(if address == 0 { MISSING } else { address }, Ordering::Relaxed);
         (address != 0).then_some(address)
     }

@@ -231,7 +231,7 @@ unsafe extern "C" fn dlsym_of_driver(handle: *mut c_void, name: *const c_char) -
     if found.is_null() {
         return found;
     }
-    let is_nowhere = |hook: &hooks::Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
+    let is_nowhere = |hook: hooks::Hook| ptr::eq(hook.hook, found.cast()) && !(is_loaded && hook.is_there());
     if hooks::all().any(is_nowhere) {
         // Without the driver these names do not exist, nor does one that this driver lacks, unless a library behind this one
         // defines them. They were found only because this library exports them.

@@ -51,8 +51,33 @@ pub struct Hook {
     pub real: &'static Function,
 }
 
-// SAFETY: the pointer is a function's address.
-unsafe impl Sync for Hook {}
+/// The hooks of one file: lists of functions and of the driver's, which are written as their distances from where they are written.
+/// As pointers, the loader would have to relocate all of them in every program, whether it uses CUDA or not.
+#[derive(Debug, Clone, Copy)]
+pub struct Hooks {
+    hooks: *const i32,
+    reals: *const i32,
+    len: usize,
+}
+
+impl Hooks {
+    /// # Safety
+    /// Both lists are that long and made by [`hooks!`], the first of functions and the second of [`Function`]s.
+    const unsafe fn new(hooks: unsafe extern "C" fn(), reals: unsafe extern "C" fn(), len: usize) -> Self {
+        Self { hooks: hooks as *const i32, reals: reals as *const i32, len }
+    }
+
+    fn iter(self) -> impl Iterator<Item = Hook> {
+        let at = |list: *const i32, index: usize| {
+            let entry = list.wrapping_add(index);
+            // SAFETY: within the list, as `new` was promised.
+            entry.wrapping_byte_offset(unsafe { entry.read() } as isize)
+        };
+        // SAFETY: a static, as `new` was promised.
+        let real = move |index| unsafe { &*at(self.reals, index).cast::<Function>() };
+        (0..self.len).map(move |index| Hook { hook: at(self.hooks, index).cast(), real: real(index) })
+    }
+}
 
 impl Hook {
     /// Whether the driver has this function. Loads the driver.
@@ -61,19 +86,21 @@ impl Hook {
     }
 }
 
-pub fn all() -> impl Iterator<Item = &'static Hook> {
-    gated::HOOKS
-        .iter()
-        .chain(copies::HOOKS)
-        .chain(memory::HOOKS)
-        .chain(pinned::HOOKS)
-        .chain(vmm::HOOKS)
-        .chain(binding::HOOKS)
-        .chain(context::HOOKS)
-        .chain(interop::HOOKS)
-        .chain(ipc::HOOKS)
-        .chain(reservation::HOOKS)
-        .chain(memory_info::HOOKS)
+pub fn all() -> impl Iterator<Item = Hook> {
+    let files = [
+        gated::hooks(),
+        copies::hooks(),
+        memory::hooks(),
+        pinned::hooks(),
+        vmm::hooks(),
+        binding::hooks(),
+        context::hooks(),
+        interop::hooks(),
+        ipc::hooks(),
+        reservation::hooks(),
+        memory_info::hooks(),
+    ];
+    files.into_iter().flat_map(Hooks::iter)
 }
 
 /// Whether this is the address of a hook.
@@ -115,9 +142,27 @@ macro_rules! hooks {
     ($real:ident, $flavour:ident; $( [ $($name:ident)|+ ] $args:tt $body:block )*) => {
         $( $( $crate::hooks::hook! { $real $flavour $name $args $body } )+ )*
 
-        pub static HOOKS: &[$crate::hooks::Hook] = &[
-            $( $( $crate::hooks::Hook { hook: $name as *const (), real: &$name::REAL } ),+ ),*
-        ];
+        pub fn hooks() -> $crate::hooks::Hooks {
+            /// Not a function, but the list of hooks.
+            #[unsafe(naked)]
+            unsafe extern "C" fn hooks() {
+                core::arch::naked_asm!(
+                    $( $( concat!(".long {", stringify!($name), "} - .") ),+ ),*,
+                    $( $( $name = sym $name ),+ ),*
+                )
+            }
+            /// The same of the driver's functions.
+            #[unsafe(naked)]
+            unsafe extern "C" fn reals() {
+                core::arch::naked_asm!(
+                    $( $( concat!(".long {", stringify!($name), "} - .") ),+ ),*,
+                    $( $( $name = sym $name::REAL ),+ ),*
+                )
+            }
+            const LEN: usize = [$( $( stringify!($name) ),+ ),*].len();
+            // SAFETY: these are the lists.
+            unsafe { $crate::hooks::Hooks::new(hooks, reals, LEN) }
+        }
     };
 }
 
