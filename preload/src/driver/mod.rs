@@ -19,7 +19,7 @@ use core::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// Looked up and not found. No function has this address.
+/// Looked up and not found. No function has this address, or a lower one; 0 is one that was not looked up.
 const MISSING: usize = 1;
 
 static LIBRARY: Library = Library::new(c"libcuda.so.1");
@@ -81,15 +81,21 @@ impl Function {
     /// The address of the real function; `None` if this driver does not have it.
     #[inline]
     pub fn address(&self) -> Option<usize> {
-        match self.address.load(Ordering::Relaxed) {
-            0 => self.look_up(),
-            MISSING => None,
-            address => Some(address),
-        }
+        self.known().or_else(|| self.look_up())
+    }
+
+    /// The same, if it has been looked up.
+    #[inline(always)]
+    pub fn known(&self) -> Option<usize> {
+        let address = self.address.load(Ordering::Relaxed);
+        (address > MISSING).then_some(address)
     }
 
     #[cold]
     fn look_up(&self) -> Option<usize> {
+        if self.address.load(Ordering::Relaxed) == MISSING {
+            return None;
+        }
         let address = library::export(LIBRARY.load()?, self.name()).unwrap_or(0);
         self.address.store(if address == 0 { MISSING } else { address }, Ordering::Relaxed);
         (address != 0).then_some(address)

@@ -13,9 +13,10 @@ use crate::{
 };
 use alloc::boxed::Box;
 use core::{
+    cell::Cell,
     ffi::{CStr, c_void},
     ptr,
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering},
 };
 use nvshare_wire::MAX_SLOTS;
 
@@ -29,19 +30,21 @@ pub struct Slot {
     /// The number of submissions of this thread to each GPU.
     pub submitted: [AtomicU64; MAX_SLOTS as usize],
     /// The epoch, stream (for the legacy stream, its context) and GPU of this thread's last launch. A launch to the same stream
-    /// in the same epoch is known to be noted, see `crate::work`.
-    pub way: AtomicU64,
-    pub stream: AtomicUsize,
-    pub gpu: AtomicPtr<c_void>,
-    /// Submissions since this thread last took a mark.
-    pub unmarked: AtomicU32,
+    /// in the same epoch is known to be noted, see `crate::work`. Only the thread itself uses these and the next two.
+    pub way: Cell<u64>,
+    pub stream: Cell<usize>,
+    pub gpu: Cell<*const c_void>,
+    /// How many submissions this thread makes between two that it marks, and how many of these are left.
+    pub between_marks: Cell<i32>,
+    pub unmarked_left: Cell<i32>,
     /// Identifies the thread among all that have had a slot.
     pub number: AtomicU64,
     taken: AtomicBool,
     next: *const Slot,
 }
 
-// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never freed.
+// SAFETY: `next` is written once, before the slot is published, and points to a slot that is never freed. The cells are used by
+// the thread that has the slot; `taken` orders them between one such thread and the next.
 unsafe impl Sync for Slot {}
 
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
@@ -106,14 +109,22 @@ impl Slot {
         Self {
             inside: AtomicU32::new(OUTSIDE),
             submitted: [const { AtomicU64::new(0) }; MAX_SLOTS as usize],
-            way: AtomicU64::new(epoch::NONE),
-            stream: AtomicUsize::new(0),
-            gpu: AtomicPtr::new(ptr::null_mut()),
-            unmarked: AtomicU32::new(0),
+            way: Cell::new(epoch::NONE),
+            stream: Cell::new(0),
+            gpu: Cell::new(ptr::null()),
+            between_marks: Cell::new(0),
+            unmarked_left: Cell::new(0),
             number: AtomicU64::new(0),
             taken: AtomicBool::new(true),
             next: ptr::null(),
         }
+    }
+
+    /// Whether this thread, whose slot it must be, is inside no gate.
+    #[inline]
+    pub fn is_outside(&self) -> bool {
+        // SAFETY: only this thread writes it, so a plain read races with nothing, and is compared where it lies.
+        unsafe { self.inside.as_ptr().read() == OUTSIDE }
     }
 }
 
@@ -123,8 +134,9 @@ fn take() -> &'static Slot {
     let slot = free.unwrap_or_else(publish);
     static TAKEN: AtomicU64 = AtomicU64::new(0);
     slot.number.store(TAKEN.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
-    slot.unmarked.store(0, Ordering::Relaxed);
-    slot.way.store(epoch::NONE, Ordering::Relaxed);
+    slot.between_marks.set(0);
+    slot.unmarked_left.set(0);
+    slot.way.set(epoch::NONE);
     thread::set_mine(ptr::from_ref(slot).cast());
     if let (Some(Some(key)), Some(set)) = (KEY.get(), c::pthread_setspecific()) {
         // SAFETY: a key of ours. Where there is no memory for it, the slot is kept for good.

@@ -33,8 +33,13 @@ pub fn retried_on(gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() ->
     if result == ERROR_OUT_OF_MEMORY { again(result, gpu, call) } else { result }
 }
 
+/// Repeats a call that has run out of memory, if there is room to be made.
 #[cold]
-fn again(mut result: CUresult, gpu: impl FnOnce() -> Option<&'static Gpu>, call: impl Fn() -> CUresult) -> CUresult {
+pub fn again(
+    mut result: CUresult,
+    gpu: impl FnOnce() -> Option<&'static Gpu>,
+    call: impl Fn() -> CUresult,
+) -> CUresult {
     let Some(gpu) = gate::is_active().then(gpu).flatten() else { return result };
     let futile = gpu.reservation_answers.futile.load(Ordering::Relaxed);
     if futile != 0 && now() < futile + FUTILE.as_millis() as u64 {

@@ -3,13 +3,10 @@
 use super::Gpu;
 use crate::{
     driver::types::*,
-    gate::{
-        self, epoch,
-        threads::{OUTSIDE, Slot},
-    },
-    work::{self, capture},
+    gate::{self, Gate, epoch, threads::Slot},
+    work::{self, Work, capture},
 };
-use core::sync::atomic::Ordering;
+use nvshare_wire::MAX_SLOTS;
 
 impl Gpu {
     /// The program is about to make or use a stream that waits for the legacy stream, and the other way round.
@@ -20,37 +17,86 @@ impl Gpu {
         }
     }
 
-    /// Notes the stream of a submission, unless it is known. Called inside the gate, after the driver has accepted the call.
-    #[inline]
-    pub fn note(&'static self, slot: &Slot, stream: CUstream) {
+    /// Notes the stream of a submission. Called inside the gate, after the driver has accepted the call.
+    fn note(&'static self, slot: &Slot, stream: CUstream) {
         let epoch = epoch::now();
-        if slot.way.load(Ordering::Relaxed) != epoch || slot.stream.load(Ordering::Relaxed) != work::name_of(stream) {
-            self.note_anew(slot, stream, epoch);
-        }
-    }
-
-    #[inline(never)]
-    fn note_anew(&'static self, slot: &Slot, stream: CUstream, epoch: u64) {
         self.work.note(stream);
+        self.work.renew_marks(slot);
+        let name = work::name_of(stream);
         // Only the thread itself can record a point in its per-thread stream, so each submission records its own.
+        // The legacy stream of no context has no name: its handle must not be taken for one.
         let may_last = stream != STREAM_PER_THREAD
+            && !work::is_legacy(name as CUstream)
             && !work::is_marked_at_once(stream)
             && !capture::any()
             && !self.work.is_full()
             && self.work.peers() == 0
             && gate::is_active();
-        slot.stream.store(work::name_of(stream), Ordering::Relaxed);
-        slot.gpu.store(core::ptr::from_ref(self).cast_mut().cast(), Ordering::Relaxed);
-        slot.way.store(if may_last { epoch } else { epoch::NONE }, Ordering::Relaxed);
+        slot.stream.set(name);
+        slot.gpu.set(core::ptr::from_ref(self).cast());
+        slot.way.set(if may_last { epoch } else { epoch::NONE });
     }
 
-    /// The GPU of this thread's last launch, if it went to this stream and nothing relevant has changed since.
-    #[inline]
-    pub fn of_last_launch(slot: &Slot, stream: CUstream) -> Option<&'static Gpu> {
-        let is_as_before = slot.way.load(Ordering::Relaxed) == epoch::now()
-            && slot.stream.load(Ordering::Relaxed) == work::name_of(stream)
-            && slot.inside.load(Ordering::Relaxed) == OUTSIDE;
-        // SAFETY: NULL, or one of the table of GPUs.
-        unsafe { slot.gpu.load(Ordering::Relaxed).cast::<Gpu>().as_ref() }.filter(|_| is_as_before)
+    /// Whether this thread's last launch went to a stream of this name, and nothing relevant has changed since.
+    #[inline(always)]
+    pub fn is_as_before(slot: &Slot, name: impl FnOnce() -> usize) -> bool {
+        slot.way.get() == epoch::now() && slot.is_outside() && slot.stream.get() == name()
+    }
+
+    /// The GPU of this thread's last launch.
+    ///
+    /// # Safety
+    /// There has been one, as [`is_as_before`](Self::is_as_before) has found.
+    #[inline(always)]
+    pub unsafe fn of_last_launch(slot: &Slot) -> &'static Self {
+        // SAFETY: `note` has set it, to one of the table of GPUs.
+        unsafe { &*slot.gpu.get().cast::<Self>() }
+    }
+
+    /// The end of a call that gave the GPU so much work: leaves the gate and counts it. Returns the call's result, so that nobody has
+    /// to keep it meanwhile.
+    #[cold]
+    #[inline(never)]
+    pub fn leave(&'static self, slot: &Slot, weight: u32, stream: CUstream, result: CUresult) -> CUresult {
+        if weight > 0 {
+            self.note(slot, stream);
+        }
+        Gate::leave(self.index, slot);
+        if weight > 0 && Work::is_mark_due(slot, weight) {
+            return self.mark(slot, stream, result);
+        }
+        result
+    }
+
+    /// The same for a call that found things [as before](Self::is_as_before).
+    ///
+    /// # Safety
+    /// It did, and entered the gate of the GPU of the last launch.
+    #[inline(always)]
+    pub unsafe fn leave_as_before(
+        slot: &Slot,
+        weight: u32,
+        stream: impl Fn() -> CUstream,
+        result: CUresult,
+    ) -> CUresult {
+        // SAFETY: the caller's promise. A call from within that one does not change it.
+        let gpu = unsafe { Self::of_last_launch(slot) };
+        if weight > 0 && slot.way.get() != epoch::now() {
+            return gpu.leave(slot, weight, stream(), result);
+        }
+        // SAFETY: the table has no more. This leaves out a check.
+        unsafe { core::hint::assert_unchecked(gpu.index < MAX_SLOTS) };
+        Gate::leave(gpu.index, slot);
+        if weight > 0 && Work::is_mark_due(slot, weight) {
+            return gpu.mark(slot, stream(), result);
+        }
+        result
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn mark(&self, slot: &Slot, stream: CUstream, result: CUresult) -> CUresult {
+        self.work.mark_submissions(slot, stream);
+        result
     }
 }

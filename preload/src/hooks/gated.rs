@@ -9,7 +9,7 @@ use crate::{
     gpu::{
         self, Gpu,
         peers::couple,
-        reservation::{retried, retried_on},
+        reservation::{again, retried},
     },
     hooks::{
         hooks,
@@ -17,7 +17,7 @@ use crate::{
         shapes::{Copy3D, Fill, NodeParams, any_node, copy_node, fill_node},
     },
     sys::errno,
-    work::capture,
+    work::{self, capture},
 };
 use core::{ffi::c_void, sync::atomic::Ordering};
 use nvshare_wire::MAX_SLOTS;
@@ -38,16 +38,20 @@ pub(super) fn bytes(n: usize) -> u32 {
 }
 
 /// Makes a call that submits a copy, a memset or a flag: inside the gate, and counted.
-#[inline]
-pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+#[inline(always)]
+pub(super) fn gated(stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult + Copy) -> CUresult {
     pass(stream, weight, closed::FOR_COPIES, call)
 }
 
 /// Makes a call that submits a kernel or a graph.
-#[inline]
-fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult) -> CUresult {
+#[inline(always)]
+fn launched(stream: CUstream, weight: u32, call: impl Fn() -> CUresult + Copy) -> CUresult {
+    let result = pass(stream, weight, closed::FOR_ALL, call);
+    if result != ERROR_OUT_OF_MEMORY {
+        return result;
+    }
     // The driver may load code at the first launch or enlarge the stack. Room for that is made outside the gate.
-    retried_on(|| gpu::of_stream(stream), || pass(stream, weight, closed::FOR_ALL, &call))
+    again(result, || gpu::of_stream(stream), move || pass_anyhow(stream, weight, closed::FOR_ALL, call))
 }
 
 /// Makes one call that launches a kernel in each of several streams, which are of different GPUs: the kernels may wait for each
@@ -79,7 +83,7 @@ pub(super) fn naming(call: impl FnOnce() -> CUresult) -> CUresult {
 
 /// The same for memory of the GPU of this stream.
 pub(super) fn naming_for(stream: CUstream, call: impl FnOnce() -> CUresult) -> CUresult {
-    if capture::any() { call() } else { pass(stream, NOTHING, closed::MEMORY, call) }
+    if capture::any() { call() } else { pass_anyhow(stream, NOTHING, closed::MEMORY, call) }
 }
 
 /// The same for memory of this GPU, whichever context is current.
@@ -108,7 +112,7 @@ fn inside(gpu: &'static Gpu, reasons: u32, call: impl FnOnce() -> CUresult) -> C
 #[inline]
 pub(super) fn routed(route: Route, stream: CUstream, weight: u32, call: impl FnOnce() -> CUresult) -> CUresult {
     match route.gate {
-        None => gated(stream, weight, call),
+        None => pass_anyhow(stream, weight, closed::FOR_COPIES, call),
         // The stream's work cannot be followed, so nothing remains of it when the gate is left.
         Some(gpu) => inside(gpu, closed::FOR_COPIES, || match call() {
             SUCCESS if !capture::is_capturing(stream) => {
@@ -128,38 +132,52 @@ pub(super) fn naming_by(route: Route, call: impl FnOnce() -> CUresult) -> CUresu
     }
 }
 
-#[inline]
-fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
-    let entered = match enter_as_before(stream, reasons) {
-        None => match enter(stream, reasons) {
-            Ok(entered) => entered,
-            Err(error) => return error,
-        },
-        entered => entered,
+/// Makes a call inside the gate. Nearly every launch goes to the stream of the one before: it is here where instructions count, so
+/// this is a part of each hook, whose arguments stay where they are. It calls nothing but the driver, and after that call it needs
+/// nothing but the slot, in which the GPU and the stream are.
+#[inline(always)]
+fn pass(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult + Copy) -> CUresult {
+    let Some(slot) = enter_as_before(|| stream as usize, reasons) else {
+        // As a closure of its own, which is put into memory here. The call itself would be before each launch.
+        return out_of_line(move || pass_anyhow(stream, weight, reasons, call));
     };
     let result = call();
-    if let Some((gpu, slot)) = entered {
-        if weight > NOTHING {
-            gpu.note(slot, stream);
-        }
-        Gate::leave(gpu.index, slot);
-        if weight > NOTHING {
-            gpu.work.submitted(slot, weight, stream);
-        }
+    // SAFETY: it has entered as before.
+    unsafe { Gpu::leave_as_before(slot, weight, || slot.stream.get() as CUstream, result) }
+}
+
+#[inline(never)]
+fn out_of_line(call: impl FnOnce() -> CUresult) -> CUresult {
+    call()
+}
+
+/// The same for a call of which nothing is known yet. The legacy stream also comes here each time, as the driver must say of which
+/// context it is.
+#[inline]
+fn pass_anyhow(stream: CUstream, weight: u32, reasons: u32, call: impl FnOnce() -> CUresult) -> CUresult {
+    if let Some(slot) = enter_as_before(|| work::name_of(stream), reasons) {
+        let result = call();
+        // SAFETY: it has entered as before.
+        return unsafe { Gpu::leave_as_before(slot, weight, || stream, result) };
     }
-    result
+    match enter(stream, reasons) {
+        Ok(Some((gpu, slot))) => gpu.leave(slot, weight, stream, call()),
+        Ok(None) => call(),
+        Err(error) => error,
+    }
+}
+
+/// Enters the gate of this thread's last launch, if the launch was to the stream of this name, nothing has changed, and the gate is
+/// open.
+#[inline(always)]
+fn enter_as_before(name: impl FnOnce() -> usize, reasons: u32) -> Option<&'static Slot> {
+    let slot = threads::known().filter(|slot| Gpu::is_as_before(slot, name))?;
+    // SAFETY: this was found just now.
+    let gpu = unsafe { Gpu::of_last_launch(slot) };
+    gpu.gate.try_enter(gpu.index, slot, reasons).then_some(slot)
 }
 
 type Entered = Option<(&'static Gpu, &'static Slot)>;
-
-/// Enters the gate of this thread's last launch, if the launch was to the same stream, nothing has changed, and the gate is
-/// open.
-#[inline]
-fn enter_as_before(stream: CUstream, reasons: u32) -> Entered {
-    let slot = threads::known()?;
-    let gpu = Gpu::of_last_launch(slot, stream)?;
-    gpu.gate.try_enter(gpu.index, slot, reasons).then_some((gpu, slot))
-}
 
 /// Waits until it may enter. `None` if the call does not concern the gate.
 ///

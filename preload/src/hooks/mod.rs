@@ -180,13 +180,22 @@ macro_rules! hook {
         pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::driver::types::CUresult {
             #[allow(unused_variables)]
             let $flavour = const { $crate::hooks::Flavour::of(stringify!($name)) };
+            type Real = unsafe extern "C" fn($($type),*) -> $crate::driver::types::CUresult;
+            // SAFETY: the driver's export of this name has this signature.
+            let function = |address| unsafe { core::mem::transmute::<usize, Real>(address) };
+            #[cold]
+            unsafe extern "C" fn look_up($($arg: $type),*) -> $crate::driver::types::CUresult {
+                // SAFETY: as above.
+                let function = $name::REAL.address().map(|address| unsafe { core::mem::transmute::<usize, Real>(address) });
+                // SAFETY: the arguments are the program's own.
+                function.map_or($crate::driver::types::ERROR_NOT_FOUND, |function| unsafe { function($($arg),*) })
+            }
             #[allow(unused_variables)]
-            let $real = move || match $name::REAL.address() {
-                // SAFETY: the driver's export of this name has this signature, and the arguments are the program's own.
-                Some(address) => unsafe {
-                    core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> $crate::driver::types::CUresult>(address)($($arg),*)
-                },
-                None => $crate::driver::types::ERROR_NOT_FOUND,
+            let $real = move || {
+                // Either takes the arguments, so that none has to outlast another call.
+                let function = $name::REAL.known().map_or(look_up as Real, function);
+                // SAFETY: the arguments are the program's own.
+                unsafe { function($($arg),*) }
             };
             $body
         }

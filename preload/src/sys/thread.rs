@@ -139,8 +139,24 @@ word!(ranks_place, "nvshare_ranks");
 /// The calling thread's word; NULL until it is set.
 #[inline(always)]
 pub fn mine() -> *const c_void {
-    // SAFETY: this thread's own storage.
-    unsafe { place().cast::<*const c_void>().read() }
+    // Every launch comes here: this is `place` and a load in one instruction less.
+    // SAFETY: reads this thread's own storage.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        let word;
+        core::arch::asm!(
+            "mov {word}, qword ptr [rip + nvshare_thread@GOTTPOFF]",
+            "mov {word}, qword ptr fs:[{word}]",
+            word = out(reg) word,
+            options(pure, readonly, nostack, preserves_flags),
+        );
+        word
+    }
+    // SAFETY: as above.
+    #[cfg(not(target_arch = "x86_64"))]
+    unsafe {
+        place().cast::<*const c_void>().read()
+    }
 }
 
 pub fn set_mine(word: *const c_void) {

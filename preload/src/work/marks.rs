@@ -15,8 +15,9 @@ pub(super) const RUN_AHEAD: u32 = 100_000;
 
 const RUN_AHEAD_CONTENDED: u32 = 20_000;
 
-/// The most submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch.
-const MAX_PER_MARK: u32 = 64;
+/// The most submissions between two marks. A mark is an event and a few queries, so it costs about as much as a launch: less than a
+/// percent of so many.
+const MAX_PER_MARK: u32 = 128;
 
 /// The window of a new program, in submissions, before anything is known about its kernels; and the largest window.
 pub(super) const FIRST_WINDOW: u32 = 1;
@@ -71,16 +72,27 @@ impl Work {
         self.full.load(Ordering::Relaxed)
     }
 
-    /// Called after a submission: records a mark if one is due.
-    #[inline]
-    pub fn submitted(&self, slot: &threads::Slot, weight: u32, stream: CUstream) {
-        let unmarked = slot.unmarked.load(Ordering::Relaxed) + weight;
-        if unmarked < self.per_mark.load(Ordering::Relaxed) {
-            slot.unmarked.store(unmarked, Ordering::Relaxed);
-        } else {
-            slot.unmarked.store(0, Ordering::Relaxed);
-            crate::sys::errno::preserved(|| self.mark(unmarked, stream));
-        }
+    /// Called after a submission: counts it, and says whether it must be [marked](Self::mark_submissions).
+    #[inline(always)]
+    pub fn is_mark_due(slot: &threads::Slot, weight: u32) -> bool {
+        let left = slot.unmarked_left.get().wrapping_sub_unsigned(weight);
+        slot.unmarked_left.set(left);
+        left < 0
+    }
+
+    /// Records a mark behind all that this thread has submitted since its last one.
+    pub fn mark_submissions(&self, slot: &threads::Slot, stream: CUstream) {
+        let unmarked = slot.between_marks.get().abs_diff(slot.unmarked_left.get());
+        slot.unmarked_left.set(slot.between_marks.get());
+        self.renew_marks(slot);
+        crate::sys::errno::preserved(|| self.mark(unmarked, stream));
+    }
+
+    /// Has this thread record marks as often as is right now. What it has submitted since the last one counts.
+    pub fn renew_marks(&self, slot: &threads::Slot) {
+        let between = self.per_mark.load(Ordering::Relaxed) as i32 - 1;
+        slot.unmarked_left.set(slot.unmarked_left.get() + between - slot.between_marks.get());
+        slot.between_marks.set(between);
     }
 
     #[cold]
@@ -185,7 +197,10 @@ impl Work {
 
     pub(super) fn set_window(&self, inner: &mut Inner, window: u32) {
         inner.window = window;
-        self.per_mark.store((window / MARKS_PER_WINDOW).clamp(1, MAX_PER_MARK), Ordering::Relaxed);
+        let per_mark = (window / MARKS_PER_WINDOW).clamp(1, MAX_PER_MARK);
+        if per_mark < self.per_mark.swap(per_mark, Ordering::Relaxed) {
+            epoch::end();
+        }
     }
 
     /// Sets whether another client waits for the GPU: the queue is kept shorter then.

@@ -23,6 +23,7 @@ mod point;
 mod streams;
 
 pub use fence::Fence;
+pub use point::is_legacy;
 pub use streams::{context_of, first_blocking_stream, is_marked_at_once, name_of};
 
 use crate::{
@@ -41,7 +42,7 @@ use streams::{MIN_PRUNE_THRESHOLD, Stream, StreamState};
 
 #[derive(Debug)]
 pub struct Work {
-    /// Submissions of one thread after which it records a mark.
+    /// Submissions of one thread after which it records a mark. An epoch ends when it becomes less.
     per_mark: AtomicU32,
     /// Microseconds of GPU time that may be queued.
     run_ahead: AtomicU32,

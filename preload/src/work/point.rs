@@ -161,6 +161,7 @@ impl Context {
 }
 
 /// Whether a capture of another stream forbids to touch this one.
-pub(super) fn is_legacy(stream: CUstream) -> bool {
+#[inline]
+pub fn is_legacy(stream: CUstream) -> bool {
     stream == CTX_DEFAULT_STREAM || stream == STREAM_LEGACY
 }
