@@ -3,6 +3,8 @@
 //!
 //! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--json FILE]`
 //!
+//! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are put into it (see `bench_support::results`).
+//!
 //! `--programs` is where `nvshare-scheduler`, `libnvshare.so` and `cuda-program` are (else: where this bench was built).
 //! On a simulated GPU (`LD_LIBRARY_PATH` says where it is) it runs as well, and its figures mean nothing.
 
@@ -66,8 +68,25 @@ fn main() {
         "from release to all there: {middle:.0} ms for {moved:.2} GiB; the link's own: {:.0} ms",
         moved / speed("both") * 1e3
     );
-    let note = format!("{moved:.2} GiB each way; the link alone {:.1} GiB/s each way at once", speed("both"));
-    results.add(Figure { name: "exchange-ms", value: middle, unit: "ms", note });
+    let rate = moved / (middle / 1e3);
+    let note = format!(
+        "{moved:.2} GiB each way in {:.3} s, median of {} hand-overs from the release until all is there; the link alone {:.1} GiB/s each way",
+        middle / 1e3,
+        warm.len(),
+        speed("both")
+    );
+    let mut add = |name, value, unit| results.add(Figure { name, value, unit, note: note.clone() });
+    match memory >> 30 {
+        14 => {
+            add("handover-14GiB", 14.0 / rate, "s");
+            add("exchange-bandwidth-each-way", rate, "GiB/s");
+        }
+        40 => {
+            add("handover-40GiB", 40.0 / rate, "s");
+            add("exchange-over-link", rate / speed("both"), "ratio");
+        }
+        _ => println!("of this size there is no figure"),
+    }
     results.write();
 }
 

@@ -1,5 +1,6 @@
 //! What `libnvshare.so` costs the programs that it is preloaded into: loading it, beside a library that is empty, and a
-//! launch through its open gate, beside the launch alone. The driver here does nothing, so that only the library is seen.
+//! launch through its open gate, beside the launch alone, in instructions and in time. The driver here does nothing, so that
+//! only the library is seen.
 //!
 //! `cargo bench --bench guest [-- --json FILE]`; `make bench` builds the library first.
 
@@ -10,9 +11,12 @@ use std::{
 
 use bench_support::results::{Figure, Results};
 
-/// Launches that are timed. (Their instructions are not counted here: stepping slows the program down so much that the
-/// library takes its work for slow.)
+/// Launches that are timed.
 const TIMED: &str = "20000000";
+/// Launches before those whose instructions are counted: by then the library knows that they are short, and takes few marks.
+const WARM_UP: &str = "1000000";
+/// Launches whose instructions are counted, and as many memsets: a multiple of those between two marks.
+const COUNTED: usize = 256;
 /// Each is run so many times, in turns; the fastest counts, as what is slower was disturbed.
 const RUNS: usize = 5;
 
@@ -40,7 +44,23 @@ fn main() {
     println!("  {:>7} more with an empty library (the limit)", empty - without);
     println!("  {:>7} more with libnvshare.so", with - without);
     let note = format!("/bin/true: {without} without, {} more with an empty library", empty - without);
-    results.add(Figure { name: "load-instructions", value: (with - without) as f64, unit: "instructions", note });
+    results.add(Figure { name: "load-cost-true-instructions", value: (with - without) as f64, unit: "count", note });
+
+    let [native, gated] = [false, true].map(|preloaded| scene.counted(preloaded));
+    println!(
+        "a launch in a driver that does nothing executes {:.1} instructions, its caller's included",
+        native.launch
+    );
+    println!("  {:>7.1} through the open gate, of which {:.1} are marks", gated.launch, gated.marks);
+    println!("  {:>7} more for a memset of four arguments, without marks", gated.memset - native.memset);
+    let note = format!(
+        "mean of {COUNTED} launches: {:.1} without the library, {:.1} of them marks; the caller and a driver that does nothing included",
+        native.launch, gated.marks
+    );
+    results.add(Figure { name: "launch-path-instructions", value: gated.launch, unit: "count", note });
+    let note = "more than natively: cuMemsetD32Async of a driver that does nothing, four arguments, no mark".to_owned();
+    let gate = (gated.memset - native.memset) as f64;
+    results.add(Figure { name: "gate-open-instructions", value: gate, unit: "count", note });
 
     let mut ns = [f64::MAX; 2];
     for _ in 0..RUNS {
@@ -53,9 +73,23 @@ fn main() {
     }
     println!("a launch in a driver that does nothing takes {:.2} ns", ns[0]);
     println!("  {:.2} ns more through the open gate, marks included", ns[1] - ns[0]);
-    let note = "cuLaunchKernel of a driver that does nothing, one thread, marks included".to_owned();
-    results.add(Figure { name: "gate-ns", value: ns[1] - ns[0], unit: "ns", note });
+    let note = format!(
+        "cuLaunchKernel of a driver that does nothing, one thread, marks included; {:.2} ns without the library; best of {RUNS}, {}",
+        ns[0],
+        bench_support::results::load()
+    );
+    results.add(Figure { name: "gate-open-ns", value: ns[1] - ns[0], unit: "ns", note });
     results.write();
+}
+
+/// What calls execute, their caller's instructions included.
+struct Counted {
+    /// A launch, in the mean.
+    launch: f64,
+    /// The part of that which is marks.
+    marks: f64,
+    /// A memset that takes no mark.
+    memset: u64,
 }
 
 impl Scene {
@@ -79,9 +113,27 @@ impl Scene {
             assert!(status.success(), "cc {}", from.display());
         };
         cc(&shared, &scene.empty, &directory.join("empty.c"), &["-nostdlib"]);
-        cc(&shared, &directory.join("libcuda.so.1"), &project.join("tests/guest/driver.c"), &[]);
+        // Bound to itself: a memset calls another of its functions, which must not lead to a hook.
+        let own = ["-Wl,-Bsymbolic"];
+        cc(&shared, &directory.join("libcuda.so.1"), &project.join("tests/guest/driver.c"), &own);
         cc(&["-O2", "-o"], &scene.launches, &project.join("bench/launches.c"), &["-ldl"]);
         scene
+    }
+
+    fn counted(&self, preloaded: bool) -> Counted {
+        let mut command = self.launch(preloaded, WARM_UP);
+        command.arg(COUNTED.to_string()).env("LD_BIND_NOW", "1");
+        let counts = test_support::steps::between_signals(&mut command).expect("instructions can be counted");
+        // From one signal to the next without a call between them, and with one.
+        let of = |rounds: std::ops::Range<usize>| {
+            let own = |round: usize| counts[3 * round + 1] - counts[3 * round];
+            let mut each: Vec<u64> = rounds.map(own).collect();
+            let mean = each.iter().sum::<u64>() as f64 / each.len() as f64;
+            each.sort();
+            (mean, each[each.len() / 2])
+        };
+        let ((launch, most), (_, memset)) = (of(0..COUNTED), of(COUNTED..2 * COUNTED));
+        Counted { launch, marks: launch - most as f64, memset }
     }
 
     fn launch(&self, preloaded: bool, count: &str) -> Command {

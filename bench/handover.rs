@@ -22,7 +22,10 @@ fn main() {
         let times = measure(others);
         row(&format!("the daemon, {others} other clients"), &times);
         if others == 0 {
-            let note = format!("{HAND_OVERS} hand-overs between two clients, anti-thrash on");
+            let note = format!(
+                "{HAND_OVERS} hand-overs between two clients, anti-thrash on; {}",
+                bench_support::results::load()
+            );
             let us = |share| at(&times, share).as_secs_f64() * 1e6;
             results.add(Figure { name: "handover-daemon-p50", value: us(0.5), unit: "us", note: note.clone() });
             results.add(Figure { name: "handover-daemon-p99", value: us(0.99), unit: "us", note });

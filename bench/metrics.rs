@@ -29,10 +29,13 @@ fn main() {
         let (median, longest) = (at(&times, 0.5), at(&times, 1.0));
         println!("{clients:>14}  {size:>10}  {median:>10.1?}  {longest:>10.1?}  {held:>14.1?}");
         if clients == CLIENTS {
-            let note = format!("{SCRAPES} scrapes over a Unix socket, {CLIENTS} clients of one GPU");
+            let note = format!(
+                "{SCRAPES} scrapes over a Unix socket, {CLIENTS} clients of one GPU; longest {longest:.1?}; {}",
+                bench_support::results::load()
+            );
             let ms = |time: Duration| time.as_secs_f64() * 1e3;
             let mut add = |name, value, unit| results.add(Figure { name, value, unit, note: note.clone() });
-            add("metrics-1000-clients-answer-p50", ms(median), "ms");
+            add("metrics-scrape-1000-clients", ms(median), "ms");
             add("metrics-1000-clients-size", size as f64, "bytes");
             add("metrics-1000-clients-loop", ms(held), "ms");
         }

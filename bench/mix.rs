@@ -60,15 +60,30 @@ fn main() {
                     println!(
                         "{memory:>8} {share:>6} {period:>6} s {quantum:>7} s {alone:>7.1} s {both:>7.1} s {ratio:>9.3}"
                     );
-                    let name = format!("mix-{memory}-{share}-{period}s-tq{quantum}");
-                    let note = format!("both jobs done, over one after the other; alone {alone:.1} s");
-                    results.add(Figure { name: name.leak(), value: ratio, unit: "ratio", note });
+                    if let Some(name) = figure(memory, share, period, quantum) {
+                        let note = format!(
+                            "both jobs done, over one after the other; {memory} each, alone {alone:.1} s; time quantum {quantum} s"
+                        );
+                        results.add(Figure { name, value: ratio, unit: "ratio", note });
+                    }
                 }
             }
         }
     }
     kill(holder);
     results.write();
+}
+
+/// The name of the figure that this case is, if there is one.
+fn figure(memory: &str, share: f64, period: f64, quantum: f64) -> Option<&'static str> {
+    match (memory, share, period, quantum) {
+        ("15.3G", 0.5, 10.0, 30.0) => Some("big-0.5-period10-tq30-over-serial"),
+        ("15.3G", 0.5, 10.0, 5.0) => Some("big-0.5-period10-tq5-over-serial"),
+        ("15.3G", 0.9, 10.0, 30.0) => Some("big-0.9-period10-tq30-over-serial"),
+        ("15.3G", 0.9, 10.0, 5.0) => Some("big-0.9-period10-tq5-over-serial"),
+        ("7.2G", 0.5, 10.0, 30.0) => Some("small-0.5-period10-over-serial"),
+        _ => None,
+    }
 }
 
 impl Job {

@@ -3,11 +3,12 @@
 program on each GPU that has nothing to do with them. Without gangs each job gets one GPU and waits for the other for ever.
 Prints, for each case, the seconds until each job is done, and whether every result is the one that it gives alone.
 
-  gangs.py [--programs target/release] [--cases CASE,...] [--iterations 300] [--memory 4] [--patience 200]
+  gangs.py [--programs target/release] [--cases CASE,...] [--iterations 300] [--memory 4] [--patience 200] [--json FILE] [--commit ID]
 
 Cases: `native` (without nvshare), and any of `on`, `auto` (the mode) with `-announced` (as torchrun starts ranks) or `-unknown`
 (`NVSHARE_GANG=0`); with `-scarce`, so much of both GPUs is taken by another program that not everybody's memory fits.
-Needs two GPUs and PyTorch.
+With `--json`, and all of `native`, `on-announced` and `auto-announced` among the cases, the figure is put into that file, as
+`../support/src/results.rs` does; `--commit` says what was built if the programs come from elsewhere. Needs two GPUs and PyTorch.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import figures
 import stage
 
 CASES = "native,on-announced,auto-announced,auto-announced-scarce,auto-unknown,on-unknown"
@@ -128,11 +130,14 @@ def main():
     parser.add_argument("--memory", type=float, default=4, help="GiB that each program holds")
     parser.add_argument("--patience", type=float, default=200)
     parser.add_argument("--keep", type=Path, help="a directory for the schedulers' traces")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
     arguments = parser.parse_args()
     programs = arguments.programs.resolve()
     # Rank 0 of job a is first on GPU 0, rank 1 of job b on GPU 1.
     order = ["a0", "b1", "s0", "s1", "b0", "a1"]
     right, wrong, port = {}, False, 29600
+    jobs = {}  # when both were done
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)
         alone = []
@@ -163,12 +168,18 @@ def main():
                 daemon.wait()
                 if arguments.keep:
                     (directory / "trace.jsonl").rename(arguments.keep / f"{case}.jsonl")
+            ranks = [all_said[name][0] for name in all_said if name[0] in "ab"]
+            jobs[case] = None if None in ranks else max(ranks)
             marks = []
             for name, (seconds, digest) in all_said.items():
                 is_right = digest == right[name]
                 wrong |= not is_right
                 marks.append(f"{name} " + ("never" if seconds is None else f"{seconds:.1f}") + ("" if is_right else f"! {digest}"))
             print(f"{case}: {', '.join(marks)}", flush=True)
+    native, turns, auto = (jobs.get(case) for case in ("native", "on-announced", "auto-announced"))
+    if arguments.json and native and turns and auto:
+        note = f"the later of two jobs of two ranks: {auto:.1f} s in auto, {native:.1f} s without nvshare, {turns:.1f} s in turns"
+        figures.add(arguments.json, [("gang-auto-over-best", auto / min(native, turns), "ratio", note)], arguments.commit)
     sys.exit("a result marked with ! is not what the program gives alone" if wrong else 0)
 
 

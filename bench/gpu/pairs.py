@@ -3,9 +3,11 @@
 (`anti-thrash = on`), and under `auto`, which may let them run at the same moment. Prints, for each pair, the seconds until
 both are done, and whether every result is the one that the loop gives alone.
 
-  pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--json FILE]
+  pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE]
+           [--json FILE] [--commit ID]
 
-`--seconds`: how long a loop takes alone. `--programs`: where nvshare-scheduler and libnvshare.so are. Needs a GPU and PyTorch.
+`--seconds`: how long a loop takes alone. `--keep`: a file for all that was measured. `--json`: puts the figure into that file, as
+`../support/src/results.rs` does; `--commit` says what was built if the programs come from elsewhere. `--programs`: where nvshare-scheduler and libnvshare.so are. Needs a GPU and PyTorch.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import figures
 import stage
 
 LOOPS = ["add", "matmul", "conv", "tiny"]
@@ -82,11 +85,13 @@ def main():
     parser.add_argument("--quantum", type=int, default=1)
     parser.add_argument("--pairs", default=",".join(PAIRS))
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--keep", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
     arguments = parser.parse_args()
     programs = arguments.programs.resolve()
     modes = {"native": None, "on": 'anti-thrash = "on"\n', "auto": 'anti-thrash = "auto"\n'}
-    figures = []
+    measured = []
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)
         pairs = [pair.split("+") for pair in arguments.pairs.split(",")]
@@ -113,12 +118,21 @@ def main():
                     if daemon:
                         daemon.terminate()
                         daemon.wait()
-                figures.append({"pair": "+".join(pair), "mode": mode, "seconds": taken, "right": right})
+                measured.append({"pair": "+".join(pair), "mode": mode, "seconds": taken, "right": right})
                 line += f"{statistics.median(taken):>8.2f}{' ' if right else '!'}"
             print(line, flush=True)
+    if arguments.keep:
+        arguments.keep.write_text(json.dumps(measured, indent=1) + "\n")
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
-    sys.exit(0 if all(figure["right"] for figure in figures) else "a result marked with ! is wrong")
+        behind = {}
+        for pair in {m["pair"] for m in measured}:
+            seconds = {m["mode"]: statistics.median(m["seconds"]) for m in measured if m["pair"] == pair}
+            behind[pair] = 100 * (seconds["auto"] / min(seconds["native"], seconds["on"]) - 1)
+        note = f"the worst pair of loops of {arguments.seconds:g} s, median of {arguments.runs}: "
+        note += ", ".join(f"{pair} {percent:.1f}" for pair, percent in sorted(behind.items(), key=lambda item: -item[1]))
+        figure = ("auto-against-best-of-native-and-turns", max(behind.values()), "percent", note)
+        figures.add(arguments.json, [figure], arguments.commit)
+    sys.exit(0 if all(m["right"] for m in measured) else "a result marked with ! is wrong")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ about 200 ms, and how much each had of the GPU over ten time periods; then how l
 loop, by rule. Prints what was had in percent of what the loop does alone.
 
   shares.py [--programs target/release] [--rows 30+70,10+90] [--loops short,long] [--period 5] [--periods 10] [--latency]
-            [--keep DIRECTORY]
+            [--keep DIRECTORY] [--json FILE] [--commit ID]
 
-`--programs`: where nvshare-scheduler, libnvshare.so and cuda-program are; readable for everybody. Needs a GPU, PyTorch, and root,
+`--json`: puts the figure of the row 30+70 into that file, as `../support/src/results.rs` does; `--commit` says what was built if the
+programs come from elsewhere. `--programs`: where nvshare-scheduler, libnvshare.so and cuda-program are; readable for everybody. Needs a GPU, PyTorch, and root,
 to start programs with other groups.
 """
 
@@ -19,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import figures
 import stage
 
 # Rows of a square matrix whose product with another takes about that long on a large GPU of 2024, and how many to a batch.
@@ -63,6 +65,7 @@ def percent(done, rate, since, until):
 
 
 def shares(arguments, programs, directory):
+    errors = {}
     for name in arguments.loops.split(","):
         done = loops([name], 6, {}, directory)[0]
         late = [at for at in done if at > done[-1] - 4]
@@ -86,10 +89,16 @@ def shares(arguments, programs, directory):
                 had = percent(done, rate, since, until)
                 each = [since + i * arguments.period for i in range(arguments.periods)]
                 windows = [percent(done, rate, at, at + arguments.period) for at in each]
+                if row == "30+70":
+                    errors[f"{name} {part}"] = abs(had - float(part))
                 print(
                     f"{name} time-min {part} of {row}: {had:.1f} % (periods: {min(windows):.1f} to {max(windows):.1f})",
                     flush=True,
                 )
+    if arguments.json and errors:
+        note = f"percent of the GPU over {arguments.periods} periods of {arguments.period} s, the worst of: "
+        note += ", ".join(f"{case} off by {error:.1f}" for case, error in errors.items())
+        figures.add(arguments.json, [("share-error-30-70", max(errors.values()), "percent", note)], arguments.commit)
 
 
 def latency(arguments, programs, directory):
@@ -126,6 +135,8 @@ def main():
     parser.add_argument("--periods", type=int, default=10)
     parser.add_argument("--latency", action="store_true")
     parser.add_argument("--keep", type=Path, help="a directory for the scheduler's traces, and for when each batch was done")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
     arguments = parser.parse_args()
     programs = arguments.programs.resolve()
     with tempfile.TemporaryDirectory() as directory:

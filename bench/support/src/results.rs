@@ -1,15 +1,32 @@
-//! Figures for programs: `bench/results.json`, a list of `{"name", "value", "unit", "hardware", "date", "commit", "note"}`.
-//! A figure that is measured again replaces the one of that name.
+//! Figures for programs: `bench/results.json`, a list of [`Row`]s. A figure that is measured again replaces the one of that name.
 
-use serde_json::{Value, json};
-use std::{path::PathBuf, process::Command};
+use serde::{Deserialize, Serialize};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 #[derive(Debug)]
 pub struct Figure {
+    /// The name that `bench/figures.toml` has, too.
     pub name: &'static str,
     pub value: f64,
     pub unit: &'static str,
     pub note: String,
+}
+
+/// A figure, and where it comes from. The fields are in the order in which the file has them.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Row {
+    /// What was measured; with `-dirty`, changes that were not committed were measured as well.
+    pub commit: String,
+    pub date: String,
+    pub hardware: String,
+    pub name: String,
+    pub note: String,
+    pub unit: String,
+    pub value: f64,
 }
 
 #[derive(Debug)]
@@ -31,23 +48,38 @@ impl Results {
 
     pub fn write(self) {
         let Some(file) = self.file else { return };
-        let mut all: Vec<Value> = match std::fs::read_to_string(&file) {
-            Ok(text) => serde_json::from_str(&text).expect("a list of figures"),
-            Err(_) => Vec::new(),
-        };
+        let mut rows = if file.exists() { read(&file) } else { Vec::new() };
         let (hardware, date) = (hardware(), said_by("date", &["-u", "+%F"]));
         let commit = checked_out();
         for Figure { name, value, unit, note } in self.figures {
-            all.retain(|f| f["name"] != name);
-            let value = (value * 1e4).round() / 1e4;
-            all.push(json!({
-                "name": name, "value": value, "unit": unit, "hardware": hardware, "date": date, "commit": commit, "note": note,
-            }));
+            rows.retain(|row| row.name != name);
+            rows.push(Row {
+                commit: commit.clone(),
+                date: date.clone(),
+                hardware: hardware.clone(),
+                name: name.into(),
+                note,
+                unit: unit.into(),
+                value: (value * 1e4).round() / 1e4,
+            });
         }
-        all.sort_by(|a, b| a["name"].as_str().cmp(&b["name"].as_str()));
-        let lines: Vec<String> = all.iter().map(|f| format!("  {f}")).collect();
+        rows.sort_by(|a, b| a.name.cmp(&b.name));
+        let line = |row| format!("  {}", serde_json::to_string(row).expect("numbers are finite"));
+        let lines: Vec<String> = rows.iter().map(line).collect();
         std::fs::write(&file, format!("[\n{}\n]\n", lines.join(",\n"))).expect("the file can be written");
     }
+}
+
+/// The rows of such a file.
+pub fn read(file: &Path) -> Vec<Row> {
+    let text = std::fs::read_to_string(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{} is not a list of figures: {e}", file.display()))
+}
+
+/// What else the machine had to do, for notes: how many threads ran or wanted to, in the last minute.
+pub fn load() -> String {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    format!("load average {}", text.split(' ').next().unwrap_or("unknown"))
 }
 
 /// The processor, as the kernel names it, and how many of them.

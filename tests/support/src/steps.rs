@@ -8,7 +8,26 @@ use std::{
 };
 
 /// Runs the program to its end. Its output is thrown away.
+///
+/// # Errors
+/// It cannot be started or traced, or it ends with a failure.
 pub fn instructions(command: &mut Command) -> io::Result<u64> {
+    Ok(stepped(command, None)?.iter().sum())
+}
+
+/// Runs the program to its end, and counts from each `SIGUSR1` that it sends itself to the next. It gets none of them. Until the
+/// first it runs at full speed.
+///
+/// # Errors
+/// As for [`instructions`].
+pub fn between_signals(command: &mut Command) -> io::Result<Vec<u64>> {
+    let mut counts = stepped(command, Some(libc::SIGUSR1))?;
+    counts.pop(); // after the last one
+    Ok(counts.split_off(1.min(counts.len())))
+}
+
+/// The instructions before the first such signal (0 if there is one, as these are not counted), to the next, and so on.
+fn stepped(command: &mut Command, signal_between: Option<i32>) -> io::Result<Vec<u64>> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     // SAFETY: both calls are async-signal-safe. Addresses are the same in each run, and so are hash chains and the like.
     unsafe {
@@ -22,7 +41,8 @@ pub fn instructions(command: &mut Command) -> io::Result<u64> {
     };
     let child = command.spawn()?;
     let pid = child.id() as libc::pid_t;
-    let mut count = 0;
+    let mut counts = vec![0];
+    let mut request = if signal_between.is_some() { libc::PTRACE_CONT } else { libc::PTRACE_SINGLESTEP };
     loop {
         let mut status = 0;
         // SAFETY: a valid place; the child is this process's own and traced by this thread.
@@ -32,7 +52,7 @@ pub fn instructions(command: &mut Command) -> io::Result<u64> {
             }
             if libc::WIFEXITED(status) {
                 return match libc::WEXITSTATUS(status) {
-                    0 => Ok(count),
+                    0 => Ok(counts),
                     code => Err(io::Error::other(format!("the program ended with {code}"))),
                 };
             }
@@ -41,12 +61,19 @@ pub fn instructions(command: &mut Command) -> io::Result<u64> {
             }
             let signal = match libc::WSTOPSIG(status) {
                 libc::SIGTRAP => 0,
+                signal if Some(signal) == signal_between => {
+                    counts.push(0);
+                    request = libc::PTRACE_SINGLESTEP;
+                    0
+                }
                 other => other,
             };
-            if libc::ptrace(libc::PTRACE_SINGLESTEP, pid, 0, signal) != 0 {
+            if libc::ptrace(request, pid, 0, signal) != 0 {
                 return Err(io::Error::last_os_error());
             }
         }
-        count += 1;
+        if let Some(count) = counts.last_mut().filter(|_| request == libc::PTRACE_SINGLESTEP) {
+            *count += 1;
+        }
     }
 }
