@@ -54,7 +54,7 @@ fn main() {
     println!("  {:>7.1} through the open gate, of which {:.1} are marks", gated.launch, gated.marks);
     println!("  {:>7} more for a memset of four arguments, without marks", gated.memset - native.memset);
     let note = format!(
-        "mean of {COUNTED} launches: {:.1} without the library, {:.1} of them marks; the caller and a driver that does nothing included",
+        "mean of {COUNTED} launches: {:.1} without the library; {:.1} of the others are marks; the caller and a driver that does nothing included",
         native.launch, gated.marks
     );
     results.add(Figure { name: "launch-path-instructions", value: gated.launch, unit: "count", note });

@@ -1,12 +1,15 @@
-//! `bench/RESULTS.md` against `bench/results.json`, which benchmarks write.
+//! `bench/RESULTS.md` against `bench/results.json`, which benchmarks write, and `bench/figures.toml`, which says what is aimed at.
 //!
 //! The page links each figure that it takes from there, with the name of its row as the link's title:
 //! `[48.6 µs](results.json "handover-daemon-p50")`.
 
-use std::collections::BTreeMap;
+use bench_support::figures::{Figures, OLDER};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 const PAGE: &str = include_str!("../../bench/RESULTS.md");
-const FIGURES: &str = include_str!("../../bench/results.json");
 
 /// The number that a text starts with, and how many decimal places it shows.
 fn number(text: &str) -> (f64, usize) {
@@ -26,12 +29,51 @@ fn linked() -> Vec<(&'static str, &'static str)> {
     before_names.map(figure).collect()
 }
 
+fn figures() -> Figures {
+    Figures::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("bench"))
+}
+
+/// What was old when the table was made is a question to git, and there may be none.
+#[test]
+fn results_md_begins_with_all_figures_and_aims() {
+    let figures = figures();
+    let undated = |page: &str| page.replace(OLDER, "");
+    assert!(
+        undated(&figures.page) == undated(&figures.page_with_table()),
+        "the table in RESULTS.md is not of results.json and figures.toml: cargo run -p bench-support --bin figures"
+    );
+}
+
+#[test]
+fn every_row_is_a_figure_that_figures_toml_describes() {
+    let Figures { wanted, rows, .. } = figures();
+    let units: BTreeMap<&str, &str> = wanted.iter().map(|w| (w.name.as_str(), w.unit.as_str())).collect();
+    assert_eq!(units.len(), wanted.len(), "figures.toml has a figure twice");
+    assert_eq!(
+        rows.iter().map(|row| &row.name).collect::<BTreeSet<_>>().len(),
+        rows.len(),
+        "results.json has a row twice"
+    );
+    for row in &rows {
+        let unit = units.get(row.name.as_str()).unwrap_or_else(|| panic!("figures.toml has no figure {:?}", row.name));
+        assert_eq!(row.unit, *unit, "the unit of {}", row.name);
+        let is_date = row.date.len() == 10 && row.date.split('-').all(|part| part.parse::<u32>().is_ok());
+        let is_commit = row.commit.trim_end_matches("-dirty").chars().all(|c| c.is_ascii_hexdigit());
+        assert!(is_date && is_commit && !row.hardware.is_empty(), "where {} comes from: {row:?}", row.name);
+    }
+    for wanted in &wanted {
+        assert!(!(wanted.at_most.is_some() && wanted.at_least.is_some()), "{} has two aims", wanted.name);
+        for code in &wanted.code {
+            let place = Path::new(env!("CARGO_MANIFEST_DIR")).join(code);
+            assert!(place.exists(), "the code of {} is not at {code}", wanted.name);
+        }
+    }
+}
+
 #[test]
 fn results_md_has_the_figures_of_results_json() {
-    let rows: Vec<serde_json::Value> = serde_json::from_str(FIGURES).expect("a list of figures");
-    let value = |row: &serde_json::Value| row["value"].as_f64().expect("a value");
-    let values: BTreeMap<&str, f64> =
-        rows.iter().map(|row| (row["name"].as_str().expect("a name"), value(row))).collect();
+    let rows = figures().rows;
+    let values: BTreeMap<&str, f64> = rows.iter().map(|row| (row.name.as_str(), row.value)).collect();
     let linked = linked();
     for (shown, name) in &linked {
         let value = values.get(name).unwrap_or_else(|| panic!("results.json has no row {name:?}"));
