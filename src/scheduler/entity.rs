@@ -1,6 +1,6 @@
-//! Entities: what is queued and granted as one.
+//! Entities: what is queued and granted as one; and owners: whose turns count together.
 
-use crate::api::{ClientId, GroupId};
+use crate::api::{ClientId, GroupId, TenantId};
 
 /// The unit of granting: a client, or the members of a gang together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
@@ -32,4 +32,15 @@ impl Gang {
     pub fn named(name: u64) -> Option<Self> {
         (name != 0).then_some(Self::Named(name))
     }
+}
+
+/// The owner of turns: clients with the same owner take turns as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub(crate) enum ShareOwner {
+    Tenant(TenantId),
+    Group(GroupId),
+    /// A client with limits from its environment, beside its tenant or group.
+    Client(ClientId),
+    /// All clients without a share, where the policy does not make tenants take turns.
+    Others,
 }

@@ -9,7 +9,7 @@ use crate::{
 use std::cmp::{Ordering, Reverse};
 
 impl Share {
-    fn tier(self) -> Tier {
+    pub(super) fn tier(self) -> Tier {
         if self.weight == 0 { Tier::Idle } else { Tier::Ordinary(Reverse(self.priority)) }
     }
 }

@@ -66,6 +66,13 @@ impl Shares<'_> {
     /// that wait. For the client's own tag, other clients of its group or tenant count as well.
     fn weights_of_others(&self, client: ClientId, owner: ShareOwner, id: GpuId) -> u32 {
         let own = self.owner(client);
+        // Without limits of environments, all clients of an owner have its share.
+        if let Some(own) = own.filter(|own| *own == owner && self.rules.with_env().next().is_none()) {
+            let tier = self.share(own).tier();
+            let others = self.lock.owners_waiting(id).filter(|other| *other != own);
+            let peers = others.filter(|other| self.share(*other).tier() == tier);
+            return peers.map(|other| self.waiting_weight(other, id)).fold(0, u32::saturating_add);
+        }
         let mut others: BTreeMap<ShareOwner, u32> = BTreeMap::new();
         for waiting in self.lock.waiting_on(id) {
             let Some(other) = self.owner(waiting) else { continue };
@@ -76,6 +83,18 @@ impl Shares<'_> {
             }
         }
         others.into_values().fold(0, u32::saturating_add)
+    }
+
+    /// The weight of an owner, whose clients have its share, that waits for a GPU.
+    fn waiting_weight(&self, owner: ShareOwner, id: GpuId) -> u32 {
+        let weight = self.weight(owner);
+        match owner {
+            ShareOwner::Others => {
+                let clients = u32::try_from(self.lock.queued_of(id, owner).count()).unwrap_or(u32::MAX);
+                weight.saturating_mul(clients).min(self.weight_on(owner, id))
+            }
+            _ => weight,
+        }
     }
 
     /// The finish tags of a client when it is granted a GPU: its owner's, and its own. They are 0 where no other client
@@ -100,8 +119,15 @@ impl Shares<'_> {
     /// they would wait have gone. A time quantum of it is kept, since turns do not end to the moment.
     pub fn virtual_time_lead(&self, id: GpuId, granted: ClientId) -> Duration {
         let until = self.now.saturating_add(self.settings.time_quantum);
-        let served = self.lock.waiting_on(id).chain([granted]).map(|client| self.latest_finish_tag(client, id));
-        served.min().unwrap_or_default().saturating_sub(until)
+        let mut least = Duration::MAX;
+        // Mostly it is the first that has no more than that.
+        for client in self.lock.waiting_on(id).chain([granted]) {
+            least = least.min(self.latest_finish_tag(client, id));
+            if least <= until {
+                return Duration::ZERO;
+            }
+        }
+        least - until
     }
 
     pub fn tag_of(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {

@@ -18,21 +18,12 @@ mod class;
 mod finish_tag;
 mod usage;
 
+pub(crate) use crate::entity::ShareOwner;
+
 use crate::{api::*, lock::Lock, policy, rules::Rules};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use usage::Usage;
-
-/// The owner of turns: clients with the same owner take turns as one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
-pub(crate) enum ShareOwner {
-    Tenant(TenantId),
-    Group(GroupId),
-    /// A client with limits from its environment, beside its tenant or group.
-    Client(ClientId),
-    /// All clients without a share, where the policy does not make tenants take turns.
-    Others,
-}
 
 /// What owners have used of each GPU.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]

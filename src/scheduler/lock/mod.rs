@@ -18,7 +18,7 @@ pub(crate) mod gang;
 pub(crate) mod hold;
 pub(crate) mod queue;
 
-pub(crate) use crate::entity::{Entity, Gang};
+pub(crate) use crate::entity::{Entity, Gang, ShareOwner};
 pub(crate) use class::{Class, Tier};
 pub(crate) use hold::{ClientLock, Hold, Revoked};
 pub(crate) use queue::{Blocked, QueueKey, Request};
@@ -325,12 +325,38 @@ impl Lock {
         self.gpus.get_mut(&id).map(|line| std::mem::take(&mut line.blocked_by_pinned)).unwrap_or_default()
     }
 
-    /// Puts a request into the queues of the GPUs that it wants.
-    pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity) {
+    /// The owners of the requests in the queue.
+    pub fn owners_waiting(&self, id: GpuId) -> impl Iterator<Item = ShareOwner> {
+        self.gpus.get(&id).into_iter().flat_map(|line| line.owners.keys().copied())
+    }
+
+    /// The queued requests of an owner, in no particular order.
+    pub fn queued_of(&self, id: GpuId, owner: ShareOwner) -> impl Iterator<Item = Entity> {
+        let all = self.gpus.get(&id).and_then(|line| line.owners.get(&owner));
+        all.into_iter().flatten().copied()
+    }
+
+    /// Sets the owner of a request's turns, which may have changed while it is queued.
+    pub fn set_owner(&mut self, entity: Entity, owner: Option<ShareOwner>) {
+        let Some(request) = self.requests.get_mut(&entity).filter(|request| request.owner != owner) else { return };
+        let queued = |id: &&GpuId| self.gpus.get(*id).is_some_and(|line| line.queue.contains(&(request.key, entity)));
+        let ids: Vec<GpuId> = request.wants.values().flatten().filter(queued).copied().collect();
+        let before = std::mem::replace(&mut request.owner, owner);
+        for id in &ids {
+            if let Some(line) = self.gpus.get_mut(id) {
+                line.leave_owner(before, entity);
+                line.join(request, entity);
+            }
+        }
+    }
+
+    /// Puts a request into the queues of the GPUs that it wants. `owner`: that of its turns.
+    pub fn join_queues(&mut self, fx: &mut Effects, entity: Entity, owner: Option<ShareOwner>) {
+        self.set_owner(entity, owner);
         let Some(request) = self.requests.get(&entity) else { return };
         for id in request.wants.values().flatten() {
             if let Some(line) = self.gpus.get_mut(id) {
-                line.queue.insert((request.key, entity));
+                line.join(request, entity);
                 line.blocked_by_pinned.remove(&entity);
                 line.behind.remove(&entity);
                 fx.touch(*id);
@@ -345,7 +371,7 @@ impl Lock {
             if let Some(line) = self.gpus.get_mut(id) {
                 line.blocked_by_pinned.remove(&entity);
                 line.behind.remove(&entity);
-                if line.queue.remove(&(request.key, entity)) {
+                if line.leave(request, entity) {
                     fx.touch(*id);
                 }
             }

@@ -1,7 +1,10 @@
 //! Requests, and the queue of each GPU.
 
 use super::Class;
-use crate::{api::*, entity::Entity};
+use crate::{
+    api::*,
+    entity::{Entity, ShareOwner},
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request of an entity for the locks of one or several GPUs.
@@ -19,6 +22,8 @@ pub(crate) struct Request {
     pub aged: bool,
     /// Why the request is in no queue. `None`: it is queued.
     pub blocked: Option<Blocked>,
+    /// The owner of its turns, while it is queued.
+    pub owner: Option<ShareOwner>,
     /// The reason for waiting that its clients were last told.
     #[serde(with = "crate::encoding::wait_reason")]
     pub told: Option<WaitReason>,
@@ -27,7 +32,7 @@ pub(crate) struct Request {
 impl Request {
     pub fn new(key: QueueKey, ages: Option<Time>, aged: bool) -> Self {
         let (since, wants) = (BTreeMap::new(), BTreeMap::new());
-        Self { key, since, wants, gathers: None, ages, aged, blocked: None, told: None }
+        Self { key, since, wants, gathers: None, ages, aged, blocked: None, owner: None, told: None }
     }
 
     /// All GPUs that its members want.
@@ -68,6 +73,9 @@ pub(crate) struct QueueKey {
 pub(super) struct Line {
     /// Requests that want this GPU, in the order in which they are served.
     pub queue: BTreeSet<(QueueKey, Entity)>,
+    /// The same requests by the owner of their turns.
+    #[serde(with = "crate::encoding::pairs")]
+    pub owners: BTreeMap<ShareOwner, BTreeSet<Entity>>,
     /// In the order of their grants.
     pub holders: BTreeMap<u64, ClientId>,
     /// Requests kept out of the queue by one of a better class, since they would block other GPUs meanwhile.
@@ -78,4 +86,29 @@ pub(super) struct Line {
     pub idle_for: Option<(Entity, Time)>,
     /// The last holder, if it was preempted.
     pub preempted: Option<ClientId>,
+}
+
+impl Line {
+    pub fn join(&mut self, request: &Request, entity: Entity) {
+        self.queue.insert((request.key, entity));
+        if let Some(owner) = request.owner {
+            self.owners.entry(owner).or_default().insert(entity);
+        }
+    }
+
+    /// Returns whether it was queued.
+    pub fn leave(&mut self, request: &Request, entity: Entity) -> bool {
+        self.leave_owner(request.owner, entity);
+        self.queue.remove(&(request.key, entity))
+    }
+
+    pub fn leave_owner(&mut self, owner: Option<ShareOwner>, entity: Entity) {
+        let Some(owner) = owner else { return };
+        if let Some(all) = self.owners.get_mut(&owner) {
+            all.remove(&entity);
+            if all.is_empty() {
+                self.owners.remove(&owner);
+            }
+        }
+    }
 }

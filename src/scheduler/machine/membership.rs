@@ -60,6 +60,11 @@ impl Machine {
                 continue;
             };
             let (before, now) = (self.rules.join(*client, group), group.limits);
+            if before.share.is_some() == now.share.is_some() {
+                self.owner_changed(*client);
+            } else {
+                self.rules.members(group.id).collect::<Vec<_>>().into_iter().for_each(|peer| self.owner_changed(peer));
+            }
             self.quota.count_member(*client, group.id, true);
             // Memory is protected by what a rule says when memory leaves, so `memory_low` takes effect by itself.
             let RuleLimits { memory_max, memory_low: _, swap_max, on_memory_full, share, gang } = before;
@@ -88,6 +93,7 @@ impl Machine {
         if let Some(group) = self.rules.group(client) {
             self.quota.count_member(client, group, false);
             self.rules.leave(client);
+            self.owner_changed(client);
         }
     }
 

@@ -8,7 +8,7 @@ use crate::{
     memory::Access,
     policy::{self, Precedence, Waiter},
 };
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 impl Machine {
@@ -45,18 +45,16 @@ impl Machine {
         if self.policy().tenants_take_turns() || !self.shares().have_classes() {
             return Time::ZERO;
         }
-        let owner = self.shares().owner(client);
-        let lines = wants.iter().flat_map(|id| self.lock.queue(*id));
-        let peers = lines.filter(|(_, entity)| self.owner_of(*entity) == owner);
-        peers.map(|(key, _)| key.joined).min().unwrap_or(self.now)
+        let Some(owner) = self.shares().owner(client) else { return self.now };
+        let peers = wants.iter().flat_map(|id| self.lock.queued_of(*id, owner));
+        peers.filter_map(|entity| Some(self.lock.request(entity)?.key.joined)).min().unwrap_or(self.now)
     }
 
     /// Owners with queued requests, where the policy orders the requests of one owner by rank alone: their finish tags
     /// are kept even in the past, as the key that those requests share.
     fn owners_with_one_key(&self, id: GpuId) -> BTreeSet<ShareOwner> {
         let is_by_rank = !self.policy().tenants_take_turns() && self.shares().have_classes();
-        let queue = is_by_rank.then(|| self.lock.queue(id)).into_iter().flatten();
-        queue.filter_map(|(_, entity)| self.owner_of(entity)).collect()
+        is_by_rank.then(|| self.lock.owners_waiting(id)).into_iter().flatten().collect()
     }
 
     /// Ranks all requests anew after a change of the policy. Finish tags of the former policy are forgotten.
@@ -178,19 +176,40 @@ impl Machine {
         wants.filter_map(|(client, id)| self.own_tag(client, id)).min()
     }
 
+    /// Has the queues follow a change of a client's owner.
+    pub(crate) fn owner_changed(&mut self, client: ClientId) {
+        if let Some(entity) = self.lock.waiting(client) {
+            let owner = self.owner_of(entity);
+            self.lock.set_owner(entity, owner);
+        }
+    }
+
+    /// Whether the queue by owners is the one that the requests' clients make now: for assertions.
+    pub(crate) fn owners_are_current(&self, id: GpuId) -> bool {
+        let mut owners: BTreeMap<ShareOwner, BTreeSet<Entity>> = BTreeMap::new();
+        for (_, entity) in self.lock.queue(id) {
+            if let Some(owner) = self.owner_of(entity) {
+                owners.entry(owner).or_default().insert(entity);
+            }
+        }
+        self.lock.owners_waiting(id).eq(owners.keys().copied())
+            && owners.iter().all(|(owner, all)| self.lock.queued_of(id, *owner).eq(all.iter().copied()))
+    }
+
     /// Charges a client's owners for a hold that ended, `waited` of which was contended: their finish tags rise, and
     /// their requests move back.
     pub(crate) fn charge_service(&mut self, client: ClientId, id: GpuId, hold: &Hold, waited: Duration) {
+        debug_assert!(self.owners_are_current(id));
         let shares = self.shares();
         let Some(owner) = shares.owner(client) else { return };
         let tag = |owner| Some((owner, shares.finish_tag(client, owner, id, hold, waited)?.0));
         let tags: Vec<(ShareOwner, Time)> = shares.owners(client).filter_map(tag).collect();
         let (is_charged, keep) = (!tags.is_empty(), self.owners_with_one_key(id));
         self.fairness.set_finish_tags(self.now, id, &keep, tags);
-        for entity in self.lock.queued(id).into_iter().filter(|_| is_charged) {
-            if self.owner_of(entity) == Some(owner) {
-                self.requeue(entity);
-            }
+        if is_charged {
+            let mut own: Vec<Entity> = self.lock.queued_of(id, owner).collect();
+            own.sort_unstable_by_key(|entity| self.lock.request(*entity).map(|request| request.key));
+            own.into_iter().for_each(|entity| self.requeue(entity));
         }
     }
 
@@ -242,7 +261,8 @@ impl Machine {
         (!ahead.is_zero()).then(|| self.now.saturating_add(ahead))
     }
 
-    fn owner_of(&self, entity: Entity) -> Option<ShareOwner> {
+    /// The owner of a request's turns.
+    pub(crate) fn owner_of(&self, entity: Entity) -> Option<ShareOwner> {
         self.shares().owner(self.lock.first_client(entity)?)
     }
 

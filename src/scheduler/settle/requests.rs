@@ -111,7 +111,8 @@ impl Machine {
         let Some(request) = self.lock.request(entity) else { return };
         let changes = self.position_changes_at(entity);
         let next = request.gathers.into_iter().chain(request.ages).chain(changes).filter(|at| *at > self.now).min();
-        self.lock.join_queues(&mut self.effects, entity);
+        let owner = self.owner_of(entity);
+        self.lock.join_queues(&mut self.effects, entity, owner);
         self.touch_conflicting_gangs(entity);
         self.effects.wake(Wake::Entity(entity), next);
         self.admit_if_needless(entity);
