@@ -17,6 +17,10 @@ struct Sums {
     /// Bytes that an eviction under way will free.
     evicting: u64,
     unverified: u64,
+    /// The demand, as far as it was ever measured.
+    need: u64,
+    /// The client may map more than its demand.
+    is_ahead: bool,
     /// When the client last ran, if it is idle and has evictable bytes.
     last_run: Option<Time>,
 }
@@ -40,6 +44,8 @@ impl Account {
             unevictable: self.charge.saturating_sub(evictable).saturating_sub(evicting).saturating_add(present),
             evicting,
             unverified: self.unverified(),
+            need: self.seen_to_need(),
+            is_ahead: self.ahead() > 0,
             last_run: idle_since.filter(|_| evictable > 0),
         }
     }
@@ -75,6 +81,10 @@ pub(crate) struct Ledger {
     evicting: u64,
     /// Unverified frees, by the tenant of the client that reported them.
     unverified: BTreeMap<TenantId, u64>,
+    all_unverified: u64,
+    /// Clients that need memory, the least first; and clients that may map more than their demand.
+    needs: BTreeSet<(u64, ClientId)>,
+    ahead: BTreeSet<ClientId>,
     /// Idle clients with evictable bytes, least recently run first.
     lru: BTreeSet<(Time, ClientId)>,
     /// `unevictable` fell since this was last cleared, so requests that it blocked may be served now.
@@ -139,8 +149,17 @@ impl Ledger {
 
     /// Unverified frees of clients of other tenants than `tenant`.
     pub fn unverified_for(&self, tenant: TenantId) -> u64 {
-        let others = self.unverified.iter().filter(|(other, _)| **other != tenant);
-        others.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
+        self.all_unverified - self.unverified.get(&tenant).copied().unwrap_or(0)
+    }
+
+    /// The clients that need at most that many bytes, and some, with their needs; the greatest first.
+    pub fn needs_up_to(&self, bytes: u64) -> impl Iterator<Item = (u64, ClientId)> {
+        self.needs.range(..=(bytes, ClientId(u64::MAX))).rev().copied()
+    }
+
+    /// The clients that may map more than their demand.
+    pub fn ahead(&self) -> impl Iterator<Item = ClientId> {
+        self.ahead.iter().copied()
     }
 
     /// Idle clients with evictable bytes, and when they last ran, the least recent first.
@@ -168,7 +187,21 @@ impl Ledger {
         if old.unverified != new.unverified {
             let unverified = self.unverified.entry(tenant).or_default();
             *unverified = *unverified + new.unverified - old.unverified;
-            self.unverified.retain(|_, bytes| *bytes > 0);
+            if *unverified == 0 {
+                self.unverified.remove(&tenant);
+            }
+            self.all_unverified = self.all_unverified + new.unverified - old.unverified;
+        }
+        if old.need != new.need {
+            self.needs.remove(&(old.need, client));
+            if new.need > 0 {
+                self.needs.insert((new.need, client));
+            }
+        }
+        if new.is_ahead {
+            self.ahead.insert(client);
+        } else if old.is_ahead {
+            self.ahead.remove(&client);
         }
         self.unevictable_fell |= new.unevictable < old.unevictable;
         if let Some(at) = old.last_run {
@@ -222,8 +255,13 @@ mod tests {
         assert_eq!((ledger.charged(), ledger.evicting()), (4, 0));
         assert_eq!(ledger.unverified_for(TenantId(2)), 4, "no measurement has confirmed it");
         assert_eq!(ledger.unverified_for(TenantId(1)), 0);
+        assert_eq!(ledger.needs_up_to(4).collect::<Vec<_>>(), [(3, B), (1, A)]);
+        assert_eq!((ledger.needs_up_to(2).next(), ledger.ahead().next()), (Some((1, A)), None));
+        ledger.change(B, |account| account.set(at(13), 4));
+        assert_eq!(ledger.ahead().collect::<Vec<_>>(), [B]);
         ledger.close(A);
         ledger.close(B);
+        assert_eq!((ledger.needs_up_to(9).next(), ledger.ahead().next()), (None, None));
         assert_eq!((ledger.charged(), ledger.unevictable(), ledger.unverified_for(TenantId(2))), (0, 0, 0));
     }
 

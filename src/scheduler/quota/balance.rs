@@ -10,6 +10,13 @@ pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
 /// A client that has not acknowledged a lower limit for this long counts as unresponsive: its committed bytes stay.
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
+/// Those of the clients that have no limits may have all that the GPU offers.
+fn whole_gpu<'a>(cx: Context, id: GpuId, clients: impl Iterator<Item = &'a ClientId>) -> impl Iterator<Item = Target> {
+    let bytes = cx.gpus.offer(id);
+    let free = clients.filter(move |client| !cx.rules.is_bounded(**client));
+    free.map(move |client| Target { client: *client, gpu: id, bytes, exact: false, bound: None })
+}
+
 impl Quota {
     /// Takes note of a GPU's offer and of the number of its clients.
     pub fn note_offer(&mut self, cx: Context, id: GpuId) {
@@ -17,15 +24,21 @@ impl Quota {
         let offer = cx.gpus.offer(id);
         if gpu.summed_for.replace(offer) != Some(offer) {
             // By demands, never by limits: those follow from this.
-            let needs = gpu.clients.values().map(|entry| entry.limit.demand().max(offer));
-            let most = needs.fold(0, u64::saturating_add).saturating_sub(offer);
+            let most = gpu.most_in_host(offer);
             self.host.most = (self.host.most - gpu.most_in_host).saturating_add(most);
             gpu.most_in_host = most;
         }
         let clients = gpu.clients.len();
-        if gpu.solved_for.is_none_or(|(bytes, count)| count != clients || bytes.abs_diff(offer) > LIMIT_STEP) {
-            gpu.solved_for = Some((offer, clients));
-            self.host.mark_changed(id);
+        match &mut gpu.solved_for {
+            Some((bytes, count)) if bytes.abs_diff(offer) <= LIMIT_STEP => {
+                if std::mem::replace(count, clients) != clients {
+                    self.host.mark_joined(id);
+                }
+            }
+            solved_for => {
+                *solved_for = Some((offer, clients));
+                self.host.mark_changed(id);
+            }
         }
         self.count_in_host(cx, id);
         self.host.check_scarcity();
@@ -41,21 +54,33 @@ impl Quota {
 
     /// Computes limits again: lowers those above their target, and raises others as far as there is room.
     pub fn balance(&mut self, cx: Context, fx: &mut Effects) {
+        let mut joined = self.host.take_joined();
         let (changed, was_scarce) = self.host.take_changed();
         let budget = self.host.budget();
         // Some bounds span all GPUs, and so may waiting requests.
         let all = was_scarce || budget.is_some() || cx.rules.bound_swap() || self.host.awaited;
-        let ids = match changed {
+        let mut ids = match changed {
             Some(changed) if !all => changed,
             _ => self.gpus.keys().copied().collect(),
         };
+        if cx.rules.bound_memory() {
+            ids.append(&mut joined); // what a group has is divided among all of its members
+        }
+        joined.retain(|id| !ids.contains(id));
         let targets = match budget {
             Some(_) => self.solve(cx, fx, budget, &ids),
             None => {
                 let bounded = if cx.rules.bound_memory() { self.solve(cx, fx, None, &ids) } else { Vec::new() };
-                bounded.into_iter().chain(self.unbounded_targets(cx, &ids)).collect()
+                bounded
+                    .into_iter()
+                    .chain(self.unbounded_targets(cx, &ids))
+                    .chain(self.fresh_targets(cx, &joined))
+                    .collect()
             }
         };
+        for id in ids.union(&joined) {
+            self.gpus.get_mut(id).into_iter().for_each(|gpu| gpu.fresh.clear());
+        }
         for lower in [true, false] {
             for target in &targets {
                 self.approach(cx, fx, target, lower);
@@ -65,18 +90,19 @@ impl Quota {
             self.finish_requests(cx, fx, &targets);
         }
         // Clients that attach wait to be told.
-        fx.touch_all(targets.iter().map(|target| target.gpu).filter(|id| cx.gpus.is_attaching(*id)));
+        fx.touch_all(ids.union(&joined).copied().filter(|id| cx.gpus.is_attaching(*id)));
     }
 
     /// The targets of clients without limits, where host memory suffices: all that their GPU offers.
     fn unbounded_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
-        let mut all = Vec::new();
-        for (id, gpu) in ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?))) {
-            let bytes = cx.gpus.offer(id);
-            let free = gpu.clients.keys().filter(|client| !cx.rules.is_bounded(**client));
-            all.extend(free.map(|client| Target { client: *client, gpu: id, bytes, exact: false, bound: None }));
-        }
-        all
+        let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
+        gpus.flat_map(|(id, gpu)| whole_gpu(cx, id, gpu.clients.keys())).collect()
+    }
+
+    /// The same, of clients that came since limits were last computed.
+    fn fresh_targets(&self, cx: Context, ids: &GpuSet) -> Vec<Target> {
+        let gpus = ids.iter().filter_map(|id| Some((*id, self.gpus.get(id)?)));
+        gpus.flat_map(|(id, gpu)| whole_gpu(cx, id, gpu.fresh.iter())).collect()
     }
 
     /// Moves one limit towards its target, down or up.

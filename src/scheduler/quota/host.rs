@@ -18,6 +18,9 @@ pub(super) struct Host {
     pub awaited: bool,
     /// GPUs whose limits have to be computed again. While host memory is scarce, a change on one concerns all.
     changed: BTreeSet<GpuId>,
+    /// GPUs with clients whose limits have never been computed, or that have gone. Where memory is not scarce and not limited by
+    /// rules, the limits of others stay.
+    joined: BTreeSet<GpuId>,
     all_changed: bool,
 }
 
@@ -51,6 +54,10 @@ impl Host {
         self.all_changed |= self.would_be_scarce() != self.scarce;
     }
 
+    pub fn take_joined(&mut self) -> BTreeSet<GpuId> {
+        std::mem::take(&mut self.joined)
+    }
+
     /// Takes the GPUs whose limits have to be computed again (`None`: all), and whether memory was scarce before.
     pub fn take_changed(&mut self) -> (Option<BTreeSet<GpuId>>, bool) {
         let changed = std::mem::take(&mut self.changed);
@@ -61,11 +68,15 @@ impl Host {
     }
 
     pub fn has_changed(&self) -> bool {
-        self.all_changed || !self.changed.is_empty()
+        self.all_changed || !self.changed.is_empty() || !self.joined.is_empty()
     }
 
     pub fn mark_changed(&mut self, id: GpuId) {
         self.changed.insert(id);
+    }
+
+    pub fn mark_joined(&mut self, id: GpuId) {
+        self.joined.insert(id);
     }
 
     pub fn mark_all_changed(&mut self) {

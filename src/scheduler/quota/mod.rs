@@ -75,6 +75,8 @@ pub(crate) struct Quota {
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 struct GpuLimits {
     clients: BTreeMap<ClientId, ClientLimit>,
+    /// The demands of those that have any, the least first.
+    demands: BTreeSet<(u64, ClientId)>,
     held_requests: BTreeMap<ClientId, HeldRequest>,
     /// Σ committed, and the part of each group.
     committed: u64,
@@ -84,8 +86,10 @@ struct GpuLimits {
     most_in_host: u64,
     /// The offer for which `most_in_host` was computed. `None`: a client or a demand has changed since.
     summed_for: Option<u64>,
-    /// The offer and the number of clients when limits were last solved.
+    /// The offer and the number of clients when limits were last computed; those of new clients alone do not count.
     solved_for: Option<(u64, usize)>,
+    /// Clients that came since limits were last computed.
+    fresh: BTreeSet<ClientId>,
 }
 
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
@@ -98,6 +102,18 @@ struct ClientLimit {
 }
 
 impl GpuLimits {
+    /// Bytes in host memory if every client used a whole GPU, or its demand where that is more.
+    fn most_in_host(&self, offer: u64) -> u64 {
+        let all = offer.saturating_mul(self.clients.len() as u64);
+        let beyond = self.demands.range((offer, ClientId(u64::MAX))..).map(|(demand, _)| demand.saturating_sub(offer));
+        let most = beyond.fold(all, u64::saturating_add).saturating_sub(offer);
+        debug_assert_eq!(most, {
+            let needs = self.clients.values().map(|entry| entry.limit.demand().max(offer));
+            needs.fold(0, u64::saturating_add).saturating_sub(offer)
+        });
+        most
+    }
+
     /// Follows a change of one client's committed bytes.
     fn count(&mut self, group: Option<GroupId>, before: u64, after: u64) {
         self.committed = self.committed - before + after;
@@ -131,6 +147,7 @@ impl Quota {
     pub fn attach(&mut self, client: ClientId, id: GpuId) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
         gpu.clients.entry(client).or_default();
+        gpu.fresh.insert(client);
         gpu.summed_for = None;
     }
 
@@ -139,6 +156,8 @@ impl Quota {
         let Some(entry) = gpu.clients.remove(&client) else { return };
         gpu.count(rules.group(client), entry.limit.counted, 0);
         gpu.held_requests.remove(&client);
+        gpu.fresh.remove(&client);
+        gpu.demands.remove(&(entry.limit.demand(), client));
         gpu.summed_for = None;
         self.ahead.forget((client, id));
     }
@@ -181,6 +200,10 @@ impl Quota {
         let fell = limit.reported(ack, demand);
         let (rose, needs_another) = (limit.committed() > committed, demand != needed);
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
+            gpu.demands.remove(&(needed, client));
+            if demand > 0 {
+                gpu.demands.insert((demand, client));
+            }
             gpu.summed_for = None;
         }
         if fell || rose {

@@ -9,7 +9,6 @@ use crate::{
     memory::{Access, context_queue::PendingContext},
     quota::FIRST_LIMIT_TIMEOUT,
 };
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// How long a client that was admitted, and has not used its context yet, may still be creating it: the driver creates
@@ -47,24 +46,22 @@ impl Machine {
             let needs_nothing = gpu.ledger.account(pending.client).is_some_and(|account| account.report.demand == 0);
             needs_nothing && self.lock.waiting(pending.client).is_none()
         };
-        let waiting = gpu.contexts.iter().rev().take_while(|pending| waits(pending)).count();
-        let gangs: BTreeSet<Gang> = gpu.contexts.iter().filter_map(|pending| self.lock.gang(pending.client)).collect();
         let unmeasured = gpu.unmeasured.len().saturating_sub(gpu.contexts.len());
         let taken = gpu.measured.unwrap_or(0).saturating_add(gpu.context_bytes(&self.settings, unmeasured));
         let capacity = gpu.total.saturating_sub(gpu.reserve(&self.settings)).saturating_sub(taken);
-        let needs = gpu.clients.keys().filter_map(|client| {
-            if self.lock.gang(*client).is_some_and(|gang| gangs.contains(&gang)) {
-                return None;
-            }
-            self.memory_of(*client, id)
-                .filter(|memory| memory.attached.is_some() && memory.engine != Engine::Managed)?;
-            Some(gpu.ledger.account(*client)?.seen_to_need())
-        });
+        let waits_with = |gang: Gang| gpu.contexts.iter().any(|pending| self.lock.gang(pending.client) == Some(gang));
+        let is_kept_from_running = |client: ClientId| {
+            let memory = gpu.clients.get(&client);
+            memory.is_some_and(|memory| memory.attached.is_some() && memory.engine != Engine::Managed)
+                && !self.lock.gang(client).is_some_and(waits_with)
+        };
         // Demands that do not fit anyway are not made worse by contexts.
-        let most = needs.filter(|need| (1..=capacity).contains(need)).max();
+        let most = gpu.ledger.needs_up_to(capacity).find(|(_, client)| is_kept_from_running(*client));
+        let most = most.map(|(need, _)| need);
         let room = most.and_then(|most| (capacity - most).checked_div(gpu.context_bytes(&self.settings, 1)));
         let room = room.map_or(usize::MAX, |room| usize::try_from(room).unwrap_or(usize::MAX));
-        let deferred = gpu.contexts.len().saturating_sub(room).min(waiting);
+        let too_many = gpu.contexts.len().saturating_sub(room);
+        let deferred = gpu.contexts.iter().rev().take(too_many).take_while(|pending| waits(pending)).count();
         if let Some(gpu) = self.memory.get_mut(&id) {
             gpu.contexts.defer(if gpu.access == Access::Gone { 0 } else { deferred });
         }

@@ -127,8 +127,8 @@ impl Machine {
 
     /// Takes back allowances beyond demand, until `bytes` are being freed.
     fn take_back_ahead(&mut self, id: GpuId, bytes: u64, exempt: &[ClientId]) {
-        let attachments = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.clients.keys().copied());
-        let ahead: Vec<(ClientId, u64)> = attachments
+        let clients = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.ledger.ahead());
+        let ahead: Vec<(ClientId, u64)> = clients
             .filter(|client| !exempt.contains(client))
             .filter(|client| self.eviction_block(*client, id).is_none())
             .map(|client| (client, self.ahead(client, id)))
