@@ -51,6 +51,16 @@ impl Counted {
         self.worst = self.worst.max(value);
     }
 
+    pub fn add_all(&mut self, other: &Self) {
+        if self.buckets.len() < other.buckets.len() {
+            self.buckets.resize(other.buckets.len(), 0);
+        }
+        self.buckets.iter_mut().zip(&other.buckets).for_each(|(count, more)| *count += more);
+        self.count += other.count;
+        self.sum += other.sum;
+        self.worst = self.worst.max(other.worst);
+    }
+
     pub fn mean(&self) -> Duration {
         Duration::from_secs_f64(self.sum.as_secs_f64() / self.count.max(1) as f64)
     }

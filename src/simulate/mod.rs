@@ -4,6 +4,7 @@
 //!
 //! - [`scenario`]: the simulated GPUs, settings and jobs; `schema`: the file format.
 //! - `plans`: the arrival time and the GPUs of each program.
+//! - `parts`: the parts that have nothing to do with each other, each of which is a world of its own.
 //! - [`policies`]: the policies that are compared.
 //! - `world`: the machine, the programs and the time; `queue`: coming events.
 //! - `program`: one program and its client. `engines`: the work of GPUs; `link`: copies between them and the host.
@@ -15,6 +16,7 @@ mod context;
 mod engines;
 pub mod figures;
 mod link;
+mod parts;
 mod plans;
 pub mod policies;
 mod program;
@@ -26,22 +28,56 @@ mod serial;
 mod statistics;
 mod world;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+use parts::Part;
 use policies::Policy;
 use report::{Outcome, Report};
 use scenario::Scenario;
 use world::World;
 
-/// Plays a scenario under each of these policies.
+/// Plays a scenario under each of these policies, on as many threads as there are processors.
 pub fn run(scenario: &Scenario, policies: &[Policy]) -> Report {
     let plans = plans::plans(scenario);
     let ideal = serial::outcome(scenario, &plans);
-    let play = |policy: &Policy| World::new(scenario, &plans, policy).play();
-    let played: Vec<Option<Outcome>> = thread::scope(|scope| {
-        let threads: Vec<_> = policies.iter().map(|policy| scope.spawn(|| play(policy))).collect();
-        threads.into_iter().map(|thread| thread.join().ok()).collect()
+    let parts: Vec<(&Policy, Vec<Part>)> =
+        policies.iter().map(|policy| (policy, parts::parts(scenario, &plans, policy))).collect();
+    let worlds: Vec<(&Policy, &Part)> =
+        parts.iter().flat_map(|(policy, parts)| parts.iter().map(|part| (*policy, part))).collect();
+    let mut played = play(scenario, &worlds).into_iter();
+    let outcomes = parts.iter().filter_map(|(policy, parts)| {
+        let outcomes: Vec<Option<Outcome>> = played.by_ref().take(parts.len()).collect();
+        let outcomes: Option<Vec<Outcome>> = outcomes.into_iter().collect();
+        Some(parts::joined(policy, plans.len(), parts.iter().zip(outcomes?)))
     });
-    // A policy whose thread panicked has printed the panic, and has no figures.
-    report::report(scenario, &plans, played.into_iter().flatten().chain([ideal]))
+    let outcomes: Vec<Outcome> = outcomes.collect();
+    report::report(scenario, &plans, outcomes.into_iter().chain([ideal]))
+}
+
+/// The outcome of each of these worlds. One that panicked has printed the panic, and has none.
+fn play(scenario: &Scenario, worlds: &[(&Policy, &Part)]) -> Vec<Option<Outcome>> {
+    let next = AtomicUsize::new(0);
+    let some = || {
+        let take = || {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            worlds.get(at).map(|(policy, part)| (at, *policy, *part))
+        };
+        let played = std::iter::from_fn(take).map(|(at, policy, part)| {
+            let play = || World::new(scenario, &part.gpus, &part.plans, policy).play();
+            (at, std::panic::catch_unwind(play).ok())
+        });
+        played.collect::<Vec<_>>()
+    };
+    let mut outcomes: Vec<Option<Outcome>> = worlds.iter().map(|_| None).collect();
+    thread::scope(|scope| {
+        let count = thread::available_parallelism().map_or(1, |count| count.get()).min(worlds.len());
+        let threads: Vec<_> = (0..count).map(|_| scope.spawn(some)).collect();
+        for (at, outcome) in threads.into_iter().filter_map(|thread| thread.join().ok()).flatten() {
+            if let Some(place) = outcomes.get_mut(at) {
+                *place = outcome;
+            }
+        }
+    });
+    outcomes
 }

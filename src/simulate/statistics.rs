@@ -51,7 +51,7 @@ impl Claim {
 }
 
 impl Statistics {
-    pub fn new(scenario: &Scenario, plans: &[Plan]) -> Self {
+    pub fn new(scenario: &Scenario, gpus: usize, plans: &[Plan]) -> Self {
         let mut known: BTreeMap<(TenantId, usize), usize> = BTreeMap::new();
         let mut claim = |user, gpu| {
             let next = known.len();
@@ -70,7 +70,7 @@ impl Statistics {
             hand_overs: 0,
             swapped_out: 0,
             swapped_in: 0,
-            last: vec![None; scenario.gpus.len()],
+            last: vec![None; gpus],
             claims: vec![Claim::default(); known.len()],
             claims_of,
             users: users.into_iter().map(|(_, user)| user).collect(),

@@ -14,7 +14,7 @@ use super::policies::Policy;
 use super::program::Program;
 use super::queue::{Happening, Next, Queue};
 use super::report::Outcome;
-use super::scenario::{FULL, Scenario};
+use super::scenario::{FULL, Gpu, Scenario};
 use super::statistics::Statistics;
 use crate::scheduler::{ClientId, Command, Event, Group, GroupId, Machine, Time};
 
@@ -35,7 +35,8 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(scenario: &Scenario, plans: &[Plan], policy: &Policy) -> Self {
+    /// `gpus`: those of the scenario that the plans are about.
+    pub fn new(scenario: &Scenario, gpus: &[Gpu], plans: &[Plan], policy: &Policy) -> Self {
         let groups = scenario.jobs.iter().zip(1..).map(|(job, number)| {
             let limits = job.rule.filter(|_| policy.rules)?;
             Some(Group { id: GroupId(number), limits })
@@ -54,15 +55,15 @@ impl World {
             context: Context {
                 now: Time::ZERO,
                 queue: Queue::default(),
-                engines: Engines::new(scenario.gpus.len(), works),
-                links: scenario.gpus.iter().map(|gpu| Link::new(gpu.link)).collect(),
-                statistics: Statistics::new(scenario, plans),
+                engines: Engines::new(gpus.len(), works),
+                links: gpus.iter().map(|gpu| Link::new(gpu.link)).collect(),
+                statistics: Statistics::new(scenario, gpus.len(), plans),
             },
             until: scenario.until,
             policy: policy.name,
             events: 0,
         };
-        for (place, gpu) in scenario.gpus.iter().enumerate() {
+        for (place, gpu) in gpus.iter().enumerate() {
             world.feed(Event::GpuFound { gpu: gpu_id(place), total: gpu.memory });
             world.feed(Event::GpuLink { gpu: gpu_id(place), rate: gpu.link });
         }
