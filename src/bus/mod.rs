@@ -1,5 +1,8 @@
 //! The D-Bus interface `org.nvshare.Scheduler1` as types: names, dictionaries and the proxy. The daemon serves them
 //! and `nvsharectl` reads them; `dbus/org.nvshare.Scheduler1.xml` documents them.
+//!
+//! A key that is added after version 0.1.0 is an `Option`: to `nvsharectl`, what is none must be there, and an older scheduler,
+//! which runs until it is restarted after an upgrade, does not send it.
 
 use nvshare_wire::client::{EngineReason, GpuKind};
 use std::collections::HashMap;
