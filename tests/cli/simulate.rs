@@ -219,6 +219,7 @@ fn the_examples_are_right() {
         ("equals.toml", 6, 1),
         ("heavy-tailed.toml", 203, 2),
         ("hundred-on-one.toml", 100, 1),
+        ("language-model-servers.toml", 2, 1),
         ("mix.toml", 225, 8),
         ("notebooks-and-trainings.toml", 70, 1),
         ("shares.toml", 2, 1),
@@ -255,6 +256,18 @@ fn jobs_end_sooner_on_average_where_who_has_had_least_goes_first() {
         // Eight times max-wait, and the turn of one that had waited for as long.
         assert!(adaptive.wait_worst < Duration::from_secs(8 * 60 + 45), "{name}: {:?}", adaptive.wait_worst);
     }
+}
+
+#[test]
+fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
+    let name = "language-model-servers.toml";
+    let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
+    let default: Vec<Policy> = Policy::named("fcfs-auto").into_iter().collect();
+    let report = run(&scenario, &default);
+    let figures = of(&report, "fcfs-auto");
+    // An answer of 0.6 s is cut short once at most. One server alone keeps the GPU busy for 0.6 of each 0.605 s.
+    assert!(figures.wait_worst < Duration::from_millis(7400), "{:?}", figures.wait_worst);
+    assert!(figures.busy > 0.85 * 0.6 / 0.605, "{}", figures.busy);
 }
 
 #[test]

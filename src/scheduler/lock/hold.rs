@@ -62,6 +62,9 @@ pub(crate) struct Hold {
     /// The clock of the turn: how long other clients have waited for this holder. It runs since `waited_since`.
     pub waited: Duration,
     pub waited_since: Option<Time>,
+    /// The first request that waits, and the most that moving memory for it was expected to take: less is left of that
+    /// while memory of other clients leaves during the turn.
+    pub exchange: Option<(Entity, Duration)>,
     /// The waiters and the grace that the holder was last told.
     pub told: Option<(u32, Duration)>,
     /// The bytes that the holder was told to prepare to evict.
@@ -104,6 +107,7 @@ impl Hold {
             own_finish_tag: Time::ZERO,
             waited: Duration::ZERO,
             waited_since: None,
+            exchange: None,
             told: None,
             prepared: 0,
             revoked: None,
@@ -126,6 +130,12 @@ impl Hold {
         } else if let Some(since) = self.waited_since.take() {
             self.waited += now.saturating_sub(since);
         }
+    }
+
+    /// Takes what moving memory for the first request that waits is expected to take now.
+    pub fn expect_exchange(&mut self, first: Entity, takes: Duration) {
+        let before = self.exchange.filter(|(entity, _)| *entity == first).map_or(Duration::ZERO, |(_, before)| before);
+        self.exchange = Some((first, before.max(takes)));
     }
 
     /// Whether the holder was revoked and has failed to drain in time.

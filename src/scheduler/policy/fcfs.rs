@@ -1,8 +1,8 @@
 //! First come, first served, modified by the anti-thrash mode.
 //!
 //! **Turns.** In `on` every turn is the full time quantum, as in the original nvshare. In `auto` it depends on the cost
-//! of changing the holder. Where memory must move, that is seconds, so the turn is the time quantum and at least a
-//! multiple of the move. Where nothing must move it is a drain, and fairness decides: a holder keeps the GPU for twice
+//! of changing the holder. Where memory must move, the turn is a multiple of the time of the move
+//! ([`Waiter::moving_turn`]). Where nothing must move it is a drain, and fairness decides: a holder keeps the GPU for twice
 //! what the waiter is expected to need. Equals thus finish their bursts (two half-busy jobs overlap perfectly), and a
 //! short burst soon ends a long turn. This is least attained service: what a client has used since it last ran out of
 //! work predicts what it still needs, because burst lengths are heavy-tailed. A higher class (`fairness::Class`) does
@@ -29,7 +29,7 @@ use std::time::Duration;
 pub(super) struct Fcfs;
 
 impl Policy for Fcfs {
-    fn turn(&self, settings: &Settings, _: &Holder, first: &Waiter) -> Duration {
+    fn turn(&self, settings: &Settings, holder: &Holder, first: &Waiter) -> Duration {
         match first.precedence {
             Precedence::Before => return Duration::ZERO,
             Precedence::After => return Duration::MAX,
@@ -37,8 +37,9 @@ impl Policy for Fcfs {
             Precedence::Equal if settings.anti_thrash != AntiThrash::Auto => return settings.time_quantum,
             Precedence::Equal => {}
         }
-        let quantum = if first.evicts {
-            settings.time_quantum
+        let quantum = if !holder.exchange.is_zero() {
+            let (least, most) = first.moving_turn(holder);
+            (first.burst * 2).min(most).max(least).min(settings.time_quantum)
         } else if first.unmeasured && first.holders_measured {
             SHORTEST_TURN // the holders need not be measured, and perhaps both can run
         } else if first.unmeasured {

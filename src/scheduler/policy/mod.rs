@@ -22,8 +22,11 @@ use std::time::Duration;
 pub(crate) const SHORTEST_TURN: Duration = Duration::from_millis(20);
 /// The grace where a hand-over is free: longer than the gaps between launches of a busy program.
 pub(crate) const SHORTEST_GRACE: Duration = Duration::from_millis(1);
-/// A turn lasts at least this many times as long as moving memory for the next one.
-const MOVES_PER_TURN: u32 = 5;
+/// Where memory must move, a turn lasts at least the first of these many times as long as moving it, so that the GPU
+/// works most of the time; in `auto`, it lasts the second, and up to the third if the waiting client needs long.
+const MOVES_PER_TURN: (u32, u32, u32) = (5, 10, 15);
+/// The least of the second and of the third: where little moves, long bursts are not cut short for it.
+const SHORTEST_MOVING_TURN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
 
 /// The precedence of a waiting request over a holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -71,8 +74,21 @@ pub(crate) struct Waiter {
 impl Waiter {
     /// The shortest turn of a holder that is worth the hand-over to this request.
     fn shortest_turn(&self) -> Duration {
-        let moves = if self.evicts { self.arrives.saturating_mul(MOVES_PER_TURN) } else { Duration::ZERO };
+        let moves = if self.evicts { self.arrives.saturating_mul(MOVES_PER_TURN.0) } else { Duration::ZERO };
         moves.max(SHORTEST_TURN)
+    }
+
+    /// The least and the most that a turn lasts in `auto`, before the time quantum and `max-wait` bound it, if memory has
+    /// to move for this request: ten times as long as that takes, so that it costs little, and up to fifteen times if
+    /// this request is expected to need long, so that fewer bursts are cut short. It is no longer even if both clients
+    /// always have work, since a computation cannot be told from a server that always has requests, for which somebody
+    /// waits; unless a rule says that nobody does.
+    fn moving_turn(&self, holder: &Holder) -> (Duration, Duration) {
+        let (_, least, most) = MOVES_PER_TURN;
+        let worth = |moves, least: Duration| holder.exchange.saturating_mul(moves).max(least);
+        // Once all has arrived, the hand-over costs no more than one for which nothing moves.
+        let least = if self.evicts { worth(least, SHORTEST_MOVING_TURN.0) } else { SHORTEST_TURN };
+        if holder.batch { (Duration::MAX, Duration::MAX) } else { (least, worth(most, SHORTEST_MOVING_TURN.1)) }
     }
 }
 
@@ -84,6 +100,10 @@ pub(crate) struct Holder {
     /// The GPU time that it has attained, this turn included, and the part of this turn in which other clients waited.
     pub attained: Duration,
     pub waited: Duration,
+    /// The time to move what the first waiting request lacked when it became the first, out and back in.
+    pub exchange: Duration,
+    /// Nobody waits for what it computes: a rule gives it only time that no other client wants.
+    pub batch: bool,
     /// It was granted the GPU because it had aged.
     pub aged: bool,
     /// The first waiting request has the same owner.

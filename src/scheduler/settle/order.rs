@@ -125,6 +125,8 @@ impl Machine {
         policy::Holder {
             rank: self.policy().rank(&self.settings, self.now, &waiter),
             attained: waiter.attained,
+            exchange: hold.exchange.map_or(Duration::ZERO, |(_, exchange)| exchange),
+            batch: self.shares().share_of(client).weight == 0,
             waited: hold.waited(self.now),
             aged: hold.aged,
             same_owner: first.is_none_or(|first| self.owner_of(first) == self.shares().owner(client)),

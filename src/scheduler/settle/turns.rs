@@ -104,6 +104,10 @@ impl Machine {
         state: &TurnState,
     ) -> Option<Time> {
         let (now, wanted) = (self.now, state.wanted);
+        let hold = self.lock.hold_mut(client, id)?;
+        if let Some((first, waiter)) = pressure.first.zip(pressure.waiter) {
+            hold.expect_exchange(first, waiter.arrives);
+        }
         let hold = self.lock.hold(client, id)?;
         let ends = self.turn_ends(client, id, hold, pressure, all, wanted)?;
         let capped = self.shares().capped_at(client, id);

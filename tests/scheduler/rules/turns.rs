@@ -135,12 +135,12 @@ fn auto_lets_a_turn_last_where_bytes_must_move() {
 #[test]
 fn auto_shortens_turns_where_many_wait() {
     let quantum = Duration::from_secs(30);
-    let mut t = Talk::new(Settings { max_wait: Duration::from_secs(40), ..settings(AntiThrash::Auto, quantum) });
+    let mut t = Talk::new(Settings { max_wait: Duration::from_secs(20), ..settings(AntiThrash::Auto, quantum) });
     for n in 1..=5 {
         t.join(n, 12 * GIB);
         t.request(n);
     }
-    assert_eq!(t.after(ms(9999)), []);
+    assert_eq!(t.after(ms(4999)), []);
     assert_eq!(t.after(ms(1)), [revoke(1)], "a fourth of what the fourth may wait");
 }
 
