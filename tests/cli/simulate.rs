@@ -81,7 +81,8 @@ fn two_that_do_not_fit_swap_what_is_too_much_at_each_turn() {
     let keys = "memory = \"9G\"\nwork = \"39s\"";
     let text = format!("time-quantum = \"10s\"\nmax-wait = 0\n{}", one_gpu(&(job("a", keys) + &job("b", keys))));
     let report = report(&text);
-    for figures in report.policies.iter().filter(|figures| figures.policy.starts_with("fcfs-")) {
+    // In auto turns are as long as what moves is worth.
+    for figures in ["fcfs-on", "fcfs-off"].map(|policy| of(&report, policy)) {
         // Turns of 10 s: a, b, a, b, a, b, a, b. Of 18 GiB 2 do not fit. At each of the first six changes they leave; they
         // come back at all but the first, to which b brings what was never there.
         assert_eq!((figures.hand_overs, figures.swapped_out, figures.swapped_in), (7, 12 * GIB, 12 * GIB));
@@ -250,11 +251,11 @@ fn jobs_end_sooner_on_average_where_who_has_had_least_goes_first() {
         assert_eq!(adaptive.done, report.programs, "{name}");
         for other in ["fcfs-auto", "rules-auto"] {
             let (mean, other) = (mean("adaptive-auto"), mean(other));
-            assert!(mean < other.mul_f64(0.9), "{name}: {mean:?}, {other:?}");
+            assert!(mean < other.mul_f64(0.95), "{name}: {mean:?}, {other:?}");
         }
-        assert!(adaptive.swapped_out < of(&report, "fcfs-auto").swapped_out / 2, "{name}");
-        // Eight times max-wait, and the turn of one that had waited for as long.
-        assert!(adaptive.wait_worst < Duration::from_secs(8 * 60 + 45), "{name}: {:?}", adaptive.wait_worst);
+        assert!(adaptive.swapped_out < of(&report, "fcfs-auto").swapped_out / 4 * 3, "{name}");
+        // Twice max-wait, and the turns of those that had waited for as long.
+        assert!(adaptive.wait_worst < Duration::from_secs(2 * 60 + 20), "{name}: {:?}", adaptive.wait_worst);
     }
 }
 

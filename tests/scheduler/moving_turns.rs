@@ -32,13 +32,13 @@ fn turn_between_two(settings: Settings, share: Option<Share>, moves: u64) -> Dur
         Command::Revoke { client, .. } => Some(*client),
         _ => None,
     })
-    .last()
+    .next_back()
     .expect("turns end");
-    let grants = of(|command| match command {
+    let mut grants = of(|command| match command {
         Command::Grant { client, .. } => Some(*client),
         _ => None,
     });
-    let begun = grants.filter(|(at, client)| *client == holder && *at < end).last().expect("they begin").0;
+    let begun = grants.rfind(|(at, client)| *client == holder && *at < end).expect("they begin").0;
     end - begun
 }
 

@@ -11,10 +11,11 @@
 //! **Turns.** A holder continues while no client of a lower level waits; otherwise it has the shortest turn that pays
 //! for what moves.
 //!
-//! **Ageing.** A client that has waited [`AGEING_FACTOR`] times as long as it would if all waiting clients took turns
-//! precedes all others for one turn. However many clients wait, at most one in so many turns is such a turn. GPUs are
-//! kept for a client that wants several while it waits for the last of them, so it waits no longer than if all took
-//! turns.
+//! **Ageing.** In `auto`, a client that has waited for `max-wait` longer than it would if all waiting clients took turns
+//! precedes all others for one turn: the shortest that is worth moving its memory, so that little time is lost for
+//! clients of lower levels. In the other modes, where that turn is the time quantum, and where `max-wait` is 0, it has
+//! waited [`AGEING_FACTOR`] times as long as if all took turns. GPUs are kept for a client that wants several while it waits for the last of them, so it waits no
+//! longer than if all took turns.
 //!
 //! **Eviction.** Memory of the client that will run last is evicted first: of waiting clients, from the back of the
 //! queue; an idle client is expected to stay idle for as long again as it has been.
@@ -27,10 +28,12 @@ use crate::{
 };
 use std::time::Duration;
 
-/// A client waits at most this many times as long as if all took turns.
+/// Where `max-wait` does not bound waits, a client waits at most this many times as long as if all took turns.
 const AGEING_FACTOR: u32 = 8;
 /// Longer than any time on a level, so that ranks of one level come before those of the next.
 const LEVEL: Duration = Duration::from_secs(1 << 32);
+/// The turn of a client that has aged is no shorter, whatever its size.
+const SHORTEST_AGED_TURN: Duration = Duration::from_secs(1);
 /// A client whose memory must move ranks, within its level, as if it had entered that level later by this many times
 /// the time of the move.
 const MOVES: u32 = 5;
@@ -51,7 +54,8 @@ impl Policy for Adaptive {
             (true, false) => MEASURED.min(settings.time_quantum),
         };
         let turn = if holder.aged || first.aged {
-            turn_of_all(settings, first)
+            // Its own memory has to come in during the turn.
+            holder.fills.saturating_mul(MOVES).max(SHORTEST_AGED_TURN).min(turn_of_all(settings, first))
         } else if first.rank < holder.rank {
             least
         } else {
@@ -77,7 +81,11 @@ impl Policy for Adaptive {
 
     fn ages_after(&self, settings: &Settings, waiter: &Waiter) -> Option<Duration> {
         let all = turn_of_all(settings, waiter).saturating_mul(waiter.waiters.max(1));
-        Some(if waiter.several { all } else { all.saturating_mul(AGEING_FACTOR) })
+        Some(match (settings.anti_thrash, settings.max_wait) {
+            _ if waiter.several => all,
+            (AntiThrash::Auto, wait) if !wait.is_zero() => all.saturating_add(wait),
+            _ => all.saturating_mul(AGEING_FACTOR),
+        })
     }
 
     fn tenants_take_turns(&self) -> bool {

@@ -102,6 +102,8 @@ pub(crate) struct Holder {
     pub waited: Duration,
     /// The time to move what the first waiting request lacked when it became the first, out and back in.
     pub exchange: Duration,
+    /// The time to move all of its memory out and back in.
+    pub fills: Duration,
     /// Nobody waits for what it computes: a rule gives it only time that no other client wants.
     pub batch: bool,
     /// It was granted the GPU because it had aged.

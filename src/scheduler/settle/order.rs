@@ -126,6 +126,7 @@ impl Machine {
             rank: self.policy().rank(&self.settings, self.now, &waiter),
             attained: waiter.attained,
             exchange: hold.exchange.map_or(Duration::ZERO, |(_, exchange)| exchange),
+            fills: self.memory.get(&id).map_or(Duration::ZERO, |gpu| gpu.rates.both_ways(self.need(client, id), None)),
             batch: self.shares().share_of(client).weight == 0,
             waited: hold.waited(self.now),
             aged: hold.aged,
