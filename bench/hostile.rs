@@ -132,6 +132,7 @@ fn longest_welcome(daemon: &Daemon, done: &AtomicBool) -> Duration {
 
 /// Lists clients and GPUs, again and again.
 fn call(control: &Path, done: &AtomicBool) {
+    lower_priority();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
         let stream = std::os::unix::net::UnixStream::connect(control).expect("the control socket");
@@ -145,6 +146,12 @@ fn call(control: &Path, done: &AtomicBool) {
     });
 }
 
+/// The calling thread is to keep the scheduler busy, not the processors on which it and we run.
+fn lower_priority() {
+    // SAFETY: a plain system call.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+}
+
 /// A hostile tenant, until it is dropped.
 struct Flood(Child);
 
@@ -152,11 +159,10 @@ impl Flood {
     fn start(uid: u32, name: &str, daemon: &Daemon) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.args(["--flood", name]).arg(daemon.socket()).uid(uid).gid(uid).stdin(Stdio::null());
-        // It should keep the scheduler busy, not the processors on which it and we run.
         // SAFETY: a plain system call between fork and exec.
         unsafe {
             command.pre_exec(|| {
-                libc::setpriority(libc::PRIO_PROCESS, 0, 19);
+                lower_priority();
                 Ok(())
             })
         };
