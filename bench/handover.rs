@@ -11,7 +11,6 @@ use nvshare_wire::{ClientMessage, SchedulerMessage};
 use test_support::daemon::{self, Client, Daemon, GPU};
 
 const HAND_OVERS: usize = 20_000;
-const WAITING_CLIENTS: usize = 1_000;
 const IDLE_CLIENTS: usize = 1_000;
 const IDLE_TIME: Duration = Duration::from_secs(10);
 
@@ -32,11 +31,6 @@ fn main() {
             results.add(Figure { name: "handover-daemon-p99", value: us(0.99), unit: "us", note });
         }
     }
-    let times = measure_waiting();
-    row(&format!("the daemon, {WAITING_CLIENTS} clients wait"), &times);
-    let note = format!("{} hand-overs, in turn, between {WAITING_CLIENTS} clients of one user", times.len());
-    let value = at(&times, 0.99).as_secs_f64() * 1e6;
-    results.add(Figure { name: "handover-1000-waiting-p99", value, unit: "us", note });
     let percent = idle();
     println!("CPU of a daemon with {IDLE_CLIENTS} clients that do nothing: {percent:.4} % of one core");
     let note = format!("all threads, over {} s", IDLE_TIME.as_secs());
@@ -74,24 +68,6 @@ fn measure(others: usize) -> Vec<Duration> {
         time
     });
     sorted(times)
-}
-
-/// All clients wait, and have the lock in the order in which they asked for it.
-fn measure_waiting() -> Vec<Duration> {
-    let daemon = quiet();
-    assert_eq!(daemon.ctl(&["set", "anti-thrash", "on"]).code, Some(0));
-    let clients = crowd(&daemon, WAITING_CLIENTS + 1);
-    for client in &clients {
-        client.request();
-        std::thread::sleep(Duration::from_millis(1)); // so that it is read before the next
-    }
-    clients[0].until_granted();
-    let turns = clients.iter().zip(clients.iter().cycle().skip(1)).cycle();
-    sorted(turns.take(HAND_OVERS / 4).map(|(holder, next)| {
-        let time = between(|| holder.release(), || next.until_granted());
-        holder.request();
-        time
-    }))
 }
 
 /// The same packets without a scheduler: one process wakes another thread, which wakes the next. Less is not possible.
