@@ -3,6 +3,9 @@
 //!
 //! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--json FILE]`
 //!
+//! The first time that a program's memory leaves is measured before that, since its host buffers may have to be made then:
+//! a program that has been idle for ten seconds, and one that comes.
+//!
 //! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are put into it (see `bench_support::results`).
 //!
 //! `--programs` is where `nvshare-scheduler`, `libnvshare.so` and `cuda-program` are (else: where this bench was built).
@@ -10,6 +13,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     process::{Child, Stdio},
     time::{Duration, Instant},
 };
@@ -19,6 +23,9 @@ use bench_support::stage::{Stage, bytes, kill, option};
 use serde_json::Value;
 
 const GIB: f64 = (1u64 << 30) as f64;
+const SETTINGS: &str = "time-quantum = 1\nanti-thrash = \"on\"\n";
+/// For how long a program idles before its memory leaves for the first time.
+const IDLE: Duration = Duration::from_secs(10);
 
 fn main() {
     let mut results = Results::from_arguments();
@@ -35,10 +42,20 @@ fn main() {
     println!("the link: {:.1} GiB/s out, {:.1} in, {:.1} each way at once", speed("out"), speed("in"), speed("both"));
 
     let holder = stage.ballast(leave);
-    let trace = stage.file("trace.jsonl");
-    let scheduler = stage.scheduler("time-quantum = 1\nanti-thrash = \"on\"\n", &trace);
-    let begin = Instant::now();
     let mem = memory.to_string();
+    let first = first_hand_over(&stage, &mem);
+    println!("the first hand-over: {first:.3} s from the request until all is there");
+    if memory >> 30 == 14 {
+        let note = format!(
+            "from the request of a program that comes until its memory is on the GPU; a program of {:.1} GiB, idle for {IDLE:?}, leaves",
+            memory as f64 / GIB
+        );
+        results.add(Figure { name: "first-handover-14GiB", value: first, unit: "s", note });
+    }
+
+    let trace = stage.file("trace.jsonl");
+    let scheduler = stage.scheduler(SETTINGS, &trace);
+    let begin = Instant::now();
     // Long enough for some hand-overs; they end when they are told to.
     let mut pair: Vec<Child> = (0..2)
         .map(|_| {
@@ -52,8 +69,7 @@ fn main() {
     }
     pair.into_iter().chain([scheduler, holder]).for_each(kill);
 
-    let text = std::fs::read_to_string(&trace).expect("a trace");
-    let moves: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let moves = events(&trace);
     let hand_overs = hand_overs(&moves);
     println!("{:>12} {:>12} {:>12} {:>12} {:>14}", "drain, ms", "to grant", "to run", "moved, GiB", "GiB/s each way");
     for h in &hand_overs {
@@ -90,6 +106,46 @@ fn main() {
     results.write();
 }
 
+fn events(trace: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(trace).expect("a trace");
+    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+}
+
+fn milliseconds(event: &Value) -> f64 {
+    event["ms"].as_f64().unwrap_or_default()
+}
+
+/// Seconds from the first request of a program until all of its memory is on the GPU, where another one has idled there.
+fn first_hand_over(stage: &Stage, memory: &str) -> f64 {
+    let trace = stage.file("first.jsonl");
+    let scheduler = stage.scheduler(SETTINGS, &trace);
+    let start = |words: &[&str]| stage.shared(words).stdout(Stdio::null()).spawn().expect("it runs");
+    let bytes: u64 = memory.parse().expect("bytes");
+    // When this program first asked for the GPU, and when all of its memory was there.
+    let wait_for_memory = |program: &Child| loop {
+        let all = events(&trace);
+        let own = || all.iter().filter(|event| event["pid"].as_u64() == Some(program.id().into()));
+        let request = own().find(|event| event["what"] == "request");
+        let mut mapped = 0;
+        let last = own().filter(|event| event["what"] == "mapped").find(|event| {
+            mapped += event["bytes"].as_u64().unwrap_or_default();
+            mapped >= bytes
+        });
+        if let (Some(request), Some(last)) = (request, last) {
+            break (milliseconds(last) - milliseconds(request)) / 1e3;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    let pause = (600 * 1000).to_string();
+    let idle = start(&["mix", "--mem", memory, "--reps", "1", "--rounds", "2", "--cpu-ms", &pause]);
+    wait_for_memory(&idle);
+    std::thread::sleep(IDLE);
+    let comes = start(&["mix", "--mem", memory, "--reps", "40", "--rounds", "100000000"]);
+    let seconds = wait_for_memory(&comes);
+    [idle, comes, scheduler].into_iter().for_each(kill);
+    seconds
+}
+
 struct HandOver {
     /// From the revoke to the release, from there to the next grant, and to the last byte of the next program, in ms.
     drain: f64,
@@ -99,15 +155,14 @@ struct HandOver {
 }
 
 fn hand_overs(moves: &[Value]) -> Vec<HandOver> {
-    let ms = |m: &Value| m["ms"].as_f64().unwrap_or_default();
     let mut revoked: BTreeMap<u64, f64> = BTreeMap::new();
     let mut released: Option<(u64, f64)> = None;
     let mut list = Vec::new();
     for (at, event) in moves.iter().enumerate() {
         let pid = event["pid"].as_u64().unwrap_or_default();
         match event["what"].as_str() {
-            Some("revoke") => drop(revoked.entry(pid).or_insert(ms(event))),
-            Some("release") => released = Some((pid, ms(event))),
+            Some("revoke") => drop(revoked.entry(pid).or_insert(milliseconds(event))),
+            Some("release") => released = Some((pid, milliseconds(event))),
             Some("grant") => {
                 let Some((from, when)) = released.filter(|(from, _)| *from != pid) else { continue };
                 let drain = revoked.remove(&from).map_or(0.0, |since| when - since);
@@ -115,11 +170,19 @@ fn hand_overs(moves: &[Value]) -> Vec<HandOver> {
                 let own = |m: &&Value| m["pid"].as_u64() == Some(pid);
                 let back =
                     moves[at..].iter().position(|m| own(&m) && m["what"] == "release").map_or(moves.len(), |n| at + n);
-                let mapped: Vec<&Value> =
-                    moves[..back].iter().filter(own).filter(|m| m["what"] == "mapped" && ms(m) >= when).collect();
+                let mapped: Vec<&Value> = moves[..back]
+                    .iter()
+                    .filter(own)
+                    .filter(|m| m["what"] == "mapped" && milliseconds(m) >= when)
+                    .collect();
                 let Some(last) = mapped.last() else { continue };
                 let moved = mapped.iter().filter_map(|m| m["bytes"].as_f64()).sum::<f64>() / GIB;
-                list.push(HandOver { drain, grant: ms(event) - when, mapped: ms(last) - when, moved });
+                list.push(HandOver {
+                    drain,
+                    grant: milliseconds(event) - when,
+                    mapped: milliseconds(last) - when,
+                    moved,
+                });
             }
             _ => {}
         }

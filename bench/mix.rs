@@ -1,12 +1,12 @@
-//! Two equal jobs at once against the same two one after the other, on a GPU that has room for one of them: jobs that need a
+//! Equal jobs at once against the same ones one after the other, on a GPU that has room for one of them: jobs that need a
 //! part of the GPU's memory and a part of its time, in periods, under time quanta. What overlaps is gained, what moves is lost.
 //! For a machine with an NVIDIA GPU; the GPU is made small by a program that holds the rest of it.
 //!
 //! `cargo bench --bench mix -- [--programs DIR] [--leave 17G] [--sizes 7.2G,15.3G] [--shares 0.5,0.9] [--periods 1,10]
-//! [--quanta 5,30,1000] [--work 30] [--json FILE]`
+//! [--quanta 5,30,1000] [--work 30] [--jobs 2] [--json FILE]`
 //!
-//! `--work`: seconds that one job takes alone, at least three periods. `--programs`: see `exchange.rs`. On a simulated GPU the
-//! figures mean nothing.
+//! `--jobs`: how many at once. `--work`: seconds that one job takes alone, at least three periods. `--programs`: see
+//! `exchange.rs`. On a simulated GPU the figures mean nothing.
 
 use std::{
     process::{Child, Command, Stdio},
@@ -39,10 +39,11 @@ fn main() {
     }
     let leave = bytes(&option("--leave", "17G"));
     let work: f64 = option("--work", "30").parse().expect("seconds");
+    let jobs: usize = option("--jobs", "2").parse().expect("a number");
     let holder = stage.ballast(leave);
     println!(
         "{:>8} {:>6} {:>8} {:>9} {:>9} {:>9} {:>9}",
-        "memory", "share", "period", "quantum", "alone", "both", "ratio"
+        "memory", "share", "period", "quantum", "alone", "at once", "ratio"
     );
     for memory in option("--sizes", "7.2G,15.3G").split(',') {
         for share in numbers("--shares", "0.5,0.9") {
@@ -54,15 +55,15 @@ fn main() {
                 let alone = seconds(vec![job.command(|words| stage.program(words))]);
                 for quantum in numbers("--quanta", "5,30,1000") {
                     let scheduler = stage.scheduler(&format!("time-quantum = {quantum}\n"), &stage.file("trace.jsonl"));
-                    let both = seconds((0..2).map(|_| job.command(|words| stage.shared(words))).collect());
+                    let all = seconds((0..jobs).map(|_| job.command(|words| stage.shared(words))).collect());
                     kill(scheduler);
-                    let ratio = both / (2.0 * alone);
+                    let ratio = all / (jobs as f64 * alone);
                     println!(
-                        "{memory:>8} {share:>6} {period:>6} s {quantum:>7} s {alone:>7.1} s {both:>7.1} s {ratio:>9.3}"
+                        "{memory:>8} {share:>6} {period:>6} s {quantum:>7} s {alone:>7.1} s {all:>7.1} s {ratio:>9.3}"
                     );
-                    if let Some(name) = figure(memory, share, period, quantum) {
+                    if let Some(name) = figure(jobs, memory, share, period, quantum) {
                         let note = format!(
-                            "both jobs done, over one after the other; {memory} each, alone {alone:.1} s; time quantum {quantum} s"
+                            "{jobs} jobs done, over one after the other; {memory} each, alone {alone:.1} s; time quantum {quantum} s"
                         );
                         results.add(Figure { name, value: ratio, unit: "ratio", note });
                     }
@@ -75,13 +76,14 @@ fn main() {
 }
 
 /// The name of the figure that this case is, if there is one.
-fn figure(memory: &str, share: f64, period: f64, quantum: f64) -> Option<&'static str> {
-    match (memory, share, period, quantum) {
-        ("15.3G", 0.5, 10.0, 30.0) => Some("big-0.5-period10-tq30-over-serial"),
-        ("15.3G", 0.5, 10.0, 5.0) => Some("big-0.5-period10-tq5-over-serial"),
-        ("15.3G", 0.9, 10.0, 30.0) => Some("big-0.9-period10-tq30-over-serial"),
-        ("15.3G", 0.9, 10.0, 5.0) => Some("big-0.9-period10-tq5-over-serial"),
-        ("7.2G", 0.5, 10.0, 30.0) => Some("small-0.5-period10-over-serial"),
+fn figure(jobs: usize, memory: &str, share: f64, period: f64, quantum: f64) -> Option<&'static str> {
+    match (jobs, memory, share, period, quantum) {
+        (2, "15.3G", 0.5, 10.0, 30.0) => Some("big-0.5-period10-tq30-over-serial"),
+        (2, "15.3G", 0.5, 10.0, 5.0) => Some("big-0.5-period10-tq5-over-serial"),
+        (2, "15.3G", 0.9, 10.0, 30.0) => Some("big-0.9-period10-tq30-over-serial"),
+        (2, "15.3G", 0.9, 10.0, 5.0) => Some("big-0.9-period10-tq5-over-serial"),
+        (2, "7.2G", 0.5, 10.0, 30.0) => Some("small-0.5-period10-over-serial"),
+        (10, "8G", 0.9, 1.0, 30.0) => Some("ten-by-8GiB-over-serial"),
         _ => None,
     }
 }

@@ -3,7 +3,7 @@
 first token takes when the question goes to another server than before.
 
   llm.py [--programs target/release] [--free 19.5,15,16,26,14] [--servers 2] [--starts 5] [--limit 60] [--serial 1]
-         [--switches 40] [--budget 540] [--out DIRECTORY] [--json bench/results.json]
+         [--switches 40] [--contended 0] [--budget 540] [--out DIRECTORY] [--json bench/results.json]
 
 Each server builds a Llama with 12.6 GiB of random weights on the GPU and answers a prompt of 256 tokens with 32 tokens. A ballast
 process holds all of the GPU but --free GiB, for each value in turn ("all": no ballast), under a scheduler of its own.
@@ -15,7 +15,10 @@ Prints JSON lines:
   switches  after the first start that succeeded: first-token times of questions to another server than before ("switched") and to
             the same one ("same"), the bytes that were mapped for each switch (as many leave), those copied by the
             clients' own count, and the bound: moved / 47 GiB/s + 0.08 s for the median, + 0.18 s for the 99th percentile
-  summary   what was done, and the figures llm-pair-starts-stuck and llm-switch-first-token-p99
+  contended with --contended SECONDS, after that: answers of the first server while nobody asks the others, then of all of them, each
+            asked without pause for so long: how many, the longest, and all together per second over those of the one
+  summary   what was done, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
+            llm-contended-throughput
 
 Of each stuck start, the scheduler's status, trace and log and what the servers' threads wait for go to a file in --out. --budget:
 after so many seconds it stops and reports what it has; the values of --free share the time. Needs a GPU, PyTorch and transformers.
@@ -262,6 +265,41 @@ def switches(servers, arguments, directory, deadline):
     return said, stuck
 
 
+def questions(server, seconds, limit):
+    """Asks it without pause for so long: how long each answer took, from the question on; None if one never came."""
+    end, took = time.monotonic() + seconds, []
+    while (began := time.monotonic()) < end:
+        if server.ask(began + limit) is None:
+            return None
+        took.append(time.monotonic() - began)
+    return took
+
+
+def contended(servers, arguments):
+    """All asked without pause, beside one asked without pause."""
+    # It may have to come back first.
+    alone = questions(servers[0], 1, arguments.limit) and questions(servers[0], arguments.contended, arguments.limit)
+    if alone is None:
+        return None
+    each = [None] * len(servers)
+
+    def ask(i):
+        each[i] = questions(servers[i], arguments.contended, arguments.limit)
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=ask, args=[i]) for i in range(len(servers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if None in each:
+        return None
+    # Answers that were under way when the time was over are counted, and so is their time.
+    rate = sum(map(len, each)) / (time.monotonic() - began)
+    said = {"alone": figures.summary(alone), "each": [figures.summary(took) for took in each]}
+    return said | {"longest": max(map(max, each)), "throughput": rate / (len(alone) / sum(alone))}
+
+
 # What is kept of a start that got stuck.
 
 
@@ -322,7 +360,7 @@ class Run:
         self.deadline = time.monotonic() + (arguments.budget or float("inf"))
         self.longest, self.bound = 0, None
         self.starts = {free: [] for free in arguments.free}
-        self.switches = {}
+        self.switches, self.contended = {}, {}
 
     def keep(self, case):
         if self.arguments.out and self.kept < KEPT_FILES:
@@ -361,6 +399,13 @@ class Run:
                     say(case)
                     self.switches[free] = case
                     if stuck:
+                        self.keep(case)
+                if outcome == "ready" and self.arguments.contended and free not in self.contended:
+                    said = contended(self.cast.servers, self.arguments)
+                    case = {"kind": "contended", "free": free, "stuck": said is None} | (said or {})
+                    say(case)
+                    self.contended[free] = case
+                    if said is None:
                         self.keep(case)
             finally:
                 self.cast.clear()
@@ -419,6 +464,16 @@ class Run:
                 note += "; {p50} GiB moved in".format(**case["moved-gib"])
                 note += ", so the bounds are {p50} (median) and {p99}".format(**case["bound"])
             said.append(("llm-switch-first-token-p99", case["switched"]["p99"], "s", note))
+        for free, case in self.contended.items():
+            if case["stuck"]:
+                continue
+            numbers = " and ".join(str(took["n"]) for took in case["each"])
+            note = f"{amount(free)} free; {numbers} answers within {self.arguments.contended:g} s, medians "
+            note += " and ".join(f"{took['p50']} s" for took in case["each"])
+            note += f"; one server alone {case['alone']['n']} answers, median {case['alone']['p50']} s"
+            said.append(("llm-contended-longest", case["longest"], "s", note))
+            said.append(("llm-contended-throughput", case["throughput"], "ratio", note))
+            break
         return said
 
     def report(self):
@@ -443,6 +498,7 @@ def main():
     parser.add_argument("--limit", type=float, default=60, help="seconds for a start, and for an answer")
     parser.add_argument("--serial", type=int, choices=[0, 1], default=1, help="0: without the serial reference")
     parser.add_argument("--switches", type=int, default=40)
+    parser.add_argument("--contended", type=float, default=0, help="seconds for which all are asked without pause")
     parser.add_argument("--pause", type=float, default=0, help="seconds between questions")
     parser.add_argument("--layers", type=int, default=llama.LAYERS)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a question")

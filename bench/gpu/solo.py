@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""What a program alone on the GPU loses under nvshare: the same work natively and under nvshare, in pairs of samples that
+alternate.
+
+  solo.py [--programs target/release] [--loads train,launches,decode] [--pairs 30] [--processes 3] [--sample 1]
+          [--json FILE] [--commit ID]
+
+  train     a small convolutional network with Adam
+  launches  additions to 64 numbers, which are bound by launching
+  decode    a Llama of 12.6 GiB that answers one request at a time
+
+For each load, --processes pairs of processes are started one after the other, one of them under nvshare, and asked in turn for
+samples of about --sample seconds, the first of a pair being the other one each time. The process that is not asked does nothing.
+Prints the median of the pairs' ratios with its 95 % interval (by ranks: nothing is assumed about their distribution); the figures
+are the upper ends. Needs a GPU, PyTorch and, for `decode`, transformers.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import figures
+import llama
+import stage
+
+NAMES = {"train": "solo-slowdown-train", "launches": "launch-bound-slowdown", "decode": "solo-slowdown-decode"}
+
+
+def step_of(load):
+    """The smallest piece of the work; and how often it is done between looks at the clock."""
+    import torch
+
+    torch.manual_seed(0)
+    if load == "train":
+        nn = torch.nn
+        widths = [3, 64, 128, 256]
+        layers = [part for a, b in zip(widths, widths[1:]) for part in (nn.Conv2d(a, b, 3, stride=2), nn.ReLU())]
+        net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)).cuda()
+        optimizer = torch.optim.Adam(net.parameters())
+        images, labels = torch.rand(256, 3, 128, 128, device="cuda"), torch.randint(0, 1000, (256,), device="cuda")
+
+        def step():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+
+        return step
+    if load == "launches":
+        numbers = torch.zeros(64, device="cuda")
+
+        def step():
+            for _ in range(1000):
+                numbers.add_(1)
+
+        return step
+    model = llama.build()
+    question = torch.randint(0, llama.VOCABULARY, (1, 64), device="cuda")
+
+    @torch.inference_mode()
+    def step():
+        cache, token = None, question
+        for _ in range(16):
+            output = model(token, past_key_values=cache, use_cache=True)
+            cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            token.item()
+
+    return step
+
+
+def work(load):
+    """A child: does the step as often as each line says, and answers with the seconds that it took."""
+    stage.end_with_parent()
+    import torch
+
+    step = step_of(load)
+    for line in sys.stdin:
+        begin = time.perf_counter()
+        for _ in range(int(line)):
+            step()
+        torch.cuda.synchronize()
+        print(time.perf_counter() - begin, flush=True)
+
+
+class Worker:
+    def __init__(self, load, environment):
+        words = [sys.executable, __file__, "--work", load]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+        )
+
+    def ask(self, steps):
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit("a worker has ended")
+        return float(answer)
+
+
+def interval(values):
+    """The 95 % interval of the median: between the ranks that a binomial distribution gives."""
+    ordered, n = sorted(values), len(values)
+    below, outside = 0, 0.0
+    while below < n // 2 and outside + math.comb(n, below) / 2**n <= 0.025:
+        outside += math.comb(n, below) / 2**n
+        below += 1
+    below = max(below, 1)
+    return ordered[below - 1], ordered[n - below]
+
+
+def measure(load, arguments, environment):
+    ratios, alone = [], []
+    for _ in range(arguments.processes):
+        native, shared = Worker(load, {}), Worker(load, environment)
+        try:
+            for worker in (native, shared):
+                worker.ask(3)
+            once = native.ask(3) / 3
+            steps = max(1, round(arguments.sample / once))
+            for worker in (native, shared):
+                worker.ask(steps)
+            for pair in range(math.ceil(arguments.pairs / arguments.processes)):
+                order = (native, shared) if pair % 2 else (shared, native)
+                seconds = {worker: worker.ask(steps) for worker in order}
+                ratios.append(seconds[shared] / seconds[native])
+                alone.append(seconds[native] / steps)
+        finally:
+            stage.end(native.process, shared.process)
+    percents = [100 * (ratio - 1) for ratio in ratios]
+    low, high = interval(percents)
+    middle = statistics.median(percents)
+    note = f"{len(ratios)} alternating pairs of samples of about {arguments.sample:g} s, {arguments.processes} processes each; "
+    note += f"median {middle:.2f}, its 95 % interval {low:.2f} to {high:.2f}, which ends at the figure; "
+    note += f"a step takes {1e3 * statistics.median(alone):.3f} ms natively"
+    print(f"{load}: {note}", flush=True)
+    return (NAMES[load], high, "percent", note)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=Path, default=Path("target/release"))
+    parser.add_argument("--loads", default=",".join(NAMES))
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--sample", type=float, default=1, help="seconds")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
+    arguments = parser.parse_args()
+    programs = arguments.programs.resolve()
+    print(json.dumps({"files": figures.measured_files(programs), "hardware": figures.hardware()}), flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        daemon = stage.scheduler(programs, Path(directory), "")
+        try:
+            environment = stage.under_nvshare(programs, Path(directory))
+            for load in arguments.loads.split(","):
+                figure = measure(load, arguments, environment)
+                if arguments.json:
+                    figures.add(arguments.json, [figure], arguments.commit)
+        finally:
+            stage.end(daemon)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(sys.argv[2])
+    else:
+        main()
