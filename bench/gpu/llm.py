@@ -20,7 +20,8 @@ Prints JSON lines:
   summary   what was done, and the figures llm-pair-starts-stuck, llm-switch-first-token-p99, llm-contended-longest and
             llm-contended-throughput
 
-Of each stuck start, the scheduler's status, trace and log and what the servers' threads wait for go to a file in --out. --budget:
+Of each stuck start, the scheduler's status, trace and log and what the servers' threads wait for go to a file in --out, and so does the
+trace of what is contended. --budget:
 after so many seconds it stops and reports what it has; the values of --free share the time. Needs a GPU, PyTorch and transformers.
 """
 
@@ -30,6 +31,7 @@ import json
 import os
 import queue
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -405,6 +407,8 @@ class Run:
                     case = {"kind": "contended", "free": free, "stuck": said is None} | (said or {})
                     say(case)
                     self.contended[free] = case
+                    if self.arguments.out:
+                        shutil.copy(self.directory / "trace.jsonl", self.arguments.out / f"contended-{free}.jsonl")
                     if said is None:
                         self.keep(case)
             finally:

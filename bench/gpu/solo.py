@@ -2,15 +2,15 @@
 """What a program alone on the GPU loses under nvshare: the same work natively and under nvshare, in pairs of samples that
 alternate.
 
-  solo.py [--programs target/release] [--loads train,launches,decode] [--pairs 30] [--processes 3] [--sample 1]
-          [--json FILE] [--commit ID]
+  solo.py [--programs target/release] [--loads train,launches,decode] [--json FILE] [--commit ID]
 
   train     a small convolutional network with Adam
   launches  additions to 64 numbers, which are bound by launching
   decode    a Llama of 12.6 GiB that answers one request at a time
 
-For each load, --processes pairs of processes are started one after the other, one of them under nvshare, and asked in turn for
-samples of about --sample seconds, the first of a pair being the other one each time. The process that is not asked does nothing.
+For each load, some pairs of processes are started one after the other, one of them under nvshare, and asked in turn for samples,
+the first of a pair being the other one each time. The process that is not asked does nothing. Samples of launches are short and many:
+the speed of processors changes from second to second, and two samples that follow each other closely see the same one.
 Prints the median of the pairs' ratios with its 95 % interval (by ranks: nothing is assumed about their distribution); the figures
 are the upper ends. Needs a GPU, PyTorch and, for `decode`, transformers.
 """
@@ -30,11 +30,16 @@ import figures
 import llama
 import stage
 
-NAMES = {"train": "solo-slowdown-train", "launches": "launch-bound-slowdown", "decode": "solo-slowdown-decode"}
+# The figure, pairs of samples, pairs of processes, and seconds of a sample.
+LOADS = {
+    "train": ("solo-slowdown-train", 30, 3, 1),
+    "launches": ("launch-bound-slowdown", 300, 3, 0.1),
+    "decode": ("solo-slowdown-decode", 30, 1, 1),
+}
 
 
 def step_of(load):
-    """The smallest piece of the work; and how often it is done between looks at the clock."""
+    """The smallest piece of the work."""
     import torch
 
     torch.manual_seed(0)
@@ -56,7 +61,7 @@ def step_of(load):
         numbers = torch.zeros(64, device="cuda")
 
         def step():
-            for _ in range(1000):
+            for _ in range(100):
                 numbers.add_(1)
 
         return step
@@ -115,18 +120,19 @@ def interval(values):
     return ordered[below - 1], ordered[n - below]
 
 
-def measure(load, arguments, environment):
+def measure(load, environment):
+    name, pairs, processes, sample = LOADS[load]
     ratios, alone = [], []
-    for _ in range(arguments.processes):
+    for _ in range(processes):
         native, shared = Worker(load, {}), Worker(load, environment)
         try:
             for worker in (native, shared):
                 worker.ask(3)
             once = native.ask(3) / 3
-            steps = max(1, round(arguments.sample / once))
+            steps = max(1, round(sample / once))
             for worker in (native, shared):
                 worker.ask(steps)
-            for pair in range(math.ceil(arguments.pairs / arguments.processes)):
+            for pair in range(math.ceil(pairs / processes)):
                 order = (native, shared) if pair % 2 else (shared, native)
                 seconds = {worker: worker.ask(steps) for worker in order}
                 ratios.append(seconds[shared] / seconds[native])
@@ -136,20 +142,17 @@ def measure(load, arguments, environment):
     percents = [100 * (ratio - 1) for ratio in ratios]
     low, high = interval(percents)
     middle = statistics.median(percents)
-    note = f"{len(ratios)} alternating pairs of samples of about {arguments.sample:g} s, {arguments.processes} processes each; "
+    note = f"{len(ratios)} alternating pairs of samples of about {sample:g} s, {processes} processes each; "
     note += f"median {middle:.2f}, its 95 % interval {low:.2f} to {high:.2f}, which ends at the figure; "
     note += f"a step takes {1e3 * statistics.median(alone):.3f} ms natively"
     print(f"{load}: {note}", flush=True)
-    return (NAMES[load], high, "percent", note)
+    return (name, high, "percent", note)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=Path, default=Path("target/release"))
-    parser.add_argument("--loads", default=",".join(NAMES))
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--sample", type=float, default=1, help="seconds")
+    parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit")
     arguments = parser.parse_args()
@@ -160,7 +163,7 @@ def main():
         try:
             environment = stage.under_nvshare(programs, Path(directory))
             for load in arguments.loads.split(","):
-                figure = measure(load, arguments, environment)
+                figure = measure(load, environment)
                 if arguments.json:
                     figures.add(arguments.json, [figure], arguments.commit)
         finally:

@@ -1,0 +1,346 @@
+#!/usr/bin/env python3
+"""nvshare beside what else shares a GPU: the same programs one after the other, without any sharing layer, under the original
+nvshare, with the memory limits of HAMi-core, under MPS, and under nvshare; all in one run on one GPU.
+
+  peers.py [--programs target/release] [--original DIR] [--hami libvgpu.so] [--setups serial,native,…] [--cases half-fits,…]
+           [--work 10] [--limit 90] [--keep FILE] [--json FILE] [--commit ID]
+
+--original: where the original's nvshare-scheduler and libnvshare.so are; it needs /var/run/nvshare (root). --hami: HAMi-core's
+library. Without these, and where MPS does not start, the table says so.
+
+  half-fits, most-fits  two programs of 7.2 GiB in 17 GiB that compute 50 or 90 % of the time: seconds until both are done
+  half-big, most-big    the same with 15.3 GiB each, of which one fits
+  servers               two Llamas of 12.6 GiB in 19.5 GiB, each asked 10 times without pause: seconds until all is answered
+  notebooks             ten programs of 1 GiB in 17 GiB, each with a burst of work every 0.5 s: seconds of the 99th percentile
+
+The memory that others have is taken by a process that holds all but the room. The original makes all memory managed; more managed
+memory than is free can hang a card, so it does not run where the programs do not fit. HAMi-core gets the room divided by the
+programs as each one's limit. Every program checks its results. `cuda-program` must be among --programs. Needs a GPU, PyTorch and, for `servers`, transformers.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import figures
+import llama
+import stage
+
+GIB = 2**30
+CONTEXT = 0.6  # GiB that a program takes beside its own memory
+# Name: the child's kind and arguments, how many, GiB of each, GiB of room, whether latencies count instead of the time for all.
+CASES = {
+    "half-fits": (("mix", 7.2, 0.5), 2, 7.2, 17, False),
+    "most-fits": (("mix", 7.2, 0.9), 2, 7.2, 17, False),
+    "half-big": (("mix", 15.3, 0.5), 2, 15.3, 17, False),
+    "most-big": (("mix", 15.3, 0.9), 2, 15.3, 17, False),
+    "servers": (("server", 10), 2, 12.7, 19.5, False),
+    "notebooks": (("bursts", 1, 20), 10, 1, 17, True),
+}
+SETUPS = ["serial", "native", "original", "hami", "mps", "nvshare"]
+
+
+# Children in Python. Each makes a file when its memory is ready, waits for another file, and prints a line of JSON when it is done.
+
+
+def bursts(gib, number):
+    import torch
+
+    parts = [torch.zeros(2**26, dtype=torch.int32, device="cuda") for _ in range(4 * int(gib))]
+
+    def passes(times):
+        for _ in range(times):
+            for part in parts:
+                part.add_(1)
+        torch.cuda.synchronize()
+
+    passes(1)
+    yield
+    took = []
+    for _ in range(int(number)):
+        time.sleep(0.5)
+        begin = time.perf_counter()
+        passes(30)
+        took.append(time.perf_counter() - begin)
+    return {"right": all(bool((part == 1 + 30 * int(number)).all()) for part in parts), "took": took}
+
+
+def server(answers):
+    """Its answers differ from run to run natively, too, so only numbers that are none count as wrong."""
+    import torch
+
+    model = llama.build()
+    question = torch.randint(0, llama.VOCABULARY, (1, 256), device="cuda")
+    yield
+    right = True
+    with torch.inference_mode():
+        for _ in range(int(answers)):
+            cache, token = None, question
+            for _ in range(32):
+                output = model(token, past_key_values=cache, use_cache=True)
+                cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+                token.item()
+            right &= bool(torch.isfinite(output.logits).all())
+    return {"right": right}
+
+
+def reason(message):
+    signs = ("out of memory", "outofmemory", "out_of_memory", "alloc_failed")
+    return "out of memory" if any(sign in message.lower() for sign in signs) else message[:80]
+
+
+def child(kind, words, ready, go):
+    stage.end_with_parent()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries may print
+    said = {}
+    try:
+        steps = {"bursts": bursts, "server": server}[kind](*words)
+        try:
+            next(steps)
+            stage.wait_to_begin(Path(ready), Path(go))
+            said = {"began": time.time()}
+            next(steps)
+        except StopIteration as end:
+            said |= end.value | {"ended": time.time()}
+    except Exception as e:
+        said |= {"error": reason(f"{type(e).__name__} {e}")}
+    print(json.dumps(said), file=out, flush=True)
+
+
+def ballast(room):
+    stage.end_with_parent()
+    import torch
+
+    # Its own context is there by then.
+    free = torch.cuda.mem_get_info()[0]
+    held = torch.empty(max(0, int(free - float(room) * GIB)), dtype=torch.uint8, device="cuda")
+    print(json.dumps({"free": torch.cuda.mem_get_info()[0] / GIB, "held": held.numel() / GIB}), flush=True)
+    sys.stdin.read()
+
+
+# Setups: each gives the environment of the programs, or says why it cannot run.
+
+
+class Unable(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def nothing(arguments, directory, number, room):
+    yield {}
+
+
+@contextlib.contextmanager
+def original(arguments, directory, number, room):
+    if not arguments.original:
+        raise Unable("not there")
+    Path("/var/run/nvshare").mkdir(parents=True, exist_ok=True)
+    Path("/var/run/nvshare/scheduler.sock").unlink(missing_ok=True)
+    with open(directory / "original.log", "w") as log:
+        daemon = subprocess.Popen([arguments.original / "nvshare-scheduler"], stderr=log, stdout=log)
+    try:
+        time.sleep(1)
+        if daemon.poll() is not None:
+            raise Unable("its scheduler ended")
+        yield {"LD_PRELOAD": str(arguments.original / "libnvshare.so")}
+    finally:
+        stage.end(daemon)
+
+
+@contextlib.contextmanager
+def hami(arguments, directory, number, room):
+    if not arguments.hami:
+        raise Unable("not there")
+    limit = f"{int(room * 1024 / number)}m"
+    cache = directory / "hami.cache"
+    cache.unlink(missing_ok=True)
+    yield {
+        "LD_PRELOAD": str(arguments.hami),
+        "CUDA_DEVICE_MEMORY_LIMIT": limit,
+        "CUDA_DEVICE_MEMORY_SHARED_CACHE": str(cache),
+        "LIBCUDA_LOG_LEVEL": "0",
+    }
+
+
+@contextlib.contextmanager
+def mps(arguments, directory, number, room):
+    if not shutil.which("nvidia-cuda-mps-control"):
+        raise Unable("not installed")
+    environment = {f"CUDA_MPS_{name}_DIRECTORY": str(directory / name.lower()) for name in ("PIPE", "LOG")}
+    for path in environment.values():
+        Path(path).mkdir(exist_ok=True)
+    started = subprocess.run(["nvidia-cuda-mps-control", "-d"], env=os.environ | environment, capture_output=True, text=True)
+    if started.returncode:
+        raise Unable("does not start")
+    try:
+        yield environment
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                ["nvidia-cuda-mps-control"], input="quit\n", env=os.environ | environment, text=True, timeout=20, capture_output=True
+            )
+
+
+@contextlib.contextmanager
+def nvshare(arguments, directory, number, room):
+    daemon = stage.scheduler(arguments.programs, directory, "")
+    try:
+        time.sleep(1.5)  # until it has measured what others have on the GPU
+        yield stage.under_nvshare(arguments.programs, directory)
+    finally:
+        stage.end(daemon)
+
+
+MANAGERS = {"serial": nothing, "native": nothing, "original": original, "hami": hami, "mps": mps, "nvshare": nvshare}
+
+
+def start(words, log, environment):
+    with open(log, "w") as errors:
+        return subprocess.Popen(
+            [*map(str, words)], stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | environment
+        )
+
+
+def result(process, end, limit):
+    """What it said; it is killed at that time."""
+    try:
+        out = process.communicate(timeout=max(0.1, end - time.monotonic()))[0]
+    except subprocess.TimeoutExpired:
+        stage.end(process)
+        return {"error": f"not done after {limit:g} s"}
+    return json.loads(out) if out.strip() else {"error": f"status {process.returncode}"}
+
+
+def mixes(words, number, environment, directory, arguments):
+    """So many programs of the driver API at once, as in `../mix.rs`; they count from their start to their end."""
+    end, began = time.monotonic() + arguments.limit, time.time()
+    words = [arguments.programs / "cuda-program", "mix", *words]
+    environment = environment | {"CUDA_LOOKUP": "getproc"}  # as the CUDA runtime finds the driver
+    children = [start(words, directory / f"child-{i}.log", environment) for i in range(number)]
+    said = []
+    for process in children:
+        one = result(process, end, arguments.limit)
+        failed = {"error": reason(one["error"])} if "error" in one else {}
+        said.append({"right": one.get("ok"), "passes": one.get("passes"), "began": began, "ended": time.time()} | failed)
+    return said
+
+
+def programs(job, number, environment, directory, arguments):
+    """Runs so many at once: what each said."""
+    if job[0] == "mix":
+        return mixes(job[1:], number, environment, directory, arguments)
+    go = directory / "go"
+    go.unlink(missing_ok=True)
+    children = []
+    for i in range(number):
+        ready = directory / f"ready-{i}"
+        ready.unlink(missing_ok=True)
+        words = [sys.executable, __file__, "--child", job[0], ready, go, *job[1:]]
+        children.append((start(words, directory / f"child-{i}.log", environment), ready))
+    end = time.monotonic() + arguments.limit
+    while any(not ready.exists() and child.poll() is None for child, ready in children) and time.monotonic() < end:
+        time.sleep(0.01)
+    go.touch()
+    return [result(process, end, arguments.limit) for process, _ in children]
+
+
+def verdict(said, counts_latency):
+    """A number of seconds, or what happened."""
+    errors = sorted({s["error"] for s in said if "error" in s})
+    failed = sum("error" in s for s in said)
+    if errors:
+        return f"{failed} of {len(said)}: {', '.join(errors)}"
+    if not all(s["right"] for s in said):
+        return "wrong results"
+    if counts_latency:
+        return figures.percentile([took for s in said for took in s["took"]], 0.99)
+    return max(s["ended"] for s in said) - min(s["began"] for s in said)
+
+
+def measure(case, setup, job, arguments, directory):
+    _, number, gib, room, counts_latency = CASES[case]
+    if setup == "original" and number * (gib + CONTEXT) > room:
+        return "not run: more managed memory than is free"
+    try:
+        with MANAGERS[setup](arguments, directory, number, room) as environment:
+            if setup != "serial":
+                return verdict(programs(job, number, environment, directory, arguments), counts_latency)
+            each = [programs(job, 1, environment, directory, arguments) for _ in range(1 if counts_latency else number)]
+            results = [verdict(said, counts_latency) for said in each]
+            return next((result for result in results if isinstance(result, str)), sum(results))
+    except Unable as why:
+        return f"not run: {why}"
+
+
+def text(result):
+    return result if isinstance(result, str) else f"{result:.3f} s" if result < 1 else f"{result:.1f} s"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=lambda path: Path(path).resolve(), default=Path("target/release").resolve())
+    parser.add_argument("--original", type=lambda path: Path(path).resolve())
+    parser.add_argument("--hami", type=lambda path: Path(path).resolve())
+    parser.add_argument("--setups", default=",".join(SETUPS))
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--work", type=int, default=10, help="seconds that a program takes alone")
+    parser.add_argument("--limit", type=float, default=90, help="seconds after which programs are killed")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
+    arguments = parser.parse_args()
+    print(json.dumps({"files": figures.measured_files(arguments.programs), "hardware": figures.hardware()}), flush=True)
+    setups = arguments.setups.split(",")
+    print(f"| case | {' | '.join(setups)} |\n|---|{'---|' * len(setups)}", flush=True)
+    measured = {}
+    with tempfile.TemporaryDirectory() as directory:
+        directory = Path(directory)
+        for case in arguments.cases.split(","):
+            job, _, _, room, _ = CASES[case]
+            words = [sys.executable, __file__, "--ballast", str(room)]
+            holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            try:
+                left = json.loads(holder.stdout.readline())["free"]
+                if job[0] == "mix":
+                    _, gib, share = job
+                    words = ["--mem", int(gib * GIB), "--chunks", 8]
+                    once = programs(("mix", *words, "--gpu-ms", 1000 * share, "--rounds", 2), 1, {}, directory, arguments)[0]
+                    words += ["--reps", once["passes"], "--rounds", arguments.work, "--cpu-ms", round(1000 * (1 - share))]
+                    job = ("mix", *words)
+                if not math.isclose(left, room, abs_tol=0.5):
+                    print(f"{case}: {left:.1f} GiB are free instead of {room}", file=sys.stderr)
+                measured[case] = {}
+                for setup in setups:
+                    measured[case][setup] = measure(case, setup, job, arguments, directory)
+                    if arguments.keep:
+                        arguments.keep.write_text(json.dumps(measured, indent=1) + "\n")
+            finally:
+                stage.end(holder)
+            print(f"| {case} | {' | '.join(text(measured[case][setup]) for setup in setups)} |", flush=True)
+    if arguments.json:
+        rows = []
+        for case, results in measured.items():
+            others = [value for setup, value in results.items() if setup != "nvshare" and not isinstance(value, str)]
+            own = results.get("nvshare")
+            if others and not isinstance(own, (str, type(None))):
+                note = "; ".join(f"{setup} {text(value)}" for setup, value in results.items())
+                rows.append((f"peers-{case}", own / min(others), "ratio", note))
+        figures.add(arguments.json, rows, arguments.commit)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], sys.argv[5:], sys.argv[3], sys.argv[4])
+    elif sys.argv[1:2] == ["--ballast"]:
+        ballast(sys.argv[2])
+    else:
+        main()
