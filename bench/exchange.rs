@@ -1,14 +1,14 @@
 //! How long a hand-over takes where memory must move: two programs on a GPU that has room for one, beside the link's own
 //! speed, in the same run. For a machine with an NVIDIA GPU; the GPU is made small by a program that holds the rest of it.
 //!
-//! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--json FILE]`
+//! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--trace FILE] [--json FILE]`
 //!
 //! The first time that a program's memory leaves is measured before that, since its host buffers may have to be made then:
 //! a program that has been idle for ten seconds, and one that comes.
 //!
 //! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are put into it (see `bench_support::results`).
 //!
-//! `--programs` is where `nvshare-scheduler`, `libnvshare.so` and `cuda-program` are (else: where this bench was built).
+//! `--trace` keeps the scheduler's trace of the hand-overs. `--programs` is where `nvshare-scheduler`, `libnvshare.so` and `cuda-program` are (else: where this bench was built).
 //! On a simulated GPU (`LD_LIBRARY_PATH` says where it is) it runs as well, and its figures mean nothing.
 
 use std::{
@@ -69,6 +69,10 @@ fn main() {
     }
     pair.into_iter().chain([scheduler, holder]).for_each(kill);
 
+    match option("--trace", "").as_str() {
+        "" => {}
+        kept => drop(std::fs::copy(&trace, kept).expect("the trace can be kept")),
+    }
     let moves = events(&trace);
     let hand_overs = hand_overs(&moves);
     println!("{:>12} {:>12} {:>12} {:>12} {:>14}", "drain, ms", "to grant", "to run", "moved, GiB", "GiB/s each way");
