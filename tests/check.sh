@@ -71,7 +71,8 @@ fi
 
 # First, because tests start what is built here.
 step "build of a static nvsharectl" env CARGO="$cargo" tests/static-nvsharectl.sh dev "$built" || finish
-step "build" "$cargo" build --workspace --locked || finish
+# With the tests, because what these need has other features: without them, much would be built twice.
+step "build" "$cargo" build --workspace --lib --bins --examples --tests --locked || finish
 step "build of libnvshare.so" preload build --locked || finish
 
 if $cargo nextest --version >/dev/null 2>&1; then
