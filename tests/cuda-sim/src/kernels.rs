@@ -158,15 +158,47 @@ enum Pass {
 /// `count` elements at `at`, each replaced by `f(index, old)`.
 fn each(context: &Context, at: u64, count: u64, pass: Pass, f: impl Fn(u64, u32) -> u32) -> Done {
     sweep(context, at, count, pass, |first, elements, n| {
-        for i in 0..n {
-            // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
-            unsafe {
-                let element = elements.add(i as usize);
-                let old = if pass == Pass::Write { 0 } else { element.read() };
-                element.write(f(first + i, old));
-            }
-        }
+        // SAFETY: `elements` has n aligned elements as long as the sweep holds the table.
+        unsafe { replace(elements, n, first, pass, &f) };
     })
+}
+
+/// # Safety
+/// There must be `n` elements, which nobody else changes.
+unsafe fn replace(elements: *mut u32, n: u64, first: u64, pass: Pass, f: &impl Fn(u64, u32) -> u32) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the caller's promise, and what the processor says.
+        return unsafe { replace_eight_at_once(elements, n, first, pass, f) };
+    }
+    // SAFETY: the caller's promise.
+    unsafe { replace_all(elements, n, first, pass, f) };
+}
+
+/// The same, compiled for processors that multiply eight elements at once: kernels are most of what a test of several
+/// programs does.
+///
+/// # Safety
+/// As for [`replace`], and the processor must have AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn replace_eight_at_once(elements: *mut u32, n: u64, first: u64, pass: Pass, f: &impl Fn(u64, u32) -> u32) {
+    // SAFETY: the caller's promise.
+    unsafe { replace_all(elements, n, first, pass, f) };
+}
+
+/// # Safety
+/// As for [`replace`].
+#[inline(always)]
+unsafe fn replace_all(elements: *mut u32, n: u64, first: u64, pass: Pass, f: &impl Fn(u64, u32) -> u32) {
+    for i in 0..n {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let element = elements.add(i as usize);
+            let old = if pass == Pass::Write { 0 } else { element.read() };
+            element.write(f(first + i, old));
+        }
+    }
 }
 
 fn sum(context: &Context, &[at, count, result, _]: &[u64; MAX_PARAMS]) -> Done {
