@@ -76,7 +76,8 @@ step "build" "$cargo" build --workspace --lib --bins --examples --tests --locked
 step "build of libnvshare.so" preload build --locked || finish
 
 if $cargo nextest --version >/dev/null 2>&1; then
-    step "tests" "$cargo" nextest run --workspace --locked --no-fail-fast ${CI:+--profile ci}
+    # Most tests wait for other processes most of the time.
+    step "tests" "$cargo" nextest run --workspace --locked --no-fail-fast --test-threads $(($(nproc) * 2)) ${CI:+--profile ci}
     step "tests of libnvshare.so" preload nextest run --locked --no-fail-fast
 else
     step "tests" "$cargo" test --workspace --locked --no-fail-fast --lib --bins --tests
