@@ -4,35 +4,57 @@ use std::time::Duration;
 
 use crate::scheduler::Time;
 
-/// Each direction carries one chunk after the other.
+/// Each direction carries one chunk after the other, and the memory of the host serves both.
 #[derive(Debug, Clone, Copy)]
 pub struct Link {
+    out: Lane,
+    back: Lane,
+    /// What both directions take of the host's memory, unless it is fast enough for both at full speed.
+    host: Option<Lane>,
+}
+
+/// What carries one chunk after the other.
+#[derive(Debug, Clone, Copy)]
+struct Lane {
     /// Bytes a second.
     rate: u64,
-    out_free: Time,
-    back_free: Time,
+    free: Time,
+}
+
+impl Lane {
+    fn new(rate: u64) -> Self {
+        Self { rate: rate.max(1), free: Time::ZERO }
+    }
+
+    fn carry(&mut self, now: Time, bytes: u64) -> Time {
+        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.rate);
+        self.free = now.max(self.free) + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        self.free
+    }
 }
 
 impl Link {
-    pub fn new(rate: u64) -> Self {
-        Self { rate: rate.max(1), out_free: Time::ZERO, back_free: Time::ZERO }
+    /// Bytes a second in each direction, and in both together.
+    pub fn new(rate: u64, total: u64) -> Self {
+        let host = (total < rate.saturating_mul(2)).then(|| Lane::new(total));
+        Self { out: Lane::new(rate), back: Lane::new(rate), host }
+    }
+
+    /// When the host's memory has carried so many bytes more.
+    fn host(&mut self, now: Time, bytes: u64) -> Time {
+        self.host.as_mut().map_or(Time::ZERO, |host| host.carry(now, bytes))
     }
 
     /// When a copy to the host is done that is wanted now.
     pub fn copy_out(&mut self, now: Time, bytes: u64) -> Time {
-        self.out_free = now.max(self.out_free) + self.time(bytes);
-        self.out_free
+        self.out.free = self.out.carry(now, bytes).max(self.host(now, bytes));
+        self.out.free
     }
 
     /// The same of a copy back to the GPU.
     pub fn copy_back(&mut self, now: Time, bytes: u64) -> Time {
-        self.back_free = now.max(self.back_free) + self.time(bytes);
-        self.back_free
-    }
-
-    fn time(&self, bytes: u64) -> Duration {
-        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.rate);
-        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+        self.back.free = self.back.carry(now, bytes).max(self.host(now, bytes));
+        self.back.free
     }
 }
 
@@ -43,9 +65,25 @@ mod tests {
     #[test]
     fn a_link_carries_each_way_one_after_the_other() {
         const GIB: u64 = 1 << 30;
-        let mut link = Link::new(GIB);
+        let mut link = Link::new(GIB, 2 * GIB);
         let s = Duration::from_secs;
         assert_eq!((link.copy_out(s(0), GIB), link.copy_out(s(0), GIB)), (s(1), s(2)));
         assert_eq!((link.copy_back(s(0), GIB), link.copy_back(s(5), GIB)), (s(1), s(6)));
+    }
+
+    #[test]
+    fn both_ways_share_what_the_host_carries() {
+        const GIB: u64 = 1 << 30;
+        let (mut out, mut back) = (Duration::ZERO, Duration::ZERO);
+        let mut link = Link::new(25 * GIB, 35 * GIB);
+        for _ in 0..35 {
+            (out, back) = (link.copy_out(out, GIB), link.copy_back(back, GIB));
+        }
+        let near = |time: Duration, seconds: f64| (time.as_secs_f64() - seconds).abs() < 0.05;
+        assert!(near(out, 2.0) && near(back, 2.0), "{out:?} and {back:?} for 35 GiB each way");
+        for _ in 0..25 {
+            out = link.copy_out(out, GIB);
+        }
+        assert!(near(out, 3.0), "{out:?}: one way alone has its own rate");
     }
 }

@@ -48,6 +48,8 @@ pub struct Gpu {
     pub memory: u64,
     /// Bytes a second in each direction.
     pub link: u64,
+    /// Bytes a second in both directions together, at most twice as many.
+    pub link_total: u64,
 }
 
 /// Programs of one kind.
@@ -123,7 +125,11 @@ impl Scenario {
             let count = counted("count", gpu.count.as_ref(), GPUS)?;
             let memory = bytes("memory", &gpu.memory, 1)?;
             let link = gpu.link.as_ref().map_or(Ok(LINK), |link| bytes("link", link, SLOWEST_LINK))?;
-            gpus.extend((0..count).map(|_| Gpu { memory, link }));
+            let link_total = match &gpu.link_total {
+                None => link.saturating_mul(2),
+                Some(total) => bytes("link-total", total, link)?.min(link.saturating_mul(2)),
+            };
+            gpus.extend((0..count).map(|_| Gpu { memory, link, link_total }));
         }
         let all = within("GPUs", 0..0, gpus.len(), &GPUS, "write [[gpu]] with memory and, perhaps, count")?;
         let mut jobs: Vec<Job> = Vec::new();

@@ -44,6 +44,7 @@ pub struct Gpu {
     pub count: Option<Spanned<u32>>,
     pub memory: Spanned<Size>,
     pub link: Option<Spanned<Size>>,
+    pub link_total: Option<Spanned<Size>>,
 }
 
 #[derive(Debug, Deserialize)]

@@ -56,7 +56,7 @@ impl World {
                 now: Time::ZERO,
                 queue: Queue::default(),
                 engines: Engines::new(gpus.len(), works),
-                links: gpus.iter().map(|gpu| Link::new(gpu.link)).collect(),
+                links: gpus.iter().map(|gpu| Link::new(gpu.link, gpu.link_total)).collect(),
                 statistics: Statistics::new(scenario, gpus.len(), plans),
             },
             until: scenario.until,

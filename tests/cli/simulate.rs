@@ -217,6 +217,8 @@ fn example(name: &str) -> String {
 #[test]
 fn the_examples_are_right() {
     let sizes = [
+        ("consumer-card-three.toml", 3, 1),
+        ("consumer-card-two.toml", 2, 1),
         ("equals.toml", 6, 1),
         ("heavy-tailed.toml", 203, 2),
         ("hundred-on-one.toml", 100, 1),
@@ -271,6 +273,33 @@ fn two_servers_that_are_asked_without_pause_answer_soon_and_often() {
     assert!(figures.busy > 0.85 * 0.6 / 0.605, "{}", figures.busy);
 }
 
+/// On a card whose link is slow, the GPU is idle for no more than a tenth of the time because memory moves, and no more of
+/// the link's time is used.
+#[test]
+fn programs_on_a_consumer_card_work_for_nine_tenths_of_the_time() {
+    const LINK_TOTAL: f64 = 35.0 * GIB as f64;
+    for name in ["consumer-card-two.toml", "consumer-card-three.toml"] {
+        let scenario = Scenario::parse(&example(name), Path::new(name)).unwrap_or_else(|e| panic!("{e}"));
+        let default: Vec<Policy> = Policy::named("fcfs-auto").into_iter().collect();
+        let report = run(&scenario, &default);
+        let figures = of(&report, "fcfs-auto");
+        let moving = (figures.swapped_out + figures.swapped_in) as f64 / LINK_TOTAL / scenario.until.as_secs_f64();
+        println!(
+            "{name}: idle {:.4}, moving {moving:.4}, {} hand-overs, longest wait {:?}, {:?}",
+            1.0 - figures.busy,
+            figures.hand_overs,
+            figures.wait_worst,
+            figures.fairness
+        );
+        assert!(figures.hand_overs > 40 && moving > 0.01, "{name}: {} hand-overs", figures.hand_overs);
+        assert!(figures.busy >= 0.9 && moving <= 0.1, "{name}: {} of the time busy, {moving} moving", figures.busy);
+        assert!(figures.fairness.is_some_and(|fairness| fairness > 0.99), "{name}: {:?}", figures.fairness);
+        // Nobody waits for longer than the others' turns by the time quantum.
+        let others = scenario.jobs[0].count - 1;
+        assert!(figures.wait_worst < scenario.settings.time_quantum * others, "{name}: {:?}", figures.wait_worst);
+    }
+}
+
 #[test]
 fn ten_thousand_programs_share_a_thousand_gpus() {
     let text = example("ten-thousand.toml").replace("6min", "2s");
@@ -304,7 +333,14 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
             "2:10: invalid type: boolean `true`, expected a size like \"16G\" for this key",
         ),
         ("[[gpu]]\nmemory = -1".into(), "2:10: this key cannot be -1: a size like \"16G\" is allowed"),
-        ("[[gpu]]\nsize = 1".into(), "2:1: unknown field `size`, expected one of `count`, `memory`, `link`"),
+        (
+            "[[gpu]]\nsize = 1".into(),
+            "2:1: unknown field `size`, expected one of `count`, `memory`, `link`, `link-total`",
+        ),
+        (
+            "[[gpu]]\nmemory = 1\nlink = \"2G\"\nlink-total = \"1G\"".into(),
+            "4:14: link-total cannot be 1073741824: at least 2147483648 is allowed",
+        ),
         (format!("{GPU}[[job]]\nname = \"\"\nmemory = 1\nwork = 1"), "4:8: name: a job's name is one line of text"),
         (both(JOB), "8:8: name: there is a job \"a\" already: each has a name of its own"),
         (both("memory = 2"), "7:1: duplicate key"),
