@@ -17,7 +17,7 @@ use test_support::machine::*;
 use watch::{Stand, Watch};
 
 /// Without `NVSHARE_CRASH_SECONDS`.
-const SECONDS: u64 = 60;
+const SECONDS: u64 = 30;
 const EPISODE: Duration = Duration::from_secs(10);
 /// Programs at once.
 const CROWD: usize = 6;
