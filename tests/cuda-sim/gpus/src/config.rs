@@ -37,12 +37,16 @@ pub struct Config {
     pub gpu_bandwidth: u64,
     /// `CUDA_SIM_LINK_BANDWIDTH`: copies to and from pinned memory, in each direction.
     pub link_bandwidth: u64,
+    /// `CUDA_SIM_HOST_BANDWIDTH`: what copies to and from all GPUs together can take of the host's memory; any with 0.
+    pub host_bandwidth: u64,
     /// `CUDA_SIM_PAGEABLE_BANDWIDTH`: copies to and from any other host memory.
     pub pageable_bandwidth: u64,
     /// `CUDA_SIM_FAULT_BANDWIDTH`: managed memory that a kernel faults in.
     pub fault_bandwidth: u64,
     /// `CUDA_SIM_PCIE_LANES`: what NVML says of the link, which is of the first generation; nothing with 0.
     pub pcie_lanes: u32,
+    /// `CUDA_SIM_NVML`: `memory` where NVML supports nothing but memory and processes.
+    pub nvml: Support,
     /// `CUDA_SIM_NVML_EVENTS`: `0` for a driver without events.
     pub nvml_events: bool,
     /// `CUDA_SIM_NVML_PROCESSES`: what NVML says of processes.
@@ -63,6 +67,15 @@ pub struct Config {
     pub fail: HashMap<String, BTreeSet<u64>>,
     /// `CUDA_SIM_FAIL_AS`: with which error.
     pub fail_as: u32,
+}
+
+/// What NVML supports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Support {
+    /// All that is known here.
+    All,
+    /// A GPU's memory and processes, and what it is.
+    Memory,
 }
 
 /// What NVML says of the processes that use a GPU.
@@ -98,10 +111,12 @@ impl Config {
             dir: dir(),
             gpu_bandwidth: size("CUDA_SIM_GPU_BANDWIDTH", 4 << 30).max(1),
             link_bandwidth: link_bandwidth.max(1),
+            host_bandwidth: size("CUDA_SIM_HOST_BANDWIDTH", 0),
             pageable_bandwidth: size("CUDA_SIM_PAGEABLE_BANDWIDTH", link_bandwidth / 3).max(1),
             fault_bandwidth: size("CUDA_SIM_FAULT_BANDWIDTH", link_bandwidth / 4).max(1),
             pcie_lanes: size("CUDA_SIM_PCIE_LANES", 0) as u32,
-            nvml_events: size("CUDA_SIM_NVML_EVENTS", 1) != 0,
+            nvml: support(),
+            nvml_events: size("CUDA_SIM_NVML_EVENTS", 1) != 0 && support() == Support::All,
             nvml_processes: listing(),
             nvml_delay: milliseconds("CUDA_SIM_NVML_DELAY"),
             vmm: size("CUDA_SIM_VMM", 1) != 0,
@@ -176,6 +191,14 @@ fn dir() -> PathBuf {
     // SAFETY: getuid has no preconditions.
     let uid = unsafe { libc::getuid() };
     env::var_os("CUDA_SIM_DIR").map_or_else(|| PathBuf::from(format!("/dev/shm/cuda-sim-{uid}")), PathBuf::from)
+}
+
+fn support() -> Support {
+    match env::var("CUDA_SIM_NVML").as_deref() {
+        Err(_) | Ok("all") => Support::All,
+        Ok("memory") => Support::Memory,
+        Ok(other) => panic!("CUDA_SIM_NVML={other}: want all or memory"),
+    }
 }
 
 fn listing() -> Listing {

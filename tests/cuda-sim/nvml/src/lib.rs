@@ -4,7 +4,12 @@
 // The symbols are called from C, and checked pointers are the API's contract; tests call them from Rust as well.
 #![allow(clippy::not_unsafe_ptr_arg_deref)]
 
-use cuda_sim_gpus::{Config, account::Figures, config::Listing, traffic, trouble};
+use cuda_sim_gpus::{
+    Config,
+    account::Figures,
+    config::{Listing, Support},
+    traffic, trouble,
+};
 use std::{
     ffi::{CStr, c_char},
     fs::{self, File},
@@ -224,7 +229,7 @@ fn slice(handle: usize) -> Option<(usize, u8)> {
 }
 
 fn slices(handle: usize) -> Result<Vec<u8>, Error> {
-    trouble::slices(&Config::get().dir, gpu(handle)?).ok_or(NOT_SUPPORTED)
+    trouble::slices(&Config::get().dir, further(handle)?).ok_or(NOT_SUPPORTED)
 }
 
 fn code(done: Result<(), Error>) -> u32 {
@@ -295,7 +300,7 @@ const COUNTED: Duration = Duration::from_millis(20);
 
 /// Kilobytes a second, from a GPU or to it.
 fn throughput(handle: usize, counter: u32) -> Result<u32, Error> {
-    let gpu = gpu(handle)?;
+    let gpu = further(handle)?;
     let way = match counter {
         0 => 1, // what it transmits
         1 => 0,
@@ -307,9 +312,15 @@ fn throughput(handle: usize, counter: u32) -> Result<u32, Error> {
     Ok(u32::try_from(u128::from(bytes) / COUNTED.as_millis()).unwrap_or(u32::MAX))
 }
 
+/// What NVML does not support for every GPU.
+fn further(handle: usize) -> Result<usize, Error> {
+    let gpu = gpu(handle)?;
+    if Config::get().nvml == Support::All { Ok(gpu) } else { Err(NOT_SUPPORTED) }
+}
+
 /// What the link is, where that is to be said.
 fn link(handle: usize, value: impl Fn(u32) -> u32) -> Result<u32, Error> {
-    gpu(handle)?;
+    further(handle)?;
     let lanes = Config::get().pcie_lanes;
     if lanes > 0 { Ok(value(lanes)) } else { Err(NOT_SUPPORTED) }
 }
@@ -412,7 +423,7 @@ exports! {
         }
     }
     nvmlDeviceGetUtilizationRates(handle: usize, rates: *mut Utilization) {
-        gpu(handle)?;
+        further(handle)?;
         out(rates, Utilization { gpu: 0, memory: 0 })
     }
     nvmlDeviceGetComputeRunningProcesses(handle: usize, count: *mut u32, to: *mut Process1) {
@@ -438,19 +449,19 @@ exports! {
         out(pending, 1)
     }
     nvmlDeviceGetMaxMigDeviceCount(handle: usize, count: *mut u32) {
-        out(count, slices(handle).map_or(0, |_| SLICES))
+        out(count, slices(further(handle)? + 1).map_or(0, |_| SLICES))
     }
     nvmlDeviceGetMigDeviceHandleByIndex(handle: usize, index: u32, to: *mut usize) {
         let slice = *slices(handle)?.get(index as usize).ok_or(NOT_FOUND)?;
         out(to, FIRST_SLICE + gpu(handle)? * 256 + usize::from(slice))
     }
     nvmlDeviceGetCudaComputeCapability(handle: usize, major: *mut i32, minor: *mut i32) {
-        gpu(handle)?;
+        further(handle)?;
         out(major, 9)?;
         out(minor, 0)
     }
     nvmlDeviceGetFieldValues(handle: usize, count: i32, values: *mut FieldValue) {
-        let gpu = gpu(handle)?;
+        let gpu = further(handle)?;
         let count = usize::try_from(count).ok().filter(|count| *count > 0 && !values.is_null()).ok_or(INVALID_ARGUMENT)?;
         for i in 0..count {
             // SAFETY: the program says that there are `count` of them, with their numbers set.

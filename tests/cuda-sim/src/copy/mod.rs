@@ -113,7 +113,13 @@ impl Copy {
             }
             let cost = Duration::from_nanos((u128::from(piece) * 1_000_000_000 / u128::from(bandwidth)) as u64);
             traffic::add(context.gpu, engine, piece);
-            Engine::get(context.gpu, engine).run(cost, || self.piece(context.gpu, to + done, from + done, piece))?;
+            Engine::get(context.gpu, engine).run(cost, || {
+                let copied = self.piece(context.gpu, to + done, from + done, piece);
+                if engine != EngineKind::Compute && !self.peer {
+                    traffic::wait_for_host(piece);
+                }
+                copied
+            })?;
             done += piece;
         }
         Ok(())
