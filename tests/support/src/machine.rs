@@ -1,6 +1,7 @@
 //! A simulated machine for each test: a GPU, a scheduler, and real programs with `libnvshare.so` preloaded. Everything
 //! lives in one directory; what runs is killed when the test ends, and what it said is shown when the test fails.
 
+mod card;
 mod program;
 mod trace;
 
@@ -12,6 +13,8 @@ use std::sync::atomic::AtomicU32;
 use std::thread;
 
 use serde_json::Value;
+
+pub use card::Card;
 
 pub use crate::{Dice, MIB, PATIENCE, kill, wait_for, wait_within};
 pub use program::{Launch, Program, Report};
@@ -30,6 +33,8 @@ pub struct Setup {
     /// Seconds.
     pub time_quantum: u32,
     pub anti_thrash: &'static str,
+    /// What its speeds, its host and NVML are like, unless the settings of the simulator say otherwise.
+    pub card: Card,
     /// Host memory for what is swapped out.
     pub swap_max: &'static str,
     /// Where programs go that choose no GPU.
@@ -42,6 +47,9 @@ pub struct Setup {
     pub without: &'static str,
 }
 
+/// As the scheduler's own default; a card may have less.
+const ANY_SWAP: &str = "80%";
+
 impl Default for Setup {
     fn default() -> Self {
         Self {
@@ -50,7 +58,8 @@ impl Default for Setup {
             context: 4 * MIB,
             time_quantum: 1,
             anti_thrash: "auto",
-            swap_max: "80%",
+            card: Card::of_environment(),
+            swap_max: ANY_SWAP,
             placement: "none",
             rules: String::new(),
             simulator: Vec::new(),
@@ -103,7 +112,7 @@ impl Machine {
             setup.placement,
             setup.reserve,
             setup.context,
-            setup.swap_max,
+            setup.card.swap_max(setup.memory).filter(|_| setup.swap_max == ANY_SWAP).unwrap_or(setup.swap_max.into()),
             setup.rules
         );
         fs::write(directory.0.join("nvshare.toml"), config).expect("the configuration");
@@ -278,6 +287,7 @@ impl Machine {
         command.env("CUDA_SIM_DIR", self.path("gpu"));
         command.env("CUDA_SIM_MEMORY", self.setup.memory.to_string());
         command.env("CUDA_SIM_CONTEXT", self.setup.context.to_string());
+        self.setup.card.apply(self.setup.memory, command);
         command.envs(self.setup.simulator.iter().map(|(name, value)| (*name, value)));
     }
 

@@ -1,0 +1,56 @@
+//! A consumer card: a link that is slow for the GPU's memory, both of whose directions share the host's memory, little host
+//! memory, and NVML without traffic, events or the link. `NVSHARE_TEST_CARD=consumer` runs all of these tests on one.
+
+use test_support::machine::*;
+
+fn consumer(setup: Setup) -> Setup {
+    Setup { card: Card::Consumer, ..setup }
+}
+
+/// 16 of 24 GiB, for a GPU of so many bytes.
+fn two_thirds(memory: u64) -> u64 {
+    memory / 3 * 2
+}
+
+#[test]
+fn two_programs_that_do_not_fit_take_turns_there() {
+    let setup = consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, time_quantum: 5, ..Setup::default() });
+    let words = format!("mix --mem {} --chunks 4 --reps 4 --rounds 16", two_thirds(setup.memory));
+    let machine = Machine::with_scheduler(setup);
+    let mut programs = [(); 2].map(|()| machine.program(&words).start());
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    let trace = machine.trace();
+    assert_one_holder(&trace);
+    let moved = evicted(&trace);
+    assert!(moved > 0, "no memory had to move");
+    machine.wait_until_empty();
+    assert_eq!(machine.free(), machine.setup.memory);
+}
+
+#[test]
+fn three_programs_that_do_not_fit_take_turns_there() {
+    let setup = consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, time_quantum: 5, ..Setup::default() });
+    let machine = Machine::with_scheduler(setup);
+    let mut programs = [(); 3].map(|()| machine.program("mix --mem 40M --chunks 4 --reps 4 --rounds 16").start());
+    programs.iter_mut().for_each(|program| drop(program.finish()));
+    assert!(evicted(&machine.trace()) > 0, "no memory had to move");
+    machine.wait_until_empty();
+}
+
+/// 64 GB hold what 24 GiB have no room for two and a half times; what goes beyond that is refused, and nobody fails later.
+#[test]
+fn more_than_its_host_can_hold_is_refused_there() {
+    let machine = Machine::with_scheduler(consumer(Setup { memory: 96 * MIB, reserve: 2 * MIB, ..Setup::default() }));
+    let words = "mix --mem 64M --chunks 4 --reps 2 --rounds 1000000";
+    let mut first: Vec<Program> = (0..4).map(|_| machine.program(words).start()).collect();
+    first.iter().for_each(|program| machine.wait_for_grants(program, 1));
+    let mut fifth = machine.program(words).start();
+    let status = wait_for("an answer to the fifth", || fifth.poll());
+    assert_eq!(status.code(), Some(1));
+    assert!(fifth.stdout().contains("CUDA_ERROR_OUT_OF_MEMORY"), "{}", fifth.stdout());
+    for program in &mut first {
+        assert!(program.poll().is_none(), "`{}` goes on", program.name);
+        program.kill();
+    }
+    machine.wait_until_empty();
+}
