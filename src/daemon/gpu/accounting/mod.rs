@@ -128,7 +128,12 @@ impl Accounting {
                 // The scheduler reserves the guess itself.
                 return range.0.saturating_sub(guess);
             }
-            match self.contexts.get(&process.first) {
+            let known = self.contexts.get(&process.first);
+            // Managed memory is reported as mapped before it has come to the GPU: such a sample does not show the context.
+            if (1..process.least).contains(&process.used) {
+                return known.copied().unwrap_or(guess);
+            }
+            match known {
                 // Only while no memory moves is it known to the byte; a limit counts each.
                 _ if process.most == process.least => {
                     self.contexts.insert(process.first, range.1);

@@ -87,6 +87,19 @@ fn memory_that_arrives_is_not_taken_for_a_part_of_the_context() {
     assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)), "what was measured stays");
 }
 
+/// On a slow link a program was allowed as much more as its context takes: its managed memory was mapped by its report and had
+/// not come yet, so the context seemed to take nothing.
+#[test]
+fn mapped_memory_that_has_not_come_is_not_taken_off_the_context() {
+    let mut accounting = Accounting::default();
+    assert_eq!(told(&mut accounting, &sample(24, &[(1, 24)]), &[client(1, 40)]), 600, "it is not known yet");
+    assert_eq!(accounting.contexts().get(&ClientId(1)), None);
+    told(&mut accounting, &sample(44, &[(1, 44)]), &[client(1, 40)]);
+    assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)));
+    told(&mut accounting, &sample(44, &[(1, 44)]), &[client(1, 80)]);
+    assert_eq!(accounting.contexts().get(&ClientId(1)), Some(&(4 * MIB)), "more has been allocated");
+}
+
 #[test]
 fn a_context_larger_than_guessed_counts_before_it_is_complete() {
     let mut accounting = Accounting::default();
