@@ -10,9 +10,14 @@ fn pressed() -> Setup {
     Setup { memory: 128 * MIB, anti_thrash: "on", ..Setup::default() }
 }
 
-/// Longer than a few turns.
 fn work(memory: &str) -> String {
     format!("mix --mem {memory} --chunks 4 --reps 6 --rounds 16")
+}
+
+/// Longer than a few turns, which last eight times as long as the memory takes to come.
+fn long_work(memory: &str) -> String {
+    let rounds = 16 * Card::of_environment().slowness();
+    format!("mix --mem {memory} --chunks 4 --reps 6 --rounds {rounds}")
 }
 
 /// Two programs of so much memory each, whose scheduler was killed, socket and all.
@@ -39,7 +44,7 @@ fn turns(program: &Program) -> usize {
 
 #[test]
 fn two_programs_that_want_twice_the_gpu_both_end() {
-    let (_machine, mut programs) = abandoned("90M");
+    let (_machine, mut programs) = abandoned_at([long_work("90M"), long_work("90M")]);
     programs.iter_mut().for_each(|program| drop(program.finish()));
     let taken: usize = programs.iter().map(turns).sum();
     assert!(taken >= 2, "the turn was taken {taken} times");

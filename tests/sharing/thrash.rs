@@ -9,9 +9,10 @@ const ENDLESS: &str = "mix --mem 160M --reps 4 --rounds 100000";
 
 #[test]
 fn programs_that_thrash_are_found_and_take_turns_when_the_administrator_wants_it() {
-    // Traffic is how it is found, so NVML must tell it, on whatever card.
-    let simulator = vec![("CUDA_SIM_PCIE_LANES", "1".to_owned()), ("CUDA_SIM_NVML", "all".to_owned())];
-    let machine = Machine::with_scheduler(Setup { anti_thrash: "off", simulator, ..Setup::default() });
+    // Traffic is how it is found, so this is a card whose NVML tells it.
+    let simulator = vec![("CUDA_SIM_PCIE_LANES", "1".to_owned())];
+    let machine =
+        Machine::with_scheduler(Setup { card: Card::Simulated, anti_thrash: "off", simulator, ..Setup::default() });
     let start = || machine.program(ENDLESS).env("NVSHARE_ENGINE", "managed").start();
     let is = |key: &'static str| (machine.status()["gpus"][0][key] == Value::Bool(true)).then_some(());
     let first = start();

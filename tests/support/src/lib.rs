@@ -43,7 +43,7 @@ pub fn artifact(name: &str) -> PathBuf {
 /// Looks until there is an answer.
 #[track_caller]
 pub fn wait_for<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
-    wait_within(PATIENCE, what, look)
+    wait_within(PATIENCE * machine::Card::of_environment().slowness(), what, look)
 }
 
 #[track_caller]

@@ -35,6 +35,15 @@ impl Card {
         }
     }
 
+    /// How many times as long programs may take whose memory moves at each turn of a second, which is most of the turn on a
+    /// slow link.
+    pub fn slowness(self) -> u32 {
+        match self {
+            Self::Simulated => 1,
+            Self::Consumer => 4,
+        }
+    }
+
     /// Host memory for what is swapped out, in bytes, of a machine with a GPU of so many; `None` for what the host allows.
     pub(super) fn swap_max(self, memory: u64) -> Option<String> {
         (self == Self::Consumer).then(|| scaled(HOST_MEMORY * SWAP_PERCENT / 100, memory).to_string())
