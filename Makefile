@@ -4,6 +4,8 @@
 CARGO ?= cargo
 # Programs for nodes of Kubernetes alone, with much to build.
 KUBERNETES = nvshare-device-plugin nvshare-agent
+# What has to be built before a check; tests/check.sh has built it.
+PROGRAMS ?= programs
 # What demo uses: dev or release.
 PROFILE ?= dev
 
@@ -96,7 +98,7 @@ check:
 	@CARGO='$(CARGO)' tests/check.sh
 
 # Both versions are of the same programs: what an upgrade does is dpkg's and systemd's.
-check-system: programs
+check-system: $(PROGRAMS)
 	@tests/needs.sh mmdebstrap systemd-nspawn apt-ftparchive gpg
 	rm -rf $(TARGET)/system/packages
 	$(MAKE) deb PACKAGES='$(abspath $(TARGET))/system/packages'

@@ -98,7 +98,7 @@ step "demo on a simulated GPU" end_to_end
 # Whole systems can be made by root, with tools that few machines have; CI does without.
 have() { for tool; do command -v "$tool" >/dev/null || return; done; }
 if [ "$(id -u)" = 0 ] && have mmdebstrap systemd-nspawn dpkg-buildpackage dh; then
-    step "packages on Debian 12 and 13" make check-system
+    step "packages on Debian 12 and 13" make check-system PROGRAMS=
 else
     line skipped "packages on Debian 12 and 13" "wants root, mmdebstrap, systemd-nspawn, debhelper: make check-system"
 fi
