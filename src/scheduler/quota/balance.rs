@@ -7,7 +7,8 @@ use std::time::Duration;
 
 /// How long a client that attaches waits for others to acknowledge lower limits before it gets a lower limit itself.
 pub(crate) const FIRST_LIMIT_TIMEOUT: Duration = Duration::from_millis(200);
-/// A client that has not acknowledged a lower limit for this long counts as unresponsive: its committed bytes stay.
+/// A client that has acknowledged nothing for this long since its limit was lowered counts as unresponsive: its committed
+/// bytes stay.
 pub(super) const ACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Those of the clients that have no limits may have all that the GPU offers.
@@ -116,6 +117,7 @@ impl Quota {
         limit.target = target;
         let near = limit.limit.abs_diff(target) <= step;
         let room = in_group.map(|left| left.min(room));
+        let late = limit.lowered.is_some_and(|at| cx.now.saturating_sub(at) >= ACK_TIMEOUT);
         let bytes = match limit.wanted {
             _ if lower => {
                 if target > limit.limit || near || !limit.is_responsive() {
@@ -132,6 +134,8 @@ impl Quota {
                 }
                 reach
             }
+            // Its bytes are others' as soon as it acknowledges that.
+            _ if late => return,
             _ => {
                 let Some(room) = room else { return };
                 let reach = target.min(limit.committed().saturating_add(room));

@@ -18,7 +18,8 @@ pub(crate) struct Limit {
     pub target: u64,
     /// The higher limit that the client has requested.
     pub wanted: Option<Wanted>,
-    /// Since when the client has not acknowledged a lower limit.
+    /// While the client has not acknowledged the newest limit since one was lowered: since when it has acknowledged none.
+    /// Of many limits, each of which it acknowledges late, none counts as unanswered.
     pub lowered: Option<Time>,
     /// The bytes that it contributes to the GPU's sum of committed bytes.
     pub counted: u64,
@@ -73,10 +74,13 @@ impl Limit {
     }
 
     /// Takes a client's report. Returns whether the committed bytes fell.
-    pub fn reported(&mut self, ack: u32, demand: u64) -> bool {
+    pub fn reported(&mut self, now: Time, ack: u32, demand: u64) -> bool {
         let before = self.committed();
         self.demand = demand;
-        self.acked = ack.min(self.seq).max(self.acked);
+        let acked = ack.min(self.seq).max(self.acked);
+        if std::mem::replace(&mut self.acked, acked) != acked {
+            self.lowered = self.lowered.map(|_| now);
+        }
         // From the acknowledged limit the client can go on to any later one.
         while self.steps.front().is_some_and(|(seq, _)| *seq < self.acked) {
             self.steps.pop_front();
@@ -99,21 +103,35 @@ mod tests {
     fn a_lower_limit_counts_once_it_is_acknowledged() {
         let mut limit = Limit::default();
         limit.set(NOW, 10, true);
-        assert!(!limit.reported(1, 4));
+        assert!(!limit.reported(NOW, 1, 4));
         limit.set(NOW, 6, true);
         assert_eq!((limit.limit, limit.committed(), limit.lowered), (6, 10, Some(NOW)));
-        assert!(!limit.reported(1, 8), "it grew before the lower limit arrived");
-        assert!(limit.reported(2, 8));
+        assert!(!limit.reported(NOW, 1, 8), "it grew before the lower limit arrived");
+        assert!(limit.reported(NOW, 2, 8));
         assert_eq!((limit.committed(), limit.lowered), (8, None), "a limit does not reclaim memory");
-        assert!(limit.reported(2, 3));
+        assert!(limit.reported(NOW, 2, 3));
         assert_eq!(limit.committed(), 6);
+    }
+
+    #[test]
+    fn a_client_that_acknowledges_limits_late_answers() {
+        let (mut limit, later) = (Limit::default(), NOW + Duration::from_secs(3));
+        for bytes in [10, 6, 4] {
+            limit.set(NOW, bytes, true);
+        }
+        limit.reported(later, 1, 0);
+        assert_eq!(limit.lowered, Some(later));
+        limit.reported(later + later, 1, 0);
+        assert_eq!(limit.lowered, Some(later), "it acknowledged nothing new");
+        limit.reported(later + later, 3, 0);
+        assert_eq!(limit.lowered, None);
     }
 
     #[test]
     fn acknowledging_a_limit_that_was_never_sent_has_no_effect() {
         let mut limit = Limit::default();
         limit.set(NOW, 10, true);
-        limit.reported(u32::MAX, 0);
+        limit.reported(NOW, u32::MAX, 0);
         limit.set(NOW, 2, true);
         assert_eq!(limit.committed(), 10);
     }
@@ -125,9 +143,9 @@ mod tests {
             limit.set(NOW, bytes, true);
             assert_eq!(limit.committed(), committed);
         }
-        limit.reported(2, 0);
+        limit.reported(NOW, 2, 0);
         assert_eq!(limit.committed(), 5, "5 may be in effect before 4 is");
-        limit.reported(4, 0);
+        limit.reported(NOW, 4, 0);
         assert_eq!(limit.committed(), 4);
     }
 }

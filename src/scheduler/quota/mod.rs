@@ -169,8 +169,8 @@ impl Quota {
     pub fn set_stopped(&mut self, client: ClientId, is_stopped: bool) {
         if is_stopped {
             self.stopped.insert(client);
-        } else {
-            self.stopped.remove(&client);
+        } else if self.stopped.remove(&client) {
+            self.host.committed_fell(); // it can acknowledge lower limits again
         }
     }
 
@@ -197,7 +197,7 @@ impl Quota {
     pub fn reported(&mut self, cx: Context, client: ClientId, id: GpuId, ack: u32, demand: u64) {
         let Some(limit) = self.entry_mut(client, id).map(|entry| &mut entry.limit) else { return };
         let (committed, needed) = (limit.committed(), limit.demand());
-        let fell = limit.reported(ack, demand);
+        let fell = limit.reported(cx.now, ack, demand);
         let (rose, needs_another) = (limit.committed() > committed, demand != needed);
         if let Some(gpu) = self.gpus.get_mut(&id).filter(|_| needs_another) {
             gpu.demands.remove(&(needed, client));

@@ -1,5 +1,5 @@
 //! Requests for a higher limit, each of which an allocation waits for. A request that can be met is granted; any other
-//! is denied or, where a rule says so, waits until other clients have freed enough, in the order that the rule sets.
+//! is denied, once it is certain that no acknowledgement of lower limits could help, or, where a rule says so, waits until other clients have freed enough, in the order that the rule sets.
 //!
 //! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for
 //! ever.
@@ -106,7 +106,8 @@ impl Quota {
         false
     }
 
-    /// Grants the requests that can be met, in order, and denies the others, unless they wait. Returns those granted.
+    /// Grants the requests that can be met, in order, and denies the others, unless they wait or acknowledgements that are late
+    /// could help. Returns those granted.
     pub(super) fn serve_requests(
         &mut self,
         cx: Context,
@@ -137,6 +138,8 @@ impl Quota {
                     held.extend(place.map(|place| (place, why)));
                     self.hold_back(fx, client, gpu, why);
                 }
+                // It waits for acknowledgements, but no longer than `LIMIT_REQUEST_TIMEOUT`.
+                Err(_) if problem.is_possible_later(at, wanted.bytes, budget) => {}
                 Err(why) => self.deny(fx, client, gpu, why),
             }
         }

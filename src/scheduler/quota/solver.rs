@@ -33,6 +33,8 @@ struct ClientQuota {
     floor: u64,
     /// The demand, to which slack is added.
     base: u64,
+    /// The limit that it requested and was granted; 0: none.
+    granted: u64,
     /// The most that it can get, unless the floor is higher.
     most: u64,
     /// The most slack that its group leaves it.
@@ -49,6 +51,11 @@ impl ClientQuota {
     /// The limit with this slack.
     fn at(&self, slack: u64) -> u64 {
         self.base.saturating_add(slack.min(self.slack)).min(self.most).max(self.floor)
+    }
+
+    /// The least that it needs once it has acknowledged a lower limit.
+    fn acknowledged(&self) -> u64 {
+        if self.unresponsive { self.base.max(self.granted) } else { self.at(0) }
     }
 
     /// The limit under `cap`, where its group has more than it may.
@@ -121,29 +128,45 @@ impl QuotaProblem {
     /// # Errors
     /// A bound, the client's own most, or the budget does not allow it. Nothing has changed then.
     pub fn grant(&mut self, at: At, bytes: u64, budget: Option<u64>) -> Result<(), Denial> {
-        let host = self.in_host(0);
-        let applies = |bound: &&Bound| bound.quotas.contains(&at);
-        let before: Vec<u64> =
-            self.bounds.iter().filter(applies).map(|bound| self.used(bound, |quota| quota.at(0))).collect();
-        let Some(quota) = self.quota_mut(at) else { return Err(Denial::NoRoom) };
-        let (floor, most) = (quota.floor, quota.most);
-        quota.floor = floor.max(bytes);
-        let host_after = self.in_host(0);
-        let no_room = bytes > most.max(floor) || budget.is_some_and(|most| host_after > most && host_after > host);
-        let mut bounds = self.bounds.iter().filter(applies).zip(before);
-        let broken = bounds.find_map(|(bound, before)| {
-            let after = self.used(bound, |quota| quota.at(0));
-            (after > bound.max && after > before).then_some(bound.why)
-        });
-        match broken.or(no_room.then_some(Denial::NoRoom)) {
-            None => Ok(()),
-            Some(why) => {
-                if let Some(quota) = self.quota_mut(at) {
-                    quota.floor = floor;
-                }
-                Err(why)
-            }
+        if let Some(why) = self.obstacle(at, bytes, budget, |quota| quota.at(0)) {
+            return Err(why);
         }
+        let quota = self.quota_mut(at).ok_or(Denial::NoRoom)?;
+        quota.floor = quota.floor.max(bytes);
+        quota.granted = bytes;
+        Ok(())
+    }
+
+    /// Whether a request that cannot be granted now could be, once clients that are late have acknowledged lower limits.
+    pub fn is_possible_later(&self, at: At, bytes: u64, budget: Option<u64>) -> bool {
+        self.obstacle(at, bytes, budget, ClientQuota::acknowledged).is_none()
+    }
+
+    /// What keeps a client from having `bytes` while every other one has what `of` says.
+    fn obstacle(&self, at: At, bytes: u64, budget: Option<u64>, of: impl Fn(&ClientQuota) -> u64) -> Option<Denial> {
+        let Some(own) = self.quota(at) else { return Some(Denial::NoRoom) };
+        let more = bytes.saturating_sub(of(own));
+        let broken = self.bounds.iter().filter(|bound| more > 0 && bound.quotas.contains(&at)).find(|bound| {
+            let before = self.used(bound, &of);
+            before.saturating_add(more) > bound.max
+        });
+        if let Some(bound) = broken {
+            return Some(bound.why);
+        }
+        let host = |more: u64| {
+            let excess = |(place, gpu): (usize, &GpuQuota)| {
+                let sum = gpu.quotas.iter().fold(0u64, |sum, quota| sum.saturating_add(of(quota)));
+                let sum = if place == at.gpu { sum.saturating_add(more) } else { sum };
+                sum.saturating_sub(gpu.capacity)
+            };
+            self.gpus.iter().enumerate().fold(0u64, |sum, gpu| sum.saturating_add(excess(gpu)))
+        };
+        let lacks_host = |budget: u64| {
+            let after = host(more);
+            after > budget && after > host(0)
+        };
+        let no_room = bytes > own.most.max(own.floor) || budget.is_some_and(lacks_host);
+        no_room.then_some(Denial::NoRoom)
     }
 
     /// Divides what each group may have among its members. The clients of `granted` wait for their limits.
@@ -253,6 +276,7 @@ impl Quota {
                     client,
                     floor,
                     base: limit.demand(),
+                    granted: 0,
                     most: env_bound.map_or(capacity, |max| max.min(capacity)),
                     slack: u64::MAX,
                     cap: u64::MAX,

@@ -3,6 +3,7 @@
 use crate::talk::*;
 use nvshare_sched::*;
 use scheduler_sim::*;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 /// Two clients that need 2 GiB each, on a GPU of 16 GiB of a host that has 8 GiB for what is swapped out.
@@ -131,13 +132,73 @@ fn two_that_each_hold_half_and_want_more_do_not_wait_for_each_other() {
 fn a_wish_does_not_wait_for_ever_for_one_that_does_not_answer() {
     let mut t = on_a_small_host();
     assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)]);
-    assert_eq!(t.after(ms(3999)), []);
+    assert_eq!((t.after(ms(3999)), t.after(ms(1000))), (vec![], vec![]));
     let commands = t.after(ms(1));
     assert!(commands.contains(&denied(1, 14 * GIB, Denial::NoRoom)), "{commands:?}");
     assert_eq!(t.attachment(2).committed, 12 * GIB, "it may not know yet");
     t.map(2);
     t.wish(1, 14 * GIB);
     assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
+}
+
+#[test]
+fn a_wish_waits_for_one_that_answers_late() {
+    let mut t = on_a_small_host();
+    assert_eq!(limits(&t.wish(1, 14 * GIB)), [(2, 10 * GIB)]);
+    assert_eq!(t.after(ms(4500)), []);
+    assert_eq!(limits(&t.map(2)), [(1, 14 * GIB)]);
+    t.report(1, 14 * GIB, 2 * GIB, 0);
+    let commands = t.after(ms(600));
+    assert!(!commands.contains(&denied(1, 14 * GIB, Denial::NoRoom)), "{commands:?}");
+    assert_eq!(t.attachment(1).committed, 14 * GIB, "more once the other has acknowledged that, too");
+}
+
+/// Clients that attach at once and need all that there is, while the scheduler takes a millisecond for each message, so that
+/// lower limits are acknowledged seconds late. Returns how many have what they need, and how many were refused.
+fn crowd(clients: u64, demand: u64) -> (usize, usize) {
+    let mut machine = Machine::new(Settings { context: 0, reserve: 0, ..settings(AntiThrash::Auto, ms(1000)) });
+    let mut now = Duration::from_secs(100);
+    machine.handle(now, Event::GpuFound { gpu: gpu(0), total: 16 * GIB });
+    machine.handle(now, Event::HostMemory { bytes: 8 * GIB });
+    machine.handle(now, Event::GpuOverhead { gpu: gpu(0), begun: now, bytes: 0, complete: true });
+    let attach = |n| {
+        let connects = Event::Connected { client: client(n), gang: 0, tenant: TenantId(n % 7) };
+        [connects, Event::Attached { client: client(n), gpu: gpu(0), engine: Engine::Swap }]
+    };
+    let mut messages: VecDeque<Event> = (1..=clients).flat_map(attach).collect();
+    let (mut has, mut refused) = (BTreeSet::new(), BTreeSet::new());
+    let end = now + Duration::from_secs(60);
+    while now < end {
+        let event = messages.pop_front().unwrap_or(Event::Tick);
+        now = if event == Event::Tick { machine.deadline().unwrap_or(end).max(now) } else { now };
+        let commands = machine.handle(now, event);
+        now += ms(1);
+        for command in commands {
+            match command {
+                Command::Limit { client, gpu, bytes, seq: limit_ack, .. } => {
+                    if demand <= bytes {
+                        has.insert(client);
+                    } else {
+                        messages.push_back(Event::LimitRequested { client, gpu, bytes: demand });
+                    }
+                    let demand = if has.contains(&client) { demand } else { 0 };
+                    let report = MemoryReport { demand, limit_ack, ..MemoryReport::default() };
+                    messages.push_back(Event::Memory { client, gpu, report });
+                }
+                Command::Denied { client, .. } => drop(refused.insert(client)),
+                _ => {}
+            }
+        }
+        assert!(machine.host().1 <= 8 * GIB, "{:?} promised", machine.host());
+    }
+    (has.len(), refused.len())
+}
+
+#[test]
+fn of_many_that_attach_at_once_none_is_refused_what_all_can_have_together() {
+    assert_eq!(crowd(1000, 24 * MIB), (1000, 0));
+    let (has, refused) = crowd(1000, 40 * MIB);
+    assert!(has >= 24 * 1024 / 40 && has + refused >= 1000, "{has} have it, {refused} are refused");
 }
 
 #[test]
