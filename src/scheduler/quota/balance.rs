@@ -177,7 +177,8 @@ impl Quota {
 
     /// Sends a client its limit.
     pub fn tell(&self, cx: Context, fx: &mut Effects, client: ClientId, id: GpuId) {
-        let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id).cloned() else { return };
+        let Some(Limit { limit: bytes, seq, .. }) = self.limit(client, id) else { return };
+        let (bytes, seq) = (*bytes, *seq);
         let spare = if self.host.is_scarce() || self.ahead.is_host_short() { 0 } else { u64::MAX };
         let (most, max) = (cx.gpus.offer(id).max(bytes), cx.rules.lowest_max(client, cx.gpus.total(id)));
         fx.command(Command::Limit { client, gpu: id, bytes, seq, most, spare, max });

@@ -1,6 +1,6 @@
 //! Computes every client's limit at one moment, from demands, requests, capacities, host memory and the limits of
 //! groups: max-min fairness by water-filling. The water level is the *slack* that every client has beyond its demand;
-//! bisection finds it, since the use of host memory grows with it. `balance` brings limits there.
+//! a search finds it, since the use of host memory grows with it. `balance` brings limits there.
 
 use super::{Context, Quota, balance::ACK_TIMEOUT, request::LimitRequest};
 use crate::{api::*, effects::Effects};
@@ -202,12 +202,32 @@ impl QuotaProblem {
         }
     }
 
-    /// The highest slack that every client can have within the budget: the use of host memory grows with it.
+    /// The highest slack that every client can have within the budget: the use of host memory grows with it. It mostly grows
+    /// in proportion, so the next slack to try is interpolated; every other is the middle, which bounds their number.
     fn slack(&self, budget: Option<u64>) -> u64 {
+        let budget = budget.unwrap_or(u64::MAX);
         let (mut low, mut high) = (0, self.gpus.iter().map(|gpu| gpu.capacity).max().unwrap_or(0));
-        while low < high {
-            let middle = low + (high - low).div_ceil(2);
-            if self.in_host(middle) <= budget.unwrap_or(u64::MAX) { low = middle } else { high = middle - 1 }
+        let (mut low_uses, mut high_uses) = (self.in_host(low), self.in_host(high));
+        if high_uses <= budget {
+            return high;
+        }
+        if low_uses > budget {
+            return low;
+        }
+        for step in 1u32.. {
+            let width = high - low;
+            if width <= 1 {
+                break;
+            }
+            let part = u128::from(width) * u128::from(budget - low_uses) / u128::from(high_uses - low_uses);
+            let by = if step.is_multiple_of(2) { width / 2 } else { u64::try_from(part).unwrap_or(width) };
+            let next = low + by.clamp(1, width - 1);
+            let uses = self.in_host(next);
+            if uses <= budget {
+                (low, low_uses) = (next, uses);
+            } else {
+                (high, high_uses) = (next, uses);
+            }
         }
         low
     }
