@@ -12,7 +12,7 @@
 
 use super::{ShareOwner, Shares};
 use crate::{api::*, lock::Hold};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// The weight of an owner that is served, and the sum of the weights of the owners that wait meanwhile.
@@ -37,6 +37,49 @@ impl ServiceWeights {
 fn scaled(time: Duration, by: u128, of: u128) -> Duration {
     let nanos = time.as_nanos().saturating_mul(by) / of.max(1);
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+/// The finish tags on one GPU: of each owner that has one in the future, and of some in the past.
+#[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(super) struct FinishTags {
+    #[serde(with = "crate::encoding::pairs")]
+    of: BTreeMap<ShareOwner, Time>,
+    /// The same, the earliest first.
+    order: BTreeSet<(Time, ShareOwner)>,
+}
+
+impl FinishTags {
+    pub fn of(&self, owner: ShareOwner) -> Option<Time> {
+        self.of.get(&owner).copied()
+    }
+
+    pub fn remove(&mut self, owner: ShareOwner) {
+        if let Some(until) = self.of.remove(&owner) {
+            self.order.remove(&(until, owner));
+        }
+    }
+
+    /// Sets an owner's tag, unless it has a later one.
+    pub fn raise(&mut self, owner: ShareOwner, until: Time) {
+        if self.of(owner).is_none_or(|before| before < until) {
+            self.remove(owner);
+            self.of.insert(owner, until);
+            self.order.insert((until, owner));
+        }
+    }
+
+    /// Forgets tags in the past, except those of the owners in `keep`.
+    pub fn forget_past(&mut self, now: Time, keep: &BTreeSet<ShareOwner>) {
+        let past = self.order.iter().take_while(|(until, _)| *until <= now).map(|(_, owner)| *owner);
+        let past: Vec<ShareOwner> = past.filter(|owner| !keep.contains(owner)).collect();
+        past.into_iter().for_each(|owner| self.remove(owner));
+    }
+
+    /// Lowers all tags by `by`.
+    pub fn lower_all(&mut self, by: Duration) {
+        self.of.values_mut().for_each(|until| *until = until.saturating_sub(by));
+        self.order = self.of.iter().map(|(owner, until)| (*until, *owner)).collect();
+    }
 }
 
 impl Shares<'_> {

@@ -21,6 +21,7 @@ mod usage;
 pub(crate) use crate::entity::ShareOwner;
 
 use crate::{api::*, lock::Lock, policy, rules::Rules};
+use finish_tag::FinishTags;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use usage::Usage;
@@ -35,9 +36,7 @@ pub(crate) struct Fairness {
 /// What owners have used of one GPU.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 struct GpuTime {
-    /// The finish tag of each owner that has one in the future.
-    #[serde(with = "crate::encoding::pairs")]
-    finish_tags: BTreeMap<ShareOwner, Time>,
+    finish_tags: FinishTags,
     /// The usage of owners with a minimum or a maximum.
     #[serde(with = "crate::encoding::pairs")]
     used: BTreeMap<ShareOwner, Usage>,
@@ -69,7 +68,7 @@ impl Fairness {
     pub fn disconnected(&mut self, client: ClientId) {
         self.tenants.remove(&client);
         for gpu in self.gpus.values_mut() {
-            gpu.finish_tags.remove(&ShareOwner::Client(client));
+            gpu.finish_tags.remove(ShareOwner::Client(client));
             gpu.used.remove(&ShareOwner::Client(client));
         }
     }
@@ -98,25 +97,21 @@ impl Fairness {
         tags: Vec<(ShareOwner, Time)>,
     ) {
         let Some(gpu) = self.gpus.get_mut(&id) else { return };
-        gpu.finish_tags.retain(|owner, until| *until > now || keep.contains(owner));
-        for (owner, until) in tags {
-            let before = gpu.finish_tags.entry(owner).or_default();
-            *before = until.max(*before);
-        }
+        gpu.finish_tags.forget_past(now, keep);
+        tags.into_iter().for_each(|(owner, until)| gpu.finish_tags.raise(owner, until));
     }
 
     /// Advances virtual time on a GPU: lowers all finish tags by `by`.
     pub fn advance_virtual_time(&mut self, id: GpuId, by: Duration) {
-        let tags = self.gpus.get_mut(&id).into_iter().flat_map(|gpu| gpu.finish_tags.values_mut());
-        tags.for_each(|until| *until = until.saturating_sub(by));
+        self.gpus.get_mut(&id).into_iter().for_each(|gpu| gpu.finish_tags.lower_all(by));
     }
 
     pub fn clear_finish_tags(&mut self) {
-        self.gpus.values_mut().for_each(|gpu| gpu.finish_tags.clear());
+        self.gpus.values_mut().for_each(|gpu| gpu.finish_tags = FinishTags::default());
     }
 
     fn finish_tag(&self, owner: ShareOwner, id: GpuId) -> Option<Time> {
-        self.gpus.get(&id)?.finish_tags.get(&owner).copied()
+        self.gpus.get(&id)?.finish_tags.of(owner)
     }
 }
 
@@ -153,6 +148,9 @@ impl<'a> Shares<'a> {
 
     /// The share of a client's owner, tightened by the client's environment.
     pub fn share_of(&self, client: ClientId) -> Share {
+        if self.rules.are_none() {
+            return Share::default();
+        }
         let share = self.owner(client).map_or_else(Share::default, |owner| self.share(owner));
         self.rules.env(client).map_or(share, |limits| limits.tighten(share))
     }

@@ -60,13 +60,9 @@ impl Machine {
         time + gpu.rates.both_ways(rest, None) // of those being evicted already
     }
 
-    /// Idle clients with bytes that can leave, in the order of eviction.
-    fn victims(&self, id: GpuId) -> Vec<ClientId> {
-        let Some(gpu) = self.memory.get(&id) else { return Vec::new() };
-        let idle = gpu.ledger.eviction_order();
-        if !self.policy().evicts_by_queue() {
-            return idle.map(|(_, client)| client).collect();
-        }
+    /// Idle clients with bytes that can leave, in the order of eviction, where that depends on the queue.
+    fn victims_by_queue(&self, id: GpuId) -> Vec<ClientId> {
+        let idle = self.memory.get(&id).into_iter().flat_map(|gpu| gpu.ledger.eviction_order());
         let before: BTreeMap<Entity, u32> = self.lock.queue(id).map(|(_, entity)| entity).zip(0..).collect();
         let expected_idle = |(last_run, client): (Time, ClientId)| {
             let entity = self.lock.waiting(client);
@@ -87,25 +83,31 @@ impl Machine {
         let mut lacking = bytes.saturating_sub(after.saturating_sub(before));
         let mut victims: BTreeMap<ClientId, u64> = BTreeMap::new();
         let mut unprotected = self.unprotected(id);
-        let order = self.victims(id);
+        // Few clients give all that is lacking, mostly, so the others are not listed.
+        let by_queue = self.policy().evicts_by_queue().then(|| self.victims_by_queue(id));
+        let idle = || {
+            let gpu = self.memory.get(&id).filter(|_| by_queue.is_none());
+            let idle = gpu.into_iter().flat_map(|gpu| gpu.ledger.eviction_order()).map(|(_, client)| client);
+            by_queue.iter().flatten().copied().chain(idle)
+        };
         for pass in [Pass::Ordinary, Pass::Last, Pass::Protected] {
-            for client in &order {
+            for client in idle() {
                 if lacking == 0 {
                     break;
                 }
-                let Some(account) = self.account(*client, id) else { continue };
+                let Some(account) = self.account(client, id) else { continue };
                 let has_unfreed = account.frees.present() > 0;
-                let is_last = has_unfreed || last.contains(client);
-                if exempt.contains(client) || is_last != (pass == Pass::Last) && pass != Pass::Protected {
+                let is_last = has_unfreed || last.contains(&client);
+                if exempt.contains(&client) || is_last != (pass == Pass::Last) && pass != Pass::Protected {
                     continue;
                 }
-                let left = victims.get(client).copied().unwrap_or(account.allowance);
+                let left = victims.get(&client).copied().unwrap_or(account.allowance);
                 let evictable = account.evictable().saturating_sub(account.allowance - left);
                 let take = if has_unfreed { evictable } else { evictable.min(lacking) };
-                let take = match self.rules.group(*client).and_then(|group| unprotected.get_mut(&group)) {
+                let take = match self.rules.group(client).and_then(|group| unprotected.get_mut(&group)) {
                     Some(may_go) if pass != Pass::Protected => {
                         let unprotected_by_env =
-                            self.unprotected_by_env(*client, id).saturating_sub(account.allowance - left);
+                            self.unprotected_by_env(client, id).saturating_sub(account.allowance - left);
                         let take = take.min(unprotected_by_env.max(*may_go));
                         *may_go = may_go.saturating_sub(take);
                         take
@@ -114,13 +116,13 @@ impl Machine {
                 };
                 lacking = lacking.saturating_sub(take);
                 if take > 0 {
-                    victims.insert(*client, left - take);
+                    victims.insert(client, left - take);
                 }
             }
         }
-        for victim in order {
-            let Some(allowance) = victims.get(&victim) else { continue };
-            self.allow(victim, id, *allowance);
+        let taken = idle().filter_map(|client| Some((client, *victims.get(&client)?))).take(victims.len());
+        for (victim, allowance) in taken.collect::<Vec<_>>() {
+            self.allow(victim, id, allowance);
             self.check(victim);
         }
     }
