@@ -38,6 +38,9 @@ impl<'a> Shares<'a> {
 
     /// The owners of a client that have a minimum or a maximum.
     pub fn bounded_owners(&self, client: ClientId) -> Vec<ShareOwner> {
+        if self.rules.are_none() {
+            return Vec::new();
+        }
         let owners = [self.owner(client), Some(ShareOwner::Client(client))].into_iter().flatten();
         owners.filter(|owner| is_bounded(self.share(*owner))).collect()
     }
@@ -51,6 +54,9 @@ impl<'a> Shares<'a> {
     /// When a holder, or its group, will have used its maximum; a time that is not in the future if it has. `None`: it
     /// has no maximum.
     pub fn capped_at(&self, holder: ClientId, id: GpuId) -> Option<Time> {
+        if self.rules.are_none() {
+            return None;
+        }
         let owners = [self.owner(holder), Some(ShareOwner::Client(holder))].into_iter().flatten();
         owners.filter_map(|owner| self.owner_capped_at(owner, id)).min()
     }
@@ -94,6 +100,9 @@ impl<'a> Shares<'a> {
 
     /// The same for all clients of a request.
     pub fn request_capped_until(&self, entity: Entity) -> Option<Time> {
+        if self.rules.are_none() {
+            return None;
+        }
         let wants = self.lock.request(entity).into_iter().flat_map(|request| &request.wants);
         wants.filter_map(|(client, gpus)| self.capped_until(*client, gpus)).max()
     }

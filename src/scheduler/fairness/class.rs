@@ -23,6 +23,9 @@ impl Shares<'_> {
     /// The class of a client that wants or holds these GPUs: the last of the classes of its gang's members, which run
     /// together. So no client gains by joining a gang.
     pub fn class(&self, client: ClientId, gpus: &GpuSet) -> Class {
+        if self.rules.are_none() {
+            return Class::default();
+        }
         // All members of a gang made by a rule have the same share, unless the environment of one sets limits.
         let gang = self.lock.gang(client);
         if let (Some(Gang::Group(_)), true) = (gang, self.rules.with_env().next().is_none()) {

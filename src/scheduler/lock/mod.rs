@@ -284,8 +284,13 @@ impl Lock {
 
     /// The clients of a request that want that GPU.
     pub fn members(&self, entity: Entity, id: GpuId) -> Vec<ClientId> {
+        self.wanting(entity, id).collect()
+    }
+
+    /// The same, one after the other.
+    pub fn wanting(&self, entity: Entity, id: GpuId) -> impl Iterator<Item = ClientId> {
         let wants = self.requests.get(&entity).into_iter().flat_map(|request| &request.wants);
-        wants.filter(|(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client).collect()
+        wants.filter(move |(_, gpus)| gpus.contains(&id)).map(|(client, _)| *client)
     }
 
     /// The queue of a GPU, in the order in which requests are served.

@@ -34,8 +34,9 @@ impl Machine {
     /// When the holders of a GPU have to take turns again, if nothing else happens. `None`: they run alone, or not in
     /// `auto`.
     pub(crate) fn together_until(&self, id: GpuId) -> Option<Time> {
-        let several = self.lock.running_on(id).count() > 1;
-        self.believed_until(id).filter(|_| several && self.settings.anti_thrash == AntiThrash::Auto)
+        let several = || self.lock.running_on(id).nth(1).is_some();
+        let takes_turns = self.settings.anti_thrash == AntiThrash::Auto && several();
+        if takes_turns { self.believed_until(id) } else { None }
     }
 
     /// Until when the holders' reports are believed.

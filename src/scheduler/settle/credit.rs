@@ -37,8 +37,8 @@ impl Machine {
 
     /// Whether a client runs without its memory on the GPU: its pages fault in and out.
     pub(crate) fn faults_in(&self, client: ClientId, id: GpuId) -> bool {
-        let is_managed = self.memory_of(client, id).is_some_and(|memory| memory.engine == Engine::Managed);
-        is_managed && self.settings.anti_thrash == AntiThrash::Off
+        self.settings.anti_thrash == AntiThrash::Off
+            && self.memory_of(client, id).is_some_and(|memory| memory.engine == Engine::Managed)
     }
 
     /// The bytes that a client must be allowed in order to run on a GPU: its demand and its shortfall, up to the

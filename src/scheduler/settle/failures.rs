@@ -155,8 +155,8 @@ impl Machine {
     /// The bytes that a client needs beyond its demand, since it could not map what seemed free: no more than all other
     /// clients can give.
     pub(crate) fn shortfall(&self, client: ClientId, id: GpuId) -> u64 {
-        let Some((memory, gpu)) = self.memory_of(client, id).zip(self.memory.get(&id)) else { return 0 };
-        let bytes = memory.failures.shortfall(self.now);
+        let Some(gpu) = self.memory.get(&id) else { return 0 };
+        let bytes = gpu.clients.get(&client).map_or(0, |memory| memory.failures.shortfall(self.now));
         if bytes == 0 {
             return 0;
         }

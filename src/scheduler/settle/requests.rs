@@ -9,6 +9,7 @@ use crate::{
     settle::unresponsive::STUCK,
     timers::Wake,
 };
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -232,35 +233,40 @@ impl Machine {
         if !is_gone && (self.waits_for_gang(entity) || self.is_kept_for_gang(entity, id)) {
             return false;
         }
-        let together = is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
+        // The same for all holders that it matters for, mostly one or none.
+        let known = OnceCell::new();
+        let together = || {
+            let may_join = || is_gone || self.settings.anti_thrash == AntiThrash::Off || self.may_join(entity, id);
+            *known.get_or_init(may_join)
+        };
         self.lock.holds_on(id).all(|(holder, hold)| {
             let is_holding = request.wants.get(&holder).is_some_and(|gpus| gpus.contains(&id));
-            let beside = together
-                || hold.is_bypassed()
-                || hold.entity == entity
-                || self.admits_while_draining(holder, hold, entity);
-            beside && !is_holding
+            let beside = || {
+                hold.is_bypassed()
+                    || hold.entity == entity
+                    || self.admits_while_draining(holder, hold, entity)
+                    || together()
+            };
+            !is_holding && beside()
         })
     }
 
     /// Whether a request is allowed all bytes that it needs on a GPU.
     pub(crate) fn has_memory(&self, entity: Entity, id: GpuId) -> bool {
-        let has = |client: &ClientId| {
-            self.account(*client, id).is_some_and(|account| account.allowance >= self.need(*client, id))
-        };
-        self.lock.request(entity).is_some() && self.lock.members(entity, id).iter().all(has)
+        let has = |client| self.account(client, id).is_some_and(|account| account.allowance >= self.need(client, id));
+        self.lock.request(entity).is_some() && self.lock.wanting(entity, id).all(has)
     }
 
     /// Whether memory of clients that run without it, by page faults, is still leaving. A client evicts nothing while it has
     /// the lock: what others wait for would stay.
     fn is_evicting(&self, entity: Entity, id: GpuId) -> bool {
-        let evicts = |client: &ClientId| {
-            let Some(account) = self.account(*client, id) else { return false };
+        let evicts = |client| {
+            let Some(account) = self.account(client, id) else { return false };
             account.charge > account.allowance.max(account.report.pinned)
-                && self.faults_in(*client, id)
-                && self.eviction_block(*client, id).is_none()
+                && self.faults_in(client, id)
+                && self.eviction_block(client, id).is_none()
         };
-        self.lock.members(entity, id).iter().any(evicts)
+        self.settings.anti_thrash == AntiThrash::Off && self.lock.wanting(entity, id).any(evicts)
     }
 
     /// Whether a request is the first in all of its queues and can be granted.
@@ -275,7 +281,7 @@ impl Machine {
             };
             self.is_admissible(entity, *id) && (self.access(*id) == Access::Gone || is_next())
         };
-        request.gpus().iter().all(is_served)
+        request.wants.values().flatten().all(is_served)
     }
 
     /// Grants a request: its clients hold the locks that they want.

@@ -76,7 +76,8 @@ impl Machine {
             }
             let short =
                 if lacking > 0 { self.collect(id, reserved_ahead.saturating_add(lacking), &members, &[]) } else { 0 };
-            if self.is_grantable(entity) {
+            let locked = !self.is_admissible(entity, id);
+            if !locked && self.is_grantable(entity) {
                 self.begin_trials(entity);
                 self.grant(entity);
                 continue;
@@ -85,7 +86,6 @@ impl Machine {
                 self.block(entity, Blocked::Behind(id));
                 continue;
             }
-            let locked = !self.is_admissible(entity, id);
             self.lock.note_idle_for(self.now, id, entity, lacking > 0 && !locked);
             if lacking > 0 && !locked {
                 self.report_wait(entity, WaitReason::Eviction);

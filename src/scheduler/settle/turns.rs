@@ -64,7 +64,8 @@ impl Machine {
         let first = self.lock.holds_on(id).map(|(_, hold)| hold).find(|hold| hold.revoked.is_none());
         Holders {
             exclusive: self.settings.anti_thrash != AntiThrash::Off,
-            together: self.may_stay(id),
+            // Whether one that is alone may go on is a question of its turn.
+            together: self.lock.holders(id).nth(1).is_none() || self.may_stay(id),
             first: first.map(|hold| hold.entity),
             awaited: self.lock.behind(id).next().is_some(),
             waiters: self.lock.queue_length(id).max(1),
