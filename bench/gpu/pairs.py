@@ -6,14 +6,17 @@ both are done, and whether every result is the one that the loop gives alone.
   pairs.py [--programs target/release] [--seconds 3] [--quantum 1] [--pairs add+add,tiny+tiny,add+tiny] [--runs 1] [--keep FILE]
            [--json FILE] [--commit ID]
 
-`--seconds`: how long a loop takes alone. `--keep`: a file for all that was measured. `--json`: puts the figure into that file, as
+All 15 pairs take about eight minutes. `--seconds`: how long a loop takes alone. `--keep`: a file for all that was measured. `--json`: puts the figure into that file, as
 `../support/src/results.rs` does; `--commit` says what was built if the programs come from elsewhere. `--programs`: where nvshare-scheduler and libnvshare.so are. Needs a GPU and PyTorch.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,8 +25,8 @@ from pathlib import Path
 import figures
 import stage
 
-LOOPS = ["add", "matmul", "conv", "tiny"]
-PAIRS = ["add+add", "matmul+matmul", "conv+conv", "tiny+tiny", "matmul+tiny"]
+LOOPS = ["add", "matmul", "conv", "tiny", "bursts"]
+PAIRS = ["+".join(pair) for pair in itertools.combinations_with_replacement(LOOPS, 2)]
 
 
 def loop(name):
@@ -46,13 +49,33 @@ def loop(name):
     if name == "tiny":  # launch-bound: the GPU is mostly idle
         x = torch.zeros(64, device="cuda")
         return lambda: x.add_(1), x
+    if name == "bursts":  # about 30 ms of work, and a pause of as long
+        x = torch.eye(4096, device="cuda", dtype=torch.bfloat16)
+        y = torch.rand(4096, 4096, device="cuda").to(torch.bfloat16)
+        out = torch.empty_like(y)
+
+        def burst():
+            for _ in range(150):
+                torch.matmul(y, x, out=out)
+            torch.cuda.synchronize()
+            time.sleep(0.03)
+
+        return burst, out
     raise SystemExit(f"there is no loop {name!r}: there are {', '.join(LOOPS)}")
 
 
-def run(name, iterations, ready, go):
-    """A child: runs the loop so often, once the file `go` is there; with no iterations, as often as fits into a second."""
+def at_once(name):
+    """Iterations between looks at the clock; the number of iterations is a multiple of this."""
+    return 100 if name == "tiny" else 10
+
+
+def run():
+    """A child, which is told what to do once it has imported PyTorch: to run the loop so often, once the file `go` is there;
+    with no iterations, as often as fits into a second."""
     import torch
 
+    name, iterations, ready, go = sys.stdin.readline().split()
+    iterations, ready, go = int(iterations), Path(ready), Path(go)
     step, result = loop(name)
     for _ in range(10):
         step()
@@ -60,7 +83,7 @@ def run(name, iterations, ready, go):
     stage.wait_to_begin(ready, go)
     began, done = time.time(), 0
     while done < iterations or (not iterations and time.time() - began < 1):
-        for _ in range(100 if name == "tiny" else 10):
+        for _ in range(at_once(name)):
             step()
             done += 1
         if not iterations:
@@ -70,10 +93,48 @@ def run(name, iterations, ready, go):
     print(json.dumps({"iterations": done, "began": began, "ended": time.time(), "digest": digest}))
 
 
-def together(jobs, environment, directory):
-    """Starts them, has them begin at once, and gives what each said."""
-    words = [[sys.executable, __file__, "--child", name, iterations] for name, iterations in jobs]
-    said = [json.loads(child.communicate()[0]) for child in stage.begin(words, environment, directory)]
+class Children:
+    """Processes that have imported PyTorch, or are about to: the next ones do while others run."""
+
+    def __init__(self):
+        self.spare = []
+
+    def take(self, number, environment):
+        mine = [child for child in self.spare if child[0] == environment][:number]
+        self.spare = [child for child in self.spare if child not in mine]
+        mine += [self.start(environment) for _ in range(number - len(mine))]
+        return [child for _, child in mine]
+
+    def start(self, environment):
+        words = [sys.executable, __file__, "--child"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        child = subprocess.Popen(words, env=os.environ | environment, preexec_fn=stage.end_with_parent, **pipes)
+        return environment, child
+
+    def prepare(self, number, environment):
+        self.spare += [self.start(environment) for _ in range(number)]
+
+    def end(self):
+        stage.end(*(child for _, child in self.spare))
+
+
+def together(children, jobs, environment, directory):
+    """Has them begin at once, and gives what each said."""
+    go = directory / "go"
+    go.unlink(missing_ok=True)
+    running = []
+    for i, ((name, iterations), child) in enumerate(zip(jobs, children.take(len(jobs), environment))):
+        ready = directory / f"ready-{i}"
+        ready.unlink(missing_ok=True)
+        child.stdin.write(f"{name} {iterations} {ready} {go}\n")
+        child.stdin.flush()
+        running.append((ready, child))
+    while not all(ready.exists() for ready, _ in running):
+        if any(child.poll() is not None for _, child in running):
+            raise SystemExit("a loop has ended before it began")
+        time.sleep(0.01)
+    go.touch()
+    said = [json.loads(child.communicate()[0]) for _, child in running]
     seconds = max(s["ended"] for s in said) - min(s["began"] for s in said)
     return said, seconds
 
@@ -91,28 +152,34 @@ def main():
     arguments = parser.parse_args()
     programs = arguments.programs.resolve()
     modes = {"native": None, "on": 'anti-thrash = "on"\n', "auto": 'anti-thrash = "auto"\n'}
-    measured = []
+    measured, children = [], Children()
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory)
         pairs = [pair.split("+") for pair in arguments.pairs.split(",")]
         alone = {}
         for name in sorted({name for pair in pairs for name in pair}):
-            rate = together([(name, 0)], {}, directory)[0][0]["iterations"]
-            iterations = int(rate * arguments.seconds) // 100 * 100 or 100
-            said, seconds = together([(name, iterations)], {}, directory)
+            children.prepare(1, {})
+            rate = together(children, [(name, 0)], {}, directory)[0][0]["iterations"]
+            iterations = max(1, int(rate * arguments.seconds) // at_once(name)) * at_once(name)
+            said, seconds = together(children, [(name, iterations)], {}, directory)
             alone[name] = (iterations, said[0]["digest"])
             print(f"{name} alone: {iterations} iterations in {seconds:.2f} s", flush=True)
         print(f"{'pair':>16}" + "".join(f"{mode:>9}" for mode in modes))
+        under_nvshare = stage.under_nvshare(programs, directory)
+        environments = [under_nvshare if settings else {} for settings in modes.values()]
+        following = itertools.cycle(environments[1:] + environments[:1])
         for pair in pairs:
             line = f"{'+'.join(pair):>16}"
             for mode, settings in modes.items():
                 taken, right = [], True
-                for _ in range(arguments.runs):
+                following_mode = next(following)
+                for number in range(arguments.runs):
                     environment, daemon = {}, None
                     if settings is not None:
                         daemon = stage.scheduler(programs, directory, f"time-quantum = {arguments.quantum}\n{settings}")
-                        environment = stage.under_nvshare(programs, directory)
-                    said, seconds = together([(name, alone[name][0]) for name in pair], environment, directory)
+                        environment = under_nvshare
+                    children.prepare(2, environment if number + 1 < arguments.runs else following_mode)
+                    said, seconds = together(children, [(name, alone[name][0]) for name in pair], environment, directory)
                     right &= all(s["digest"] == alone[name][1] for s, name in zip(said, pair))
                     taken.append(seconds)
                     if daemon:
@@ -121,6 +188,7 @@ def main():
                 measured.append({"pair": "+".join(pair), "mode": mode, "seconds": taken, "right": right})
                 line += f"{statistics.median(taken):>8.2f}{' ' if right else '!'}"
             print(line, flush=True)
+    children.end()
     if arguments.keep:
         arguments.keep.write_text(json.dumps(measured, indent=1) + "\n")
     if arguments.json:
@@ -137,6 +205,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        run(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
+        run()
     else:
         main()
