@@ -26,7 +26,9 @@ fn policies(scenario: &Scenario, names: &[String]) -> Vec<Policy> {
         return POLICIES.into_iter().filter(|policy| names.iter().any(|name| name == policy.name)).collect();
     }
     let differs = |policy: &Policy| {
-        scenario.mode.is_none_or(|mode| mode == policy.mode) && (scenario.has_rules() || !policy.rules)
+        scenario.mode.is_none_or(|mode| mode == policy.mode)
+            && scenario.policy.is_none_or(|order| order == policy.order)
+            && (scenario.has_rules() || !policy.rules)
     };
     POLICIES.into_iter().filter(differs).collect()
 }

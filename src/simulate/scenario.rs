@@ -17,7 +17,7 @@ use crate::config::rules::{self, Subject};
 use crate::config::settings::SchedulerSettings;
 use crate::config::swap::SwapMax;
 use crate::config::swap::SwapSection;
-use crate::scheduler::{AntiThrash, RuleLimits, Settings};
+use crate::scheduler::{AntiThrash, PolicyName, RuleLimits, Settings};
 
 /// Valid numbers of programs, and of GPUs.
 const PROGRAMS: RangeInclusive<u32> = 1..=100_000;
@@ -32,8 +32,9 @@ const UNTIL: Duration = Duration::from_secs(365 * 24 * 3600);
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scenario {
     pub settings: Settings,
-    /// The only mode that is of interest, where the file names one.
+    /// The only mode and the only policy that are of interest, where the file names one.
     pub mode: Option<AntiThrash>,
+    pub policy: Option<PolicyName>,
     /// Host memory that may be promised; None: any.
     pub swap: Option<u64>,
     pub gpus: Vec<Gpu>,
@@ -114,7 +115,7 @@ impl Scenario {
             max_wait: file.max_wait,
             time_period: file.time_period,
             anti_thrash: file.anti_thrash,
-            policy: None,
+            policy: file.policy,
             memory: file.memory,
         };
         let swap = file.swap.map_or(Ok(None), |section| swap(&section))?;
@@ -141,6 +142,7 @@ impl Scenario {
         within("programs", 0..0, programs, &PROGRAMS, "write [[job]] with name, memory and work")?;
         Ok(Self {
             mode: settings.anti_thrash,
+            policy: settings.policy,
             settings: settings.settings(),
             swap,
             gpus,

@@ -12,7 +12,7 @@ use crate::config::scalar::Scalar;
 use crate::config::settings::{self, MAX_MEMORY, MemorySection};
 use crate::config::swap::SwapSection;
 use crate::config::units;
-use crate::scheduler::AntiThrash;
+use crate::scheduler::{AntiThrash, PolicyName};
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -29,6 +29,8 @@ pub struct File {
     pub time_period: Option<Duration>,
     #[serde(default, deserialize_with = "settings::read_anti_thrash")]
     pub anti_thrash: Option<AntiThrash>,
+    #[serde(default, deserialize_with = "settings::read_policy")]
+    pub policy: Option<PolicyName>,
     #[serde(default)]
     pub memory: MemorySection,
     pub swap: Option<Spanned<SwapSection>>,

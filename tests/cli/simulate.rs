@@ -385,7 +385,7 @@ fn mistakes_say_where_they_are_and_what_is_allowed() {
         (
             "gpus = 3".into(),
             "1:1: unknown field `gpus`, expected one of `seed`, `until`, `time-quantum`, `max-wait`, `time-period`, \
-             `anti-thrash`, `memory`, `swap`, `gpu`, `job`",
+             `anti-thrash`, `policy`, `memory`, `swap`, `gpu`, `job`",
         ),
     ];
     for (text, expected) in cases {
