@@ -8,7 +8,7 @@ use crate::{
     memory::{self, Backing, Chunk, GRANULARITY, Mapping, space, space_mut},
     out,
 };
-use cuda_sim_gpus::{Config, account::Figures};
+use cuda_sim_gpus::{Config, account::Figures, place};
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard},
@@ -162,7 +162,7 @@ pub fn free(at: u64) -> Done {
 /// `cuMemGetInfo`; either pointer may be null.
 pub fn info(free: *mut usize, total: *mut usize) -> Done {
     let context = context::healthy()?;
-    crate::out_if(free, Figures::of(context.gpu).free(context.gpu) as usize);
+    crate::out_if(free, Figures::of(place(context.gpu)).free(place(context.gpu)) as usize);
     crate::out_if(total, Config::get().memory as usize);
     Ok(())
 }

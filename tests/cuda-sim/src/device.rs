@@ -1,10 +1,11 @@
 //! Devices: which GPUs this process sees, and what they say about themselves.
 
 use crate::{
+    checkpoint,
     error::{Done, Error},
     out,
 };
-use cuda_sim_gpus::Config;
+use cuda_sim_gpus::{Config, place};
 use std::{
     env,
     ffi::{CStr, c_char},
@@ -28,7 +29,16 @@ pub fn init(flags: u32) -> Done {
             Err(_) => all,
         }
     });
-    if visible.is_empty() { Err(Error::NO_DEVICE) } else { Ok(()) }
+    if visible.is_empty() {
+        return Err(Error::NO_DEVICE);
+    }
+    checkpoint::serve();
+    Ok(())
+}
+
+/// The GPUs that this process sees, none before [`init`].
+pub fn visible_gpus() -> &'static [usize] {
+    VISIBLE.get().map_or(&[], Vec::as_slice)
 }
 
 /// True after a successful [`init`].
@@ -100,7 +110,7 @@ fn text(to: *mut c_char, len: i32, text: &str) -> Done {
 
 /// `cuDeviceGetUuid`
 pub fn uuid(uuid: *mut [u8; 16], device: i32) -> Done {
-    out(uuid, Config::get().uuid(gpu(device)?))
+    out(uuid, Config::get().uuid(place(gpu(device)?)))
 }
 
 /// `cuDeviceTotalMem`
@@ -118,7 +128,7 @@ pub fn compute_capability(major: *mut i32, minor: *mut i32, device: i32) -> Done
 
 /// `cuDeviceGetPCIBusId`
 pub fn pci_bus_id(id: *mut c_char, len: i32, device: i32) -> Done {
-    let bus = Config::pci_bus(gpu(device)?);
+    let bus = Config::pci_bus(place(gpu(device)?));
     text(id, len, &format!("0000:{bus:02X}:00.0"))
 }
 
@@ -129,7 +139,7 @@ pub fn by_pci_bus_id(device: *mut i32, id: *const c_char) -> Done {
     }
     // SAFETY: the program passes a C string.
     let id = unsafe { CStr::from_ptr(id) }.to_string_lossy().to_ascii_uppercase();
-    let bus = |gpu: usize| format!("{:02X}:00.0", Config::pci_bus(gpu));
+    let bus = |gpu: usize| format!("{:02X}:00.0", Config::pci_bus(place(gpu)));
     let found = VISIBLE.get().into_iter().flatten().find(|gpu| id.ends_with(&bus(**gpu)));
     out(device, ordinal(*found.ok_or(Error::INVALID_DEVICE)?))
 }
@@ -138,25 +148,25 @@ pub fn by_pci_bus_id(device: *mut i32, id: *const c_char) -> Done {
 pub fn attribute(value: *mut i32, attribute: u32, device: i32) -> Done {
     let gpu = gpu(device)?;
     let vmm = i32::from(Config::get().vmm);
-    let mode = if Config::get().exclusive.contains(&gpu) { 3 } else { 0 };
+    let mode = if Config::get().exclusive.contains(&place(gpu)) { 3 } else { 0 };
     let answer: i32 = match attribute {
-        1 | 2 => 1024,                         // threads a block; block dimension x
-        3 => 1024,                             // block dimension y
-        4 => 64,                               // block dimension z
-        5 => i32::MAX,                         // grid dimension x
-        6 | 7 => 65_535,                       // grid dimensions y, z
-        8 => 48 << 10,                         // shared memory a block
-        9 => 64 << 10,                         // constant memory
-        10 => 32,                              // warp size
-        11 => i32::MAX,                        // pitch
-        12 => 65_536,                          // registers a block
-        13 => 1_980_000,                       // clock, kHz
-        14 => 512,                             // texture alignment
+        1 | 2 => 1024,                            // threads a block; block dimension x
+        3 => 1024,                                // block dimension y
+        4 => 64,                                  // block dimension z
+        5 => i32::MAX,                            // grid dimension x
+        6 | 7 => 65_535,                          // grid dimensions y, z
+        8 => 48 << 10,                            // shared memory a block
+        9 => 64 << 10,                            // constant memory
+        10 => 32,                                 // warp size
+        11 => i32::MAX,                           // pitch
+        12 => 65_536,                             // registers a block
+        13 => 1_980_000,                          // clock, kHz
+        14 => 512,                                // texture alignment
         15 | 19 | 31 | 41 | 78 | 79 | 80 => 1, // overlap, host mapping, concurrent kernels, unified addresses, priorities, caches
         16 => 132,                             // multiprocessors
         17 => 0,                               // kernel timeout
         20 => mode,                            // compute mode: default, exclusive-process
-        33 => Config::pci_bus(gpu) as i32,     // PCI bus
+        33 => Config::pci_bus(place(gpu)) as i32, // PCI bus
         34 => 0,                               // PCI device
         35 => 0,                               // TCC driver
         36 => 2_619_000,                       // memory clock, kHz

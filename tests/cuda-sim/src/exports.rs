@@ -1,11 +1,11 @@
 //! Every symbol of the library, in one table: the name that `cuGetProcAddress` knows it by, the CUDA version that brought
 //! this form, the symbol, and the function that does it.
 //!
-//! `early` calls work before `cuInit`. `streams` come in two flavours: the plain symbol, for which a stream of 0 is the
+//! `early` calls work before `cuInit`, and while the process is locked. `streams` come in two flavours: the plain symbol, for which a stream of 0 is the
 //! context's legacy stream, and the `_ptsz` or `_ptds` symbol, for which it is the thread's own.
 
 use crate::{
-    alloc, array, capture, context, copy, device, error, event, fill, graph, green, host, ipc, launch,
+    alloc, array, capture, checkpoint, context, copy, device, error, event, fill, graph, green, host, ipc, launch,
     lookup::{self, Export},
     managed::{self, Location},
     module, multicast, peer, pointer, pool,
@@ -63,6 +63,13 @@ exports! {
         "cuGetErrorString" 6000 cuGetErrorString = error::string, (code: u32, text: *mut *const c_char);
         "cuGetProcAddress" 11030 cuGetProcAddress = lookup::get, (name: *const c_char, to: *mut usize, version: i32, flags: u64);
         "cuGetProcAddress" 12000 cuGetProcAddress_v2 = lookup::get_v2, (name: *const c_char, to: *mut usize, version: i32, flags: u64, status: *mut u32);
+        // Checkpoints
+        "cuCheckpointProcessGetRestoreThreadId" 12080 cuCheckpointProcessGetRestoreThreadId = checkpoint::thread_id, (pid: i32, thread: *mut i32);
+        "cuCheckpointProcessGetState" 12080 cuCheckpointProcessGetState = checkpoint::state, (pid: i32, state: *mut u32);
+        "cuCheckpointProcessLock" 12080 cuCheckpointProcessLock = checkpoint::lock, (pid: i32, args: *const checkpoint::LockArgs);
+        "cuCheckpointProcessCheckpoint" 12080 cuCheckpointProcessCheckpoint = checkpoint::checkpoint, (pid: i32, args: *const checkpoint::NoArgs);
+        "cuCheckpointProcessRestore" 12080 cuCheckpointProcessRestore = checkpoint::restore, (pid: i32, args: *const checkpoint::RestoreArgs);
+        "cuCheckpointProcessUnlock" 12080 cuCheckpointProcessUnlock = checkpoint::unlock, (pid: i32, args: *const checkpoint::NoArgs);
     }
     plain {
         // Devices

@@ -4,11 +4,12 @@
 //! [`device`], [`context`], [`green`] and [`peer`] are about GPUs; [`memory`] is the table of addresses, and [`alloc`], [`vmm`],
 //! [`managed`], [`host`], [`pool`], [`array`] and [`ipc`] are the ways into it; [`stream`] queues [`work`], which is done by
 //! [`kernels`], [`copy`], [`fill`] and [`value`]; [`event`], [`capture`] and [`graph`] are what is built on streams;
-//! [`module`] and [`launch`] lead to kernels. What processes share is in the crate `cuda-sim-gpus`.
+//! [`module`] and [`launch`] lead to kernels; [`checkpoint`] takes whole processes off the GPUs. What processes share is in the crate `cuda-sim-gpus`.
 
 mod alloc;
 mod array;
 mod capture;
+mod checkpoint;
 mod context;
 mod copy;
 mod device;
@@ -69,6 +70,7 @@ fn enter(symbol: &str, early: bool, call: impl FnOnce() -> Done) -> u32 {
         if !early && (!device::initialised() || cuda_sim_gpus::after_fork()) {
             return Err(Error::NOT_INITIALIZED);
         }
+        let _inside = if early { None } else { Some(checkpoint::pass()?) };
         if meant_to_fail(symbol) {
             return Err(Error(cuda_sim_gpus::Config::get().fail_as));
         }

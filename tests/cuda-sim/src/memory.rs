@@ -8,7 +8,7 @@ use crate::{
     error::{Done, Error},
     managed::Managed,
 };
-use cuda_sim_gpus::{Account, shared::Shared};
+use cuda_sim_gpus::{Account, place, shared::Shared};
 use std::{
     collections::BTreeMap,
     ops::Bound,
@@ -110,12 +110,12 @@ impl Chunk {
     }
 
     fn as_shared(&self, file: &ChunkFile) -> Shared {
-        Shared { inode: file.inode, gpu: self.gpu, bytes: self.len, is_owner: self.is_own }
+        Shared { inode: file.inode, gpu: place(self.gpu), bytes: self.len, is_owner: self.is_own }
     }
 
     /// Moves the bytes into a file, which takes their place.
     fn move_into_file(&self) -> Result<OwnedFd, Error> {
-        let (gpu, len) = (self.gpu, self.len);
+        let (gpu, len) = (place(self.gpu), self.len);
         let name = std::ffi::CString::new(format!("cuda-sim-gpu{gpu}")).map_err(|_| Error::UNKNOWN)?;
         // SAFETY: a valid name; the descriptor is new and ours.
         let fd = unsafe {
@@ -380,6 +380,11 @@ impl Space {
             from += run;
         }
         Ok(runs)
+    }
+
+    /// Whether there is any managed memory.
+    pub fn has_managed(&self) -> bool {
+        self.mappings.values().any(|mapping| matches!(mapping.backing, Backing::Managed(_)))
     }
 
     /// Frees what a context leaves behind: its plain allocations, host and managed memory.

@@ -5,7 +5,7 @@ use crate::{
     error::{Done, Error},
     out,
 };
-use cuda_sim_gpus::{Config, MAX_GPUS};
+use cuda_sim_gpus::{Config, MAX_GPUS, place};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bit *n* of entry *m*: GPU *m* may reach plain allocations of GPU *n*.
@@ -16,10 +16,15 @@ pub fn enabled(from: usize, to: usize) -> bool {
     from == to || PEERS[from].load(Ordering::Relaxed) & (1 << to) != 0
 }
 
+/// Whether two of the process' GPUs can be given access to each other.
+pub fn are_peers(a: usize, b: usize) -> bool {
+    Config::get().are_peers(place(a), place(b))
+}
+
 /// `cuDeviceCanAccessPeer`
 pub fn can_access(can: *mut i32, device: i32, peer: i32) -> Done {
     let (device, peer) = (device::gpu(device)?, device::gpu(peer)?);
-    out(can, i32::from(Config::get().are_peers(device, peer)))
+    out(can, i32::from(are_peers(device, peer)))
 }
 
 /// `cuDeviceGetP2PAttribute`
@@ -30,7 +35,7 @@ pub fn attribute(value: *mut i32, attribute: u32, device: i32, peer: i32) -> Don
     }
     match attribute {
         1 => out(value, 0),
-        2..=4 => out(value, i32::from(Config::get().are_peers(device, peer))),
+        2..=4 => out(value, i32::from(are_peers(device, peer))),
         5 => out(value, 0),
         _ => Err(Error::INVALID_VALUE),
     }
@@ -45,7 +50,7 @@ pub fn enable(peer: usize, flags: u32) -> Done {
     if own.gpu == peer.gpu {
         return Err(Error::INVALID_DEVICE);
     }
-    if !Config::get().are_peers(own.gpu, peer.gpu) {
+    if !are_peers(own.gpu, peer.gpu) {
         return Err(Error::PEER_ACCESS_UNSUPPORTED);
     }
     let before = PEERS[own.gpu].fetch_or(1 << peer.gpu, Ordering::Relaxed);

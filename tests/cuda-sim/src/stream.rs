@@ -207,12 +207,13 @@ impl Stream {
             drop(queue);
             op.after.iter().for_each(Point::wait);
             op.work.run(&self.context);
+            let heavy = op.work.heavy();
+            // What it still holds is free once it is done, as a checkpoint relies on.
+            drop(op);
             let mut queue = self.lock();
-            queue.heavy -= usize::from(op.work.heavy());
+            queue.heavy -= usize::from(heavy);
             self.completed.fetch_add(1, Ordering::AcqRel);
             self.changed.notify_all();
-            drop(queue);
-            drop(op);
         }
     }
 
@@ -244,7 +245,7 @@ impl Stream {
 }
 
 /// A thread of the driver gets none of the program's signals, and sleeps as precisely as it can.
-fn quiet() {
+pub fn quiet() {
     // SAFETY: the calls change only the calling thread; `all` is filled before it is read.
     unsafe {
         let mut all = std::mem::zeroed();

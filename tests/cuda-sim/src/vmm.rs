@@ -7,7 +7,7 @@ use crate::{
     memory::{self, Backing, Chunk, GRANULARITY, Mapping, space, space_mut},
     out,
 };
-use cuda_sim_gpus::{Config, trouble};
+use cuda_sim_gpus::{Config, at_place, place, trouble};
 use std::{
     collections::HashMap,
     ffi::CString,
@@ -104,7 +104,7 @@ pub fn create(handle: *mut u64, size: usize, properties: *const Properties, flag
     }
     whole(size as u64)?;
     let gpu = properties.gpu()?;
-    if trouble::is_refused(&Config::get().dir, gpu, process::id()) {
+    if trouble::is_refused(&Config::get().dir, place(gpu), process::id()) {
         crate::write_down_failure("cuMemCreate");
         return Err(Error::OUT_OF_MEMORY);
     }
@@ -237,7 +237,7 @@ pub fn set_access(at: u64, size: usize, access: *const Access, count: usize) -> 
         }
         let gpu = device::gpu(access.location.id).map_err(|_| Error::INVALID_VALUE)?; // (driver 580)
         let homes = || starts.iter().filter_map(|start| space.exact(*start)?.gpu());
-        if access.flags != 0 && homes().any(|home| home != gpu && !Config::get().are_peers(gpu, home)) {
+        if access.flags != 0 && homes().any(|home| home != gpu && !crate::peer::are_peers(gpu, home)) {
             return Err(Error::INVALID_DEVICE);
         }
         let bit = 1 << gpu;
@@ -296,7 +296,7 @@ pub fn imported(fd: i32) -> Result<Arc<Chunk>, Error> {
     let fd = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned().map_err(|_| Error::OPERATING_SYSTEM)?;
     let path = CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_err(|_| Error::UNKNOWN)?;
     let len = fs::metadata(path.to_string_lossy().as_ref()).map_err(|_| Error::OPERATING_SYSTEM)?.len();
-    Chunk::import(gpu, len, fd)
+    Chunk::import(at_place(gpu), len, fd)
 }
 
 /// `cuMemGetHandleForAddressRange`: a descriptor that stands for one, with nothing behind it.

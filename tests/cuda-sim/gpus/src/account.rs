@@ -1,9 +1,10 @@
 //! Who has how many bytes of which GPU. One small file a process; its bytes count as long as the process lives.
 
 use crate::{
-    Config, EngineKind, MAX_GPUS,
+    Config, EngineKind, MAX_GPUS, checkpoint,
     fork::close_in_child,
     lock::{LockFile, flock, open_shared},
+    place::place,
     shared::{self, Shared},
     traffic,
     trouble::{self, Stranger},
@@ -41,9 +42,11 @@ pub struct Process {
     path: PathBuf,
 }
 
-/// The file of a process: its pid, then `plain` and `managed` for each GPU, then its shared chunks.
-const WORDS: usize = SHARED + shared::WORDS;
+/// The file of a process: its pid, then `plain` and `managed` for each GPU of the machine, then its shared chunks, then what
+/// [`checkpoint`] has.
+pub(crate) const WORDS: usize = CHECKPOINT + checkpoint::WORDS;
 const SHARED: usize = 1 + 2 * MAX_GPUS;
+pub(crate) const CHECKPOINT: usize = SHARED + shared::WORDS;
 
 fn plain_word(gpu: usize) -> usize {
     1 + 2 * gpu
@@ -55,7 +58,7 @@ fn managed_word(gpu: usize) -> usize {
 
 static ACCOUNT: OnceLock<Account> = OnceLock::new();
 
-/// This process' own account.
+/// This process' own account. GPUs are named by the process' own numbers, which [`place`] translates.
 #[derive(Debug)]
 pub struct Account {
     words: &'static [AtomicU64; WORDS],
@@ -107,10 +110,31 @@ impl Account {
         Ok(Account { words, path, _lock: file, _pid: pid })
     }
 
+    pub(crate) fn words(&self) -> &'static [AtomicU64; WORDS] {
+        self.words
+    }
+
+    /// Bytes on each GPU of the machine that are not managed memory.
+    pub(crate) fn plain(&self) -> [u64; MAX_GPUS] {
+        std::array::from_fn(|place| self.words[plain_word(place)].load(Ordering::Relaxed))
+    }
+
+    /// Gives those back.
+    pub(crate) fn give_all(&self) {
+        (0..MAX_GPUS).for_each(|place| self.words[plain_word(place)].store(0, Ordering::Relaxed));
+    }
+
+    /// Whether this process has memory together with others.
+    pub fn shares(&self) -> bool {
+        let table: Vec<u64> = self.words[SHARED..CHECKPOINT].iter().map(|w| w.load(Ordering::Relaxed)).collect();
+        !shared::read(&table).is_empty()
+    }
+
     /// Takes `bytes` of a GPU, or nothing if they are not there. Managed memory makes room, its owner's or another's.
     #[must_use]
     pub fn take(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
+        let gpu = place(gpu);
         if !self.make_room(gpu, bytes) {
             return false;
         }
@@ -120,7 +144,11 @@ impl Account {
 
     /// Gives `bytes` back.
     pub fn give(&self, gpu: usize, bytes: u64) {
-        let before = self.words[plain_word(gpu)].fetch_sub(bytes, Ordering::Relaxed);
+        self.give_at(place(gpu), bytes);
+    }
+
+    fn give_at(&self, place: usize, bytes: u64) {
+        let before = self.words[plain_word(place)].fetch_sub(bytes, Ordering::Relaxed);
         debug_assert!(before >= bytes, "gave back more than was taken");
     }
 
@@ -128,15 +156,15 @@ impl Account {
     #[must_use]
     pub fn share(&self, chunk: Shared) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
-        shared::insert(&self.words[SHARED..], chunk)
+        shared::insert(&self.words[SHARED..CHECKPOINT], chunk)
     }
 
     /// It has it no longer: an owner gives its bytes back, which then count for others that have the chunk.
     pub fn give_shared(&self, chunk: Shared) {
         let Ok(_all) = Everybody::lock() else { return };
-        shared::remove(&self.words[SHARED..], chunk);
+        shared::remove(&self.words[SHARED..CHECKPOINT], chunk);
         if chunk.is_owner {
-            self.give(chunk.gpu, chunk.bytes);
+            self.give_at(chunk.gpu, chunk.bytes);
         }
     }
 
@@ -144,6 +172,7 @@ impl Account {
     #[must_use]
     pub fn take_managed(&self, gpu: usize, bytes: u64) -> bool {
         let Ok(_all) = Everybody::lock() else { return false };
+        let gpu = place(gpu);
         if !self.make_room(gpu, bytes) {
             return false;
         }
@@ -154,16 +183,21 @@ impl Account {
     /// Managed memory left the GPU on its own account.
     pub fn give_managed(&self, gpu: usize, bytes: u64) {
         let Ok(_all) = Everybody::lock() else { return };
+        let gpu = place(gpu);
         let have = self.words[managed_word(gpu)].load(Ordering::Relaxed);
         self.words[managed_word(gpu)].store(have.saturating_sub(bytes), Ordering::Relaxed);
     }
 
     /// How much managed memory is resident now: others may have taken some away since this process made it so.
     pub fn managed(&self, gpu: usize) -> u64 {
-        self.words[managed_word(gpu)].load(Ordering::Relaxed)
+        self.managed_at(place(gpu))
     }
 
-    /// With everybody locked: frees managed memory until `bytes` fit.
+    fn managed_at(&self, place: usize) -> u64 {
+        self.words[managed_word(place)].load(Ordering::Relaxed)
+    }
+
+    /// With everybody locked: frees managed memory until `bytes` fit on that GPU of the machine.
     fn make_room(&self, gpu: usize, bytes: u64) -> bool {
         let mut others = living();
         let total = used_by_processes(gpu, &others);
@@ -174,25 +208,25 @@ impl Account {
         let most = Config::get().memory.saturating_sub(hidden(gpu)).saturating_sub(fragmented);
         let Some(want) = total.checked_add(bytes).and_then(|want| want.checked_add(strangers)) else { return false };
         let mut missing = want.saturating_sub(most);
-        let managed = self.managed(gpu) + others.iter().map(|p| p.gpus[gpu].managed).sum::<u64>();
+        let managed = self.managed_at(gpu) + others.iter().map(|p| p.gpus[gpu].managed).sum::<u64>();
         if missing > managed {
             return false;
         }
         // Takes no time, but is seen to move.
-        traffic::add(gpu, EngineKind::Out, missing);
+        traffic::add_at(gpu, EngineKind::Out, missing);
         for other in &others {
             let loss = missing.min(other.gpus[gpu].managed);
             if loss > 0 && set_managed(&other.path, gpu, other.gpus[gpu].managed - loss).is_ok() {
                 missing -= loss;
             }
         }
-        let loss = missing.min(self.managed(gpu));
+        let loss = missing.min(self.managed_at(gpu));
         self.words[managed_word(gpu)].fetch_sub(loss, Ordering::Relaxed);
         missing == loss
     }
 }
 
-/// What is in use on a GPU.
+/// What is in use on a GPU of the machine.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
     pub processes: Vec<Process>,
@@ -255,6 +289,10 @@ fn processes_dir() -> PathBuf {
 }
 
 impl Process {
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Its number in the PID namespace of the caller, as the driver tells it; its own where it is none of that namespace.
     pub fn pid_here(&self) -> u32 {
         // To close the file again would end the lock of the process itself.
@@ -304,7 +342,7 @@ fn read(path: PathBuf) -> Option<Process> {
     file.read_exact_at(&mut bytes, 0).ok()?;
     let word = |at: usize| bytes[at * 8..at * 8 + 8].try_into().map_or(0, u64::from_ne_bytes);
     let gpus = std::array::from_fn(|gpu| Usage { plain: word(plain_word(gpu)), managed: word(managed_word(gpu)) });
-    let table: Vec<u64> = (SHARED..WORDS).map(word).collect();
+    let table: Vec<u64> = (SHARED..CHECKPOINT).map(word).collect();
     Some(Process { pid: word(0) as u32, gpus, shared: shared::read(&table), path })
 }
 

@@ -1,7 +1,7 @@
 //! The engines of a GPU: one that computes, one that copies in, one that copies out. Each does one piece of work at a
 //! time, whichever process it comes from, and takes the time that the work takes.
 
-use crate::{MAX_GPUS, lock::LockFile};
+use crate::{MAX_GPUS, lock::LockFile, place::place};
 use std::{
     sync::{Condvar, Mutex, MutexGuard, OnceLock},
     thread,
@@ -45,6 +45,11 @@ struct Queue {
 impl Engine {
     /// The engine of a GPU, shared by all threads of this process.
     pub fn get(gpu: usize, kind: EngineKind) -> &'static Engine {
+        Engine::at(place(gpu), kind)
+    }
+
+    /// The same by the GPU's number in the machine.
+    pub(crate) fn at(gpu: usize, kind: EngineKind) -> &'static Engine {
         static ENGINES: [OnceLock<Engine>; MAX_GPUS * 3] = [const { OnceLock::new() }; MAX_GPUS * 3];
         ENGINES[gpu * 3 + kind as usize].get_or_init(|| {
             let name = ["compute", "in", "out"][kind as usize];

@@ -14,6 +14,7 @@ use std::{
 pub struct Shared {
     /// The inode of the file that has its contents, which no other chunk has at the same time.
     pub inode: u64,
+    /// By its number in the machine.
     pub gpu: usize,
     pub bytes: u64,
     pub is_owner: bool,

@@ -1,7 +1,7 @@
 //! How many bytes have moved between each GPU and the host, whoever moved them, and the time that this takes of the host's
 //! memory. One file of counters, which all processes map.
 
-use crate::{Config, EngineKind, MAX_GPUS, lock::open_shared};
+use crate::{Config, EngineKind, MAX_GPUS, lock::open_shared, place::place};
 use std::{
     io,
     os::fd::AsRawFd,
@@ -44,6 +44,11 @@ fn map() -> io::Result<&'static Counters> {
 
 /// Counts what an engine moves. What is computed is no traffic.
 pub fn add(gpu: usize, engine: EngineKind, bytes: u64) {
+    add_at(place(gpu), engine, bytes);
+}
+
+/// The same by the GPU's number in the machine.
+pub(crate) fn add_at(gpu: usize, engine: EngineKind, bytes: u64) {
     let way = match engine {
         EngineKind::In => 0,
         EngineKind::Out => 1,
@@ -76,7 +81,7 @@ fn monotonic() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Bytes that have moved to a GPU, and from it.
+/// Bytes that have moved to a GPU of the machine, and from it.
 pub fn moved(gpu: usize) -> [u64; 2] {
     counters().map_or([0; 2], |counters| [0, 1].map(|way| counters.moved[gpu][way].load(Ordering::Relaxed)))
 }

@@ -276,6 +276,11 @@ fn take(gpu: usize) -> Done {
     Ok(())
 }
 
+/// Whether anything that was submitted is not done.
+pub fn any_pending() -> bool {
+    CONTEXTS.all().iter().any(|context| !context.points().is_empty())
+}
+
 /// The context behind a handle.
 pub fn of(handle: usize) -> Result<Arc<Context>, Error> {
     CONTEXTS.find(handle).ok_or(Error::INVALID_CONTEXT)

@@ -1,5 +1,6 @@
 //! Tests of the simulated driver: each loads the library as a program would.
 
+mod checkpoint;
 mod lookup;
 mod memory;
 mod peers;

@@ -1,0 +1,310 @@
+//! Taking a process off its GPUs and putting it back, as other processes ask for it. They write what they want into the
+//! process' account, where a thread of the process finds it, does it, and answers: so nothing happens while the process is
+//! stopped, and what was begun is finished whether or not whoever asked still lives.
+
+use crate::{
+    Account, Config, Engine, EngineKind, MAX_GPUS,
+    account::{self, Process},
+    lock::{flock, open_shared},
+    place::{self, place},
+    traffic,
+};
+use std::{
+    fs::{self, File},
+    io,
+    os::fd::AsRawFd,
+    path::Path,
+    ptr,
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+    time::Duration,
+};
+
+/// Words of an account that are for this.
+pub(crate) const WORDS: usize = PAIRS + MAX_GPUS;
+const STATE: usize = 0;
+/// The number of the last request, and that of the last one that was answered.
+const ASKED: usize = 1;
+const ANSWERED: usize = 2;
+const OPERATION: usize = 3;
+/// Milliseconds until a lock is given up, 0 for never.
+const TIMEOUT: usize = 4;
+/// The code of the last answer.
+const RESULT: usize = 5;
+/// The id of the thread that does it, in the process' own PID namespace; 0 before there is one.
+const THREAD: usize = 6;
+/// The GPU for what was on each GPU of the machine.
+const PAIRS: usize = 7;
+
+/// How often it is looked whether the other side still lives.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// `CUprocessState`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum State {
+    Running = 0,
+    Locked = 1,
+    Checkpointed = 2,
+    Failed = 3,
+}
+
+impl State {
+    fn of(word: &AtomicU64) -> State {
+        match word.load(Ordering::Acquire) {
+            0 => State::Running,
+            1 => State::Locked,
+            2 => State::Checkpointed,
+            _ => State::Failed,
+        }
+    }
+}
+
+/// What a process can be asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// To hold back the program's calls, once those that have begun have ended and the work that was submitted is done.
+    Lock {
+        timeout: Option<Duration>,
+    },
+    Checkpoint,
+    /// On which GPU of the machine to put what was on each.
+    Restore {
+        to: Destinations,
+    },
+    Unlock,
+}
+
+/// For each GPU of the machine another one or the same, where one was said.
+pub type Destinations = [Option<u8>; MAX_GPUS];
+
+/// Everything goes where it was.
+pub fn same_places() -> Destinations {
+    std::array::from_fn(|gpu| Some(gpu as u8))
+}
+
+/// No GPU, among the pairs.
+const NONE: u64 = u64::MAX;
+
+/// A process that can be asked, for as long as this lives by nobody else.
+#[derive(Debug)]
+pub struct Target {
+    words: *mut [AtomicU64; account::WORDS],
+    account: File,
+    _asking: File,
+}
+
+/// Why a process cannot be asked, or has ended instead of answering.
+#[derive(Debug)]
+pub struct Gone;
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `open`, and nothing refers to it any more.
+        unsafe { libc::munmap(self.words.cast(), account::WORDS * 8) };
+    }
+}
+
+impl Target {
+    /// The process of that number in the caller's PID namespace, or that has a thread of that number. Waits while another
+    /// process asks it for something.
+    ///
+    /// # Errors
+    /// If there is none, it does not use CUDA, or the caller may not trace it.
+    pub fn open(pid: i32) -> Result<Target, Gone> {
+        let process = find(pid).ok_or(Gone)?;
+        // The kernel shows this file to whoever may trace the process.
+        File::open(format!("/proc/{pid}/environ")).map_err(|_| Gone)?;
+        let name = process.path().file_name().ok_or(Gone)?.to_owned();
+        let asking = open_shared(&Config::get().dir.join("asking").join(name)).map_err(|_| Gone)?;
+        while !flock(&asking, libc::LOCK_EX) {}
+        let (account, words) = map(process.path()).map_err(|_| Gone)?;
+        let target = Target { words, account, _asking: asking };
+        if target.word(THREAD).load(Ordering::Acquire) == 0 {
+            return Err(Gone);
+        }
+        Ok(target)
+    }
+
+    fn word(&self, at: usize) -> &AtomicU64 {
+        // SAFETY: mapped as long as this object lives.
+        unsafe { &(*self.words)[account::CHECKPOINT + at] }
+    }
+
+    pub fn state(&self) -> State {
+        State::of(self.word(STATE))
+    }
+
+    /// The thread that does what is asked for.
+    pub fn thread(&self) -> i32 {
+        self.word(THREAD).load(Ordering::Acquire) as i32
+    }
+
+    /// Asks, and waits for the answer: the code that the process' thread gave.
+    pub fn ask(&self, operation: Operation) -> Result<u32, Gone> {
+        self.finished()?; // what somebody asked for who was killed since
+        let number = match operation {
+            Operation::Lock { timeout } => {
+                let timeout = timeout.map_or(0, |timeout| (timeout.as_millis() as u64).max(1));
+                self.word(TIMEOUT).store(timeout, Ordering::Relaxed);
+                0
+            }
+            Operation::Checkpoint => 1,
+            Operation::Restore { to } => {
+                for (gpu, pair) in (0..MAX_GPUS).zip(to) {
+                    self.word(PAIRS + gpu).store(pair.map_or(NONE, u64::from), Ordering::Relaxed);
+                }
+                2
+            }
+            Operation::Unlock => 3,
+        };
+        self.word(OPERATION).store(number, Ordering::Relaxed);
+        let asked = self.word(ASKED);
+        asked.store(asked.load(Ordering::Relaxed) + 1, Ordering::Release);
+        wake(asked);
+        self.finished()?;
+        Ok(self.word(RESULT).load(Ordering::Relaxed) as u32)
+    }
+
+    fn finished(&self) -> Result<(), Gone> {
+        loop {
+            let answered = self.word(ANSWERED).load(Ordering::Acquire);
+            if answered == self.word(ASKED).load(Ordering::Acquire) {
+                return Ok(());
+            }
+            if flock(&self.account, libc::LOCK_EX | libc::LOCK_NB) {
+                return Err(Gone);
+            }
+            wait(self.word(ANSWERED), answered, LOOK);
+        }
+    }
+}
+
+/// The process that has this number, or a thread with it.
+fn find(pid: i32) -> Option<Process> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let leader = status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()?;
+    account::processes().into_iter().find(|process| process.pid_here() == leader)
+}
+
+fn map(path: &Path) -> io::Result<(File, *mut [AtomicU64; account::WORDS])> {
+    let file = File::options().read(true).write(true).open(path)?;
+    let (len, prot) = (account::WORDS * 8, libc::PROT_READ | libc::PROT_WRITE);
+    // SAFETY: a new mapping at an address of the kernel's choice, of a file that is long enough and never shrinks.
+    let at = unsafe { libc::mmap(ptr::null_mut(), len, prot, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok((file, at.cast())) }
+}
+
+/// This process' own side.
+#[derive(Debug)]
+pub struct Own(&'static [AtomicU64]);
+
+/// There is no room for what is to be restored.
+#[derive(Debug)]
+pub struct NoRoom;
+
+impl Own {
+    /// The calling thread does from now on what others ask for.
+    pub fn serve() -> Own {
+        let own = Own(&Account::get().words()[account::CHECKPOINT..account::CHECKPOINT + WORDS]);
+        // SAFETY: no preconditions.
+        own.0[THREAD].store(unsafe { libc::gettid() } as u64, Ordering::Release);
+        own
+    }
+
+    /// Waits until something is asked for.
+    pub fn next(&self) -> Operation {
+        let answered = self.0[ANSWERED].load(Ordering::Relaxed);
+        while self.0[ASKED].load(Ordering::Acquire) == answered {
+            wait(&self.0[ASKED], answered, Duration::MAX);
+        }
+        match self.0[OPERATION].load(Ordering::Relaxed) {
+            0 => {
+                let timeout = self.0[TIMEOUT].load(Ordering::Relaxed);
+                Operation::Lock { timeout: (timeout > 0).then(|| Duration::from_millis(timeout)) }
+            }
+            1 => Operation::Checkpoint,
+            2 => {
+                let pair = |gpu: usize| self.0[PAIRS + gpu].load(Ordering::Relaxed);
+                let to = |gpu| Some(pair(gpu)).filter(|to| *to != NONE).map(|to| to as u8);
+                Operation::Restore { to: std::array::from_fn(to) }
+            }
+            _ => Operation::Unlock,
+        }
+    }
+
+    pub fn answer(&self, code: u32) {
+        self.0[RESULT].store(code.into(), Ordering::Relaxed);
+        self.0[ANSWERED].store(self.0[ASKED].load(Ordering::Relaxed), Ordering::Release);
+        wake(&self.0[ANSWERED]);
+    }
+
+    pub fn state(&self) -> State {
+        State::of(&self.0[STATE])
+    }
+
+    pub fn set_state(&self, state: State) {
+        self.0[STATE].store(state as u64, Ordering::Release);
+    }
+
+    /// Takes all bytes of this process off the GPUs, in the time that copying them takes; returns how many each GPU had.
+    pub fn leave(&self) -> [u64; MAX_GPUS] {
+        let bytes = Account::get().plain();
+        for (gpu, bytes) in bytes.into_iter().enumerate() {
+            take_time(gpu, EngineKind::Out, bytes);
+        }
+        Account::get().give_all();
+        bytes
+    }
+
+    /// Takes the room for these bytes on other GPUs of the machine, or on the same ones, in the time that copying them takes.
+    ///
+    /// # Errors
+    /// If there is no room: then nothing is taken.
+    pub fn come_back(&self, bytes: &[u64; MAX_GPUS], to: &[usize; MAX_GPUS]) -> Result<(), NoRoom> {
+        let (from, after) = (place::all(), place::moved(to));
+        place::set(&after);
+        let back = |gpu: usize| (place(gpu), bytes[from[gpu]]);
+        for gpu in 0..MAX_GPUS {
+            if !Account::get().take(gpu, back(gpu).1) {
+                (0..gpu).for_each(|gpu| Account::get().give(gpu, back(gpu).1));
+                place::set(&from);
+                return Err(NoRoom);
+            }
+        }
+        for (at, bytes) in (0..MAX_GPUS).map(back) {
+            take_time(at, EngineKind::In, bytes);
+        }
+        Ok(())
+    }
+}
+
+/// The driver copies to and from memory that is not pinned.
+fn take_time(place: usize, engine: EngineKind, bytes: u64) {
+    if bytes > 0 {
+        traffic::add_at(place, engine, bytes);
+        let cost = u128::from(bytes) * 1_000_000_000 / u128::from(Config::get().pageable_bandwidth);
+        Engine::at(place, engine).run(Duration::from_nanos(cost as u64), || {});
+    }
+}
+
+/// The half of a word that the kernel compares.
+fn futex(word: &AtomicU64) -> *const AtomicU32 {
+    let half = if cfg!(target_endian = "big") { 1 } else { 0 };
+    ptr::from_ref(word).cast::<AtomicU32>().wrapping_add(half)
+}
+
+/// Waits until the word is another one, at most that long.
+fn wait(word: &AtomicU64, value: u64, at_most: Duration) {
+    let timeout = libc::timespec {
+        tv_sec: at_most.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_nsec: at_most.subsec_nanos().into(),
+    };
+    let timeout = if at_most == Duration::MAX { ptr::null() } else { &raw const timeout };
+    // SAFETY: a futex of a shared file, and a time that lives.
+    unsafe { libc::syscall(libc::SYS_futex, futex(word), libc::FUTEX_WAIT, value as u32, timeout) };
+}
+
+fn wake(word: &AtomicU64) {
+    // SAFETY: a futex of a shared file.
+    unsafe { libc::syscall(libc::SYS_futex, futex(word), libc::FUTEX_WAKE, i32::MAX) };
+}

@@ -1,0 +1,259 @@
+//! Checkpoints: other processes hold a process' calls back, take it off its GPUs, and put it back, on others if they like.
+//!
+//! [`serve`] is the process' side, in a thread of its own; the `cuCheckpointProcess…` calls are the other processes' side. Device
+//! memory is host memory here anyway, so what a checkpoint moves are the bytes that count.
+
+use crate::{
+    arg, context, device,
+    error::{Done, Error},
+    memory, out, stream,
+};
+use cuda_sim_gpus::{
+    Account, Config, MAX_GPUS,
+    checkpoint::{Destinations, Operation, Own, State, Target, same_places},
+};
+use std::{
+    sync::{
+        Condvar, Mutex, Once,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How often it is looked whether calls and work have ended.
+const LOOK: Duration = Duration::from_micros(200);
+
+/// Calls that have passed [`pass`] and have not returned.
+static INSIDE: AtomicUsize = AtomicUsize::new(0);
+static CLOSED: AtomicBool = AtomicBool::new(false);
+/// Whether the process has failed for good, for threads that wait.
+static FAILED: Mutex<bool> = Mutex::new(false);
+static OPENED: Condvar = Condvar::new();
+
+/// A call of the process that a lock waits for.
+#[derive(Debug)]
+pub struct Inside;
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Lets a call begin, once the process is not locked.
+pub fn pass() -> Result<Inside, Error> {
+    loop {
+        INSIDE.fetch_add(1, Ordering::SeqCst);
+        let inside = Inside;
+        if !CLOSED.load(Ordering::SeqCst) {
+            return Ok(inside);
+        }
+        drop(inside);
+        let mut failed = FAILED.lock().unwrap_or_else(|e| e.into_inner());
+        while CLOSED.load(Ordering::SeqCst) {
+            if *failed {
+                return Err(Error::OPERATING_SYSTEM);
+            }
+            failed = OPENED.wait(failed).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+}
+
+fn open(failed: bool) {
+    let mut has_failed = FAILED.lock().unwrap_or_else(|e| e.into_inner());
+    *has_failed = failed;
+    CLOSED.store(failed, Ordering::SeqCst);
+    OPENED.notify_all();
+}
+
+/// Starts the thread that does what other processes ask for.
+pub fn serve() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let started = thread::Builder::new().name("cuda-sim".into()).spawn(|| {
+            stream::quiet();
+            let own = Own::serve();
+            let mut saved = [0; MAX_GPUS];
+            loop {
+                let done = answer(&own, own.next(), &mut saved);
+                own.answer(done.map_or_else(|e| e.0, |()| 0));
+            }
+        });
+        started.expect("cuda-sim: no thread for checkpoints");
+    });
+}
+
+fn answer(own: &Own, operation: Operation, saved: &mut [u64; MAX_GPUS]) -> Done {
+    let needed = match operation {
+        Operation::Lock { .. } => State::Running,
+        Operation::Checkpoint | Operation::Unlock => State::Locked,
+        Operation::Restore { .. } => State::Checkpointed,
+    };
+    match own.state() {
+        State::Failed => return Err(Error::OPERATING_SYSTEM),
+        state if state != needed => return Err(Error::ILLEGAL_STATE),
+        _ => {}
+    }
+    match operation {
+        Operation::Lock { timeout } => {
+            let end = timeout.map(|timeout| Instant::now() + timeout);
+            CLOSED.store(true, Ordering::SeqCst);
+            while INSIDE.load(Ordering::SeqCst) > 0 || context::any_pending() {
+                if end.is_some_and(|end| Instant::now() >= end) {
+                    open(false);
+                    return Err(Error::NOT_READY);
+                }
+                thread::sleep(LOOK);
+            }
+            own.set_state(State::Locked);
+        }
+        Operation::Checkpoint => {
+            if Account::get().shares() || memory::space().has_managed() {
+                return Err(Error::NOT_SUPPORTED);
+            }
+            *saved = own.leave();
+            own.set_state(State::Checkpointed);
+        }
+        Operation::Restore { to } => {
+            let to = destinations(&to)?;
+            if own.come_back(saved, &to).is_err() {
+                own.set_state(State::Failed);
+                open(true);
+                return Err(Error::OUT_OF_MEMORY);
+            }
+            own.set_state(State::Locked);
+        }
+        Operation::Unlock => {
+            own.set_state(State::Running);
+            open(false);
+        }
+    }
+    Ok(())
+}
+
+/// Where what was on each GPU of the machine goes. Every GPU that the process sees has to be named, and no two may go to the same.
+fn destinations(pairs: &Destinations) -> Result<[usize; MAX_GPUS], Error> {
+    let mut to = [MAX_GPUS; MAX_GPUS];
+    let mut taken = [false; MAX_GPUS];
+    for (from, pair) in pairs.iter().enumerate() {
+        let Some(gpu) = pair.map(usize::from) else {
+            let is_seen = device::visible_gpus().iter().any(|gpu| cuda_sim_gpus::place(*gpu) == from);
+            if is_seen { return Err(Error::INVALID_VALUE) } else { continue }
+        };
+        if std::mem::replace(&mut taken[gpu], true) {
+            return Err(Error::INVALID_VALUE);
+        }
+        to[from] = gpu;
+    }
+    // GPUs that the process does not see take what is left, so that each has one place.
+    let mut left = (0..MAX_GPUS).filter(|gpu| !taken[*gpu]);
+    for gpu in to.iter_mut().filter(|gpu| **gpu == MAX_GPUS) {
+        *gpu = left.next().ok_or(Error::INVALID_VALUE)?;
+    }
+    Ok(to)
+}
+
+/// `CUcheckpointLockArgs`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct LockArgs {
+    timeout_ms: u32,
+    reserved0: u32,
+    reserved1: [u64; 7],
+}
+
+/// `CUcheckpointCheckpointArgs`, `CUcheckpointUnlockArgs`
+pub type NoArgs = [u64; 8];
+
+/// `CUcheckpointGpuPair`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Pair {
+    old: [u8; 16],
+    new: [u8; 16],
+}
+
+/// `CUcheckpointRestoreArgs`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct RestoreArgs {
+    pairs: *const Pair,
+    count: u32,
+    reserved: [u8; 44],
+    reserved1: u64,
+}
+
+fn target(pid: i32) -> Result<Target, Error> {
+    Target::open(pid).map_err(|_| Error::INVALID_VALUE)
+}
+
+fn ask(pid: i32, operation: Operation) -> Done {
+    match target(pid)?.ask(operation) {
+        Ok(0) => Ok(()),
+        Ok(code) => Err(Error(code)),
+        Err(_) => Err(Error::INVALID_VALUE),
+    }
+}
+
+/// What the program need not pass, and whether all of it that is reserved is zero.
+fn optional<T: Copy>(args: *const T, is_valid: impl Fn(&T) -> bool) -> Result<Option<T>, Error> {
+    if args.is_null() {
+        return Ok(None);
+    }
+    Some(arg(args)?).filter(is_valid).map(Some).ok_or(Error::INVALID_VALUE)
+}
+
+/// `cuCheckpointProcessGetRestoreThreadId`
+pub fn thread_id(pid: i32, thread: *mut i32) -> Done {
+    out(thread, target(pid)?.thread())
+}
+
+/// `cuCheckpointProcessGetState`
+pub fn state(pid: i32, state: *mut u32) -> Done {
+    out(state, target(pid)?.state() as u32)
+}
+
+/// `cuCheckpointProcessLock`
+pub fn lock(pid: i32, args: *const LockArgs) -> Done {
+    let args = optional(args, |args| args.reserved0 == 0 && args.reserved1 == [0; 7])?;
+    let timeout = args.map(|args| args.timeout_ms).filter(|ms| *ms > 0);
+    ask(pid, Operation::Lock { timeout: timeout.map(|ms| Duration::from_millis(ms.into())) })
+}
+
+/// `cuCheckpointProcessCheckpoint`
+pub fn checkpoint(pid: i32, args: *const NoArgs) -> Done {
+    optional(args, |args| *args == [0; 8])?;
+    ask(pid, Operation::Checkpoint)
+}
+
+/// `cuCheckpointProcessRestore`: whoever restores has to have initialised the driver, since nothing else keeps it loaded here.
+pub fn restore(pid: i32, args: *const RestoreArgs) -> Done {
+    if !device::initialised() {
+        return Err(Error::NOT_INITIALIZED);
+    }
+    let args = optional(args, |args| args.reserved == [0; 44] && args.reserved1 == 0)?;
+    let Some(args) = args.filter(|args| args.count > 0) else {
+        return ask(pid, Operation::Restore { to: same_places() });
+    };
+    if args.pairs.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    let config = Config::get();
+    let gpu = |uuid| (0..config.gpus).find(|gpu| config.uuid(*gpu) == uuid).ok_or(Error::INVALID_VALUE);
+    let mut to = [None; MAX_GPUS];
+    for index in 0..args.count as usize {
+        // SAFETY: the program says that there are so many pairs.
+        let pair = unsafe { args.pairs.add(index).read_unaligned() };
+        if to[gpu(pair.old)?].replace(gpu(pair.new)? as u8).is_some() {
+            return Err(Error::INVALID_VALUE);
+        }
+    }
+    ask(pid, Operation::Restore { to })
+}
+
+/// `cuCheckpointProcessUnlock`
+pub fn unlock(pid: i32, args: *const NoArgs) -> Done {
+    optional(args, |args| *args == [0; 8])?;
+    ask(pid, Operation::Unlock)
+}
