@@ -71,6 +71,8 @@ fn open(failed: bool) {
 pub fn serve() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
+        // So that others find the process from now on; what they ask for waits for the thread.
+        Account::get();
         let started = thread::Builder::new().name("cuda-sim".into()).spawn(|| {
             stream::quiet();
             let own = Own::serve();
@@ -206,7 +208,7 @@ fn optional<T: Copy>(args: *const T, is_valid: impl Fn(&T) -> bool) -> Result<Op
 
 /// `cuCheckpointProcessGetRestoreThreadId`
 pub fn thread_id(pid: i32, thread: *mut i32) -> Done {
-    out(thread, target(pid)?.thread())
+    out(thread, target(pid)?.thread().ok_or(Error::INVALID_VALUE)?)
 }
 
 /// `cuCheckpointProcessGetState`

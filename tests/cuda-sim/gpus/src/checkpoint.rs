@@ -118,11 +118,7 @@ impl Target {
         let asking = open_shared(&Config::get().dir.join("asking").join(name)).map_err(|_| Gone)?;
         while !flock(&asking, libc::LOCK_EX) {}
         let (account, words) = map(process.path()).map_err(|_| Gone)?;
-        let target = Target { words, account, _asking: asking };
-        if target.word(THREAD).load(Ordering::Acquire) == 0 {
-            return Err(Gone);
-        }
-        Ok(target)
+        Ok(Target { words, account, _asking: asking })
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
@@ -134,9 +130,9 @@ impl Target {
         State::of(self.word(STATE))
     }
 
-    /// The thread that does what is asked for.
-    pub fn thread(&self) -> i32 {
-        self.word(THREAD).load(Ordering::Acquire) as i32
+    /// The thread that does what is asked for, once there is one.
+    pub fn thread(&self) -> Option<i32> {
+        Some(self.word(THREAD).load(Ordering::Acquire) as i32).filter(|thread| *thread > 0)
     }
 
     /// Asks, and waits for the answer: the code that the process' thread gave.
