@@ -1,0 +1,121 @@
+//! The driver's calls about other processes, as the header of CUDA 13.0 declares them.
+
+use libloading::Library;
+use nvshare_checkpoint::Uuid;
+use std::ptr;
+
+/// `CUresult`
+pub type Code = u32;
+pub const SUCCESS: Code = 0;
+pub const ILLEGAL_STATE: Code = 401;
+
+/// `CUprocessState`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    Running,
+    Locked,
+    Checkpointed,
+    Failed,
+}
+
+/// `CUcheckpointLockArgs`
+#[repr(C)]
+struct LockArgs {
+    timeout_ms: u32,
+    reserved0: u32,
+    reserved1: [u64; 7],
+}
+
+/// `CUcheckpointGpuPair`
+#[repr(C)]
+struct Pair {
+    old: Uuid,
+    new: Uuid,
+}
+
+/// `CUcheckpointRestoreArgs`
+#[repr(C)]
+struct RestoreArgs {
+    pairs: *const Pair,
+    count: u32,
+    reserved: [u8; 52 - size_of::<*const Pair>()],
+    reserved1: u64,
+}
+
+type Call<T> = unsafe extern "C" fn(i32, T) -> Code;
+
+/// The driver, initialised, which a restore needs.
+pub struct Driver {
+    state: Call<*mut u32>,
+    lock: Call<*const LockArgs>,
+    checkpoint: Call<*const u8>,
+    restore: Call<*const RestoreArgs>,
+    unlock: Call<*const u8>,
+}
+
+impl Driver {
+    /// # Errors
+    /// The driver's error, or 0 if there is no driver or one without these calls.
+    pub fn load() -> Result<Self, Code> {
+        // SAFETY: the driver's library may be loaded by any program.
+        let library = unsafe { Library::new("libcuda.so.1") }.map_err(|_| SUCCESS)?;
+        // It is never unloaded.
+        let library: &'static Library = Box::leak(Box::new(library));
+        // SAFETY: the header declares it so.
+        let init = unsafe { library.get::<unsafe extern "C" fn(u32) -> Code>(b"cuInit\0") }.map_err(|_| SUCCESS)?;
+        // SAFETY: each type is the one that the header declares for that name.
+        let driver = unsafe {
+            Self {
+                state: *library.get(b"cuCheckpointProcessGetState\0").map_err(|_| SUCCESS)?,
+                lock: *library.get(b"cuCheckpointProcessLock\0").map_err(|_| SUCCESS)?,
+                checkpoint: *library.get(b"cuCheckpointProcessCheckpoint\0").map_err(|_| SUCCESS)?,
+                restore: *library.get(b"cuCheckpointProcessRestore\0").map_err(|_| SUCCESS)?,
+                unlock: *library.get(b"cuCheckpointProcessUnlock\0").map_err(|_| SUCCESS)?,
+            }
+        };
+        // SAFETY: no preconditions.
+        check(unsafe { init(0) })?;
+        Ok(driver)
+    }
+
+    pub fn state(&self, pid: i32) -> Result<State, Code> {
+        let mut state = u32::MAX;
+        // SAFETY: a place for the answer.
+        check(unsafe { (self.state)(pid, &raw mut state) })?;
+        match state {
+            0 => Ok(State::Running),
+            1 => Ok(State::Locked),
+            2 => Ok(State::Checkpointed),
+            _ => Ok(State::Failed),
+        }
+    }
+
+    pub fn lock(&self, pid: i32, timeout_ms: u32) -> Result<(), Code> {
+        let args = LockArgs { timeout_ms, reserved0: 0, reserved1: [0; 7] };
+        // SAFETY: arguments as declared, which live.
+        check(unsafe { (self.lock)(pid, &raw const args) })
+    }
+
+    pub fn checkpoint(&self, pid: i32) -> Result<(), Code> {
+        // SAFETY: the arguments are optional.
+        check(unsafe { (self.checkpoint)(pid, ptr::null()) })
+    }
+
+    pub fn restore(&self, pid: i32, pairs: &[(Uuid, Uuid)]) -> Result<(), Code> {
+        let pairs: Vec<Pair> = pairs.iter().map(|(old, new)| Pair { old: *old, new: *new }).collect();
+        let count = pairs.len() as u32;
+        let args = RestoreArgs { pairs: pairs.as_ptr(), count, reserved: [0; 44], reserved1: 0 };
+        let args = if pairs.is_empty() { ptr::null() } else { &raw const args };
+        // SAFETY: none, or arguments as declared, which live.
+        check(unsafe { (self.restore)(pid, args) })
+    }
+
+    pub fn unlock(&self, pid: i32) -> Result<(), Code> {
+        // SAFETY: the arguments are optional.
+        check(unsafe { (self.unlock)(pid, ptr::null()) })
+    }
+}
+
+fn check(code: Code) -> Result<(), Code> {
+    if code == SUCCESS { Ok(()) } else { Err(code) }
+}

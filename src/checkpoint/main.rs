@@ -1,0 +1,142 @@
+//! `nvshare-checkpoint`: takes one process off its GPUs, or puts it back, and ends. Standard input is a socket to the scheduler,
+//! which says what to do; the crate's library describes the packets.
+//!
+//! A call of the driver takes seconds, for ever while the process is stopped, and cannot be taken back. So nobody who has other
+//! work makes them but this program, and the scheduler hangs up when it has waited long enough.
+
+mod driver;
+mod process;
+
+use driver::{Code, Driver, ILLEGAL_STATE, SUCCESS, State};
+use nvshare_checkpoint::{Answer, MAX_REQUEST, Operation, Outcome, Request, Step};
+use process::{Process, has_hung_up};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
+use std::{
+    io::{IoSliceMut, stdin},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    process::ExitCode,
+};
+
+fn main() -> ExitCode {
+    let stdin = stdin();
+    let socket = stdin.as_fd();
+    let Some((request, pidfd)) = receive(socket) else {
+        eprintln!("nvshare-checkpoint is started by the scheduler, with a socket as its standard input");
+        return ExitCode::FAILURE;
+    };
+    let answer = match Process::of(pidfd, request.uid) {
+        Some(process) => perform(&request, &process, socket),
+        None => Answer { outcome: Outcome::Gone, failed: Step::None, error: SUCCESS },
+    };
+    // Whoever has hung up does not want to know.
+    let _ = send(socket, &answer.encode(), SendFlags::NOSIGNAL);
+    ExitCode::SUCCESS
+}
+
+/// One request, with one descriptor, of the user that this program runs as, or of root.
+fn receive(socket: BorrowedFd<'_>) -> Option<(Request, OwnedFd)> {
+    let peer = rustix::net::sockopt::socket_peercred(socket).ok()?;
+    if !peer.uid.is_root() && peer.uid != rustix::process::geteuid() {
+        return None;
+    }
+    let mut packet = [0; MAX_REQUEST + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let received = recvmsg(socket, &mut [IoSliceMut::new(&mut packet)], &mut ancillary, flags).ok()?;
+    let descriptors = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+        _ => None,
+    });
+    Some((Request::decode(packet.get(..received.bytes)?)?, descriptors?.next()?))
+}
+
+/// A call that failed.
+struct Failure(Step, Code);
+
+fn perform(request: &Request, process: &Process, socket: BorrowedFd<'_>) -> Answer {
+    let driver = match Driver::load() {
+        Ok(driver) => driver,
+        Err(error) => return Answer { outcome: Outcome::Unknown, failed: Step::Driver, error },
+    };
+    let calls = Calls { driver: &driver, process };
+    let done = match request.operation {
+        Operation::Sleep => calls.sleep(request.lock_timeout_ms, || has_hung_up(socket)),
+        Operation::Wake => calls.wake(request),
+        Operation::Settle => {
+            // Even if it does not look locked: this waits behind a lock that is still under way.
+            let _ = calls.unlock();
+            calls.settle()
+        }
+    };
+    let Failure(failed, error) = done.err().unwrap_or(Failure(Step::None, SUCCESS));
+    let outcome = match calls.state() {
+        _ if !process.lives() => Outcome::Gone,
+        Ok(State::Running) => Outcome::Runs,
+        Ok(State::Checkpointed) => Outcome::Asleep,
+        Ok(State::Failed) => Outcome::Lost,
+        Ok(State::Locked) | Err(_) => Outcome::Unknown,
+    };
+    Answer { outcome, failed, error }
+}
+
+/// The driver's calls about one process.
+struct Calls<'a> {
+    driver: &'a Driver,
+    process: &'a Process,
+}
+
+impl Calls<'_> {
+    fn call<T>(&self, step: Step, call: impl FnOnce(i32) -> Result<T, Code>) -> Result<T, Failure> {
+        let pid = self.process.pid().ok_or(Failure(step, SUCCESS))?;
+        call(pid).map_err(|error| Failure(step, error))
+    }
+
+    fn state(&self) -> Result<State, Failure> {
+        self.call(Step::State, |pid| self.driver.state(pid))
+    }
+
+    fn unlock(&self) -> Result<(), Failure> {
+        self.call(Step::Unlock, |pid| self.driver.unlock(pid))
+    }
+
+    /// Makes the call that each state asks for, until one asks for none. What a helper that was killed has begun may still be under
+    /// way: then a call finds another state than it was made for, and it is looked again.
+    fn until_done(&self, next: impl Fn(State) -> Option<Result<(), Failure>>) -> Result<(), Failure> {
+        loop {
+            let state = self.state()?;
+            match next(state) {
+                None => return Ok(()),
+                Some(Err(Failure(_, ILLEGAL_STATE))) if self.state()? != state => {}
+                Some(done) => done?,
+            }
+        }
+    }
+
+    /// Ends with the process asleep, or running. A checkpoint that has begun cannot be taken back.
+    fn sleep(&self, lock_timeout_ms: u32, is_taken_back: impl Fn() -> bool) -> Result<(), Failure> {
+        let slept = self.until_done(|state| match state {
+            State::Running | State::Locked if is_taken_back() => None,
+            State::Running => Some(self.call(Step::Lock, |pid| self.driver.lock(pid, lock_timeout_ms))),
+            State::Locked => Some(self.call(Step::Checkpoint, |pid| self.driver.checkpoint(pid))),
+            State::Checkpointed | State::Failed => None,
+        });
+        // The lock may have taken much longer than its timeout: a process that is stopped does not answer.
+        self.settle().and(slept)
+    }
+
+    /// Not taken back once it has begun: a process that is back on a GPU has to run. A restore without room is final, so the
+    /// scheduler makes sure of the room before it asks.
+    fn wake(&self, request: &Request) -> Result<(), Failure> {
+        self.until_done(|state| match state {
+            State::Checkpointed => Some(self.call(Step::Restore, |pid| self.driver.restore(pid, &request.pairs))),
+            State::Locked => Some(self.unlock()),
+            State::Running | State::Failed => None,
+        })
+    }
+
+    fn settle(&self) -> Result<(), Failure> {
+        self.until_done(|state| (state == State::Locked).then(|| self.unlock()))
+    }
+}

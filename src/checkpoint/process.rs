@@ -1,0 +1,46 @@
+//! Which process is meant. The driver takes numbers, also those of threads, so it is looked before each call whether the process
+//! of the pidfd still lives; until it has been waited for, nobody else gets its number.
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::{
+    fs,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+};
+
+#[derive(Debug)]
+pub struct Process {
+    pidfd: OwnedFd,
+    pid: i32,
+}
+
+impl Process {
+    /// `None` if that is not a pidfd of a living process of that user, but of a thread for instance, or of a process that has
+    /// no number in this PID namespace.
+    pub fn of(pidfd: OwnedFd, uid: u32) -> Option<Self> {
+        let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+        let pid =
+            info.lines().find_map(|line| line.strip_prefix("Pid:"))?.trim().parse().ok().filter(|pid| *pid > 0)?;
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let field = |name| status.lines().find_map(|line| line.strip_prefix(name));
+        let leader: i32 = field("Tgid:")?.trim().parse().ok()?;
+        let owner: u32 = field("Uid:")?.split_whitespace().next()?.parse().ok()?;
+        let process = Self { pidfd, pid };
+        (leader == pid && owner == uid && process.lives()).then_some(process)
+    }
+
+    pub fn lives(&self) -> bool {
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())) == Ok(0)
+    }
+
+    /// Its number, as long as it lives.
+    pub fn pid(&self) -> Option<i32> {
+        self.lives().then_some(self.pid)
+    }
+}
+
+/// Whether the other side of a socket has hung up.
+pub fn has_hung_up(socket: impl AsFd) -> bool {
+    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&Timespec::default())) != Ok(0)
+}

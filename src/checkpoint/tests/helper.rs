@@ -1,0 +1,326 @@
+//! The program, on the simulated GPU. Each test starts this program again as the process that sleeps.
+
+use cuda_sim_gpus::{
+    account::Figures,
+    trouble::{self, Stranger},
+};
+use nvshare_checkpoint::{ANSWER, Answer, Operation, Outcome, Request, Step};
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv,
+        sendmsg, socketpair,
+    },
+    process::{Pid, PidfdFlags, geteuid, pidfd_open},
+};
+use std::{
+    env, fs,
+    io::{BufRead, BufReader, IoSlice, Lines, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, FromRawFd, OwnedFd},
+        unix::fs::symlink,
+    },
+    path::PathBuf,
+    process::{Child, ChildStdout, Command, Stdio},
+    thread,
+    time::Duration,
+};
+use test_support::{Directory, artifact, kill, wait_for};
+
+const M: u64 = 1 << 20;
+const ROLE: &str = "NVSHARE_CHECKPOINT_TEST_ROLE";
+const LOCK_TIMEOUT_MS: u32 = 500;
+const NOT_READY: u32 = 600;
+const NOT_SUPPORTED: u32 = 801;
+const OUT_OF_MEMORY: u32 = 2;
+
+const DONE: Answer = Answer { outcome: Outcome::Runs, failed: Step::None, error: 0 };
+const ASLEEP: Answer = Answer { outcome: Outcome::Asleep, ..DONE };
+
+fn call(name: &str, arguments: [usize; 4]) -> u32 {
+    // SAFETY: the simulated driver may be loaded by any program; integers and addresses travel in the same registers, and more
+    // than are read do no harm.
+    unsafe {
+        let library = libloading::Library::new(artifact("libcuda.so")).expect("the simulated driver");
+        let library: &'static libloading::Library = Box::leak(Box::new(library));
+        type Call = unsafe extern "C" fn(usize, usize, usize, usize) -> u32;
+        let call = library.get::<Call>(name.as_bytes()).expect("a function of the driver");
+        call(arguments[0], arguments[1], arguments[2], arguments[3])
+    }
+}
+
+/// The process that sleeps: a context, 32 MiB with a value, and a call for each line.
+fn sleeper() {
+    let (mut context, mut at) = (0_usize, 0_usize);
+    assert_eq!(call("cuInit", [0; 4]), 0);
+    assert_eq!(call("cuDevicePrimaryCtxRetain", [&raw mut context as usize, 0, 0, 0]), 0);
+    assert_eq!(call("cuCtxSetCurrent", [context, 0, 0, 0]), 0);
+    assert_eq!(call("cuMemAlloc_v2", [&raw mut at as usize, 32 << 20, 0, 0]), 0);
+    assert_eq!(call("cuMemsetD32_v2", [at, 7, 8 << 20, 0]), 0);
+    println!("\nsaid 0");
+    for line in std::io::stdin().lines().map_while(Result::ok) {
+        let mut answer = 0_usize;
+        let place = &raw mut answer as usize;
+        let code = match line.as_str() {
+            "read" => call("cuMemcpyDtoH_v2", [place, at, 4, 0]),
+            "managed" => call("cuMemAllocManaged", [place, 1 << 20, 1, 0]),
+            "wait" => {
+                let mut never = 0_usize;
+                assert_eq!(call("cuMemHostAlloc", [&raw mut never as usize, 4096, 2, 0]), 0);
+                call("cuStreamWaitValue32_v2", [0, never, 1, 0])
+            }
+            other => panic!("what is {other}?"),
+        };
+        println!("\nsaid {}", if line == "read" { answer as u32 } else { code });
+    }
+}
+
+struct Sleeper {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The process, on a machine of 128 MiB of which a context takes 16. Tests of one program would share a machine, since it is read
+/// from the environment once: so each runs in a process of its own, and this returns `None` in the others.
+fn start(test: &str) -> Option<Sleeper> {
+    let again = |role: &str| {
+        let mut again = Command::new(env::current_exe().expect("this program"));
+        again.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(ROLE, role);
+        again
+    };
+    match env::var(ROLE).as_deref() {
+        Ok("sleeper") => {
+            sleeper();
+            return None;
+        }
+        Ok(_) => {}
+        Err(_) => {
+            let directory = Directory::new();
+            symlink(artifact("libcuda.so"), directory.0.join("libcuda.so.1")).expect("a link");
+            let machine = [("CUDA_SIM_MEMORY", "128M"), ("CUDA_SIM_LINK_BANDWIDTH", "8G")];
+            let status = again("test").envs(machine).env("CUDA_SIM_DIR", &directory.0).status().expect("run it again");
+            assert!(status.success(), "{test}: {status}");
+            assert!(directory.0.join("processes").exists(), "{test} did not run: is that its name?");
+            return None;
+        }
+    }
+    let mut child = again("sleeper").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start it");
+    let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let mut sleeper = Sleeper { child, lines };
+    assert_eq!(sleeper.says(), 0);
+    Some(sleeper)
+}
+
+/// Where the simulated machine is, and the driver by the name that programs load it by.
+fn machine() -> PathBuf {
+    env::var_os("CUDA_SIM_DIR").expect("only in the process of a test").into()
+}
+
+fn used() -> u64 {
+    Figures::of(0).used(0) / M
+}
+
+impl Sleeper {
+    fn tell(&mut self, line: &str) {
+        writeln!(self.child.stdin.as_mut().expect("piped"), "{line}").expect("it runs");
+    }
+
+    /// A signal stops one thread after the other.
+    fn stop(&self) {
+        let pid = self.child.id();
+        kill(pid, libc::SIGSTOP);
+        wait_for("all threads to stop", || {
+            let mut tasks = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+            let has_stopped = |stat: String| stat.rsplit(") ").next().is_some_and(|state| state.starts_with('T'));
+            tasks
+                .all(|task| task.is_ok_and(|task| fs::read_to_string(task.path().join("stat")).is_ok_and(has_stopped)))
+                .then_some(())
+        });
+    }
+
+    fn says(&mut self) -> u32 {
+        let mut lines = self.lines.by_ref().map_while(Result::ok);
+        let said = lines.find_map(|line| Some(line.strip_prefix("said ")?.to_owned()));
+        said.expect("a line").parse().expect("a number")
+    }
+
+    fn pidfd(&self) -> OwnedFd {
+        let pid = Pid::from_raw(self.child.id() as i32).expect("a process");
+        pidfd_open(pid, PidfdFlags::empty()).expect("a pidfd")
+    }
+
+    fn helper(&self, operation: Operation) -> Helper {
+        self.helper_for(operation, geteuid().as_raw(), self.pidfd())
+    }
+
+    fn helper_for(&self, operation: Operation, uid: u32, pidfd: OwnedFd) -> Helper {
+        let (own, its) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("sockets");
+        let request = Request { operation, uid, lock_timeout_ms: LOCK_TIMEOUT_MS, pairs: Vec::new() }.encode();
+        let descriptors = [pidfd.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        sendmsg(&own, &[IoSlice::new(&request)], &mut ancillary, SendFlags::empty()).expect("sent");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvshare-checkpoint"));
+        command.stdin(Stdio::from(its)).env("LD_LIBRARY_PATH", machine());
+        Helper { socket: Some(own), child: command.spawn().expect("start it") }
+    }
+
+    fn ask(&self, operation: Operation) -> Answer {
+        self.helper(operation).answer()
+    }
+}
+
+struct Helper {
+    socket: Option<OwnedFd>,
+    child: Child,
+}
+
+impl Helper {
+    fn answer(mut self) -> Answer {
+        let mut packet = [0; ANSWER];
+        let socket = self.socket.as_ref().expect("not hung up");
+        let received = loop {
+            match recv(socket, &mut packet, RecvFlags::empty()) {
+                Err(Errno::INTR) => {}
+                received => break received.expect("an answer").0,
+            }
+        };
+        assert!(self.child.wait().expect("it ends").success());
+        Answer::decode(&packet[..received]).expect("an answer")
+    }
+}
+
+#[test]
+fn a_process_leaves_the_gpu_and_comes_back() {
+    let Some(mut sleeper) = start("a_process_leaves_the_gpu_and_comes_back") else { return };
+    for _ in 0..3 {
+        assert_eq!((sleeper.ask(Operation::Sleep), used()), (ASLEEP, 0));
+        sleeper.tell("read");
+        assert_eq!((sleeper.ask(Operation::Sleep), sleeper.ask(Operation::Settle), used()), (ASLEEP, ASLEEP, 0));
+        assert_eq!((sleeper.ask(Operation::Wake), sleeper.says(), used()), (DONE, 7, 48));
+        assert_eq!((sleeper.ask(Operation::Wake), sleeper.ask(Operation::Settle)), (DONE, DONE));
+    }
+}
+
+#[test]
+fn one_that_cannot_sleep_runs_on() {
+    let Some(mut sleeper) = start("one_that_cannot_sleep_runs_on") else { return };
+    sleeper.tell("managed");
+    assert_eq!(sleeper.says(), 0);
+    let refused = Answer { failed: Step::Checkpoint, error: NOT_SUPPORTED, ..DONE };
+    assert_eq!(sleeper.ask(Operation::Sleep), refused);
+    sleeper.tell("read");
+    assert_eq!(sleeper.says(), 7);
+}
+
+#[test]
+fn one_whose_work_does_not_end_is_let_go() {
+    let Some(mut sleeper) = start("one_whose_work_does_not_end_is_let_go") else { return };
+    sleeper.tell("wait");
+    assert_eq!(sleeper.says(), 0);
+    assert_eq!(sleeper.ask(Operation::Sleep), Answer { failed: Step::Lock, error: NOT_READY, ..DONE });
+}
+
+#[test]
+fn without_room_it_is_lost() {
+    let Some(sleeper) = start("without_room_it_is_lost") else { return };
+    assert_eq!(sleeper.ask(Operation::Sleep), ASLEEP);
+    trouble::set_strangers(&machine(), 0, &[Stranger { bytes: 100 * M, pid: None }]).expect("a file");
+    let lost = Answer { outcome: Outcome::Lost, failed: Step::Restore, error: OUT_OF_MEMORY };
+    assert_eq!(sleeper.ask(Operation::Wake), lost);
+}
+
+#[test]
+fn a_request_is_taken_back_while_the_process_is_stopped() {
+    let Some(mut sleeper) = start("a_request_is_taken_back_while_the_process_is_stopped") else { return };
+    sleeper.stop();
+    let mut helper = sleeper.helper(Operation::Sleep);
+    thread::sleep(Duration::from_millis(300));
+    assert!(helper.child.try_wait().expect("it is a child").is_none(), "it waits for the process");
+    helper.socket = None;
+    kill(sleeper.child.id(), libc::SIGCONT);
+    assert!(helper.child.wait().expect("it ends").success());
+    sleeper.tell("read");
+    assert_eq!((sleeper.says(), used()), (7, 48));
+}
+
+#[test]
+fn a_helper_that_is_killed_leaves_what_another_one_settles() {
+    let Some(mut sleeper) = start("a_helper_that_is_killed_leaves_what_another_one_settles") else { return };
+    for delay in [0, 2, 5, 10, 20, 40, 80, 160] {
+        for operation in [Operation::Sleep, Operation::Wake] {
+            let mut helper = sleeper.helper(operation);
+            thread::sleep(Duration::from_millis(delay));
+            let _ = helper.child.kill();
+            let _ = helper.child.wait();
+            let answer = sleeper.ask(Operation::Settle);
+            assert!([DONE, ASLEEP].contains(&answer), "{answer:?}");
+            wait_for("what was begun", || {
+                let used = used();
+                [0, 48].contains(&used).then_some(())
+            });
+        }
+        assert_eq!(sleeper.ask(Operation::Wake), DONE);
+        sleeper.tell("read");
+        assert_eq!(sleeper.says(), 7);
+    }
+}
+
+#[test]
+fn a_lock_under_way_is_settled_too() {
+    let Some(mut sleeper) = start("a_lock_under_way_is_settled_too") else { return };
+    sleeper.stop();
+    let mut helper = sleeper.helper(Operation::Sleep);
+    thread::sleep(Duration::from_millis(200));
+    helper.child.kill().expect("killed");
+    helper.child.wait().expect("ended");
+    let settling = sleeper.helper(Operation::Settle);
+    thread::sleep(Duration::from_millis(100));
+    kill(sleeper.child.id(), libc::SIGCONT);
+    assert_eq!(settling.answer(), DONE);
+    sleeper.tell("read");
+    assert_eq!((sleeper.says(), used()), (7, 48));
+}
+
+#[test]
+fn a_process_that_is_killed_asleep_frees_everything() {
+    let Some(mut sleeper) = start("a_process_that_is_killed_asleep_frees_everything") else { return };
+    assert_eq!(sleeper.ask(Operation::Sleep), ASLEEP);
+    let pidfd = sleeper.pidfd();
+    sleeper.child.kill().expect("killed");
+    sleeper.child.wait().expect("ended");
+    let answer = sleeper.helper_for(Operation::Wake, geteuid().as_raw(), pidfd).answer();
+    assert_eq!((answer.outcome, used()), (Outcome::Gone, 0));
+}
+
+#[test]
+fn only_a_process_of_the_user_is_meant() {
+    let Some(sleeper) = start("only_a_process_of_the_user_is_meant") else { return };
+    let gone = |uid, pidfd| sleeper.helper_for(Operation::Sleep, uid, pidfd).answer().outcome == Outcome::Gone;
+    let own = geteuid().as_raw();
+    assert!(gone(own + 1, sleeper.pidfd()), "another user's");
+    let file = fs::File::open("/dev/null").expect("a file");
+    assert!(gone(own, file.into()), "no pidfd");
+    // `PIDFD_THREAD`, of a thread that is not the leader. Before Linux 6.9 there is none.
+    let tasks = fs::read_dir(format!("/proc/{}/task", sleeper.child.id())).expect("threads");
+    let ids = tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    for id in ids.filter(|id| *id != sleeper.child.id()) {
+        // SAFETY: a system call without pointers; the descriptor is new.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, id, libc::O_EXCL) };
+        if fd >= 0 {
+            // SAFETY: as above.
+            assert!(gone(own, unsafe { OwnedFd::from_raw_fd(fd as i32) }), "a thread");
+        }
+    }
+    assert_eq!(used(), 48);
+}
