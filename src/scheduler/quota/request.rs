@@ -1,5 +1,6 @@
 //! Requests for a higher limit, each of which an allocation waits for. A request that can be met is granted; any other
-//! is denied, once it is certain that no acknowledgement of lower limits could help, or, where a rule says so, waits until other clients have freed enough, in the order that the rule sets.
+//! is denied, once it is certain that no acknowledgement of lower limits could help, or, where a rule says so, waits
+//! until other clients have freed enough, in the order that the rule sets.
 //!
 //! If every client that could free memory waits itself, the latest request is denied: otherwise all would wait for
 //! ever.
