@@ -71,10 +71,13 @@ fn open(failed: bool) {
 pub fn serve() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
-        // So that others find the process from now on; what they ask for waits for the thread.
-        Account::get();
-        let started = thread::Builder::new().name("cuda-sim".into()).spawn(|| {
-            stream::quiet();
+        // Others find the process from now on, and what they ask for waits for the thread. Nothing here does: a library's
+        // constructor may be running, and the thread may need the loader's lock. A program that may not use the simulator's
+        // directory is found by nobody, and can do what needs no memory.
+        if Account::find().is_none() {
+            return;
+        }
+        let started = stream::spawn(|| {
             let own = Own::serve();
             let mut saved = [0; MAX_GPUS];
             loop {
@@ -208,7 +211,7 @@ fn optional<T: Copy>(args: *const T, is_valid: impl Fn(&T) -> bool) -> Result<Op
 
 /// `cuCheckpointProcessGetRestoreThreadId`
 pub fn thread_id(pid: i32, thread: *mut i32) -> Done {
-    out(thread, target(pid)?.thread().ok_or(Error::INVALID_VALUE)?)
+    out(thread, target(pid)?.thread().map_err(|_| Error::INVALID_VALUE)?)
 }
 
 /// `cuCheckpointProcessGetState`

@@ -10,6 +10,7 @@ use crate::{
 };
 use std::{
     collections::VecDeque,
+    io,
     sync::{
         Arc, Condvar, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
@@ -187,14 +188,13 @@ impl Stream {
         if !queue.worker {
             queue.worker = true;
             let stream = self.clone();
-            let started = thread::Builder::new().name("cuda-sim".into()).spawn(move || stream.work());
+            let started = spawn(move || stream.work());
             started.expect("cuda-sim: no thread for a stream");
         }
     }
 
     /// The stream's thread.
     fn work(self: Arc<Self>) {
-        quiet();
         loop {
             let mut queue = self.lock();
             let op = loop {
@@ -244,14 +244,23 @@ impl Stream {
     }
 }
 
-/// A thread of the driver gets none of the program's signals, and sleeps as precisely as it can.
-pub fn quiet() {
-    // SAFETY: the calls change only the calling thread; `all` is filled before it is read.
+/// Starts a thread of the driver, which gets none of the program's signals, and sleeps as precisely as it can.
+///
+/// # Errors
+/// There can be no more threads.
+pub fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<thread::JoinHandle<()>> {
+    // The thread begins with what the caller blocks.
+    // SAFETY: the calls change only the calling thread; the sets are filled before they are read.
     unsafe {
-        let mut all = std::mem::zeroed();
+        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
-        libc::prctl(libc::PR_SET_TIMERSLACK, 1);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &all, &mut before);
+        let started = thread::Builder::new().name("cuda-sim".into()).spawn(|| {
+            libc::prctl(libc::PR_SET_TIMERSLACK, 1);
+            run();
+        });
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        started
     }
 }
 

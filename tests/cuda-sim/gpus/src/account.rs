@@ -56,7 +56,7 @@ fn managed_word(gpu: usize) -> usize {
     2 + 2 * gpu
 }
 
-static ACCOUNT: OnceLock<Account> = OnceLock::new();
+static ACCOUNT: OnceLock<io::Result<Account>> = OnceLock::new();
 
 /// This process' own account. GPUs are named by the process' own numbers, which [`place`] translates.
 #[derive(Debug)]
@@ -73,10 +73,15 @@ impl Account {
     /// # Panics
     /// If the simulator's directory cannot be used: a simulated machine without it has no memory.
     pub fn get() -> &'static Account {
-        ACCOUNT.get_or_init(|| {
-            Account::open()
-                .unwrap_or_else(|e| panic!("cuda-sim: cannot use CUDA_SIM_DIR {}: {e}", Config::get().dir.display()))
-        })
+        match ACCOUNT.get_or_init(Account::open) {
+            Ok(account) => account,
+            Err(e) => panic!("cuda-sim: cannot use CUDA_SIM_DIR {}: {e}", Config::get().dir.display()),
+        }
+    }
+
+    /// The same, where the simulator's directory can be used.
+    pub fn find() -> Option<&'static Account> {
+        ACCOUNT.get_or_init(Account::open).as_ref().ok()
     }
 
     fn open() -> io::Result<Account> {
@@ -296,7 +301,7 @@ impl Process {
     /// Its number in the PID namespace of the caller, as the driver tells it; its own where it is none of that namespace.
     pub fn pid_here(&self) -> u32 {
         // To close the file again would end the lock of the process itself.
-        if ACCOUNT.get().is_some_and(|own| own.path == self.path) {
+        if ACCOUNT.get().and_then(|own| own.as_ref().ok()).is_some_and(|own| own.path == self.path) {
             return self.pid;
         }
         let holder = File::open(pid_file(&self.path)).and_then(|file| lock_as_process(&file, libc::F_GETLK));

@@ -130,9 +130,18 @@ impl Target {
         State::of(self.word(STATE))
     }
 
-    /// The thread that does what is asked for, once there is one.
-    pub fn thread(&self) -> Option<i32> {
-        Some(self.word(THREAD).load(Ordering::Acquire) as i32).filter(|thread| *thread > 0)
+    /// The thread that does what is asked for. Waits until there is one.
+    ///
+    /// # Errors
+    /// The process is gone.
+    pub fn thread(&self) -> Result<i32, Gone> {
+        loop {
+            match self.word(THREAD).load(Ordering::Acquire) {
+                0 if flock(&self.account, libc::LOCK_EX | libc::LOCK_NB) => return Err(Gone),
+                0 => wait(self.word(THREAD), 0, LOOK),
+                thread => return Ok(thread as i32),
+            }
+        }
     }
 
     /// Asks, and waits for the answer: the code that the process' thread gave.
