@@ -8,7 +8,8 @@
 //!
 //! With `--mem 14G` or `--mem 40G` and a file, the figures of that size are put into it (see `bench_support::results`).
 //!
-//! `--trace` keeps the scheduler's trace of the hand-overs. `--programs` is where `nvshare-scheduler`, `libnvshare.so` and `cuda-program` are (else: where this bench was built).
+//! `--trace` keeps the scheduler's trace of the hand-overs. `--programs` is where `nvshare-scheduler`, `libnvshare.so` and
+//! `cuda-program` are (else: where this bench was built).
 //! On a simulated GPU (`LD_LIBRARY_PATH` says where it is) it runs as well, and its figures mean nothing.
 
 use std::{
