@@ -8,11 +8,14 @@ alternate.
   launches  additions to 64 numbers, which are bound by launching
   decode    a Llama of 12.6 GiB that answers one request at a time
 
-For each load, some pairs of processes are started one after the other, one of them under nvshare, and asked in turn for samples,
-the first of a pair being the other one each time. The process that is not asked does nothing. Samples of launches are short and many:
-the speed of processors changes from second to second, and two samples that follow each other closely see the same one.
-Prints the median of the pairs' ratios with its 95 % interval (by ranks: nothing is assumed about their distribution); the figures
-are the upper ends. Needs a GPU, PyTorch and, for `decode`, transformers.
+For each load, groups of processes are started one after the other: one under nvshare, one natively, and, but for `decode`, whose
+model is large, another natively, which is the control. They are asked in turn for samples, in another order each time. The process
+that is not asked does nothing. Samples of launches are short and many: the speed of processors changes from second to second, and two
+samples that follow each other closely see the same one. Processes differ as well, by where their memory lies, so there are several.
+Prints the median of the ratios to the first native process with its 95 % interval (by ranks: nothing is assumed about their
+distribution), under nvshare and for the control; the figures are the upper ends. Where samples of several processes are taken, the
+values are the medians of each, so that the interval has the differences between processes in it. Needs a GPU, PyTorch and, for
+`decode`, transformers.
 """
 
 import argparse
@@ -30,11 +33,11 @@ import figures
 import llama
 import stage
 
-# The figure, pairs of samples, pairs of processes, and seconds of a sample.
+# The figure, samples of each process, groups of processes, seconds of a sample, and whether there is a control.
 LOADS = {
-    "train": ("solo-slowdown-train", 30, 3, 1),
-    "launches": ("launch-bound-slowdown", 300, 3, 0.1),
-    "decode": ("solo-slowdown-decode", 30, 1, 1),
+    "train": ("solo-slowdown-train", 5, 6, 1, True),
+    "launches": ("launch-bound-slowdown", 30, 8, 0.1, True),
+    "decode": ("solo-slowdown-decode", 30, 1, 1, False),
 }
 
 
@@ -121,32 +124,41 @@ def interval(values):
 
 
 def measure(load, environment):
-    name, pairs, processes, sample = LOADS[load]
-    ratios, alone = [], []
-    for _ in range(processes):
-        native, shared = Worker(load, {}), Worker(load, environment)
+    name, samples, groups, sample, has_control = LOADS[load]
+    ratios, alone = {"nvshare": [], "control": []}, []
+    for _ in range(groups):
+        workers = {"native": Worker(load, {}), "nvshare": Worker(load, environment)}
+        if has_control:
+            workers["control"] = Worker(load, {})
         try:
-            for worker in (native, shared):
+            for worker in workers.values():
                 worker.ask(3)
-            once = native.ask(3) / 3
-            steps = max(1, round(sample / once))
-            for worker in (native, shared):
+            steps = max(1, round(sample / (workers["native"].ask(3) / 3)))
+            for worker in workers.values():
                 worker.ask(steps)
-            for pair in range(math.ceil(pairs / processes)):
-                order = (native, shared) if pair % 2 else (shared, native)
-                seconds = {worker: worker.ask(steps) for worker in order}
-                ratios.append(seconds[shared] / seconds[native])
-                alone.append(seconds[native] / steps)
+            these = {other: [] for other in workers if other != "native"}
+            order = list(workers)
+            for _ in range(samples):
+                order.append(order.pop(0))
+                seconds = {which: workers[which].ask(steps) for which in order}
+                for which, found in these.items():
+                    found.append(100 * (seconds[which] / seconds["native"] - 1))
+                alone.append(seconds["native"] / steps)
+            for which, found in these.items():
+                ratios[which] += [statistics.median(found)] if groups > 1 else found
         finally:
-            stage.end(native.process, shared.process)
-    percents = [100 * (ratio - 1) for ratio in ratios]
-    low, high = interval(percents)
-    middle = statistics.median(percents)
-    note = f"{len(ratios)} alternating pairs of samples of about {sample:g} s, {processes} processes each; "
-    note += f"median {middle:.2f}, its 95 % interval {low:.2f} to {high:.2f}, which ends at the figure; "
+            stage.end(*(worker.process for worker in workers.values()))
+
+    def said(values):
+        low, high = interval(values)
+        return f"median {statistics.median(values):.2f}, its 95 % interval {low:.2f} to {high:.2f}"
+
+    note = f"{groups} groups of processes, {samples} samples of about {sample:g} s of each: {said(ratios['nvshare'])}, which ends at the figure; "
+    if has_control:
+        note += f"a second native process instead: {said(ratios['control'])}; "
     note += f"a step takes {1e3 * statistics.median(alone):.3f} ms natively"
     print(f"{load}: {note}", flush=True)
-    return (name, high, "percent", note)
+    return (name, interval(ratios["nvshare"])[1], "percent", note)
 
 
 def main():
