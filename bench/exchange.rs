@@ -1,5 +1,6 @@
 //! How long a hand-over takes where memory must move: two programs on a GPU that has room for one, beside the link's own
-//! speed, in the same run. For a machine with an NVIDIA GPU; the GPU is made small by a program that holds the rest of it.
+//! speed and what two programs reach that exchange memory without deciding anything, in the same run. For a machine with an NVIDIA
+//! GPU; the GPU is made small by a program that holds the rest of it.
 //!
 //! `cargo bench --bench exchange -- [--programs DIR] [--mem 14G] [--leave 17G] [--seconds 20] [--trace FILE] [--json FILE]`
 //!
@@ -25,6 +26,8 @@ use serde_json::Value;
 
 const GIB: f64 = (1u64 << 30) as f64;
 const SETTINGS: &str = "time-quantum = 1\nanti-thrash = \"on\"\n";
+/// How often memory is exchanged without nvshare.
+const BARE_RUNS: usize = 5;
 /// For how long a program idles before its memory leaves for the first time.
 const IDLE: Duration = Duration::from_secs(10);
 
@@ -43,6 +46,11 @@ fn main() {
     println!("the link: {:.1} GiB/s out, {:.1} in, {:.1} each way at once", speed("out"), speed("in"), speed("both"));
 
     let holder = stage.ballast(leave);
+    // Twice as much has to fit, with the two contexts.
+    let part = ((leave - leave / 8) / 2).min(memory).to_string();
+    let bare = median((0..BARE_RUNS).filter_map(|_| stage.ask(&["exchange", "--mem", &part])?["each_way"].as_f64()))
+        .expect("two programs exchange memory");
+    println!("two programs that copy, unmap and map without nvshare: {bare:.1} GiB/s each way");
     let mem = memory.to_string();
     let first = first_hand_over(&stage, &mem);
     println!("the first hand-over: {first:.3} s from the request until all is there");
@@ -86,12 +94,14 @@ fn main() {
     let Some(middle) = median(warm.iter().map(|h| h.mapped)) else { return println!("too few hand-overs") };
     let moved = median(warm.iter().map(|h| h.moved)).unwrap_or_default();
     println!(
-        "from release to all there: {middle:.0} ms for {moved:.2} GiB; the link's own: {:.0} ms",
-        moved / speed("both") * 1e3
+        "from release to all there: {middle:.0} ms for {moved:.2} GiB; the link's own: {:.0} ms; exchanged without nvshare: {:.0} ms",
+        moved / speed("both") * 1e3,
+        moved / bare * 1e3
     );
     let rate = moved / (middle / 1e3);
     let note = format!(
-        "{moved:.2} GiB each way in {:.3} s, median of {} hand-overs from the release until all is there; the link alone {:.1} GiB/s each way",
+        "{moved:.2} GiB each way in {:.3} s, median of {} hand-overs from the release until all is there; the link alone {:.1} GiB/s each way, \
+         two programs that copy, unmap and map without nvshare {bare:.1}",
         middle / 1e3,
         warm.len(),
         speed("both")

@@ -11,6 +11,7 @@ mod cross;
 mod deep;
 mod endless;
 mod escapes;
+mod exchange;
 mod forks;
 mod frees;
 mod graph;
@@ -71,6 +72,11 @@ const PROGRAMS: &[(&str, Program, &str)] = &[
     ("latency", latency::run, "--launches 100000: the cost of launching an empty kernel"),
     ("launches", launches::run, "--ms 3000 --ns 1000 --pause-us 20: kernels, and a pause of the host after each"),
     ("leaves", leaves::run, "--mem 48M --ms 600 --status 7: exit at a random moment while a thread works"),
+    (
+        "exchange",
+        exchange::run,
+        "--mem 4G: how fast memory can leave one program while as much comes to another, in GiB/s; needs twice as much",
+    ),
     ("link", link::run, "--mem 256M --rounds 4: how fast memory can be copied out, in, and both at once, in GiB/s"),
     (
         "persistent",
