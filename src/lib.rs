@@ -18,5 +18,6 @@ mod layers;
 pub mod recorder;
 pub mod simulate;
 mod sys;
+pub mod timeline;
 
 pub use nvshare_sched as scheduler;

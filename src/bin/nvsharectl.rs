@@ -9,7 +9,7 @@ use nvshare::ctl::arguments::{Arguments, Cdi, Preload, Setting, Verb};
 use nvshare::ctl::lock;
 use nvshare::ctl::settings::{self, Change};
 use nvshare::ctl::status::{self, Style};
-use nvshare::ctl::{CtlError, Target, cdi, debug, driver, place, preload, replay, rules, run, simulate};
+use nvshare::ctl::{CtlError, Target, cdi, debug, driver, place, preload, replay, rules, run, simulate, timeline};
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
@@ -63,6 +63,14 @@ fn carry_out(arguments: Arguments) -> Result<u8, CtlError> {
             print(&simulate::simulate(&file, &policy, arguments.json)?)
         }
         Some(Verb::Debug { output, command_lines }) => print(&debug::debug(&target, output.as_deref(), command_lines)?),
+        Some(Verb::Timeline { output, gpu, since, bundle, trace }) => {
+            let source = match (bundle, trace) {
+                (Some(bundle), _) => timeline::Source::Bundle(bundle),
+                (None, Some(trace)) => timeline::Source::Trace(trace),
+                (None, None) => timeline::Source::Scheduler(target),
+            };
+            print(&timeline::timeline(&source, gpu.as_deref(), since, &output)?)
+        }
         Some(Verb::Cdi(Cdi::Generate(asked))) => {
             // Standard output is for the file, where that was asked for.
             cdi::generate(&target, &asked, |text| eprintln!("{text}"))

@@ -155,6 +155,26 @@ pub enum Verb {
         #[arg(long)]
         command_lines: bool,
     },
+    /// Draw who held which GPU when, who waited for it and when memory moved, as an SVG file
+    ///
+    /// From the scheduler's flight recorder, which requires the same rights as `debug`, or from a file.
+    Timeline {
+        /// The file, which is overwritten; - is standard output
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        output: PathBuf,
+        /// Only this GPU: its UUID or, but for a trace, its number
+        #[arg(long, value_name = "GPU", value_hint = ValueHint::Other)]
+        gpu: Option<String>,
+        /// Only so long before the end, like -10min
+        #[arg(long, value_name = "-TIME", value_parser = parse_since, allow_hyphen_values = true, value_hint = ValueHint::Other)]
+        since: Option<Duration>,
+        /// Of a debug bundle
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "trace")]
+        bundle: Option<PathBuf>,
+        /// Of a trace, which `nvshare-scheduler --trace` writes
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        trace: Option<PathBuf>,
+    },
     /// Have every program of this machine load the library, or those of a service
     #[command(subcommand)]
     Preload(Preload),
@@ -225,6 +245,12 @@ pub enum Setting {
 
 fn parse_release(text: &str) -> Result<Duration, String> {
     settings::release(parse_seconds(text)?)
+}
+
+/// `-10min`: so long ago.
+fn parse_since(text: &str) -> Result<Duration, String> {
+    let ago = text.strip_prefix('-').ok_or_else(|| format!("{text:?} is no time before the end, like \"-10min\""))?;
+    units::parse_duration(ago)
 }
 
 /// What a GPU can have.

@@ -45,7 +45,8 @@ pub fn debug(target: &Target, output: Option<&Path>, command_lines: bool) -> Res
     Ok(format!("The debug bundle is in {shown} ({}).\n", units::size(bytes)))
 }
 
-fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, CtlError> {
+/// Has the scheduler make a bundle: a file in memory, at its beginning.
+pub(super) fn create(target: &Target, command_lines: bool) -> Result<OwnedFd, CtlError> {
     let options: HashMap<&str, Variant<'_>> = HashMap::from([("command-lines", command_lines.into())]);
     block_on(async {
         let scheduler = target.connect().await?;

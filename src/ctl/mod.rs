@@ -8,7 +8,7 @@
 //! - [`lock`]: running a command with a GPU's lock held.
 //! - [`run`]: running a command under nvshare; [`place`]: the GPUs that it sees.
 //! - [`simulate`]: simulating a described mix of programs under each policy.
-//! - [`debug`]: saving a debug bundle; [`replay`]: analysing one.
+//! - [`debug`]: saving a debug bundle; [`replay`]: analysing one; [`timeline`]: drawing one.
 //! - [`preload`]: loading the library into every program of the machine.
 //! - [`cdi`]: GPUs and nvshare in containers.
 //! - `connect`: finding the scheduler. `password`: calls for which polkit may ask for a password. `errors`: errors
@@ -31,6 +31,7 @@ pub mod settings;
 pub mod simulate;
 pub mod status;
 mod table;
+pub mod timeline;
 
 pub use connect::Target;
 pub use errors::CtlError;

@@ -176,6 +176,10 @@ impl Replayed {
                 }
                 What::Evicted(bytes) => ("evicted", "bytes", json!(bytes)),
                 What::Denied(bytes) => ("denied", "bytes", json!(bytes)),
+                What::Left { waited, held } => {
+                    moment["waited"] = json!(waited.map(|waited| waited.as_secs_f64()));
+                    ("left", "held", json!(held.map(|held| held.as_secs_f64())))
+                }
             };
             moment["what"] = name.into();
             if !key.is_empty() {
@@ -230,6 +234,9 @@ fn in_words(what: &What) -> String {
         }
         What::Evicted(bytes) => format!("asked to evict {}", units::size(*bytes)),
         What::Denied(bytes) => format!("refused a limit of {}", units::size(*bytes)),
+        What::Left { held: Some(held), .. } => format!("left, after holding it for {}", units::fine_duration(*held)),
+        What::Left { waited: Some(waited), .. } => format!("left, after waiting for {}", units::fine_duration(*waited)),
+        What::Left { .. } => "left".into(),
     }
 }
 
@@ -263,7 +270,8 @@ mod tests {
             now_ns: 0,
             command_lines: false,
         };
-        let replay = Replay { entries: 0, span: None, difference: None, moments: Vec::new(), clients };
+        let replay =
+            Replay { entries: 0, span: None, difference: None, moments: Vec::new(), unfinished: Vec::new(), clients };
         let replayed = Replayed { header, status, first_line: 0, replay };
         assert_eq!(replayed.gpu_names(), BTreeMap::from([(gpu(1), "0".to_owned())]));
     }

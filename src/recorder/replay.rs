@@ -14,8 +14,13 @@ pub struct Replay {
     pub span: Option<(Time, Time)>,
     pub difference: Option<Difference>,
     pub moments: Vec<Moment>,
-    pub clients: BTreeMap<(ClientId, GpuId), Tally>,
+    /// Who waits for a GPU or holds it when the recording ends.
+    pub unfinished: Vec<Moment>,
+    pub clients: Tallies,
 }
+
+/// By client and GPU.
+pub type Tallies = BTreeMap<(ClientId, GpuId), Tally>;
 
 /// The first entry whose commands are not the recorded ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,6 +56,11 @@ pub enum What {
     Evicted(u64),
     /// So many bytes were refused.
     Denied(u64),
+    /// It detached or ended, after it had waited, or held the GPU, for so long.
+    Left {
+        waited: Option<Duration>,
+        held: Option<Duration>,
+    },
 }
 
 /// The figures of a client on one GPU, within the recording.
@@ -86,8 +96,8 @@ pub fn replay<E>(mut machine: Machine, entries: impl IntoIterator<Item = Result<
         }
         count += 1;
     }
-    let (moments, clients) = observer.end(span.map_or(Time::ZERO, |(_, last)| last));
-    Ok(Replay { entries: count, span, difference, moments, clients })
+    let (moments, unfinished, clients) = observer.end(span.map_or(Time::ZERO, |(_, last)| last));
+    Ok(Replay { entries: count, span, difference, moments, unfinished, clients })
 }
 
 fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference> {
@@ -106,7 +116,7 @@ fn differs(at: usize, entry: &Entry, replayed: &[Command]) -> Option<Difference>
 /// Follows what was recorded.
 struct Observer {
     attachments: BTreeMap<(ClientId, GpuId), Attachment>,
-    tallies: BTreeMap<(ClientId, GpuId), Tally>,
+    tallies: Tallies,
     moments: Vec<Moment>,
 }
 
@@ -182,12 +192,18 @@ impl Observer {
                     None
                 });
             }
-            Event::Detached { client, gpu } => self.leave(*client, *gpu, at),
+            Event::Detached { client, gpu } => {
+                let moment = self.leave(*client, *gpu, entry.number, at);
+                self.moments.extend(moment);
+            }
             Event::Disconnected { client } => {
                 let all =
                     (*client, GpuId(nvshare_wire::Uuid([0; 16])))..=(*client, GpuId(nvshare_wire::Uuid([255; 16])));
                 let gpus: Vec<GpuId> = self.attachments.range(all).map(|((_, gpu), _)| *gpu).collect();
-                gpus.into_iter().for_each(|gpu| self.leave(*client, gpu, at));
+                for gpu in gpus {
+                    let moment = self.leave(*client, gpu, entry.number, at);
+                    self.moments.extend(moment);
+                }
             }
             _ => {}
         }
@@ -252,19 +268,22 @@ impl Observer {
         }
     }
 
-    fn leave(&mut self, client: ClientId, gpu: GpuId, at: Time) {
-        if let Some(mut attachment) = self.attachments.remove(&(client, gpu)) {
-            let tally = self.tallies.entry((client, gpu)).or_default();
-            attachment.stop_waiting(tally, at);
-            attachment.stop_holding(tally, at);
-        }
+    /// `None` if it neither waited nor held the GPU.
+    fn leave(&mut self, client: ClientId, gpu: GpuId, entry: u64, at: Time) -> Option<Moment> {
+        let mut attachment = self.attachments.remove(&(client, gpu))?;
+        let tally = self.tallies.entry((client, gpu)).or_default();
+        let waited = attachment.waits_since.map(|_| attachment.stop_waiting(tally, at));
+        let held = attachment.stop_holding(tally, at);
+        let what = What::Left { waited, held };
+        (waited.is_some() || held.is_some()).then_some(Moment { entry, at, client, gpu, what })
     }
 
     /// Waits and turns that go on are counted until then.
-    fn end(mut self, at: Time) -> (Vec<Moment>, BTreeMap<(ClientId, GpuId), Tally>) {
+    fn end(mut self, at: Time) -> (Vec<Moment>, Vec<Moment>, Tallies) {
         let keys: Vec<(ClientId, GpuId)> = self.attachments.keys().copied().collect();
-        keys.into_iter().for_each(|(client, gpu)| self.leave(client, gpu, at));
-        (self.moments, self.tallies)
+        let last = self.moments.last().map_or(0, |moment| moment.entry);
+        let unfinished = keys.into_iter().filter_map(|(client, gpu)| self.leave(client, gpu, last, at)).collect();
+        (self.moments, unfinished, self.tallies)
     }
 }
 

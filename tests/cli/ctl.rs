@@ -377,6 +377,42 @@ fn a_debug_bundle_is_private_and_names_no_program() {
 }
 
 #[test]
+fn a_timeline_is_drawn() {
+    let (daemon, _clients, mut lock) = busy();
+    let directory = &daemon.directory.0;
+    let path = |name: &str| directory.join(name).to_str().expect("UTF-8").to_owned();
+    let holder = format!("(PID {})</text>", std::process::id());
+    let is_drawn = |drawn: &str| {
+        assert!(drawn.contains("<title>holds the GPU: "), "{drawn}");
+        assert!(drawn.contains(&holder), "{drawn}");
+    };
+    let done = daemon.ctl(&["timeline", "--output", &path("live.svg")]);
+    assert_eq!((done.code, done.stderr.as_str(), done.stdout.as_str()), (Some(0), "", ""));
+    is_drawn(&std::fs::read_to_string(path("live.svg")).expect("the picture"));
+
+    assert_eq!(daemon.ctl(&["debug", "--output", &path("bundle.jsonl")]).code, Some(0));
+    let draw = |more: &[&str]| Output::of(ctl().args(["timeline", "--output", "-"]).args(more));
+    let bundle = path("bundle.jsonl");
+    is_drawn(&draw(&["--bundle", &bundle, "--gpu", "0", "--since", "-1h"]).stdout);
+    let nobody = draw(&["--bundle", &bundle, "--gpu", "7"]);
+    let expected = "nvsharectl: no program used a GPU \"7\": its number or its UUID is needed\n";
+    assert_eq!((nobody.code, nobody.stderr.as_str()), (Some(1), expected));
+    assert_eq!(draw(&["--bundle", &bundle, "--since", "10min"]).code, Some(2));
+
+    let event = |ms: u64, what: &str| {
+        format!(r#"{{"ms":{ms},"client":1,"pid":{},"gpu":"0af9","what":"{what}"}}"#, std::process::id())
+    };
+    std::fs::write(path("trace.jsonl"), [event(0, "request"), event(0, "grant"), event(2000, "release")].join("\n"))
+        .expect("a trace");
+    is_drawn(&draw(&["--trace", &path("trace.jsonl")]).stdout);
+    let wrong = draw(&["--trace", &bundle]);
+    assert_eq!(wrong.code, Some(1));
+    assert!(wrong.stderr.contains("line 1 is not a line of a trace"), "{}", wrong.stderr);
+    let _ = lock.kill();
+    let _ = lock.wait();
+}
+
+#[test]
 fn a_debug_bundle_replays() {
     let (daemon, clients, mut lock) = busy();
     let path = daemon.directory.0.join("bundle.jsonl");

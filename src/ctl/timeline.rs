@@ -1,0 +1,104 @@
+//! `nvsharectl timeline`: who held a GPU when, who waited, and what moved, as a picture.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufReader, Seek};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::{CtlError, Target, debug};
+use crate::recorder::bundle::{self, Bundle};
+use crate::recorder::replay;
+use crate::timeline::{Timeline, from_recording, from_trace, svg};
+
+/// Where a timeline comes from.
+#[derive(Debug)]
+pub enum Source {
+    /// The flight recorder of the scheduler that runs.
+    Scheduler(Target),
+    Bundle(PathBuf),
+    Trace(PathBuf),
+}
+
+/// A timeline, and a name for each GPU that has one.
+struct Read {
+    timeline: Timeline,
+    names: BTreeMap<String, String>,
+}
+
+/// Draws the timeline, and returns what is to be printed: the picture, if `output` is `-`.
+pub fn timeline(
+    source: &Source,
+    gpu: Option<&str>,
+    since: Option<Duration>,
+    output: &Path,
+) -> Result<String, CtlError> {
+    let Read { mut timeline, names } = match source {
+        Source::Scheduler(target) => {
+            let mut file = File::from(debug::create(target, false)?);
+            file.rewind().map_err(|e| CtlError::Failed(format!("cannot read the scheduler's recording: {e}")))?;
+            read_bundle(file, "the scheduler's recording")?
+        }
+        Source::Bundle(path) => read_bundle(open(path)?, &path.display().to_string())?,
+        Source::Trace(path) => {
+            let timeline = from_trace(BufReader::new(open(path)?));
+            let timeline = timeline.map_err(|e| CtlError::Failed(format!("{} {e}", path.display())))?;
+            Read { timeline, names: BTreeMap::new() }
+        }
+    };
+    if let Some(gpu) = gpu {
+        let uuid = names.iter().find(|(_, name)| name.split(' ').nth(1) == Some(gpu)).map(|(uuid, _)| uuid.clone());
+        if !timeline.keep_gpu(uuid.as_deref().unwrap_or(gpu)) {
+            return Err(CtlError::Failed(format!("no program used a GPU {gpu:?}: its number or its UUID is needed")));
+        }
+    }
+    if let Some(since) = since {
+        timeline.keep_last(since);
+    }
+    let named = |uuid: &str| names.get(uuid).cloned().unwrap_or_else(|| format!("GPU-{uuid}"));
+    let picture = svg::draw(&timeline, "Who held the GPU, who waited, and what moved", named);
+    if output == Path::new("-") {
+        return Ok(picture);
+    }
+    std::fs::write(output, picture).map_err(|e| {
+        CtlError::Failed(format!("cannot write {}: {e} (use --output to name another file)", output.display()))
+    })?;
+    Ok(String::new())
+}
+
+fn open(path: &Path) -> Result<File, CtlError> {
+    File::open(path).map_err(|e| CtlError::Failed(format!("cannot open {}: {e}", path.display())))
+}
+
+fn read_bundle(file: File, shown: &str) -> Result<Read, CtlError> {
+    let failed = |e: bundle::ReadError| CtlError::Failed(format!("{shown}, {e}"));
+    let Bundle { status, checkpoint, mut entries, .. } = bundle::read(BufReader::new(file)).map_err(failed)?;
+    let replay = replay::replay(checkpoint, &mut entries).map_err(failed)?;
+    Ok(Read { timeline: from_recording(&replay, &clients(&status)), names: gpus(&status) })
+}
+
+/// A text for each client of the status.
+fn clients(status: &Value) -> BTreeMap<u64, String> {
+    let text = |client: &Value| {
+        let (id, pid) = (client["id"].as_u64()?, client["pid"].as_u64().filter(|pid| *pid != 0));
+        let first = |names: &[&str]| {
+            let texts = names.iter().filter_map(|name| client[*name].as_str());
+            texts.map(str::to_owned).find(|text| !text.is_empty())
+        };
+        let who = first(&["name", "unit", "container"]).unwrap_or_else(|| format!("client {id}"));
+        Some((id, pid.map_or_else(|| who.clone(), |pid| format!("{who} (PID {pid})"))))
+    };
+    status["clients"].as_array().into_iter().flatten().filter_map(text).collect()
+}
+
+/// `GPU 0  NVIDIA H200`, by the UUID without its prefix.
+fn gpus(status: &Value) -> BTreeMap<String, String> {
+    let text = |gpu: &Value| {
+        let uuid = gpu["uuid"].as_str()?.split_once('-')?.1.to_owned();
+        let number = gpu["index"].as_u64().map_or_else(|| format!("GPU-{uuid}"), |number| format!("GPU {number}"));
+        Some((uuid, format!("{number}  {}", gpu["name"].as_str().unwrap_or_default())))
+    };
+    status["gpus"].as_array().into_iter().flatten().filter_map(text).collect()
+}

@@ -1,0 +1,112 @@
+//! Timelines: who held a GPU when, who waited for it, and when memory moved, as a picture.
+//!
+//! - `trace`: from the file that `nvshare-scheduler --trace` writes. `recording`: from the flight recorder's.
+//! - `svg`: draws it.
+
+mod recording;
+pub mod svg;
+mod trace;
+
+pub use recording::from_recording;
+pub use trace::{TraceError, from_trace};
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// What a program did on a GPU for a while.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Activity {
+    /// It waited for the lock.
+    Waits,
+    /// It held the lock.
+    Holds,
+    /// Its memory went to the host.
+    Leaves,
+    /// Its memory came from the host.
+    Returns,
+}
+
+/// From when to when, since any moment that all spans of a timeline have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    pub activity: Activity,
+    pub from: Duration,
+    pub to: Duration,
+    /// What moved; 0 where nothing did.
+    pub bytes: u64,
+}
+
+/// One program on one GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Lane {
+    pub label: String,
+    /// In the order of their ends.
+    pub spans: Vec<Span>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Timeline {
+    /// The first moment and the last.
+    pub span: Option<(Duration, Duration)>,
+    /// By the GPU's UUID, and the number of the client.
+    pub lanes: BTreeMap<String, BTreeMap<u64, Lane>>,
+}
+
+impl Timeline {
+    fn reach(&mut self, at: Duration) {
+        let (first, last) = self.span.unwrap_or((at, at));
+        self.span = Some((first.min(at), last.max(at)));
+    }
+
+    fn lane(&mut self, gpu: &str, client: u64, label: impl FnOnce() -> String) -> &mut Lane {
+        let lanes = self.lanes.entry(gpu.to_owned()).or_default();
+        lanes.entry(client).or_insert_with(|| Lane { label: label(), spans: Vec::new() })
+    }
+
+    /// Leaves only what happened within `last` before the end. A span that began earlier is cut.
+    pub fn keep_last(&mut self, last: Duration) {
+        let Some((first, end)) = self.span else { return };
+        let begin = end.saturating_sub(last).max(first);
+        self.span = Some((begin, end));
+        for lane in self.lanes.values_mut().flat_map(BTreeMap::values_mut) {
+            lane.spans.retain(|span| span.to >= begin);
+            lane.spans.iter_mut().for_each(|span| span.from = span.from.max(begin));
+        }
+        self.lanes.values_mut().for_each(|lanes| lanes.retain(|_, lane| !lane.spans.is_empty()));
+    }
+
+    /// Leaves only this GPU, named by its UUID with or without the prefix, or by the beginning of one. `false` if there is none.
+    pub fn keep_gpu(&mut self, name: &str) -> bool {
+        let plain = |name: &str| name.trim_start_matches("GPU-").trim_start_matches("MIG-").to_ascii_lowercase();
+        let wanted = plain(name);
+        self.lanes.retain(|gpu, _| !wanted.is_empty() && plain(gpu).starts_with(&wanted));
+        !self.lanes.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn at(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn the_last_seconds_of_one_gpu_are_left() {
+        let mut timeline = Timeline::default();
+        let holds = |from, to| Span { activity: Activity::Holds, from: at(from), to: at(to), bytes: 0 };
+        for (gpu, spans) in [("0af9", [holds(0, 1000), holds(4000, 9000)]), ("1af9", [holds(0, 10), holds(20, 30)])] {
+            timeline.lane(gpu, 1, || "x".into()).spans.extend(spans);
+        }
+        timeline.reach(at(0));
+        timeline.reach(at(10_000));
+        timeline.keep_last(at(5000));
+        assert_eq!(timeline.span, Some((at(5000), at(10_000))));
+        assert_eq!(timeline.lanes["0af9"][&1].spans, [holds(5000, 9000)]);
+        assert!(timeline.lanes["1af9"].is_empty());
+        assert!(timeline.keep_gpu("GPU-0A"));
+        assert_eq!(timeline.lanes.len(), 1);
+        assert!(!timeline.keep_gpu("GPU-2"));
+    }
+}
