@@ -72,6 +72,39 @@ fn a_client_that_does_not_answer_keeps_what_is_measured() {
     assert_eq!((t.state(2), t.attachment(1).charge), (LockState::Waiting, 12 * GIB));
 }
 
+/// A client that was given up for dead goes on with what it was once allowed, and keeps it, whatever it says.
+#[test]
+fn what_one_maps_that_did_not_answer_for_long_is_not_lost_sight_of() {
+    let mut t = measured(AntiThrash::On);
+    t.say(Event::Connected { client: client(1), gang: 0, tenant: TenantId(1) });
+    t.say(Event::Attached { client: client(1), gpu: gpu(0), engine: Engine::Swap });
+    t.acknowledge(1, 0, 4 * GIB, 0, 0);
+    t.request(1);
+    t.release(1, ReleaseReason::Idle);
+    assert_eq!(t.attachment(1).allowance, 4 * GIB);
+    t.join_of(TenantId(2), 2, 16 * GIB);
+    t.request(2);
+    for _ in 0..20 {
+        t.after(ms(200));
+        let mapped = t.attachment(2).mapped;
+        found(&mut t, 4 * GIB, &[(1, 0), (2, mapped), (9, 0)]);
+    }
+    t.map(2);
+    assert_eq!((t.attachment(1).charge, t.state(2)), (0, LockState::Holding));
+    t.acknowledge(1, 1, 4 * GIB, 4 * GIB, 0);
+    assert_eq!(t.attachment(1).charge, 4 * GIB, "it says so itself");
+    t.acknowledge(1, u32::MAX, 4 * GIB, 0, 0);
+    assert_eq!((t.attachment(1).charge, t.attachment(1).unverified), (0, 4 * GIB));
+    for _ in 0..20 {
+        t.after(ms(200));
+        found(&mut t, 0, &[(1, 4 * GIB), (2, 12 * GIB), (9, 0)]);
+    }
+    assert_eq!(t.attachment(1).unfreed, 4 * GIB);
+    // What it was allowed before is nothing that it may still map.
+    t.acknowledge(1, u32::MAX, 4 * GIB, 8 * GIB, 0);
+    assert_eq!(t.attachment(1).disbelieved, Some(8 * GIB));
+}
+
 #[test]
 fn what_a_measurement_confirms_counts() {
     let mut t = measured(AntiThrash::On);

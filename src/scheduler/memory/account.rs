@@ -73,6 +73,9 @@ pub(crate) struct Account {
     /// Allowances that the client may still be acting on, newest last. Each is smaller than the one before it, because
     /// an earlier and smaller one never decides how much can be mapped.
     steps: VecDeque<(u32, u64)>,
+    /// The most that a client which did not answer for long may still map when it goes on, though it is no longer charged
+    /// for that, until it acknowledges this allowance.
+    lapsed: Option<(u32, u64)>,
 }
 
 impl Account {
@@ -119,8 +122,9 @@ impl Account {
         if self.claimed.0 > 0 {
             self.reported.get_or_insert(now);
         }
-        (report.mapped, report.pinned) = self.believed();
         report.ack = report.ack.min(self.seq).max(self.report.ack);
+        self.lapsed.take_if(|(seq, _)| *seq <= report.ack);
+        (report.mapped, report.pinned) = self.believed();
         if let Some(eviction) = self.eviction.as_mut().filter(|_| report.mapped < self.report.mapped) {
             eviction.progress = now;
         }
@@ -146,12 +150,17 @@ impl Account {
         self.steps.front().map_or(0, |(_, b)| *b).max(self.allowance)
     }
 
+    /// The highest allowance that the client may be acting on, whether or not it is charged for it.
+    fn ever_allowed(&self) -> u64 {
+        self.lapsed.map_or(0, |(_, bytes)| bytes).max(self.allowed())
+    }
+
     /// The mapped and the pinned bytes that are believed. The client may have mapped its allowance since it was last
     /// measured; more counts only once it was measured, and so does pinned memory.
     fn believed(&self) -> (u64, u64) {
         let (mapped, pinned) = self.claimed;
         let verified = self.verified().unwrap_or(MOST);
-        (mapped.min(verified.max(self.frees.high(self.allowed()))), pinned.min(verified))
+        (mapped.min(verified.max(self.frees.high(self.ever_allowed()))), pinned.min(verified))
     }
 
     /// The most that is believed on the strength of the last measurement: the measured bytes, plus a sixteenth (at most
@@ -203,7 +212,8 @@ impl Account {
 
     /// Takes a measurement that began no earlier than `begun`. `None`: it says nothing about this client.
     pub fn measured(&mut self, begun: Time, found: Option<Found>) {
-        self.frees.measured(begun, found.map(|found| found.least), self.charge);
+        let most = self.ever_allowed().max(self.charge);
+        self.frees.measured(begun, found.map(|found| found.least), self.charge, most);
         if let Some(found) = found {
             self.found = Some(found.most);
             self.is_checked |= self.claimed.0 > 0;
@@ -224,6 +234,7 @@ impl Account {
 
     /// Lowers the charge to the allowance and what the client has. If it maps more after all, that fails or is evicted.
     pub fn charge_as_known(&mut self, now: Time) {
+        self.lapsed = Some((self.seq, self.ever_allowed()));
         self.steps.clear();
         self.steps.push_back((self.seq, self.allowance));
         let before = std::mem::replace(&mut self.charge, self.allowance.max(self.report.mapped));

@@ -62,9 +62,9 @@ impl UnverifiedFrees {
     }
 
     /// Takes a measurement of the client's bytes that began no earlier than `begun`. `None`: the client is to be
-    /// believed.
-    pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64) {
-        let most = charge.saturating_add(self.present).saturating_add(self.unverified(charge));
+    /// believed. `most`: what it may have mapped, whether or not it is charged for that.
+    pub fn measured(&mut self, begun: Time, bytes: Option<u64>, charge: u64, most: u64) {
+        let most = most.saturating_add(self.present).saturating_add(self.unverified(charge));
         while self.highs.front().is_some_and(|(until, _)| *until <= begun) {
             self.highs.pop_front();
         }
@@ -110,9 +110,9 @@ mod tests {
         let mut frees = UnverifiedFrees::default();
         frees.record_drop(at(10), 8);
         assert_eq!((frees.unverified(2), frees.unverified(9)), (6, 0), "it may have grown again");
-        frees.measured(at(9), Some(8), 2);
+        frees.measured(at(9), Some(8), 2, 2);
         assert_eq!(frees.unverified(2), 6, "it began before the drop");
-        frees.measured(at(10), Some(2), 2);
+        frees.measured(at(10), Some(2), 2, 2);
         assert_eq!((frees.unverified(2), frees.expires()), (0, None));
     }
 
@@ -122,9 +122,9 @@ mod tests {
         for (ms, from) in [(10, 8), (20, 3), (30, 5)] {
             frees.record_drop(at(ms), from);
         }
-        frees.measured(at(10), Some(1), 1);
+        frees.measured(at(10), Some(1), 1, 1);
         assert_eq!(frees.unverified(1), 4, "5 until 30 ms");
-        frees.measured(at(30), Some(1), 1);
+        frees.measured(at(30), Some(1), 1, 1);
         assert_eq!(frees.unverified(1), 0);
     }
 
@@ -132,29 +132,29 @@ mod tests {
     fn bytes_found_repeatedly_are_present() {
         let mut frees = UnverifiedFrees::default();
         frees.record_drop(at(10), 8);
-        frees.measured(at(20), Some(7), 2);
+        frees.measured(at(20), Some(7), 2, 2);
         assert_eq!((frees.unverified(2), frees.present()), (5, 0));
         assert!(!frees.expire(at(1000)));
-        frees.measured(at(2000), Some(6), 2);
+        frees.measured(at(2000), Some(6), 2, 2);
         assert!(frees.expire(at(20) + VERIFY_TIMEOUT) && !frees.expire(at(30) + VERIFY_TIMEOUT));
         assert_eq!((frees.unverified(2), frees.present()), (0, 4));
-        frees.measured(at(9000), Some(3), 2);
+        frees.measured(at(9000), Some(3), 2, 2);
         assert_eq!(frees.present(), 1);
-        frees.measured(at(9010), Some(2), 2);
+        frees.measured(at(9010), Some(2), 2, 2);
         assert_eq!((frees.present(), frees.unverified(2), frees.expires()), (0, 0, None));
     }
 
     #[test]
     fn no_more_is_found_than_was_unverified() {
         let mut frees = UnverifiedFrees::default();
-        frees.measured(at(10), Some(9), 2);
+        frees.measured(at(10), Some(9), 2, 2);
         assert_eq!(
             (frees.unverified(2), frees.expires()),
             (0, None),
             "it reported no free; contexts are not counted here"
         );
         frees.record_drop(at(20), 4);
-        frees.measured(at(20), Some(9), 2);
+        frees.measured(at(20), Some(9), 2, 2);
         assert_eq!(frees.unverified(2), 2);
     }
 
@@ -174,9 +174,9 @@ mod tests {
             frees.record_drop(at(i), 20_000 - i);
         }
         assert!(frees.highs.len() <= MANY_HIGHS);
-        frees.measured(at(9_998), Some(1), 1);
+        frees.measured(at(9_998), Some(1), 1, 1);
         assert!(frees.unverified(1) >= 10_000);
-        frees.measured(at(9_999), Some(1), 1);
+        frees.measured(at(9_999), Some(1), 1, 1);
         assert_eq!(frees.unverified(1), 0);
     }
 }
